@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from lightning_megatron.data.preference_datamodule import (
         PreferenceDataModule as PreferenceDataModule,
     )
+    from lightning_megatron.data.streaming import Streaming as Streaming
+    from lightning_megatron.data.text_datamodule import TextDataModule as TextDataModule
     from lightning_megatron.errors import CaptureError as CaptureError
     from lightning_megatron.errors import CheckpointMismatchError as CheckpointMismatchError
     from lightning_megatron.errors import CheckpointSaveError as CheckpointSaveError
@@ -124,6 +126,8 @@ _HOMES = {
     "Recomputation": "plan.recomputation",
     "ReplicaMismatchError": "errors",
     "SquadDataModule": "finetuning.squad_datamodule",
+    "Streaming": "data.streaming",
+    "TextDataModule": "data.text_datamodule",
     "TokenDataModule": "data.datamodule",
     "TokensProgressBar": "strategy.callbacks.progress",
     "UnsupportedError": "errors",

@@ -127,7 +127,8 @@ def _examine_all(
     short = 0
     errors: list[str] = []
     with tqdm(total=total, unit="B", unit_scale=True, disable=not progress, desc="read") as bar:
-        for examined in map_in_order(partial(examine, options=options), chunks, workers):
+        processes = workers if workers > 1 else 0
+        for examined in map_in_order(partial(examine, options=options), chunks, processes):
             spool.add(examined)
             broken += len(examined.broken)
             short += examined.short

@@ -6,11 +6,23 @@ from typing import Annotated, Literal, cast
 
 from typing_extensions import override
 
-from lightning_megatron.data.chat_samples import ChatBatches, ChatSamples, EncodedConversations
+from lightning_megatron.data.chat_samples import (
+    ChatBatches,
+    ChatSamples,
+    ConversationSamples,
+    EncodedConversations,
+)
+from lightning_megatron.data.chat_stream import streamed_samples
 from lightning_megatron.data.conversation_datamodule import ConversationDataModule
+from lightning_megatron.data.conversation_encoder import ConversationEncoder
 from lightning_megatron.data.loader import TokenLoader
+from lightning_megatron.data.row_datamodule import tell_of_rows
 from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.samples import Samples
+from lightning_megatron.data.stream_checks import check_stream_settings
+from lightning_megatron.data.stream_loader import StreamLoader
+from lightning_megatron.data.streamed_samples import StreamedSamples
+from lightning_megatron.data.streaming import Streaming
 from lightning_megatron.data.window_packing import check_context_windows
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.global_batch import RampUp
@@ -56,6 +68,10 @@ class ChatDataModule(ConversationDataModule[EncodedConversations]):
             in ``TokenDataModule``.
         context_windows: Windows of a packed row, which groups of context-parallel ranks share, as
             in ``TokenDataModule``.
+        streaming: Whether, and how, training files are read while they are trained on, for those
+            that are too large to encode before; validation and test files are read whole. Epochs
+            of a Trainer without ``max_steps`` are passes, whose number of batches is unknown.
+            ``num_workers`` processes then encode conversations.
         cache_dir: Folder of the encoded conversations; None uses ``index_cache`` next to the first
             file.
         pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
@@ -90,6 +106,7 @@ class ChatDataModule(ConversationDataModule[EncodedConversations]):
         train_samples: Elements | None = None,
         balance_attention: bool = False,
         context_windows: Count = 1,
+        streaming: Streaming | None = None,
         cache_dir: str | None = None,
         pin_memory: bool | None = None,
     ) -> None:
@@ -108,12 +125,27 @@ class ChatDataModule(ConversationDataModule[EncodedConversations]):
             )
         check_context_windows(given["context_windows"], given["seq_length"], is_whole=True)
         self.context_windows: int = given["context_windows"]
+        self.streaming: Streaming | None = given["streaming"]
+        if self.streaming is not None:
+            self.streamed_parts = ("train",)
+            check_stream_settings(self.streaming, given)
         #: Whether rows have several documents, by the names of ``TokenDataModule``.
         self.documents: Literal["joined", "whole"] = "whole" if packing else "joined"
 
     @override
-    def training_samples(self, num_samples: int | None) -> ChatSamples:
-        return self._samples("train", self.seed, num_samples)
+    def training_samples(self, num_samples: int | None) -> ConversationSamples:
+        if self.streaming is None:
+            return self._samples("train", self.seed, num_samples)
+        return streamed_samples(
+            self.files["train"],
+            ConversationEncoder(self.tokenizer, self.seq_length, self.too_long),
+            self.streaming,
+            self._num_windows,
+            self.seed,
+            self.num_workers,
+            tell_of_rows,
+            num_samples,
+        )
 
     @override
     def evaluation_samples(self, part: str) -> ChatSamples:
@@ -122,12 +154,17 @@ class ChatDataModule(ConversationDataModule[EncodedConversations]):
 
     @override
     def loader_of(self, samples: Samples, sampler: TokenBatchSampler) -> TokenLoader:
-        batches = ChatBatches(cast(ChatSamples, samples), self._is_packed)
-        return TokenLoader(batches, sampler, self.num_workers, self.pin_memory)
+        batches = ChatBatches(cast(ConversationSamples, samples), self._is_packed)
+        kind = StreamLoader if isinstance(samples, StreamedSamples) else TokenLoader
+        return kind(batches, sampler, self.num_workers, self.pin_memory)
 
     @property
     def _is_packed(self) -> bool:
         return self.documents == "whole"
+
+    @property
+    def _num_windows(self) -> int:
+        return self.context_windows if self._is_packed else 0
 
     @override
     def _encode(self, part: str) -> EncodedConversations:
@@ -136,5 +173,6 @@ class ChatDataModule(ConversationDataModule[EncodedConversations]):
         )
 
     def _samples(self, part: str, seed: int, num_samples: int | None) -> ChatSamples:
-        windows = self.context_windows if self._is_packed else 0
-        return ChatSamples(self.encoded(part), self.seq_length, seed, windows, num_samples)
+        return ChatSamples(
+            self.encoded(part), self.seq_length, seed, self._num_windows, num_samples
+        )

@@ -4,19 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from lightning_megatron.data.chat_template import ChatTokenizer
+from lightning_megatron.data.conversation_encoder import ConversationEncoder, EncodedText
 from lightning_megatron.data.conversations import read_conversations
-from lightning_megatron.data.encoded_rows import EncodedRows, EncodedText
+from lightning_megatron.data.encoded_rows import EncodedRows
 from lightning_megatron.data.index_cache import cache_key
 from lightning_megatron.data.loader import IGNORE_INDEX, WindowBatches
-from lightning_megatron.data.packing import index_packed
-from lightning_megatron.data.samples import NO_TOKEN
+from lightning_megatron.data.packing import PackedIndex, index_packed
+from lightning_megatron.data.samples import NO_TOKEN, Samples
+
+
+class Texts(Protocol):
+    """Tokens of several conversations, as in ``TextTokens``."""
+
+    @property
+    def tokens(self) -> npt.NDArray:
+        """Token ids."""
+
+    @property
+    def is_answer(self) -> npt.NDArray:
+        """1 for tokens of answers, 0 for others."""
+
+    @property
+    def bounds(self) -> npt.NDArray:
+        """First token of each conversation, and the end of the last one."""
+
+
+class ConversationSamples(Samples, Protocol):
+    """Rows of conversations that know the tokens of answers."""
+
+    def is_answer(self, index: int) -> npt.NDArray[np.bool_]:
+        """Return which tokens of a row belong to answers.
+
+        Args:
+            index: Number of the row.
+        """
 
 
 class EncodedConversations(EncodedRows):
@@ -37,14 +65,60 @@ class EncodedConversations(EncodedRows):
     plural = "conversations"
 
     @override
-    def _encode(self, path: Path, tokenizer: ChatTokenizer) -> Iterator[list[EncodedText] | None]:
+    def _encode(
+        self, path: Path, encoder: ConversationEncoder
+    ) -> Iterator[list[EncodedText] | None]:
         for conversation in read_conversations(path):
-            text = self.fitted(conversation, tokenizer)
+            text = encoder.encode(conversation)
             yield None if text is None else [text]
 
 
-class ChatSamples:
-    """Rows of conversations in an order, whole conversations each.
+class ConversationRows:
+    """Rows of whole conversations.
+
+    Args:
+        texts: Tokens of the conversations.
+        index: Conversations of each row.
+    """
+
+    def __init__(self, texts: Texts, index: PackedIndex) -> None:
+        self._texts = texts
+        self._index = index
+
+    def __len__(self) -> int:
+        return self._index.num_windows
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+        return self._joined(self._texts.tokens, index, NO_TOKEN).astype(np.int64)
+
+    @property
+    def most_documents(self) -> int:
+        """Largest number of conversations, and gaps between them, that a row has."""
+        return self._index.most_pieces
+
+    def lengths(self, index: int) -> list[int]:
+        """Return the number of tokens of each conversation and gap in a row, in their order."""
+        return [stop - start for start, stop in self._index.pieces(index, self._texts.bounds)]
+
+    def is_answer(self, index: int) -> npt.NDArray[np.bool_]:
+        """Return which tokens of a row belong to answers.
+
+        Args:
+            index: Number of the row.
+        """
+        return self._joined(self._texts.is_answer, index, 0).astype(np.bool_)
+
+    def _joined(self, values: npt.NDArray, index: int, of_gap: int) -> npt.NDArray:
+        places = self._index.pieces(index, self._texts.bounds)
+        parts = [
+            values[start:stop] if start >= 0 else np.full(-start, of_gap, np.int64)
+            for start, stop in places
+        ]
+        return np.concatenate(parts)
+
+
+class ChatSamples(ConversationRows):
+    """Rows of the conversations of some files in an order.
 
     Args:
         encoded: Tokens of the conversations.
@@ -64,12 +138,10 @@ class ChatSamples:
         num_samples: int | None = None,
     ) -> None:
         self.seq_length = seq_length
-        self._encoded = encoded
         lengths = np.diff(encoded.bounds)
         is_packed = num_windows > 0
-        self._index = index_packed(
-            lengths, seq_length, num_samples, seed, is_packed, max(1, num_windows)
-        )
+        index = index_packed(lengths, seq_length, num_samples, seed, is_packed, max(1, num_windows))
+        super().__init__(encoded, index)
         self.order_key = cache_key(
             {
                 "conversations": encoded.key,
@@ -79,37 +151,6 @@ class ChatSamples:
                 **({"context_windows": num_windows} if num_windows > 1 else {}),
             }
         )
-
-    def __len__(self) -> int:
-        return self._index.num_windows
-
-    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        return self._joined(self._encoded.tokens, index, NO_TOKEN).astype(np.int64)
-
-    @property
-    def most_documents(self) -> int:
-        """Largest number of conversations, and gaps between them, that a row has."""
-        return self._index.most_pieces
-
-    def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of each conversation and gap in a row, in their order."""
-        return [stop - start for start, stop in self._index.pieces(index, self._encoded.bounds)]
-
-    def is_answer(self, index: int) -> npt.NDArray[np.bool_]:
-        """Return which tokens of a row belong to answers.
-
-        Args:
-            index: Number of the row.
-        """
-        return self._joined(self._encoded.is_answer, index, 0).astype(np.bool_)
-
-    def _joined(self, values: npt.NDArray, index: int, of_gap: int) -> npt.NDArray:
-        places = self._index.pieces(index, self._encoded.bounds)
-        parts = [
-            values[start:stop] if start >= 0 else np.full(-start, of_gap, np.int64)
-            for start, stop in places
-        ]
-        return np.concatenate(parts)
 
 
 class ChatBatches(WindowBatches):
@@ -125,7 +166,7 @@ class ChatBatches(WindowBatches):
         are_separate: Whether the lengths of the conversations are part of the batch.
     """
 
-    def __init__(self, samples: ChatSamples, are_separate: bool) -> None:
+    def __init__(self, samples: ConversationSamples, are_separate: bool) -> None:
         super().__init__(samples, are_separate=are_separate)
         self._chat_samples = samples
 

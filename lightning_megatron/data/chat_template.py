@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class ChatTokenizer:
             )
         self._tokenizer = read_pretrained_tokenizer(folder, "PreTrainedTokenizerFast")
         self.folder = folder
+        self._template_file = template
         if template is not None:
             content = read_regular_file(Path(template), "Name a Jinja file as chat_template.")
             self._tokenizer.chat_template = content.decode()
@@ -52,6 +53,10 @@ class ChatTokenizer:
                 f"the tokenizer of {folder} must have one chat template: it has none or several. "
                 "Use the folder of an instruction model, or name a Jinja file as chat_template."
             )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process reads the files once, instead of a copy for each piece of work.
+        return _chat_tokenizer, (self.folder, self._template_file)
 
     @property
     def template(self) -> str:
@@ -159,3 +164,8 @@ class ChatTokenizer:
                 f"{conversation.place} is refused by the chat template of {self.folder}: {error}. "
                 "Repair the row, or use another template."
             ) from error
+
+
+@lru_cache(maxsize=1)
+def _chat_tokenizer(folder: str, template: str | None) -> ChatTokenizer:
+    return ChatTokenizer(folder, template)

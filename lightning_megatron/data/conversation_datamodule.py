@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_megatron.data.chat_template import ChatTokenizer
@@ -16,8 +15,9 @@ from lightning_megatron.data.conversations import find_conversations
 from lightning_megatron.data.encoded_rows import EncodedRows
 from lightning_megatron.data.loader import TokenLoader
 from lightning_megatron.data.named_sets import SetPaths, all_paths, named_sets
-from lightning_megatron.data.row_datamodule import RowDataModule
+from lightning_megatron.data.row_datamodule import RowDataModule, tell_of_rows
 from lightning_megatron.data.samples import Samples
+from lightning_megatron.data.stream_checks import check_stream_trainer
 
 Encoded = TypeVar("Encoded", bound=EncodedRows)
 
@@ -37,6 +37,9 @@ class ConversationDataModule(RowDataModule, Generic[Encoded]):
     Raises:
         UnsupportedError: If files are missing, or settings conflict.
     """
+
+    #: Parts that are encoded while they are read.
+    streamed_parts: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -83,10 +86,13 @@ class ConversationDataModule(RowDataModule, Generic[Encoded]):
     def setup(self, stage: str | None = None) -> None:
         """Encode the rows of a stage, so that faults raise before the first step."""
         self.restart()
+        if stage in ("fit", None) and "train" in self.streamed_parts:
+            check_stream_trainer(self.trainer)
         parts = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
         for part in parts.get(stage or "", ("train", "val", "test")):
             for one in self._sets_of(part):
-                self.encoded(one)
+                if part not in self.streamed_parts:
+                    self.encoded(one)
 
     def encoded(self, part: str) -> Encoded:
         """Return the encoded rows of a part, and tell what truncation took of them.
@@ -96,8 +102,7 @@ class ConversationDataModule(RowDataModule, Generic[Encoded]):
         """
         if part not in self._encoded:
             found = self._encode(part)
-            tell = rank_zero_warn if found.num_cut + found.num_left_out else rank_zero_info
-            tell(found.line(self.seq_length))
+            tell_of_rows(found.line(self.seq_length), found.num_cut + found.num_left_out > 0)
             self._encoded[part] = found
         return self._encoded[part]
 

@@ -1,4 +1,4 @@
-"""Conversations in JSON lines, Parquet or folders of datasets, checked row by row."""
+"""Conversations in rows of files, checked one by one."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.data.dataset_folders import dataset_rows, is_dataset_folder
-from lightning_megatron.data.documents import read_chunks
+from lightning_megatron.data.dataset_folders import is_dataset_folder
+from lightning_megatron.data.row_files import REMEDY, FileRow, read_rows
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
-from lightning_megatron.extras import import_extra
 from lightning_megatron.plan.legal_values import join_or
-from lightning_megatron.strict_json import parse_object
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 _SUFFIXES = (*_JSON_LINES, ".parquet")
-_CHUNK_BYTES = 1 << 20
-REMEDY = "Repair the row, or remove it."
+_EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, ...]}'
 
 Message = Mapping[str, Any]
 
@@ -42,13 +39,17 @@ class Conversation:
     place: str
 
 
-def find_conversations(paths: str | Sequence[str]) -> tuple[Path, ...]:
+def find_conversations(
+    paths: str | Sequence[str], plural: str = "conversations", example: str = _EXAMPLE
+) -> tuple[Path, ...]:
     """Return the files of paths, folders and globs, each sorted by name.
 
     A folder of datasets stands for its files.
 
     Args:
         paths: Files, folders of them, folders of datasets, or globs.
+        plural: What a line of a file is, for errors.
+        example: Such a line, for errors.
 
     Raises:
         UnsupportedError: If one of them has no file of JSON lines or Parquet, or several splits.
@@ -64,10 +65,9 @@ def find_conversations(paths: str | Sequence[str]) -> tuple[Path, ...]:
         files = [file for file in files if _has_conversations(file)]
         if not files:
             raise UnsupportedError(
-                f"conversations must be files ({', '.join(_SUFFIXES)}), folders of them, folders "
+                f"{plural} must be files ({', '.join(_SUFFIXES)}), folders of them, folders "
                 f"written by save_to_disk of datasets, or globs: {one!r} names none. "
-                "Write one conversation in each line, such as "
-                '{"messages": [{"role": "user", "content": "..."}, ...]}.'
+                f"Write one of the {plural} in each line, such as {example}."
             )
         found.extend(files)
     return tuple(found)
@@ -87,49 +87,19 @@ def read_conversations(path: Path) -> Iterator[Conversation]:
         CorruptDataError: If a row is no conversation; the message names file and row.
         MissingExtraError: If pyarrow or datasets is needed and not installed.
     """
-    for place, row in read_rows(path):
-        yield _conversation(row, place)
+    yield from map(conversation_of, read_rows(path))
 
 
-def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the fields of each row of a file that have a value, with file and row for errors.
+def conversation_of(row: FileRow) -> Conversation:
+    """Return the conversation of a row.
 
     Args:
-        path: File of JSON lines (also ``.gz``) or Parquet, or folder of datasets.
+        row: Row of a file.
 
     Raises:
-        CorruptDataError: If the file cannot be read, or a line holds no JSON object.
-        MissingExtraError: If pyarrow or datasets is needed and not installed.
+        CorruptDataError: If it is none; the message names file and row.
     """
-    read = _parquet_rows if path.suffix == ".parquet" else _json_rows
-    for place, row in (dataset_rows if path.is_dir() else read)(path):
-        # Parquet has a value for every column and field; those without one are None.
-        yield place, {name: value for name, value in row.items() if value is not None}
-
-
-def _json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for chunk in read_chunks(path, "line", _CHUNK_BYTES):
-        for line, content in zip(chunk.lines, chunk.documents, strict=True):
-            place = f"{path}:{line}"
-            yield place, parse_object(content, place, REMEDY)
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    parquet = import_extra("pyarrow.parquet", "parquet")
-    try:
-        number = 0
-        with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}, row {number}", row
-    # pyarrow raises ValueError and OSError for damaged files.
-    except (CorruptDataError, UnsupportedError):
-        raise
-    except (ValueError, OSError) as error:
-        raise CorruptDataError(
-            f"{path} cannot be read as Parquet: {error}. Copy it again."
-        ) from error
+    return _conversation(row.fields(), row.place)
 
 
 def _conversation(found: Mapping[str, Any], place: str) -> Conversation:

@@ -40,11 +40,12 @@ def files_of(path: Path) -> list[Path]:
     return sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
 
 
-def dataset_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the place and the fields of each row of a folder, in their order.
+def dataset_rows(path: Path, skipped: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield the fields of each row of a folder, in their order.
 
     Args:
         path: Folder that ``Dataset.save_to_disk`` has written.
+        skipped: First rows that are left out (rows).
 
     Raises:
         CorruptDataError: If the folder cannot be read.
@@ -55,8 +56,8 @@ def dataset_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         # A format such as "torch" was saved with the set.
         found = datasets.load_from_disk(str(path)).with_format(None)
         # Arrow files are read by the page, so that a set may be larger than the memory.
-        for number, row in enumerate(found, 1):
-            yield f"{path}, row {number}", row
+        if skipped < len(found):
+            yield from found.select(range(skipped, len(found)))
     # pyarrow and datasets raise these for files that are damaged or missing.
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise CorruptDataError(

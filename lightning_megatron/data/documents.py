@@ -8,7 +8,7 @@ import io
 import json
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -116,11 +116,35 @@ def read_chunks(
                     documents = []
                     size = 0
     except (OSError, EOFError, zlib.error) as error:
-        raise CorruptDataError(
-            f"{path} cannot be read to its end: {error}. Copy it again."
-        ) from error
+        raise _unreadable(path, error) from error
     if documents:
         yield RawChunk(str(path), kind, tuple(lines), tuple(documents))
+
+
+def read_lines(path: Path, offset: int = 0, number: int = 0) -> Iterator[tuple[int, bytes, int]]:
+    """Yield each line of a file that is not empty: its number, its content and where it ends.
+
+    Args:
+        path: File; ``.gz`` is decompressed.
+        offset: Decompressed bytes before the first line that is read; a ``.gz`` is decompressed up
+            to there (bytes).
+        number: Number of the line before it, counted from 1.
+
+    Raises:
+        CorruptDataError: If the file cannot be opened, or is a damaged ``.gz``.
+    """
+    try:
+        with _open(path) as file:
+            file.seek(offset)
+            for line in file:
+                number += 1
+                offset += len(line)
+                content = line.rstrip(b"\r\n")
+                # Empty lines are not documents; an empty document is written as {"text": ""}.
+                if content.strip():
+                    yield number, content, offset
+    except (OSError, EOFError, zlib.error) as error:
+        raise _unreadable(path, error) from error
 
 
 def parse_chunk(chunk: RawChunk, json_key: str) -> list[str]:
@@ -131,7 +155,7 @@ def parse_chunk(chunk: RawChunk, json_key: str) -> list[str]:
             message names file and line.
     """
     return [
-        _parse(content, f"{chunk.path}:{line}", json_key if chunk.kind == "json" else None)
+        parse_text(content, f"{chunk.path}:{line}", json_key if chunk.kind == "json" else None)
         for line, content in zip(chunk.lines, chunk.documents, strict=True)
     ]
 
@@ -144,7 +168,7 @@ def parse_objects(chunk: RawChunk, json_key: str) -> list[JsonDocument | Corrupt
     found: list[JsonDocument | CorruptDataError] = []
     for line, content in zip(chunk.lines, chunk.documents, strict=True):
         try:
-            text = _parse(content, f"{chunk.path}:{line}", json_key)
+            text = parse_text(content, f"{chunk.path}:{line}", json_key)
         except CorruptDataError as error:
             found.append(error)
         else:
@@ -179,13 +203,27 @@ def is_json_lines(path: Path) -> bool:
     return _plain_suffix(path) in JSON_SUFFIXES
 
 
+def _unreadable(path: Path, error: Exception) -> CorruptDataError:
+    return CorruptDataError(f"{path} cannot be read to its end: {error}. Copy it again.")
+
+
 def _after_blanks(source: str, position: int) -> int:
     while source[position] in " \t\r\n":
         position += 1
     return position
 
 
-def _parse(content: bytes, place: str, json_key: str | None) -> str:
+def parse_text(content: bytes, place: str, json_key: str | None) -> str:
+    """Return the text of a document.
+
+    Args:
+        content: Line of JSON lines, or plain text.
+        place: File and line, for errors.
+        json_key: Key of the text in JSON lines; None for plain text.
+
+    Raises:
+        CorruptDataError: If a line is no JSON object with that key, or text is not UTF-8.
+    """
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -205,12 +243,7 @@ def _parse(content: bytes, place: str, json_key: str | None) -> str:
         raise CorruptDataError(
             f"{place} is not valid JSON: {reason}. Each line must be one JSON object."
         ) from None
-    if not isinstance(entry, dict) or not isinstance(entry.get(json_key), str):
-        keys = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
-        raise CorruptDataError(
-            f"{place} has no text under the key {json_key!r}: {keys}. Name the key with --json-key."
-        )
-    found = entry[json_key]
+    found = text_under(entry, place, json_key)
     try:
         found.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -218,6 +251,26 @@ def _parse(content: bytes, place: str, json_key: str | None) -> str:
             f"{place} is not valid text: character {error.start + 1} is half of a surrogate pair. "
             "Repair the line."
         ) from None
+    return found
+
+
+def text_under(entry: Any, place: str, json_key: str) -> str:
+    """Return the text of an object.
+
+    Args:
+        entry: Object with the text.
+        place: File and line, for errors.
+        json_key: Key of the text.
+
+    Raises:
+        CorruptDataError: If there is none.
+    """
+    if not isinstance(entry, Mapping) or not isinstance(entry.get(json_key), str):
+        keys = sorted(entry) if isinstance(entry, Mapping) else type(entry).__name__
+        raise CorruptDataError(
+            f"{place} has no text under the key {json_key!r}: {keys}. Name the key with --json-key."
+        )
+    found: str = entry[json_key]
     return found
 
 

@@ -6,33 +6,22 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_megatron.data.chat_template import ChatTokenizer
-from lightning_megatron.data.conversations import Conversation
+from lightning_megatron.data.conversation_encoder import (
+    ConversationEncoder,
+    EncodedText,
+    TextTokens,
+    TooLong,
+)
 from lightning_megatron.data.dataset_folders import files_of
 from lightning_megatron.data.index_cache import cache_key, load_or_build
 from lightning_megatron.errors import CorruptDataError
 
-TooLong = Literal["cut", "leave_out", "refuse"]
 _NAMES = ("tokens", "is_answer", "bounds", "counts")
-
-
-class EncodedText(NamedTuple):
-    """Tokens of a conversation, as many as a row has room for.
-
-    Args:
-        tokens: Token ids.
-        is_answer: Whether each of them belongs to an answer.
-        was_cut: Whether its end was cut off.
-    """
-
-    tokens: npt.NDArray
-    is_answer: npt.NDArray
-    was_cut: bool
 
 
 class EncodedRows(ABC):
@@ -65,7 +54,6 @@ class EncodedRows(ABC):
     ) -> None:
         self.names = ", ".join(map(str, paths))
         self.seq_length = seq_length
-        self.too_long = too_long
         fields = {
             "files": [_sha256(path) for path in paths],
             "tokenizer": tokenizer.fingerprint,
@@ -77,7 +65,7 @@ class EncodedRows(ABC):
         self.key = cache_key(fields)
 
         def build() -> dict[str, npt.NDArray]:
-            return self._joined(paths, tokenizer)
+            return self._joined(paths, ConversationEncoder(tokenizer, seq_length, too_long))
 
         found = build() if cache_dir is None else load_or_build(cache_dir, fields, build, _NAMES)
         self.tokens = found["tokens"]
@@ -90,18 +78,17 @@ class EncodedRows(ABC):
         self.num_cut: int = counts[1]
         self.num_left_out: int = counts[2]
         if not len(self):
-            one = self.plural.removesuffix("s")
-            raise CorruptDataError(
-                f"{self.names} must have a {one} with an answer in its first "
-                f"{seq_length + 1} tokens: {self.num_read} were read, and {self.num_left_out} left "
-                "out as too long. Use a larger seq_length or other files."
+            raise no_text_error(
+                self.plural, self.names, seq_length, self.num_read, self.num_left_out
             )
 
     def __len__(self) -> int:
         return (len(self.bounds) - 1) // self.num_texts
 
     @abstractmethod
-    def _encode(self, path: Path, tokenizer: ChatTokenizer) -> Iterator[list[EncodedText] | None]:
+    def _encode(
+        self, path: Path, encoder: ConversationEncoder
+    ) -> Iterator[list[EncodedText] | None]:
         """Yield the conversations of each row of a file; None for a row that is left out."""
 
     def line(self, seq_length: int) -> str:
@@ -116,49 +103,40 @@ class EncodedRows(ABC):
             f"long; {int(self.bounds[-1])} tokens, {int(self.is_answer.sum())} of them in answers."
         )
 
-    def fitted(self, conversation: Conversation, tokenizer: ChatTokenizer) -> EncodedText | None:
-        """Return the tokens of a conversation; None if it is left out as too long.
-
-        Args:
-            conversation: Messages.
-            tokenizer: Tokenizer with its chat template.
-
-        Raises:
-            CorruptDataError: If it is too long and that is to be refused.
-        """
-        most = self.seq_length + 1
-        ids, is_answer = tokenizer.encode(conversation)
-        if len(ids) <= most:
-            return EncodedText(ids, is_answer, False)
-        if self.too_long == "refuse":
-            raise CorruptDataError(
-                f"{conversation.place} has {len(ids)} tokens; a row has room for {most} "
-                "(seq_length + 1). Use a larger seq_length, or too_long='cut' or 'leave_out'."
-            )
-        if self.too_long == "leave_out" or not is_answer[1:most].any():
-            return None
-        return EncodedText(ids[:most], is_answer[:most], True)
-
-    def _joined(self, paths: Sequence[Path], tokenizer: ChatTokenizer) -> dict[str, npt.NDArray]:
-        tokens: list[npt.NDArray] = [np.zeros(0, np.int32)]
-        answers: list[npt.NDArray] = [np.zeros(0, np.uint8)]
+    def _joined(
+        self, paths: Sequence[Path], encoder: ConversationEncoder
+    ) -> dict[str, npt.NDArray]:
+        kept: list[EncodedText] = []
         num_read = 0
         num_cut = 0
         for path in paths:
-            for texts in self._encode(path, tokenizer):
+            for texts in self._encode(path, encoder):
                 num_read += 1
-                if texts is None:
-                    continue
-                num_cut += any(text.was_cut for text in texts)
-                tokens.extend(text.tokens.astype(np.int32) for text in texts)
-                answers.extend(text.is_answer.astype(np.uint8) for text in texts)
-        num_left_out = num_read - (len(tokens) - 1) // self.num_texts
-        return {
-            "tokens": np.concatenate(tokens),
-            "is_answer": np.concatenate(answers),
-            "bounds": np.cumsum([len(one) for one in tokens], dtype=np.int64),
-            "counts": np.array([num_read, num_cut, num_left_out], np.int64),
-        }
+                if texts is not None:
+                    num_cut += any(text.was_cut for text in texts)
+                    kept.extend(texts)
+        num_left_out = num_read - len(kept) // self.num_texts
+        counts = np.array([num_read, num_cut, num_left_out], np.int64)
+        return {**TextTokens.of(kept)._asdict(), "counts": counts}
+
+
+def no_text_error(
+    plural: str, names: str, seq_length: int, num_read: int, num_left_out: int
+) -> CorruptDataError:
+    """Return the error of files that leave nothing to train on.
+
+    Args:
+        plural: What a row is, in words.
+        names: Files.
+        seq_length: Tokens that are predicted (tokens).
+        num_read: Rows that were read (rows).
+        num_left_out: Rows that were too long (rows).
+    """
+    return CorruptDataError(
+        f"{names} must have a {plural.removesuffix('s')} with an answer in its first "
+        f"{seq_length + 1} tokens: {num_read} were read, and {num_left_out} left out as too long. "
+        "Use a larger seq_length or other files."
+    )
 
 
 def _sha256(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,23 +81,53 @@ def index_packed(
             lies in more of them than the longest one of its row needs.
     """
     pieces = _pieces(lengths, seq_length)
-    if not len(pieces):
-        return PackedIndex(np.zeros((0, 3), np.int64), np.zeros(1, np.int64))
-    parts: list[npt.NDArray[np.int64]] = []
-    sizes: list[int] = []
+    found: list[npt.NDArray[np.int64]] = []
     number = 0
-    while number == 0 or (num_samples is not None and len(sizes) < num_samples):
+    while len(pieces) and (number == 0 or (num_samples is not None and len(found) < num_samples)):
         random = None if seed is None else np.random.RandomState([seed, number, 4])
-        own = pieces if random is None else pieces[random.permutation(len(pieces))]
-        rows = _rows(own, seq_length, is_packed, num_windows, random)
-        order = range(len(rows)) if random is None else random.permutation(len(rows))
-        for row in order:
-            parts.append(rows[row])
-            sizes.append(len(rows[row]))
+        found += _pass_of_rows(pieces, seq_length, random, is_packed, num_windows, None)
         number += 1
-    kept = len(sizes) if num_samples is None else num_samples
-    firsts = np.concatenate([[0], np.cumsum(sizes[:kept])]).astype(np.int64)
-    return PackedIndex(np.concatenate(parts[:kept]), firsts)
+    return _indexed(found[:num_samples])
+
+
+def pack_once(
+    lengths: npt.NDArray[np.int64],
+    seq_length: int,
+    random: np.random.RandomState | None,
+    is_packed: bool,
+    num_windows: int,
+    most_pieces: int | None,
+) -> PackedIndex:
+    """Pack documents as :func:`index_packed` does those of a pass.
+
+    Args:
+        lengths: Tokens of each document; those of one token, which predict nothing, are left out.
+        seq_length: Tokens that a row predicts; it has one more as its last label (tokens).
+        random: Shuffles documents and rows; None keeps their order.
+        is_packed: Whether rows have as many documents as fit; otherwise one.
+        num_windows: Windows of a row.
+        most_pieces: Largest number of documents and gaps of a row; None sets no limit.
+    """
+    pieces = _pieces(lengths, seq_length)
+    return _indexed(_pass_of_rows(pieces, seq_length, random, is_packed, num_windows, most_pieces))
+
+
+def _pass_of_rows(
+    pieces: npt.NDArray[np.int64],
+    seq_length: int,
+    random: np.random.RandomState | None,
+    is_packed: bool,
+    num_windows: int,
+    most_pieces: int | None,
+) -> list[npt.NDArray[np.int64]]:
+    own = pieces if random is None else pieces[random.permutation(len(pieces))]
+    rows = _rows(own, seq_length, is_packed, num_windows, random, most_pieces)
+    return rows if random is None else [rows[at] for at in random.permutation(len(rows))]
+
+
+def _indexed(rows: Sequence[npt.NDArray[np.int64]]) -> PackedIndex:
+    firsts = np.concatenate([[0], np.cumsum([len(row) for row in rows])]).astype(np.int64)
+    return PackedIndex(np.concatenate([np.zeros((0, 3), np.int64), *rows]), firsts)
 
 
 def _rows(
@@ -105,15 +136,16 @@ def _rows(
     is_packed: bool,
     num_windows: int,
     random: np.random.RandomState | None,
+    most_pieces: int | None,
 ) -> list[npt.NDArray[np.int64]]:
     """Return document, offset and tokens of the pieces and gaps of each row."""
     if not is_packed:
         return [pieces[item : item + 1] for item in range(len(pieces))]
     if num_windows == 1:
-        return [pieces[row] for row in best_fit(pieces[:, 2], seq_length + 1)]
+        return [pieces[row] for row in best_fit(pieces[:, 2], seq_length + 1, most_pieces)]
     return [
         np.array([[GAP, 0, size] if item == GAP else pieces[item] for item, size in row])
-        for row in pack_windows(pieces[:, 2], seq_length, num_windows, random)
+        for row in pack_windows(pieces[:, 2], seq_length, num_windows, random, most_pieces)
     ]
 
 

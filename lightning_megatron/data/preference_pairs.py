@@ -7,14 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.data.conversations import (
-    REMEDY,
-    Conversation,
-    messages_of,
-    read_rows,
-    side_of,
-    tools_of,
-)
+from lightning_megatron.data.conversations import Conversation, messages_of, side_of, tools_of
+from lightning_megatron.data.row_files import REMEDY, read_rows
 from lightning_megatron.errors import CorruptDataError
 
 
@@ -46,8 +40,8 @@ def read_pairs(path: Path) -> Iterator[PreferencePair]:
         CorruptDataError: If a row is no pair; the message names file and row.
         MissingExtraError: If pyarrow is needed and not installed.
     """
-    for place, row in read_rows(path):
-        yield _pair(row, place)
+    for row in read_rows(path):
+        yield _pair(row.fields(), row.place)
 
 
 def _pair(row: Mapping[str, Any], place: str) -> PreferencePair:

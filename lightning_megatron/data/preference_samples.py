@@ -10,8 +10,8 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from lightning_megatron.data.chat_template import ChatTokenizer
-from lightning_megatron.data.encoded_rows import EncodedRows, EncodedText
+from lightning_megatron.data.conversation_encoder import ConversationEncoder, EncodedText
+from lightning_megatron.data.encoded_rows import EncodedRows
 from lightning_megatron.data.index_cache import cache_key
 from lightning_megatron.data.loader import IGNORE_INDEX, SampleBatches
 from lightning_megatron.data.packing import index_packed
@@ -39,10 +39,12 @@ class EncodedPairs(EncodedRows):
     num_texts = 2
 
     @override
-    def _encode(self, path: Path, tokenizer: ChatTokenizer) -> Iterator[list[EncodedText] | None]:
+    def _encode(
+        self, path: Path, encoder: ConversationEncoder
+    ) -> Iterator[list[EncodedText] | None]:
         for pair in read_pairs(path):
-            chosen = self.fitted(pair.chosen, tokenizer)
-            rejected = self.fitted(pair.rejected, tokenizer)
+            chosen = encoder.encode(pair.chosen)
+            rejected = encoder.encode(pair.rejected)
             if chosen is None or rejected is None:
                 yield None
                 continue

@@ -88,7 +88,7 @@ def preprocess(
         UnsupportedError: If an input matches no file, or the tokenizer has no end-of-document
             token.
     """
-    tokenizer = _tokenizer_of(options)
+    tokenizer = tokenizer_of(options)
     paths = find_inputs(inputs)
     started = time.perf_counter()
     chunks = (chunk for path in paths for chunk in read_chunks(path, document, CHUNK_BYTES))
@@ -116,11 +116,11 @@ def preprocess(
 def _encode_all(
     chunks: Iterator[RawChunk], options: EncodingOptions, workers: int
 ) -> Iterator[_Encoded]:
-    return map_in_order(partial(_encode, options=options), chunks, workers)
+    return map_in_order(partial(_encode, options=options), chunks, workers if workers > 1 else 0)
 
 
 def _encode(chunk: RawChunk, options: EncodingOptions) -> _Encoded:
-    tokenizer = _tokenizer_of(options)
+    tokenizer = tokenizer_of(options)
     end = [tokenizer.eod] if options.append_eod and tokenizer.eod is not None else []
     texts = parse_chunk(chunk, options.json_key)
     pieces = [encode_document(text, tokenizer, options.by_sentence, end) for text in texts]
@@ -132,7 +132,16 @@ def _encode(chunk: RawChunk, options: EncodingOptions) -> _Encoded:
 
 
 @lru_cache(maxsize=2)
-def _tokenizer_of(options: EncodingOptions) -> Tokenizer:
+def tokenizer_of(options: EncodingOptions) -> Tokenizer:
+    """Return the tokenizer of some options, which this process reads once.
+
+    Args:
+        options: Options of tokenization.
+
+    Raises:
+        UnsupportedError: If the tokenizer has no token for the end of a document, which is asked
+            for.
+    """
     tokenizer = load_tokenizer(options.tokenizer, options.eod)
     if options.append_eod and tokenizer.eod is None:
         raise UnsupportedError(

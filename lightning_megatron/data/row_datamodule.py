@@ -15,6 +15,8 @@ from lightning_megatron.data.balance import RowBalance
 from lightning_megatron.data.loader import TokenLoader
 from lightning_megatron.data.sampler import TokenBatchSampler, check_position, excess_line
 from lightning_megatron.data.samples import Samples
+from lightning_megatron.data.stream_loader import PassSampler
+from lightning_megatron.data.streamed_samples import SectionStart, StreamedSamples
 from lightning_megatron.data.train_position import position_after, samples_of_steps, stops_by_steps
 from lightning_megatron.plan.global_batch import GlobalBatch, RampUp
 
@@ -94,6 +96,21 @@ class RowDataModule(LightningDataModule):
             sampler: Order of the samples on this rank.
         """
 
+    def training_sampler(self, samples: Samples, **options: Any) -> TokenBatchSampler:
+        """Return the order of training samples on this rank.
+
+        Args:
+            samples: Training samples.
+            options: Arguments of ``TokenBatchSampler`` but the number of samples.
+        """
+        if not isinstance(samples, StreamedSamples):
+            return TokenBatchSampler(len(samples), **options)
+        # A stream has shuffled its samples already.
+        options |= {"seed": None}
+        if options["stream"]:
+            return TokenBatchSampler(len(samples), **options)
+        return PassSampler(samples, **(options | {"stream": True}))
+
     @property
     def tokens_shape(self) -> tuple[int | None, int]:
         """Shape (B, S) of a data-parallel rank's full batch, known before any file is opened.
@@ -104,6 +121,9 @@ class RowDataModule(LightningDataModule):
 
     def train_dataloader(self) -> TokenLoader:
         """Build the loader of training batches, starting at the restored position."""
+        if self._train_loader is not None and self._train_loader.sampler.stream:
+            # `reload_dataloaders_every_n_epochs` goes on where the last loader stopped.
+            self._restored = self._restored or self.state_dict()
         self._train_loader = self._build_train_loader()
         if self._train_loader.sampler.balance is not None:
             rank_zero_info(excess_line(self._train_loader.sampler))
@@ -124,15 +144,26 @@ class RowDataModule(LightningDataModule):
             CheckpointMismatchError: If the state was not returned by ``state_dict`` of this class.
         """
         check_position(state_dict)
+        if "stream" in state_dict:
+            SectionStart.of(state_dict["stream"])
         self._restored = dict(state_dict)
         if self._train_loader is not None and state_dict:
             # A strategy that restores late already refers to the loader, but does not iterate yet.
             vars(self._train_loader).update(vars(self._build_train_loader()))
 
     def teardown(self, stage: str | None = None) -> None:
-        """Drop the training state of a checkpoint that was loaded for validation or test."""
+        """Drop the training state of a checkpoint that was loaded for validation or test.
+
+        A stream tells what it has read, and ends its workers.
+        """
         if stage != "fit":
             self._restored = {}
+        stream = self._stream()
+        if stream is not None and stage == "fit":
+            line = stream.rest_line(self.state_dict().get("consumed", 0))
+            if line is not None:
+                tell_of_rows(line, False)
+            stream.close()
 
     def evaluation_loader(self, samples: Samples) -> TokenLoader:
         """Return a loader that yields every sample once.
@@ -157,9 +188,17 @@ class RowDataModule(LightningDataModule):
         given = getattr(strategy, "distributed_sampler_kwargs", None)
         return (given["rank"], given["num_replicas"]) if given else (0, 1)
 
+    def _stream(self) -> StreamedSamples | None:
+        """Return the samples of the training loader if they are a stream."""
+        samples = None if self._train_loader is None else self._train_loader.batches.samples
+        return samples if isinstance(samples, StreamedSamples) else None
+
     def _build_train_loader(self) -> TokenLoader:
         state = self._restored
         self._restored = {}
+        former = self._stream()
+        if former is not None:
+            former.close()
         dp_rank, dp_size = self.data_parallel()
         by_steps = self.train_samples is None and stops_by_steps(self.trainer)
         num_samples = self._num_step_samples(dp_size, state) if by_steps else self.train_samples
@@ -170,11 +209,11 @@ class RowDataModule(LightningDataModule):
                 "its position does not apply: training starts at the beginning of the new data."
             )
             return self._build_train_loader()
-        sampler = TokenBatchSampler(
-            len(samples),
-            self._rows_of_rank(dp_size),
-            dp_rank,
-            dp_size,
+        sampler = self.training_sampler(
+            samples,
+            batch_size=self._rows_of_rank(dp_size),
+            dp_rank=dp_rank,
+            dp_size=dp_size,
             seed=self._shuffle_seed(),
             stream=by_steps,
             finished=self._num_finished,
@@ -183,12 +222,15 @@ class RowDataModule(LightningDataModule):
         )
         before = state.get("global_batch_size", sampler.global_batch_size)
         trainer: Any = self.trainer
-        if trainer is not None and not by_steps and len({before, *sampler.global_batch.sizes}) > 1:
+        sizes = {before, *sampler.global_batch.sizes}
+        if trainer is not None and not sampler.stream and len(sizes) > 1:
             # Later epochs have another length than this one, which mixes batches of several sizes.
             trainer.reload_dataloaders_every_n_epochs = 1
         if state:
             sampler.load_state_dict(state)
-        elif trainer is not None and not by_steps:
+            if isinstance(samples, StreamedSamples):
+                samples.restore(state.get("stream"))
+        elif trainer is not None and not sampler.stream:
             sampler.set_epoch(trainer.current_epoch)
         return self.loader_of(samples, sampler)
 
@@ -231,3 +273,14 @@ class RowDataModule(LightningDataModule):
     def _shuffle_seed(self) -> int | None:
         # `overfit_batches` trains on the same batches in every epoch.
         return None if getattr(self.trainer, "overfit_batches", 0) else self.seed
+
+
+def tell_of_rows(line: str, has_loss: bool) -> None:
+    """Tell on rank 0 what was read of files: as a warning if something was cut or left out.
+
+    Args:
+        line: Line about what was read.
+        has_loss: Whether something was cut or left out.
+    """
+    tell = rank_zero_warn if has_loss else rank_zero_info
+    tell(line)

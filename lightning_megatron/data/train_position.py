@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_megatron.data.loader import TokenLoader
+from lightning_megatron.data.streamed_samples import StreamedSamples
 from lightning_megatron.plan.global_batch import GlobalBatch
 
 
@@ -18,7 +19,7 @@ def position_after(loader: TokenLoader, progress: Any, num_steps: int) -> dict[s
         num_steps: Number of optimizer steps so far (steps).
     """
     sampler = loader.sampler
-    state = sampler.state_dict()
+    state: dict[str, Any] = sampler.state_dict()
     batches = sampler.num_before
     if sampler.num_finished:
         batches = progress.current.processed
@@ -27,13 +28,16 @@ def position_after(loader: TokenLoader, progress: Any, num_steps: int) -> dict[s
             batches = 0
             if not sampler.stream:
                 state = {"epoch": state["epoch"] + 1, "consumed": 0}
+    samples = loader.batches.samples
+    if isinstance(samples, StreamedSamples):
+        state = {**state, "stream": samples.state_at(state["consumed"])}
     return {
         **state,
         "batches": batches,
         "num_samples": sampler.num_samples,
         "global_batch_size": sampler.global_batch_size,
         "steps": num_steps,
-        "order": loader.batches.samples.order_key,
+        "order": samples.order_key,
     }
 
 

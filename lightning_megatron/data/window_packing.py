@@ -55,6 +55,7 @@ def pack_windows(
     seq_length: int,
     num_windows: int,
     random: np.random.RandomState | None,
+    most_pieces: int | None = None,
 ) -> list[list[tuple[int, int]]]:
     """Put documents into rows such that none lies in more windows than its row's longest needs.
 
@@ -67,6 +68,8 @@ def pack_windows(
         seq_length: Tokens that a row predicts (tokens).
         num_windows: Windows of a row, a power of two.
         random: Shuffles the spans; None keeps their order.
+        most_pieces: Largest number of documents and gaps of a row, at least two for each window;
+            None sets no limit.
 
     Returns:
         Documents of each row with their positions; gaps have the number ``GAP``, and reach to the
@@ -78,7 +81,9 @@ def pack_windows(
     spans = 1 << np.ceil(np.log2(needed)).astype(np.int64)
     # The last token of a row is a label alone, and takes no position.
     rooms = spans * window + (spans == num_windows)
-    packed = best_fit(sizes, rooms)
+    # A span may end with a gap.
+    most = None if most_pieces is None else most_pieces * spans // num_windows - 1
+    packed = best_fit(sizes, rooms, most)
     by_span: dict[int, list[list[tuple[int, int]]]] = {}
     for items in packed if random is None else _shuffled(packed, random):
         # Longer documents open spans, and come first.

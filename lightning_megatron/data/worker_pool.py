@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -11,6 +13,8 @@ from typing import TypeVar
 
 Value = TypeVar("Value")
 Result = TypeVar("Result")
+#: Time in which a worker goes on after a signal that asks it to end.
+_GRACE_SECONDS = 30.0
 
 
 def map_in_order(
@@ -23,13 +27,13 @@ def map_in_order(
     Args:
         function: Function that can be pickled.
         values: Values; at most ``4 * workers`` of them wait at a time.
-        workers: Number of processes; one or less calls the function in this process.
+        workers: Number of processes, which end with this one; 0 calls the function in this process.
     """
-    if workers <= 1:
+    if workers == 0:
         yield from map(function, values)
         return
     context = multiprocessing.get_context()
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(workers, context, _follow) as pool:
         waiting: deque[Future[Result]] = deque()
         try:
             for value in values:
@@ -49,3 +53,28 @@ def default_workers() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _follow() -> None:
+    """End this worker with its parent, and some time after a signal that asks it to end."""
+    # A scheduler signals all processes of a job, and the parent still needs its workers for a
+    # batch. A pool that has lost a worker signals the others, and waits for them.
+    signal.signal(signal.SIGTERM, lambda *_: _in_background(_end_later))
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a pool starts its workers"
+
+    def end_with_parent() -> None:
+        # A pool waits for its queue, which other workers keep open once the parent was killed.
+        parent.join()
+        os._exit(1)
+
+    _in_background(end_with_parent)
+
+
+def _end_later() -> None:
+    threading.Event().wait(_GRACE_SECONDS)
+    os._exit(1)
+
+
+def _in_background(call: Callable[[], None]) -> None:
+    threading.Thread(target=call, daemon=True).start()

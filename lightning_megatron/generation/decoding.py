@@ -15,6 +15,7 @@ from lightning_megatron.generation.session import GenerationSession
 from lightning_megatron.generation.settings import GenerationSettings
 from lightning_megatron.generation.stop_text import StopFunction
 from lightning_megatron.models.gpt import GPT
+from lightning_megatron.models.side_calls import run_aside
 from lightning_megatron.models.stage import pipelined_modules
 
 
@@ -42,17 +43,29 @@ def generate(
         New tokens of each prompt, a stop token included.
 
     Raises:
-        UnsupportedError: If the module has no GPT, the call is inside a step with pipeline stages,
-            or the model cannot read a prompt.
+        UnsupportedError: If the module has no GPT, the model cannot read a prompt, or the call is
+            inside a step with pipeline stages and depends on values of its results.
         ParallelPlanError: If a row could become longer than ``max_seq_length``.
 
     Communication: see :func:`generated_tokens`. With pp and beams, the last stage broadcasts the
         candidates of each prompt instead.
     """
-    if settings is not None and settings.beams > 1:
-        return _beam_searched(model, prompts, settings, stops)
+    gpt = gpt_of(model)
+    search = _beam_searched if settings is not None and settings.beams > 1 else _continued
+    return run_aside(
+        gpt, "generate", lambda: search(gpt, prompts, settings or GenerationSettings(), stops)
+    )
+
+
+def _continued(
+    gpt: GPT,
+    prompts: Sequence[Sequence[int]],
+    settings: GenerationSettings,
+    stops: StopFunction | None,
+) -> list[list[int]]:
+    """Return the new tokens of each prompt, chosen one after the other."""
     found: list[list[int]] = [[] for _ in prompts]
-    for tokens in generated_tokens(model, prompts, settings, stops):
+    for tokens in generated_tokens(gpt, prompts, settings, stops):
         for row, token in zip(found, tokens, strict=True):
             if token is not None:
                 row.append(token)
@@ -74,8 +87,9 @@ def generated_tokens(
         stops: As for :func:`generate`.
 
     Raises:
-        UnsupportedError: As for :func:`generate`, and with several beams, whose tokens are known
-            only at the end of the search.
+        UnsupportedError: If the module has no GPT, the call is inside a step with pipeline stages,
+            the model cannot read a prompt, or there are several beams, whose tokens are known only
+            at the end of the search.
         ParallelPlanError: As for :func:`generate`.
 
     Communication: that of the layers for each token; with pp a broadcast of the tokens from the
@@ -116,13 +130,12 @@ def generated_tokens(
 
 
 def _beam_searched(
-    model: nn.Module,
+    gpt: GPT,
     prompts: Sequence[Sequence[int]],
     settings: GenerationSettings,
     stops: StopFunction | None,
 ) -> list[list[int]]:
     """Return the new tokens of each prompt that a beam search finds."""
-    gpt = gpt_of(model)
     check_prompts(prompts, gpt.config.vocab_size)
     beams = settings.beams
     session = GenerationSession(gpt, [prompt for prompt in prompts for _ in range(beams)], settings)

@@ -179,9 +179,9 @@ class GenerationSession:
         mesh = self._gpt.mesh
         if self._gpt.cursor is not None:
             raise UnsupportedError(
-                f"generate cannot run inside a step with pp ({mesh.pp.size}) above 1, because the "
-                "stages are busy with other microbatches. Call it between steps, such as in "
-                "on_validation_epoch_end, or use pp=1."
+                f"generated_tokens cannot run inside a step with pp ({mesh.pp.size}) above 1, "
+                "because the stages are busy with other microbatches. Call generate there, or call "
+                "it between steps, such as in on_validation_epoch_end, or use pp=1."
             )
 
 

@@ -118,6 +118,8 @@ class PipelinedModule(nn.Module):
         self.mesh = mesh
         self.num_chunks: int = mesh.layout.vpp
         self.cursor: StageCursor | None = None
+        #: Computations of all stages that the running step asks for; None outside of steps.
+        self.side_calls: Any = None
         #: Waits for all parameters to be complete, if training gathers them asynchronously after
         #: each step.
         self.wait_for_parameters: Callable[[], None] = _nothing

@@ -155,12 +155,17 @@ class PipelineExecutor:
             self.actions,
         )
         if self.model is not None and self.mesh.pp.size > 1:
-            run.seek(0)
-            run.plan = self.plans.of(trial or Trial(), self.model, step_fn, microbatches[0])
+            self._prepare(run, self.model, trial or Trial())
         around = self.around_passes(len(microbatches)) if backward else nullcontext()
         with around, run.whole():
             self._run_program(run, observer)
         return run.results
+
+    def _prepare(self, run: StepRun, model: PipelinedModule, trial: Trial) -> None:
+        """Find the plan of a step, and compute what it asks of all stages at once."""
+        run.seek(0)
+        run.plan = self.plans.of(trial, model, run.step_fn, run.microbatches[0])
+        self.plans.collect(trial, run.step_fn, run.microbatches, run.seek)
 
     def follow(self, schedule: ScheduleName | BuildSchedule) -> None:
         """Use another schedule with the same placement of chunks from the next run on.
@@ -259,6 +264,7 @@ class PipelineExecutor:
         if self.model is None or cursor is None:
             return step_fn(microbatch.data), True
         self.model.cursor = cursor
+        self.model.side_calls = self.plans.side_calls_of(microbatch)
         try:
             # All stages, chunks and probes run the code before the model, and must draw the same
             # random numbers.
@@ -269,6 +275,7 @@ class PipelineExecutor:
             return None, False
         finally:
             self.model.cursor = None
+            self.model.side_calls = None
 
 
 def _nothing_around(num_microbatches: int) -> AbstractContextManager[None]:

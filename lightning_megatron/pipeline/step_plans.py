@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.models.side_calls import SideCalls
 from lightning_megatron.models.stage import PipelinedModule, StageCursor
 from lightning_megatron.models.step_plan import StepPlan, wrong_calls
 from lightning_megatron.nest import children
@@ -47,6 +48,11 @@ class StepPlans:
     ) -> None:
         self.call = call
         self._known: dict[Hashable, StepPlan] = {}
+        #: Names of steps that ask for computations of all stages.
+        self._asking: set[Hashable] = set()
+        #: Results of these computations in the running step, by the identity of its microbatches.
+        self._collected: dict[int, list[Any]] = {}
+        self._is_collecting = False
 
     def of(
         self, trial: Trial, model: PipelinedModule, step_fn: StepFn, microbatch: Microbatch
@@ -66,7 +72,11 @@ class StepPlans:
         if trial.name is None or trial.name not in self._known:
             cursor = StageCursor(chunk=0, probe=True, plan=None)
             with trial.keeps(), torch.no_grad():
-                result = self._try_out(step_fn, microbatch, cursor)
+                with self._collecting([microbatch]):
+                    result = self._try_out(step_fn, microbatch, cursor)
+                self._asking.discard(trial.name)
+                if self._collected[id(microbatch)]:
+                    self._asking.add(trial.name)
                 if cursor.calls == 0:
                     raise UnsupportedError(wrong_calls(1, 0))
                 model.cursor = cursor
@@ -75,6 +85,50 @@ class StepPlans:
                 finally:
                     model.cursor = None
         return self._known[trial.name]
+
+    def collect(
+        self,
+        trial: Trial,
+        step_fn: StepFn,
+        microbatches: Sequence[Microbatch],
+        seek: Callable[[int], None],
+    ) -> None:
+        """Compute what a step asks of all stages beside its calls of the model, such as generation.
+
+        All stages run the step without values, and thus make these calls together.
+
+        Args:
+            trial: Settings of the probe.
+            step_fn: The user's step.
+            microbatches: Microbatches of the run.
+            seek: Function that moves the random streams to the start of a microbatch.
+
+        Communication: that of the calls, which all ranks of pp make.
+        """
+        if trial.name not in self._asking:
+            self._collected = {}
+            return
+        with trial.keeps(), torch.no_grad(), self._collecting(microbatches):
+            for number, microbatch in enumerate(microbatches):
+                seek(number)
+                self._try_out(step_fn, microbatch, StageCursor(chunk=0, probe=True, plan=None))
+
+    def side_calls_of(self, microbatch: Microbatch) -> SideCalls:
+        """Return what the running step has asked of all stages for a microbatch.
+
+        Args:
+            microbatch: Microbatch of the running step.
+        """
+        return SideCalls(self._collected.get(id(microbatch), []), self._is_collecting)
+
+    @contextmanager
+    def _collecting(self, microbatches: Sequence[Microbatch]) -> Iterator[None]:
+        self._collected = {id(one): [] for one in microbatches}
+        self._is_collecting = True
+        try:
+            yield
+        finally:
+            self._is_collecting = False
 
     def _try_out(self, step_fn: StepFn, microbatch: Microbatch, cursor: StageCursor) -> Any:
         try:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.models.side_calls import run_aside
 from lightning_megatron.swap.hugging_face.causal_lm import HuggingFaceLM
 from lightning_megatron.swap.hugging_face.generation_cache import GenerationCache
 
@@ -25,8 +26,9 @@ class GeneratingLM(HuggingFaceLM):
 
     The ranks of tp and cp and the stages of one replica must call it together with the same
     prompts. Other replicas need not call it, unless they share experts (ep). Replicas that share
-    experts may use different prompts, and each continues until all have finished. With pp, call it
-    in hooks between steps, such as on_validation_epoch_end.
+    experts may use different prompts, and each continues until all have finished. Inside a step
+    with pp all stages generate before they run the step, so that the arguments must not depend on
+    values of the model's results.
 
     Communication: that of one forward pass for each token. Replicas that share experts also run an
     all-reduce on the CPU before each pass.
@@ -40,15 +42,13 @@ class GeneratingLM(HuggingFaceLM):
         """Continue prompts; see transformers.GenerationMixin.generate.
 
         Raises:
-            UnsupportedError: Inside a step, with pipeline stages; for a cache that the caller
-                passes, a quantized cache and assisted generation.
+            UnsupportedError: For a cache that the caller passes, a quantized cache and assisted
+                generation; inside a step with pipeline stages, if the arguments depend on values of
+                the step's results.
         """
-        if self.gpt.cursor is not None:
-            raise UnsupportedError(
-                f"generate cannot run inside a step with pp ({self.gpt.mesh.pp.size}) above 1, "
-                "because the stages are busy with other microbatches. Call it between steps, such "
-                "as in on_validation_epoch_end, or use pp=1."
-            )
+        return run_aside(self.gpt, "generate", lambda: self._generated(*args, **kwargs))
+
+    def _generated(self, *args: Any, **kwargs: Any) -> Tensor:
         if not self._can_cache:
             kwargs |= {"use_cache": False}
         if self.gpt.has_shared_experts:

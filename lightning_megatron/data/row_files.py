@@ -1,0 +1,108 @@
+"""Rows of JSON lines, Parquet or folders of datasets, read from any place in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_megatron.data.dataset_folders import dataset_rows, files_of
+from lightning_megatron.data.documents import read_lines
+from lightning_megatron.errors import CorruptDataError, UnsupportedError
+from lightning_megatron.extras import import_extra
+from lightning_megatron.strict_json import parse_object
+
+REMEDY = "Repair the row, or remove it."
+#: Rows of Parquet that are decoded at a time (rows).
+_DECODED = 1024
+
+
+class FilePlace(NamedTuple):
+    """Place between two rows of a file.
+
+    Args:
+        number: Lines of JSON lines before it, or rows of other files.
+        offset: Decompressed bytes before it in JSON lines, from which a reader goes on without the
+            lines before; 0 in other files (bytes).
+    """
+
+    number: int = 0
+    offset: int = 0
+
+
+BEGINNING = FilePlace()
+
+
+class FileRow(NamedTuple):
+    """Row of a file, not yet parsed.
+
+    Args:
+        place: File and row, for errors.
+        content: Line of JSON lines, or the fields of a row of other files.
+        end: Place behind it.
+    """
+
+    place: str
+    content: bytes | Mapping[str, Any]
+    end: FilePlace
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields that have a value.
+
+        Raises:
+            CorruptDataError: If a line holds no JSON object.
+        """
+        found = self.content
+        if isinstance(found, bytes):
+            found = parse_object(found, self.place, REMEDY)
+        # Parquet has a value for every column and field; those without one are None.
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def read_rows(path: Path, start: FilePlace = BEGINNING) -> Iterator[FileRow]:
+    """Yield the rows of a file from a place on.
+
+    Args:
+        path: File of JSON lines (also ``.gz``) or Parquet, or folder of datasets.
+        start: Place before the first row.
+
+    Raises:
+        CorruptDataError: If the file cannot be read.
+        MissingExtraError: If pyarrow or datasets is needed and not installed.
+    """
+    if not path.is_dir() and path.suffix != ".parquet":
+        for line, content, offset in read_lines(path, start.offset, start.number):
+            yield FileRow(f"{path}:{line}", content, FilePlace(line, offset))
+        return
+    read = dataset_rows if path.is_dir() else _parquet_rows
+    for number, row in enumerate(read(path, start.number), start.number + 1):
+        yield FileRow(f"{path}, row {number}", row, FilePlace(number))
+
+
+def sizes_of(path: Path) -> list[tuple[str, int]]:
+    """Return the names and sizes of the files that rows come from, for a key of their order.
+
+    Args:
+        path: File of rows, or folder of datasets.
+    """
+    return [(one.name, one.stat().st_size) for one in files_of(path)]
+
+
+def _parquet_rows(path: Path, skipped: int) -> Iterator[Mapping[str, Any]]:
+    parquet = import_extra("pyarrow.parquet", "parquet")
+    try:
+        with parquet.ParquetFile(path) as file:
+            groups = list(range(file.num_row_groups))
+            # Groups before the first row are not decoded.
+            while groups and file.metadata.row_group(groups[0]).num_rows <= skipped:
+                skipped -= file.metadata.row_group(groups.pop(0)).num_rows
+            for batch in file.iter_batches(_DECODED, row_groups=groups):
+                yield from batch.slice(skipped).to_pylist()
+                skipped = max(skipped - len(batch), 0)
+    # pyarrow raises ValueError and OSError for damaged files.
+    except (CorruptDataError, UnsupportedError):
+        raise
+    except (ValueError, OSError) as error:
+        raise CorruptDataError(
+            f"{path} cannot be read as Parquet: {error}. Copy it again."
+        ) from error

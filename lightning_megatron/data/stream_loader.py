@@ -1,0 +1,70 @@
+"""Loader of the batches of a stream, whose epochs are passes over its files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from lightning_megatron.data.loader import TokenLoader
+from lightning_megatron.data.sampler import TokenBatchSampler
+from lightning_megatron.data.streamed_samples import StreamedSamples
+
+#: Samples of a stream without an end.
+_ENDLESS = 2**62
+
+
+class PassSampler(TokenBatchSampler):
+    """Batches of one data-parallel rank of a stream, with an epoch for each pass over its files.
+
+    The global batches are those of a run without epochs. An epoch ends before the first global
+    batch that reaches into the next pass; the samples of its pass that are left begin the next
+    epoch. The number of batches is unknown before.
+
+    Args:
+        samples: Samples of the stream.
+        batch_size: Samples of this rank in one batch.
+        dp_rank: Position on the data-parallel axis.
+        dp_size: Size of the data-parallel axis.
+        options: Further arguments of :class:`TokenBatchSampler`.
+    """
+
+    def __init__(
+        self, samples: StreamedSamples, batch_size: int, dp_rank: int, dp_size: int, **options: Any
+    ) -> None:
+        self._samples = samples
+        super().__init__(_ENDLESS, batch_size, dp_rank, dp_size, **options)
+
+    def __len__(self) -> int:
+        raise TypeError("the number of batches of a pass over a stream is unknown")
+
+    @override
+    def _places(self, count: int) -> Iterator[tuple[int, int]]:
+        current = None
+        for start, size in super()._places(count):
+            last = start + size - 1
+            if current is None:
+                current = self._samples.pass_of(last)
+            elif not self._samples.is_in_pass(last, current):
+                return
+            yield start, size
+
+
+class StreamLoader(TokenLoader):
+    """Iterable over the batches of one data-parallel rank of a stream.
+
+    This process joins batches itself; workers encode conversations.
+    """
+
+    @override
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        samples = self.batches.samples
+        assert isinstance(samples, StreamedSamples), "only a stream has this loader"
+        for numbers in self.sampler:
+            batch = self.batches[numbers]
+            samples.forget_before(min(numbers))
+            if self.pin_memory:
+                batch = {name: values.pin_memory() for name, values in batch.items()}
+            yield batch

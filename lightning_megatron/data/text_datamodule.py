@@ -1,0 +1,205 @@
+"""Data module of text that is encoded while it is trained on."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+from typing_extensions import override
+
+from lightning_megatron.data.conversations import find_conversations
+from lightning_megatron.data.loader import TokenLoader, WindowBatches
+from lightning_megatron.data.preprocess import EncodingOptions, tokenizer_of
+from lightning_megatron.data.row_datamodule import RowDataModule, tell_of_rows
+from lightning_megatron.data.row_files import sizes_of
+from lightning_megatron.data.sampler import TokenBatchSampler
+from lightning_megatron.data.samples import Samples
+from lightning_megatron.data.stream_checks import check_stream_settings, check_stream_trainer
+from lightning_megatron.data.stream_loader import StreamLoader
+from lightning_megatron.data.stream_sections import RowStream
+from lightning_megatron.data.streamed_samples import StreamedSamples
+from lightning_megatron.data.streaming import Streaming
+from lightning_megatron.data.text_stream import Documents, TextEncoder, TextSamples
+from lightning_megatron.data.tokenizer import Tokenizer
+from lightning_megatron.data.window_packing import check_context_windows
+from lightning_megatron.plan.global_batch import RampUp
+from lightning_megatron.plan.settings import Count, Index, Range, coerced_arguments
+
+
+class TextDataModule(RowDataModule):
+    """Batches of whole documents of text files, which are encoded while they are trained on.
+
+    Equals ``TokenDataModule(documents="whole")`` on token files that ``preprocess`` has written,
+    if the text is one file whose documents fit into the buffer; a longer stream packs and shuffles
+    each section by itself. Documents that are longer than a row are cut into pieces.
+
+    Shapes:
+        A batch is {"tokens": (B, S), "labels": (B, S), "lengths": (B, L)}: shifted labels, -100
+        where a document ends, and the tokens of each document.
+
+    Args:
+        train: Files of JSON lines (.jsonl, also .gz) or Parquet, folders of them, folders written
+            by ``save_to_disk`` of datasets, or globs.
+        tokenizer: Name or path of the tokenizer, as for ``lightning-megatron preprocess``.
+        val: Files of the validation set, which are read whole; None disables validation.
+        test: Files of the test set, which are read whole.
+        json_key: Key, or column, of the text.
+        append_eod: Whether each document ends with the end-of-document token.
+        seq_length: Tokens that a row predicts.
+        batch_size: Samples per data-parallel rank and batch; 1 if no size is given.
+        global_batch_size: Samples of each optimizer step over all data-parallel ranks, in place of
+            ``batch_size``.
+        ramp_up: Growth of ``global_batch_size`` at the start, as in ``TokenDataModule``.
+        num_workers: Processes per rank that encode documents.
+        seed: Seed of the order of training samples.
+        balance_attention: Whether to balance the attention work of rows over data ranks, as in
+            ``TokenDataModule``.
+        context_windows: Windows of a row, which groups of context-parallel ranks share, as in
+            ``TokenDataModule``.
+        streaming: Sections of the stream and their order; ``most_conversations`` counts documents.
+        pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
+
+    Raises:
+        ParallelPlanError: If a value has another type or is out of its range.
+        UnsupportedError: If files are missing, or settings conflict.
+        CorruptDataError: If a row has no text, with its file and line: in ``setup`` for validation
+            and test, and when it is read for training.
+        MissingExtraError: If tokenizers, or pyarrow for Parquet, or datasets for its folders, is
+            not installed.
+    """
+
+    order_settings = "files, tokenizer, json_key, seq_length, context_windows, streaming or seed"
+
+    def __init__(
+        self,
+        train: str | list[str],
+        tokenizer: str,
+        val: str | list[str] | None = None,
+        test: str | list[str] | None = None,
+        json_key: str = "text",
+        append_eod: bool = True,
+        seq_length: Count = 1024,
+        batch_size: Count | None = None,
+        global_batch_size: Count | None = None,
+        ramp_up: RampUp | None = None,
+        num_workers: Index = 0,
+        seed: Annotated[int, Range(least=0, most=2**32 - 1)] = 1234,
+        balance_attention: bool = False,
+        context_windows: Count = 1,
+        streaming: Streaming | None = None,
+        pin_memory: bool | None = None,
+    ) -> None:
+        given = coerced_arguments(TextDataModule.__init__, locals())
+        super().__init__(
+            given["seq_length"],
+            given["batch_size"],
+            given["global_batch_size"],
+            given["ramp_up"],
+            given["num_workers"],
+            given["seed"],
+            None,
+            balance_attention,
+            pin_memory,
+        )
+        self.streaming: Streaming = given["streaming"] or Streaming()
+        check_stream_settings(self.streaming, given)
+        check_context_windows(given["context_windows"], given["seq_length"], is_whole=True)
+        self.context_windows: int = given["context_windows"]
+        parts = {"train": train, "val": val, "test": test}
+        #: Files of each part that is given.
+        self.files: dict[str, tuple[Path, ...]] = {
+            part: find_conversations(paths, "documents", '{"text": "..."}')
+            for part, paths in parts.items()
+            if paths
+        }
+        self._encoder = TextEncoder(
+            EncodingOptions(given["tokenizer"], given["json_key"], append_eod)
+        )
+        self._evaluated: dict[str, TextSamples] = {}
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Tokenizer, read at the first use."""
+        return tokenizer_of(self._encoder.options)
+
+    @property
+    def vocab_size(self) -> int:
+        """Vocabulary size of the tokenizer."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def eod(self) -> int | None:
+        """Id of the end-of-document token; None if the tokenizer has none."""
+        return self.tokenizer.eod
+
+    def setup(self, stage: str | None = None) -> None:
+        """Encode the validation and test files of a stage, so that faults raise at its start."""
+        self.restart()
+        if stage in ("fit", None):
+            check_stream_trainer(self.trainer)
+        parts = {"fit": ("val",), "validate": ("val",), "test": ("test",)}
+        for part in parts.get(stage or "", ("val", "test")):
+            if part in self.files:
+                self.evaluation_samples(part)
+
+    @override
+    def training_samples(self, num_samples: int | None) -> StreamedSamples:
+        seed = self.seed if self.streaming.shuffle else None
+        most_pieces = self.streaming.most_pieces(self.seq_length, self.context_windows)
+        files = self.files["train"]
+        key: dict[str, Any] = {
+            "texts": [sizes_of(path) for path in files],
+            "tokenizer": self.tokenizer.fingerprint,
+            "json_key": self._encoder.options.json_key,
+            "append_eod": self._encoder.options.append_eod,
+            "seq_length": self.seq_length,
+            "section_size": self.streaming.shuffle_buffer,
+            "seed": seed,
+            "num_windows": self.context_windows,
+            "most_pieces": most_pieces,
+        }
+        encode = self._encoder.encode_row
+        return StreamedSamples(
+            RowStream(files, encode, self.streaming.shuffle_buffer, seed, self.num_workers),
+            Documents(),
+            self.seq_length,
+            self.context_windows,
+            most_pieces,
+            key,
+            lambda line, _: tell_of_rows(line, False),
+            num_samples,
+        )
+
+    def evaluation_samples(self, part: str) -> TextSamples:
+        """Return one pass over a part in an order that is the same in every run.
+
+        Args:
+            part: ``val`` or ``test``.
+        """
+        if part not in self._evaluated:
+            self._evaluated[part] = TextSamples(
+                self.files[part], self._encoder, self.seq_length, self.context_windows
+            )
+        return self._evaluated[part]
+
+    @override
+    def loader_of(self, samples: Samples, sampler: TokenBatchSampler) -> TokenLoader:
+        batches = WindowBatches(samples, are_separate=True)
+        if isinstance(samples, StreamedSamples):
+            return StreamLoader(batches, sampler, self.num_workers, self.pin_memory)
+        # Workers encode the stream; rows of evaluation are in memory.
+        return TokenLoader(batches, sampler, 0, self.pin_memory)
+
+    def val_dataloader(self) -> TokenLoader | list:
+        """Build the loader that yields every validation row once."""
+        return self._evaluation_loader("val")
+
+    def test_dataloader(self) -> TokenLoader | list:
+        """Build the loader that yields every test row once."""
+        return self._evaluation_loader("test")
+
+    def _evaluation_loader(self, part: str) -> TokenLoader | list:
+        if part not in self.files:
+            return []
+        return self.evaluation_loader(self.evaluation_samples(part))

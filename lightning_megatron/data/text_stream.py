@@ -1,0 +1,102 @@
+"""Documents of text in rows of files, encoded while they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lightning_megatron.data.chat_samples import ConversationRows
+from lightning_megatron.data.conversation_encoder import EncodedText, TextTokens
+from lightning_megatron.data.documents import parse_text, text_under
+from lightning_megatron.data.encoded_document import encode_document
+from lightning_megatron.data.index_cache import cache_key
+from lightning_megatron.data.packing import pack_once
+from lightning_megatron.data.preprocess import EncodingOptions, tokenizer_of
+from lightning_megatron.data.row_files import FileRow, read_rows, sizes_of
+from lightning_megatron.data.streamed_samples import StreamCounts
+from lightning_megatron.errors import CorruptDataError
+
+#: Fewest tokens of a document that predicts something (tokens).
+_FEWEST = 2
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Tokens of documents.
+
+    Args:
+        options: Tokenizer, key of the text, and end of documents.
+    """
+
+    options: EncodingOptions
+
+    def encode_row(self, row: FileRow) -> EncodedText | None:
+        """Return the tokens of a document; None for fewer than two, which predict nothing.
+
+        Args:
+            row: Row of a file.
+
+        Raises:
+            CorruptDataError: If it has no text under the key; the message names file and row.
+        """
+        key = self.options.json_key
+        if isinstance(row.content, bytes):
+            text = parse_text(row.content, row.place, key)
+        else:
+            text = text_under(row.content, row.place, key)
+        tokenizer = tokenizer_of(self.options)
+        end = [tokenizer.eod] if self.options.append_eod and tokenizer.eod is not None else []
+        tokens = [one for piece in encode_document(text, tokenizer, False, end) for one in piece]
+        if len(tokens) < _FEWEST:
+            return None
+        return EncodedText(np.array(tokens, np.int32), np.ones(len(tokens), np.uint8), False)
+
+
+class Documents:
+    """Words for a stream of documents."""
+
+    def account(self, counts: StreamCounts, seq_length: int) -> str:
+        """Return in words what was read and left out."""
+        return (
+            f"{counts.num_read} documents read, {counts.num_left_out} left out with fewer than "
+            f"{_FEWEST} tokens; {counts.num_tokens} tokens"
+        )
+
+    def nothing_left(self, names: str, counts: StreamCounts, seq_length: int) -> CorruptDataError:
+        """Return the error of documents that are all too short."""
+        return CorruptDataError(
+            f"{names} must have a document of at least {_FEWEST} tokens, so that something can be "
+            f"predicted: {counts.num_read} were read. Use other files."
+        )
+
+
+class TextSamples(ConversationRows):
+    """One pass over the documents of some files, which are read whole, in a fixed shuffled order.
+
+    Args:
+        files: Files of documents.
+        encoder: Encoder of documents.
+        seq_length: Tokens that a packed row predicts (tokens).
+        num_windows: Windows of a row.
+
+    Raises:
+        CorruptDataError: If a row has no text, or no document has two tokens.
+    """
+
+    def __init__(
+        self, files: Sequence[Path], encoder: TextEncoder, seq_length: int, num_windows: int
+    ) -> None:
+        self.seq_length = seq_length
+        found = [encoder.encode_row(row) for path in files for row in read_rows(path)]
+        texts = TextTokens.of([text for text in found if text is not None])
+        if len(texts.bounds) == 1:
+            names = ", ".join(map(str, files))
+            raise Documents().nothing_left(names, StreamCounts(len(found)), seq_length)
+        # The draws of the fixed order of `TokenDataModule`
+        random = np.random.RandomState([0, 0, 4])
+        lengths = np.diff(texts.bounds)
+        super().__init__(texts, pack_once(lengths, seq_length, random, True, num_windows, None))
+        self.order_key = cache_key({"files": [sizes_of(path) for path in files]})

@@ -1,0 +1,82 @@
+"""Results of a pool come in order, and its workers live exactly as long as they are needed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures.process import BrokenProcessPool
+
+import pytest
+
+from lightning_megatron.data import worker_pool
+from lightning_megatron.data.worker_pool import map_in_order
+
+
+def worker_of(value: int) -> tuple[int, int]:
+    return value, os.getpid()
+
+
+def signalled(value: int) -> int:
+    """Send this worker a signal in the middle of the work."""
+    if value == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+    if value == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return value
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_results_come_in_order(workers: int) -> None:
+    found = list(map_in_order(worker_of, iter(range(40)), workers))
+    assert [value for value, _ in found] == list(range(40))
+    assert (os.getpid() in {process for _, process in found}) == (workers == 0)
+
+
+def test_a_worker_survives_the_signal_of_a_scheduler_and_its_death_raises() -> None:
+    assert list(map_in_order(signalled, iter(range(7)), 2)) == list(range(7))
+    with pytest.raises(BrokenProcessPool):
+        list(map_in_order(signalled, iter(range(8)), 2))
+
+
+def test_a_signalled_worker_ends_after_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_pool, "_GRACE_SECONDS", 0.2)
+    with pytest.raises(BrokenProcessPool):
+        list(map_in_order(sleeping, iter(range(4, 2, -1)), 2))
+
+
+def sleeping(value: int) -> int:
+    signalled(value)
+    time.sleep(5)
+    return value
+
+
+KILLED = """
+import os, signal
+from tests.data.test_worker_pool import worker_of
+from lightning_megatron.data.worker_pool import map_in_order
+found = map_in_order(worker_of, iter(range(100)), 2)
+print({process for _, process in (next(found) for _ in range(9))}, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_with_a_killed_parent() -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    workers = {int(one) for one in done.stdout.strip("{}\n").split(",")}
+    deadline = time.monotonic() + 20
+    while workers := {one for one in workers if is_running(one)}:
+        assert time.monotonic() < deadline, workers
+        time.sleep(0.05)
+
+
+def is_running(process: int) -> bool:
+    """Return whether a process exists that has not ended."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

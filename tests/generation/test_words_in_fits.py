@@ -1,0 +1,281 @@
+"""Words that hooks and steps of a fit generate are those of one process, in every layout."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_megatron import (
+    GPT,
+    CausalLM,
+    GenerationSettings,
+    GPTConfig,
+    HuggingFaceCausalLM,
+    MegatronStrategy,
+    UnsupportedError,
+    generate,
+    generated_tokens,
+)
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.side_calls import SideCalls
+from lightning_megatron.models.stage import StageCursor
+from lightning_megatron.pipeline.executor import PipelineExecutor
+from lightning_megatron.pipeline.microbatch import split_batch
+from lightning_megatron.pipeline.step_plans import Trial
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.generation.test_words import SIZES
+from tests.swap.parts import mesh_of
+from tests.sweeps import chosen
+from tests.world import run_world
+
+VOCAB = 61
+PROMPTS = [[5, 6, 7, 8, 9], [20, 21]]
+SETTINGS = GenerationSettings(4)
+#: Words of each place that has generated some, by its name.
+Words = dict[str, list[Any]]
+LAYOUTS: dict[str, dict[str, Any]] = chosen(
+    {
+        "pp2 tp2": {"pp": 2, "tp": 2, "sequence_parallel": True},
+        "pp2 vpp2 tp2": {"pp": 2, "vpp": 2, "tp": 2},
+        "pp2 tp2, zb-v": {"pp": 2, "vpp": 2, "tp": 2, "schedule": "zb-v"},
+        "pp2 cp2": {"pp": 2, "cp": 2},
+        "pp4": {"pp": 4},
+        "pp2 dp2": {"pp": 2},
+        "pp2 ep2": {"pp": 2, "ep": 2},
+        "tp4": {"tp": 4},
+    },
+    "pp2 tp2",
+)
+
+
+#: Models of a layout; others run the GPT.
+KINDS = {"pp2 tp2": chosen(("gpt", "llama"), "llama"), "pp2 ep2": ("experts",)}
+
+
+class Speaking:
+    """Hooks and steps that generate; mixed into a module of a language model."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.words: Words = {}
+
+    def say(self, place: str, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+        found = generate(self.model, prompts, SETTINGS)  # type: ignore[attr-defined]
+        self.words.setdefault(place, []).append(found)
+        return found
+
+    def on_fit_start(self) -> None:
+        self.say("on_fit_start")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.say("on_train_batch_end")
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.say("on_validation_batch_end")
+
+    def on_validation_epoch_end(self) -> None:
+        self.say("on_validation_epoch_end")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        prompts = [row[:4].tolist() for row in batch["tokens"]]
+        self.log("said", self.score(generate(self.model, prompts, SETTINGS)))  # type: ignore[attr-defined]
+        return super().training_step(batch, batch_idx)  # type: ignore[misc]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        found = super().validation_step(batch, batch_idx)  # type: ignore[misc]
+        # After the model, whose results it does not read; every batch but one
+        if batch_idx != 1:
+            prompts = [row[: 3 + batch_idx].tolist() for row in batch["tokens"]]
+            beams = GenerationSettings(3, beams=2)
+            said = [generate(self.model, prompts, one) for one in (SETTINGS, beams)]  # type: ignore[attr-defined]
+            self.log("heard", sum(self.score(one) for one in said), batch_size=len(prompts))  # type: ignore[attr-defined]
+        return found
+
+    @staticmethod
+    def score(words: list[list[int]]) -> torch.Tensor:
+        """Return a number that all words change."""
+        rows = torch.tensor(words, dtype=torch.float64)
+        return (rows * torch.arange(1, rows.shape[1] + 1)).sum(1).mean()
+
+
+class SpeakingGPT(Speaking, CausalLM):
+    """GPT of this package."""
+
+
+class SpeakingLlama(Speaking, HuggingFaceCausalLM):
+    """Replaced model, which also speaks by its own method."""
+
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        self.words.setdefault("own", []).append(self.heard())
+
+    def heard(self, tokens: torch.Tensor | None = None) -> list[list[int]]:
+        rows = torch.tensor([PROMPTS[0]]) if tokens is None else tokens
+        found = self.model.generate(rows, max_new_tokens=3, do_sample=False)
+        return found.tolist()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        found = super().validation_step(batch, batch_idx)
+        self.log("own", self.score(self.heard(batch["tokens"][:, :5])))
+        return found
+
+
+class Logged(Callback):
+    """Values that steps have logged."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[float]] = {}
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.note(trainer, "said", "train_loss")
+
+    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+        self.note(trainer, "heard", "own", "val_loss")
+
+    def note(self, trainer: Trainer, *names: str) -> None:
+        for name in names:
+            if name in trainer.callback_metrics:
+                self.found.setdefault(name, []).append(float(trainer.callback_metrics[name]))
+
+
+def make(kind: str, folder: str) -> SpeakingGPT | SpeakingLlama:
+    if kind == "llama":
+        return SpeakingLlama(folder, learning_rate=0.05, schedule="constant")
+    experts = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16, "aux_loss": 0.0}
+    config = GPTConfig.llama(
+        vocab_size=VOCAB, max_seq_length=32, num_layers=4, hidden_size=16, num_heads=4,
+        init_std=0.5, experts=experts if kind == "experts" else None,
+    )  # fmt: skip
+    return SpeakingGPT(config, learning_rate=0.05, schedule="constant")
+
+
+def trainer_of(strategy: Any, devices: int, *callbacks: Callback) -> Trainer:
+    return Trainer(
+        accelerator="cpu", devices=devices, precision="64-true", strategy=strategy, max_steps=1,
+        callbacks=list(callbacks), logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=1,
+        val_check_interval=1, limit_val_batches=2, log_every_n_steps=1,
+        # All data ranks train on the same rows, so that their mean is that of one.
+        use_distributed_sampler=False,
+    )  # fmt: skip
+
+
+def loader() -> DataLoader:
+    draws = torch.Generator().manual_seed(2)
+    rows = torch.randint(VOCAB, (24, 9), generator=draws)
+    items = [{"tokens": row[:-1], "labels": row[1:]} for row in rows]
+    return DataLoader(items, batch_size=4)
+
+
+def fit(
+    module: LightningModule, strategy: Any, devices: int
+) -> tuple[Words, dict[str, list[float]]]:
+    """Return the words of hooks, and what steps have logged."""
+    seed_everything(1, verbose=False)
+    logged = Logged()
+    with warnings.catch_warnings():
+        # Lightning recommends workers.
+        warnings.simplefilter("ignore")
+        trainer = trainer_of(strategy, devices, logged)
+        trainer.fit(module, loader(), loader())
+    return module.words, logged.found
+
+
+def speak_everywhere(rank: int, size: int, folder: str) -> dict[str, Any]:
+    found = {}
+    for name, layout in LAYOUTS.items():
+        for kind in KINDS.get(name, ("gpt",)):
+            strategy = MegatronStrategy(microbatch_size=2, **layout)
+            found[f"{name}, {kind}"] = fit(make(kind, folder), strategy, size)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=4,
+        num_attention_heads=4, max_position_embeddings=32, initializer_range=0.5,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+def test_hooks_and_steps_say_what_they_do_in_one_process(folder: str) -> None:
+    kinds = {kind for name in LAYOUTS for kind in KINDS.get(name, ("gpt",))}
+    truths = {
+        kind: fit(make(kind, folder), MegatronStrategy(microbatch_size=2), 1) for kind in kinds
+    }
+    for words, logged in truths.values():
+        # The first epoch is the sanity check.
+        assert len(words["on_validation_epoch_end"]) == 2
+        assert len(words["on_validation_batch_end"]) == 1 + 2
+        assert words["on_fit_start"] != words["on_train_batch_end"], "training changes words"
+        assert len(logged["said"]) == 1
+        assert len(set(logged["heard"])) == 2
+    assert truths["llama"][0]["own"]
+    for found in run_world(speak_everywhere, 4, folder):
+        assert found
+        for name, (words, logged) in found.items():
+            expected_words, expected = truths[name.split(", ")[-1]]
+            assert words == expected_words, name
+            assert logged.keys() == expected.keys(), name
+            for key, values in expected.items():
+                assert logged[key] == pytest.approx(values, rel=0, abs=1e-9), (name, key)
+
+
+def check_refusals(rank: int, size: int) -> None:
+    mesh = ParallelMesh.create(ParallelLayout(size, pp=2))
+    gpt = GPT(GPTConfig.gpt2(**SIZES), mesh=mesh, seed=0)
+    executor = PipelineExecutor(mesh, gpt)
+    batch = split_batch(torch.arange(4).reshape(2, 2), 1)
+
+    def run(step: Callable[[Tensor], Any], name: str) -> list[Any]:
+        with torch.no_grad():
+            return executor.run(step, batch, backward=False, trial=Trial(name))
+
+    def step(tokens: Tensor, speaks: bool) -> Any:
+        words = generate(gpt, tokens.tolist(), SETTINGS) if speaks else None
+        gpt(tokens)
+        return words
+
+    run(partial(step, speaks=False), "later")
+    with pytest.raises(UnsupportedError, match="must be called in the first step of its kind"):
+        run(partial(step, speaks=True), "later")
+    found = run(partial(step, speaks=True), "first")
+    expected = [generate(gpt, one.data.tolist(), SETTINGS) for one in batch]
+    assert found == (expected if mesh.pp.is_last else [])
+    # Not in every step
+    assert run(partial(step, speaks=False), "first") == [None, None][: len(found)]
+
+    def iterates(tokens: Tensor) -> Any:
+        return list(generated_tokens(gpt, tokens.tolist(), SETTINGS)), gpt(tokens)
+
+    with pytest.raises(UnsupportedError, match="generated_tokens cannot run inside a step"):
+        run(iterates, "iterates")
+    mesh.destroy()
+
+
+def test_calls_that_stages_cannot_make_together_are_refused() -> None:
+    run_world(check_refusals, 2)
+    # The last stage alone knows prompts that depend on results.
+    gpt = GPT(GPTConfig.gpt2(**SIZES), mesh_of(pp=2, pp_rank=1))
+    tokens = torch.ones(2, 4, dtype=torch.long)
+    gpt.cursor = StageCursor(0, [torch.zeros(gpt.boundary(tokens)[0])])
+    gpt.side_calls = SideCalls([])
+    prompts = gpt(tokens).argmax(-1).tolist()
+    with pytest.raises(UnsupportedError, match="before any line that reads a value"):
+        generate(gpt, prompts, SETTINGS)
