@@ -27,13 +27,12 @@ def rejoin(root: nn.Module, mesh: ParallelMesh) -> None:
     moved: list[tuple[nn.Module, ParallelMesh]] = []
     for name, module in named_layers(root):
         old = vars(module).get("mesh")
-        # A module that was built for one process is whole: it is sharded later. Meshes with and
-        # without sequence parallelism share one set of random streams.
-        if (
-            not isinstance(old, ParallelMesh)
-            or old.random is mesh.random
-            or old.layout.world_size == 1
-        ):
+        # Meshes with and without sequence parallelism share one set of random streams.
+        if not isinstance(old, ParallelMesh) or old.random is mesh.random:
+            continue
+        # A module that was built for one process is whole. It is sharded later, unless it is for
+        # one process again: an earlier run may have its weights in higher precision.
+        if old.layout.world_size == 1 and (old.layout, old.device) != (mesh.layout, mesh.device):
             continue
         if (old.layout, old.rank) != (mesh.layout, mesh.rank):
             raise UnsupportedError(

@@ -15,7 +15,7 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_megatron import MegatronStrategy, ParallelPlanError, UnsupportedError
+from lightning_megatron import GPT, MegatronStrategy, ParallelPlanError, UnsupportedError
 from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.microbatch import Microbatch
@@ -261,6 +261,31 @@ def test_a_trainer_that_has_fitted_evaluates_and_saves_checkpoints(
     assert (
         trainer.validate(TinyLM(), loader(), ckpt_path=tmp_path / "second", verbose=False) == found
     )
+
+
+class Whole(TinyLM):
+    """Build the model before there is a Trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = GPT(self.config, mesh=ParallelMesh.single(), seed=7)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("make", [TinyLM, Whole])
+def test_a_trainer_that_has_fitted_evaluates_another_checkpoint(
+    make: type[TinyLM], precision: Any, tmp_path: Path
+) -> None:
+    first = trainer_of(precision=precision, max_steps=1)
+    first.fit(make(), loader())
+    first.save_checkpoint(tmp_path / "first")
+    trainer, model = trainer_of(precision=precision, max_steps=6), make()
+    trainer.fit(model, loader())
+    late = trainer.validate(model, loader(), verbose=False)
+    early = trainer.validate(model, loader(), ckpt_path=tmp_path / "first", verbose=False)
+    assert early != late
+    fresh = trainer_of(precision=precision)
+    assert early == fresh.validate(make(), loader(), ckpt_path=tmp_path / "first", verbose=False)
 
 
 def test_continuing_needs_optimizer_states(tmp_path: Path) -> None:

@@ -150,7 +150,12 @@ class TrainingState:
 
     def belongs_to(self, module: nn.Module) -> bool:
         """Return whether the module still has the parameters that this state trains."""
-        return module is self._module and self.main.still_holds
+        # Another run may have replaced a part of the module.
+        are_same = all(
+            self.main.holds(name) and self.main.parameter(name) is parameter
+            for name, parameter in module.named_parameters()
+        )
+        return module is self._module and are_same and self.main.still_holds
 
     @property
     def effect_observers(self) -> EffectObservers:
