@@ -121,9 +121,9 @@ def test_checkpoints_say_what_their_modules_say(
 DRAWS = ("--sample", "--temperature", "2", "--top-k", "50", "--top-p", "0.9", "--samples", "3")
 
 
-@pytest.mark.parametrize("pp", chosen([2, 1], 1))
+@pytest.mark.parametrize("axis", chosen(["pp", "cp", "dp"], "pp", "cp"))
 def test_samples_differ_and_are_those_of_every_layout(
-    pp: int, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    axis: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # A run in this process leaves its rank and port behind, which a launcher would give to ranks.
     environment = dict(os.environ)
@@ -138,9 +138,9 @@ def test_samples_differ_and_are_those_of_every_layout(
     assert len({tuple(row["tokens"]) for row in truth}) == 6
     assert rows_of(capsys, *own) == truth
     assert rows_of(capsys, *own[:-4], "--seed", "6", *own[-2:]) != truth
-    # Two copies, perhaps of two stages, of which the second has no rows in the last round.
+    # Two copies, perhaps of two ranks each, of which the second has no rows in the last round.
     command = [sys.executable, "-m", "lightning_megatron", *own, "--json"]
-    command += ["--pp", str(pp), "--devices", str(2 * pp)]
+    command += ["--devices", "2"] if axis == "dp" else ["--devices", "4", f"--{axis}", "2"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
     assert [json.loads(line) for line in run.stdout.splitlines()] == truth
@@ -173,7 +173,6 @@ def test_prompts_and_options_that_do_not_fit_are_refused(
         (arguments(folder, "--samples", "2"), "--samples 2 needs --sample"),
         (arguments(folder, "--sample", "--temperature", "0"), "temperature must be"),
         (arguments(folder, "--stop", ""), "a stop string must have at least one character"),
-        (arguments(folder, "--cp", "2", "--devices", "2"), "cannot run with --cp 2"),
         (arguments(folder, "--tp", "2"), "tp"),
         (arguments(tmp_path / "none"), "MODEL must be a Hugging Face folder or a checkpoint"),
         ([*file, str(lines)], f"{lines}:2"),

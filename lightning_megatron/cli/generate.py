@@ -122,7 +122,7 @@ def _texts_of_file(path: Path) -> list[tuple[str, str]]:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Refuse options that nothing would read, and layouts that cannot generate."""
+    """Refuse options that nothing would read."""
     for name in _OF_DRAWS:
         if not options.sample and getattr(options, name) is not None:
             raise UnsupportedError(
@@ -138,11 +138,6 @@ def _check_options(options: argparse.Namespace) -> None:
         raise UnsupportedError(
             f"--samples {options.samples} needs --sample: without draws all of them would be "
             "equal. Add --sample, or leave --samples out."
-        )
-    if options.cp > 1:
-        raise UnsupportedError(
-            f"generate cannot run with --cp {options.cp}, because the ranks of cp hold parts of "
-            "each row and a new token is no longer than one part. Use a larger --tp."
         )
 
 
@@ -165,7 +160,7 @@ def generate_parser() -> argparse.ArgumentParser:
     """Build the parser of the subcommand's options."""
     parser = argparse.ArgumentParser(
         prog="lightning-megatron generate",
-        description="Continue prompts with a language model, under any layout without cp. The text "
+        description="Continue prompts with a language model, under any layout. The text "
         "appears as it is produced.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -42,8 +42,8 @@ def main(args: Sequence[str]) -> None:
     options = harness_parser().parse_args(args)
     if options.cp > 1:
         raise UnsupportedError(
-            f"the harness cannot run with --cp {options.cp}, because no answer can be generated "
-            "then. Use a larger --tp."
+            f"the harness cannot run with --cp {options.cp}: its results have not been verified "
+            "for rows that ranks share. Use a larger --tp."
         )
     # Faults of the tasks' names are raised before other processes start.
     tasks = _manager(options)
