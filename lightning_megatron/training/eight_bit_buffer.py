@@ -13,7 +13,6 @@ from typing_extensions import override
 
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.pending import start_all_gather
 from lightning_megatron.groups.shard_spec import ShardSpec
 from lightning_megatron.layers.choose_kernels import choose_kernels
 from lightning_megatron.layers.fp8 import torch_casts
@@ -162,10 +161,8 @@ class EightBitBuffer(FlatBuffer):
         """
         if self.plan.num_parts == 1:
             return
-        for number, bucket in enumerate(self.plan.buckets):
-            own = self.own_part(self.parameters, number)
-            whole = self.parameters[bucket.start : bucket.stop]
-            start_all_gather(whole, own, mesh.copies(self.is_expert)).wait()
+        for number in range(len(self.plan.buckets)):
+            self.start_gather(number, mesh).wait()
 
     @override
     def load_main_parameters(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.pending import Pending, start_all_gather
 from lightning_megatron.groups.shard_spec import FlatSlice, Placement, ShardSpec, set_shard_spec
 from lightning_megatron.plan.buckets import BufferPlan, Slice
 from lightning_megatron.shapes import Shaped
@@ -133,6 +134,20 @@ class FlatBuffer:
         """Return this rank's part of a bucket of ``parameters`` or ``gradients``."""
         start, stop = self.plan.buckets[bucket].part(self.part, self.plan.num_parts)
         return flat[start:stop]
+
+    def start_gather(self, bucket: int, mesh: ParallelMesh) -> Pending:
+        """Start to gather the parts of all ranks of a bucket of ``parameters``.
+
+        Args:
+            bucket: Number of the bucket.
+            mesh: Process groups of this rank.
+
+        Communication: an all-gather over the data axis, or over that of experts.
+        """
+        planned = self.plan.buckets[bucket]
+        whole = self.parameters[planned.start : planned.stop]
+        own = self.own_part(self.parameters, bucket)
+        return start_all_gather(whole, own, mesh.copies(self.is_expert))
 
     @torch.no_grad()
     def load_main_parameters(self) -> None:

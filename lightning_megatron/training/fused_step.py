@@ -71,7 +71,8 @@ class FusedStep:
     """One step over all slices of an optimizer that have a gradient.
 
     Args:
-        pieces: Parts of the step, in the order in which the next forward pass reads the parameters.
+        pieces: Parts of the step, at least one, in the order in which the next forward pass reads
+            the parameters.
         tensors: Object that stands for all tensors of the calls: steps with the same object have
             the same tensors.
         is_static: Whether later steps can have the same tensors, because all gradients lie in the

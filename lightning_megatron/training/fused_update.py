@@ -189,6 +189,8 @@ class FusedUpdate:
                 KernelCall(kernel, columns, rows[group], has_decay, are_decoupled[group])
             )
         pieces = [UpdatePiece(calls[piece], names) for piece, names in taken.names.items()]
+        # Clipping belongs to the first piece, also on a rank without slices.
+        pieces = pieces or [UpdatePiece((), ())]
         return FusedStep(pieces, taken, taken.lasts)
 
     def _kernel(self, main: MainParameters, optimizer: Optimizer, key: tuple[Any, ...]) -> Kernel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.pending import Pending, start_all_gather
+from lightning_megatron.groups.pending import Pending
 from lightning_megatron.shapes import Shaped
 from lightning_megatron.training.flat_buffer import FlatBuffer
 
@@ -25,11 +25,15 @@ class _DuringUpdate:
     """All-gathers that start while parameters are updated.
 
     Args:
+        buffers: Buffers of the parameters.
+        mesh: Groups of this rank.
         left: Buckets whose all-gathers have not started, in order.
         missing: Names of the parameters of each bucket that this rank has yet to update; None for a
             bucket that an update does not complete.
     """
 
+    buffers: Sequence[FlatBuffer]
+    mesh: ParallelMesh
     left: deque[_BucketKey]
     missing: Mapping[_BucketKey, set[str] | None]
 
@@ -97,13 +101,16 @@ class ParameterGather:
         if not self.defers:
             self.begin()
 
-    def start_during_update(self, buffers: Sequence[FlatBuffer], names: Collection[str]) -> None:
+    def start_during_update(
+        self, buffers: Sequence[FlatBuffer], mesh: ParallelMesh, names: Set[str]
+    ) -> None:
         """Let all-gathers start as soon as the parameters of their buckets are updated.
 
         :meth:`updated` must name these parameters, and :meth:`start` must follow.
 
         Args:
             buffers: Buffers that :meth:`start` will get.
+            mesh: Groups of this rank.
             names: Names of the parameters that this rank is about to update.
 
         Communication: that of :meth:`wait`.
@@ -112,19 +119,10 @@ class ParameterGather:
         order = _buckets_in_order(buffers)
         if self.defers or not order:
             return
-        missing = {
-            key: set[str]() if buffers[key[0]].is_stored_by_update else None for key in order
-        }
-        for index, buffer in enumerate(buffers):
-            for one in buffer.plan.slices(buffer.part):
-                waiting = missing.get((index, one.bucket))
-                if waiting is not None and one.name in names:
-                    waiting.add(one.name)
-        self._during_update = _DuringUpdate(deque(order), missing)
+        missing = {key: _missing_of(buffers[key[0]], key[1], names) for key in order}
+        self._during_update = _DuringUpdate(buffers, mesh, deque(order), missing)
 
-    def updated(
-        self, names: Iterable[str], buffers: Sequence[FlatBuffer], mesh: ParallelMesh
-    ) -> None:
+    def updated(self, names: Iterable[str]) -> None:
         """Start the all-gathers that waited for these parameters only.
 
         They start in the order of :meth:`start`, which is the same on all ranks: a bucket waits for
@@ -132,8 +130,6 @@ class ParameterGather:
 
         Args:
             names: Names of parameters whose update the current stream has.
-            buffers: Buffers of :meth:`start_during_update`.
-            mesh: Groups of this rank.
 
         Communication: one all-gather over the data axis, or over that of experts, for each bucket.
         """
@@ -143,7 +139,7 @@ class ParameterGather:
         for missing in filter(None, during.missing.values()):
             missing.difference_update(names)
         while (key := during.next_complete()) is not None:
-            self._start_bucket(key, buffers, mesh)
+            self._start_bucket(key, during.buffers, during.mesh)
 
     def begin(self) -> None:
         """Start the all-gathers that were left to the first reader, if there are any.
@@ -267,11 +263,7 @@ class ParameterGather:
         self, key: _BucketKey, buffers: Sequence[FlatBuffer], mesh: ParallelMesh
     ) -> None:
         index, number = key
-        buffer = buffers[index]
-        bucket = buffer.plan.buckets[number]
-        whole = buffer.parameters[bucket.start : bucket.stop]
-        own = buffer.own_part(buffer.parameters, number)
-        self._pending[key] = start_all_gather(whole, own, mesh.copies(buffer.is_expert))
+        self._pending[key] = buffers[index].start_gather(number, mesh)
 
     def _complete(self, buckets: Iterable[_BucketKey]) -> None:
         for bucket in buckets:
@@ -285,6 +277,13 @@ def names_in_order_of_use(buffers: Iterable[FlatBuffer]) -> Iterator[str]:
     for buffer in buffers:
         # Buckets are laid out in the order of the backward pass.
         yield from reversed(buffer.slices)
+
+
+def _missing_of(buffer: FlatBuffer, number: int, names: Set[str]) -> set[str] | None:
+    """Return which parameters of a bucket are among the names; None if none completes it."""
+    if not buffer.is_stored_by_update:
+        return None
+    return {placed.name for placed in buffer.plan.buckets[number].placed if placed.name in names}
 
 
 def _buckets_in_order(buffers: Sequence[FlatBuffer]) -> list[_BucketKey]:

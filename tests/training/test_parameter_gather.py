@@ -145,11 +145,11 @@ def _update(rank: int, size: int) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     before = started(0)
-    main.gather.start_during_update(main.buffers, list(named))
+    main.gather.start_during_update(main.buffers, mesh, set(named))
     with torch.no_grad():
         for name, number in {"second": 1, "first": 0}.items():
             layers[number].weight.fill_(1.0)
-            main.gather.updated([f"{number}.weight"], main.buffers, mesh)
+            main.gather.updated([f"{number}.weight"])
             # The second bucket waits for the first one, as on all ranks.
             found[name] = started(before)
         layers[2].weight.fill_(1.0)
@@ -162,8 +162,8 @@ def _update(rank: int, size: int) -> dict[str, Any]:
     found["again"] = started(before)
     main.gather.defers = True
     before = started(0)
-    main.gather.start_during_update(main.buffers, list(named))
-    main.gather.updated(list(named), main.buffers, mesh)
+    main.gather.start_during_update(main.buffers, mesh, set(named))
+    main.gather.updated(list(named))
     main.publish(wait=False, stored=True)
     found["deferred"] = started(before)
     main.wait()

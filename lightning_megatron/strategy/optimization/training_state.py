@@ -150,12 +150,13 @@ class TrainingState:
 
     def belongs_to(self, module: nn.Module) -> bool:
         """Return whether the module still has the parameters that this state trains."""
+        if module is not self._module or not self.main.still_holds:
+            return False
         # Another run may have replaced a part of the module.
-        are_same = all(
+        return all(
             self.main.holds(name) and self.main.parameter(name) is parameter
             for name, parameter in module.named_parameters()
         )
-        return module is self._module and are_same and self.main.still_holds
 
     @property
     def effect_observers(self) -> EffectObservers:
@@ -290,7 +291,7 @@ class TrainingState:
             # Hooks may change main parameters after they were rounded.
             stored = not has_step_hooks(optimizer)
             if stored:
-                self.main.gather.start_during_update(self.main.buffers, step.names)
+                self.main.gather.start_during_update(self.main.buffers, self.mesh, step.names)
             self._clip_and_step(step, self.clipping.take())
             step.end()
         else:
@@ -305,14 +306,11 @@ class TrainingState:
         def begin() -> Tensor | None:
             nonlocal factor
             norm, factor = (None, None) if clipping is None else clipping.begin()
-            if step.pieces:
-                step.pieces[0].run(factor)
+            step.pieces[0].run(factor)
             return norm
 
         def after(part: int) -> None:
-            if step.pieces:
-                updated = step.pieces[part].names
-                self.main.gather.updated(updated, self.main.buffers, self.main.mesh)
+            self.main.gather.updated(step.pieces[part].names)
 
         def part_of(piece: UpdatePiece) -> Callable[[], None]:
             # The factor is known when the first part has run, or is captured.
