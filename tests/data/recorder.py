@@ -12,32 +12,44 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from lightning_megatron.data.datamodule import TokenDataModule
+from lightning_megatron.data.row_datamodule import RowDataModule
 from lightning_megatron.data.token_file import TokenFileWriter
 
 SEQ_LENGTH = 4
 
 
-class Recorder(LightningModule):
-    """Record the first token of every row that is trained on: it names the window."""
+class Watcher(LightningModule):
+    """Record the names of all rows that are trained on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
-        self.seen: list[list[int]] = []
-        self.validated: list[list[int]] = []
+        self.seen: list[list[Any]] = []
+        self.validated: list[list[Any]] = []
+
+    def names_of(self, batch: dict[str, torch.Tensor]) -> list[Any]:
+        """Name rows by sums of all their tokens."""
+        tokens = batch["tokens"]
+        return (tokens * torch.arange(tokens.shape[1])).sum(1).tolist()
 
     def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
-        assert batch["tokens"].shape == batch["labels"].shape
-        assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
-        self.seen.append(batch["tokens"][:, 0].tolist())
+        self.seen.append(self.names_of(batch))
         return self.layer(torch.ones(1)).sum()
-
-    def validation_step(self, batch: dict[str, torch.Tensor], _: int) -> None:
-        self.validated.append(batch["labels"][batch["labels"] != -100].tolist())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Recorder(Watcher):
+    """Name windows by their first tokens, and record the labels that are validated with."""
+
+    def names_of(self, batch: dict[str, torch.Tensor]) -> list[Any]:
+        assert batch["tokens"].shape == batch["labels"].shape
+        assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
+        return batch["tokens"][:, 0].tolist()
+
+    def validation_step(self, batch: dict[str, torch.Tensor], _: int) -> None:
+        self.validated.append(batch["labels"][batch["labels"] != -100].tolist())
 
 
 def write_corpus(prefix: Path, num_tokens: int, first: int = 0) -> str:
@@ -60,8 +72,8 @@ def make_trainer(root: Path, *callbacks: Callback, **options: Any) -> Trainer:
 
 
 def run(
-    module: Recorder, data: TokenDataModule, trainer: Trainer, ckpt_path: Path | None = None
-) -> list[list[int]]:
+    module: Watcher, data: RowDataModule, trainer: Trainer, ckpt_path: Path | None = None
+) -> list[list[Any]]:
     with warnings.catch_warnings():
         # what Lightning says about workers, checkpoint folders and eval mode does not matter here
         warnings.simplefilter("ignore")

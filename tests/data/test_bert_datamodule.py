@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.pytorch import LightningModule
 
 from lightning_megatron import BERTDataModule
 from lightning_megatron.data.pair_batches import PairBatches, _cut_sizes
@@ -21,7 +20,7 @@ from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.token_file import TokenFile, TokenFileWriter
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
 from tests.bert_corpus import VOCABULARY, write_sentences, write_vocabulary
-from tests.data.recorder import make_trainer, run
+from tests.data.recorder import Watcher, make_trainer, run
 from tests.data.test_datamodule_resume import StopAfter
 
 LENGTH = 32
@@ -130,24 +129,14 @@ def test_a_row_without_a_sample_has_no_label(corpus: str, vocabulary: str) -> No
     assert (empty["labels"] == -100).all()
 
 
-class Watcher(LightningModule):
+class Pairs(Watcher):
     """Record each row that is trained on or validated with."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.seen: list[list[tuple[int, ...]]] = []
-        self.validated: list[list[tuple[int, ...]]] = []
-
-    def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
-        self.seen.append(named(batch))
-        return self.layer(torch.ones(1)).sum()
+    def names_of(self, batch: dict[str, torch.Tensor]) -> list[Any]:
+        return named(batch)
 
     def validation_step(self, batch: dict[str, torch.Tensor], _: int) -> None:
         self.validated.append(named(batch))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
 def named(batch: dict[str, torch.Tensor]) -> list[tuple[int, ...]]:
@@ -172,7 +161,7 @@ def test_a_killed_run_continues_with_the_next_row(
 
     def trained(data: BERTDataModule, *callbacks: Any, ckpt_path: Path | None = None) -> list:
         trainer = make_trainer(tmp_path, *callbacks, **limits)
-        return run(Watcher(), data, trainer, ckpt_path)  # type: ignore[arg-type]
+        return run(Pairs(), data, trainer, ckpt_path)
 
     whole = trained(data(0))
     assert len(whole) >= 6
@@ -192,11 +181,11 @@ def test_validation_has_every_sample_once_with_the_same_masks(
     found = []
     for seed, batch_size in ((1, 4), (2, 16)):
         data = module_of(corpus, vocabulary, val=corpus, seed=seed, batch_size=batch_size)
-        module = Watcher()
+        module = Pairs()
         trainer = make_trainer(
             tmp_path, max_epochs=2, num_sanity_val_steps=0, limit_train_batches=1
         )
-        run(module, data, trainer)  # type: ignore[arg-type]
+        run(module, data, trainer)
         rows = [
             row for batch in module.validated for row in batch if any(v > 0 for v in row[LENGTH:])
         ]

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from lightning.pytorch import LightningModule
 
 from lightning_megatron import ChatDataModule
 from lightning_megatron.errors import (
@@ -21,7 +19,7 @@ from lightning_megatron.errors import (
     UnsupportedError,
 )
 from tests.chat_folder import MARKED, PLAIN, conversations, save_chat_llama, turn, write_lines
-from tests.data.recorder import make_trainer, run
+from tests.data.recorder import Watcher, make_trainer, run
 from tests.data.test_datamodule_resume import StopAfter
 
 transformers = pytest.importorskip("transformers")
@@ -306,22 +304,6 @@ def test_named_sets_have_a_loader_each(tmp_path: Path, folder: str) -> None:
         ChatDataModule(str(tmp_path / "rows.jsonl"), folder, val={"": "x"})
 
 
-class Watcher(LightningModule):
-    """Record the sums of all tokens of every row that is trained on: they name the row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.seen: list[list[int]] = []
-
-    def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
-        self.seen.append((batch["tokens"] * torch.arange(LENGTH)).sum(1).tolist())
-        return self.layer(torch.ones(1)).sum()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
 @pytest.mark.parametrize("limits", [{"max_steps": 9, "max_epochs": -1}, {"max_epochs": 2}])
 def test_a_killed_run_continues_with_the_next_row(
     tmp_path: Path, folder: str, limits: dict[str, int]
@@ -333,7 +315,7 @@ def test_a_killed_run_continues_with_the_next_row(
 
     def trained(*callbacks: Any, ckpt_path: Path | None = None) -> list[list[int]]:
         trainer = make_trainer(tmp_path, *callbacks, **limits)
-        return run(Watcher(), data(), trainer, ckpt_path)  # type: ignore[arg-type]
+        return run(Watcher(), data(), trainer, ckpt_path)
 
     whole = trained()
     assert len(whole) >= 6

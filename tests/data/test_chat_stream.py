@@ -24,8 +24,8 @@ from lightning_megatron.errors import (
     UnsupportedError,
 )
 from tests.chat_folder import conversations, save_chat_llama, turn, write_lines
-from tests.data.recorder import make_trainer, run
-from tests.data.test_chat_datamodule import LENGTH, Watcher, expected
+from tests.data.recorder import Watcher, make_trainer, run
+from tests.data.test_chat_datamodule import LENGTH, expected
 from tests.data.test_datamodule_resume import StopAfter, TwoReplicas
 
 pytest.importorskip("transformers")
@@ -246,7 +246,7 @@ def test_a_killed_run_continues_with_the_next_row(
     def trained(*callbacks: Callback, ckpt_path: Path | None = None) -> list[list[int]]:
         trainer = make_trainer(tmp_path, *callbacks, **limits)
         data = make_data(paths, folder, num_workers=num_workers)
-        return run(Watcher(), data, trainer, ckpt_path)  # type: ignore[arg-type]
+        return run(Watcher(), data, trainer, ckpt_path)
 
     whole = trained()
     samples = streamed(make_data(paths, folder))
@@ -286,7 +286,7 @@ def test_a_run_continues_under_another_number_of_ranks(tmp_path: Path, folder: s
                 more = {"strategy": strategy, "devices": 1}
             trainer = make_trainer(tmp_path, *callbacks, **limits, **more)
             data = make_data(paths, folder, **options)
-            found.append(run(Watcher(), data, trainer, ckpt_path))  # type: ignore[arg-type]
+            found.append(run(Watcher(), data, trainer, ckpt_path))
             if ranks == 2:
                 torch.distributed.destroy_process_group()
         return [sum(shares, []) for shares in zip(*found, strict=True)]
@@ -307,7 +307,7 @@ def test_balanced_ranks_share_the_same_global_batches(tmp_path: Path, folder: st
     found = []
     for balanced in (False, True):
         data = make_data(path, folder, global_batch_size=6, balance_attention=balanced)
-        found.append(run(Watcher(), data, make_trainer(tmp_path, **limits)))  # type: ignore[arg-type]
+        found.append(run(Watcher(), data, make_trainer(tmp_path, **limits)))
     plain, balanced_rows = found
     assert [sorted(one) for one in plain] == [sorted(one) for one in balanced_rows]
 
@@ -319,7 +319,7 @@ def test_what_a_stream_cuts_leaves_out_and_leaves_over_is_told(tmp_path: Path, f
     rows = [{"messages": messages} for messages in ([question, answer], long, lost)]
     path = write_lines(tmp_path / "rows.jsonl", rows)
     data = make_data(path, folder, seq_length=99, packing=False, global_batch_size=1)
-    module = LongWatcher()
+    module = Watcher()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         make_trainer(tmp_path, max_epochs=2).fit(module, datamodule=data)
@@ -343,14 +343,6 @@ def test_what_a_stream_cuts_leaves_out_and_leaves_over_is_told(tmp_path: Path, f
         streamed(data)[0]
 
 
-class LongWatcher(Watcher):
-    """Watcher of rows of any length."""
-
-    def training_step(self, batch: Batch, _: int) -> torch.Tensor:
-        self.seen.append(batch["tokens"].sum(1).tolist())
-        return self.layer(torch.ones(1)).sum()
-
-
 def test_rows_left_over_are_told(
     tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,13 +353,13 @@ def test_rows_left_over_are_told(
         )
     path = write_lines(tmp_path / "rows.jsonl", conversations(20))
     data = make_data(path, folder, packing=False)
-    run(Watcher(), data, make_trainer(tmp_path, max_steps=5))  # type: ignore[arg-type]
+    run(Watcher(), data, make_trainer(tmp_path, max_steps=5))
     # 15 rows were trained on, and the third section of 7 rows has the end of the pass, 6 rows.
     assert len(lines) == 2
     assert "ended: 20 conversations read" in lines[0]
     assert lines[1] == f"5 rows of {path} were read and not trained on."
     lines.clear()
-    run(Watcher(), data, make_trainer(tmp_path, max_steps=4))  # type: ignore[arg-type]
+    run(Watcher(), data, make_trainer(tmp_path, max_steps=4))
     [line] = lines
     assert line.startswith(f"Pass 1 over {path} stopped: 14 conversations read")
     assert line.endswith(f"2 rows of {path} were read and not trained on.")
@@ -417,7 +409,7 @@ def test_what_a_stream_cannot_do_is_refused(tmp_path: Path, folder: str) -> None
         with pytest.raises(UnsupportedError, match=reason):
             make_trainer(tmp_path, **options).fit(Watcher(), datamodule=make_data(path, folder))
     data = make_data(path, folder)
-    run(Watcher(), data, make_trainer(tmp_path, max_steps=1))  # type: ignore[arg-type]
+    run(Watcher(), data, make_trainer(tmp_path, max_steps=1))
     state = data.state_dict()
     for wrong in ({**state["stream"], "first": -1}, {"first": 0}, 7):
         with pytest.raises(CheckpointMismatchError, match="the stream in the data position"):
@@ -430,14 +422,14 @@ def test_other_settings_start_from_the_beginning_with_a_warning(
     path = write_lines(tmp_path / "rows.jsonl", conversations(40))
     killed = tmp_path / "killed.ckpt"
     limits = {"max_steps": 8, "max_epochs": -1}
-    run(Watcher(), make_data(path, folder), make_trainer(tmp_path, StopAfter(3, killed), **limits))  # type: ignore[arg-type]
+    run(Watcher(), make_data(path, folder), make_trainer(tmp_path, StopAfter(3, killed), **limits))
     changes: list[Callable[[], ChatDataModule]] = [
         lambda: make_data(path, folder, streaming=None),
         lambda: make_data(path, folder, streaming=Streaming(8)),
         lambda: make_data(path, folder, seed=2),
     ]
     for change in changes:
-        fresh = run(Watcher(), change(), make_trainer(tmp_path, **limits))  # type: ignore[arg-type]
+        fresh = run(Watcher(), change(), make_trainer(tmp_path, **limits))
         module = Watcher()
         with pytest.warns(UserWarning, match="written with other training data"):
             make_trainer(tmp_path, **limits).fit(module, datamodule=change(), ckpt_path=killed)

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 
 from lightning_megatron.data.preference_datamodule import PreferenceDataModule
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
 from tests.chat_folder import PLAIN, preferences, save_chat_llama, turn, write_lines
-from tests.data.recorder import make_trainer, run
+from tests.data.recorder import Watcher, make_trainer, run
 from tests.data.test_datamodule_resume import StopAfter
 from tests.preferences.parts import as_messages
 
@@ -167,20 +166,11 @@ def test_parquet_has_the_rows_of_json_lines(tmp_path: Path, folder: str) -> None
     check_batch(data.each_pair_once("train").batches[list(range(5))], folder, rows)
 
 
-class Watcher(LightningModule):
-    """Record the pairs that are trained on."""
+class Pairs(Watcher):
+    """Name pairs by their numbers."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(1, 1)
-        self.seen: list[list[int]] = []
-
-    def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
-        self.seen.append(batch["pairs"].tolist())
-        return self.layer(torch.ones(1)).sum()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
+    def names_of(self, batch: dict[str, torch.Tensor]) -> list[Any]:
+        return batch["pairs"].tolist()
 
 
 @pytest.mark.parametrize("limits", [{"max_steps": 9, "max_epochs": -1}, {"max_epochs": 2}])
@@ -192,7 +182,7 @@ def test_a_killed_run_continues_with_the_next_pair(
     def trained(*callbacks: Any, ckpt_path: Path | None = None) -> list[list[int]]:
         data = PreferenceDataModule(path, folder, seq_length=LENGTH, global_batch_size=3)
         trainer = make_trainer(tmp_path, *callbacks, **limits)
-        return run(Watcher(), data, trainer, ckpt_path)  # type: ignore[arg-type]
+        return run(Pairs(), data, trainer, ckpt_path)
 
     whole = trained()
     assert len(whole) >= 8
