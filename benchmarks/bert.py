@@ -12,14 +12,17 @@ losses of two layouts differ by more than ``--tolerance``.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-from benchmarks.finetune import check_same
 from benchmarks.layout_names import Layout, layout_of
+from benchmarks.recipe_runs import (
+    add_run_arguments,
+    check_same,
+    figures_of,
+    options_of_layout,
+    options_to_measure,
+    run_recipe,
+)
 
 TABLE = [
     "| layout | ms a step | ms in a row | tokens/s/GPU in a row | GiB a GPU | losses |",
@@ -27,33 +30,16 @@ TABLE = [
 ]
 
 
-def options_of(args: argparse.Namespace, layout: Layout) -> list[str]:
-    """Return the command-line options of the recipe for a layout."""
-    measure = {
-        "class_path": "benchmarks.measure.Measure",
-        "init_args": {
-            "path": f"{args.out}/{layout.name}.json",
-            "label": layout.name,
-            "warmup": args.warmup,
-            "steps": args.steps - args.warmup,
-            "row_steps": args.row_steps,
-        },
-    }
+def train(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
+    """Run the recipe under a layout and return the measurements of its steps."""
     given = {
-        "trainer.accelerator": args.accelerator,
-        "trainer.devices": layout.devices,
-        "trainer.precision": args.precision,
-        "trainer.strategy.tp": layout.tp,
-        "trainer.strategy.pp": layout.pp,
+        **options_of_layout(args, layout),
+        **options_to_measure(
+            args, layout, steps=args.steps - args.warmup, row_steps=args.row_steps
+        ),
         "trainer.strategy.microbatch_size": args.microbatch,
-        "trainer.strategy.overlap_parameters": "true",
         # Three steps begin the row, see Measure.
         "trainer.max_steps": args.steps + args.row_steps + 3,
-        "trainer.limit_val_batches": 0,
-        "trainer.callbacks": json.dumps([measure]),
-        "trainer.enable_checkpointing": "false",
-        "trainer.enable_progress_bar": "false",
-        "trainer.logger": "false",
         "model.config.hidden_dropout": 0.0,
         "model.config.attention_dropout": 0.0,
         "model.warmup_steps": 2,
@@ -61,17 +47,8 @@ def options_of(args: argparse.Namespace, layout: Layout) -> list[str]:
         "data.global_batch_size": args.batch,
         "data.data_dir": f"{args.out}/data",
     }
-    return [f"--{key}={value}" for key, value in given.items()] + args.options
-
-
-def train(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
-    """Run the recipe under a layout and return the measurements of its steps."""
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    line = [sys.executable, "-m", "lightning_megatron", "fit", "-c", "recipe:bert_336m_gpu"]
-    subprocess.run(line + options_of(args, layout), check=True, timeout=args.timeout)
-    found: dict[str, Any] = json.loads((out / f"{layout.name}.json").read_text())
-    return found
+    run_recipe(args, "recipe:bert_336m_gpu", given)
+    return figures_of(args, layout)
 
 
 def row(name: str, found: dict[str, Any]) -> str:
@@ -90,19 +67,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layouts", nargs="+", type=layout_of, required=True)
-    parser.add_argument("--steps", type=int, default=16, help="steps that the host waits for")
-    parser.add_argument("--warmup", type=int, default=4, help="steps left out of the median")
     parser.add_argument("--row-steps", type=int, default=8, help="steps in a row after those")
-    parser.add_argument("--batch", type=int, default=256, help="pairs of a step, of all ranks")
     parser.add_argument("--microbatch", type=int, default=16, help="pairs of a microbatch")
-    parser.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--precision", default="bf16-mixed")
-    parser.add_argument(
-        "--tolerance", type=float, default=0.02, help="largest difference of losses (nats)"
-    )
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds of one training")
-    parser.add_argument("--out", default="runs/bert", help="folder of results")
-    parser.add_argument("options", nargs="*", help="further options of the recipe, after --")
+    add_run_arguments(parser, steps=16, batch=256, tolerance=0.02, timeout=300.0, out="runs/bert")
     args = parser.parse_args()
     found = {layout.name: train(args, layout) for layout in args.layouts}
     print("\n".join([*TABLE, *(row(name, figures) for name, figures in found.items())]), flush=True)

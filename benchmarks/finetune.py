@@ -17,7 +17,6 @@ as if it were one document. The command fails if the losses of two layouts diffe
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import subprocess
 import sys
@@ -26,6 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.layout_names import Layout, layout_of
+from benchmarks.recipe_runs import (
+    add_run_arguments,
+    check_same,
+    figures_of,
+    options_of_layout,
+    options_to_measure,
+    run_recipe,
+)
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama3_8b": {
@@ -80,17 +87,13 @@ def create(folder: Path, shape: str, tokenizer: str) -> None:
     )
 
 
-def options_of(args: argparse.Namespace, layout: Layout) -> list[str]:
-    """Return the command-line options of the recipe for a layout."""
+def options_of(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
+    """Return the options of the recipe for a layout."""
     given = {
+        **options_of_layout(args, layout),
         "model.path": args.folder,
         "model.dtype": "auto",
         "model.warmup_steps": 2,
-        "trainer.accelerator": args.accelerator,
-        "trainer.devices": layout.devices,
-        "trainer.precision": args.precision,
-        "trainer.strategy.tp": layout.tp,
-        "trainer.strategy.pp": layout.pp,
         "trainer.max_steps": args.steps,
         "trainer.log_every_n_steps": 1,
         "trainer.default_root_dir": f"{args.out}/{layout.name}",
@@ -103,44 +106,20 @@ def options_of(args: argparse.Namespace, layout: Layout) -> list[str]:
     else:
         given |= {"data.batch_size": args.batch // layout.dp, "data.data_dir": f"{args.out}/data"}
     if args.export:
-        given |= {"trainer.val_check_interval": args.steps, "trainer.limit_val_batches": 1}
-    else:
-        measure = {
-            "class_path": "benchmarks.measure.Measure",
-            "init_args": {
-                "path": f"{args.out}/{layout.name}.json",
-                "label": layout.name,
-                "warmup": args.warmup,
-            },
-        }
-        measure["init_args"] |= {"seq_length": args.seq_length}
-        given |= {
-            # No callback reads parameters, so gathering them can overlap with the next step.
-            "trainer.strategy.overlap_parameters": "true",
-            "trainer.limit_val_batches": 0,
-            "trainer.callbacks": json.dumps([measure]),
-            "trainer.enable_checkpointing": "false",
-            "trainer.enable_progress_bar": "false",
-            "trainer.logger": "false",
-        }
-    return [f"--{key}={value}" for key, value in given.items()] + args.options
+        return given | {"trainer.val_check_interval": args.steps, "trainer.limit_val_batches": 1}
+    return given | options_to_measure(args, layout, seq_length=args.seq_length)
 
 
 def train(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
     """Run the recipe under a layout and return the measurements of its steps."""
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
     own = "sft_hf" if args.chat else "finetune_hf"
-    recipe = args.recipe or f"recipe:{own}"
-    line = [sys.executable, "-m", "lightning_megatron", "fit", "-c", recipe]
     begin = time.perf_counter()
-    subprocess.run(line + options_of(args, layout), check=True, timeout=args.timeout)
+    run_recipe(args, args.recipe or f"recipe:{own}", options_of(args, layout))
     took = time.perf_counter() - begin
     if args.export:
         print(f"{layout.name}: trained and saved in {took:.0f} s", flush=True)
         return {}
-    figures: dict[str, Any] = json.loads((out / f"{layout.name}.json").read_text())
-    return figures
+    return figures_of(args, layout)
 
 
 def export(args: argparse.Namespace, name: str) -> None:
@@ -166,19 +145,6 @@ def row(name: str, found: dict[str, Any]) -> str:
     )
 
 
-def check_same(found: dict[str, dict[str, Any]], tolerance: float) -> None:
-    """Check that all layouts have the same losses.
-
-    Raises:
-        SystemExit: If the losses of a step differ by more than the tolerance (nats).
-    """
-    for number, losses in enumerate(
-        zip(*(figures["losses"] for figures in found.values()), strict=True)
-    ):
-        if max(losses) - min(losses) > tolerance:
-            raise SystemExit(f"losses of step {number} differ by more than {tolerance}: {losses}")
-
-
 def main() -> None:
     """Create the folder, or train from it."""
     parser = argparse.ArgumentParser(
@@ -200,22 +166,12 @@ def main() -> None:
         "--chat", metavar="FILE", help="conversations (.jsonl) to pack into samples, by sft_hf"
     )
     parser.add_argument("--recipe", help="file of another recipe than finetune_hf or sft_hf")
-    parser.add_argument("--steps", type=int, default=12, help="steps in all")
-    parser.add_argument("--warmup", type=int, default=4, help="steps left out of the median")
-    parser.add_argument("--batch", type=int, default=4, help="samples of a step, of all ranks")
     parser.add_argument("--seq-length", type=int, default=4096, help="tokens of a sample")
-    parser.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--precision", default="bf16-mixed")
-    parser.add_argument(
-        "--tolerance", type=float, default=0.05, help="between the losses of two layouts (nats)"
-    )
-    parser.add_argument("--timeout", type=float, default=500.0, help="seconds of one training")
     parser.add_argument(
         "--export", metavar="FOLDER", help="save by the recipe, and export to this folder"
     )
     parser.add_argument("--table", help="append the rows to this file")
-    parser.add_argument("--out", default="runs/finetune", help="folder of results")
-    parser.add_argument("options", nargs="*", help="further options of the recipe, after --")
+    add_run_arguments(parser, steps=12, batch=4, tolerance=0.05, timeout=500.0, out="runs/finetune")
     args = parser.parse_args()
     if args.create:
         create(Path(args.create), args.shape, args.tokenizer)

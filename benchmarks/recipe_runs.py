@@ -1,0 +1,93 @@
+"""Trainings of a recipe under several layouts, each in a command of its own, and their losses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.layout_names import Layout
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """Add the options of all such benchmarks.
+
+    Args:
+        parser: The parser.
+        defaults: Default values of ``steps``, ``batch``, ``tolerance``, ``timeout`` and ``out``.
+    """
+    add = parser.add_argument
+    add("--steps", type=int, help="steps that the host waits for")
+    add("--warmup", type=int, default=4, help="steps left out of the median")
+    add("--batch", type=int, help="samples of a step, of all ranks")
+    add("--accelerator", default="cuda", choices=["cuda", "cpu"])
+    add("--precision", default="bf16-mixed")
+    add("--tolerance", type=float, help="largest difference of the losses of two layouts (nats)")
+    add("--timeout", type=float, help="seconds of one training")
+    add("--out", help="folder of results")
+    add("options", nargs="*", help="further options of the recipe, after --")
+    parser.set_defaults(**defaults)
+
+
+def options_of_layout(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
+    """Return the options of a recipe that a layout and the precision determine."""
+    return {
+        "trainer.accelerator": args.accelerator,
+        "trainer.devices": layout.devices,
+        "trainer.precision": args.precision,
+        "trainer.strategy.tp": layout.tp,
+        "trainer.strategy.pp": layout.pp,
+    }
+
+
+def options_to_measure(args: argparse.Namespace, layout: Layout, **more: Any) -> dict[str, Any]:
+    """Return the options of a recipe that measure its steps, and nothing else.
+
+    Args:
+        args: Options of the benchmark.
+        layout: The layout.
+        more: Further arguments of :class:`benchmarks.measure.Measure`.
+    """
+    path = f"{args.out}/{layout.name}.json"
+    init = {"path": path, "label": layout.name, "warmup": args.warmup, **more}
+    measure = {"class_path": "benchmarks.measure.Measure", "init_args": init}
+    return {
+        # No callback reads parameters, so gathering them can overlap with the next step.
+        "trainer.strategy.overlap_parameters": "true",
+        "trainer.limit_val_batches": 0,
+        "trainer.callbacks": json.dumps([measure]),
+        "trainer.enable_checkpointing": "false",
+        "trainer.enable_progress_bar": "false",
+        "trainer.logger": "false",
+    }
+
+
+def run_recipe(args: argparse.Namespace, recipe: str, given: Mapping[str, Any]) -> None:
+    """Run a recipe with options, and those after ``--``."""
+    Path(args.out).mkdir(parents=True, exist_ok=True)
+    line = [sys.executable, "-m", "lightning_megatron", "fit", "-c", recipe]
+    line += [f"--{key}={value}" for key, value in given.items()]
+    subprocess.run(line + args.options, check=True, timeout=args.timeout)
+
+
+def figures_of(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
+    """Return the measurements of a run with :func:`options_to_measure`."""
+    found: dict[str, Any] = json.loads(Path(args.out, f"{layout.name}.json").read_text())
+    return found
+
+
+def check_same(found: dict[str, dict[str, Any]], tolerance: float) -> None:
+    """Check that all layouts have the same losses.
+
+    Raises:
+        SystemExit: If the losses of a step differ by more than the tolerance (nats).
+    """
+    for number, losses in enumerate(
+        zip(*(figures["losses"] for figures in found.values()), strict=True)
+    ):
+        if max(losses) - min(losses) > tolerance:
+            raise SystemExit(f"losses of step {number} differ by more than {tolerance}: {losses}")
