@@ -193,7 +193,7 @@ class EffectObservers:
         self._check(effects)
         self._journal.repeat(effects.collectives, effects.label, effects.parts)
         yield self._random.seed_generators(effects.draws, position)
-        mark_filled(gradients.slots)
+        mark_filled(gradients.slots, gradients.rows)
         if effects.gathers and self._gather is not None:
             self._gather.mark_gathered()
         if self._reducer is not None:

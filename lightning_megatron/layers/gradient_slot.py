@@ -59,6 +59,9 @@ class GradientSlot:
         self._queue = queue
         self.scale = scale
         self.is_empty = True
+        #: Indices of the rows that all gradients since the last :meth:`clear` belong to, one tensor
+        #: for each addition; None if another gradient was added.
+        self.rows: tuple[Tensor, ...] | None = ()
         self._on_gradient = on_gradient
         self._accepts = accepts
         self._join = join
@@ -150,7 +153,8 @@ class GradientSlot:
         if self.is_empty:
             self.gradient.zero_()
         self.gradient.index_add_(0, index, rows, alpha=self.scale)
-        self._added()
+        self.note_filled((index,))
+        self._on_gradient()
 
     def first_part(self) -> GradientSlot:
         """Return a slot for the first part of a gradient, which the owner is not told of.
@@ -159,21 +163,28 @@ class GradientSlot:
         """
         if self._first_part is None:
             self._first_part = GradientSlot(
-                self.gradient, self._fill, self._accepts, scale=self.scale
+                self.gradient, self.note_filled, self._accepts, scale=self.scale
             )
         self._first_part.is_empty = self.is_empty
         return self._first_part
 
+    def note_filled(self, rows: tuple[Int[Tensor, "rows"], ...] | None = None) -> None:
+        """Record that a gradient was added, without a call of the owner.
+
+        Args:
+            rows: Indices of the rows that the gradient belongs to; None means the whole parameter.
+        """
+        self.is_empty = False
+        self.rows = None if rows is None or self.rows is None else self.rows + rows
+
     def clear(self) -> None:
         """Mark the sum as empty, at the start of a step."""
         self.is_empty = True
+        self.rows = ()
 
     def _added(self) -> None:
-        self._fill()
+        self.note_filled()
         self._on_gradient()
-
-    def _fill(self) -> None:
-        self.is_empty = False
 
 
 class SlotRow:
@@ -239,7 +250,7 @@ class SlotRow:
             return False
         add(self.sums, is_empty)
         for slot in self._slots:
-            slot.is_empty = False
+            slot.note_filled()
         self._owner.on_gradients()
         return True
 
@@ -326,7 +337,7 @@ class StackedSlot:
                 self.add(product.value())
                 return
         for slot in self.slots:
-            slot.is_empty = False
+            slot.note_filled()
         self._owner.on_gradients()
 
     def _joined_sums(self) -> Tensor | None:

@@ -9,13 +9,15 @@ flags that the pass would have set by :func:`mark_filled`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from lightning_megatron.layers.gradient_slot import GradientSlot
+from lightning_megatron.shapes import Int
 
 #: ``empty`` if no slot has a sum, ``filled`` if all have one, ``mixed`` otherwise.
 SlotState = Literal["empty", "filled", "mixed"]
@@ -29,10 +31,19 @@ def state_of(slots: Iterable[GradientSlot]) -> SlotState:
     return "filled" if False in flags else "empty"
 
 
-def mark_filled(slots: Iterable[GradientSlot]) -> None:
-    """Record that gradients were added to these slots, without a notice to their owners."""
+def mark_filled(
+    slots: Iterable[GradientSlot], rows: Mapping[GradientSlot, tuple[Int[Tensor, "rows"], ...]]
+) -> None:
+    """Record that a replay added gradients to these slots, without a call of their owners.
+
+    Args:
+        slots: The slots.
+        rows: Rows of the gradients in slots that got gradients of rows only. They are copied,
+            because the next replay overwrites them.
+    """
     for slot in slots:
-        slot.is_empty = False
+        own = rows.get(slot)
+        slot.note_filled(None if own is None else tuple(one.clone() for one in own))
 
 
 @torch.no_grad()
@@ -50,9 +61,10 @@ def fill_empty(slots: Iterable[GradientSlot]) -> None:
 @contextmanager
 def kept_states(slots: Iterable[GradientSlot]) -> Iterator[None]:
     """Give the slots the states that they have now back when the block ends."""
-    before = [(slot, slot.is_empty) for slot in slots]
+    before = [(slot, slot.is_empty, slot.rows) for slot in slots]
     try:
         yield
     finally:
-        for slot, is_empty in before:
+        for slot, is_empty, rows in before:
             slot.is_empty = is_empty
+            slot.rows = rows

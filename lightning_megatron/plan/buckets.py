@@ -202,7 +202,9 @@ def plan_by_elements(
 
     Backward produces the gradients of the last parameters first, so those come first in the buffer.
     A bucket closes when it has at least ``bucket_size`` elements, and at every change of group. The
-    layout equals that of Megatron-Core's distributed optimizer.
+    layout equals that of Megatron-Core's distributed optimizer, except that a first parameter of at
+    least ``bucket_size`` elements has its own bucket. This is the token embedding: its gradient
+    comes last, may be exchanged by rows, and no other gradient should wait for it.
 
     Args:
         pieces: Parameters in order of use.
@@ -228,14 +230,17 @@ def plan_by_elements(
             )
             pending.clear()
 
+    firsts = {piece.group: piece for piece in reversed(pieces)}
     filled = 0
     for piece in reversed(pieces):
         is_inside_stack = (
             bool(pending) and piece.stack is not None and piece.stack == pending[-1].stack
         )
         is_full = filled >= bucket_size and not is_inside_stack
+        is_table = piece is firsts[piece.group] and piece.size >= bucket_size
+        is_alone = piece.alone or (is_table and not is_inside_stack)
         if pending and (
-            is_full or piece.alone or pending[-1].alone or piece.group != pending[0].group
+            is_full or is_alone or pending[-1].alone or piece.group != pending[0].group
         ):
             close()
         filled = _align(filled, alignment) + piece.size if pending else piece.size

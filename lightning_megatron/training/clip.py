@@ -43,11 +43,9 @@ def grad_norm(main: MainParameters, names: Collection[str] | None = None) -> Flo
     # A double scalar costs nothing, and makes the message equal on stages that hold different
     # dtypes.
     norm = all_reduce_(total, main.mesh.world).sqrt()
-    return (
-        norm
-        if any(gradient.dtype == torch.float64 for gradient in main.gradients(names))
-        else norm.float()
-    )
+    # A rank may have no part of the gradients, and returns the same dtype as the others.
+    is_double = any(buffer.gradients.dtype == torch.float64 for buffer in main.buffers)
+    return norm if is_double else norm.float()
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import (
     Callable,
     Collection,
@@ -34,26 +33,24 @@ from lightning_megatron.training.gradient_bucket import GradientBucket
 from lightning_megatron.training.main_parameters import MainParameters
 from lightning_megatron.training.partial_sums import PartialSums, sum_slices_
 from lightning_megatron.training.recorded_gradients import GradientRecorder, RecordedGradients
+from lightning_megatron.training.row_sums import RowSums
 from lightning_megatron.training.tied_gradients import add_ties_
 from lightning_megatron.training.unused import UnusedParameters
-
-logger = logging.getLogger(__name__)
 
 
 class GradientReducer:
     """Reduction of a step's gradients to the mean over the data-parallel ranks.
 
-    Expert gradients are averaged over the ranks with the same experts. If experts on one rank
-    process tokens of several data-parallel ranks, there are fewer replicas than losses. Their
-    gradient slots then multiply by the missing factor, inside the matrix product if a kernel
-    supports that.
+    Expert gradients are averaged over the ranks with the same experts. If these are fewer than the
+    ranks with losses, the gradient slots multiply by the missing factor, inside the matrix product
+    if possible.
 
     Gradients are accumulated over the microbatches in the flat buffers, by the layers' own matrix
     products or after autograd has computed them. A bucket's reduce-scatter (all-reduce if main
-    parameters are replicated) starts when its last gradient is complete. Buckets start in the order
-    of the buffers, which is the same on all ranks. Gradients that are partial sums over the tensor
-    axis are added over that axis first. The first stage's embedding and its copy on the last stage
-    are added at the end. A parameter without a gradient contributes zeros.
+    parameters are replicated) starts when its last gradient is complete, in the order of the
+    buffers, which is the same on all ranks. :class:`RowSums` may exchange an embedding by rows.
+    Partial sums over the tensor axis are added over that axis first. The first stage's embedding
+    and its copy on the last stage are added at the end. A missing gradient contributes zeros.
 
     Args:
         main: Parameters of this rank, to which optimizers are attached.
@@ -77,6 +74,7 @@ class GradientReducer:
         self._unused = UnusedParameters(main)
         self._hooks: list[RemovableHandle] = []
         self._partial = PartialSums({}, main.mesh)
+        self._row_sums = RowSums(main.mesh)
         #: Whole parameters whose gradients are summed over tp although their specs do not say so.
         self.used_on_parts: set[str] = set()
 
@@ -185,6 +183,8 @@ class GradientReducer:
         """Show this rank's accumulated gradients as ``parameter.grad``."""
         for name, slot in self._slots.items():
             if not slot.is_empty:
+                # User code may write into other rows.
+                slot.rows = None
                 self._main.exposed_gradients.expose(name, self._main.parameter(name), slot.gradient)
 
     def adopt_user_changes(self) -> None:
@@ -267,8 +267,9 @@ class GradientReducer:
                 "captured passes. End the first recording before the next one starts."
             )
         with kept_states(self._slots.values()), self._starts.kept():
-            for slot in self._slots.values() if state is not None else ():
-                slot.is_empty = state == "empty"
+            for slot in self._slots.values():
+                slot.is_empty = slot.is_empty if state is None else state == "empty"
+                slot.rows = ()
             recorder = self._recorder = GradientRecorder(self._slots, holds_sums)
             try:
                 yield recorder
@@ -357,7 +358,8 @@ class GradientReducer:
         self._fill(bucket.names)
         if self.before_reduction is not None:
             self.before_reduction({name: self._gradient_of(name) for name in bucket.names})
-        bucket.start(self._main.mesh, self._main.exposed_gradients.is_on)
+        if not self._row_sums.start(bucket, self._slots):
+            bucket.start(self._main.mesh, self._main.exposed_gradients.is_on)
         if self._recorder is not None:
             self._recorder.sums.append(bucket)
 

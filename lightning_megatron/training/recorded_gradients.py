@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from lightning_megatron.layers.gradient_slot import GradientSlot
+from lightning_megatron.shapes import Int
 from lightning_megatron.training.gradient_bucket import GradientBucket
 
 
@@ -24,6 +27,7 @@ class RecordedGradients:
             their parameters.
         is_first: Whether the slots were empty before, so that the pass overwrote them. Otherwise it
             added to them.
+        rows: Rows of the gradients, for slots that got gradients of rows only.
     """
 
     groups: tuple[tuple[str, ...], ...] = ()
@@ -32,6 +36,7 @@ class RecordedGradients:
     is_first: bool = True
     sums: tuple[GradientBucket, ...] = ()
     unused: Mapping[str, GradientSlot] = field(default_factory=dict)
+    rows: Mapping[GradientSlot, tuple[Int[Tensor, "rows"], ...]] = field(default_factory=dict)
 
 
 class GradientRecorder:
@@ -52,10 +57,13 @@ class GradientRecorder:
         self._slots = slots
         self._were_empty = {name: slot.is_empty for name, slot in slots.items()}
         self._groups: list[tuple[str, ...]] = []
+        self._rows: dict[GradientSlot, tuple[Tensor, ...] | None] = {}
 
     def note(self, names: Sequence[str]) -> None:
         """Note gradients that have arrived together."""
         self._groups.append(tuple(names))
+        for slot in map(self._slots.__getitem__, names):
+            self._rows[slot] = slot.rows
 
     @property
     def recorded(self) -> RecordedGradients:
@@ -83,4 +91,5 @@ class GradientRecorder:
             len(overwritten) == len(written),
             tuple(self.sums),
             dict(self.unused),
+            {slot: rows for slot, rows in self._rows.items() if rows is not None},
         )

@@ -29,7 +29,7 @@ def test_slots_are_empty_filled_or_mixed() -> None:
     assert state_of(slots) == "empty"
     slots[0].add(torch.ones(2))
     assert state_of(slots) == "mixed"
-    mark_filled(slots)
+    mark_filled(slots, {})
     assert state_of(slots) == "filled"
     assert notices == [0], "a mark is no notice"
     assert state_of([]) == "empty"

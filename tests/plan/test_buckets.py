@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import lcm
 
 import pytest
@@ -97,7 +98,10 @@ def test_buckets_are_in_reverse_order_and_close_in_time(
     plan = plan_by_elements(pieces, parts, bucket_size)
     names = [placed.name for bucket in plan.buckets for placed in bucket.placed]
     assert names == [piece.name for piece in reversed(pieces)]
+    firsts = {piece.group: piece for piece in reversed(pieces)}
+    tables = [one for one in firsts.values() if one.size >= bucket_size and one.stack is None]
     by_name = {piece.name: piece for piece in pieces}
+    by_name |= {one.name: replace(one, alone=True) for one in tables}
     for bucket in plan.buckets:
         if any(by_name[placed.name].alone for placed in bucket.placed):
             assert len(bucket.placed) == 1

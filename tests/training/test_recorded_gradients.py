@@ -83,7 +83,7 @@ def live(training: Training, step: int, number: int) -> None:
 
 def repeat(training: Training, recorded: RecordedGradients) -> None:
     """Do what the code that replays a graph does after the replay."""
-    mark_filled(recorded.slots)
+    mark_filled(recorded.slots, recorded.rows)
     for group in recorded.groups:
         training.reducer.arrived(group)
 
@@ -120,7 +120,7 @@ def replayed_halves(training: Training, step: int, number: int) -> None:
     loss = training.loss(step, number)
     with queue.open("captured"), reducer.recording() as inputs:
         loss.backward()
-    mark_filled(inputs.recorded.slots)
+    mark_filled(inputs.recorded.slots, inputs.recorded.rows)
     captured = queue.count_left("captured")
     # The input half has added to the tied table and the weight half adds again, so that its slots
     # are mixed: the recording of the first microbatch says so.
@@ -148,7 +148,7 @@ def forgotten_notices(training: Training, step: int, number: int) -> None:
         training.reducer.begin_last_backward(0)
     with training.reducer.recording() as recorder:
         loss.backward()
-    mark_filled(recorder.recorded.slots)
+    mark_filled(recorder.recorded.slots, recorder.recorded.rows)
 
 
 def forgotten_marks(training: Training, step: int, number: int) -> None:

@@ -1,0 +1,108 @@
+"""Sums over the data-parallel ranks of gradients that are zero outside of a few rows of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.pending import Pending, start_all_gather
+from lightning_megatron.layers.gradient_slot import GradientSlot
+from lightning_megatron.shapes import Float, Int
+from lightning_megatron.training.buffer_planner import LATE_GROUP
+from lightning_megatron.training.gradient_bucket import GradientBucket
+
+
+class RowSums:
+    """Choice of the tables whose gradients the ranks exchange by rows.
+
+    The gradient of a token embedding is zero in the rows of all tokens that a step does not read.
+    If the ranks read few rows, exchanging these takes less time than a reduction of the whole
+    table. A table qualifies if it has a bucket of its own and gets gradients of rows only, so a
+    tied embedding on the stage of the head does not.
+
+    Args:
+        mesh: Process groups of this rank.
+    """
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self._mesh = mesh
+        #: Whether the first gradient of each bucket was one of rows, on all ranks.
+        self._qualifies: dict[GradientBucket, bool] = {}
+
+    def start(self, bucket: GradientBucket, slots: Mapping[str, GradientSlot]) -> bool:
+        """Start to average the gradient of a bucket by rows, if that takes less time.
+
+        Args:
+            bucket: Bucket whose gradients are complete on this rank.
+            slots: Gradient slots by the names of their parameters.
+
+        Returns:
+            Whether the exchange has started, the same on all ranks.
+
+        Communication: one all-reduce of a number over the data axis on the CPU, if the table
+            qualified in the first step, and that of :func:`start_row_sum`.
+        """
+        data = self._mesh.data
+        if data.size == 1 or len(bucket.names) > 1 or not self._qualifies.get(bucket, True):
+            return False
+        slot = slots[bucket.names[0]]
+        # Ranks of other axes have added gradients of other rows to those of the late group.
+        is_late = bucket.group == LATE_GROUP
+        if is_late or bucket.buffer.is_expert or slot.gradient.dim() != 2:
+            return False
+        num_rows = slot.gradient.shape[0]
+        rows = slot.rows
+        # A gradient of unknown rows counts as one of all rows, on all ranks.
+        count = num_rows if rows is None else sum(one.numel() for one in rows)
+        agreed = int(all_reduce_(torch.tensor(count), self._mesh.data_cpu, "max"))
+        self._qualifies.setdefault(bucket, agreed < num_rows)
+        # Each rank receives the rows of all ranks, and reads and writes them again to add them.
+        if rows is None or 2 * agreed * data.size > num_rows:
+            return False
+        padding = slot.gradient.new_zeros(agreed - count, dtype=torch.long)
+        bucket.pending = start_row_sum(slot.gradient, torch.cat([*rows, padding]), data)
+        return True
+
+
+def start_row_sum(
+    gradient: Float[Tensor, "vocab_local hidden"], rows: Int[Tensor, "rows"], axis: MeshAxis
+) -> Pending:
+    """Start to average a gradient over the ranks, in place; each rank gives a few of its rows.
+
+    Equal to ``start_all_reduce(gradient, axis, "mean")`` if the gradient is zero in all other rows.
+    The ranks add in the same order, so that all of them get the same bits.
+
+    Args:
+        gradient: Gradient of a table.
+        rows: Rows that may differ from zero, in any order; they may repeat. As many on all ranks.
+        axis: Ranks that have the same table.
+
+    Communication: two all-gathers, of the indices and of the rows.
+    """
+    own = rows.sort().values
+    # A row is sent once, and zeros take the place of its repetitions.
+    is_repeated = torch.zeros_like(own, dtype=torch.bool)
+    torch.eq(own[1:], own[:-1], out=is_repeated[1:])
+    values = gradient[own].masked_fill_(is_repeated[:, None], 0.0)
+    all_rows = own.new_empty(axis.size * len(own))
+    all_values = values.new_empty(len(all_rows), *values.shape[1:])
+    arriving = [start_all_gather(all_rows, own, axis), start_all_gather(all_values, values, axis)]
+
+    def finish() -> None:
+        for one in arriving:
+            one.wait()
+        gradient.index_fill_(0, own, 0.0)
+        _add_in_turn(gradient, all_rows.chunk(axis.size), all_values.chunk(axis.size))
+
+    return Pending(then=finish)
+
+
+def _add_in_turn(gradient: Tensor, rows: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Add the rows of each rank; those of one rank are distinct, so the order is fixed."""
+    for one, value in zip(rows, values, strict=True):
+        gradient.index_add_(0, one, value, alpha=1 / len(rows))

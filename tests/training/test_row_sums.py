@@ -1,0 +1,204 @@
+"""Gradients of embeddings exchanged by rows, compared with reductions of whole tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.pending import start_all_reduce
+from lightning_megatron.layers.slot_states import mark_filled
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.training import DistributedOptimizerConfig, row_sums
+from tests.training.runs import Run
+from tests.world import run_world
+
+#: Rows of each rank: none, repetitions, all the same, and rows that others have, too.
+ROWS = ([], [3, 3, 0], [7, 7, 7], [0, 5, 3])
+CONFIG = GPTConfig.llama(
+    vocab_size=400,
+    max_seq_length=8,
+    num_layers=2,
+    hidden_size=16,
+    num_heads=2,
+    ffn_hidden_size=24,
+    tie_embeddings=False,
+)
+WORD = "embedding.word.weight"
+NUM_STEPS = 3
+
+
+@contextmanager
+def counted_exchanges() -> Iterator[list[int]]:
+    """Note the number of rows of each exchange."""
+    found: list[int] = []
+    start = row_sums.start_row_sum
+
+    def noted(gradient: Tensor, rows: Tensor, axis: Any) -> Any:
+        found.append(len(rows))
+        return start(gradient, rows, axis)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_sums, "start_row_sum", noted)
+        yield found
+
+
+def errors_of_sums(mesh: ParallelMesh) -> dict[str, float]:
+    """Return the largest differences between an exchange of rows and an all-reduce."""
+    own = ROWS[mesh.data.rank]
+    found = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        generator = torch.Generator().manual_seed(mesh.data.rank)
+        gradient = torch.zeros(9, 4, dtype=dtype)
+        gradient[own] = torch.randn(len(own), 4, generator=generator).to(dtype)
+        expected = gradient.to(torch.float64, copy=True)
+        start_all_reduce(expected, mesh.data, "mean").wait()
+        rows = torch.tensor([*own, *[0] * (3 - len(own))])
+        row_sums.start_row_sum(gradient, rows, mesh.data).wait()
+        found[str(dtype)] = (gradient - expected).abs().max().item()
+        first = gradient.clone()
+        torch.distributed.broadcast(first, 0)
+        found[f"{dtype} beside rank 0"] = (gradient - first).abs().max().item()
+    return found
+
+
+class Training:
+    """Steps of a small Llama with microbatches of given lengths."""
+
+    def __init__(self, mesh: ParallelMesh, division: DistributedOptimizerConfig) -> None:
+        self.mesh = mesh
+        self.model = GPT(CONFIG, mesh, seed=1).double()
+        self.run = Run(dict(self.model.named_parameters()), mesh, division)
+
+    def loss(self, length: int, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(0, 400, (1, length), generator=generator)
+        return self.model(tokens, tokens.roll(1, 1)).mean()
+
+    def step(self, lengths: list[int], seed: int, replays: bool = False) -> None:
+        reducer = self.run.reducer
+        self.run.zero_grad()
+        for number, length in enumerate(lengths):
+            loss = self.loss(length, 10 * seed + number)
+            if number == len(lengths) - 1:
+                reducer.begin_last_backward(0)
+            if not replays:
+                loss.backward()
+                continue
+            with reducer.recording() as recorder:
+                loss.backward()
+            mark_filled(recorder.recorded.slots, recorder.recorded.rows)
+            for rows in recorder.recorded.rows.values():
+                # The next replay overwrites the memory of these.
+                for one in rows:
+                    one.fill_(399)
+            for group in recorder.recorded.groups:
+                reducer.arrived(group)
+        reducer.start_reduction(0)
+        self.run.finish()
+        self.run.step()
+
+
+def lengths_of(kind: str, rank: int, step: int) -> list[int]:
+    """Return the lengths of a rank's microbatches (tokens)."""
+    if kind == "unequal":
+        return [2 + rank, 4]
+    if kind == "many":
+        return [8] * (17 if rank == 1 and step == 1 else 1)
+    return [4, 4]
+
+
+def weights_after(
+    mesh: ParallelMesh, division: DistributedOptimizerConfig, kind: str
+) -> tuple[dict[str, Tensor], list[int]]:
+    """Train, and return the whole weights and the numbers of exchanged rows."""
+    training = Training(mesh, division)
+    with counted_exchanges() as exchanges:
+        for step in range(NUM_STEPS):
+            lengths = lengths_of(kind, mesh.data.rank, step)
+            seed = 100 * step + mesh.data.rank
+            if kind == "exposed" and mesh.data.rank == 0 and step == 1:
+                begin = training.run.reducer.begin_last_backward
+
+                def exposing(chunk: int, begin: Any = begin) -> None:
+                    begin(chunk)
+                    training.run.reducer.expose_unreduced()
+                    training.run.main.exposed_gradients.withdraw()
+
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(training.run.reducer, "begin_last_backward", exposing)
+                    training.step(lengths, seed)
+            else:
+                training.step(lengths, seed, kind == "replayed")
+    return {
+        name: one.detach().clone() for name, one in training.model.named_parameters()
+    }, exchanges
+
+
+def weights_of_twin(kind: str, num_ranks: int) -> dict[str, Tensor]:
+    """Train one process on the microbatches of all ranks."""
+    mesh = ParallelMesh.single()
+    training = Training(mesh, DistributedOptimizerConfig())
+    for step in range(NUM_STEPS):
+        training.run.zero_grad()
+        for rank in range(num_ranks):
+            for number, length in enumerate(lengths_of(kind, rank, step)):
+                loss = training.loss(length, 10 * (100 * step + rank) + number)
+                (loss / num_ranks).backward()
+        training.run.finish()
+        training.run.step()
+    return {name: one.detach().clone() for name, one in training.model.named_parameters()}
+
+
+KINDS = ("equal", "unequal", "many", "replayed", "exposed")
+DIVISIONS = {
+    "zero 1": DistributedOptimizerConfig(bucket_size=2000),
+    "zero 0": DistributedOptimizerConfig(zero=0, bucket_size=2000),
+}
+
+
+def _world(rank: int, size: int) -> dict[str, Any]:
+    mesh = ParallelMesh.create(ParallelLayout(size), device=torch.device("cpu"))
+    found: dict[str, Any] = {"sums": errors_of_sums(mesh)}
+    for kind in KINDS:
+        for name, division in DIVISIONS.items():
+            found[f"{kind}, {name}"] = weights_after(mesh, division, kind)
+    found["default buckets"] = weights_after(mesh, DistributedOptimizerConfig(), "equal")
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_exchanged_rows_give_the_gradients_of_whole_tables(size: int) -> None:
+    found = run_world(_world, size)
+    twins = {kind: weights_of_twin(kind, size) for kind in KINDS}
+    for rank, of_rank in enumerate(found):
+        limits = {"torch.float64": 1e-15, "torch.float32": 1e-6, "torch.bfloat16": 0.02}
+        for name, error in of_rank.pop("sums").items():
+            assert error <= limits.get(name, 0.0), (rank, name)
+        for name, (weights, exchanges) in of_rank.items():
+            kind, _, _ = name.partition(", ")
+            twin = twins[kind if kind in twins else "equal"]
+            for key, weight in weights.items():
+                torch.testing.assert_close(
+                    weight, twin[key], rtol=0, atol=1e-12, msg=f"{name} {key}"
+                )
+            assert exchanges == EXPECTED[kind](size), (rank, name)
+
+
+#: Exchanges of all steps. Rows that are too many, and gradients that users have seen, are reduced
+#: as whole tables; that does not end the exchange.
+EXPECTED: dict[str, Any] = {
+    "equal": lambda size: [8] * NUM_STEPS,
+    "replayed": lambda size: [8] * NUM_STEPS,
+    "unequal": lambda size: [5 + size] * NUM_STEPS,
+    "many": lambda size: [8, 8],
+    "exposed": lambda size: [8, 8],
+    "default buckets": lambda size: [],
+}
