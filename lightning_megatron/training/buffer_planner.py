@@ -39,6 +39,8 @@ class DistributedOptimizerConfig:
             optimizer supports.
         bucket_size: Approximate size of one gradient message (elements).
         moments_dtype: Dtype of Adam's moments if the fused kernel updates them.
+        exchanges_rows: Whether :class:`RowSums` may exchange gradients of embeddings by rows. It
+            decides on the host in each step, which a captured step cannot do.
     """
 
     main_dtype: torch.dtype | None = None
@@ -47,6 +49,7 @@ class DistributedOptimizerConfig:
     slices: Literal["auto", "elements", "parameters"] = "auto"
     bucket_size: int = 40_000_000
     moments_dtype: torch.dtype = torch.float32
+    exchanges_rows: bool = True
 
 
 class BufferPlanner:

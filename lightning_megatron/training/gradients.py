@@ -74,7 +74,7 @@ class GradientReducer:
         self._unused = UnusedParameters(main)
         self._hooks: list[RemovableHandle] = []
         self._partial = PartialSums({}, main.mesh)
-        self._row_sums = RowSums(main.mesh)
+        self._row_sums = RowSums(main.mesh, main.config.exchanges_rows)
         #: Whole parameters whose gradients are summed over tp although their specs do not say so.
         self.used_on_parts: set[str] = set()
 

@@ -27,10 +27,12 @@ class RowSums:
 
     Args:
         mesh: Process groups of this rank.
+        is_on: Whether any table is exchanged by rows.
     """
 
-    def __init__(self, mesh: ParallelMesh) -> None:
+    def __init__(self, mesh: ParallelMesh, is_on: bool) -> None:
         self._mesh = mesh
+        self._is_on = is_on and mesh.data.size > 1
         #: Whether the first gradient of each bucket was one of rows, on all ranks.
         self._qualifies: dict[GradientBucket, bool] = {}
 
@@ -47,9 +49,10 @@ class RowSums:
         Communication: one all-reduce of a number over the data axis on the CPU, if the table
             qualified in the first step, and that of :func:`start_row_sum`.
         """
-        data = self._mesh.data
-        if data.size == 1 or len(bucket.names) > 1 or not self._qualifies.get(bucket, True):
+        is_open = self._is_on and len(bucket.names) == 1
+        if not is_open or not self._qualifies.get(bucket, True):
             return False
+        data = self._mesh.data
         slot = slots[bucket.names[0]]
         # Ranks of other axes have added gradients of other rows to those of the late group.
         is_late = bucket.group == LATE_GROUP

@@ -31,10 +31,12 @@ from tests.graphs.trained import (
     two_in_flight,
 )
 from tests.sweeps import chosen
+from tests.training.test_row_sums import counted_exchanges
 from tests.world import run_world
 
 GPT2 = GPTConfig.gpt2(**SIZES, hidden_dropout=0.2, attention_dropout=0.3)
 LLAMA = GPTConfig.llama(**SIZES, num_kv_heads=2, ffn_hidden_size=24)
+WIDE = replace(LLAMA, vocab_size=4000)
 EXPERTS = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=16, aux_loss=0.01)
 MODELS = {
     "gpt2": GPT2,
@@ -245,6 +247,10 @@ def check_two_ranks(rank: int, size: int) -> list[int]:
     check(Case(GPT2), ParallelLayout(size, tp=2), "tp2 with sp", sequence_parallel=True)
     check(Case(GPT2, recompute="full"), ParallelLayout(size, tp=2), "tp2")
     check(Case(LLAMA), ParallelLayout(size), "dp2")
+    with counted_exchanges() as exchanges:
+        check(Case(WIDE, bucket_size=500), ParallelLayout(size), "dp2, embedding by rows")
+    # Of five steps, eager and with graphs.
+    assert exchanges == [3 * 2 * 8] * 10
     for transport, kind in TRANSPORTS:
         case = Case(MODELS[kind], transport=transport)
         check(case, ParallelLayout(size, ep=2), f"ep2 {transport}")

@@ -32,6 +32,7 @@ from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.own_schedule import own_schedule
 from lightning_megatron.plan.schedule import Schedule, build_schedule
+from lightning_megatron.training import DistributedOptimizerConfig
 from tests.training.runs import Run
 
 EVALUATION = StepKind("validation_step")
@@ -61,6 +62,7 @@ class Case:
         length: Function from step and microbatch to the length of its sequences (tokens).
         max_shapes: Most shapes that get graphs (shapes).
         evaluates: Microbatches that are evaluated after each step.
+        bucket_size: Size at which a bucket of gradients closes (elements).
     """
 
     config: GPTConfig
@@ -75,6 +77,7 @@ class Case:
     length: Callable[[int, int], int] = lambda step, number: 8
     max_shapes: int = 1
     evaluates: int = 0
+    bucket_size: int = 40_000_000
 
 
 @dataclass
@@ -125,7 +128,9 @@ def train(
         if isinstance(part, MixtureOfExperts):
             part.transport = case.transport
             part.clones = CloneSettings(case.places) if case.places else None
-    run = Run(dict(model.named_parameters()), mesh, make=lambda some: SGD(some, lr=0.1))
+    division = DistributedOptimizerConfig(bucket_size=case.bucket_size)
+    named = dict(model.named_parameters())
+    run = Run(named, mesh, division, make=lambda some: SGD(some, lr=0.1))
     executor = PipelineExecutor(mesh, model, case.schedule)  # type: ignore[arg-type]
     runner = graph_runner(case, mesh, run, wait_for) if graphs else None
     if runner is not None:

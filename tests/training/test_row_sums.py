@@ -56,11 +56,11 @@ def errors_of_sums(mesh: ParallelMesh) -> dict[str, float]:
     found = {}
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         generator = torch.Generator().manual_seed(mesh.data.rank)
-        gradient = torch.zeros(9, 4, dtype=dtype)
-        gradient[own] = torch.randn(len(own), 4, generator=generator).to(dtype)
+        gradient = torch.zeros(9, 4, dtype=dtype, device=mesh.device)
+        gradient[own] = torch.randn(len(own), 4, generator=generator).to(gradient)
         expected = gradient.to(torch.float64, copy=True)
         start_all_reduce(expected, mesh.data, "mean").wait()
-        rows = torch.tensor([*own, *[0] * (3 - len(own))])
+        rows = torch.tensor([*own, *[0] * (3 - len(own))], device=mesh.device)
         row_sums.start_row_sum(gradient, rows, mesh.data).wait()
         found[str(dtype)] = (gradient - expected).abs().max().item()
         first = gradient.clone()
@@ -79,7 +79,7 @@ class Training:
 
     def loss(self, length: int, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
-        tokens = torch.randint(0, 400, (1, length), generator=generator)
+        tokens = torch.randint(0, 400, (1, length), generator=generator).to(self.mesh.device)
         return self.model(tokens, tokens.roll(1, 1)).mean()
 
     def step(self, lengths: list[int], seed: int, replays: bool = False) -> None:
@@ -154,7 +154,7 @@ def weights_of_twin(kind: str, num_ranks: int) -> dict[str, Tensor]:
                 (loss / num_ranks).backward()
         training.run.finish()
         training.run.step()
-    return {name: one.detach().clone() for name, one in training.model.named_parameters()}
+    return {name: one.detach().cpu() for name, one in training.model.named_parameters()}
 
 
 KINDS = ("equal", "unequal", "many", "replayed", "exposed")

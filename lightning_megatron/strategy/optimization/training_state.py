@@ -51,6 +51,7 @@ def division_of(
         slices=options.optimizer_slices,
         bucket_size=options.bucket_size,
         moments_dtype=getattr(torch, options.moments_dtype),
+        exchanges_rows=options.graph_mode != "full",
     )
 
 

@@ -1,0 +1,48 @@
+"""Embedding gradients exchanged by rows over GPUs, compared with one CPU process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.gpu.shared_gpu import require_gpus
+from tests.training.test_row_sums import (
+    DIVISIONS,
+    EXPECTED,
+    errors_of_sums,
+    weights_after,
+    weights_of_twin,
+)
+from tests.world import run_world
+
+KINDS = ("unequal", "many", "replayed")
+
+
+def _world(
+    rank: int, size: int
+) -> tuple[dict[str, float], dict[Any, tuple[dict[str, Tensor], Any]]]:
+    mesh = ParallelMesh.create(ParallelLayout(size), device=torch.device("cuda", rank))
+    cases = [(kind, name) for kind in KINDS for name in DIVISIONS]
+    found = {case: weights_after(mesh, DIVISIONS[case[1]], case[0]) for case in cases}
+    return errors_of_sums(mesh), found
+
+
+@pytest.mark.parametrize(
+    "size", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
+)
+def test_exchanged_rows_give_the_gradients_of_whole_tables_on_gpus(size: int) -> None:
+    require_gpus(size)
+    twins = {kind: weights_of_twin(kind, size) for kind in KINDS}
+    limits = {"torch.float64": 1e-15, "torch.float32": 1e-6, "torch.bfloat16": 0.02}
+    for errors, found in run_world(_world, size, backend="nccl"):
+        for name, error in errors.items():
+            assert error <= limits.get(name, 0.0), name
+        for (kind, _), (weights, exchanges) in found.items():
+            assert exchanges == EXPECTED[kind](size), kind
+            for key, weight in weights.items():
+                torch.testing.assert_close(weight, twins[kind][key], rtol=0, atol=1e-11, msg=key)
