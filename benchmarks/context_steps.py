@@ -118,10 +118,12 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     )
     callbacks: list[Any] = [measure, OptimizerTime(args.warmup, args.steps)]
     steps = measure.last_step if args.row_steps else args.warmup + args.steps
-    profile = Profile(out.with_suffix(".trace.json.gz"), steps, device_only=True)
+    profile = Profile(
+        out.with_suffix(".trace.json.gz"), steps, device_only=True, num_steps=args.profile_steps
+    )
     if args.profile:
         callbacks.append(profile)
-        steps += 1 + Profile.num_steps
+        steps = profile.last
     trainer = Trainer(
         accelerator=args.accelerator,
         devices=args.cp,
@@ -235,6 +237,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--row-steps", type=int, default=0, help="steps in a row after those")
     result.add_argument("--options", default="{}", help="more arguments of the strategy, as JSON")
     result.add_argument("--profile", action="store_true", help="measure exposed communication")
+    result.add_argument(
+        "--profile-steps", type=int, default=3, help="profiled steps (1 suits steps of seconds)"
+    )
     result.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
     result.add_argument("--out", default="runs/context_steps.json", help="file of the measurements")
     return result

@@ -38,6 +38,7 @@ def test_documents_fill_rows_with_mixed_lengths(length: int) -> None:
 def test_rows_by_lengths_and_by_a_mask_train_alike_with_any_transport(tmp_path: Path) -> None:
     line = ["--model", "tiny_llama", "--lengths", "256", "--accelerator", "cpu", "--steps", "2"]
     line += ["--warmup", "1", "--cases", "1", "2:ring", "--out", str(tmp_path)]
+    line += ["--profile-steps", "1"]
     args = parser().parse_args(line)
     one, two = args.cases
     runs = {
@@ -52,6 +53,9 @@ def test_rows_by_lengths_and_by_a_mask_train_alike_with_any_transport(tmp_path: 
     for other in found[1:]:
         assert other["losses"][:3] == pytest.approx(found[0]["losses"][:3], rel=1e-2), rows
     assert rows[-1].startswith("| ours | 2 ring | 256 | packed |")
+    assert len(found[-1]["losses"]) == 4, "one step more is profiled"
+    assert (tmp_path / "tiny_llama_2_ring_256_packed.trace.json.gz").exists()
+    assert rows[-1].split(" | ")[-2] == "", "without a GPU, no time of communication is claimed"
     assert len({row.count("|") for row in rows}) == 1
     whole, packed = flop_rule(args)[-1].split(" in whole rows, ")
     assert float(whole.split()[-1]) > float(packed.split()[0])
