@@ -1,14 +1,20 @@
 """Benchmark of long rows under context parallelism, packed or not, beside another program.
 
     python -m benchmarks.context_parallel --cases 1 4 4:ring --lengths 4096 32768 131072
-    python -m benchmarks.context_parallel --cases 1 --rows whole packed mask transformers
+    python -m benchmarks.context_parallel --cases 1 --rows whole packed mask transformers \\
+        --attention torch_flash sdpa
     python -m benchmarks.context_parallel --cases 1 4:ring --row-steps 6 --peer PROGRAM
+    python -m benchmarks.context_parallel --cases 4:all_to_all --lengths 524288 --rows whole \\
+        --steps 1 --warmup 1 --profile-steps 1 --timeout 420 \\
+        --options '{"loss_chunk": "forward", "recompute": "full_except_core"}'
 
 ``cp:transport`` names a case, which runs on cp GPUs. The peer is a program as in
 ``benchmarks/data_parallel.py`` that also takes ``--cp``, and ``--seq`` for lengths other than that
 of its shape. ``ms in a row`` is the time of a step among ``--row-steps`` steps between which the
-host does not wait for the device. FLOPs count attention by half, the causal rule: a token sees half
-of its document on average. Packed rows therefore count fewer FLOPs than whole ones; compare their
+host does not wait for the device. ``transformers`` is Hugging Face's model on the packed rows; the
+name of its attention follows in parentheses. ``exposed communication`` is that of the profiled
+steps, which follow the others. FLOPs count attention by half, the causal rule: a token sees half of
+its document on average. Packed rows therefore count fewer FLOPs than whole ones; compare their
 tokens a second.
 """
 
@@ -25,6 +31,7 @@ from typing import get_args
 from benchmarks.context_steps import ROWS, document_lengths, seen_length, shape_of
 from benchmarks.data_parallel import launch
 from benchmarks.measure import flops_per_token
+from benchmarks.packed_attention import ATTENTIONS
 from benchmarks.train_shapes import SHAPES
 from lightning_megatron.plan.context_transport import ContextTransport
 
@@ -67,9 +74,21 @@ def case_of(text: str) -> ContextCase:
     return ContextCase(int(cp), transport or "auto")
 
 
-def run_ours(args: argparse.Namespace, case: ContextCase, length: int, rows: str) -> str:
-    """Train a case and return a row of the table."""
-    out = Path(args.out) / f"{args.model}_{case.cp}_{case.transport}_{length}_{rows}.json"
+def run_ours(
+    args: argparse.Namespace, case: ContextCase, length: int, rows: str, attention: str = "auto"
+) -> str:
+    """Train a case and return a row of the table.
+
+    Args:
+        args: Options of the benchmark.
+        case: Ranks and transport.
+        length: Length of a row (tokens).
+        rows: Kind of rows.
+        attention: Attention of transformers; without effect on other rows.
+    """
+    suffix = "" if attention == "auto" else f"_{attention}"
+    name = f"{args.model}_{case.cp}_{case.transport}_{length}_{rows}{suffix}.json"
+    out = Path(args.out) / name
     out.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
     line = ["-m", "benchmarks.context_steps", "--model", args.model, "--cp", str(case.cp)]
@@ -77,16 +96,20 @@ def run_ours(args: argparse.Namespace, case: ContextCase, length: int, rows: str
     line += ["--layers", str(args.layers), "--vocabulary", str(args.vocabulary)]
     line += ["--steps", str(args.steps), "--warmup", str(args.warmup), "--out", str(out)]
     line += ["--accelerator", args.accelerator, "--options", args.options]
-    line += ["--row-steps", str(args.row_steps)]
-    line += ["--profile"] if case.cp > 1 and not args.no_profile else []
+    line += ["--row-steps", str(args.row_steps), "--attention", attention]
+    if case.cp > 1 and not args.no_profile:
+        line += ["--profile", "--profile-steps", str(args.profile_steps)]
     launch(line, case.cp, {}, args.timeout)
-    program = "transformers" if rows == "transformers" else "ours"
+    figures = json.loads(out.read_text()) if out.exists() else {}
+    program = "ours"
+    if rows == "transformers":
+        program = f"transformers ({figures.get('attention', attention)})"
     start = f"| {program} | {case} | {length} | {rows}"
-    if not out.exists():
+    if not figures:
         return f"{start} | failed | | | | | | | |"
-    figures = json.loads(out.read_text())
     profile = figures.get("profile") or {}
-    exposed = f"{profile['exposed_ms']:.1f}" if "exposed_ms" in profile else ""
+    # A trace without kernels says nothing about communication.
+    exposed = f"{profile['exposed_ms']:.1f}" if profile.get("kernels") else ""
     return (
         f"{start} | {figures['step_ms']} | {figures['fastest_ms']} | "
         f"{figures.get('row_ms', '')} | "
@@ -142,11 +165,21 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--cases", nargs="+", type=case_of, default=[ContextCase(1)])
     result.add_argument("--lengths", nargs="+", type=int, default=[4096])
     result.add_argument("--rows", nargs="+", choices=ROWS, default=["whole", "packed"])
+    result.add_argument(
+        "--attention",
+        nargs="+",
+        default=["auto"],
+        choices=["auto", *ATTENTIONS],
+        help="attention of transformers, a row for each (auto: flash attention on a GPU)",
+    )
     result.add_argument("--layers", type=int, default=0, help="number of layers (0: of the shape)")
     result.add_argument("--vocabulary", type=int, default=0, help="tokens (0: of the shape)")
     result.add_argument("--steps", type=int, default=6, help="measured steps")
     result.add_argument("--warmup", type=int, default=3, help="steps before the measured ones")
     result.add_argument("--row-steps", type=int, default=0, help="steps in a row after those")
+    result.add_argument(
+        "--profile-steps", type=int, default=3, help="profiled steps (1 suits steps of seconds)"
+    )
     result.add_argument("--no-profile", action="store_true", help="do not profile steps")
     result.add_argument("--peer", default="", help="program to compare with")
     result.add_argument("--peer-path", default="", help="folders for its imports alone")
@@ -166,9 +199,10 @@ def main() -> None:
         sizes = {case.cp: case for case in args.cases}
         rows += [run_peer(args, *one) for one in product(sizes.values(), args.lengths)]
     for case, length, kind in product(args.cases, args.lengths, args.rows):
-        # transformers trains on one GPU.
-        if kind != "transformers" or case.cp == 1:
+        if kind != "transformers":
             rows.append(run_ours(args, case, length, kind))
+        elif case.cp == 1:  # transformers trains on one GPU.
+            rows += [run_ours(args, case, length, kind, one) for one in args.attention]
     print("\n".join(TABLE + rows + flop_rule(args)))
 
 

@@ -4,13 +4,13 @@
 
 ``benchmarks/context_parallel.py`` makes the table. The training is that of
 ``benchmarks/train_shapes.py``, with one row a step. ``--rows mask`` describes the same documents by
-a dense mask, and ``--rows transformers`` trains Hugging Face's model on them in this process alone.
+a dense mask, and ``--rows transformers`` trains Hugging Face's model on them in this process alone,
+with the attention that ``--attention`` names.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import logging
 import statistics
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.measure import Measure, flops_per_token
+from benchmarks.packed_attention import ATTENTIONS, choose_attention, packed_inputs, register
 from benchmarks.train_shapes import SHAPES, OptimizerTime, Profile, Tokens, Trained
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers.attention_span import AttentionSpan
@@ -117,10 +118,12 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     )
     callbacks: list[Any] = [measure, OptimizerTime(args.warmup, args.steps)]
     steps = measure.last_step if args.row_steps else args.warmup + args.steps
-    profile = Profile(out.with_suffix(".trace.json.gz"), steps, device_only=True)
+    profile = Profile(
+        out.with_suffix(".trace.json.gz"), steps, device_only=True, num_steps=args.profile_steps
+    )
     if args.profile:
         callbacks.append(profile)
-        steps += 1 + Profile.num_steps
+        steps = profile.last
     trainer = Trainer(
         accelerator=args.accelerator,
         devices=args.cp,
@@ -154,14 +157,14 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def train_transformers(args: argparse.Namespace) -> dict[str, Any]:
-    """Train Hugging Face's Llama of the shape on packed rows, with flash attention if installed."""
+    """Train Hugging Face's Llama of the shape on packed rows, and return the measurements."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = shape_of(args)
     lengths = document_lengths(args.length)
     device = torch.device(args.accelerator)
-    has_flash = importlib.util.find_spec("flash_attn") is not None
-    attention = "flash_attention_2" if has_flash else "sdpa"
+    attention = choose_attention(args.attention, device)
+    register()
     theirs = LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -174,19 +177,20 @@ def train_transformers(args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(1)
     with device:
         model = LlamaForCausalLM._from_config(
-            theirs, dtype=torch.bfloat16, attn_implementation=attention
+            theirs, dtype=torch.bfloat16, attn_implementation=ATTENTIONS[attention]
         )
     model.train()
     if json.loads(args.options).get("recompute") == "full":
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
-    positions = torch.cat([torch.arange(one) for one in lengths])[None].to(device)
     data = Tokens(config, args.warmup + args.steps)
     seconds, losses = [], []
     for index in range(len(data)):
         start = time.perf_counter()
         tokens = data[index]["tokens"][None].to(device)
-        loss = model(input_ids=tokens, labels=tokens, position_ids=positions).loss
+        documents = packed_inputs(lengths, device)
+        # With a key/value cache transformers would not look for documents in the positions.
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False, **documents).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -222,11 +226,20 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--transport", default="auto", help="cp_transport of the strategy")
     result.add_argument("--length", type=int, default=4096, help="length of the rows (tokens)")
     result.add_argument("--rows", default="whole", choices=ROWS)
+    result.add_argument(
+        "--attention",
+        default="auto",
+        choices=["auto", *ATTENTIONS],
+        help="attention of transformers (auto: flash attention on a GPU, else a dense mask)",
+    )
     result.add_argument("--steps", type=int, default=6, help="measured steps")
     result.add_argument("--warmup", type=int, default=3, help="steps before the measured ones")
     result.add_argument("--row-steps", type=int, default=0, help="steps in a row after those")
     result.add_argument("--options", default="{}", help="more arguments of the strategy, as JSON")
     result.add_argument("--profile", action="store_true", help="measure exposed communication")
+    result.add_argument(
+        "--profile-steps", type=int, default=3, help="profiled steps (1 suits steps of seconds)"
+    )
     result.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
     result.add_argument("--out", default="runs/context_steps.json", help="file of the measurements")
     return result

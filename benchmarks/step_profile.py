@@ -159,6 +159,18 @@ def find_steps(kernels: Sequence[Kernel]) -> list[Interval]:
     return list(zip(starts, starts[1:], strict=False))
 
 
+def whole_window(kernels: Sequence[Kernel]) -> list[Interval]:
+    """Return the interval from the first kernel to the end of the last one; none without kernels.
+
+    It is a step if the host waited for the device before and after the step.
+    """
+    if not kernels:
+        return []
+    # The end is exclusive, and a kernel may last no time.
+    stop = max(kernel.stop for kernel in kernels)
+    return [(min(kernel.start for kernel in kernels), stop + 1e-3)]
+
+
 def analyse(kernels: Sequence[Kernel], steps: Sequence[Interval]) -> dict[str, Any]:
     """Return the parts of a step's time (ms), as the mean over ``steps``."""
     found: dict[str, Any] = {"step_ms": 0.0, "idle_ms": 0.0, "kernels": 0.0}

@@ -33,7 +33,14 @@ from benchmarks.launches import count_launches, launches_of
 from benchmarks.measure import Measure, mark_on_device
 from benchmarks.routing import RankLoad, set_routing
 from benchmarks.stage_times import StageTimes
-from benchmarks.step_profile import analyse, find_steps, kernels_of, read_events, report
+from benchmarks.step_profile import (
+    analyse,
+    find_steps,
+    kernels_of,
+    read_events,
+    report,
+    whole_window,
+)
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.models.config import GPTConfig
@@ -244,20 +251,40 @@ class Trained(LightningModule):
 class Profile(Callback):
     """Callback that profiles steps on rank 0 and writes an analysis of their time.
 
+    A step lasts from one optimizer step to the next, so that ``num_steps`` steps give one less. A
+    single step lasts from one wait of the host to the next: it needs no step that warms the
+    profiler up, but includes communication that otherwise overlaps with the following step, such as
+    gathers of updated parameters. It suits steps of seconds.
+
     Args:
         path: File of the trace (``.json.gz``); the analysis has the same name with ``.txt``.
-        first: Number of the step before the profiled ones, in which the profiler warms up.
+        first: Number of the step after which the profiler starts.
         device_only: Whether operators of the host are not recorded, which slows it down less.
+        num_steps: Profiled steps.
+
+    Raises:
+        ValueError: If no step is profiled.
     """
 
-    num_steps = 3
-
-    def __init__(self, path: Path, first: int, device_only: bool = False) -> None:
+    def __init__(
+        self, path: Path, first: int, device_only: bool = False, num_steps: int = 3
+    ) -> None:
+        if num_steps < 1:
+            raise ValueError(
+                f"the profiler needs at least one step, not {num_steps}: a trace without steps has "
+                "no times. Use 1 for steps of seconds, else 3."
+            )
         self.path = path
         self.first = first
         self.device_only = device_only
+        self.num_steps = num_steps
         self.result: dict[str, Any] = {}
         self._profiler: Any = None
+
+    @property
+    def last(self) -> int:
+        """Number of the last step that the profiler needs."""
+        return self.first + self.num_steps + (self.num_steps > 1)
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Start, advance or finish the profiler."""
@@ -267,16 +294,23 @@ class Profile(Callback):
         if step == self.first:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if trainer.strategy.root_device.type == "cuda":
+                # Kernels of earlier steps must not run in the first profiled one.
+                torch.cuda.synchronize()
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
                 activities = activities[1:] if self.device_only else activities
-            schedule = torch.profiler.schedule(wait=0, warmup=1, active=self.num_steps, repeat=1)
+            schedule = None
+            if self.num_steps > 1:
+                schedule = torch.profiler.schedule(
+                    wait=0, warmup=1, active=self.num_steps, repeat=1
+                )
             self._profiler = torch.profiler.profile(
                 activities=activities, schedule=schedule, on_trace_ready=self._read
             )
             self._profiler.start()
         elif self._profiler is not None:
-            self._profiler.step()
-            if step == self.first + 1 + self.num_steps:
+            if self.num_steps > 1:
+                self._profiler.step()
+            if step == self.last:
                 self._profiler.stop()
                 self._profiler = None
 
@@ -284,7 +318,7 @@ class Profile(Callback):
         profiler.export_chrome_trace(str(self.path))
         events = read_events(self.path)
         kernels = kernels_of(events)
-        steps = find_steps(kernels)
+        steps = find_steps(kernels) if self.num_steps > 1 else whole_window(kernels)
         self.result = analyse(kernels, steps)
         self.result["launches"] = count_launches(launches_of(events), steps)
         text = report(self.result)
@@ -425,8 +459,9 @@ def build_callbacks(args: argparse.Namespace, out: Path) -> tuple[list[Any], int
         callbacks += [host, GraphFigures(measure)]
         end = host.last
     if args.profile:
-        callbacks.append(Profile(Path(args.profile), end, device_only=args.time_host))
-        end += 1 + Profile.num_steps
+        profile = Profile(Path(args.profile), end, device_only=args.time_host)
+        callbacks.append(profile)
+        end = profile.last
     if args.time_optimizer:
         callbacks.append(OptimizerTime(args.warmup, args.steps))
     if args.time_actions:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import context_parallel, context_steps
 from benchmarks.context_parallel import ContextCase, case_of, flop_rule, parser, run_ours
 from benchmarks.context_steps import document_lengths, seen_length
 from tests.sweeps import chosen
@@ -37,6 +38,7 @@ def test_documents_fill_rows_with_mixed_lengths(length: int) -> None:
 def test_rows_by_lengths_and_by_a_mask_train_alike_with_any_transport(tmp_path: Path) -> None:
     line = ["--model", "tiny_llama", "--lengths", "256", "--accelerator", "cpu", "--steps", "2"]
     line += ["--warmup", "1", "--cases", "1", "2:ring", "--out", str(tmp_path)]
+    line += ["--profile-steps", "1"]
     args = parser().parse_args(line)
     one, two = args.cases
     runs = {
@@ -51,6 +53,34 @@ def test_rows_by_lengths_and_by_a_mask_train_alike_with_any_transport(tmp_path: 
     for other in found[1:]:
         assert other["losses"][:3] == pytest.approx(found[0]["losses"][:3], rel=1e-2), rows
     assert rows[-1].startswith("| ours | 2 ring | 256 | packed |")
+    assert len(found[-1]["losses"]) == 4, "one step more is profiled"
+    assert (tmp_path / "tiny_llama_2_ring_256_packed.trace.json.gz").exists()
+    assert rows[-1].split(" | ")[-2] == "", "without a GPU, no time of communication is claimed"
     assert len({row.count("|") for row in rows}) == 1
     whole, packed = flop_rule(args)[-1].split(" in whole rows, ")
     assert float(whole.split()[-1]) > float(packed.split()[0])
+
+
+def test_rows_of_transformers_name_their_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+
+    def train_here(line: list[str], *others: object) -> str:
+        module, *options = line[1:]
+        assert module == "benchmarks.context_steps"
+        context_steps.train_transformers(context_steps.parser().parse_args(options))
+        return ""
+
+    monkeypatch.setattr(context_parallel, "launch", train_here)
+    line = ["--model", "tiny_llama", "--lengths", "256", "--accelerator", "cpu", "--steps", "1"]
+    line += ["--warmup", "1", "--cases", "1", "2:ring", "--out", str(tmp_path)]
+    monkeypatch.setattr(
+        "sys.argv", ["benchmark", *line, "--rows", "transformers", "--attention", "auto", "sdpa"]
+    )
+    context_parallel.main()
+    rows = [row for row in capsys.readouterr().out.splitlines() if row.startswith("| trans")]
+    assert [row.split(" | ")[:4] for row in rows] == [
+        ["| transformers (sdpa)", "1", "256", "transformers"]
+    ] * 2
+    assert {row.count("|") for row in rows} == {context_parallel.TABLE[0].count("|")}

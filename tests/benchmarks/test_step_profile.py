@@ -5,10 +5,23 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.step_profile import Kernel, analyse, find_steps, outside, read_trace, report, union
+from benchmarks.step_profile import (
+    Kernel,
+    analyse,
+    find_steps,
+    outside,
+    read_trace,
+    report,
+    union,
+    whole_window,
+)
+from benchmarks.train_shapes import Profile
 
 NCCL = "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 GEMM = "nvjet_sm90_tst_256x128_64x4_2x1_v_bz_coopA_NTN"
@@ -84,6 +97,42 @@ def test_a_step_reaches_from_one_optimizer_step_to_the_next() -> None:
     kernels = [Kernel(name, 10.0 * index, 10.0 * index + 5, 7) for index, name in enumerate(names)]
     assert find_steps(kernels) == [(10.0, 60.0), (60.0, 90.0)]
     assert find_steps(kernels[:4]) == []
+
+
+def test_a_single_step_reaches_from_its_first_kernel_to_its_last() -> None:
+    found = analyse(KERNELS, whole_window(KERNELS))
+    assert found["step_ms"] == pytest.approx(11.0, abs=1e-5)
+    assert found["kernels"] == len(KERNELS)
+    assert found["exposed_ms"] == pytest.approx(1.5)
+    assert whole_window([]) == []
+
+
+@pytest.mark.parametrize(("num_steps", "last"), [(1, 6), (2, 8), (3, 9)])
+def test_the_profiler_covers_its_steps(
+    num_steps: int, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    class Recorder:
+        def __init__(self, schedule: Any, **options: Any) -> None:
+            calls.append("waits for warm-up" if schedule is not None else "records at once")
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda: calls.append(name)
+
+    monkeypatch.setattr(torch.profiler, "profile", Recorder)
+    profile = Profile(tmp_path / "trace.json.gz", 5, num_steps=num_steps)
+    assert profile.last == last
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    for step in range(1, 12):
+        trainer = SimpleNamespace(is_global_zero=True, global_step=step, strategy=strategy)
+        profile.on_train_batch_end(trainer)  # type: ignore[arg-type]
+    if num_steps == 1:
+        assert calls == ["records at once", "start", "stop"]
+    else:
+        assert calls == ["waits for warm-up", "start", *["step"] * (num_steps + 1), "stop"]
+    with pytest.raises(ValueError, match="at least one step, not 0"):
+        Profile(tmp_path / "trace.json.gz", 5, num_steps=0)
 
 
 def test_a_trace_gives_kernels_in_order(tmp_path: Path) -> None:

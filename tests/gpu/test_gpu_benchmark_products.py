@@ -1,0 +1,47 @@
+"""Kernels of torch that benchmarks call compute on a GPU what their stand-ins compute on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.eight_bit_products import EightBits
+from benchmarks.grouped_gemm import PASSES, draw, relative_error
+from benchmarks.packed_attention import packed_inputs, register
+from lightning_megatron.plan.grouped_gemm import Pass
+from tests.benchmarks.test_packed_attention import LENGTHS, tiny_llama
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("which", PASSES)
+@pytest.mark.parametrize("sizes", [[256] * 4, [16, 400, 32, 576]], ids=["equal", "skewed"])
+def test_products_of_experts_in_8_bits_are_those_of_bfloat16_up_to_rounding(
+    sizes: list[int], which: Pass, fast: bool
+) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("torch._scaled_grouped_mm with rowwise scales needs compute capability 9.0")
+    torch.manual_seed(0)
+    problem = draw(4, 256, 384, sizes)
+    bits = EightBits(problem)
+    assert 1e-3 < relative_error(problem, which, lambda: bits.product(which, fast=fast)) < 6e-2
+    assert relative_error(problem, which, lambda: bits.product_with_casts(which)) < 6e-2
+
+
+def test_transformers_computes_documents_by_torch_flash_as_by_a_dense_mask() -> None:
+    register()
+    device = torch.device("cuda")
+    tokens = torch.randint(64, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    inputs = packed_inputs(LENGTHS, device)
+    exact, flash = (tiny_llama(name).to(device) for name in ("sdpa", "torch_flash"))
+    exact = exact.float()
+    flash = flash.bfloat16()
+    expected = exact(tokens.cuda(), use_cache=False, **inputs).logits
+    found = flash(tokens.cuda(), use_cache=False, **inputs).logits
+    torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.02)
+    expected.square().sum().backward()
+    found.float().square().sum().backward()
+    for one, other in zip(flash.parameters(), exact.parameters(), strict=True):
+        distance = (one.grad.float() - other.grad).norm() / other.grad.norm()
+        assert float(distance) < 0.05
