@@ -20,7 +20,6 @@ from lightning_megatron.layers.choose_kernels import choose_kernels, warn_of_slo
 from lightning_megatron.training.fused_step import FusedStep, Kernel, KernelCall, UpdatePiece
 from lightning_megatron.training.group_numbers import GroupNumbers
 from lightning_megatron.training.main_parameters import MainParameters
-from lightning_megatron.training.parameter_gather import names_in_order_of_use
 from lightning_megatron.training.same_objects import same_objects
 
 logger = logging.getLogger(__name__)
@@ -222,7 +221,7 @@ class FusedUpdate:
         alike: dict[tuple[Any, ...], list[_Row]] = {}
         names: dict[int, list[str]] = {}
         num_taken = 0
-        for name in filter(rows.__contains__, names_in_order_of_use(main.buffers)):
+        for name in main.gather.in_order_of_use(rows):
             number, row = rows[name]
             parameter, gradient, *_, half = row
             # One kernel call handles one dtype each; `serves` has checked that of main parameters.

@@ -59,7 +59,6 @@ class MainParameters:
         self.config = config or DistributedOptimizerConfig()
         self.planner = BufferPlanner(mesh, self.config, chunk_of, stacks)
         self.buffers: list[FlatBuffer] = []
-        self.gather = ParameterGather()
         self.exposed_gradients = ExposedGradients(mesh)
         #: Pairs of a tied embedding's name and that of its copy on another stage; known once an
         #: optimizer is attached.
@@ -67,6 +66,7 @@ class MainParameters:
         #: Weights that are kept in 8 bits.
         self.eight_bits = EightBitWeights(eight_bits, self.buffers)
         self._parameters: dict[str, nn.Parameter] = {}
+        self.gather = ParameterGather(self._parameters)
         seen: set[int] = set()
         for name, parameter in named_parameters.items():
             if id(parameter) not in seen:

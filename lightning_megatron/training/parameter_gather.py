@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,19 +27,33 @@ class _DuringUpdate:
     Args:
         buffers: Buffers of the parameters.
         mesh: Groups of this rank.
-        left: Buckets whose all-gathers have not started, in order.
-        missing: Names of the parameters of each bucket that this rank has yet to update; None for a
-            bucket that an update does not complete.
+        left: Buckets that are not prepared, in order.
+        missing: Names of the parameters of each bucket that this rank has yet to update.
+        prepared: Buckets that are prepared, but whose all-gathers have not started, in order.
     """
 
     buffers: Sequence[FlatBuffer]
     mesh: ParallelMesh
     left: deque[_BucketKey]
-    missing: Mapping[_BucketKey, set[str] | None]
+    missing: Mapping[_BucketKey, set[str]]
+    prepared: deque[_BucketKey] = field(default_factory=deque)
 
-    def next_complete(self) -> _BucketKey | None:
-        """Return the next bucket if its parameters are updated."""
-        return self.left.popleft() if self.left and self.missing[self.left[0]] == set() else None
+    @property
+    def has_next(self) -> bool:
+        """Return whether the parameters of the next bucket are updated."""
+        return bool(self.left) and not self.missing[self.left[0]]
+
+    def prepare_next(self) -> list[_BucketKey]:
+        """Prepare the next bucket, and return those whose all-gathers are to start now.
+
+        All ranks do the same here for each bucket, however many buckets an update completes.
+        """
+        key = self.left.popleft()
+        index, number = key
+        self.buffers[index].prepare_gather(number, self.mesh)
+        self.prepared.append(key)
+        lag = max(buffer.gather_lag for buffer in self.buffers)
+        return [self.prepared.popleft() for _ in range(len(self.prepared) - lag)]
 
 
 @dataclass
@@ -61,9 +75,13 @@ class ParameterGather:
     :meth:`begin`, :meth:`wait` and :meth:`wait_for` start all of them at once. A CUDA graph of the
     next step can then contain them. Without it they can start during the update of the parameters:
     see :meth:`start_during_update`.
+
+    Args:
+        names: Names of the parameters in the order of the forward pass; they may follow later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str] = ()) -> None:
+        self._names = names
         #: Whether :meth:`start` leaves the all-gathers to the first reader of parameters. All ranks
         #: must have the same value, and must read at the same place of their programs.
         self.defers = False
@@ -116,10 +134,10 @@ class ParameterGather:
         Communication: that of :meth:`wait`.
         """
         self.wait()
-        order = _buckets_in_order(buffers)
+        order = self._buckets_in_order(buffers)
         if self.defers or not order:
             return
-        missing = {key: _missing_of(buffers[key[0]], key[1], names) for key in order}
+        missing = {key: set(names).intersection(_names_of(buffers, key)) for key in order}
         self._during_update = _DuringUpdate(buffers, mesh, deque(order), missing)
 
     def updated(self, names: Iterable[str]) -> None:
@@ -136,10 +154,11 @@ class ParameterGather:
         during = self._during_update
         if during is None:
             return
-        for missing in filter(None, during.missing.values()):
+        for missing in during.missing.values():
             missing.difference_update(names)
-        while (key := during.next_complete()) is not None:
-            self._start_bucket(key, during.buffers, during.mesh)
+        while during.has_next:
+            for key in during.prepare_next():
+                self._start_bucket(key, during.buffers, during.mesh)
 
     def begin(self) -> None:
         """Start the all-gathers that were left to the first reader, if there are any.
@@ -154,7 +173,8 @@ class ParameterGather:
             self._recorded.gathers = True
         during = self._during_update
         self._during_update = None
-        for key in _buckets_in_order(buffers) if during is None else during.left:
+        order = self._buckets_in_order(buffers)
+        for key in order if during is None else (*during.prepared, *during.left):
             self._start_bucket(key, buffers, mesh)
         self._complete([bucket for bucket in self._pending if bucket not in self._awaited])
 
@@ -259,6 +279,27 @@ class ParameterGather:
         self._awaited.clear()
         self._buckets_of = {}
 
+    def in_order_of_use(self, names: Iterable[str]) -> list[str]:
+        """Return names of parameters in the order in which the forward pass reads them."""
+        position = {name: number for number, name in enumerate(self._names)}
+        return sorted(names, key=lambda name: position.get(name, len(position)))
+
+    def _buckets_in_order(self, buffers: Sequence[FlatBuffer]) -> list[_BucketKey]:
+        """List the buckets that ranks share, by the first of their parameters to be read."""
+        position = {name: number for number, name in enumerate(self._names)}
+        found = [
+            (index, number)
+            for index, buffer in enumerate(buffers)
+            if buffer.plan.num_parts > 1
+            # Buckets are laid out in the order of the backward pass.
+            for number in reversed(range(len(buffer.plan.buckets)))
+        ]
+        firsts = {
+            key: min(position.get(name, len(position)) for name in _names_of(buffers, key))
+            for key in found
+        }
+        return sorted(found, key=firsts.__getitem__)
+
     def _start_bucket(
         self, key: _BucketKey, buffers: Sequence[FlatBuffer], mesh: ParallelMesh
     ) -> None:
@@ -272,29 +313,9 @@ class ParameterGather:
                 pending.wait()
 
 
-def names_in_order_of_use(buffers: Iterable[FlatBuffer]) -> Iterator[str]:
-    """Return the names of the slices of this rank as the next forward pass reads them."""
-    for buffer in buffers:
-        # Buckets are laid out in the order of the backward pass.
-        yield from reversed(buffer.slices)
-
-
-def _missing_of(buffer: FlatBuffer, number: int, names: Set[str]) -> set[str] | None:
-    """Return which parameters of a bucket are among the names; None if none completes it."""
-    if not buffer.is_stored_by_update:
-        return None
-    return {placed.name for placed in buffer.plan.buckets[number].placed if placed.name in names}
-
-
-def _buckets_in_order(buffers: Sequence[FlatBuffer]) -> list[_BucketKey]:
-    """List the buckets that ranks share, as the next forward pass reads them."""
-    return [
-        (index, number)
-        for index, buffer in enumerate(buffers)
-        if buffer.plan.num_parts > 1
-        # Buckets are laid out in the order of the backward pass.
-        for number in reversed(range(len(buffer.plan.buckets)))
-    ]
+def _names_of(buffers: Sequence[FlatBuffer], key: _BucketKey) -> Iterator[str]:
+    index, number = key
+    return (placed.name for placed in buffers[index].plan.buckets[number].placed)
 
 
 def _waiting(

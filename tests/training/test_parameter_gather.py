@@ -5,13 +5,19 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.training import DistributedOptimizerConfig, MainParameters
+from lightning_megatron.training import (
+    DistributedOptimizerConfig,
+    MainParameters,
+    eight_bit_buffer,
+    flat_buffer,
+)
 from tests.world import run_world
 
 
@@ -167,4 +173,62 @@ def _update(rank: int, size: int) -> dict[str, Any]:
     main.publish(wait=False, stored=True)
     found["deferred"] = started(before)
     main.wait()
+    return found
+
+
+def test_weights_in_8_bits_are_rounded_and_gathered_during_the_update() -> None:
+    for found in run_world(_update_in_eight_bits, 2):
+        # A bucket is gathered when the two after it are prepared, that of the bias among them.
+        find, gather = "start_all_reduce", "start_all_gather"
+        during = [find, find, find, gather, gather, find, gather]
+        assert found["collectives"] == [*during, "end of the update", gather, gather]
+        assert found["bytes"] == found["bytes afterwards"]
+        assert found["scales"] == found["scales afterwards"]
+
+
+def _update_in_eight_bits(rank: int, size: int) -> dict[str, Any]:
+    mesh = ParallelMesh.create(ParallelLayout(size), device="cpu")
+    torch.manual_seed(1)
+    layers = [nn.Linear(16, 16, bias=number == 2) for number in range(4)]
+    named = {
+        f"{number}.{name}": parameter
+        for number, layer in enumerate(layers)
+        for name, parameter in layer.named_parameters()
+    }
+    weights = [(name,) for name in named if name.endswith("weight")]
+    config = DistributedOptimizerConfig(bucket_size=256)
+    main = MainParameters(named, mesh, config, eight_bits=weights)
+    main.attach(torch.optim.SGD(named.values(), lr=0.1))
+    main.gather.wait_before(layers, main.buffers)
+    (buffer,) = main.eight_bits.buffers
+    started: list[str] = []
+
+    def noted(kind: str, start: Any) -> Any:
+        return lambda *args: started.append(kind) or start(*args)
+
+    found: dict[str, Any] = {}
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eight_bit_buffer, "_LAG", 2)
+        for module, name in (
+            (eight_bit_buffer, "start_all_reduce"),
+            (flat_buffer, "start_all_gather"),
+        ):
+            patch.setattr(module, name, noted(name, getattr(module, name)))
+        main.gather.start_during_update(main.buffers, mesh, set(main.slices))
+        for number, (name, one) in enumerate(main.slices.items()):
+            one.main.mul_(1 + number + rank)
+            if name not in ("0.weight", "1.weight"):
+                main.gather.updated([name])
+        # Both are complete at once, and the order of collectives stays the same.
+        main.gather.updated(["1.weight"])
+        main.gather.updated(["0.weight"])
+        started.append("end of the update")
+        main.publish(wait=False, stored=True)
+        found["collectives"] = started
+        main.wait()
+    found["bytes"] = buffer.parameters.tolist()
+    found["scales"] = buffer._scales.tolist()
+    main.publish()
+    found["bytes afterwards"] = buffer.parameters.tolist()
+    found["scales afterwards"] = buffer._scales.tolist()
     return found
