@@ -16,6 +16,9 @@ FP8Recipe = Literal["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"]
 
 #: Rows and columns of a block that shares a scale (elements).
 BLOCK = 128
+#: Maxima among which the programs of a kernel divide the magnitude that they find: few, because
+#: casts read all of them, and several, because programs with the same one wait for each other.
+MAGNITUDE_PARTS = 64
 #: Recipes with one scale for all numbers of a tensor.
 _OF_TENSORS = ("tensorwise", "delayed")
 #: Neighbours that share a scale with mxfp8 (elements).

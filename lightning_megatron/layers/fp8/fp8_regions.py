@@ -17,6 +17,7 @@ from lightning_megatron.groups.collectives import (
 )
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.pending import Pending
+from lightning_megatron.layers.fp8.magnitude import GradientMagnitude, Magnitude
 from lightning_megatron.layers.fp8.operand import (
     Operand,
     Operands,
@@ -51,6 +52,8 @@ def fp8_column_linear(
     bias: Float[Tensor, "out_local"] | None,
     mesh: ParallelMesh,
     scaling: Scaling,
+    magnitude: Magnitude | None = None,
+    of_gradient: GradientMagnitude | None = None,
 ) -> Float[Tensor, "seq *batch out_local"]:
     """Enter a tensor-parallel region and multiply by this rank's rows of a weight, in 8 bits.
 
@@ -58,13 +61,24 @@ def fp8_column_linear(
     rounded input is kept, in 8 bits; under sequence parallelism this rank's positions of it. With
     scales of rows, columns or blocks, sequence parallelism keeps the input itself.
 
+    Args:
+        hidden: The input.
+        weight: This rank's rows of the weight.
+        bias: This rank's part of the bias; None without one.
+        mesh: Process groups of this rank.
+        scaling: How the layer casts.
+        magnitude: Largest magnitude of the input; None finds it.
+        of_gradient: Where the backward pass of the operator that reads the output leaves the
+            magnitude of the gradient; None finds it.
+
     Communication: as ``column_linear``, and an all-reduce of magnitudes for each tensor that ranks
         share, unless scales are those of earlier steps. With one scale the all-gathers of sequence
         parallelism carry 8 bits.
     """
     # Magnitudes of evaluations and trials are not those of a step.
     scaling = scaling.counting(torch.is_grad_enabled())
-    output = _FP8ColumnLinear.apply(hidden, weight, bias, mesh, scaling)
+    own = None if magnitude is None else magnitude.of(hidden)
+    output = _FP8ColumnLinear.apply(hidden, weight, bias, mesh, scaling, own, of_gradient)
     return output.view(-1, *hidden.shape[1:-1], weight.shape[0])
 
 
@@ -74,18 +88,28 @@ def fp8_row_linear(
     bias: Float[Tensor, "out_features"] | None,
     mesh: ParallelMesh,
     scaling: Scaling,
+    magnitude: Magnitude | None = None,
 ) -> Float[Tensor, "seq_local *batch out_features"]:
     """Multiply by this rank's columns of a weight in 8 bits, and leave the tensor-parallel region.
 
     Equal to :func:`~lightning_megatron.layers.regions.row_linear` of rounded factors. The rounded
     input is kept, in 8 bits.
 
+    Args:
+        hidden: The input.
+        weight: This rank's columns of the weight.
+        bias: The bias; None without one.
+        mesh: Process groups of this rank.
+        scaling: How the layer casts.
+        magnitude: Largest magnitude of this rank's input; None finds it.
+
     Communication: as ``row_linear``, and an all-reduce of magnitudes for each tensor that ranks
         share, unless scales are those of earlier steps. With one scale the all-gather of sequence
         parallelism carries 8 bits.
     """
     scaling = scaling.counting(torch.is_grad_enabled())
-    return _FP8RowLinear.apply(hidden, weight, bias, mesh, scaling)
+    own = None if magnitude is None else magnitude.of(hidden)
+    return _FP8RowLinear.apply(hidden, weight, bias, mesh, scaling, own)
 
 
 class _FP8ColumnLinear(torch.autograd.Function):
@@ -99,22 +123,27 @@ class _FP8ColumnLinear(torch.autograd.Function):
         bias: Tensor | None,
         mesh: ParallelMesh,
         scaling: Scaling,
+        own: Tensor | None,
+        of_gradient: GradientMagnitude | None,
     ) -> Tensor:
         remember(ctx, hidden, weight, bias, mesh)
         ctx.scaling = scaling
+        ctx.of_gradient = of_gradient
         ctx.hidden_shape = hidden.shape
         keeps_input = ctx.needs_input_grad[1]
         kept: tuple[Tensor | None, Tensor | None] = (None, None)
         if not mesh.sequence_parallel:
             inputs = scaling.cast_input(
-                as_rows(hidden), rows=True, columns=keeps_input, row_axes=(mesh.cp,)
+                as_rows(hidden), rows=True, columns=keeps_input, row_axes=(mesh.cp,), own=own
             )
             rows = inputs.rows
             if inputs.columns is not None:
                 kept = inputs.columns.values, inputs.columns.scale
         elif scaling.has_one_scale:
             axes = mesh.cp, mesh.tp
-            cast = scaling.cast_input(as_rows(hidden), rows=True, columns=False, row_axes=axes)
+            cast = scaling.cast_input(
+                as_rows(hidden), rows=True, columns=False, row_axes=axes, own=own
+            )
             local = needed(cast.rows)
             rows = Operand(_gathered(local.values, mesh), local.scale)
             kept = local.values, local.scale
@@ -132,6 +161,7 @@ class _FP8ColumnLinear(torch.autograd.Function):
         kept, scale, weight, magnitude = ctx.saved_tensors
         mesh = ctx.mesh
         grad = as_rows(grads[0])
+        own = None if ctx.of_gradient is None else ctx.of_gradient.take(grads[0])
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         start: Callable[[], _Inputs] = partial(_start_inputs, kept, scale, mesh, ctx.scaling)
         if needs_weight and open_queue(ctx) is None:
@@ -144,6 +174,7 @@ class _FP8ColumnLinear(torch.autograd.Function):
             columns=needs_weight,
             row_axes=(mesh.cp,),
             column_axes=(mesh.tp,),
+            own=own,
         )
         grad_hidden = None
         leaving = Pending()
@@ -155,7 +186,7 @@ class _FP8ColumnLinear(torch.autograd.Function):
         grad_bias = bias_gradient(ctx, grad)
         grad_weight = _give_weight_gradient(ctx, cast.columns, start) if needs_weight else None
         leaving.wait()
-        return grad_hidden, grad_weight, grad_bias, None, None
+        return grad_hidden, grad_weight, grad_bias, *[None] * 4
 
 
 class _FP8RowLinear(torch.autograd.Function):
@@ -169,6 +200,7 @@ class _FP8RowLinear(torch.autograd.Function):
         bias: Tensor | None,
         mesh: ParallelMesh,
         scaling: Scaling,
+        own: Tensor | None,
     ) -> Tensor:
         remember(ctx, hidden, weight, bias, mesh)
         ctx.scaling = scaling
@@ -180,6 +212,7 @@ class _FP8RowLinear(torch.autograd.Function):
             columns=keeps_input,
             row_axes=(mesh.cp,),
             column_axes=(mesh.tp,),
+            own=own,
         )
         matrix = scaling.cast_weight(weight, rows=True, columns=False, column_axes=(mesh.tp,))
         columns = inputs.columns
@@ -208,7 +241,7 @@ class _FP8RowLinear(torch.autograd.Function):
         if needs_weight:
             start = partial(_ready, partial(Operand, kept, scale))
             grad_weight = _give_weight_gradient(ctx, cast.columns, start)
-        return grad_hidden, grad_weight, grad_bias, None, None
+        return grad_hidden, grad_weight, grad_bias, *[None] * 3
 
 
 def _save(
