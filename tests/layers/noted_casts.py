@@ -44,9 +44,21 @@ CONFIGS = {
     "glm": GPTConfig.llama(
         **SIZES, num_kv_heads=2, ffn_hidden_size=96, norm_position="sandwich", qkv_bias=True
     ),
+    "latent attention": GPTConfig.llama(
+        **SIZES,
+        ffn_hidden_size=96,
+        latent_attention={
+            "key_value_rank": 32,
+            "query_rank": 48,
+            "plain_dim": 16,
+            "rotary_dim": 16,
+            "value_dim": 16,
+        },
+    ),
 }
 #: For each linear layer of a block, whether its input, and the gradient of its output, come with
-#: their magnitudes: fused queries, keys and values; output; up; down.
+#: their magnitudes: fused queries, keys and values, or queries and then keys and values; output;
+#: up; down.
 GIVEN = {
     "llama": ((True, False, True, True), (False, False, True, False)),
     "gpt2": ((True, False, True, False), (False, False, False, False)),
@@ -55,6 +67,7 @@ GIVEN = {
     "gemma": ((True, False, True, False), (False, False, False, False)),
     "neox": ((True, False, False, False), (False, False, False, False)),
     "glm": ((True, False, True, True), (False, False, True, False)),
+    "latent attention": ((True, True, False, True, True), (False, False, False, True, False)),
 }
 
 
