@@ -20,6 +20,7 @@ from lightning_megatron.layers.fp8.magnitude import (
 )
 from lightning_megatron.layers.fp8.operand import needed
 from lightning_megatron.layers.fp8.scaling import Scaling
+from lightning_megatron.layers.linear import ColumnParallelLinear
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import LayerNorm, RMSNorm
 from lightning_megatron.layers.swiglu import apply_swiglu
@@ -262,3 +263,16 @@ def test_ranks_agree_on_the_magnitudes_that_they_hand_over():
         expected.append((2 * 2 * [*inputs], 2 * 2 * [*reversed(gradients)]))
     for found in run_world(compare_in_world, 2):
         assert found == 3 * expected
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_magnitudes_are_no_inputs_that_borders_of_regions_describe(has_bias):
+    layer = ColumnParallelLinear(32, 48, single_mesh(0), bias=has_bias).double()
+    layer.scaling = Scaling(SETTINGS, emulate=True)
+    hidden = draw(16, 1, 32).requires_grad_()
+    seen = no_magnitude(hidden)
+    find_magnitude(hidden, seen)
+    output = layer(hidden, magnitude=Magnitude(hidden, seen))
+    # The node of the view, and that of the product: input, weight and perhaps bias.
+    (product, _), *_ = output.grad_fn.next_functions
+    assert len(product.next_functions) == 2 + has_bias

@@ -53,6 +53,11 @@ class Scaling:
         return self.settings.has_one_scale
 
     @property
+    def sums_fast(self) -> bool:
+        """Return whether forward products may be summed up with fewer bits, at full speed."""
+        return self.settings.recipe != "blockwise"
+
+    @property
     def reads_magnitudes(self) -> bool:
         """Return whether casts begin with the largest magnitude of a tensor, which may be known.
 
