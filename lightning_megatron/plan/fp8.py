@@ -228,10 +228,11 @@ def check_fp8_products(
             cannot share casts, if weights cannot be kept in 8 bits, or if the recipe or ``emulate``
             belongs to the other library.
     """
-    if settings is not None and overlap_tensor_parallel:
+    if settings is not None and overlap_tensor_parallel and not settings.has_one_scale:
         raise ParallelPlanError(
-            f"fp8 ({settings.recipe}) cannot be used with overlap_tensor_parallel, whose products "
-            "of pieces have 16 bits. Leave one of them out."
+            f"fp8 ({settings.recipe}) cannot be used with overlap_tensor_parallel: scales of rows, "
+            "columns and blocks belong to the gathered tensor, so that its pieces cannot be cast "
+            "before they are sent. Use the recipe tensorwise or delayed, or leave one of them out."
         )
     if settings is not None and settings.cast_weights == "batch":
         _check_shared_casts(backend, graphs)
