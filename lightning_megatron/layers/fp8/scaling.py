@@ -64,9 +64,10 @@ class Scaling:
         Compiled code finds it itself. Tensors of inference do not count how often they are written,
         so that it would not be known for sure.
         """
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return False
         earlier = None if self.scales is None else self.scales.magnitude("input")
-        is_plain = not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled())
-        return self.has_one_scale and earlier is None and is_plain
+        return self.has_one_scale and earlier is None
 
     def counting(self, counts: bool) -> Scaling:
         """Return the same, with casts that add to the magnitudes of the step, or do not.
