@@ -5,7 +5,9 @@
 The table has the times of each layer of a Llama-3-8B block under sequence parallelism (ms):
 forward, and forward and backward with gradient slots. ``alone`` is the same local product without
 communication. ``plain`` overlaps collectives with independent products. ``pipelined`` divides both
-into pieces that overlap through symmetric memory."""
+into pieces that overlap through symmetric memory. With ``--fp8`` the products have 8 bits, with one
+scale for each tensor.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ from torch import nn
 
 from lightning_megatron.groups.collectives import barrier
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.plan.layout import ParallelLayout
 
 LAYERS: dict[str, tuple[type[nn.Module], int, int]] = {
@@ -48,13 +52,14 @@ def milliseconds(run: Callable[[], object], repeats: int) -> float:
     return (time.perf_counter() - start) / repeats * 1e3
 
 
-def build(name: str, mesh: ParallelMesh, local: bool) -> nn.Module:
+def build(name: str, mesh: ParallelMesh, local: bool, scaling: Scaling | None) -> nn.Module:
     """Return one layer with gradient slots.
 
     Args:
         name: Name of the layer.
         mesh: Mesh of this rank.
         local: Whether to build only this rank's part, without communication.
+        scaling: How the layer computes in 8 bits; None if it does not.
     """
     kind, width, features = LAYERS[name]
     size = mesh.tp.size
@@ -65,6 +70,7 @@ def build(name: str, mesh: ParallelMesh, local: bool) -> nn.Module:
         layer = kind(*parts, ParallelMesh.single(mesh.device), bias=False)
     else:
         layer = kind(width, features, mesh, bias=False)
+    layer.scaling = scaling
     nn.init.normal_(layer.weight, std=0.02)
     set_slot(
         layer.weight,
@@ -74,10 +80,15 @@ def build(name: str, mesh: ParallelMesh, local: bool) -> nn.Module:
 
 
 def measure(
-    name: str, mesh: ParallelMesh, rows: tuple[int, int], local: bool, repeats: int
+    name: str,
+    mesh: ParallelMesh,
+    rows: tuple[int, int],
+    local: bool,
+    repeats: int,
+    scaling: Scaling | None,
 ) -> tuple[float, float]:
     """Return the time of forward, and of forward and backward together (ms)."""
-    layer = build(name, mesh, local)
+    layer = build(name, mesh, local, scaling)
     is_row = isinstance(layer, RowParallelLinear)
     size = mesh.tp.size
     seq = rows[0] if local or is_row else rows[0] // size
@@ -103,6 +114,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--cpu", action="store_true", help="run on the CPU, to test this program")
+    parser.add_argument("--fp8", action="store_true", help="multiply in 8 bits")
     args = parser.parse_args()
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
@@ -114,6 +126,7 @@ def main() -> None:
     torch.set_default_dtype(torch.bfloat16)
     rows = (args.seq, args.batch)
     lines: list[str] = []
+    scaling = Scaling(FP8("tensorwise"), emulate=args.cpu) if args.fp8 else None
     for priority in (False, True):
         mesh = ParallelMesh.create(
             ParallelLayout(size, tp=size),
@@ -127,7 +140,7 @@ def main() -> None:
         for label, chosen, local in cases:
             for name in LAYERS:
                 barrier(mesh.world, device)
-                forward, both = measure(name, chosen, rows, local, args.repeats)
+                forward, both = measure(name, chosen, rows, local, args.repeats, scaling)
                 lines.append(
                     f"| {label} | {name} | {forward:.3f} | {both:.3f} | {both - forward:.3f} |"
                 )

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.fp8.magnitude import Magnitude
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.replicated import ReplicatedLinear
@@ -68,8 +69,15 @@ class SharedExpert(MLP):
             )
 
     def forward(
-        self, hidden: Float[Tensor, "seq_local batch hidden"]
+        self,
+        hidden: Float[Tensor, "seq_local batch hidden"],
+        magnitude: Magnitude | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
-        """Return the output for each token."""
-        output = super().forward(hidden)
+        """Return the output for each token.
+
+        Args:
+            hidden: The tokens.
+            magnitude: As for the MLP.
+        """
+        output = super().forward(hidden, magnitude)
         return output if self.gate is None else F.sigmoid(self.gate(hidden)) * output

@@ -63,6 +63,87 @@ def matmul_reduce_scatter(x: Tensor, matrix: Tensor, axis: MeshAxis) -> Tensor:
     return reduce_scatter_sequence(x @ matrix, axis)
 
 
+def overlaps_scaled_products(x: Tensor, dtype: torch.dtype, axis: MeshAxis) -> bool:
+    """Return whether products of 8 bits overlap with a collective before or after them.
+
+    Args:
+        x: Left factor, in 8 bits.
+        dtype: Type of the product.
+        axis: Axis of the ranks.
+    """
+    return axis.overlaps_matmul and axis.size > 1 and x.is_cuda and dtype in HALF_TYPES
+
+
+def all_gather_scaled_matmul(
+    x: Tensor,
+    matrix: Tensor,
+    scales: tuple[Tensor, Tensor],
+    axis: MeshAxis,
+    dtype: torch.dtype,
+    *,
+    fast: bool,
+) -> tuple[Tensor, Tensor]:
+    """Join the rows of the axis's matrices of 8 bits and multiply them by a matrix, overlapped.
+
+    The second result equals ``full @ matrix`` times both scales, where ``full`` is the joined
+    matrix.
+
+    Shapes: x ``(N, K)``; matrix ``(K, M)``; scales ``(1,)``; result ``(axis.size * N, K)`` and
+        ``(axis.size * N, M)``.
+
+    Args:
+        x: This rank's rows.
+        matrix: Right factor in 8 bits, the transpose of a contiguous matrix.
+        scales: Scale of the left factor, which is the same on all ranks, and of the right one.
+        axis: Axis of the ranks, for which :func:`overlaps_scaled_products` holds.
+        dtype: Type of the product.
+        fast: Whether the chip may sum up with fewer bits.
+
+    Communication: an all-gather of 8 bits.
+    """
+    assert axis.group is not None, "an axis of one rank is not pipelined"
+    axis.note("all_gather_scaled_matmul")
+    left, right = scales
+    full, (product,) = torch.ops.symm_mem.fused_all_gather_scaled_matmul(
+        x, [matrix], left, [right], 0, axis.group.group_name, [None], [None], [dtype], [fast]
+    )
+    return full, product
+
+
+def scaled_matmul_reduce_scatter(
+    x: Tensor,
+    matrix: Tensor,
+    scales: tuple[Tensor, Tensor],
+    axis: MeshAxis,
+    dtype: torch.dtype,
+    *,
+    fast: bool,
+) -> Tensor:
+    """Multiply matrices of 8 bits, sum over the ranks, and return this rank's rows, overlapped.
+
+    Products are rounded to their type before they are summed, as without overlap.
+
+    Shapes: x ``(axis.size * N, K)``; matrix ``(K, M)``; scales ``(1,)``; result ``(N, M)``.
+
+    Args:
+        x: Left factor.
+        matrix: Right factor, the transpose of a contiguous matrix.
+        scales: Scales of both factors.
+        axis: Axis of the ranks, for which :func:`overlaps_scaled_products` holds.
+        dtype: Type of the product.
+        fast: Whether the chip may sum up with fewer bits.
+
+    Communication: a reduce-scatter.
+    """
+    assert axis.group is not None, "an axis of one rank is not pipelined"
+    axis.note("scaled_matmul_reduce_scatter")
+    name = axis.group.group_name
+    shape = [x.shape[0], matrix.shape[1]]
+    return torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter(
+        *(x, matrix, *scales, "sum", 0, 0, name, shape), out_dtype=dtype, use_fast_accum=fast
+    )
+
+
 def release_workspace(axis: MeshAxis) -> None:
     """Free the symmetric memory of an axis, which torch caches under the name of its group."""
     if axis.overlaps_matmul and axis.group is not None:

@@ -14,6 +14,7 @@ from lightning_megatron.layers.cached_attention import attend_with_cache
 from lightning_megatron.layers.context_parallel.attend_across import attend_across
 from lightning_megatron.layers.context_parallel.cached_parts import attend_to_held, store_first
 from lightning_megatron.layers.dropout import tensor_region_stream
+from lightning_megatron.layers.fp8.magnitude import Magnitude
 from lightning_megatron.layers.init import Initializer, sharded_parameter
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.norm import RMSNorm
@@ -232,6 +233,11 @@ class SelfAttention(Attention):
             initializer=output_initializer,
         )
 
+    @property
+    def reads_magnitude(self) -> bool:
+        """Return whether :meth:`forward` uses the magnitude of its input."""
+        return self.qkv.reads_magnitude
+
     def forward(
         self,
         hidden: Float[Tensor, "seq_local batch hidden"],
@@ -242,6 +248,7 @@ class SelfAttention(Attention):
         | None = None,
         recompute_core: bool = False,
         rows: AttentionSpan | None = None,
+        magnitude: Magnitude | None = None,
     ) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the attention output of every position.
 
@@ -251,12 +258,13 @@ class SelfAttention(Attention):
             recompute_core: Whether the backward pass recomputes the attention core instead of
                 keeping its activations.
             rows: Documents, prefix or mask of the rows; None means whole rows.
+            magnitude: Largest magnitude of the input; None if it is not known.
         """
         norms = None
         if self.query_norm is not None and self.key_norm is not None:
             norms = (self.query_norm, self.key_norm)
         query, key, value = split_heads(
-            self.qkv(hidden),
+            self.qkv(hidden, magnitude=magnitude),
             self.widths,
             self.head_dim,
             rotary,

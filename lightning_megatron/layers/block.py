@@ -16,7 +16,9 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.core_results import CoreResults
 from lightning_megatron.layers.dropout import hidden_dropout
+from lightning_megatron.layers.fp8.magnitude import Magnitude
 from lightning_megatron.layers.mlp import MLP
+from lightning_megatron.layers.normed_input import normalised_for
 from lightning_megatron.layers.offload import HostOffload
 from lightning_megatron.layers.recompute import output_recomputed, replayed
 from lightning_megatron.layers.segments import Segment, SegmentList, is_compiled
@@ -313,11 +315,9 @@ class TransformerBlock(nn.Module):
         rotary: tuple[Tensor, Tensor] | None,
         rows: AttentionSpan | None,
     ) -> tuple[Tensor, Tensor]:
-        stream = hidden
-        if self.attention_norm is not None:
-            stream, hidden = self.attention_norm(hidden, None, True)
+        stream, hidden, given = normalised_for(self.attention, self.attention_norm, hidden)
         with self._norm_output(self.attention_norm, stream, hidden):
-            update = self.attention(hidden, rotary, is_core_recomputed, rows)
+            update = self.attention(hidden, rotary, is_core_recomputed, rows, **given)
         return stream, self._update(update, self.attention_output_norm)
 
     def _attend_beside_mlp(
@@ -329,9 +329,10 @@ class TransformerBlock(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         assert self.attention_norm is not None, "parallel blocks have a norm of each input"
         assert self.mlp_norm is not None, "parallel blocks have a norm of each input"
-        stream, hidden = self.attention_norm(hidden, None, True)
+        stream, hidden, given = normalised_for(self.attention, self.attention_norm, hidden)
         stream, normed = self.mlp_norm(stream, None, True)
-        return stream + self._attended(hidden, rotary, is_core_recomputed, rows), normed
+        update = self._attended(hidden, rotary, is_core_recomputed, rows, **given)
+        return stream + update, normed
 
     def _attend_and_normalise(
         self,
@@ -345,14 +346,11 @@ class TransformerBlock(nn.Module):
         normed: Tensor = self.attention_norm(hidden, update)
         return normed
 
-    def _attended(self, hidden: Tensor, *how: Any) -> Tensor:
-        return self._update(self.attention(hidden, *how), self.attention_output_norm)
+    def _attended(self, hidden: Tensor, *how: Any, **given: Magnitude) -> Tensor:
+        return self._update(self.attention(hidden, *how, **given), self.attention_output_norm)
 
     def _normalise(self, stream: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
-        if self.mlp_norm is None:
-            stream = stream + update
-            return stream, stream
-        stream, normed = self.mlp_norm(stream, update, True)
+        stream, normed, _ = normalised_for(self.mlp, self.mlp_norm, stream, update)
         return stream, normed
 
     def _mlp(self, hidden: Tensor) -> Tensor:
@@ -372,9 +370,9 @@ class TransformerBlock(nn.Module):
         return self._add(stream, self.mlp(normed))
 
     def _normalise_and_feed(self, stream: Tensor, update: Tensor) -> Tensor:
-        stream, normed = self._normalise(stream, update)
+        stream, normed, given = normalised_for(self.mlp, self.mlp_norm, stream, update)
         with self._norm_output(self.mlp_norm, stream, normed):
-            output = self.mlp(normed)
+            output = self.mlp(normed, **given)
         return self._add(stream, output)
 
     def _norm_output(

@@ -9,9 +9,11 @@ from lightning_megatron.groups.collectives import all_gather_sequence, copy_to_a
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention import Attention
 from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.fp8.magnitude import Magnitude
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.norm import RMSNorm
+from lightning_megatron.layers.normed_input import normalised_for
 from lightning_megatron.layers.replicated import ReplicatedLinear
 from lightning_megatron.layers.rotary import apply_rotary
 from lightning_megatron.plan.latent_attention import LatentAttentionConfig
@@ -145,9 +147,11 @@ class LatentAttention(Attention):
         return self.output(self.mixed(query, key, value, rows, recompute_core))
 
     def _queries(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        if self.query_down is not None and self.query_norm is not None:
-            hidden = self.query_norm(self.query_down(hidden))
-        query = self.query(hidden).unflatten(-1, (-1, self.head_dim))
+        given: dict[str, Magnitude] = {}
+        if self.query_down is not None:
+            latent = self.query_down(hidden)
+            _, hidden, given = normalised_for(self.query, self.query_norm, latent)
+        query = self.query(hidden, **given).unflatten(-1, (-1, self.head_dim))
         plain, rotated = query.split([self.sizes.plain_dim, self.sizes.rotary_dim], -1)
         return torch.cat((plain, apply_rotary(rotated, rotary, self.interleaved)), -1)
 
@@ -158,7 +162,8 @@ class LatentAttention(Attention):
         latent, shared = self.key_value_down(hidden).split(
             [sizes.key_value_rank, sizes.rotary_dim], -1
         )
-        heads = self.key_value(self.key_value_norm(latent))
+        _, latent, given = normalised_for(self.key_value, self.key_value_norm, latent)
+        heads = self.key_value(latent, **given)
         plain, value = heads.unflatten(-1, (-1, sizes.plain_dim + sizes.value_dim)).split(
             [sizes.plain_dim, sizes.value_dim], -1
         )

@@ -10,6 +10,7 @@ from typing_extensions import override
 from lightning_megatron.groups.collectives import gather_from_axis, split_to_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.fp8.fp8_regions import fp8_column_linear, fp8_row_linear
+from lightning_megatron.layers.fp8.magnitude import GradientMagnitude, Magnitude
 from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
 from lightning_megatron.layers.parameter_stack import ParameterStack, split_parameter
@@ -97,6 +98,11 @@ class ColumnParallelLinear(nn.Module):
         """Return the tensors of which the weight consists, from the first row to the last."""
         return (self.weight,) if self.weights is None else self.weights.parts
 
+    @property
+    def reads_magnitude(self) -> bool:
+        """Return whether :meth:`forward` uses the magnitude of its input."""
+        return isinstance(self.scaling, Scaling) and self.scaling.reads_magnitudes
+
     def split(self, rows: Sequence[int]) -> None:
         """Split the fused weight and bias into one parameter for each of the fused layers.
 
@@ -115,7 +121,11 @@ class ColumnParallelLinear(nn.Module):
             self.register_parameter("bias", None)
 
     def forward(
-        self, hidden: Float[Tensor, "seq_local *batch in_features"], add_bias: bool = True
+        self,
+        hidden: Float[Tensor, "seq_local *batch in_features"],
+        add_bias: bool = True,
+        magnitude: Magnitude | None = None,
+        of_gradient: GradientMagnitude | None = None,
     ) -> Float[Tensor, "seq *batch out_local"]:
         """Return this rank's outputs, or all of them with ``gather_output``.
 
@@ -123,6 +133,9 @@ class ColumnParallelLinear(nn.Module):
             hidden: The input.
             add_bias: Whether to add the bias; False if the caller fuses that addition with the next
                 operation.
+            magnitude: Largest magnitude of the input; None if it is not known.
+            of_gradient: Where the backward pass of the operator that reads the output leaves the
+                magnitude of the gradient; None if it does not.
         """
         weight = self.weight if self.weights is None else self.weights.joined()
         bias = self.bias if self.biases is None or not add_bias else self.biases.joined()
@@ -132,7 +145,8 @@ class ColumnParallelLinear(nn.Module):
         elif isinstance(self.scaling, EngineScaling):
             output = engine_column_linear(hidden, weight, bias, self.mesh, self.scaling)
         else:
-            output = fp8_column_linear(hidden, weight, bias, self.mesh, self.scaling)
+            given = magnitude, of_gradient
+            output = fp8_column_linear(hidden, weight, bias, self.mesh, self.scaling, *given)
         if self.low_rank is not None:
             output = self.low_rank(hidden, output)
         return gather_from_axis(output, self.mesh.tp, dim=-1) if self.gather_output else output
@@ -208,8 +222,16 @@ class RowParallelLinear(nn.Module):
         """Return the one tensor of which the weight consists."""
         return (self.weight,)
 
+    @property
+    def reads_magnitude(self) -> bool:
+        """Return whether :meth:`forward` uses the magnitude of its input."""
+        return isinstance(self.scaling, Scaling) and self.scaling.reads_magnitudes
+
     def forward(
-        self, hidden: Float[Tensor, "seq *batch in_local"], add_bias: bool = True
+        self,
+        hidden: Float[Tensor, "seq *batch in_local"],
+        add_bias: bool = True,
+        magnitude: Magnitude | None = None,
     ) -> Float[Tensor, "seq_local *batch out_features"]:
         """Return the product summed over the tensor-parallel ranks, plus the bias.
 
@@ -217,6 +239,7 @@ class RowParallelLinear(nn.Module):
             hidden: The input.
             add_bias: Whether to add the bias; False if the caller fuses that addition with the next
                 operation.
+            magnitude: Largest magnitude of the input; None if it is not known.
         """
         if self.split_input:
             hidden = split_to_axis(hidden, self.mesh.tp, dim=-1)
@@ -226,7 +249,8 @@ class RowParallelLinear(nn.Module):
         elif isinstance(self.scaling, EngineScaling):
             output = engine_row_linear(hidden, self.weight, bias, self.mesh, self.scaling)
         else:
-            output = fp8_row_linear(hidden, self.weight, bias, self.mesh, self.scaling)
+            own = self.weight, bias, self.mesh, self.scaling
+            output = fp8_row_linear(hidden, *own, magnitude)
         return output if self.low_rank is None else self.low_rank(hidden, output)
 
     @override

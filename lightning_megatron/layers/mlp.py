@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.clamped_swiglu import apply_clamped_swiglu
+from lightning_megatron.layers.fp8.magnitude import GradientMagnitude, Magnitude, no_magnitude
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.recompute import output_recomputed, recomputed
+from lightning_megatron.layers.swiglu import apply_swiglu
 from lightning_megatron.plan.activation_kinds import GATED, Activation
 from lightning_megatron.plan.shards import gated_ranges
 from lightning_megatron.shapes import Float
@@ -84,22 +88,50 @@ class MLP(nn.Module):
             initializer=output_initializer,
         )
 
+    @property
+    def reads_magnitude(self) -> bool:
+        """Return whether :meth:`forward` uses the magnitude of its input."""
+        return self._first.reads_magnitude
+
+    @property
+    def _first(self) -> ColumnParallelLinear:
+        return self.gate_up if is_gated(self.activation) else self.up
+
     def forward(
-        self, hidden: Float[Tensor, "seq_local *batch hidden"]
+        self,
+        hidden: Float[Tensor, "seq_local *batch hidden"],
+        magnitude: Magnitude | None = None,
     ) -> Float[Tensor, "seq_local *batch hidden"]:
-        """Return the output of every position."""
-        first = self.gate_up if is_gated(self.activation) else self.up
-        features = first(hidden)
-        # Of ReLU only the output is kept.
-        if not self.recomputes_activation or self.activation == "relu":
-            return self.down(activate(features, self.activation))
+        """Return the output of every position.
+
+        Args:
+            hidden: The input.
+            magnitude: Largest magnitude of the input; None if it is not known.
+        """
+        first = self._first
+        run: Callable[[Tensor], Tensor] = partial(activate, activation=self.activation)
+        of_gradient = None
+        seen = None
+        if self.activation == "swiglu":
+            # It finds the magnitudes of what the layers before and after it cast.
+            if first.reads_magnitude and torch.is_grad_enabled():
+                of_gradient = GradientMagnitude()
+            if self.down.reads_magnitude:
+                seen = no_magnitude(hidden)
+            run = partial(apply_swiglu, seen=seen, of_gradient=of_gradient)
+        features = first(hidden, magnitude=magnitude, of_gradient=of_gradient)
+        is_recomputed = self.recomputes_activation and self.activation != "relu"
         is_one_kernel = fused_kernels(features) is not None and self.activation == "swiglu"
-        if is_gated(self.activation) and not is_one_kernel:
-            activated = recomputed(activate, features, self.activation)
+        if is_recomputed and is_gated(self.activation) and not is_one_kernel:
+            activated = recomputed(run, features)
         else:
-            activated = activate(features, self.activation)
+            activated = run(features)
+        found = None if seen is None else Magnitude(activated, seen)
+        # Of ReLU only the output is kept.
+        if not is_recomputed:
+            return self.down(activated, magnitude=found)
         with output_recomputed(activated, partial(activate, features.detach(), self.activation)):
-            return self.down(activated)
+            return self.down(activated, magnitude=found)
 
 
 def is_gated(activation: Activation) -> bool:
@@ -127,12 +159,9 @@ def gated_activation(
     """Multiply the SiLU, or GELU, of the first half of the features by the second half."""
     if activation == "clamped_swiglu":
         return apply_clamped_swiglu(gate_up)
-    kernels = fused_kernels(gate_up) if activation == "swiglu" else None
-    if kernels is not None:
-        return kernels.apply_swiglu(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
     if activation == "swiglu":
-        return F.silu(gate) * up
+        return apply_swiglu(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh" if activation == "geglu_tanh" else "none") * up
 
 

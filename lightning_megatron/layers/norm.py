@@ -10,11 +10,12 @@ from torch.nn import functional as F
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.choose_kernels import fused_kernels
+from lightning_megatron.layers.fp8.magnitude import find_magnitude
 from lightning_megatron.layers.gradient_slot import slot_of
 from lightning_megatron.layers.init import ONES, ZEROS, Initializer, sharded_parameter
 from lightning_megatron.layers.transformer_engine.engine_norm import engine_norm
 from lightning_megatron.plan.shards import whole_range
-from lightning_megatron.shapes import Float
+from lightning_megatron.shapes import Float, Int
 
 
 class _Norm(nn.Module):
@@ -34,6 +35,7 @@ class _Norm(nn.Module):
         hidden: Float[Tensor, "*tokens hidden"],
         update: Float[Tensor, "*tokens hidden"] | None = None,
         with_stream: Literal[False] = False,
+        seen: Int[Tensor, "parts"] | None = None,
     ) -> Float[Tensor, "*tokens hidden"]: ...
 
     @overload
@@ -42,6 +44,7 @@ class _Norm(nn.Module):
         hidden: Float[Tensor, "*tokens hidden"],
         update: Float[Tensor, "*tokens hidden"] | None,
         with_stream: Literal[True],
+        seen: Int[Tensor, "parts"] | None = None,
     ) -> tuple[Float[Tensor, "*tokens hidden"], Float[Tensor, "*tokens hidden"]]: ...
 
     def forward(
@@ -49,6 +52,7 @@ class _Norm(nn.Module):
         hidden: Float[Tensor, "*tokens hidden"],
         update: Float[Tensor, "*tokens hidden"] | None = None,
         with_stream: bool = False,
+        seen: Int[Tensor, "parts"] | None = None,
     ) -> (
         Float[Tensor, "*tokens hidden"]
         | tuple[Float[Tensor, "*tokens hidden"], Float[Tensor, "*tokens hidden"]]
@@ -60,6 +64,8 @@ class _Norm(nn.Module):
             update: Tensor that is added to ``hidden`` before the norm; None means no addition.
             with_stream: Whether to return ``(hidden + update, normalised)``. A layer that uses both
                 results should get them from one call, so that one kernel adds both gradients.
+            seen: Bit patterns, the largest of which grows to the largest magnitude of the
+                normalised vectors; None finds none.
         """
         kernels = None if self.uses_engine else fused_kernels(hidden)
         if self.uses_engine and hidden.numel() and self.offset in (0.0, 1.0):
@@ -78,10 +84,14 @@ class _Norm(nn.Module):
                 self.eps,
                 self.is_rms,
                 *sinks,
+                seen,
             )
+            seen = None
         else:
             stream = hidden if update is None else hidden + update
             normalised = self._normalise(stream)
+        if seen is not None:
+            find_magnitude(normalised, seen)
         return (stream, normalised) if with_stream else normalised
 
     def scale(self) -> Float[Tensor, "hidden"]:

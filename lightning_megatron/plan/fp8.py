@@ -16,6 +16,9 @@ FP8Recipe = Literal["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"]
 
 #: Rows and columns of a block that shares a scale (elements).
 BLOCK = 128
+#: Maxima among which the programs of a kernel divide the magnitude that they find: few, because
+#: casts read all of them, and several, because programs with the same one wait for each other.
+MAGNITUDE_PARTS = 64
 #: Recipes with one scale for all numbers of a tensor.
 _OF_TENSORS = ("tensorwise", "delayed")
 #: Neighbours that share a scale with mxfp8 (elements).
@@ -225,10 +228,11 @@ def check_fp8_products(
             cannot share casts, if weights cannot be kept in 8 bits, or if the recipe or ``emulate``
             belongs to the other library.
     """
-    if settings is not None and overlap_tensor_parallel:
+    if settings is not None and overlap_tensor_parallel and not settings.has_one_scale:
         raise ParallelPlanError(
-            f"fp8 ({settings.recipe}) cannot be used with overlap_tensor_parallel, whose products "
-            "of pieces have 16 bits. Leave one of them out."
+            f"fp8 ({settings.recipe}) cannot be used with overlap_tensor_parallel: scales of rows, "
+            "columns and blocks belong to the gathered tensor, so that its pieces cannot be cast "
+            "before they are sent. Use the recipe tensorwise or delayed, or leave one of them out."
         )
     if settings is not None and settings.cast_weights == "batch":
         _check_shared_casts(backend, graphs)

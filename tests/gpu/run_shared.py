@@ -61,6 +61,7 @@ PARTS = (
     Part("layouts", 120, "overlapped and 2"),
     Part("clone_fits", 300, "two_hundred"),
     Part("fp8_parameters", 240),
+    Part("magnitudes", 120, "tensor_axis"),
     Part("layouts", 300, "layouts_of_four"),
     Part("layouts", 240, "share_sequences and 4"),
     Part("layouts", 200, "checkpoint and 4"),

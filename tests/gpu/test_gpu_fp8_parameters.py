@@ -29,6 +29,7 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "dp2": {},
         "dp2, late gathers": {"overlap_parameters": True, "bucket_size": 5000},
         "tp2+sp": {"tp": 2},
+        "tp2+sp overlapped": {"tp": 2, "overlap_tensor_parallel": True},
         "pp2 zb-v": {"pp": 2, "vpp": 2, "schedule": "zb-v"},
         "cp2": {"cp": 2},
     },

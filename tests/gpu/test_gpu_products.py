@@ -11,8 +11,12 @@ from torch import Tensor
 from lightning_megatron.groups.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.embedding import VocabParallelEmbedding
+from lightning_megatron.layers.fp8.operand import needed
+from lightning_megatron.layers.fp8.overlapped_products import gathered_product, scattered_product
+from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.linear import ColumnParallelLinear
+from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.gpu.shared_gpu import gpu_of, require_gpus
 from tests.oracles import assert_equal
@@ -101,6 +105,46 @@ def _products(rank: int, size: int) -> None:
         )
         assert torch.equal(actual, matmul_reduce_scatter(y, matrix, pipelined))
     mesh.destroy()
+
+
+def _scaled_products(rank: int, size: int) -> None:
+    layout = ParallelLayout(size, tp=size)
+    mesh = ParallelMesh.create(
+        layout, device=gpu_of(rank), sequence_parallel=True, overlaps_matmul=True
+    )
+    plain = replace(mesh, tp=replace(mesh.tp, overlaps_matmul=False))
+    ours = Scaling(FP8("tensorwise"), emulate=False)
+    right = needed(ours.cast_weight(_draw(768, 512, seed=9), rows=True, columns=False).rows)
+    for rows in (64, 256):
+        for cast, fast in ((ours.cast_input, True), (ours.cast_gradient, False)):
+            options = {"emulate": False, "fast": fast}
+            axes = {"rows": True, "columns": False, "row_axes": (mesh.tp,)}
+            local = needed(cast(_draw(rows, 512, seed=rank), **axes).rows)
+            full, product = gathered_product(local, right, plain, torch.bfloat16, **options)
+            again, same = gathered_product(local, right, mesh, torch.bfloat16, **options)
+            assert torch.equal(again.values.view(torch.uint8), full.values.view(torch.uint8))
+            assert torch.equal(again.scale, full.scale)
+            exact = full.numbers(torch.float64) @ right.numbers(torch.float64).t()
+            for found in (product, same):
+                assert_equal(found.double(), exact, f"gathered, rank {rank}", tolerance=1e-2)
+            left = needed(cast(_draw(size * rows, 512, seed=20 + rank), **axes).rows)
+            expected = scattered_product(left, right, plain, torch.bfloat16, **options)
+            actual = scattered_product(left, right, mesh, torch.bfloat16, **options)
+            assert actual.shape == expected.shape == (rows, 768)
+            assert_equal(
+                actual.float(), expected.float(), f"scattered, rank {rank}", tolerance=2e-2
+            )
+            repeated = scattered_product(left, right, mesh, torch.bfloat16, **options)
+            assert torch.equal(actual, repeated)
+    mesh.destroy()
+
+
+@pytest.mark.parametrize(
+    "size", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
+)
+def test_pipelined_products_of_eight_bits_equal_plain_ones(size: int) -> None:
+    require_gpus(size)
+    run_world(_scaled_products, size, backend="nccl")
 
 
 @pytest.mark.parametrize(

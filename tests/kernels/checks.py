@@ -17,6 +17,11 @@ from lightning_megatron.layers import choose_kernels
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
 from lightning_megatron.layers.rotary import apply_rotary, position_tables, rotary_tables
 from lightning_megatron.layers.token_attention import attend_by_mask
+from tests.kernels.magnitude_checks import (
+    check_growing_magnitudes,
+    check_norm_magnitudes,
+    check_swiglu_magnitudes,
+)
 
 # What one rounding to nearest may change, relative to the result.
 ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -393,4 +398,7 @@ CHECKS: dict[str, Callable[[Draw, Sizes], None]] = {
     "cross entropy": check_cross_entropy,
     "norms": check_norms,
     "token attention": check_token_attention,
+    "swiglu magnitudes": check_swiglu_magnitudes,
+    "norm magnitudes": check_norm_magnitudes,
+    "growing magnitudes": check_growing_magnitudes,
 }

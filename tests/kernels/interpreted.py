@@ -21,6 +21,7 @@ from lightning_megatron.plan.layout import ParallelLayout
 from tests.kernels.checks import CHECKS, ROUNDOFF, SMALL, Draw, use_kernels_everywhere
 from tests.kernels.models import KINDS, compare_model
 from tests.kernels.program import report_checks
+from tests.layers.noted_casts import CONFIGS, GIVEN, compare_hand_over, given
 from tests.oracles import assert_equal
 from tests.world import run_world
 
@@ -100,6 +101,15 @@ def check_models(mesh: ParallelMesh, cases: tuple[tuple[str, str, float], ...]) 
         )
 
 
+def check_hand_over() -> None:
+    """Compare models in 8 bits with themselves without magnitudes that kernels find."""
+    for kind, recompute in (("llama", "none"), ("llama", "full"), ("gpt2", "none")):
+        mesh = ParallelMesh.single(seed=0)
+        casts = compare_hand_over(CONFIGS[kind], mesh, recompute=recompute)
+        assert sum(given(casts, "input")) >= 2 * 2 * sum(GIVEN[kind][0]), kind
+        assert given(casts, "gradient") == 2 * 2 * [*reversed(GIVEN[kind][1])], kind
+
+
 def check_shards(rank: int, size: int) -> None:
     """Cut models over the tensor axis."""
     use_kernels_everywhere()
@@ -122,6 +132,7 @@ def main(selected: list[str]) -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
     }
     checks["models"] = lambda: check_models(ParallelMesh.single(seed=0), WHOLE)
+    checks["hand-over"] = check_hand_over
     checks["shards"] = lambda: run_world(check_shards, 2)
     chosen = {
         name: check

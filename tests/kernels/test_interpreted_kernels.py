@@ -19,7 +19,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("group", ["float32", "bfloat16", "float16", "models", "shards"])
+@pytest.mark.parametrize(
+    "group", ["float32", "bfloat16", "float16", "models", "shards", "hand-over"]
+)
 def test_interpreted_kernels_are_right(group: str):
     results = interpreted("tests.kernels.interpreted", group)
     assert results, f"nothing is checked by the name {group}"

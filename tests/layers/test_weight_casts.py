@@ -35,12 +35,12 @@ def counting_casts() -> Iterator[list[str]]:
     found: list[str] = []
     original = Scaling._cast
 
-    def cast(self: Scaling, matrix: Tensor, use: str, form: str, *args: Any) -> Any:
+    def cast(self: Scaling, matrix: Tensor, use: str, form: str, *args: Any, **known: Any) -> Any:
         if use == "weight":
             found.extend(
                 name for name, asked in zip(("rows", "columns"), args, strict=False) if asked
             )
-        return original(self, matrix, use, form, *args)  # type: ignore[arg-type]
+        return original(self, matrix, use, form, *args, **known)  # type: ignore[arg-type]
 
     Scaling._cast = cast  # type: ignore[method-assign, assignment]
     try:

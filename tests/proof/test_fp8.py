@@ -43,6 +43,11 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = chosen(
         ),
         "tensorwise, cp2 tp2": ("fp8", "tensorwise", {"cp": 2, "tp": 2}),
         "tensorwise, dp4": ("fp8", "tensorwise", {}),
+        "tensorwise, tp2+sp overlapped": (
+            "fp8",
+            "tensorwise",
+            {"tp": 2, "overlap_tensor_parallel": True},
+        ),
         "delayed, tp2+sp dp2": ("fp8", "delayed", {"tp": 2}),
         "delayed, tp2 pp2": (
             "fp8, gpt2",

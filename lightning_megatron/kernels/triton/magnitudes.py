@@ -12,6 +12,7 @@ from torch import Tensor
 from triton import language as tl
 
 from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of
+from lightning_megatron.plan.fp8 import MAGNITUDE_PARTS
 from lightning_megatron.shapes import Float, Int
 
 #: Rows and columns of the part of a matrix that a program reads.
@@ -20,6 +21,7 @@ _BLOCK = 8192
 _MOST_PARTS = 512
 #: Smaller magnitudes count as this one, whose inverse is a float32 number.
 _LEAST = tl.constexpr(1e-30)
+_PARTS = tl.constexpr(MAGNITUDE_PARTS)
 
 
 def magnitude_parts(matrix: Float[Tensor, "rows columns"]) -> Int[Tensor, "parts"]:
@@ -63,6 +65,22 @@ def line_magnitudes(
 def magnitude_bits(values: tl.tensor) -> tl.tensor:
     """Return the bit patterns of magnitudes."""
     return values.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def note_magnitude(
+    seen: tl.tensor,
+    bits: tl.tensor,
+    program: tl.tensor,
+) -> None:
+    """Let one of ``MAGNITUDE_PARTS`` bit patterns grow to the largest one of a program.
+
+    Args:
+        seen: The bit patterns that grow.
+        bits: Bit patterns of a block of magnitudes, which has one dimension.
+        program: Number of the program.
+    """
+    tl.atomic_max(seen + program % _PARTS, tl.max(bits, 0), sem="relaxed")
 
 
 @triton.jit

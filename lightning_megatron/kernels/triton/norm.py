@@ -11,7 +11,8 @@ from torch import Tensor
 from triton import language as tl
 
 from lightning_megatron.kernels.triton.launch import as_rows, on_device_of, power_of_two
-from lightning_megatron.shapes import Float
+from lightning_megatron.kernels.triton.magnitudes import magnitude_bits, note_magnitude
+from lightning_megatron.shapes import Float, Int
 
 # Programs of the backward pass. Each sums the weight gradient over its rows; a later sum over
 # programs is in order.
@@ -31,6 +32,7 @@ def add_norm(
     is_rms: bool,
     take_weight: GradientSink | None = None,
     take_bias: GradientSink | None = None,
+    seen: Int[Tensor, "parts"] | None = None,
 ) -> tuple[Float[Tensor, "*tokens hidden"], Float[Tensor, "*tokens hidden"]]:
     """Add an update to the residual stream and normalise the sum.
 
@@ -48,11 +50,13 @@ def add_norm(
         take_weight: Function that gets the weight gradient as partial sums, ``(parts, hidden)`` in
             float32; None leaves it to autograd.
         take_bias: Function that gets the bias gradient in the same way; None leaves it to autograd.
+        seen: ``MAGNITUDE_PARTS`` bit patterns, the largest of which grows to the largest magnitude
+            of the normalised vectors in the same pass; None finds none.
 
     Returns:
         The new residual stream, and the normalised vectors in its dtype.
     """
-    return _AddNorm.apply(hidden, update, weight, bias, eps, is_rms, take_weight, take_bias)
+    return _AddNorm.apply(hidden, update, weight, bias, eps, is_rms, take_weight, take_bias, seen)
 
 
 class _AddNorm(torch.autograd.Function):
@@ -67,6 +71,7 @@ class _AddNorm(torch.autograd.Function):
         is_rms: bool,
         take_weight: GradientSink | None,
         take_bias: GradientSink | None,
+        seen: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         rows = as_rows(hidden)
         num_rows, width = rows.shape
@@ -79,7 +84,7 @@ class _AddNorm(torch.autograd.Function):
             with on_device_of(rows):
                 _forward[(num_rows,)](
                     rows, added, weight, weight if bias is None else bias, stream, normalised, mean,
-                    inverse, rows.stride(0), added.stride(0), width, eps, IS_RMS=is_rms,
+                    inverse, seen, rows.stride(0), added.stride(0), width, eps, IS_RMS=is_rms,
                     HAS_UPDATE=update is not None, HAS_BIAS=bias is not None, **_shape(width),
                 )  # fmt: skip
         ctx.save_for_backward(stream, weight, mean, inverse)
@@ -97,7 +102,7 @@ class _AddNorm(torch.autograd.Function):
         stream, weight, mean, inverse = ctx.saved_tensors
         grad_stream, grad_normalised = grads
         if grad_normalised is None:
-            return grad_stream, grad_stream if ctx.has_update else None, *[None] * 6
+            return grad_stream, grad_stream if ctx.has_update else None, *[None] * 7
         rows = as_rows(stream)
         outer = as_rows(grad_normalised)
         residual = outer if grad_stream is None else as_rows(grad_stream)
@@ -119,7 +124,7 @@ class _AddNorm(torch.autograd.Function):
                 )  # fmt: skip
         grad_weight = _delivered(partial[0], weight.dtype, ctx.take_weight)
         grad_bias = _delivered(partial[1], ctx.bias_dtype, ctx.take_bias) if has_bias else None
-        return result, result if ctx.has_update else None, grad_weight, grad_bias, *[None] * 4
+        return result, result if ctx.has_update else None, grad_weight, grad_bias, *[None] * 5
 
 
 def _delivered(parts: Tensor, dtype: torch.dtype, take: GradientSink | None) -> Tensor | None:
@@ -148,6 +153,7 @@ def _forward(
     normalised: tl.tensor,
     mean: tl.tensor,
     inverse: tl.tensor,
+    seen: tl.tensor,
     hidden_stride: tl.tensor,
     update_stride: tl.tensor,
     width: tl.tensor,
@@ -176,11 +182,12 @@ def _forward(
     result = x * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_BIAS:
         result += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(
-        normalised + row * width + columns,
-        result.to(normalised.dtype.element_ty),
-        mask=inside,
-    )
+    result = result.to(normalised.dtype.element_ty)
+    tl.store(normalised + row * width + columns, result, mask=inside)
+    if seen is not None:
+        # Outside there is 0 times the scale, which is infinite for a vector of zeros with eps 0.
+        bits = tl.where(inside, magnitude_bits(result), 0)
+        note_magnitude(seen, bits, tl.program_id(0))
 
 
 @triton.jit

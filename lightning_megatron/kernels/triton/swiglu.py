@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,26 +11,47 @@ from torch import Tensor
 from triton import language as tl
 
 from lightning_megatron.kernels.triton.launch import as_rows, ceil_div, on_device_of, power_of_two
-from lightning_megatron.shapes import Float
+from lightning_megatron.kernels.triton.magnitudes import magnitude_bits, note_magnitude
+from lightning_megatron.plan.fp8 import MAGNITUDE_PARTS
+from lightning_megatron.shapes import Float, Int
 
 _BLOCK = 2048
+#: Function that gets a gradient and the bit patterns of its magnitude.
+MagnitudeSink = Callable[[Tensor, Tensor], None]
 
 
-def apply_swiglu(gate_up: Float[Tensor, "*tokens gate_up"]) -> Float[Tensor, "*tokens gate_up//2"]:
+def apply_swiglu(
+    gate_up: Float[Tensor, "*tokens gate_up"],
+    seen: Int[Tensor, "parts"] | None = None,
+    take_magnitude: MagnitudeSink | None = None,
+) -> Float[Tensor, "*tokens gate_up//2"]:
     """Multiply the SiLU of the first half of the features by the second half.
 
     Equal to ``silu(gate) * up`` with ``gate, up = gate_up.chunk(2, -1)``, computed in float32 and
     rounded once. Only ``gate_up`` is kept for the backward pass.
 
+    Args:
+        gate_up: The features.
+        seen: ``MAGNITUDE_PARTS`` bit patterns, the largest of which grows to the largest magnitude
+            of the output in the same pass; None finds none.
+        take_magnitude: Function that gets the gradient of ``gate_up`` and bit patterns, the largest
+            of which is its largest magnitude, found in the same pass; None finds none.
+
     Source: Shazeer 2020.
     """
-    return _SwiGLU.apply(gate_up)
+    return _SwiGLU.apply(gate_up, seen, take_magnitude)
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        gate_up: Tensor,
+        seen: Tensor | None,
+        take_magnitude: MagnitudeSink | None,
+    ) -> Tensor:
         ctx.save_for_backward(gate_up)
+        ctx.take_magnitude = take_magnitude
         rows = as_rows(gate_up)
         features = rows.shape[1] // 2
         output = gate_up.new_empty((*gate_up.shape[:-1], features))
@@ -39,6 +61,7 @@ class _SwiGLU(torch.autograd.Function):
                 _forward[(rows.shape[0], ceil_div(features, block))](
                     rows,
                     output,
+                    seen,
                     rows.stride(0),
                     features,
                     BLOCK=block,
@@ -46,12 +69,15 @@ class _SwiGLU(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (gate_up,) = ctx.saved_tensors
         rows = as_rows(gate_up)
         grad = as_rows(grads[0])
         features = rows.shape[1] // 2
         result = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
+        seen = None
+        if ctx.take_magnitude is not None:
+            seen = torch.zeros(MAGNITUDE_PARTS, dtype=torch.int32, device=gate_up.device)
         if result.numel():
             block = min(_BLOCK, power_of_two(features))
             with on_device_of(rows):
@@ -59,18 +85,22 @@ class _SwiGLU(torch.autograd.Function):
                     rows,
                     grad,
                     result,
+                    seen,
                     rows.stride(0),
                     grad.stride(0),
                     features,
                     BLOCK=block,
                 )
-        return result
+        if ctx.take_magnitude is not None:
+            ctx.take_magnitude(result, seen)
+        return result, None, None
 
 
 @triton.jit
 def _forward(
     gate_up: tl.tensor,
     output: tl.tensor,
+    seen: tl.tensor,
     row_stride: tl.tensor,
     features: tl.tensor,
     BLOCK: tl.constexpr,
@@ -81,8 +111,12 @@ def _forward(
     source = gate_up + row * row_stride + columns
     gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(source + features, mask=inside, other=0.0).to(tl.float32)
-    result = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(output + row * features + columns, result.to(output.dtype.element_ty), mask=inside)
+    result = (gate / (1.0 + tl.exp(-gate)) * up).to(output.dtype.element_ty)
+    tl.store(output + row * features + columns, result, mask=inside)
+    if seen is not None:
+        # Outside there is silu(0) * 0 = 0.
+        program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        note_magnitude(seen, magnitude_bits(result), program)
 
 
 @triton.jit
@@ -90,6 +124,7 @@ def _backward(
     gate_up: tl.tensor,
     grad: tl.tensor,
     result: tl.tensor,
+    seen: tl.tensor,
     row_stride: tl.tensor,
     grad_stride: tl.tensor,
     features: tl.tensor,
@@ -105,6 +140,12 @@ def _backward(
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     silu = gate * sigmoid
     target = result + row * (2 * features) + columns
-    grad_gate = outer * up * (sigmoid + silu * (1.0 - sigmoid))
-    tl.store(target, grad_gate.to(result.dtype.element_ty), mask=inside)
-    tl.store(target + features, (outer * silu).to(result.dtype.element_ty), mask=inside)
+    grad_gate = (outer * up * (sigmoid + silu * (1.0 - sigmoid))).to(result.dtype.element_ty)
+    grad_up = (outer * silu).to(result.dtype.element_ty)
+    tl.store(target, grad_gate, mask=inside)
+    tl.store(target + features, grad_up, mask=inside)
+    if seen is not None:
+        # Outside the factors are 0, and so are the gradients.
+        bits = tl.maximum(magnitude_bits(grad_gate), magnitude_bits(grad_up))
+        program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        note_magnitude(seen, bits, program)

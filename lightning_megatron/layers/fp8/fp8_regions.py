@@ -10,23 +10,29 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_megatron.groups.collectives import (
-    all_gather_sequence,
-    all_reduce_,
-    reduce_scatter_sequence,
-)
+from lightning_megatron.groups.collectives import all_gather_sequence, all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.pending import Pending
+from lightning_megatron.layers.fp8.magnitude import GradientMagnitude, Magnitude
 from lightning_megatron.layers.fp8.operand import (
     Operand,
     Operands,
-    ScaledProduct,
     needed,
     product,
     transposed,
 )
+from lightning_megatron.layers.fp8.overlapped_products import (
+    gathered,
+    gathered_product,
+    scattered_product,
+)
 from lightning_megatron.layers.fp8.scaling import Axes, Scaling
-from lightning_megatron.layers.gradient_slot import GradientSlot, StackedSlot
+from lightning_megatron.layers.fp8.weight_products import (
+    Inputs,
+    give_weight_gradient,
+    ready,
+    start_inputs,
+)
 from lightning_megatron.layers.regions import (
     add_bias,
     as_rows,
@@ -35,14 +41,9 @@ from lightning_megatron.layers.regions import (
     open_queue,
     remember,
     row_border,
-    start_gathering,
     start_summing,
 )
-from lightning_megatron.layers.weight_gradient_queue import Add
 from lightning_megatron.shapes import Float
-
-#: Waits for the inputs of a layer, and returns the operand of their columns.
-_Inputs = Callable[[], Operand]
 
 
 def fp8_column_linear(
@@ -51,6 +52,8 @@ def fp8_column_linear(
     bias: Float[Tensor, "out_local"] | None,
     mesh: ParallelMesh,
     scaling: Scaling,
+    magnitude: Magnitude | None = None,
+    of_gradient: GradientMagnitude | None = None,
 ) -> Float[Tensor, "seq *batch out_local"]:
     """Enter a tensor-parallel region and multiply by this rank's rows of a weight, in 8 bits.
 
@@ -58,13 +61,23 @@ def fp8_column_linear(
     rounded input is kept, in 8 bits; under sequence parallelism this rank's positions of it. With
     scales of rows, columns or blocks, sequence parallelism keeps the input itself.
 
+    Args:
+        hidden: The input.
+        weight: This rank's rows of the weight.
+        bias: This rank's part of the bias; None without one.
+        mesh: Process groups of this rank.
+        scaling: How the layer casts.
+        magnitude: Largest magnitude of the input; None finds it.
+        of_gradient: Where the backward pass of the operator that reads the output leaves the
+            magnitude of the gradient; None finds it.
+
     Communication: as ``column_linear``, and an all-reduce of magnitudes for each tensor that ranks
         share, unless scales are those of earlier steps. With one scale the all-gathers of sequence
         parallelism carry 8 bits.
     """
     # Magnitudes of evaluations and trials are not those of a step.
     scaling = scaling.counting(torch.is_grad_enabled())
-    output = _FP8ColumnLinear.apply(hidden, weight, bias, mesh, scaling)
+    output = _FP8ColumnLinear.apply(hidden, weight, bias, mesh, scaling, magnitude, of_gradient)
     return output.view(-1, *hidden.shape[1:-1], weight.shape[0])
 
 
@@ -74,18 +87,27 @@ def fp8_row_linear(
     bias: Float[Tensor, "out_features"] | None,
     mesh: ParallelMesh,
     scaling: Scaling,
+    magnitude: Magnitude | None = None,
 ) -> Float[Tensor, "seq_local *batch out_features"]:
     """Multiply by this rank's columns of a weight in 8 bits, and leave the tensor-parallel region.
 
     Equal to :func:`~lightning_megatron.layers.regions.row_linear` of rounded factors. The rounded
     input is kept, in 8 bits.
 
+    Args:
+        hidden: The input.
+        weight: This rank's columns of the weight.
+        bias: The bias; None without one.
+        mesh: Process groups of this rank.
+        scaling: How the layer casts.
+        magnitude: Largest magnitude of this rank's input; None finds it.
+
     Communication: as ``row_linear``, and an all-reduce of magnitudes for each tensor that ranks
         share, unless scales are those of earlier steps. With one scale the all-gather of sequence
         parallelism carries 8 bits.
     """
     scaling = scaling.counting(torch.is_grad_enabled())
-    return _FP8RowLinear.apply(hidden, weight, bias, mesh, scaling)
+    return _FP8RowLinear.apply(hidden, weight, bias, mesh, scaling, magnitude)
 
 
 class _FP8ColumnLinear(torch.autograd.Function):
@@ -99,32 +121,45 @@ class _FP8ColumnLinear(torch.autograd.Function):
         bias: Tensor | None,
         mesh: ParallelMesh,
         scaling: Scaling,
+        magnitude: Magnitude | None,
+        of_gradient: GradientMagnitude | None,
     ) -> Tensor:
         remember(ctx, hidden, weight, bias, mesh)
         ctx.scaling = scaling
+        ctx.of_gradient = of_gradient
         ctx.hidden_shape = hidden.shape
         keeps_input = ctx.needs_input_grad[1]
+        own = None if magnitude is None else magnitude.of(hidden)
         kept: tuple[Tensor | None, Tensor | None] = (None, None)
         if not mesh.sequence_parallel:
             inputs = scaling.cast_input(
-                as_rows(hidden), rows=True, columns=keeps_input, row_axes=(mesh.cp,)
+                as_rows(hidden), rows=True, columns=keeps_input, row_axes=(mesh.cp,), own=own
             )
             rows = inputs.rows
             if inputs.columns is not None:
                 kept = inputs.columns.values, inputs.columns.scale
         elif scaling.has_one_scale:
             axes = mesh.cp, mesh.tp
-            cast = scaling.cast_input(as_rows(hidden), rows=True, columns=False, row_axes=axes)
-            local = needed(cast.rows)
-            rows = Operand(_gathered(local.values, mesh), local.scale)
-            kept = local.values, local.scale
+            cast = scaling.cast_input(
+                as_rows(hidden), rows=True, columns=False, row_axes=axes, own=own
+            )
+            rows = needed(cast.rows)
+            kept = rows.values, rows.scale
         else:
             full = as_rows(all_gather_sequence(hidden, mesh.tp))
             rows = scaling.cast_input(full, rows=True, columns=False, row_axes=(mesh.cp,)).rows
             kept = hidden, None
         matrix = scaling.cast_weight(weight, rows=True, columns=False, row_axes=(mesh.tp,))
         _save(ctx, kept if keeps_input else (None, None), weight, matrix)
-        return add_bias(_forward_product(ctx, rows, matrix, hidden), bias)
+        factors = needed(rows), needed(matrix.rows)
+        dtype = _forward_dtype(hidden)
+        emulate = scaling.emulate
+        fast = scaling.sums_fast
+        if mesh.sequence_parallel and scaling.has_one_scale:
+            _, output = gathered_product(*factors, mesh, dtype, emulate=emulate, fast=fast)
+        else:
+            output = product(*factors, dtype, emulate=emulate, fast=fast)
+        return add_bias(output, bias)
 
     @staticmethod
     @once_differentiable
@@ -132,18 +167,20 @@ class _FP8ColumnLinear(torch.autograd.Function):
         kept, scale, weight, magnitude = ctx.saved_tensors
         mesh = ctx.mesh
         grad = as_rows(grads[0])
+        own = None if ctx.of_gradient is None else ctx.of_gradient.take(grads[0])
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        start: Callable[[], _Inputs] = partial(_start_inputs, kept, scale, mesh, ctx.scaling)
+        start: Callable[[], Inputs] = partial(start_inputs, kept, scale, mesh, ctx.scaling)
         if needs_weight and open_queue(ctx) is None:
             # The inputs arrive while the gradient of the inputs is computed.
             inputs = start()
-            start = partial(_ready, inputs)
+            start = partial(ready, inputs)
         cast = ctx.scaling.cast_gradient(
             grad,
             rows=needs_hidden,
             columns=needs_weight,
             row_axes=(mesh.cp,),
             column_axes=(mesh.tp,),
+            own=own,
         )
         grad_hidden = None
         leaving = Pending()
@@ -153,9 +190,9 @@ class _FP8ColumnLinear(torch.autograd.Function):
             grad_hidden, leaving = start_summing(part, mesh)
         # The bias and weight gradients overlap with the sum of the input gradient.
         grad_bias = bias_gradient(ctx, grad)
-        grad_weight = _give_weight_gradient(ctx, cast.columns, start) if needs_weight else None
+        grad_weight = give_weight_gradient(ctx, cast.columns, start) if needs_weight else None
         leaving.wait()
-        return grad_hidden, grad_weight, grad_bias, None, None
+        return grad_hidden, grad_weight, grad_bias, *[None] * 4
 
 
 class _FP8RowLinear(torch.autograd.Function):
@@ -169,27 +206,34 @@ class _FP8RowLinear(torch.autograd.Function):
         bias: Tensor | None,
         mesh: ParallelMesh,
         scaling: Scaling,
+        magnitude: Magnitude | None,
     ) -> Tensor:
         remember(ctx, hidden, weight, bias, mesh)
         ctx.scaling = scaling
         ctx.hidden_shape = hidden.shape
         keeps_input = ctx.needs_input_grad[1]
+        own = None if magnitude is None else magnitude.of(hidden)
         inputs = scaling.cast_input(
             as_rows(hidden),
             rows=True,
             columns=keeps_input,
             row_axes=(mesh.cp,),
             column_axes=(mesh.tp,),
+            own=own,
         )
         matrix = scaling.cast_weight(weight, rows=True, columns=False, column_axes=(mesh.tp,))
         columns = inputs.columns
         kept = (None, None) if columns is None else (columns.values, columns.scale)
         _save(ctx, kept, weight, matrix)
-        part = _forward_product(ctx, inputs.rows, matrix, hidden)
-        part = part.view(*hidden.shape[:-1], weight.shape[0])
+        factors = needed(inputs.rows), needed(matrix.rows)
+        dtype = _forward_dtype(hidden)
+        emulate = scaling.emulate
+        fast = scaling.sums_fast
         if mesh.sequence_parallel:
-            return add_bias(reduce_scatter_sequence(part, mesh.tp), bias)
-        return add_bias(all_reduce_(part, mesh.tp), bias)
+            output = scattered_product(*factors, mesh, dtype, emulate=emulate, fast=fast)
+        else:
+            output = all_reduce_(product(*factors, dtype, emulate=emulate, fast=fast), mesh.tp)
+        return add_bias(output.view(-1, *hidden.shape[1:-1], weight.shape[0]), bias)
 
     @staticmethod
     @once_differentiable
@@ -199,16 +243,23 @@ class _FP8RowLinear(torch.autograd.Function):
         grad = grads[0]
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_bias = bias_gradient(ctx, grad)
-        cast = _gathered_gradient(ctx, grad, needs_hidden, needs_weight)
-        grad_hidden = None
-        if needs_hidden:
-            found = _input_gradient(ctx, cast, weight, magnitude, (), (mesh.tp,))
-            grad_hidden = found.view(ctx.hidden_shape)
+        if mesh.sequence_parallel and ctx.scaling.has_one_scale:
+            found, columns = _gathered_gradients(ctx, grad, weight, magnitude)
+        else:
+            full = all_gather_sequence(grad, mesh.tp) if mesh.sequence_parallel else grad
+            cast = ctx.scaling.cast_gradient(
+                as_rows(full), rows=needs_hidden, columns=needs_weight, row_axes=(mesh.cp,)
+            )
+            columns = cast.columns
+            found = None
+            if needs_hidden:
+                found = _input_gradient(ctx, cast, weight, magnitude, (), (mesh.tp,))
+        grad_hidden = None if found is None else found.view(ctx.hidden_shape)
         grad_weight = None
         if needs_weight:
-            start = partial(_ready, partial(Operand, kept, scale))
-            grad_weight = _give_weight_gradient(ctx, cast.columns, start)
-        return grad_hidden, grad_weight, grad_bias, None, None
+            start = partial(ready, partial(Operand, kept, scale))
+            grad_weight = give_weight_gradient(ctx, columns, start)
+        return grad_hidden, grad_weight, grad_bias, *[None] * 3
 
 
 def _save(
@@ -219,17 +270,11 @@ def _save(
     ctx.save_for_backward(*kept, *own)
 
 
-def _forward_product(ctx: Any, rows: Operand | None, matrix: Operands, hidden: Tensor) -> Tensor:
+def _forward_dtype(hidden: Tensor) -> torch.dtype:
+    """Return the type of the outputs."""
     kind = hidden.device.type
     is_autocast = torch.is_autocast_enabled(kind)
-    dtype = torch.get_autocast_dtype(kind) if is_autocast else hidden.dtype
-    return product(
-        needed(rows),
-        needed(matrix.rows),
-        dtype,
-        emulate=ctx.scaling.emulate,
-        fast=ctx.scaling.settings.recipe != "blockwise",
-    )
+    return torch.get_autocast_dtype(kind) if is_autocast else hidden.dtype
 
 
 def _input_gradient(
@@ -250,6 +295,14 @@ def _input_gradient(
         row_axes: Axes whose ranks hold other rows of the weight.
         column_axes: Axes whose ranks hold other columns of the weight.
     """
+    matrix = _weight_columns(ctx, weight, magnitude, row_axes, column_axes)
+    return product(needed(cast.rows), matrix, ctx.hidden_dtype, emulate=ctx.scaling.emulate)
+
+
+def _weight_columns(
+    ctx: Any, weight: Tensor, magnitude: Tensor | None, row_axes: Axes, column_axes: Axes
+) -> Operand:
+    """Return the operand of the columns of the weight, as :func:`_input_gradient` needs it."""
     matrix = ctx.scaling.cast_weight(
         weight,
         rows=False,
@@ -258,96 +311,35 @@ def _input_gradient(
         column_axes=column_axes,
         magnitude=magnitude,
     )
-    return product(
-        needed(cast.rows), needed(matrix.columns), ctx.hidden_dtype, emulate=ctx.scaling.emulate
-    )
+    return needed(matrix.columns)
 
 
-def _gathered_gradient(ctx: Any, grad: Tensor, needs_hidden: bool, needs_weight: bool) -> Operands:
-    """Return the gradient of a row layer's outputs at all positions."""
-    mesh = ctx.mesh
-    scaling = ctx.scaling
-    if mesh.sequence_parallel and scaling.has_one_scale:
-        rows = as_rows(grad)
-        axes = mesh.cp, mesh.tp
-        local = needed(scaling.cast_gradient(rows, rows=True, columns=False, row_axes=axes).rows)
-        full = Operand(_gathered(local.values, mesh), local.scale)
-        multiple = scaling.settings.multiple
-        return Operands(full, transposed(full, multiple) if needs_weight else None)
-    if mesh.sequence_parallel:
-        grad = all_gather_sequence(grad, mesh.tp)
-    return scaling.cast_gradient(
-        as_rows(grad), rows=needs_hidden, columns=needs_weight, row_axes=(mesh.cp,)
-    )
+def _gathered_gradients(
+    ctx: Any, grad: Tensor, weight: Tensor, magnitude: Tensor | None
+) -> tuple[Tensor | None, Operand | None]:
+    """Return the input gradient of a row layer, and the gradient of its outputs by columns.
 
-
-def _gathered(values: Tensor, mesh: ParallelMesh) -> Tensor:
-    """Return the rows of all tensor-parallel ranks of a matrix of 8 bits."""
-    full, arriving = start_gathering(values.view(torch.uint8), mesh)
-    arriving.wait()
-    return full.view(values.dtype)
-
-
-def _start_inputs(
-    kept: Tensor, scale: Tensor | None, mesh: ParallelMesh, scaling: Scaling
-) -> _Inputs:
-    """Start to gather the inputs of a column layer, if ranks kept parts of them.
+    Each is None if it is not needed. Under sequence parallelism, with one scale.
 
     Args:
-        kept: What the forward pass kept.
-        scale: Its scales; None if it is not in 8 bits.
-        mesh: Process groups of this rank.
-        scaling: How the layer casts.
+        ctx: Context of the layer.
+        grad: Gradient of the outputs at this rank's positions.
+        weight: The weight.
+        magnitude: Magnitudes of the weight that the forward pass found; None if there are none.
     """
-    if scale is None:
-        full, arriving = start_gathering(kept, mesh)
-
-        def cast_all() -> Operand:
-            arriving.wait()
-            inputs = scaling.cast_input(
-                as_rows(full), rows=False, columns=True, row_axes=(mesh.cp,)
-            )
-            return needed(inputs.columns)
-
-        return cast_all
-    if not mesh.sequence_parallel:
-        return partial(Operand, kept, scale)
-    full, arriving = start_gathering(kept.view(torch.uint8), mesh)
-
-    def transpose_all() -> Operand:
-        arriving.wait()
-        return transposed(Operand(full.view(kept.dtype), scale), scaling.settings.multiple)
-
-    return transpose_all
-
-
-def _ready(inputs: _Inputs) -> _Inputs:
-    return inputs
-
-
-def _start_product(
-    slot: GradientSlot | StackedSlot,
-    gradient: Operand,
-    start: Callable[[], _Inputs],
-    multiply: Callable[[Operand, Operand], ScaledProduct],
-) -> Add:
-    """Start what the weight half of a backward pass does, and return how it ends."""
-    inputs = start()
-    return lambda: slot.add_computed(multiply(gradient, inputs()))
-
-
-def _give_weight_gradient(
-    ctx: Any, gradient: Operand | None, start: Callable[[], _Inputs]
-) -> Tensor | None:
-    """Add the weight gradient to its slot, leave it to the weight half, or return it."""
-    multiply = partial(ScaledProduct, emulate=ctx.scaling.emulate, dtype=ctx.weight_dtype)
-    queue = open_queue(ctx)
-    slot = ctx.weight_slot
-    if queue is not None:
-        queue.put(partial(_start_product, slot, needed(gradient), start, multiply), slot.slots)
-        return None
-    found = multiply(needed(gradient), start()())
-    if slot is None:
-        return found.value()
-    slot.add_computed(found)
-    return None
+    mesh = ctx.mesh
+    scaling = ctx.scaling
+    axes = mesh.cp, mesh.tp
+    local = needed(
+        scaling.cast_gradient(as_rows(grad), rows=True, columns=False, row_axes=axes).rows
+    )
+    found = None
+    if ctx.needs_input_grad[0]:
+        matrix = _weight_columns(ctx, weight, magnitude, (), (mesh.tp,))
+        full, found = gathered_product(
+            local, matrix, mesh, ctx.hidden_dtype, emulate=scaling.emulate
+        )
+    else:
+        full = gathered(local, mesh)
+    columns = transposed(full, scaling.settings.multiple) if ctx.needs_input_grad[1] else None
+    return found, columns

@@ -52,6 +52,23 @@ class Scaling:
         """Return whether a tensor has one scale; its transpose then has the same numbers."""
         return self.settings.has_one_scale
 
+    @property
+    def sums_fast(self) -> bool:
+        """Return whether forward products may be summed up with fewer bits, at full speed."""
+        return self.settings.recipe != "blockwise"
+
+    @property
+    def reads_magnitudes(self) -> bool:
+        """Return whether casts begin with the largest magnitude of a tensor, which may be known.
+
+        Compiled code finds it itself. Tensors of inference do not count how often they are written,
+        so that it would not be known for sure.
+        """
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return False
+        earlier = None if self.scales is None else self.scales.magnitude("input")
+        return self.has_one_scale and earlier is None
+
     def counting(self, counts: bool) -> Scaling:
         """Return the same, with casts that add to the magnitudes of the step, or do not.
 
@@ -68,6 +85,7 @@ class Scaling:
         columns: bool,
         row_axes: Axes = (),
         column_axes: Axes = (),
+        own: Int[Tensor, "parts"] | None = None,
     ) -> Operands:
         """Cast the inputs of a layer.
 
@@ -77,11 +95,13 @@ class Scaling:
             columns: Whether the operand of the columns is needed.
             row_axes: Axes whose ranks hold other rows.
             column_axes: Axes whose ranks hold other columns.
+            own: Bit patterns, the largest of which is the magnitude of this rank's inputs; None
+                finds it. Only casts with one scale use it.
 
         Communication: an all-reduce of magnitudes over each axis, except by blocks and with scales
             of earlier steps.
         """
-        return self._cast(matrix, "input", "e4m3", rows, columns, row_axes, column_axes)
+        return self._cast(matrix, "input", "e4m3", rows, columns, row_axes, column_axes, own=own)
 
     def cast_gradient(
         self,
@@ -91,10 +111,11 @@ class Scaling:
         columns: bool,
         row_axes: Axes = (),
         column_axes: Axes = (),
+        own: Int[Tensor, "parts"] | None = None,
     ) -> Operands:
         """Cast the gradient of a layer's outputs, as :meth:`cast_input` casts the inputs."""
         form = self.settings.gradient_format
-        return self._cast(matrix, "gradient", form, rows, columns, row_axes, column_axes)
+        return self._cast(matrix, "gradient", form, rows, columns, row_axes, column_axes, own=own)
 
     def cast_weight(
         self,
@@ -158,6 +179,7 @@ class Scaling:
         row_axes: Axes,
         column_axes: Axes,
         magnitude: Tensor | None = None,
+        own: Tensor | None = None,
     ) -> Operands:
         matrix = matrix.contiguous()
         dtype = torch.float8_e5m2 if form == "e5m2" else torch.float8_e4m3fn
@@ -168,8 +190,13 @@ class Scaling:
             scales = self.scales
             earlier = None if scales is None else scales.magnitude(use)
             if earlier is None and magnitude is None:
-                magnitude = casts.magnitude_parts(matrix)
-                _maximize(magnitude, (*row_axes, *column_axes))
+                axes = [axis for axis in (*row_axes, *column_axes) if axis.size > 1]
+                if own is None:
+                    magnitude = casts.magnitude_parts(matrix)
+                else:
+                    # Another cast of the same matrix may need the magnitude of this rank.
+                    magnitude = own.clone() if axes else own
+                _maximize(magnitude, axes)
             parts = magnitude if earlier is None else earlier
             seen = scales.seen(use) if scales is not None and self.counts else None
             found = casts.cast_by_one_scale(

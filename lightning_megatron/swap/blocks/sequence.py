@@ -17,6 +17,7 @@ from lightning_megatron.groups.collectives import (
 )
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import set_shard_spec, whole_spec
+from lightning_megatron.layers.fp8.magnitude import GradientMagnitude, Magnitude
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.regions import column_linear, row_linear
 from lightning_megatron.layers.sequence_shard import CUT, SequenceShard, whole_of
@@ -134,9 +135,15 @@ class SequenceColumnLinear(ColumnParallelLinear):
     """
 
     @override
-    def forward(self, hidden: Tensor, add_bias: bool = True) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        add_bias: bool = True,
+        magnitude: Magnitude | None = None,
+        of_gradient: GradientMagnitude | None = None,
+    ) -> Tensor:
         if not isinstance(hidden, SequenceShard):
-            return super().forward(hidden, add_bias)
+            return super().forward(hidden, add_bias, magnitude, of_gradient)
         shares = replace(self.mesh, sequence_parallel=True)
         rows = hidden.part.movedim(CUT, 0)
         output = column_linear(rows, self.weight, self.bias if add_bias else None, shares).movedim(
@@ -154,7 +161,9 @@ class SequenceRowLinear(RowParallelLinear):
     """
 
     @override
-    def forward(self, hidden: Tensor, add_bias: bool = True) -> Tensor:
+    def forward(
+        self, hidden: Tensor, add_bias: bool = True, magnitude: Magnitude | None = None
+    ) -> Tensor:
         if self.split_input:
             hidden = split_to_axis(whole_of(hidden), self.mesh.tp, dim=-1)
         rows = whole_of(hidden).movedim(CUT, 0)

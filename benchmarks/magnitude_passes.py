@@ -1,0 +1,173 @@
+"""Benchmark of magnitudes that norms and SwiGLU find for casts to 8 bits, on one GPU.
+
+    python -m benchmarks.magnitude_passes --out magnitudes.md
+
+A cast with one scale begins with the largest magnitude of its matrix. The kernel that computes the
+matrix finds it in the same pass, or a second pass over the matrix does. Times are those of
+``benchmarks.block_kernels``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.block_kernels import DTYPE, GPT2, LLAMA, drawn, timed
+from lightning_megatron.kernels import triton as kernels
+from lightning_megatron.layers.fp8.magnitude import no_magnitude
+from lightning_megatron.models.config import GPTConfig
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Operator whose result is cast to 8 bits with one scale.
+
+    Args:
+        name: Label of the row in the table.
+        alone: The operator; returns the matrix.
+        measured: The operator that also finds the magnitude; returns the matrix and bit patterns.
+        dtype: Format of the cast.
+    """
+
+    name: str
+    alone: Callable[[], Tensor]
+    measured: Callable[[], tuple[Tensor, Tensor]]
+    dtype: torch.dtype = torch.float8_e4m3fn
+
+    @property
+    def apart(self) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Return the operator and a pass that finds the magnitude."""
+
+        def run() -> tuple[Tensor, Tensor]:
+            found = self.alone()
+            return found, kernels.magnitude_parts(found)
+
+        return run
+
+    def cast_after(self, run: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[], Any]:
+        """Return one of both, followed by the cast of the matrix and its transpose."""
+
+        def cast() -> Any:
+            matrix, parts = run()
+            asked = {"rows": True, "columns": True, "multiple": 16}
+            return kernels.cast_by_one_scale(matrix, parts, self.dtype, **asked)
+
+        return cast
+
+
+def norm_passes(config: GPTConfig, tokens: int) -> Passes:
+    """Return the norm of a sum of the residual stream and an update, before a linear layer.
+
+    Args:
+        config: Model that gives the kind of norm and its width.
+        tokens: Rows of the matrix (tokens).
+    """
+    width = config.hidden_size
+    is_rms = config.norm == "rmsnorm"
+    hidden, update, weight, bias = (
+        drawn(*shape).detach() for shape in ((tokens, width), (tokens, width), (width,), (width,))
+    )
+    own = hidden, update, weight, None if is_rms else bias, 1e-5, is_rms
+
+    def measured() -> tuple[Tensor, Tensor]:
+        seen = no_magnitude(hidden)
+        return kernels.add_norm(*own, seen=seen)[1], seen
+
+    name = f"{'RMSNorm' if is_rms else 'LayerNorm'}, {tokens} x {width}"
+    return Passes(name, lambda: kernels.add_norm(*own)[1], measured)
+
+
+def swiglu_passes(tokens: int, features: int) -> tuple[Passes, Passes]:
+    """Return the forward and the backward pass of SwiGLU, between two linear layers.
+
+    Args:
+        tokens: Rows of the matrices (tokens).
+        features: Columns of the output (elements).
+    """
+    gate_up = drawn(tokens, 2 * features)
+    grad = drawn(tokens, features).detach()
+    taken: list[tuple[Tensor, Tensor]] = []
+    output = kernels.apply_swiglu(gate_up)
+    noting = kernels.apply_swiglu(gate_up, None, lambda *found: taken.append(found))
+
+    def forward() -> tuple[Tensor, Tensor]:
+        seen = no_magnitude(gate_up)
+        return kernels.apply_swiglu(gate_up, seen).detach(), seen
+
+    def backward() -> tuple[Tensor, Tensor]:
+        torch.autograd.grad(noting, gate_up, grad, retain_graph=True)
+        return taken.pop()
+
+    def plain() -> Tensor:
+        return torch.autograd.grad(output, gate_up, grad, retain_graph=True)[0]
+
+    size = f"{tokens} x {features}"
+    return (
+        Passes(f"SwiGLU, {size}", lambda: kernels.apply_swiglu(gate_up).detach(), forward),
+        Passes(f"backward of SwiGLU, {size}", plain, backward, torch.float8_e5m2),
+    )
+
+
+def measure_passes(case: Passes, rounds: int) -> str:
+    """Time an operator with its magnitude in one pass and in two, and return a row of the table."""
+    calls: dict[str, Callable[[], Any]] = {
+        "alone": case.alone,
+        "one pass": case.measured,
+        "two passes": case.apart,
+        "one pass and cast": case.cast_after(case.measured),
+        "two passes and cast": case.cast_after(case.apart),
+    }
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 3):
+        for name, call in calls.items():
+            milliseconds = timed(call)
+            if turn >= 3:
+                found[name].append(milliseconds)
+    cells = [f"{1e3 * statistics.median(times):.0f}" for times in found.values()]
+    return f"| {case.name} | " + " | ".join(cells) + " |"
+
+
+def report_passes(rounds: int) -> list[str]:
+    """Time norms and SwiGLU with the magnitudes of their results, and return the table."""
+    tokens = 2 * LLAMA.max_seq_length
+    lines = [
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}: microseconds\n",
+        "| operator | alone | one pass | two passes | one pass and cast | two passes and cast |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    print("\n".join(lines), flush=True)
+    cases = (
+        norm_passes(LLAMA, tokens),
+        norm_passes(GPT2, tokens),
+        *swiglu_passes(tokens, LLAMA.ffn_size),
+        # Features of a rank with tp 4.
+        *swiglu_passes(tokens, LLAMA.ffn_size // 4),
+    )
+    for case in cases:
+        lines.append(measure_passes(case, rounds))
+        print(lines[-1], flush=True)
+    return lines
+
+
+def main() -> None:
+    """Measure all cases and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=15, help="timed calls of each variant")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
+    options = parser.parse_args()
+    lines = report_passes(options.rounds)
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Weight gradients of linear layers in 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.fp8.operand import Operand, ScaledProduct, needed, transposed
+from lightning_megatron.layers.fp8.scaling import Scaling
+from lightning_megatron.layers.gradient_slot import GradientSlot, StackedSlot
+from lightning_megatron.layers.regions import as_rows, open_queue, start_gathering
+from lightning_megatron.layers.weight_gradient_queue import Add
+from lightning_megatron.shapes import Float, Shaped
+
+#: Waits for the inputs of a layer, and returns the operand of their columns.
+Inputs = Callable[[], Operand]
+
+
+def start_inputs(
+    kept: Shaped[Tensor, "..."],
+    scale: Float[Tensor, "..."] | None,
+    mesh: ParallelMesh,
+    scaling: Scaling,
+) -> Inputs:
+    """Start to gather the inputs of a column layer, if ranks kept parts of them.
+
+    Args:
+        kept: What the forward pass kept.
+        scale: Its scales; None if it is not in 8 bits.
+        mesh: Process groups of this rank.
+        scaling: How the layer casts.
+    """
+    if scale is None:
+        full, arriving = start_gathering(kept, mesh)
+
+        def cast_all() -> Operand:
+            arriving.wait()
+            inputs = scaling.cast_input(
+                as_rows(full), rows=False, columns=True, row_axes=(mesh.cp,)
+            )
+            return needed(inputs.columns)
+
+        return cast_all
+    if not mesh.sequence_parallel:
+        return partial(Operand, kept, scale)
+    full, arriving = start_gathering(kept.view(torch.uint8), mesh)
+
+    def transpose_all() -> Operand:
+        arriving.wait()
+        return transposed(Operand(full.view(kept.dtype), scale), scaling.settings.multiple)
+
+    return transpose_all
+
+
+def ready(inputs: Inputs) -> Inputs:
+    """Return inputs that need no communication, or whose communication has started."""
+    return inputs
+
+
+def _start_product(
+    slot: GradientSlot | StackedSlot,
+    gradient: Operand,
+    start: Callable[[], Inputs],
+    multiply: Callable[[Operand, Operand], ScaledProduct],
+) -> Add:
+    """Start what the weight half of a backward pass does, and return how it ends."""
+    inputs = start()
+    return lambda: slot.add_computed(multiply(gradient, inputs()))
+
+
+def give_weight_gradient(
+    ctx: Any, gradient: Operand | None, start: Callable[[], Inputs]
+) -> Float[Tensor, "out_local in_local"] | None:
+    """Add the weight gradient to its slot, leave it to the weight half, or return it.
+
+    Args:
+        ctx: Context of the layer.
+        gradient: Gradient of the outputs by columns.
+        start: Starts what the inputs need, and returns how they are had.
+    """
+    multiply = partial(ScaledProduct, emulate=ctx.scaling.emulate, dtype=ctx.weight_dtype)
+    queue = open_queue(ctx)
+    slot = ctx.weight_slot
+    if queue is not None:
+        queue.put(partial(_start_product, slot, needed(gradient), start, multiply), slot.slots)
+        return None
+    found = multiply(needed(gradient), start()())
+    if slot is None:
+        return found.value()
+    slot.add_computed(found)
+    return None

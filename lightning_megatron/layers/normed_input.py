@@ -1,0 +1,37 @@
+"""Norms of the residual stream, with what the layer that reads the result can use of it."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from lightning_megatron.layers.fp8.magnitude import Magnitude, no_magnitude
+from lightning_megatron.shapes import Float
+
+
+def normalised_for(
+    reader: nn.Module,
+    norm: nn.Module | None,
+    hidden: Float[Tensor, "*tokens hidden"],
+    update: Float[Tensor, "*tokens hidden"] | None = None,
+) -> tuple[Float[Tensor, "*tokens hidden"], Float[Tensor, "*tokens hidden"], dict[str, Magnitude]]:
+    """Add an update to the residual stream and normalise the sum for a layer.
+
+    Returns:
+        The new residual stream, the normalised vectors, and named arguments that the layer must be
+        called with: ``magnitude`` if its attribute ``reads_magnitude`` is true.
+
+    Args:
+        reader: Layer that reads the normalised vectors.
+        norm: The norm; None means that the layer reads the stream itself.
+        hidden: The residual stream.
+        update: Tensor that is added to the stream; None means no addition.
+    """
+    if norm is None:
+        stream = hidden if update is None else hidden + update
+        return stream, stream, {}
+    if not getattr(reader, "reads_magnitude", False):
+        stream, normed = norm(hidden, update, True)
+        return stream, normed, {}
+    seen = no_magnitude(hidden)
+    stream, normed = norm(hidden, update, True, seen)
+    return stream, normed, {"magnitude": Magnitude(normed, seen)}

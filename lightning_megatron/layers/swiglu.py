@@ -1,0 +1,41 @@
+"""SwiGLU, with the largest magnitudes that products in 8 bits before and after it need."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_megatron.layers.choose_kernels import fused_kernels
+from lightning_megatron.layers.fp8.magnitude import GradientMagnitude, find_magnitude
+from lightning_megatron.shapes import Float, Int
+
+
+def apply_swiglu(
+    gate_up: Float[Tensor, "*tokens gate_up"],
+    seen: Int[Tensor, "parts"] | None = None,
+    of_gradient: GradientMagnitude | None = None,
+) -> Float[Tensor, "*tokens gate_up//2"]:
+    """Multiply the SiLU of the first half of the features by the second half.
+
+    The fused kernel finds magnitudes in the pass that computes the numbers.
+
+    Args:
+        gate_up: The features.
+        seen: Bit patterns, the largest of which grows to the largest magnitude of the output; None
+            finds none.
+        of_gradient: Where the backward pass leaves the largest magnitude of the gradient of
+            ``gate_up``; None finds none.
+
+    Source: Shazeer 2020.
+    """
+    kernels = fused_kernels(gate_up)
+    if kernels is not None:
+        take = None if of_gradient is None else of_gradient.put
+        return kernels.apply_swiglu(gate_up, seen, take)
+    if of_gradient is not None and gate_up.requires_grad:
+        gate_up.register_hook(of_gradient.find)
+    gate, up = gate_up.chunk(2, dim=-1)
+    output = F.silu(gate) * up
+    if seen is not None:
+        find_magnitude(output, seen)
+    return output

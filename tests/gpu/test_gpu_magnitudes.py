@@ -1,0 +1,110 @@
+"""On GPUs the magnitudes that kernels of norms and SwiGLU find give the bits of those that layers
+find; ``test_gpu_kernels.py`` checks the kernels themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron import CudaGraphs
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.plan.fp8 import FP8
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.gpu.shared_gpu import gpu_of, require_gpus
+from tests.layers.noted_casts import CONFIGS, GIVEN, compare_hand_over, given
+from tests.strategy.graph_fits import fit
+from tests.strategy.tiny import TinyLM
+from tests.world import run_world
+
+#: Layers of Llama 3 8B and of GPT-2 1.2B.
+REAL = {
+    "llama": GPTConfig.llama(
+        vocab_size=1024,
+        max_seq_length=4096,
+        num_layers=1,
+        hidden_size=4096,
+        num_heads=32,
+        num_kv_heads=8,
+        ffn_hidden_size=14336,
+    ),
+    "gpt2": GPTConfig.gpt2(
+        vocab_size=1024, max_seq_length=1024, num_layers=1, hidden_size=1536, num_heads=16
+    ),
+}
+
+
+def expected_of(kind: str, num_layers: int = 2) -> tuple[list[bool], list[bool]]:
+    """Return which inputs and gradients come with magnitudes in two steps without recomputation."""
+    inputs, gradients = GIVEN[kind]
+    return 2 * num_layers * [*inputs], 2 * num_layers * [*reversed(gradients)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", list(CONFIGS))
+def test_models_have_the_bits_of_models_without_hand_over(kind: str) -> None:
+    mesh = ParallelMesh.single("cuda", seed=0)
+    casts = compare_hand_over(CONFIGS[kind], mesh, dtype=torch.bfloat16, emulate=False)
+    assert (given(casts, "input"), given(casts, "gradient")) == expected_of(kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["selective", "full", "norms", "activations"])
+def test_recomputed_models_have_the_bits_of_models_without_hand_over(recompute: str) -> None:
+    mesh = ParallelMesh.single("cuda", seed=0)
+    options = {"dtype": torch.bfloat16, "emulate": False}
+    casts = compare_hand_over(CONFIGS["llama"], mesh, recompute=recompute, **options)
+    inputs, gradients = expected_of("llama")
+    assert sum(given(casts, "input")) >= sum(inputs)
+    assert given(casts, "gradient") == gradients
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "batch", "length"), [("llama", 1, 4096), ("gpt2", 2, 1024)])
+def test_layers_of_real_size_have_the_bits_of_layers_without_hand_over(
+    kind: str, batch: int, length: int
+) -> None:
+    mesh = ParallelMesh.single("cuda", seed=0)
+    options = {"dtype": torch.bfloat16, "emulate": False, "batch": batch, "length": length}
+    casts = compare_hand_over(REAL[kind], mesh, **options)
+    assert (given(casts, "input"), given(casts, "gradient")) == expected_of(kind, 1)
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["segments", "full"])
+def test_graphs_with_magnitudes_that_are_handed_over_equal_eager_steps(mode: Any) -> None:
+    losses = []
+    for graphs in (None, CudaGraphs(mode, warmup_steps=2)):
+        found = fit(
+            *(graphs, 1, {"fp8": FP8("tensorwise")}),
+            module=TinyLM(hidden_size=64, num_heads=4, activation="swiglu"),
+            **{"accelerator": "gpu", "precision": "bf16-mixed", "max_steps": 8},
+            num_samples=40,
+        )
+        assert graphs is None or found.num_graphs[-1] > 0
+        losses.append(found.losses)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert losses[0][-1] < losses[0][0]
+
+
+def _compare_in_world(rank: int, size: int) -> list[tuple[list[bool], list[bool]]]:
+    found = []
+    for shares in (False, True):
+        layout = ParallelLayout(world_size=size, tp=size)
+        mesh = ParallelMesh.create(layout, device=gpu_of(rank), seed=0, sequence_parallel=shares)
+        options = {"dtype": torch.bfloat16, "emulate": False}
+        casts = compare_hand_over(CONFIGS["llama"], mesh, **options)
+        found.append((given(casts, "input"), given(casts, "gradient")))
+        mesh.destroy()
+    return found
+
+
+@pytest.mark.gpu2
+def test_ranks_of_the_tensor_axis_agree_on_the_magnitudes_that_they_hand_over() -> None:
+    require_gpus(2)
+    for found in run_world(_compare_in_world, 2, backend="nccl"):
+        assert found == 2 * [expected_of("llama")]

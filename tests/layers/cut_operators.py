@@ -1,0 +1,126 @@
+"""Stand-ins on the CPU for torch's products of 8 bits and for those that overlap with collectives.
+
+They compute in float64, piece by piece, and check what they are given.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from lightning_megatron.layers.fp8 import overlapped_products
+
+
+def multiply(
+    left: Tensor,
+    right: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    *,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Stand in for ``torch._scaled_mm`` with one scale for each factor."""
+    assert left.is_contiguous()
+    assert right.t().is_contiguous(), "the chip reads the right factor by columns"
+    assert scale_a.shape == scale_b.shape == (1,)
+    found = (left.double() * scale_a.double()) @ (right.double() * scale_b.double())
+    return found.to(out_dtype) if out is None else out.copy_(found)
+
+
+def gather_and_multiply(
+    x: Tensor,
+    matrices: list[Tensor],
+    scale: Tensor,
+    scales: list[Tensor],
+    dim: int,
+    name: str,
+    biases: list[None],
+    result_scales: list[None],
+    dtypes: list[torch.dtype],
+    fast: list[bool],
+) -> tuple[Tensor, list[Tensor]]:
+    """Stand in for ``symm_mem.fused_all_gather_scaled_matmul``."""
+    assert (dim, biases, result_scales) == (0, [None], [None])
+    group = _resolve_process_group(name)
+    bits = x.view(torch.uint8)
+    pieces = [torch.empty_like(bits) for _ in range(group.size())]
+    dist.all_gather(pieces, bits, group=group)
+    products = [
+        multiply(
+            *(piece.view(x.dtype), matrices[0], scale, scales[0]),
+            out_dtype=dtypes[0],
+            use_fast_accum=fast[0],
+        )
+        for piece in pieces
+    ]
+    return torch.cat(pieces).view(x.dtype), [torch.cat(products)]
+
+
+def multiply_and_scatter(
+    x: Tensor,
+    matrix: Tensor,
+    scale: Tensor,
+    other: Tensor,
+    op: str,
+    dim: int,
+    reshaped_dim: int,
+    name: str,
+    shape: list[int],
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> Tensor:
+    """Stand in for ``symm_mem.fused_scaled_matmul_reduce_scatter``."""
+    assert (op, dim, reshaped_dim) == ("sum", 0, 0)
+    assert shape == [x.shape[0], matrix.shape[1]]
+    group = _resolve_process_group(name)
+    options: dict[str, Any] = {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
+    own = torch.stack(
+        [multiply(piece, matrix, scale, other, **options) for piece in x.chunk(group.size())]
+    )
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(parts, own, group=group)
+    return torch.stack([part[group.rank()] for part in parts]).sum(0)
+
+
+@contextmanager
+def cut_operators() -> Iterator[Counter[str]]:
+    """Let products of 8 bits overlap on the CPU, by stand-ins; count the calls."""
+    counts: Counter[str] = Counter()
+    stand_ins: dict[str, Callable[..., Any]] = {
+        "fused_all_gather_scaled_matmul": gather_and_multiply,
+        "fused_scaled_matmul_reduce_scatter": multiply_and_scatter,
+    }
+    space = torch.ops.symm_mem
+    originals = {name: getattr(space, name) for name in stand_ins}
+    kept = torch._scaled_mm, overlapped_products.overlaps_scaled_products
+
+    def counting(name: str) -> Callable[..., Any]:
+        known = [one.name for one in originals[name].default._schema.arguments]
+
+        def run(*args: Any, **options: Any) -> Any:
+            assert len(args) <= len(known)
+            assert set(options) <= set(known[len(args) :]), "torch has other names"
+            counts[name] += 1
+            return stand_ins[name](*args, **options)
+
+        return run
+
+    for name in stand_ins:
+        setattr(space, name, counting(name))
+    torch._scaled_mm = multiply
+    overlapped_products.overlaps_scaled_products = lambda x, dtype, axis: axis.overlaps_matmul
+    try:
+        yield counts
+    finally:
+        torch._scaled_mm, overlapped_products.overlaps_scaled_products = kept
+        for name, original in originals.items():
+            setattr(space, name, original)

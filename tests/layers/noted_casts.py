@@ -1,0 +1,179 @@
+"""Models in 8 bits whose layers get magnitudes from the operators before them, against the same
+models whose layers find all magnitudes themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.fp8.scaling import Scaling
+from lightning_megatron.models.config import GPTConfig
+from lightning_megatron.models.fp8_layers import set_fp8
+from lightning_megatron.models.gpt import GPT
+from lightning_megatron.plan.fp8 import FP8
+from tests.kernels.models import deterministic, run
+
+#: All sizes are multiples of 16 with tp 2, too.
+SIZES: dict[str, Any] = {
+    "vocab_size": 100,
+    "max_seq_length": 16,
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_heads": 4,
+    "vocab_multiple": 16,
+}
+LLAMA = GPTConfig.llama(**SIZES, num_kv_heads=2, ffn_hidden_size=96)
+CONFIGS = {
+    "llama": LLAMA,
+    "gpt2": GPTConfig.gpt2(**SIZES),
+    "post-norm": GPTConfig.gpt2(**SIZES, norm_position="post"),
+    "dropout": GPTConfig.llama(**SIZES, ffn_hidden_size=96, hidden_dropout=0.1),
+    "gemma": GPTConfig.llama(
+        **SIZES, num_kv_heads=2, ffn_hidden_size=96, activation="geglu_tanh", norm_offset=1.0
+    ),
+    "neox": GPTConfig.gpt2(
+        **SIZES, position="rotary", rotary_dim=4, parallel_residual=True, activation="relu"
+    ),
+    "glm": GPTConfig.llama(
+        **SIZES, num_kv_heads=2, ffn_hidden_size=96, norm_position="sandwich", qkv_bias=True
+    ),
+    "latent attention": GPTConfig.llama(
+        **SIZES,
+        ffn_hidden_size=96,
+        latent_attention={
+            "key_value_rank": 32,
+            "query_rank": 48,
+            "plain_dim": 16,
+            "rotary_dim": 16,
+            "value_dim": 16,
+        },
+    ),
+}
+#: For each linear layer of a block, whether its input, and the gradient of its output, come with
+#: their magnitudes: fused queries, keys and values, or queries and then keys and values; output;
+#: up; down.
+GIVEN = {
+    "llama": ((True, False, True, True), (False, False, True, False)),
+    "gpt2": ((True, False, True, False), (False, False, False, False)),
+    "post-norm": ((False, False, False, False), (False, False, False, False)),
+    "dropout": ((True, False, True, True), (False, False, True, False)),
+    "gemma": ((True, False, True, False), (False, False, False, False)),
+    "neox": ((True, False, False, False), (False, False, False, False)),
+    "glm": ((True, False, True, True), (False, False, True, False)),
+    "latent attention": ((True, True, False, True, True), (False, False, False, True, False)),
+}
+
+
+@dataclass(frozen=True)
+class NotedCast:
+    """Cast of a matrix.
+
+    Args:
+        use: What the matrix is.
+        is_given: Whether its magnitude was known.
+        numbers: Numbers and scales of the operands, as bit patterns.
+    """
+
+    use: str
+    is_given: bool
+    numbers: tuple[Tensor, ...]
+
+
+@contextmanager
+def noting_casts(hands_over: bool = True) -> Iterator[list[NotedCast]]:
+    """Note every cast.
+
+    Args:
+        hands_over: Whether layers get magnitudes; otherwise they find all themselves.
+    """
+    found: list[NotedCast] = []
+    originals = Scaling._cast, Scaling.reads_magnitudes
+
+    def cast(self: Scaling, matrix: Tensor, use: Any, *args: Any, own: Tensor | None = None) -> Any:
+        result = originals[0](self, matrix, use, *args, own=own)
+        operands = [one for one in (result.rows, result.columns) if one is not None]
+        numbers = [one.values.view(torch.uint8).clone() for one in operands]
+        numbers += [one.scale.view(torch.int32).clone() for one in operands]
+        found.append(NotedCast(use, own is not None, tuple(numbers)))
+        return result
+
+    Scaling._cast = cast  # type: ignore[method-assign, assignment]
+    if not hands_over:
+        Scaling.reads_magnitudes = property(lambda self: False)  # type: ignore[method-assign, assignment]
+    try:
+        yield found
+    finally:
+        Scaling._cast, Scaling.reads_magnitudes = originals  # type: ignore[method-assign]
+
+
+def assert_same_casts(found: list[NotedCast], expected: list[NotedCast]) -> None:
+    """Demand the same bits of all casts, in the same order."""
+    assert len(found) == len(expected)
+    assert found, "nothing was cast"
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        assert one.use == other.use
+        assert not other.is_given
+        assert len(one.numbers) == len(other.numbers)
+        for bits, others in zip(one.numbers, other.numbers, strict=True):
+            assert torch.equal(bits, others), f"cast {number}, of a {one.use}"
+
+
+def compare_hand_over(
+    config: GPTConfig,
+    mesh: ParallelMesh,
+    *,
+    dtype: torch.dtype = torch.float32,
+    recompute: Any = "none",
+    emulate: bool = True,
+    batch: int = 2,
+    length: int = 8,
+    recipe: str = "tensorwise",
+) -> list[NotedCast]:
+    """Train a model for two steps with and without hand-over of magnitudes; return the casts.
+
+    All casts, losses and gradients must have the same bits.
+
+    Args:
+        config: The model.
+        mesh: Its process groups.
+        dtype: Type of its parameters.
+        recompute: What the backward pass computes again.
+        emulate: Whether products are computed in the precision of the device.
+        batch: Sequences of the batch.
+        length: Positions of this rank.
+        recipe: Recipe of the casts.
+    """
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, config.vocab_size, (batch, length + 1), generator=generator)
+    tokens = tokens.to(mesh.device)
+    results = []
+    for hands_over in (True, False):
+        model = GPT(config, mesh, seed=1).to(dtype)
+        model.recompute = recompute
+        settings = FP8(recipe, emulate=emulate)  # type: ignore[arg-type]
+        set_fp8(model, settings, emulate, mesh.device)
+        with noting_casts(hands_over) as casts, deterministic():
+            numbers = [
+                run(model, rows[:, :-1], rows[:, 1:].contiguous(), 0.0)
+                for rows in (tokens, tokens.flip(1).contiguous())
+            ]
+        results.append((casts, numbers))
+    (casts, numbers), (expected, others) = results
+    assert_same_casts(casts, expected)
+    for step, twin in zip(numbers, others, strict=True):
+        assert step.keys() == twin.keys()
+        for name, value in step.items():
+            assert torch.equal(value, twin[name]), name
+    return casts
+
+
+def given(casts: list[NotedCast], use: str) -> list[bool]:
+    """Return which casts of inputs, or of gradients, knew the magnitude, in the order of the casts."""
+    return [cast.is_given for cast in casts if cast.use == use]
