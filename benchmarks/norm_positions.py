@@ -34,10 +34,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cpu": {
         "layers": 24, "hidden": 64, "heads": 4, "seq_length": 64, "batch": 8, "steps": 300,
         "warmup": 20, "learning_rate": [2e-3], "precision": "32-true", "workers": 0,
+        "init_std": 0.02, "scaled_init": True,
     },
     "gpu": {
-        "layers": 48, "hidden": 256, "heads": 4, "seq_length": 128, "batch": 64, "steps": 1500,
+        "layers": 24, "hidden": 256, "heads": 4, "seq_length": 128, "batch": 128, "steps": 2500,
         "warmup": 100, "learning_rate": [1e-3], "precision": "bf16-mixed", "workers": 8,
+        # The outputs of layers are as large as those of hidden size 2,500 with 0.02.
+        "init_std": 0.0625, "scaled_init": False,
     },
 }  # fmt: skip
 #: Steps over which losses are averaged.
@@ -94,6 +97,7 @@ def train(order: str, learning_rate: float, given: argparse.Namespace) -> tuple[
         num_heads=given.heads,
         hidden_dropout=given.dropout,
         attention_dropout=given.dropout,
+        init_std=given.init_std,
         scaled_init=given.scaled_init,
     )
     module = BERTPretraining(
@@ -184,7 +188,8 @@ def arguments() -> argparse.Namespace:
     add("--learning-rate", type=float, nargs="+", help="peaks of the learning rate")
     add("--precision")
     add("--dropout", type=float, default=0.1)
-    add("--scaled-init", action=argparse.BooleanOptionalAction, default=True)
+    add("--init-std", type=float, help="standard deviation of initial weights")
+    add("--scaled-init", action=argparse.BooleanOptionalAction)
     add("--workers", type=int, help="processes of a rank that prefetch batches")
     add("--seed", type=int, default=1234)
     add("--every", type=int, default=20, help="steps between two printed losses")

@@ -25,6 +25,7 @@ def test_presets_fill_in_what_is_not_given(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("sys.argv", ["norm_positions", "--accelerator=gpu", "--layers=3"])
     given = arguments()
     assert (given.layers, given.hidden, given.precision) == (3, 256, "bf16-mixed")
+    assert (given.init_std, given.scaled_init) == (0.0625, False)
     monkeypatch.setattr("sys.argv", ["norm_positions", "--accelerator=cpu"])
     assert (arguments().layers, arguments().hidden) == (24, 64)
 
