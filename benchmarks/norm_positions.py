@@ -4,38 +4,89 @@ Trains the model on the corpus "speeches" with norms after the residual sums (a,
 and before attention and MLP (b), from the same seed and data, and draws both losses:
 
     python -m benchmarks.norm_positions --picture docs/bert_norms.png
+
+Sizes and number of steps are those of ``PRESETS``, for one GPU if there is one and for CPUs
+otherwise. ``--learning-rate`` takes several values, each of which is trained in both orders;
+``--devices`` divides the batch among GPUs or CPU processes.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
+import json
+import math
+import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 
 from lightning_megatron import BERTDataModule, BERTPretraining, EncoderConfig, MegatronStrategy
+from lightning_megatron.errors import NonFiniteError
 
 ORDERS = {"post": "(a) norms after residual sums", "pre": "(b) norms before attention and MLP"}
+#: Options of a machine that are not given.
+PRESETS: dict[str, dict[str, Any]] = {
+    "cpu": {
+        "layers": 24, "hidden": 64, "heads": 4, "seq_length": 64, "batch": 8, "steps": 300,
+        "warmup": 20, "learning_rate": [2e-3], "precision": "32-true", "workers": 0,
+        "init_std": 0.02, "scaled_init": True,
+    },
+    "gpu": {
+        "layers": 24, "hidden": 256, "heads": 4, "seq_length": 128, "batch": 128, "steps": 2500,
+        "warmup": 100, "learning_rate": [1e-3], "precision": "bf16-mixed", "workers": 8,
+        # The outputs of layers are as large as those of hidden size 2,500 with 0.02.
+        "init_std": 0.0625, "scaled_init": False,
+    },
+}  # fmt: skip
+#: Steps over which losses are averaged.
+SPAN = 20
+
+
+class Curve(NamedTuple):
+    """Losses of one training.
+
+    Args:
+        order: Name of the order of norms.
+        learning_rate: Peak of the learning rate.
+        losses: Loss of each step, up to the first that is not finite (nats).
+        seconds: Duration of the training (seconds).
+    """
+
+    order: str
+    learning_rate: float
+    losses: list[float]
+    seconds: float
 
 
 class Losses(Callback):
     """Record the loss of every step."""
 
-    def __init__(self) -> None:
-        self.values: list[float] = []
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._found: list[Tensor] = []
+
+    @property
+    def values(self) -> list[float]:
+        """Return the losses up to the first that is not finite (nats)."""
+        found = torch.stack(self._found).tolist() if self._found else []
+        wrong = [at for at, one in enumerate(found) if not math.isfinite(one)]
+        return found[: wrong[0]] if wrong else found
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.values.append(float(trainer.callback_metrics["train_loss"]))
-        if len(self.values) % 20 == 0:
-            print(f"step {len(self.values)}: {sum(self.values[-20:]) / 20:.3f} nats", flush=True)
+        # A copy on the device, for which the host does not wait.
+        self._found.append(trainer.callback_metrics["train_loss"].detach().clone())
+        if len(self._found) % self.every == 0 and trainer.is_global_zero:
+            last = self.values[-self.every :]
+            print(f"step {len(self._found)}: {mean(last):.3f} nats", flush=True)
 
 
-def train(order: str, given: argparse.Namespace) -> list[float]:
-    """Return the training losses of one order of norms."""
+def train(order: str, learning_rate: float, given: argparse.Namespace) -> tuple[Curve, bool]:
+    """Return the losses of one order of norms, and whether this is the first rank."""
     pl.seed_everything(given.seed, verbose=False)
     config = EncoderConfig.bert(
         norm_position=order,
@@ -43,13 +94,15 @@ def train(order: str, given: argparse.Namespace) -> list[float]:
         num_positions=given.seq_length,
         num_layers=given.layers,
         hidden_size=given.hidden,
-        num_heads=4,
+        num_heads=given.heads,
         hidden_dropout=given.dropout,
         attention_dropout=given.dropout,
+        init_std=given.init_std,
+        scaled_init=given.scaled_init,
     )
     module = BERTPretraining(
         config,
-        learning_rate=given.learning_rate,
+        learning_rate=learning_rate,
         warmup_steps=given.warmup,
         max_steps=given.steps,
         schedule="linear",
@@ -61,13 +114,15 @@ def train(order: str, given: argparse.Namespace) -> list[float]:
         corpus="speeches",
         tokenizer="speeches-wordpiece",
         seq_length=given.seq_length,
-        batch_size=given.batch,
+        global_batch_size=given.batch,
+        num_workers=given.workers,
         data_dir=given.data_dir,
     )
-    losses = Losses()
+    losses = Losses(given.every)
     trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
+        accelerator=given.accelerator,
+        devices=given.devices,
+        precision=given.precision,
         strategy=MegatronStrategy(),
         max_steps=given.steps,
         gradient_clip_val=1.0,
@@ -78,58 +133,101 @@ def train(order: str, given: argparse.Namespace) -> list[float]:
         enable_model_summary=False,
         callbacks=[losses],
     )
-    trainer.fit(module, data)
-    return losses.values
+    start = time.perf_counter()
+    try:
+        trainer.fit(module, data)
+    except NonFiniteError as error:
+        # The training has diverged, and its curve ends here.
+        print(error, flush=True)
+    values = losses.values
+    return Curve(order, learning_rate, values, time.perf_counter() - start), trainer.is_global_zero
+
+
+def mean(values: list[float]) -> float:
+    """Return the mean of some values, NaN without any."""
+    return sum(values) / len(values) if values else math.nan
 
 
 def smoothed(values: list[float], span: int) -> list[float]:
     """Return the means of each value and those before it."""
-    starts = [max(0, at - span + 1) for at in range(len(values))]
-    return [sum(values[start : at + 1]) / (at + 1 - start) for at, start in enumerate(starts)]
+    return [mean(values[max(0, at - span + 1) : at + 1]) for at in range(len(values))]
 
 
-def draw(curves: dict[str, list[float]], title: str, path: Path) -> None:
-    """Draw the losses of both orders."""
+def draw(curves: list[Curve], title: str, path: Path) -> None:
+    """Draw the losses of both orders, each learning rate in its own style of lines."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    for order, values in curves.items():
-        axes.plot(smoothed(values, 20), label=ORDERS[order])
-    axes.set(xlabel="step", ylabel="training loss (nats, mean of 20 steps)", title=title)
+    rates = sorted({curve.learning_rate for curve in curves})
+    for curve in curves:
+        label = ORDERS[curve.order]
+        if len(rates) > 1:
+            label += f", rate {curve.learning_rate:g}"
+        color = f"C{list(ORDERS).index(curve.order)}"
+        style = ("-", "--", ":", "-.")[rates.index(curve.learning_rate) % 4]
+        axes.plot(smoothed(curve.losses, SPAN), style, color=color, label=label)
+    axes.set(xlabel="step", ylabel=f"training loss (nats, mean of {SPAN} steps)", title=title)
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
 
+def arguments() -> argparse.Namespace:
+    """Return the options, with those of the machine's preset where none are given."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--accelerator", choices=sorted(PRESETS), help="default: gpu if there is one")
+    add("--devices", type=int, default=1, help="data-parallel ranks")
+    for name in ("layers", "hidden", "heads", "seq-length", "batch", "steps", "warmup"):
+        add(f"--{name}", type=int)
+    add("--learning-rate", type=float, nargs="+", help="peaks of the learning rate")
+    add("--precision")
+    add("--dropout", type=float, default=0.1)
+    add("--init-std", type=float, help="standard deviation of initial weights")
+    add("--scaled-init", action=argparse.BooleanOptionalAction)
+    add("--workers", type=int, help="processes of a rank that prefetch batches")
+    add("--seed", type=int, default=1234)
+    add("--every", type=int, default=20, help="steps between two printed losses")
+    add("--data-dir", default="runs/data")
+    add("--losses", type=Path, default=Path("norm_positions.json"))
+    add("--picture", type=Path, default=Path("norm_positions.png"))
+    given = parser.parse_args()
+    given.accelerator = given.accelerator or ("gpu" if torch.cuda.is_available() else "cpu")
+    for name, value in PRESETS[given.accelerator].items():
+        if getattr(given, name) is None:
+            setattr(given, name, value)
+    return given
+
+
 def main() -> None:
     """Train both orders, write their losses and draw them."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--seq-length", type=int, default=64)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--warmup", type=int, default=20)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument("--data-dir", default="runs/data")
-    parser.add_argument("--losses", type=Path, default=Path("norm_positions.csv"))
-    parser.add_argument("--picture", type=Path, default=Path("norm_positions.png"))
-    given = parser.parse_args()
+    given = arguments()
     warnings.filterwarnings("ignore")
-    curves = {order: train(order, given) for order in ORDERS}
-    with given.losses.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["step", *curves])
-        writer.writerows(zip(range(given.steps), *curves.values(), strict=True))
-    title = f"{given.layers} layers of {given.hidden}, learning rate {given.learning_rate:g}"
+    curves: list[Curve] = []
+    is_first = True
+    for rate in given.learning_rate:
+        for order in ORDERS:
+            curve, is_first = train(order, rate, given)
+            curves.append(curve)
+    if not is_first:
+        return
+    settings = {name: value for name, value in vars(given).items() if not isinstance(value, Path)}
+    content = {"settings": settings, "curves": [curve._asdict() for curve in curves]}
+    given.losses.write_text(json.dumps(content))
+    rates = ", ".join(f"{rate:g}" for rate in given.learning_rate)
+    title = f"{given.layers} layers of {given.hidden}, learning rate {rates}"
     draw(curves, title, given.picture)
-    for order, values in curves.items():
-        print(f"{ORDERS[order]}: last 20 steps {sum(values[-20:]) / 20:.3f} nats")
+    for curve in curves:
+        last = curve.losses[-SPAN:]
+        print(
+            f"{ORDERS[curve.order]}, rate {curve.learning_rate:g}: {len(curve.losses)} steps in "
+            f"{curve.seconds:.0f} s, last {len(last)} steps {mean(last):.3f} nats"
+        )
 
 
 if __name__ == "__main__":

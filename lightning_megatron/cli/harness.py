@@ -40,11 +40,6 @@ def main(args: Sequence[str]) -> None:
         ParallelPlanError: If the layout does not fit the model or the devices.
     """
     options = harness_parser().parse_args(args)
-    if options.cp > 1:
-        raise UnsupportedError(
-            f"the harness cannot run with --cp {options.cp}: its results have not been verified "
-            "for rows that ranks share. Use a larger --tp."
-        )
     # Faults of the tasks' names are raised before other processes start.
     tasks = _manager(options)
     names = _task_names(options.tasks, tasks.all_tasks)
@@ -145,8 +140,8 @@ def harness_parser() -> argparse.ArgumentParser:
     """Build the parser of the subcommand's options."""
     parser = argparse.ArgumentParser(
         prog="lightning-megatron harness",
-        description="Run tasks of lm-eval with a language model under any layout without cp. The "
-        "numbers are those of lm-eval's own model `hf`.",
+        description="Run tasks of lm-eval with a language model under any layout. The numbers are "
+        "those of lm-eval's own model `hf`.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

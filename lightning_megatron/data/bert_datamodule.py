@@ -51,8 +51,9 @@ class BERTDataModule(TokenDataModule):
 
     Args:
         train: Prefix of a token file (path without .bin), a list of them, or prefixes with weights.
-        val: Prefixes of the validation corpora; None disables validation.
-        test: Prefixes of the test corpora.
+        val: Prefixes of the validation corpora; None disables validation. A mapping of names to
+            prefixes makes a set of each, which ``BERTPretraining`` logs under its name.
+        test: Prefixes of the test corpora, or of named sets of them.
         split: Weights such as "980,15,5" to divide the documents of ``train`` into train, val and
             test.
         corpus: Name of a bundled corpus. "speeches" is the State of the Union corpus: speeches
@@ -96,8 +97,8 @@ class BERTDataModule(TokenDataModule):
     def __init__(
         self,
         train: str | list[str] | dict[str, NotNegative] | None = None,
-        val: str | list[str] | None = None,
-        test: str | list[str] | None = None,
+        val: str | list[str] | dict[str, str | list[str]] | None = None,
+        test: str | list[str] | dict[str, str | list[str]] | None = None,
         split: str | None = None,
         corpus: Literal["speeches"] | None = None,
         tokenizer: str = "bert",

@@ -90,7 +90,7 @@ class ConversationDataModule(RowDataModule, Generic[Encoded]):
             check_stream_trainer(self.trainer)
         parts = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
         for part in parts.get(stage or "", ("train", "val", "test")):
-            for one in self._sets_of(part):
+            for one in self.sets_of(part):
                 if part not in self.streamed_parts:
                     self.encoded(one)
 
@@ -130,11 +130,14 @@ class ConversationDataModule(RowDataModule, Generic[Encoded]):
     def _encode(self, part: str) -> Encoded:
         """Encode the files of a part."""
 
-    def _sets_of(self, part: str) -> list[str]:
+    def sets_of(self, part: str) -> list[str]:
+        """Return the named sets of a part, such as ``val/news``, or the part if it has no names.
+
+        Args:
+            part: ``train``, ``val`` or ``test``; without files there are no sets.
+        """
         return [one for one in self.files if one == part or one.startswith(f"{part}/")]
 
     def _evaluation(self, part: str) -> TokenLoader | list:
-        found = [
-            self.evaluation_loader(self.evaluation_samples(one)) for one in self._sets_of(part)
-        ]
+        found = [self.evaluation_loader(self.evaluation_samples(one)) for one in self.sets_of(part)]
         return found if self.set_names[part] or not found else found[0]

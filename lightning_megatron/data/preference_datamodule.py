@@ -31,8 +31,9 @@ class PreferenceDataModule(ConversationDataModule[EncodedPairs]):
     Args:
         train: Files of JSON lines (.jsonl, also .gz) or Parquet, folders of them, or globs.
         tokenizer: Local folder of a Hugging Face tokenizer.
-        val: Files of the validation set; None disables validation.
-        test: Files of the test set.
+        val: Files of the validation set; None disables validation. A mapping of names to files
+            makes a set of each, which ``DPO`` evaluates and logs under its name.
+        test: Files of the test set, or of named sets of them.
         chat_template: Jinja file in the place of the tokenizer's own template.
         seq_length: Tokens that a conversation predicts; it has at most one more.
         too_long: What happens to pairs with a longer conversation. "cut" keeps its beginning,
@@ -65,8 +66,8 @@ class PreferenceDataModule(ConversationDataModule[EncodedPairs]):
         self,
         train: str | list[str],
         tokenizer: str,
-        val: str | list[str] | None = None,
-        test: str | list[str] | None = None,
+        val: str | list[str] | dict[str, str | list[str]] | None = None,
+        test: str | list[str] | dict[str, str | list[str]] | None = None,
         chat_template: str | None = None,
         seq_length: Count = 1024,
         too_long: Literal["cut", "leave_out", "refuse"] = "cut",
@@ -102,7 +103,7 @@ class PreferenceDataModule(ConversationDataModule[EncodedPairs]):
         """Build a loader of all pairs of a part in the order of the files, divided among ranks.
 
         Args:
-            part: ``train``, ``val`` or ``test``.
+            part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
         """
         return self.evaluation_loader(PairSamples(self.encoded(part), None))
 

@@ -1,1 +1,1 @@
-"""Fine-tuning of BERT on GLUE, RACE and SQuAD: data, modules, metrics and ensembles."""
+"""Fine-tuning of BERT and RoBERTa on GLUE, RACE and SQuAD: data, modules, metrics and ensembles."""

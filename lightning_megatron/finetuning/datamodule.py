@@ -37,7 +37,7 @@ class TaskDataModule(RowDataModule):
     """Batches of a task's rows, all of the same shape; a subclass reads and encodes the files.
 
     Args:
-        tokenizer: Local folder of a WordPiece tokenizer.
+        tokenizer: Local folder of the tokenizer of a BERT or RoBERTa.
         seq_length: Length of a sequence with its special tokens; shorter ones are padded (tokens).
         batch_size: Rows per data-parallel rank and batch; 1 if no size is given.
         global_batch_size: Rows of each optimizer step over all data-parallel ranks, in place of

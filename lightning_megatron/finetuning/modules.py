@@ -15,11 +15,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
-from lightning_megatron.finetuning.pretrained import PretrainedEncoder
+from lightning_megatron.finetuning.pretrained import PretrainedEncoder, TaskKind
 from lightning_megatron.finetuning.saved_scores import SavedScores
 from lightning_megatron.finetuning.scores import TaskScores, labelled
 from lightning_megatron.models.encoder import Encoder, EncoderInput
-from lightning_megatron.models.encoder_config import EncoderHead
 from lightning_megatron.models.module_mesh import advance_streams, mesh_of_module
 from lightning_megatron.models.token_module import IGNORED, TokenModule
 from lightning_megatron.plan.settings import Count, Probability, Range, coerced_arguments
@@ -27,14 +26,14 @@ from lightning_megatron.shapes import Float, Int, Shaped
 
 
 class FineTuning(TokenModule):
-    """Fine-tune a pretrained BERT; subclasses define the head and the loss of a kind of task.
+    """Fine-tune a pretrained BERT or RoBERTa; subclasses define the head and the loss.
 
     The loss of a step is the mean over its rows. The module logs ``train_loss``, ``val_loss`` and
     ``test_loss`` (nats per row), and the metrics of the data module's task, such as
     ``val_accuracy``.
 
     Args:
-        path: Hugging Face folder of a BERT, or checkpoint of ``BERTPretraining``.
+        path: Hugging Face folder of a BERT or RoBERTa, or checkpoint of ``BERTPretraining``.
         num_labels: Number of outputs of the head.
         from_scratch: Whether to start from random weights instead of the pretrained ones.
         dropout: Probability of all dropout layers; None keeps those of the encoder.
@@ -50,14 +49,15 @@ class FineTuning(TokenModule):
         ParallelPlanError: If a value has a wrong type or is out of range.
         CheckpointMismatchError: If the path holds neither a folder nor a checkpoint to start from.
         CorruptDataError: If a file is damaged.
-        UnsupportedError: If the model is not a BERT, or has settings that are not supported.
+        UnsupportedError: If the model is neither a BERT nor a RoBERTa, or has settings that are not
+            supported.
         MissingExtraError: If the folder needs transformers, which is not installed.
 
     Source: Shoeybi et al. 2019, section 5.3 and table 6; Devlin et al. 2018, section 4.
     """
 
-    #: Head of the encoder.
-    head: ClassVar[EncoderHead] = "classifier"
+    #: Kind of the task, which determines the head of the encoder.
+    kind: ClassVar[TaskKind] = "classes"
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class FineTuning(TokenModule):
                 f"warmup_share ({self.warmup_share}) must be 0 with warmup_steps or lr_schedule, "
                 "because both describe the warm-up. Leave one of them out."
             )
-        self.source = PretrainedEncoder.at(self.path)
-        self.config = self.source.config_with(self.head, given["num_labels"], given["dropout"])
+        self.source = PretrainedEncoder.at(self.path, self.kind)
+        self.config = self.source.config_with(given["num_labels"], given["dropout"])
         own = ("path", "from_scratch", "dropout", "warmup_share", "scores_dir")
         self.save_hyperparameters({name: given[name] for name in own})
         self.model: Encoder | None = None
@@ -98,7 +98,7 @@ class FineTuning(TokenModule):
 
         Raises:
             ParallelPlanError: If the vocabulary size of the tokenizer or the number of classes
-                differs from the model's.
+                differs from the model's, or sequences are longer than the model's.
         """
         super().setup(stage)
         data: Any = getattr(self.trainer, "datamodule", None)
@@ -109,6 +109,8 @@ class FineTuning(TokenModule):
                 f"num_labels ({self.config.num_labels}) must be {data.num_labels}, the number of "
                 "classes of the task. Set num_labels."
             )
+        # A RoBERTa counts positions without padding, so it would fail at the first long text.
+        self.config.check_seq_length(data.seq_length)
         parts = {"fit": ("val",), "validate": ("val",), "test": ("test",)}.get(stage, ())
         found = {part: data.scores(part) for part in parts}
         self.scores_of = nn.ModuleDict({part: one for part, one in found.items() if one})
@@ -130,10 +132,12 @@ class FineTuning(TokenModule):
         """Return the logits of each row: of classes, of options, or of span starts and ends.
 
         Args:
-            batch: ``tokens``, ``token_types`` and ``valid``, of the same shape.
+            batch: ``tokens``, ``token_types`` and ``valid``, of the same shape. A model with a
+                single token type, such as RoBERTa, does not read ``token_types``.
         """
         assert self.model is not None, "configure_model builds the model before its first use"
-        rows = EncoderInput(batch["tokens"], valid=batch["valid"], token_types=batch["token_types"])
+        types = batch["token_types"] if self.config.num_token_types > 1 else None
+        rows = EncoderInput(batch["tokens"], valid=batch["valid"], token_types=types)
         logits = self.model(rows).logits
         wide = torch.promote_types(logits.dtype, torch.float32)
         return logits.to(wide)
@@ -242,9 +246,10 @@ class FineTuning(TokenModule):
 
 
 class BERTClassifier(FineTuning):
-    """Fine-tune a BERT to classify texts or pairs of texts, such as MNLI and QQP.
+    """Fine-tune a BERT or RoBERTa to classify texts or pairs of texts, such as MNLI and QQP.
 
-    Equal to Hugging Face's BertForSequenceClassification with the same weights, in every layout.
+    Equal to Hugging Face's BertForSequenceClassification or RobertaForSequenceClassification with
+    the same weights, in every layout.
 
     Shapes:
         A batch is {"tokens": (B, S), "token_types": (B, S), "valid": (B, S), "labels": (B,),
@@ -252,7 +257,7 @@ class BERTClassifier(FineTuning):
         set. Rows that pad a batch have the index -1 and the label -100.
 
     Args:
-        path: Hugging Face folder of a BERT, or checkpoint of ``BERTPretraining``.
+        path: Hugging Face folder of a BERT or RoBERTa, or checkpoint of ``BERTPretraining``.
         num_labels: Number of classes.
         options: Arguments of ``FineTuning``: ``from_scratch``, ``dropout``, ``warmup_share``,
             ``scores_dir``, and those of ``TokenModule``.
@@ -260,7 +265,8 @@ class BERTClassifier(FineTuning):
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range.
         CheckpointMismatchError: If the path holds neither a folder nor a checkpoint to start from.
-        UnsupportedError: If the model is not a BERT, or has settings that are not supported.
+        UnsupportedError: If the model is neither a BERT nor a RoBERTa, or has settings that are not
+            supported.
     """
 
     def __init__(self, path: str, num_labels: Count = 2, **options: Any) -> None:
@@ -269,9 +275,10 @@ class BERTClassifier(FineTuning):
 
 
 class BERTMultipleChoice(FineTuning):
-    """Fine-tune a BERT to choose one of several options, such as RACE.
+    """Fine-tune a BERT or RoBERTa to choose one of several options, such as RACE.
 
-    Equal to Hugging Face's BertForMultipleChoice with the same weights, in every layout.
+    Equal to Hugging Face's BertForMultipleChoice or RobertaForMultipleChoice with the same weights,
+    in every layout.
 
     Shapes:
         A batch is {"tokens": (B, C, S), "token_types": (B, C, S), "valid": (B, C, S),
@@ -280,15 +287,18 @@ class BERTMultipleChoice(FineTuning):
         -100.
 
     Args:
-        path: Hugging Face folder of a BERT, or checkpoint of ``BERTPretraining``.
+        path: Hugging Face folder of a BERT or RoBERTa, or checkpoint of ``BERTPretraining``.
         options: Arguments of ``FineTuning``: ``from_scratch``, ``dropout``, ``warmup_share``,
             ``scores_dir``, and those of ``TokenModule``.
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range.
         CheckpointMismatchError: If the path holds neither a folder nor a checkpoint to start from.
-        UnsupportedError: If the model is not a BERT, or has settings that are not supported.
+        UnsupportedError: If the model is neither a BERT nor a RoBERTa, or has settings that are not
+            supported.
     """
+
+    kind: ClassVar[TaskKind] = "choices"
 
     def __init__(self, path: str, **options: Any) -> None:
         super().__init__(path, 1, **options)
@@ -307,10 +317,11 @@ class BERTMultipleChoice(FineTuning):
 
 
 class BERTQuestionAnswering(FineTuning):
-    """Fine-tune a BERT to find the answer to a question in a text, such as SQuAD.
+    """Fine-tune a BERT or RoBERTa to find the answer to a question in a text, such as SQuAD.
 
-    Equal to Hugging Face's BertForQuestionAnswering with the same weights, in every layout. If the
-    text does not contain the answer, its start and end are the first token.
+    Equal to Hugging Face's BertForQuestionAnswering or RobertaForQuestionAnswering with the same
+    weights, in every layout. If the text does not contain the answer, its start and end are the
+    first token.
 
     Shapes:
         A batch is {"tokens": (B, S), "token_types": (B, S), "valid": (B, S), "labels": (B, 2),
@@ -319,17 +330,18 @@ class BERTQuestionAnswering(FineTuning):
         labels -100.
 
     Args:
-        path: Hugging Face folder of a BERT, or checkpoint of ``BERTPretraining``.
+        path: Hugging Face folder of a BERT or RoBERTa, or checkpoint of ``BERTPretraining``.
         options: Arguments of ``FineTuning``: ``from_scratch``, ``dropout``, ``warmup_share``,
             ``scores_dir``, and those of ``TokenModule``.
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range.
         CheckpointMismatchError: If the path holds neither a folder nor a checkpoint to start from.
-        UnsupportedError: If the model is not a BERT, or has settings that are not supported.
+        UnsupportedError: If the model is neither a BERT nor a RoBERTa, or has settings that are not
+            supported.
     """
 
-    head: ClassVar[EncoderHead] = "span"
+    kind: ClassVar[TaskKind] = "spans"
 
     def __init__(self, path: str, **options: Any) -> None:
         super().__init__(path, 2, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,10 +25,30 @@ from lightning_megatron.models.encoder_config import EncoderConfig, EncoderHead
 from lightning_megatron.models.hugging_face_folder import read_config
 from lightning_megatron.models.layered import WORD_EMBEDDING
 from lightning_megatron.plan.settings import coerced
-from lightning_megatron.swap.families.bert import BERT_CLASSES, BERT_SPANS
+from lightning_megatron.swap.families.bert import (
+    BERT_CHOICES,
+    BERT_CLASSES,
+    BERT_SPANS,
+    ROBERTA_CHOICES,
+    ROBERTA_CLASSES,
+    ROBERTA_SPANS,
+)
+from lightning_megatron.swap.families.family import Family
 from lightning_megatron.swap.weights.load import load_from
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 
+#: Kind of a task: scores of classes, of several options, or of the starts and ends of spans.
+TaskKind = Literal["classes", "choices", "spans"]
+#: Families of the encoders with the head of each kind of task, by the model_type of their folders.
+_FAMILIES: Mapping[str, Mapping[TaskKind, Family]] = {
+    "bert": {"classes": BERT_CLASSES, "choices": BERT_CHOICES, "spans": BERT_SPANS},
+    "roberta": {"classes": ROBERTA_CLASSES, "choices": ROBERTA_CHOICES, "spans": ROBERTA_SPANS},
+}
+_HEADS: Mapping[TaskKind, EncoderHead] = {
+    "classes": "classifier",
+    "choices": "classifier",
+    "spans": "span",
+}
 #: Prefix of the model's parameters in a checkpoint of BERTPretraining.
 _PREFIX = "state_dict.model."
 _POOLER = "head.pooler.dense."
@@ -40,37 +60,41 @@ class PretrainedEncoder:
 
     Args:
         path: Hugging Face folder, or checkpoint of ``BERTPretraining``.
-        config: Configuration of the encoder as it was saved.
-        is_folder: Whether the path is a Hugging Face folder.
+        config: Configuration of the encoder as it was saved, with the head of a kind of task.
+        family: Family of the Hugging Face folder; None for a checkpoint.
     """
 
     path: str
     config: EncoderConfig
-    is_folder: bool
+    family: Family | None
 
     @classmethod
-    def at(cls, path: str) -> PretrainedEncoder:
+    def at(cls, path: str, kind: TaskKind) -> PretrainedEncoder:
         """Read the configuration at a path.
 
         Args:
-            path: Hugging Face folder of a BERT, checkpoint of ``BERTPretraining`` that this
-                strategy saved, or single-file checkpoint of ``BERTPretraining``.
+            path: Hugging Face folder of a BERT or RoBERTa, checkpoint of ``BERTPretraining`` that
+                this strategy saved, or single-file checkpoint of ``BERTPretraining``.
+            kind: Kind of the task.
 
         Raises:
             CheckpointMismatchError: If the path holds neither a folder nor a checkpoint.
             CorruptDataError: If a file is damaged.
-            UnsupportedError: If the model is not a BERT, or has settings that are not supported.
+            UnsupportedError: If the model is neither a BERT nor a RoBERTa, or has settings that are
+                not supported.
             MissingExtraError: If the folder needs transformers, which is not installed.
         """
         if Path(path, "config.json").is_file():
             settings = read_config(path).to_dict()
-            kind = settings.get("model_type")
-            if kind != BERT_CLASSES.model_type:
+            model_type = settings.get("model_type")
+            if model_type not in _FAMILIES:
                 raise UnsupportedError(
-                    f"a folder to fine-tune must hold a BERT: {path} has the model_type {kind!r}. "
-                    "Use a BERT, or fine-tune a module of your own under MegatronStrategy."
+                    f"a folder to fine-tune must have the model_type {' or '.join(_FAMILIES)}, "
+                    f"whose heads the tasks have: {path} has {model_type!r}. Use a BERT or a "
+                    "RoBERTa, or fine-tune a module of your own under MegatronStrategy."
                 )
-            return cls(path, BERT_CLASSES.config(settings), True)
+            family = _FAMILIES[model_type][kind]
+            return cls(path, family.config(settings), family)
         given = _hyperparameters(path).get("config")
         if not isinstance(given, Mapping):
             raise UnsupportedError(
@@ -80,19 +104,17 @@ class PretrainedEncoder:
             )
         config: EncoderConfig = coerced("config", dict(given), EncoderConfig)
         # BERT applies the dropout of hidden states before the classifier too.
-        return cls(path, replace(config, head_dropout=config.hidden_dropout), False)
+        config = replace(config, head=_HEADS[kind], head_dropout=config.hidden_dropout)
+        return cls(path, config, None)
 
-    def config_with(
-        self, head: EncoderHead, num_labels: int, dropout: float | None
-    ) -> EncoderConfig:
-        """Return the configuration with the head of a task.
+    def config_with(self, num_labels: int, dropout: float | None) -> EncoderConfig:
+        """Return the configuration with the outputs and the dropout of a task.
 
         Args:
-            head: Kind of the head.
-            num_labels: Number of outputs of a classifier.
+            num_labels: Number of outputs of the head.
             dropout: Probability of all dropout layers; None keeps those of the encoder.
         """
-        config = replace(self.config, head=head, num_labels=num_labels)
+        config = replace(self.config, num_labels=num_labels)
         if dropout is None:
             return config
         return replace(
@@ -115,10 +137,9 @@ class PretrainedEncoder:
 
         Communication: for a checkpoint one gather of names over tp x pp.
         """
-        if not self.is_folder:
+        if self.family is None:
             return self._fill_from_checkpoint(model)
-        family = BERT_SPANS if model.config.head == "span" else BERT_CLASSES
-        return load_from(model, SafetensorsFolder(self.path), family, torch.initial_seed())
+        return load_from(model, SafetensorsFolder(self.path), self.family, torch.initial_seed())
 
     def _fill_from_checkpoint(self, model: Encoder) -> tuple[str, ...]:
         stored = None if Path(self.path).is_file() else Stored.open(self.path)

@@ -50,10 +50,12 @@ class WindowPlaces:
         question: Index of the question of each window.
         offsets: First character of each token in its context and the end (exclusive), for all
             tokens of all windows.
+        contexts: First token of each window's context and the end (exclusive), within the window.
     """
 
     question: npt.NDArray
     offsets: npt.NDArray
+    contexts: npt.NDArray
 
 
 class SpanScores(TaskScores):
@@ -191,12 +193,9 @@ class SpanScores(TaskScores):
 
     def _is_context(self, start: int, part: Tensor) -> Tensor:
         """Return which tokens of some windows belong to the context."""
-        stop = start + len(part)
-        first = torch.from_numpy(np.array(self.rows.first[start:stop]))
-        # The last token of a window is a separator.
-        last = torch.from_numpy(np.diff(self.rows.bounds[start : stop + 1])) - 1
+        places = torch.from_numpy(np.array(self.places.contexts[start : start + len(part)]))
         at = torch.arange(part.shape[1])
-        return (at >= first[:, None]) & (at < last[:, None])
+        return (at >= places[:, :1]) & (at < places[:, 1:])
 
     def _text(self, window: int, first: int, last: int) -> str:
         begin = int(self.rows.bounds[window])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ class SquadDataModule(TaskDataModule):
     Args:
         version: ``1.1``, or ``2.0`` with questions that have no answer.
         folder: Folder with ``train-v1.1.json`` and ``dev-v1.1.json``, or ``v2.0``.
-        tokenizer: Local folder of a WordPiece tokenizer.
+        tokenizer: Local folder of the tokenizer of a BERT or RoBERTa.
         test: File of a test set, which SQuAD itself does not publish; None means no test set.
         seq_length: Length of a window with its question and special tokens (tokens).
         doc_stride: Overlap of successive windows in the context, as in transformers (tokens).
@@ -50,7 +51,7 @@ class SquadDataModule(TaskDataModule):
     """
 
     num_labels = 2
-    further_arrays = ("question", "offsets")
+    further_arrays = ("question", "offsets", "contexts")
 
     def __init__(
         self,
@@ -74,13 +75,8 @@ class SquadDataModule(TaskDataModule):
         self.num_best: int = given["num_best"]
         self.answer_length: int = given["answer_length"]
         self.threshold: float = given["threshold"]
-        room = self.seq_length - self.question_length - 3
-        if self.doc_stride >= room:
-            raise ParallelPlanError(
-                f"doc_stride ({self.doc_stride}) must be below seq_length - question_length - 3 "
-                f"({room}), because a window of the context after its question and three special "
-                "tokens must have new tokens. Use a smaller doc_stride or a larger seq_length."
-            )
+        # Pairs have at least three special tokens; the tokenizer is not read yet.
+        self._check_room(num_special=3)
         root = Path(given["folder"])
         self._files = {
             "train": [root / f"train-v{self.version}.json"],
@@ -105,6 +101,7 @@ class SquadDataModule(TaskDataModule):
 
     @override
     def encode(self, part: str) -> dict[str, npt.NDArray]:
+        self._check_room(self.tokenizer.num_separators)
         return encoded_windows(
             self.questions(part),
             self.tokenizer,
@@ -146,6 +143,16 @@ class SquadDataModule(TaskDataModule):
             threshold=self.threshold,
         )
 
+    def _check_room(self, num_special: int) -> None:
+        room = self.seq_length - self.question_length - num_special
+        if self.doc_stride >= room:
+            raise ParallelPlanError(
+                f"doc_stride ({self.doc_stride}) must be below seq_length - question_length - "
+                f"{num_special} ({room}), because a window of the context after its question and "
+                f"{num_special} special tokens must have new tokens. Use a smaller doc_stride or a "
+                "larger seq_length."
+            )
+
 
 def encoded_windows(
     questions: list[SquadQuestion],
@@ -154,7 +161,7 @@ def encoded_windows(
     doc_stride: int,
     question_length: int,
 ) -> dict[str, npt.NDArray]:
-    """Return the arrays of the windows of questions, with ``question`` and ``offsets``.
+    """Return the arrays of the windows of questions, and those of :class:`WindowPlaces`.
 
     Args:
         questions: Questions.
@@ -167,29 +174,43 @@ def encoded_windows(
     texts, num_cut = tokenizer.short([one.text.lstrip() for one in questions], question_length)
     found = tokenizer.windows(texts, [one.context for one in questions], seq_length, doc_stride)
     owners = found["overflow_to_sample_mapping"]
+    contexts = [_context(found.sequence_ids(window)) for window in range(len(owners))]
     labels = [
-        _label(questions[owner], np.array(types), np.array(offsets))
-        for owner, types, offsets in zip(
-            owners, found["token_type_ids"], found["offset_mapping"], strict=True
-        )
+        _label(questions[owner], context, np.array(offsets))
+        for owner, context, offsets in zip(owners, contexts, found["offset_mapping"], strict=True)
     ]
     arrays = joined(
         found["input_ids"], found["token_type_ids"], labels, [0] * len(labels), (0, num_cut)
     )
     offsets = [np.array(one, np.int32) for one in found["offset_mapping"]]
-    return arrays | {"question": np.array(owners, np.int64), "offsets": np.concatenate(offsets)}
+    return arrays | {
+        "question": np.array(owners, np.int64),
+        "offsets": np.concatenate(offsets),
+        "contexts": np.array([(one.start, one.stop) for one in contexts], np.int32).reshape(-1, 2),
+    }
 
 
-def _label(question: SquadQuestion, types: npt.NDArray, offsets: npt.NDArray) -> tuple[int, int]:
+def _context(sequences: Sequence[int | None]) -> range:
+    """Return the places of a window's context, from the text that each token belongs to."""
+    length = sequences.count(1)
+    first = sequences.index(1) if length else 0
+    return range(first, first + length)
+
+
+def _label(question: SquadQuestion, context: range, offsets: npt.NDArray) -> tuple[int, int]:
     """Return the answer's first and last token, or the window's first token for a cut answer."""
     if question.start < 0:
         return 0, 0
     start = question.start
     stop = start + len(question.answers[0])
-    [context] = np.nonzero(types)
-    context = context[:-1]  # The last one is a separator.
-    if not len(context) or offsets[context[0], 0] > start or offsets[context[-1], 1] < stop:
+    begins = offsets[context.start : context.stop, 0]
+    ends = offsets[context.start : context.stop, 1]
+    if not len(context) or begins[0] > start or ends[-1] < stop:
         return 0, 0
-    first = context[np.searchsorted(offsets[context, 0], start, side="right") - 1]
-    last = context[np.searchsorted(offsets[context, 1], stop, side="left")]
-    return int(first), int(last)
+    # Bytes of one character are several tokens with the same offsets. An answer has all of them.
+    begin = begins[np.searchsorted(begins, start, side="right") - 1]
+    end = ends[np.searchsorted(ends, stop, side="left")]
+    # The place of a token that is only a space may be empty.
+    [first, *_] = np.nonzero((begins == begin) & (ends > begin))[0]
+    last = np.searchsorted(ends, end, side="right") - 1
+    return context[int(first)], context[int(last)]

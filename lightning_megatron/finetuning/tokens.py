@@ -1,21 +1,24 @@
-"""Tokenization of texts and pairs of texts with the WordPiece tokenizer of a folder."""
+"""Tokenization of texts and pairs of texts with the tokenizer of a BERT or RoBERTa."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from lightning_megatron.data.pretrained_tokenizer import read_pretrained_tokenizer
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.extras import import_extra
+from lightning_megatron.strict_json import read_json
 
 #: Text of a pair that is truncated: always the one that is longer at the moment, or the second.
 Cut = Literal["longest_first", "only_second"]
 #: Number of pairs that are encoded at once, by the threads of the library (pairs).
 _CHUNK = 1024
+#: Largest size of a tokenizer.json (bytes).
+_MOST_BYTES = 1 << 26
 
 
 class PairTokenizer:
@@ -24,7 +27,8 @@ class PairTokenizer:
     Equal to ``transformers.AutoTokenizer`` of the folder. Code in the folder is not run.
 
     Args:
-        folder: Local folder with ``tokenizer.json`` or ``vocab.txt``.
+        folder: Local folder with ``vocab.txt``, or with ``tokenizer.json`` of WordPiece or of the
+            byte-level BPE of RoBERTa.
 
     Raises:
         UnsupportedError: If there is no such folder, or its tokenizer lacks CLS or SEP or is not a
@@ -34,26 +38,33 @@ class PairTokenizer:
     """
 
     def __init__(self, folder: str) -> None:
-        files = [os.path.join(folder, name) for name in ("tokenizer.json", "vocab.txt")]
-        if not any(map(os.path.isfile, files)):
+        files = [Path(folder, name) for name in ("tokenizer.json", "vocab.txt")]
+        if not any(path.is_file() for path in files):
             raise UnsupportedError(
                 "the tokenizer must be a local folder with tokenizer.json or vocab.txt: "
-                f"{folder!r} is not. Nothing is downloaded. Use the folder of a BERT."
+                f"{folder!r} is not. Nothing is downloaded. Use the folder of a BERT or "
+                "RoBERTa."
             )
         self.folder = folder
-        self._tokenizer = read_pretrained_tokenizer(folder, "BertTokenizerFast")
+        self._tokenizer = read_pretrained_tokenizer(folder, _class_of(files[0]))
         needed = {"CLS": self._tokenizer.cls_token_id, "SEP": self._tokenizer.sep_token_id}
         missing = [name for name, token in needed.items() if token is None]
         if missing or not self._tokenizer.is_fast:
             raise UnsupportedError(
                 f"the tokenizer must be a fast one with the tokens CLS and SEP: that of {folder} "
-                f"lacks {', '.join(missing) or 'a fast version'}. Use the folder of a BERT."
+                f"lacks {', '.join(missing) or 'a fast version'}. Use the folder of a BERT or "
+                "RoBERTa."
             )
 
     @property
     def vocab_size(self) -> int:
         """Largest token id plus 1."""
         return max(self._tokenizer.get_vocab().values()) + 1
+
+    @property
+    def num_separators(self) -> int:
+        """Number of special tokens of a pair: 3 of BERT, 4 of RoBERTa (tokens)."""
+        return int(self._tokenizer.num_special_tokens_to_add(pair=True))
 
     @property
     def padding(self) -> int:
@@ -106,12 +117,15 @@ class PairTokenizer:
     def _cut(self, texts: list[list[str]], most: int, cut: Cut) -> Any:
         side = cut if len(texts) > 1 else "only_first"
         if side == "only_second":
-            for text, alone in zip(texts[0], self._call(texts[0])["input_ids"], strict=True):
-                if len(alone) + 2 > most:
+            # The special tokens of a pair, and one token of the second text.
+            needed = self.num_separators + 1
+            first = self._call(texts[0], add_special_tokens=False)["input_ids"]
+            for text, alone in zip(texts[0], first, strict=True):
+                if len(alone) + needed > most:
                     raise CorruptDataError(
                         "a first text must leave room for one token of the second in seq_length "
-                        f"({most} tokens): {text[:80]!r} has {len(alone) - 2}. Use a larger "
-                        "seq_length."
+                        f"({most} tokens): {text[:80]!r} has {len(alone)}, and a pair has "
+                        f"{needed - 1} special tokens. Use a larger seq_length."
                     )
         return self._call(*texts, truncation=side, max_length=most)
 
@@ -130,7 +144,7 @@ class PairTokenizer:
             for text, places in zip(part, given["offset_mapping"], strict=True):
                 is_long = len(places) > most
                 num_cut += is_long
-                found.append(text[: places[most - 1][1]] if is_long else text)
+                found.append(text[: _end_of(places, most)] if is_long else text)
         return found, num_cut
 
     def windows(
@@ -157,3 +171,23 @@ class PairTokenizer:
         return self._tokenizer(
             *texts, **(given | options), return_token_type_ids=True, verbose=False
         )
+
+
+def _class_of(path: Path) -> str:
+    """Return the class of transformers that reads a ``tokenizer.json``, by its kind of tokens."""
+    if not path.is_file():
+        return "BertTokenizerFast"
+    content = read_json(path, "Copy it again.", _MOST_BYTES)
+    is_bytes = isinstance(content, dict) and content.get("model", {}).get("type") == "BPE"
+    return "RobertaTokenizerFast" if is_bytes else "BertTokenizerFast"
+
+
+def _end_of(places: Sequence[tuple[int, int]], most: int) -> int:
+    """Return where a text ends whose first ``most`` tokens are kept, without parts of characters.
+
+    Bytes of one character are several tokens with overlapping places.
+    """
+    kept = most
+    while kept and places[kept][0] < places[kept - 1][1]:
+        kept -= 1
+    return places[kept - 1][1] if kept else 0

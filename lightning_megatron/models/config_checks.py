@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.context import check_context_length
+from lightning_megatron.plan.context import check_context_length, context_multiple
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.latent_attention import LatentAttentionConfig
 from lightning_megatron.plan.layout import ParallelLayout
@@ -62,10 +62,14 @@ def check_length(seq_length: int, max_seq_length: int, sequence_shards: int, cp:
         ParallelPlanError: If the length is too large or not divisible.
     """
     if seq_length > max_seq_length:
+        multiple = context_multiple(cp, sequence_shards)
+        longest = max_seq_length // multiple * multiple or max_seq_length
+        # Callers pad rows to the multiple, so the rows of the user may be shorter than seq_length.
+        padding = f", and the layout needs rows of a multiple of {multiple} tokens"
         raise ParallelPlanError(
             f"seq_length ({seq_length}) must not exceed max_seq_length ({max_seq_length}), because "
-            f"the model has no later positions. Use at most {max_seq_length} tokens or a larger "
-            "max_seq_length."
+            f"the model has no later positions{padding if longest < max_seq_length else ''}. Use "
+            f"at most {longest} tokens or a larger max_seq_length."
         )
     check_context_length(seq_length, cp, sequence_shards)
     if seq_length % sequence_shards:

@@ -1,4 +1,4 @@
-"""Logs of an evaluated set under its name, and means over all tokens of several sets."""
+"""Logs of an evaluated set under its name, and means over all tokens, or pairs, of several sets."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ class EvaluatedSet:
     def log(
         self,
         means: Mapping[str, Float[Tensor, ""]],
-        num_tokens: Float[Tensor, ""],
+        count: Float[Tensor, ""],
         unit: str,
         unit_per_token: float = 1.0,
     ) -> None:
         """Log means of a batch, and their weight among several sets.
 
         Args:
-            means: Means over the tokens of the batch, by their names.
-            num_tokens: Tokens that the means are over, as a tensor to avoid a host read (tokens).
+            means: Means over the tokens, or pairs, of the batch, by their names.
+            count: Number of tokens, or pairs, as a tensor to avoid a host read.
             unit: Unit that means of several sets are over.
-            unit_per_token: Mean number of these in a token.
+            unit_per_token: Mean number of these in a token, or pair.
         """
-        how: dict[str, Any] = {"sync_dist": True, "batch_size": num_tokens}
+        how: dict[str, Any] = {"sync_dist": True, "batch_size": count}
         if self.name is None:
             for mean, value in means.items():
                 shown = mean == "loss"
@@ -73,7 +73,7 @@ class EvaluatedSet:
         how["add_dataloader_idx"] = False
         for mean, value in means.items():
             self.module.log(f"{self.part}_{mean}/{self.name}", value.detach(), **how)
-        total = num_tokens * unit_per_token
+        total = count * unit_per_token
         key = f"{self.part}_{unit}/{self.name}"
         self.module.log(key, total, reduce_fx="sum", logger=False, **how)
 
@@ -87,7 +87,9 @@ def log_means_of_all_sets(module: Any, part: str, means: Iterable[tuple[str, str
         means: Names of the means, each with the unit that it is over.
     """
     logged = module.trainer.callback_metrics
-    before = f"{part}_tokens/"
+    means = list(means)
+    # All sets have the first mean, the loss, with its weight.
+    before = f"{part}_{means[0][1]}/"
     names = [key.removeprefix(before) for key in logged if key.startswith(before)]
     for mean, unit in means:
         keys = [f"{part}_{mean}/{name}" for name in names]

@@ -11,6 +11,7 @@ from typing_extensions import override
 from lightning_megatron.data.preference_datamodule import PreferenceDataModule
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.evaluation.token_scores import token_losses
+from lightning_megatron.models.evaluated_set import EvaluatedSet
 from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM
 from lightning_megatron.models.lora import LoraSettings
 from lightning_megatron.models.token_module import IGNORED
@@ -20,6 +21,7 @@ from lightning_megatron.preferences.reference import ReferenceLogProbs
 from lightning_megatron.shapes import Float, Int
 
 _ENTRY = "reference_log_probs"
+_REWARDS = ("chosen", "rejected", "margins", "accuracies")
 
 
 class DPO(HuggingFaceCausalLM):
@@ -32,7 +34,9 @@ class DPO(HuggingFaceCausalLM):
 
     The module logs ``train_loss``, ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``
     and ``rewards/accuracies`` of each step, and the same of an evaluation as ``val_loss``,
-    ``val_rewards/chosen`` and so on. The reward of an answer is ``beta`` times its log-ratio.
+    ``val_rewards/chosen`` and so on. With named validation sets, it logs these of each set, such as
+    ``val_loss/news``, and their means over all pairs. The reward of an answer is ``beta`` times its
+    log-ratio.
 
     Args:
         path: Local folder with ``config.json`` and the weights in safetensors files.
@@ -54,6 +58,8 @@ class DPO(HuggingFaceCausalLM):
         CheckpointMismatchError: If a checkpoint has the reference log-probabilities of other pairs.
         Exception: As for ``HuggingFaceCausalLM``.
     """
+
+    weights_of_means = (("loss", "pairs"), *((f"rewards/{name}", "pairs") for name in _REWARDS))
 
     def __init__(
         self,
@@ -150,14 +156,13 @@ class DPO(HuggingFaceCausalLM):
 
     @override
     def _evaluate(self, batch: Mapping[str, Tensor], part: str, index: int | None) -> None:
-        # Lightning appends the index of the dataloader to logged names, if there are several.
-        loss, rewards = self._measured(batch, part)
+        evaluated = EvaluatedSet.of(self, part, index)
+        name = part if evaluated.name is None else f"{part}/{evaluated.name}"
+        loss, rewards = self._measured(batch, name)
         # The weight of this batch in the mean over batches and ranks. It is a tensor, because an
         # int would make the host wait for the device.
-        weight: Any = (batch["pairs"] >= 0).sum().to(loss.dtype)
-        self.log(f"{part}_loss", loss, prog_bar=True, sync_dist=True, batch_size=weight)
-        for key, value in rewards.items():
-            self.log(f"{part}_{key}", value, sync_dist=True, batch_size=weight)
+        weight = (batch["pairs"] >= 0).sum().to(loss.dtype)
+        evaluated.log({"loss": loss, **rewards}, weight, "pairs")
 
     def _measured(self, batch: Mapping[str, Tensor], part: str) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean loss of a batch's pairs and the means of their rewards."""
@@ -170,13 +175,11 @@ class DPO(HuggingFaceCausalLM):
         rewards = self.pair_loss.beta * ratios.detach()
         chosen = rewards[:, 0]
         rejected = rewards[:, 1]
-        values = {
-            "rewards/chosen": chosen,
-            "rewards/rejected": rejected,
-            "rewards/margins": chosen - rejected,
-            "rewards/accuracies": (chosen > rejected).to(ratios.dtype),
+        values = chosen, rejected, chosen - rejected, (chosen > rejected).to(ratios.dtype)
+        means = {
+            f"rewards/{name}": (value * is_pair).sum() / num_pairs
+            for name, value in zip(_REWARDS, values, strict=True)
         }
-        means = {name: (value * is_pair).sum() / num_pairs for name, value in values.items()}
         return (losses * is_pair).sum() / num_pairs, means
 
     def _prepare(self, part: str) -> None:
@@ -190,5 +193,5 @@ class DPO(HuggingFaceCausalLM):
                 f"numbers the pairs: the Trainer has {type(data).__name__}. Use it, or "
                 "reference_free=True."
             )
-        if part in data.files:
-            self.reference.prepare(self, data, part)
+        for one in data.sets_of(part):
+            self.reference.prepare(self, data, one)

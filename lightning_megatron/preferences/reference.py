@@ -42,7 +42,7 @@ class ReferenceLogProbs:
         """Return the log-probabilities of the chosen and the rejected answers of pairs (nats).
 
         Args:
-            part: ``train``, ``val`` or ``test``.
+            part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
             pairs: Indices of the pairs in the part; -1 returns an arbitrary value.
         """
         return self._parts[part].values[pairs]
@@ -69,7 +69,7 @@ class ReferenceLogProbs:
             module: Module whose ``predict_step`` returns log-probabilities, and whose ``model`` is
                 the reference model, without its adapter if it has one.
             data: Pairs.
-            part: ``train``, ``val`` or ``test``.
+            part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
 
         Raises:
             CheckpointMismatchError: If the known values belong to other pairs, and those of these

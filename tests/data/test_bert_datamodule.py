@@ -7,13 +7,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron import BERTDataModule
+from lightning_megatron import BERTDataModule, BERTPretraining, EncoderConfig
 from lightning_megatron.data.pair_batches import PairBatches, _cut_sizes
 from lightning_megatron.data.pair_samples import PairOptions, PairSamples
 from lightning_megatron.data.sampler import TokenBatchSampler
@@ -197,6 +198,33 @@ def test_validation_has_every_sample_once_with_the_same_masks(
     assert found[0] == found[1]
     options = PairOptions(LENGTH, seed=0)
     assert len(found[0]) == len(PairSamples(TokenFile(corpus), options))
+
+
+def test_named_sets_have_the_losses_of_sets_alone(
+    tmp_path: Path, corpus: str, vocabulary: str
+) -> None:
+    other = write_sentences(tmp_path / "other", vocabulary, num_documents=9, seed=5)
+    sets = {"one": corpus, "both": [corpus, other]}
+    config = EncoderConfig.bert(
+        vocab_size=VOCABULARY, num_positions=LENGTH, num_layers=1, hidden_size=16, num_heads=2
+    )
+    pl.seed_everything(1, verbose=False)
+    module = BERTPretraining(config)
+    found = {}
+    for name, val in {**sets, "all": sets}.items():
+        trainer = make_trainer(tmp_path)
+        trainer.validate(
+            module, module_of(corpus, vocabulary, val=val, batch_size=4), verbose=False
+        )
+        found[name] = {key: float(one) for key, one in trainer.callback_metrics.items()}
+    tokens = {name: found["all"][f"val_tokens/{name}"] for name in sets}
+    for mean in ("loss", "lm_loss", "order_loss"):
+        key = f"val_{mean}"
+        alone = {name: found[name][key] for name in sets}
+        assert {name: found["all"][f"{key}/{name}"] for name in sets} == pytest.approx(alone)
+        total = sum(alone[name] * tokens[name] for name in sets) / sum(tokens.values())
+        assert found["all"][key] == pytest.approx(total)
+    assert found["one"]["val_loss"] != pytest.approx(found["both"]["val_loss"], rel=1e-5)
 
 
 def test_ranks_share_the_samples_of_one_process(corpus: str, vocabulary: str) -> None:

@@ -105,9 +105,9 @@ def theirs(kind: str, folder: str) -> Any:
     import transformers
 
     names = {
-        "classes": "BertForSequenceClassification",
-        "options": "BertForMultipleChoice",
-        "spans": "BertForQuestionAnswering",
+        "classes": "AutoModelForSequenceClassification",
+        "options": "AutoModelForMultipleChoice",
+        "spans": "AutoModelForQuestionAnswering",
     }
     model = getattr(transformers, names[kind]).from_pretrained(
         Path(folder, kind), attn_implementation="eager"

@@ -1,4 +1,4 @@
-"""Small folders of BERTs with WordPiece tokenizers, and files in the formats of the tasks."""
+"""Small folders of BERTs and RoBERTas with their tokenizers, and files in the formats of the tasks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 WORDS = [
     "the",
@@ -55,6 +56,13 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 32, "max_position_embeddings": 64, "pad_token_id": 0,
 }  # fmt: skip
 
+#: Tokens of the byte-level tokenizer; 256 of them are bytes.
+BYTE_PIECES = 520
+BYTE_SIZES: dict[str, Any] = {
+    "vocab_size": BYTE_PIECES, "type_vocab_size": 1, "bos_token_id": 0, "pad_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+
 
 def save_tokenizer(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,12 +73,40 @@ def save_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def save_bert(folder: Path, kind: str = "BertModel", dropout: float = 0.0, **sizes: Any) -> Path:
-    """Save a BERT of a class of transformers with large random weights, and a tokenizer."""
+def save_byte_tokenizer(folder: Path, is_named: bool = True) -> Path:
+    """Save the tokenizer of a RoBERTa, whose tokens are words, letters and bytes."""
     import transformers
 
-    config = transformers.BertConfig(
-        **{**SIZES, **sizes}, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    signs = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=BYTE_PIECES, special_tokens=special, initial_alphabet=signs, show_progress=False
+    )
+    backend.train_from_iterator([*WORDS, *(f" {word}" for word in WORDS)], trainer)
+    model = json.loads(backend.to_str())["model"]
+    merges = [tuple(pair) for pair in model["merges"]]
+    transformers.RobertaTokenizerFast(vocab=model["vocab"], merges=merges).save_pretrained(folder)
+    if not is_named:
+        (folder / "tokenizer_config.json").unlink()
+    return folder
+
+
+#: Functions that save a tokenizer, by the kind of model that reads its tokens.
+TOKENIZERS = {"bert": save_tokenizer, "roberta": save_byte_tokenizer}
+
+
+def save_encoder(folder: Path, kind: str = "BertModel", dropout: float = 0.0, **sizes: Any) -> Path:
+    """Save a BERT or RoBERTa of a class of transformers with large random weights, and a
+    tokenizer.
+    """
+    import transformers
+
+    is_bert = kind.startswith("Bert")
+    own = SIZES if is_bert else SIZES | BYTE_SIZES
+    config = (transformers.BertConfig if is_bert else transformers.RobertaConfig)(
+        **{**own, **sizes}, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
         attn_implementation="eager",
     )  # fmt: skip
     torch.manual_seed(5)
@@ -79,7 +115,7 @@ def save_bert(folder: Path, kind: str = "BertModel", dropout: float = 0.0, **siz
         for name, parameter in model.named_parameters():
             parameter.normal_(float(name.endswith("LayerNorm.weight")), 0.3)
     model.save_pretrained(folder)
-    return save_tokenizer(folder)
+    return TOKENIZERS["bert" if is_bert else "roberta"](folder)
 
 
 def sentence(draw: random.Random, least: int = 2, most: int = 9) -> str:

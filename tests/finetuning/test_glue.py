@@ -13,27 +13,30 @@ from lightning_megatron import GlueDataModule
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.finetuning.glue import GLUE_TASKS, read_glue
 from lightning_megatron.finetuning.scores import ClassScores
-from tests.finetuning.folders import save_tokenizer, write_mnli, write_qqp, write_table
+from tests.finetuning.folders import TOKENIZERS, write_mnli, write_qqp, write_table
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:Rows of ")
 
 
-def data_of(folder: Path, task: Any = "mnli", **options: Any) -> GlueDataModule:
-    tokenizer = save_tokenizer(folder / "tokenizer")
+def data_of(
+    folder: Path, task: Any = "mnli", *, kind: str = "bert", **options: Any
+) -> GlueDataModule:
+    tokenizer = TOKENIZERS[kind](folder / "tokenizer")
     return GlueDataModule(task, str(folder), str(tokenizer), **{"seq_length": 16, **options})
 
 
-def test_rows_equal_those_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_rows_equal_those_of_transformers(tmp_path: Path, kind: str) -> None:
     write_mnli(tmp_path)
-    data = data_of(tmp_path)
+    data = data_of(tmp_path, kind=kind)
     data.setup("fit")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     task = GLUE_TASKS["mnli"]
     found = read_glue(tmp_path / "train.tsv", task)
     expected = theirs(
         *found.texts, truncation="longest_first", max_length=16, padding="max_length",
-        return_tensors="pt",
+        return_tensors="pt", return_token_type_ids=True,
     )  # fmt: skip
     rows = data.encoded("train")
     batch = data.evaluation_loader(data.training_samples(None)).batches.__getitem__

@@ -28,7 +28,7 @@ from lightning_megatron.errors import (
     UnsupportedError,
 )
 from tests.finetuning.fits import Record, module_and_data, trainer_of
-from tests.finetuning.folders import PIECES, save_bert, save_tokenizer, write_mnli
+from tests.finetuning.folders import PIECES, save_encoder, save_tokenizer, write_mnli
 from tests.world import run_world
 
 pytest.importorskip("transformers")
@@ -146,24 +146,28 @@ def test_spans_start_from_either_kind_of_checkpoint(tmp_path: Path, is_single_fi
     }  # fmt: skip
 
 
-def test_a_folder_without_a_head_gets_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
+def test_a_folder_without_a_head_gets_one(tmp_path: Path, kind: str) -> None:
     import transformers
 
-    folder = save_bert(tmp_path / "bert", "BertModel")
+    folder = save_encoder(tmp_path / "encoder", f"{kind}Model")
     module = BERTClassifier(str(folder), 3)
     module.configure_model()
     assert module.model is not None
-    theirs = transformers.BertModel.from_pretrained(folder)
+    theirs = transformers.AutoModel.from_pretrained(folder)
     own = dict(module.model.named_parameters())
-    assert torch.equal(own["head.dense.weight"], theirs.pooler.dense.weight)
+    # The dense layer of a RoBERTa that classifies is not that of its pooler.
+    is_pooler = torch.equal(own["head.dense.weight"], theirs.pooler.dense.weight)
+    assert is_pooler == (kind == "Bert")
+    query = theirs.encoder.layer[1].attention.self.query.weight
+    assert torch.equal(own["layers.1.attention.qkv.weight"][:16], query)
     assert own["head.output.weight"].shape == (3, 16)
     assert float(own["head.output.weight"].detach().std()) == pytest.approx(0.02, rel=0.4)
     scratch = BERTClassifier(str(folder), 3, from_scratch=True)
     scratch.configure_model()
     assert scratch.model is not None
-    assert not torch.equal(
-        dict(scratch.model.named_parameters())["head.dense.weight"], own["head.dense.weight"]
-    )
+    drawn = dict(scratch.model.named_parameters())["layers.1.attention.qkv.weight"]
+    assert not torch.equal(drawn[:16], query)
 
 
 class SaveSecondStep(pl.Callback):
@@ -176,7 +180,7 @@ class SaveSecondStep(pl.Callback):
 
 
 def test_a_fit_resumes_exactly(tmp_path: Path) -> None:
-    save_bert(tmp_path / "classes", "BertForSequenceClassification", num_labels=3, dropout=0.1)
+    save_encoder(tmp_path / "classes", "BertForSequenceClassification", num_labels=3, dropout=0.1)
     write_mnli(tmp_path / "classes_files", num_train=24)
     # Three steps of eight rows are an epoch: the second run starts within one.
     path = str(tmp_path / "second")
@@ -197,7 +201,7 @@ def test_a_fit_resumes_exactly(tmp_path: Path) -> None:
 def test_what_cannot_be_started_from_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatchError, match=r"neither config.json nor the header"):
         BERTClassifier(str(tmp_path))
-    folder = save_bert(tmp_path / "bert")
+    folder = save_encoder(tmp_path / "bert")
     with pytest.raises(ParallelPlanError, match=r"warmup_share \(0.1\) must be 0 with warmup"):
         BERTClassifier(str(folder), warmup_share=0.1, warmup_steps=3)
     write_mnli(tmp_path / "mnli")
@@ -205,6 +209,11 @@ def test_what_cannot_be_started_from_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ParallelPlanError, match=r"num_labels \(2\) must be 3"):
         trainer_of({}, 1).validate(BERTClassifier(str(folder)), data)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "roberta"}))
-    with pytest.raises(UnsupportedError, match="must hold a BERT: .* the model_type 'roberta'"):
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "electra"}))
+    with pytest.raises(UnsupportedError, match="model_type bert or roberta, .* has 'electra'"):
         BERTClassifier(str(folder))
+    # Positions of a RoBERTa start behind its padding.
+    folder = save_encoder(tmp_path / "roberta", "RobertaModel", num_labels=3)
+    data = GlueDataModule("mnli", str(tmp_path / "mnli"), str(folder), seq_length=63)
+    with pytest.raises(ParallelPlanError, match=r"seq_length \(63\) must not exceed .* \(62\)"):
+        trainer_of({}, 1).validate(BERTClassifier(str(folder), 3), data)

@@ -12,15 +12,17 @@ import torch
 from lightning_megatron import RaceDataModule
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.finetuning.race import race_files, read_race
-from tests.finetuning.folders import save_tokenizer, write_race
+from tests.finetuning.folders import TOKENIZERS, save_tokenizer, write_race
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:Rows of ")
 
 
-def test_options_equal_those_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_options_equal_those_of_transformers(tmp_path: Path, kind: str) -> None:
     write_race(tmp_path)
-    data = RaceDataModule(str(tmp_path), str(save_tokenizer(tmp_path / "tokenizer")), seq_length=24)
+    tokenizer = TOKENIZERS[kind](tmp_path / "tokenizer")
+    data = RaceDataModule(str(tmp_path), str(tokenizer), seq_length=24)
     data.setup("validate")
     batch = data.val_dataloader().batches[[*range(12), -1]]
     assert batch["tokens"].shape == (13, 4, 24)
@@ -32,6 +34,7 @@ def test_options_equal_those_of_transformers(tmp_path: Path) -> None:
         [text for one in questions for text in one.texts],
         [one.passage for one in questions for _ in range(4)],
         truncation="only_second", max_length=24, padding="max_length", return_tensors="pt",
+        return_token_type_ids=True,
     )  # fmt: skip
     assert torch.equal(batch["tokens"][:12].flatten(0, 1), expected["input_ids"])
     assert torch.equal(batch["token_types"][:12].flatten(0, 1), expected["token_type_ids"])

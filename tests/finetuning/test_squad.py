@@ -15,23 +15,34 @@ import torch
 from lightning_megatron import SquadDataModule
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError
 from lightning_megatron.finetuning.span_scores import Answer, SpanScores, best_spans
-from lightning_megatron.finetuning.squad import exact_score, f1_score, normalised, read_squad
-from tests.finetuning.folders import save_tokenizer, sentence, squad_content, write_squad
+from lightning_megatron.finetuning.squad import (
+    SquadQuestion,
+    exact_score,
+    f1_score,
+    normalised,
+    read_squad,
+)
+from lightning_megatron.finetuning.squad_datamodule import encoded_windows
+from lightning_megatron.finetuning.tokens import PairTokenizer
+from tests.finetuning.folders import TOKENIZERS, sentence, squad_content, write_squad
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore:Rows of ")
 LENGTH, SHARED, QUESTION = 20, 4, 6
 
 
-def data_of(folder: Path, version: Any = "2.0", **options: Any) -> SquadDataModule:
-    tokenizer = str(save_tokenizer(folder / "tokenizer"))
+def data_of(
+    folder: Path, version: Any = "2.0", *, kind: str = "bert", **options: Any
+) -> SquadDataModule:
+    tokenizer = str(TOKENIZERS[kind](folder / "tokenizer"))
     given = {"seq_length": LENGTH, "doc_stride": SHARED, "question_length": QUESTION}
     return SquadDataModule(version, str(folder), tokenizer, **(given | options))
 
 
-def test_windows_and_labels_equal_those_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_windows_and_labels_equal_those_of_transformers(tmp_path: Path, kind: str) -> None:
     write_squad(tmp_path, num_train=12)
-    data = data_of(tmp_path)
+    data = data_of(tmp_path, kind=kind)
     rows = data.encoded("train")
     questions = read_squad(tmp_path / "train-v2.0.json", "2.0")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
@@ -39,6 +50,7 @@ def test_windows_and_labels_equal_those_of_transformers(tmp_path: Path) -> None:
         [one.text for one in questions], [one.context for one in questions],
         truncation="only_second", max_length=LENGTH, stride=SHARED, padding="max_length",
         return_overflowing_tokens=True, return_offsets_mapping=True, return_tensors="pt",
+        return_token_type_ids=True,
     )  # fmt: skip
     assert len(rows) == len(found["input_ids"]) > len(questions)
     batch = data.evaluation_loader(data.training_samples(None)).batches
@@ -56,7 +68,11 @@ def test_windows_and_labels_equal_those_of_transformers(tmp_path: Path) -> None:
 
 
 def reference_label(question: Any, found: Any, window: int) -> tuple[int, int]:
-    """Return the labels as the example run_qa.py of transformers makes them."""
+    """Return the labels as the example run_qa.py of transformers makes them.
+
+    The search for the start ends with the context. The example goes on with the separator, whose
+    offset is 0.
+    """
     if not question.answers:
         return 0, 0
     offsets = found["offset_mapping"][window].tolist()
@@ -66,7 +82,8 @@ def reference_label(question: Any, found: Any, window: int) -> tuple[int, int]:
     end = len(sequence) - 1 - sequence[::-1].index(1)
     if not (offsets[start][0] <= begin and offsets[end][1] >= stop):
         return 0, 0
-    while start < len(offsets) and offsets[start][0] <= begin:
+    last = end
+    while start <= last and offsets[start][0] <= begin:
         start += 1
     while offsets[end][1] >= stop:
         end -= 1
@@ -134,9 +151,10 @@ def perfect(data: SquadDataModule, strength: float = 9.0) -> tuple[SpanScores, t
     return metric, scores
 
 
-def test_right_scores_give_the_given_answers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_right_scores_give_the_given_answers(tmp_path: Path, kind: str) -> None:
     write_squad(tmp_path, num_val=9)
-    metric, scores = perfect(data_of(tmp_path, threshold=-1.0))
+    metric, scores = perfect(data_of(tmp_path, threshold=-1.0, kind=kind))
     order = torch.randperm(len(scores), generator=torch.Generator().manual_seed(1))
     for part in order.split(5):
         metric.update(part, scores[part])
@@ -212,3 +230,19 @@ def test_windows_without_new_tokens_are_refused(tmp_path: Path) -> None:
     write_squad(tmp_path)
     with pytest.raises(ParallelPlanError, match=r"doc_stride \(11\) must be below .* \(11\)"):
         data_of(tmp_path, doc_stride=11)
+    # A pair of RoBERTa has one more special token.
+    with pytest.raises(ParallelPlanError, match=r"- 4 \(10\), .* and 4 special tokens"):
+        data_of(tmp_path, doc_stride=10, kind="roberta").encoded("val")
+
+
+def test_answers_have_all_bytes_of_their_characters(tmp_path: Path) -> None:
+    context = "the cat \u20ac likes a dog"
+    question = SquadQuestion("1", "what?", context, ("\u20ac",), context.index("\u20ac"))
+    tokenizer = PairTokenizer(str(TOKENIZERS["roberta"](tmp_path)))
+    found = encoded_windows([question], tokenizer, 32, 4, 8)
+    first, last = found["labels"][0].tolist()
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert last == first + 2
+    assert read.decode(found["tokens"][first : last + 1]).strip() == "\u20ac"
+    begin, end = found["contexts"][0].tolist()
+    assert read.decode(found["tokens"][begin:end]) == context

@@ -77,6 +77,10 @@ def test_sequences_must_fit_the_model_and_divide_over_tp() -> None:
         ParallelPlanError, match=r"seq_length \(33\) must not exceed max_seq_length \(32\)"
     ):
         config.check_layout(layout, seq_length=33)
+    message = "and the layout needs rows of a multiple of 12 tokens. Use at most 24 tokens"
+    shared = ParallelLayout(world_size=6, tp=3, cp=2)
+    with pytest.raises(ParallelPlanError, match=re.escape(message)):
+        config.check_layout(shared, sequence_parallel=True, seq_length=36)
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,32 @@ def test_a_trained_model_is_not_a_reference_but_adapters_can_be_disabled(folder:
     )
 
 
+@pytest.mark.parametrize("strategy", ["auto", None])
+def test_named_sets_have_the_values_of_sets_alone(folder: Path, strategy: str | None) -> None:
+    sets = {
+        "few": write_lines(folder / "few.jsonl", preferences(3, seed=3)),
+        "many": write_lines(folder / "many.jsonl", preferences(5, seed=4)),
+    }
+    found = {}
+    for name, val in {**sets, "all": sets}.items():
+        seed_everything(1, verbose=False)
+        module = module_of(folder, learning_rate=0.003, schedule="constant")
+        trainer = trainer_of(folder, strategy=strategy or MegatronStrategy(), steps=2)
+        trainer.fit(module, pairs_of(folder, global_batch_size=2, val=val))
+        trainer.validate(module, pairs_of(folder, global_batch_size=2, val=val), verbose=False)
+        found[name] = {key: float(one) for key, one in trainer.callback_metrics.items()}
+    assert module.reference.state().keys() == {"train", "val/few", "val/many"}
+    means = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+    close = {"rel": 0, "abs": 1e-12 if strategy is None else 1e-6}
+    for mean in means:
+        few, many = (found[name][f"val_{mean}"] for name in sets)
+        both = found["all"]
+        assert both[f"val_{mean}/few"] == pytest.approx(few, **close)
+        assert both[f"val_{mean}/many"] == pytest.approx(many, **close)
+        assert both[f"val_{mean}"] == pytest.approx((3 * few + 5 * many) / 8, **close)
+    assert found["few"]["val_loss"] != pytest.approx(math.log(2), abs=1e-4)
+
+
 def test_a_reference_needs_numbered_pairs(folder: Path) -> None:
     from lightning_megatron import ChatDataModule
 

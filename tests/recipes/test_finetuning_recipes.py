@@ -18,7 +18,7 @@ from lightning_megatron.cli.seeds import SeedRun
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.finetuning.saved_scores import SavedScores, best_scores
 from lightning_megatron.strategy.cli import MegatronCLI
-from tests.finetuning.folders import save_bert, write_qqp
+from tests.finetuning.folders import save_encoder, write_qqp
 from tests.sweeps import all_run
 
 #: Batch size, learning rate and epochs of table 6 for 336 million parameters.
@@ -111,7 +111,7 @@ def test_several_seeds_have_a_median_and_an_ensemble(
             main([name, *options])
 
     monkeypatch.setattr(SeedRun, "_run", run)
-    model = save_bert(tmp_path / "bert", dropout=0.1)
+    model = save_encoder(tmp_path / "bert", dropout=0.1)
     files = write_qqp(tmp_path / "qqp", num_train=24, num_val=15)
     (tmp_path / "test.tsv").write_text((files / "dev.tsv").read_text())
     command = [
