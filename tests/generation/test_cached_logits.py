@@ -49,7 +49,7 @@ def check_rows(
         multiple=multiple,
         later_multiple=later or multiple,
     )
-    tokens, span = rows.first(cache)
+    tokens, span = rows.prefill_inputs(cache)
     found = gpt.logits_at(tokens, length - 1, span)
     cache.advance(length)
     told = [list(prompt) for prompt in prompts]
@@ -61,8 +61,8 @@ def check_rows(
             return cache
         for row, token in zip(told, NEXT[:, number].tolist(), strict=False):
             row.append(token)
-        rows = rows.followed_by(NEXT[: len(told), number])
-        tokens, span = rows.last(cache)
+        rows = rows.appended(NEXT[: len(told), number])
+        tokens, span = rows.decode_inputs(cache)
         found = gpt.logits_at(tokens, 0, span)
         cache.advance(1)
     raise AssertionError("the loop returns")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_megatron import GenerationSettings, ParallelPlanError
-from lightning_megatron.generation.sampling import Sampler, weighed
+from lightning_megatron.generation.sampling import Sampler, sampling_logits
 
 processors = pytest.importorskip("transformers.generation.logits_process")
 
@@ -31,7 +31,7 @@ def test_logits_are_those_of_transformers() -> None:
         how = GenerationSettings(sample=True, temperature=temperature, top_k=top_k, top_p=top_p)
         for scale in (0.1, 1.0, 8.0):
             expected = random_logits(scale)
-            found = weighed(expected, how)
+            found = sampling_logits(expected, how)
             for step in steps:
                 expected = step(None, expected)
             assert torch.equal(found, expected), f"{how}, scale {scale}"

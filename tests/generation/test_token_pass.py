@@ -11,7 +11,7 @@ from lightning_megatron.generation.prompts import PromptRows
 from lightning_megatron.generation.token_pass import (
     TokenPass,
     why_not_recorded,
-    why_place_unknown_to_host_is_refused,
+    why_pass_depends_on_host,
 )
 from lightning_megatron.layers.attention_core import attend
 from lightning_megatron.layers.attention_span import AttentionSpan
@@ -28,9 +28,9 @@ def check_passes(gpt: GPT, prompts: list[list[int]]) -> KeyValueCache:
     length = max(map(len, prompts))
     cache = KeyValueCache(length + NEXT.shape[1])
     rows = PromptRows.of(prompts, torch.device("cpu"), num_rows=len(prompts), length=length)
-    gpt.logits_at(*_placed(rows.first(cache), length - 1))
+    gpt.logits_at(*_placed(rows.prefill_inputs(cache), length - 1))
     cache.advance(length)
-    one = TokenPass(gpt, cache, rows.before, len(prompts))
+    one = TokenPass(gpt, cache, rows.padding, len(prompts))
     told = [list(prompt) for prompt in prompts]
     for number in range(NEXT.shape[1]):
         tokens = NEXT[: len(told), number]
@@ -53,7 +53,7 @@ SERVED = ("gpt2", "llama", "mistral", "gemma3", "qwen3", "phi", "gpt_neox", "coh
 @pytest.mark.parametrize("case", [case for case in SERVED if case in families.CASES])
 def test_logits_of_a_family(case: str) -> None:
     gpt = ours(exact_twin(case))
-    assert why_place_unknown_to_host_is_refused(gpt) is None
+    assert why_pass_depends_on_host(gpt) is None
     check_passes(gpt, PROMPTS)
     check_passes(gpt, PROMPTS[:1])
 
@@ -99,7 +99,7 @@ def test_slots_without_tokens_do_not_count() -> None:
     ],
 )
 def test_what_needs_the_host_is_not_recorded(case: str, reason: str) -> None:
-    assert reason in str(why_place_unknown_to_host_is_refused(ours(exact_twin(case))))
+    assert reason in str(why_pass_depends_on_host(ours(exact_twin(case))))
 
 
 def test_a_model_on_the_host_runs_operator_by_operator(caplog: pytest.LogCaptureFixture) -> None:
@@ -113,4 +113,4 @@ def test_a_model_on_the_host_runs_operator_by_operator(caplog: pytest.LogCapture
         generate(gpt, [[1, 2]], GenerationSettings(20, record=False))
         assert not caplog.records
     gpt.final_norm.register_forward_hook(lambda *_: None)
-    assert "a hook on" in str(why_place_unknown_to_host_is_refused(gpt))
+    assert "a hook on" in str(why_pass_depends_on_host(gpt))
