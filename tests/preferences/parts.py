@@ -46,4 +46,4 @@ def measured(
     module.reference = ReferenceLogProbs()
     module.reference.load_state({"train": {"key": "", "values": values}})
     module.model = model
-    return module._measured(batch, "train")
+    return module._loss_and_rewards(batch, "train")

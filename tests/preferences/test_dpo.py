@@ -193,7 +193,7 @@ def test_a_restarted_training_keeps_its_reference(
     assert values[0].shape == (NUM, 2)
     assert torch.equal(*values)
     write_lines(folder / "others.jsonl", preferences(NUM, seed=2))
-    with pytest.raises(CheckpointMismatchError, match="must be those whose reference"):
+    with pytest.raises(CheckpointMismatchError, match="must be the pairs whose reference"):
         fit(folder, ckpt_path=killed, rows="others.jsonl", strategy=strategy)
     if strategy == "auto":
         again = DPO.load_from_checkpoint(killed, weights_only=True)
@@ -231,5 +231,5 @@ def test_a_reference_needs_numbered_pairs(folder: Path) -> None:
 
     rows = write_lines(folder / "chat.jsonl", conversations(4))
     data = ChatDataModule(rows, str(folder / "model"), seq_length=250)
-    with pytest.raises(UnsupportedError, match="the Trainer has ChatDataModule"):
+    with pytest.raises(UnsupportedError, match="the Trainer is ChatDataModule"):
         trainer_of(folder, strategy="auto").fit(module_of(folder), data)
