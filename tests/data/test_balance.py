@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_megatron.data.balance import RowBalance, attention_work, balanced_shares
 from lightning_megatron.data.datamodule import TokenDataModule
-from lightning_megatron.data.sampler import TokenBatchSampler, excess_line
+from lightning_megatron.data.sampler import TokenBatchSampler, imbalance_line
 from lightning_megatron.data.token_file import TokenFileWriter
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from tests.data.recorder import Recorder, make_trainer, run
@@ -88,7 +88,7 @@ def test_the_work_of_a_row_is_that_of_its_documents_and_of_its_rest() -> None:
 def test_ranks_and_microbatches_have_about_equal_work(seed: int, microbatch_size: int) -> None:
     rows = mixed(64, seed)
     balance = RowBalance(rows, 4, microbatch_size)
-    before, after = balance.excess([range(64)])
+    before, after = balance.imbalance([range(64)])
     assert after <= 1.05 < 1.1 < before
     shares = balance.shares(range(64))
     parts = [
@@ -210,12 +210,12 @@ class Loose(Recorder):
 def test_the_report_says_what_the_balance_is_for(tmp_path: Path) -> None:
     rows = mixed(64)
     sampler = TokenBatchSampler(64, 4, 0, 4, balance=RowBalance(rows, 4, 4))
-    before, after = RowBalance(rows, 4, 4).excess(list(sampler.global_batches(9)))
-    assert f"{after:.3f} times the mean" in excess_line(sampler)
-    assert f"{before:.3f} times (next 4 global" in excess_line(sampler)
+    before, after = RowBalance(rows, 4, 4).imbalance(list(sampler.global_batches(9)))
+    assert f"{after:.3f} times the mean" in imbalance_line(sampler)
+    assert f"{before:.3f} times without balancing (next 4 global" in imbalance_line(sampler)
     assert after < before
 
 
 def test_joined_documents_need_no_balance(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="equal work"):
+    with pytest.raises(UnsupportedError, match="equal attention work"):
         TokenDataModule("corpus", balance_attention=True)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_megatron import BERTDataModule
-from lightning_megatron.data.pair_batches import PairBatches, _cut_sizes
+from lightning_megatron.data.pair_batches import PairBatches, _truncated_sizes
 from lightning_megatron.data.pair_samples import PairOptions, PairSamples
 from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.token_file import TokenFile, TokenFileWriter
@@ -93,7 +93,7 @@ def test_cuts_are_those_of_the_longer_segment_one_by_one(
     expected = [first, second]
     while sum(expected) > target:
         expected[0 if expected[0] > expected[1] else 1] -= 1
-    assert _cut_sizes(first, second, target) == tuple(expected)
+    assert _truncated_sizes(first, second, target) == tuple(expected)
 
 
 def test_one_segment_has_no_order(corpus: str, vocabulary: str) -> None:
@@ -260,7 +260,7 @@ def test_what_is_left_out_and_cut_is_told(tmp_path: Path, vocabulary: str) -> No
         writer.add_document([])
         writer.add_document(np.full(100, 7), lengths=[40, 60])
     options = PairOptions(LENGTH, short_probability=0.0)
-    line = PairSamples(TokenFile(tmp_path / "a"), options).line()
+    line = PairSamples(TokenFile(tmp_path / "a"), options).summary()
     assert "1 samples from 2 documents, of which 1 are left out with fewer than 2 sentences" in line
     assert "71.0% of the tokens are cut" in line
 

@@ -173,7 +173,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "no answer": ({"messages": [QUESTION]}, "no message of the role assistant"),
     "empty answer": ({"messages": [QUESTION, turn("assistant", " ")]}, "answer without text"),
     "no content": ({"messages": [{"role": "user"}, ANSWER]}, "must have a text"),
-    "no list": ({"messages": "why"}, "must be a list"),
+    "no list": ({"messages": "why"}, "must be a non-empty list"),
     "no message": ({"messages": ["why"]}, "must be an object"),
     "half": ({"prompt": "why"}, "either messages or both"),
     "both": ({"messages": [QUESTION, ANSWER], "prompt": "a", "completion": "b"}, "either messages"),
@@ -197,8 +197,8 @@ def test_broken_lines_templates_and_paths_are_refused(tmp_path: Path, folder: st
         ChatDataModule(str(tmp_path), folder).setup("fit")
     path = write_lines(tmp_path / "rows.jsonl", [{"messages": [QUESTION, ANSWER] * 2}])
     for content, error, reason in (
-        ("{{ raise_exception('no') }}", CorruptDataError, r"rows\.jsonl:1 is refused by .* no"),
-        ("xy{% generation %}{% endgeneration %}hello", CorruptDataError, "answer without tokens"),
+        ("{{ raise_exception('no') }}", CorruptDataError, r"rows\.jsonl:1 is rejected by .* no"),
+        ("xy{% generation %}{% endgeneration %}hello", CorruptDataError, "an answer with at least one token"),
         ("{{ messages | length }}", UnsupportedError, r"rows\.jsonl:1: the first 1 messages must"),
     ):
         (tmp_path / "bad.jinja").write_text(content)

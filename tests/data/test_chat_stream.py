@@ -197,7 +197,7 @@ def test_any_sample_can_be_reached_from_any_state(
             assert other.state_at(number) == states[number]
             other.close()
         # Back, and forward over sections that were forgotten
-        samples.forget_before(35)
+        samples.free_before(35)
         for number in (38, 3, 36, 0, 39):
             assert samples[number].tolist() == wanted[number], kind
         samples.close()
@@ -349,7 +349,7 @@ def test_rows_left_over_are_told(
     lines: list[str] = []
     for module in ("chat_datamodule", "row_datamodule"):
         monkeypatch.setattr(
-            f"lightning_megatron.data.{module}.tell_of_rows", lambda line, _: lines.append(line)
+            f"lightning_megatron.data.{module}.log_row_counts", lambda line, _: lines.append(line)
         )
     path = write_lines(tmp_path / "rows.jsonl", conversations(20))
     data = make_data(path, folder, packing=False)

@@ -170,8 +170,8 @@ def same(a: Any, b: Any) -> bool:
         ("eod", 257, r"eod must be null or a whole number in \[0, 256\]: it is 257"),
         ("eod", None, r"json has changed: its checksum must be [0-9a-f]{8}"),
         ("num_bytes", -1, "num_bytes must be a whole number"),
-        ("num_tokens", 3, r"says num_tokens 3, but b\.idx has 54: they do not belong together"),
-        ("num_documents", 7, r"says num_documents 7, but b\.idx has 6"),
+        ("num_tokens", 3, r"has num_tokens 3, but b\.idx has 54: they do not belong together"),
+        ("num_documents", 7, r"has num_documents 7, but b\.idx has 6"),
         ("tokenizer", "", "tokenizer must be a text"),
         ("tokenizer", None, "tokenizer_fingerprint must be null where tokenizer is"),
         ("idx_sha256", "0" * 63, "idx_sha256 must be 64 hexadecimal digits"),
@@ -242,7 +242,7 @@ def test_raw_text_of_the_same_name_is_passed_over_with_a_warning(
         caplog.clear()
         Path(f"{prefix}.json").write_text(content)
         assert TokenFile(prefix).description is None
-        assert "c.json is not a description" in caplog.text
+        assert "c.json is ignored" in caplog.text
 
 
 HEADER_EDITS = [
@@ -492,7 +492,7 @@ def test_a_tokenizer_that_contradicts_itself_is_refused_before_any_work(tmp_path
         ([1.5], None, "token ids must be whole numbers: document 0 has ids of type float64"),
         ([True], None, "of type bool"),
         ([1, 2], [3, -1], "lengths must not be negative"),
-        ([1, 2], [1], "add up to 1"),
+        ([1, 2], [1], "sum to 1"),
     ],
 )
 def test_a_writer_refuses_what_is_no_list_of_ids(

@@ -104,7 +104,9 @@ def test_mappings_numbers_and_paths_of_other_types_are_those_of_python(tmp_path:
         [0.25, 3.0],
         str(tmp_path),
     )
-    with pytest.raises(UnsupportedError, match="split weights must be decimal numbers") as caught:
+    with pytest.raises(
+        UnsupportedError, match="split weights must be non-negative decimal"
+    ) as caught:
         TokenDataModule(train="a", split=Path("x" * 5000))  # type: ignore[arg-type]
     assert len(str(caught.value)) < 300
 
@@ -214,9 +216,9 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "no data are given"),
-        ({"train": "a", "corpus": "speeches"}, "has its own parts"),
-        ({"train": "a", "val": "b", "split": "9,1"}, "split divides"),
+        ({}, "a data module needs data"),
+        ({"train": "a", "corpus": "speeches"}, "because it defines all parts"),
+        ({"train": "a", "val": "b", "split": "9,1"}, "split needs train"),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(
@@ -281,8 +283,8 @@ STATE = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"consumed": -1}, "consumed in the data position .* whole number from 0 on: it is -1"),
-        ({"consumed": 100}, "is contradictory: 100 of 99 samples"),
+        ({"consumed": -1}, "consumed in the data position .* whole number of at least 0: it is -1"),
+        ({"consumed": 100}, "it has 100 of 99 samples"),
         ({"epoch": 1.0}, "epoch in the data position .* it is 1.0"),
         ({"epoch": True}, "it is True"),
         ({"num_samples": "99"}, "num_samples in the data position"),

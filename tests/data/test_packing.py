@@ -134,5 +134,5 @@ def test_blends_of_whole_documents_have_every_row(tmp_path: Path) -> None:
 
 
 def test_the_order_of_megatron_has_its_own_rows() -> None:
-    with pytest.raises(UnsupportedError, match="whose samples run over the ends"):
+    with pytest.raises(UnsupportedError, match="whose samples cross the ends"):
         TokenDataModule("c", documents="whole", order="megatron")

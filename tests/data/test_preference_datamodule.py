@@ -116,15 +116,18 @@ def test_truncation_is_told(tmp_path: Path, folder: str) -> None:
 GOOD = {"prompt": "why", "chosen": "so", "rejected": "no"}
 BAD: dict[str, tuple[Any, str]] = {
     "no rejected": ({"prompt": "why", "chosen": "so"}, "must have chosen and rejected"),
-    "texts alone": ({"chosen": "why so", "rejected": "why no"}, "prompt must be there too"),
+    "texts alone": (
+        {"chosen": "why so", "rejected": "why no"},
+        "chosen must be a list of messages if",
+    ),
     "role": ({**GOOD, "chosen": [turn("robot", "so")]}, "chosen, message 1: the role must be"),
     "empty answer": ({**GOOD, "rejected": " "}, "rejected, message 1 is an answer without text"),
-    "no list": ({**GOOD, "prompt": 7}, "prompt must be a list"),
+    "no list": ({**GOOD, "prompt": 7}, "prompt must be a non-empty list"),
     "equal": ({**GOOD, "rejected": "so"}, "chosen and rejected must differ"),
     "equal lists": ({"chosen": [WHY, SO], "rejected": [WHY, SO]}, "must differ"),
     "other prompts": (
         {"chosen": [WHY, SO], "rejected": [turn("user", "how"), NO]},
-        "must answer the same prompt",
+        "must begin with the same prompt",
     ),
     "no answer": (
         {"chosen": [WHY, SO, WHY], "rejected": [WHY, SO, NO]},
@@ -153,7 +156,7 @@ def test_settings_and_templates_are_checked(tmp_path: Path, folder: str) -> None
     with pytest.raises(UnsupportedError, match="must have one chat template"):
         PreferenceDataModule(path, str(tmp_path / "model")).setup("fit")
     (tmp_path / "bad.jinja").write_text("{{ raise_exception('no') }}")
-    with pytest.raises(CorruptDataError, match=r"rows\.jsonl:1 is refused by .* no"):
+    with pytest.raises(CorruptDataError, match=r"rows\.jsonl:1 is rejected by .* no"):
         PreferenceDataModule(path, folder, chat_template=str(tmp_path / "bad.jinja")).setup("fit")
 
 
