@@ -198,7 +198,11 @@ def test_broken_lines_templates_and_paths_are_refused(tmp_path: Path, folder: st
     path = write_lines(tmp_path / "rows.jsonl", [{"messages": [QUESTION, ANSWER] * 2}])
     for content, error, reason in (
         ("{{ raise_exception('no') }}", CorruptDataError, r"rows\.jsonl:1 is rejected by .* no"),
-        ("xy{% generation %}{% endgeneration %}hello", CorruptDataError, "an answer with at least one token"),
+        (
+            "xy{% generation %}{% endgeneration %}hello",
+            CorruptDataError,
+            "an answer with at least one token",
+        ),
         ("{{ messages | length }}", UnsupportedError, r"rows\.jsonl:1: the first 1 messages must"),
     ):
         (tmp_path / "bad.jinja").write_text(content)

@@ -54,7 +54,7 @@ def test_every_pass_predicts_every_token_once(
         return
     count = one.num_windows * num_passes
     index = index_packed(np.array(lengths), seq_length, count, seed)
-    assert index.num_windows == count, "all passes have equally many rows"
+    assert index.num_windows == count, "all passes have the same number of rows"
     for number in range(num_passes):
         predicted = []
         for row in range(number * one.num_windows, (number + 1) * one.num_windows):

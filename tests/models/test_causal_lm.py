@@ -125,7 +125,7 @@ def test_a_fall_without_an_end_and_an_unknown_shape_are_refused() -> None:
     assert WarmupSchedule("constant", 0, None, 0.0).factor(10**6) == 1.0
     with pytest.raises(UnsupportedError, match="cosine schedule needs a last step"):
         WarmupSchedule("cosine", 0, None, 0.0)
-    with pytest.raises(UnsupportedError, match="one of cosine, linear, constant: 'step'"):
+    with pytest.raises(UnsupportedError, match="one of cosine, linear, constant: it is 'step'"):
         WarmupSchedule("step", 0, 10, 0.0)  # type: ignore[arg-type]
 
 

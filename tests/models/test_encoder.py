@@ -52,7 +52,7 @@ def built(mesh: ParallelMesh | None = None, **changes: Any) -> Encoder:
             "head must be none, pooler, masked_lm, classifier, pretraining or span: it is 'tail'",
         ),
         ({"positions": "other"}, "positions must be row or tokens: it is 'other'"),
-        ({"padding_id": 53}, r"padding_id \(53\) must lie in \[0, 53\)"),
+        ({"padding_id": 53}, r"padding_id \(53\) must be in \[0, 53\)"),
         ({"positions": "tokens", "padding_id": None}, r"padding_id \(None\) must be a token"),
         ({"positions": "tokens", "padding_id": 30}, r"num_positions \(20\) must be above"),
     ],

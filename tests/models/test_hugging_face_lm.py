@@ -380,7 +380,7 @@ def test_experts_are_balanced_as_the_settings_say(tmp_path: Path) -> None:
         assert not is_same
     with pytest.raises(
         UnsupportedError,
-        match="expert_settings .* need MegatronStrategy: other strategies",
+        match="expert_settings .* need MegatronStrategy, because other strategies",
     ):
         train(learning(folder, expert_settings={"aux_loss": 0.5}))
 
