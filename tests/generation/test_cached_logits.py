@@ -1,4 +1,4 @@
-"""Logits of tokens that follow a cache: those of a pass over the whole rows."""
+"""Logits of tokens that follow a cache equal those of a pass over the whole rows."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def check_rows(
     raise AssertionError("the loop returns")
 
 
-# The angles of phi3 depend on the longest of the rows: see test_words.py.
+# The angles of phi3 depend on the longest of the rows: see test_generated_tokens.py.
 @pytest.mark.parametrize("case", sorted(families.CASES.keys() - {"phi3"}))
 def test_unequal_rows_of_a_family(case: str) -> None:
     check_rows(ours(exact_twin(case)), PROMPTS)
