@@ -1,4 +1,4 @@
-"""TokenDataModule feeds a real Trainer with all tokens of its corpora, and says what does not fit."""
+"""TokenDataModule gives a Trainer all tokens of its corpora, and rejects invalid settings."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_the_speeches_need_no_further_settings(tmp_path: Path) -> None:
     "split",
     ["", "a,b", "1,2,3,4", "1,-1", "nan,1", "1/0,1", "1e99999999999,1", "0,0", "inf", "١,1"],
 )
-def test_splits_without_meaning_are_refused_at_once(split: str, order: Any) -> None:
+def test_invalid_splits_raise_at_once(split: str, order: Any) -> None:
     with pytest.raises(UnsupportedError, match="split weights"):
         TokenDataModule("a", split=split, order=order)
 
@@ -292,15 +292,13 @@ STATE = {
         ({"order": 3}, "in the order 3"),
     ],
 )
-def test_a_position_that_cannot_be_is_refused(
-    corpus: str, change: dict[str, Any], message: str
-) -> None:
+def test_an_invalid_position_raises(corpus: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointMismatchError, match=message):
         TokenDataModule(corpus).load_state_dict({**STATE, **change})
 
 
 @pytest.mark.parametrize("name", ["epoch", "consumed", "num_samples", "global_batch_size", "order"])
-def test_a_position_that_lacks_a_field_is_refused(corpus: str, name: str) -> None:
+def test_a_position_without_a_field_raises(corpus: str, name: str) -> None:
     state = {key: value for key, value in STATE.items() if key != name}
     with pytest.raises(CheckpointMismatchError, match=f"{name}.* are missing"):
         TokenDataModule(corpus).load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Rows of whole documents have every prediction once, are nearly full, and go on like windows."""
+"""Rows of whole documents predict every token once, have little padding, and resume."""
 
 from __future__ import annotations
 

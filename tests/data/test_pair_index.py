@@ -1,4 +1,4 @@
-"""Documents are cut as Megatron's build_mapping cuts them, and more samples extend fewer."""
+"""Documents are cut as by Megatron's build_mapping; a larger count extends the samples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def slow_target(rule: PairRule, epoch: int, document: int, number: int) -> int:
 
 
 def slow_cut(documents: list[list[int]], rule: PairRule, epoch: int) -> list[list[int]]:
-    """Cut documents sentence by sentence, as the paper's sources do (helpers.cpp, build_mapping)."""
+    """Cut documents sentence by sentence, as build_mapping of Megatron-LM does (helpers.cpp)."""
     found = []
     sentence = 0
     for number, document in enumerate(documents):

@@ -1,6 +1,4 @@
-"""Token files are Megatron's, byte by byte, appear whole or not at all, and damage is refused with
-the reason.
-"""
+"""Token files equal Megatron's byte by byte, appear when complete, and errors name damage."""
 
 from __future__ import annotations
 
@@ -70,7 +68,7 @@ def test_a_corpus_of_megatron_is_read_without_description(tmp_path: Path) -> Non
         corpus.get(1, 1, 2)
 
 
-def test_the_modes_of_a_multimodal_corpus_are_passed_over(tmp_path: Path) -> None:
+def test_the_modes_of_a_multimodal_corpus_are_ignored(tmp_path: Path) -> None:
     prefix = write_golden(tmp_path)
     idx_path(prefix).write_bytes(GOLDEN_INDEX + b"\x00\x01\x00")
     assert TokenFile(prefix)[2].tolist() == [6, 7, 8, 9]
@@ -78,7 +76,7 @@ def test_the_modes_of_a_multimodal_corpus_are_passed_over(tmp_path: Path) -> Non
 
 @settings(max_examples=40, deadline=None)
 @given(documents=documents_of_tokens, dtype=st.sampled_from(["u2", "i4", "i8", "i2"]))
-def test_what_is_written_is_read_back(
+def test_written_documents_are_read_back(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], dtype: str
 ) -> None:
     prefix = tmp_path_factory.mktemp("corpus") / "c"

@@ -1,4 +1,4 @@
-"""DPO: the losses of the formulas on plain logits, and a reference that survives a restart."""
+"""DPO has the losses of the papers' formulas, and keeps its reference after a restart."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def trainer_of(folder: Path, *callbacks: Any, steps: int = 4, **options: Any) ->
 
 
 class Kept(DPO):
-    """Keep the losses of the steps."""
+    """Callback that records the losses of the steps."""
 
     losses: tuple[float, ...] = ()
 
