@@ -64,7 +64,7 @@ def find_conversations(
         if is_dataset_folder(Path(one)):
             names = [one]
         files = sorted(Path(name) for name in names)
-        files = [file for file in files if _has_conversations(file)]
+        files = [file for file in files if _is_row_file(file)]
         if not files:
             raise UnsupportedError(
                 f"{plural} must be files ({', '.join(_SUFFIXES)}), folders of them, folders "
@@ -75,7 +75,7 @@ def find_conversations(
     return tuple(found)
 
 
-def _has_conversations(path: Path) -> bool:
+def _is_row_file(path: Path) -> bool:
     return is_dataset_folder(path) or (path.is_file() and path.name.endswith(_SUFFIXES))
 
 

@@ -90,7 +90,7 @@ def read_description(prefix: str | os.PathLike[str]) -> CorpusDescription | None
         return None
     if _is_foreign(path):
         log.warning(
-            "%s is ignored, because it has no field of a description of the token file beside it.",
+            "%s is ignored: it has no field of a description of the token file with this prefix.",
             path,
         )
         return None

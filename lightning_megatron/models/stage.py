@@ -110,7 +110,7 @@ class PipelinedModule(nn.Module):
     """Module that runs as a whole, or one virtual stage at a time if a cursor is set.
 
     A subclass has the layers of this rank's virtual stages. Its ``forward`` ends with a call of
-    ``run_stage``, or follows the cursor by itself.
+    ``run_stage``, or reads the cursor directly.
 
     Args:
         mesh: The groups of this rank.
