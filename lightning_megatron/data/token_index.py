@@ -172,7 +172,7 @@ def check_index(
         last = documents[-1] if len(documents) else "nothing"
         raise CorruptDataError(
             f"{index} is damaged: document entries must rise from 0 to {len(lengths)} sequences, "
-            f"and end with {last}. {REMEDY}"
+            f"but they end with {last}. {REMEDY}"
         )
     expected = int(ends[-1]) * dtype.itemsize if len(ends) else 0
     path = bin_path(prefix)
