@@ -40,8 +40,8 @@ def check_sources(train: object, val: object, test: object, split: object, corpu
     """
     if not (train or val or test or corpus):
         raise UnsupportedError(
-            "a data module needs data: none are given. Pass prefixes of token files, or corpus "
-            "'speeches'."
+            "a data module needs train, val, test or corpus: none of them is given. Pass prefixes "
+            "of token files, or corpus 'speeches'."
         )
     if corpus is not None and (train or val or test or split):
         raise UnsupportedError(

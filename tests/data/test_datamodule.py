@@ -216,7 +216,7 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "a data module needs data"),
+        ({}, "needs train, val, test or corpus"),
         ({"train": "a", "corpus": "speeches"}, "because it defines all parts"),
         ({"train": "a", "val": "b", "split": "9,1"}, "split needs train"),
     ],
