@@ -102,7 +102,7 @@ def test_a_setting_that_a_module_refuses_is_one_message(capsys: pytest.CaptureFi
     assert ended.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(
-        "lightning-megatron fit: error: path must be a local folder with config.json: 'nowhere' is"
+        "lightning-megatron fit: error: path must be a local folder with config.json, because "
     )
 
 

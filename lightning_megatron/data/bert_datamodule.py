@@ -1,4 +1,4 @@
-"""Data module of BERT's pre-training: masked pairs of segments from token files of sentences."""
+"""Data module for pre-training BERT: masked pairs of segments from token files of sentences."""
 
 from __future__ import annotations
 
@@ -39,11 +39,12 @@ from lightning_megatron.plan.settings import (
 class BERTDataModule(TokenDataModule):
     """Batches of masked pairs of segments, for pre-training a BERT with ``BERTPretraining``.
 
-    The token files have a sequence for each sentence (``preprocess --split-sentences``). A sample
-    has consecutive sentences of one document up to a target length, which are divided at random
-    into two segments and swapped with probability 1/2. Everything random depends on the seed and
-    the number of the sample alone, and so on no layout, worker or restart. Splits, blends, epochs
-    and the position in a checkpoint are those of ``TokenDataModule``.
+    Each sentence is a sequence of the token files (``preprocess --split-sentences``). A sample
+    consists of consecutive sentences of one document up to a target length. They are divided at
+    random into two segments, which are swapped with probability 1/2. All random choices depend only
+    on the seed, the epoch and the number of the sample, so they are the same in every layout, with
+    any number of workers and after a restart. Splits, blends, epochs and the position in a
+    checkpoint are those of ``TokenDataModule``.
 
     Shapes:
         A batch is {"tokens": (B, S), "labels": (B, S), "token_types": (B, S), "valid": (B, S),
@@ -57,24 +58,23 @@ class BERTDataModule(TokenDataModule):
         split: Weights such as "980,15,5" to divide the documents of ``train`` into train, val and
             test.
         corpus: Name of a bundled corpus. "speeches" is the State of the Union corpus: speeches
-            before 2000 are the training part, later ones serve as val and test.
-        tokenizer: Tokenizer of word pieces: "bert" (bert-base-uncased), "speeches-wordpiece", or a
-            path.
-        seq_length: Tokens of a row, with [CLS], [SEP] and padding.
-        order_prediction: Whether a row has two segments whose order is to be predicted; otherwise
-            one segment.
-        short_probability: Probability that the target length of a sample is drawn from 2 to that of
-            a full row.
-        mask_probability: Share of a row's tokens to mask, rounded to a number of at least 1.
-        max_ngram: Largest number of neighbouring words that are masked together; n words have a
-            probability proportional to 1/n (words).
+            before 2000 are the training part, later ones are both the validation and test part.
+        tokenizer: WordPiece tokenizer: "bert" (bert-base-uncased), "speeches-wordpiece", or a path.
+        seq_length: Tokens of a row, including [CLS], [SEP] and padding.
+        order_prediction: Whether a row has two segments, whose order the model predicts; otherwise
+            it has one segment.
+        short_probability: Probability that the target length of a sample is drawn uniformly from 2
+            to the length of a full row.
+        mask_probability: Share of a row's tokens to mask; at least one token is masked.
+        max_ngram: Largest number of neighbouring words that are masked together. The probability of
+            n words is proportional to 1/n (words).
         whole_words: Whether all pieces of a word are masked together.
         batch_size: Samples per data-parallel rank and batch; 1 if no size is given.
-        global_batch_size: Samples of each optimizer step over all data-parallel ranks, in place of
+        global_batch_size: Samples of each optimizer step over all data-parallel ranks; replaces
             ``batch_size``.
         ramp_up: Growth of ``global_batch_size`` at the start, as in ``TokenDataModule``.
         num_workers: Worker processes per rank that prefetch batches.
-        seed: Seed of the order of training samples and of all that is random in them.
+        seed: Seed of the order of training samples, their segments and their masks.
         train_samples: Training samples per epoch over all ranks; None means ``max_steps`` batches
             if the Trainer stops by steps alone, and one pass otherwise.
         data_dir: Directory to which the bundled ``corpus`` is written.
@@ -83,7 +83,7 @@ class BERTDataModule(TokenDataModule):
         pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
 
     Raises:
-        ParallelPlanError: If a value has another type or is out of its range.
+        ParallelPlanError: If a value has a wrong type or is out of range.
         UnsupportedError: If data sources conflict, none is given, or rows are too short.
 
     Source: Shoeybi et al. 2019, section 4.2; Lan et al. 2019; Megatron-LM
@@ -145,12 +145,12 @@ class BERTDataModule(TokenDataModule):
         self.masking = NGramMasking(
             given["mask_probability"], given["max_ngram"], given["whole_words"]
         )
-        # Rows that are too short raise at once.
+        # The options raise an error at once if rows are too short.
         PairOptions(self.seq_length, self.num_segments)
 
     @cached_property
     def pieces(self) -> WordPieces:
-        """Special tokens of the tokenizer, and its pieces that continue a word."""
+        """Special tokens of the tokenizer, and a mask of the pieces that continue a word."""
         return WordPieces.of(self.tokenizer)
 
     @override
@@ -163,7 +163,7 @@ class BERTDataModule(TokenDataModule):
         samples = blend_pairs(
             self._corpora("train"), self.weights, self._pair_options(self.seed), num_samples
         )
-        for line in _lines(samples):
+        for line in _summaries(samples):
             rank_zero_info(line)
         return samples
 
@@ -174,7 +174,7 @@ class BERTDataModule(TokenDataModule):
 
     @override
     def loader_of(self, samples: Samples, sampler: TokenBatchSampler) -> PairLoader:
-        # Validation has the same masks whatever the seed of the training.
+        # Validation has the same masks for every seed of the training.
         seed = self.seed if sampler.drop_last else 0
         batches = PairBatches(
             cast(SentenceSamples, samples), self.pieces, self.masking, self.num_segments, seed
@@ -188,6 +188,6 @@ class BERTDataModule(TokenDataModule):
         return replace(options, seed=seed, cache_dir=str(self._parts.cache_folder))
 
 
-def _lines(samples: PairSamples | BlendedPairs) -> list[str]:
+def _summaries(samples: PairSamples | BlendedPairs) -> list[str]:
     parts = samples.parts if isinstance(samples, BlendedPairs) else (samples,)
-    return [part.line() for part in parts if isinstance(part, PairSamples)]
+    return [part.summary() for part in parts if isinstance(part, PairSamples)]

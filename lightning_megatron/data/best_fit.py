@@ -1,4 +1,4 @@
-"""Packing of items into rows by best fit."""
+"""Best-fit packing of items into rows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from bisect import bisect_left, insort
 import numpy as np
 import numpy.typing as npt
 
-#: Room of one token takes no item.
-_LEAST = 2
+#: Smallest size of an item (tokens).
+_MIN_SIZE = 2
 
 
 def best_fit(
@@ -16,41 +16,42 @@ def best_fit(
     capacity: int | npt.NDArray[np.int64],
     most_items: int | npt.NDArray[np.int64] | None = None,
 ) -> list[list[int]]:
-    """Put items into rows, the largest first, each where the least room is left.
+    """Pack items into rows by best fit: the largest item first, into the fullest row that fits it.
 
     Args:
         sizes: Size of each item, from 2 to the capacity (tokens).
-        capacity: Size of a row, or for each item that of a row which it opens (tokens).
-        most_items: Largest number of items of a row, or for each item that of a row which it
-            opens; None sets no limit.
+        capacity: Size of all rows, or for each item the size of a row that starts with this item
+            (tokens).
+        most_items: Largest number of items of all rows, or for each item that of a row that starts
+            with this item; None sets no limit.
 
     Returns:
-        Items of each row
+        Indices of the items of each row.
 
     Source: Ding et al. 2024 (https://arxiv.org/abs/2404.10830).
     """
     rows: list[list[int]] = []
-    #: Rows by the room that they have, and all rooms in their order.
-    with_room: dict[int, list[int]] = {}
-    rooms: list[int] = []
-    rooms_of_new = np.broadcast_to(capacity, sizes.shape)
+    #: Open rows by their free space, and all amounts of free space in ascending order.
+    by_space: dict[int, list[int]] = {}
+    spaces: list[int] = []
+    capacities = np.broadcast_to(capacity, sizes.shape)
     most = np.broadcast_to(len(sizes) if most_items is None else most_items, sizes.shape)
     for item in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[item])
-        at = bisect_left(rooms, size)
-        if at == len(rooms):
-            room = int(rooms_of_new[item])
+        at = bisect_left(spaces, size)
+        if at == len(spaces):
+            space = int(capacities[item])
             row = len(rows)
             rows.append([])
         else:
-            room = rooms[at]
-            row = with_room[room].pop()
-            if not with_room[room]:
-                del with_room[room], rooms[at]
+            space = spaces[at]
+            row = by_space[space].pop()
+            if not by_space[space]:
+                del by_space[space], spaces[at]
         rows[row].append(item)
-        if room - size >= _LEAST and len(rows[row]) < most[rows[row][0]]:
-            if room - size not in with_room:
-                with_room[room - size] = []
-                insort(rooms, room - size)
-            with_room[room - size].append(row)
+        if space - size >= _MIN_SIZE and len(rows[row]) < most[rows[row][0]]:
+            if space - size not in by_space:
+                by_space[space - size] = []
+                insort(spaces, space - size)
+            by_space[space - size].append(row)
     return rows

@@ -1,9 +1,11 @@
-"""Blends of datasets in proportion to weights: each step draws from the dataset furthest behind.
+"""Blends of datasets: each step draws from the dataset that lags most behind its share.
 
 Counts and weights are integers, so that ties are exact and the lowest index wins. Megatron-Core
 applies the same rule to doubles, whose rounding decides ties (see ``megatron_order.py``).
+
 Source: Megatron-Core core/datasets/helpers.cpp (build_blending_indices,
-build_exhaustive_blending_indices)."""
+build_exhaustive_blending_indices).
+"""
 
 from __future__ import annotations
 
@@ -18,27 +20,44 @@ from lightning_megatron.errors import UnsupportedError
 
 
 def blend(weights: Sequence[float], size: int) -> npt.NDArray[np.int16]:
-    """Choose the dataset of each of ``size`` samples; a larger size extends the same order."""
+    """Return the dataset of each of ``size`` samples, in proportion to weights.
+
+    The choices of a larger size begin with those of a smaller one.
+
+    Args:
+        weights: Weight of each dataset, exact in its decimal notation.
+        size: Number of samples.
+
+    Raises:
+        UnsupportedError: If a weight is negative or not finite, or all are zero.
+    """
     shares = integer_weights(weights)
     return _choose(shares, size, limits=[size] * len(shares))
 
 
 def blend_exhaustively(sizes: Sequence[int]) -> npt.NDArray[np.int16]:
-    """Choose datasets such that each is used exactly once, spread evenly over all samples."""
+    """Return the dataset of each sample, so that every sample of every dataset is used once.
+
+    The samples of each dataset are spread evenly over the result.
+
+    Args:
+        sizes: Number of samples of each dataset.
+    """
     return _choose(list(sizes), sum(sizes), limits=list(sizes))
 
 
 def integer_weights(weights: Sequence[float]) -> list[int]:
     """Convert weights to the smallest integers of the same proportion.
 
-    A weight counts as its decimal notation: 0.1 is exactly one tenth.
+    The decimal notation of a weight is its exact value: 0.1 is one tenth.
 
     Raises:
         UnsupportedError: If a weight is negative or not finite, or all are zero.
     """
     if not weights or any(not math.isfinite(w) or w < 0 for w in weights) or not any(weights):
         raise UnsupportedError(
-            f"weights of a blend must be finite, not negative and not all zero: {list(weights)}."
+            "weights of a blend must be finite, not negative and not all zero: they are "
+            f"{list(weights)}."
         )
     fractions = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(fraction.denominator for fraction in fractions))
@@ -67,8 +86,8 @@ def _choose(shares: list[int], size: int, limits: list[int]) -> npt.NDArray[np.i
     open_datasets = [dataset for dataset, limit in enumerate(limits) if limit]
     for step in range(size):
         due = max(step, 1)
-        # How far a dataset is behind is share * due / total - count, here times total to stay in
-        # integers. `max` returns the first of equal items: the lowest index wins ties.
+        # A dataset lags by share * due / total - count samples, here multiplied by total to stay in
+        # integers. `max` returns the first of equal items, so the lowest index wins ties.
         best = max(
             open_datasets, key=lambda dataset: shares[dataset] * due - counts[dataset] * total
         )  # noqa: B023

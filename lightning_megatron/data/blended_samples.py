@@ -16,7 +16,7 @@ from lightning_megatron.data.megatron_order import (
     normalize,
     sizes_as_megatron,
 )
-from lightning_megatron.data.samples import ONCE, GPTSamples, SampleOptions, Samples
+from lightning_megatron.data.samples import ONE_PASS_ORDERS, GPTSamples, SampleOptions, Samples
 from lightning_megatron.data.token_file import TokenFile
 from lightning_megatron.data.windows import num_windows
 from lightning_megatron.errors import UnsupportedError
@@ -28,7 +28,7 @@ class BlendedSamples:
     Args:
         parts: Samples of each corpus.
         choices: Index of the part from which each sample comes.
-        mixture: Text that identifies the rule of the choices, such as the weights; part of
+        mixture: Text that identifies the rule of the choices, such as the weights. It is part of
             ``order_key``.
     """
 
@@ -50,12 +50,12 @@ class BlendedSamples:
         return self.parts[self.choices[index]][int(self.numbers[index])]
 
     def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of each document or gap in a window, in their order."""
+        """Return the number of tokens of each document or gap in a window, in order."""
         return self.parts[self.choices[index]].lengths(int(self.numbers[index]))
 
     @property
     def most_documents(self) -> int:
-        """Largest number of documents, and gaps between them, that a window has."""
+        """Largest number of documents and gaps in a window."""
         return max(part.most_documents for part in self.parts)
 
     @property
@@ -76,11 +76,12 @@ def blend_samples(
 
     Args:
         corpora: Token files, each with the range of documents to use.
-        weights: Proportions of samples, exact in their decimal notation (in the order "megatron":
-            doubles, see ``megatron_order.py``). None uses the sizes of the corpora.
+        weights: Share of each corpus in the samples, exact in its decimal notation. In the order
+            "megatron" it is a double (see ``megatron_order.py``). None uses the sizes of the
+            corpora.
         options: Options for cutting the corpora.
         num_samples: Number of samples; None uses one pass over every corpus. The order "megatron"
-            without weights returns no more than one pass.
+            without weights returns at most one pass.
 
     Raises:
         UnsupportedError: If the number of weights differs from the number of corpora, or weights
@@ -97,7 +98,7 @@ def blend_samples(
         corpus, documents = corpora[number]
         return GPTSamples(corpus, options, documents, size)
 
-    if num_samples is None and options.order in ONCE:
+    if num_samples is None and options.order in ONE_PASS_ORDERS:
         weights = None
     return BlendedSamples(
         *blend_parts(
@@ -119,18 +120,18 @@ def blend_parts(
     cache_dir: str | None,
     one_pass: Callable[[], list[int]] | None = None,
 ) -> tuple[list[Samples], npt.NDArray[np.int16], str]:
-    """Return the arguments of a blend: its parts, the choices among them, and their rule.
+    """Return the arguments of ``BlendedSamples``: its parts, the choices, and their rule.
 
     Args:
         count: Number of corpora.
-        open_part: Function of the number of a corpus, and of its samples (None makes one pass),
-            that returns the part.
-        weights: Proportions of samples, exact in their decimal notation; None uses the sizes of one
-            pass.
+        open_part: Function that takes the index of a corpus and a number of samples (None for one
+            pass), and returns the samples of this corpus.
+        weights: Share of each corpus in the samples, exact in its decimal notation; None uses the
+            sizes of one pass.
         num_samples: Number of samples; None uses one pass over every corpus.
         cache_dir: Directory of the index cache; None keeps the choices in memory.
-        one_pass: Function that returns the samples of one pass over each corpus; None opens the
-            parts to count them.
+        one_pass: Function that returns the number of samples of one pass over each corpus; None
+            opens the parts to count them.
 
     Raises:
         UnsupportedError: If the number of weights differs from the number of corpora, or weights
@@ -148,7 +149,8 @@ def blend_parts(
     size = sum(sizes) if num_samples is None else num_samples
     fields = {"weights": [str(weight) for weight in shares], "size": size}
     choices = _cached(fields, lambda: blend(shares, size), cache_dir)
-    # Open also a corpus of which no sample is drawn: otherwise a longer run could fail late.
+    # Open every corpus, even one from which no sample is drawn. A damaged corpus would otherwise
+    # fail only in a longer run.
     drawn = np.maximum(np.bincount(choices, minlength=count), 1).tolist()
     parts = [open_part(number, drawn[number]) for number in range(count)]
     return parts, choices, ",".join(map(str, integer_weights(shares)))
@@ -203,9 +205,10 @@ def _blend_as_megatron(
     for (corpus, _), wanted, available in zip(corpora, drawn, sizes, strict=True):
         if wanted > available:
             raise UnsupportedError(
-                f"the order of Megatron draws {wanted} windows of {corpus.prefix}, but builds only "
-                f"{available}: Megatron-Core refuses such a blend, too. Use fewer or more samples, "
-                "change the weights, or use order 'passes'."
+                f"a blend in the order 'megatron' must not draw more windows of a corpus than it "
+                f"builds: it draws {wanted} of {corpus.prefix} and builds {available}. "
+                "Megatron-Core rejects such a blend, too. Use another number of samples, other "
+                "weights, or order 'passes'."
             )
     mixture = "exhaustive" if num_samples is None else ",".join(map(str, shares))
     return BlendedSamples(parts, choices, f"megatron {mixture}")

@@ -1,4 +1,4 @@
-"""Data module of conversations, for training on answers (supervised fine-tuning)."""
+"""Data module of conversations, for supervised fine-tuning on the answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_megatron.data.chat_stream import streamed_samples
 from lightning_megatron.data.conversation_datamodule import ConversationDataModule
 from lightning_megatron.data.conversation_encoder import ConversationEncoder
 from lightning_megatron.data.loader import TokenLoader
-from lightning_megatron.data.row_datamodule import tell_of_rows
+from lightning_megatron.data.row_datamodule import log_row_counts
 from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.samples import Samples
 from lightning_megatron.data.stream_checks import check_stream_settings
@@ -33,31 +33,33 @@ class ChatDataModule(ConversationDataModule[EncodedConversations]):
     """Batches of conversations whose labels are the answers of the assistant, for fine-tuning.
 
     Each row of a file has ``messages`` (``role`` and ``content``), or ``prompt`` and ``completion``
-    as texts or lists of messages; only the completion is trained then. The tokenizer's own chat
-    template makes the tokens, and labels equal those of its mask of the assistant's tokens. A row
-    that is no conversation raises with its file and line.
+    as texts or lists of messages. In the second case, the loss covers only the completion. The chat
+    template of the tokenizer makes the tokens; the labels are the tokens that the assistant wrote,
+    as in the assistant mask of transformers. The error for a row that is not a conversation names
+    its file and line.
 
     Shapes:
-        A batch is {"tokens": (B, S), "labels": (B, S)}: shifted labels, -100 where the next token
-        is no answer's. Packed rows add {"lengths": (B, L)}, the tokens of each conversation, and
-        {"position_ids": (B, S)}, which restart in each.
+        A batch is {"tokens": (B, S), "labels": (B, S)}. Labels are shifted by one token, and -100
+        where the next token does not belong to an answer. Packed rows add {"lengths": (B, L)}, the
+        number of tokens of each conversation, and {"position_ids": (B, S)}, which restart at each
+        conversation.
 
     Args:
         train: Files of JSON lines (.jsonl, also .gz) or Parquet, folders of them, folders written
             by ``save_to_disk`` of datasets, or globs.
         tokenizer: Local folder of a Hugging Face tokenizer.
         val: Files of the validation set; None disables validation. A mapping of names to files
-            makes a set, and a loader, of each name.
-        test: Files of the test set, or of named sets of them.
-        chat_template: Jinja file in the place of the tokenizer's own template.
-        seq_length: Tokens that a row predicts; a conversation has at most one more.
-        too_long: What happens to longer conversations. "cut" keeps their beginning, "leave_out"
-            drops them, "refuse" raises. Those that keep no token of an answer are left out. The
-            start of a run tells how many.
-        packing: Whether rows have as many whole conversations as fit best, which do not see each
-            other; otherwise a row has one conversation and padding.
+            defines several validation sets, each with a loader.
+        test: Files of the test set; a mapping defines several sets, as for ``val``.
+        chat_template: Jinja file whose template replaces that of the tokenizer.
+        seq_length: Number of tokens that a row predicts. A conversation has at most one token more.
+        too_long: Treatment of longer conversations: "cut" keeps their beginning, "leave_out" drops
+            them, and "refuse" raises an error. A conversation that keeps no token of an answer is
+            dropped. The log at the start of a run reports how many were cut and dropped.
+        packing: Whether a row has several whole conversations, packed by best fit, whose tokens do
+            not attend to each other; otherwise a row has one conversation and padding.
         batch_size: Samples per data-parallel rank and batch; 1 if no size is given.
-        global_batch_size: Samples of each optimizer step over all data-parallel ranks, in place of
+        global_batch_size: Samples of each optimizer step over all data-parallel ranks; replaces
             ``batch_size``.
         ramp_up: Growth of ``global_batch_size`` at the start, as in ``TokenDataModule``.
         num_workers: Worker processes per rank that prefetch batches.
@@ -68,20 +70,22 @@ class ChatDataModule(ConversationDataModule[EncodedConversations]):
             in ``TokenDataModule``.
         context_windows: Windows of a packed row, which groups of context-parallel ranks share, as
             in ``TokenDataModule``.
-        streaming: Whether, and how, training files are read while they are trained on, for those
-            that are too large to encode before; validation and test files are read whole. Epochs
-            of a Trainer without ``max_steps`` are passes, whose number of batches is unknown.
-            ``num_workers`` processes then encode conversations.
+        streaming: Settings to read and encode the training files during training, for files that
+            are too large to encode before; None encodes them before training. Validation and test
+            files are always encoded before. In a Trainer without ``max_steps``, an epoch is a pass
+            over the files, whose number of batches is unknown. The ``num_workers`` processes encode
+            conversations instead of prefetching batches.
         cache_dir: Folder of the encoded conversations; None uses ``index_cache`` next to the first
             file.
         pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
 
     Raises:
-        ParallelPlanError: If a value has another type or is out of its range.
+        ParallelPlanError: If a value has a wrong type or is out of range.
         UnsupportedError: If files or the template are missing, or settings conflict.
-        CorruptDataError: If a row is no conversation (in ``setup``), with its file and line.
-        MissingExtraError: If transformers, or pyarrow for Parquet, or datasets for its folders, is
-            not installed.
+        CorruptDataError: If a row is not a conversation (in ``setup``); the message names its file
+            and line.
+        MissingExtraError: If transformers is not installed, or pyarrow for Parquet files, or
+            datasets for folders of ``save_to_disk``.
     """
 
     order_settings = (
@@ -111,17 +115,17 @@ class ChatDataModule(ConversationDataModule[EncodedConversations]):
         pin_memory: bool | None = None,
     ) -> None:
         given = coerced_arguments(ChatDataModule.__init__, locals())
-        super().__init__({"train": train, "val": val, "test": test}, given, balance_attention)
+        super().__init__({"train": train, "val": val, "test": test}, given)
         if balance_attention and not packing:
             raise UnsupportedError(
-                "balance_attention cannot be used with packing=False, because attention over whole "
-                "rows has equal work in each of them. Use packing=True, or leave it out."
+                "balance_attention cannot be used with packing=False, because all rows then have "
+                "equal attention work. Use packing=True, or leave balance_attention out."
             )
         if context_windows > 1 and not packing:
             raise UnsupportedError(
                 f"context_windows ({context_windows}) cannot be used with packing=False, because "
-                "rows of one conversation have nothing to put into windows. Use packing=True, or "
-                "leave it out."
+                "windows divide packed rows of several conversations. Use packing=True, or leave "
+                "context_windows out."
             )
         check_context_windows(given["context_windows"], given["seq_length"], is_whole=True)
         self.context_windows: int = given["context_windows"]
@@ -129,7 +133,7 @@ class ChatDataModule(ConversationDataModule[EncodedConversations]):
         if self.streaming is not None:
             self.streamed_parts = ("train",)
             check_stream_settings(self.streaming, given)
-        #: Whether rows have several documents, by the names of ``TokenDataModule``.
+        #: Whether rows have several conversations, as ``documents`` of ``TokenDataModule`` says it.
         self.documents: Literal["joined", "whole"] = "whole" if packing else "joined"
 
     @override
@@ -143,13 +147,13 @@ class ChatDataModule(ConversationDataModule[EncodedConversations]):
             self._num_windows,
             self.seed,
             self.num_workers,
-            tell_of_rows,
+            log_row_counts,
             num_samples,
         )
 
     @override
     def evaluation_samples(self, part: str) -> ChatSamples:
-        # Fixed seed: `limit_val_batches` then compares runs on the same text.
+        # With a fixed seed, `limit_val_batches` selects the same text in every run.
         return self._samples(part, 0, None)
 
     @override

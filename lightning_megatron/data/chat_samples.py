@@ -21,7 +21,7 @@ from lightning_megatron.data.samples import NO_TOKEN, Samples
 
 
 class Texts(Protocol):
-    """Tokens of several conversations, as in ``TextTokens``."""
+    """Tokens of several conversations, such as ``TextTokens``."""
 
     @property
     def tokens(self) -> npt.NDArray:
@@ -29,18 +29,18 @@ class Texts(Protocol):
 
     @property
     def is_answer(self) -> npt.NDArray:
-        """1 for tokens of answers, 0 for others."""
+        """1 for tokens of answers, 0 for other tokens."""
 
     @property
     def bounds(self) -> npt.NDArray:
-        """First token of each conversation, and the end of the last one."""
+        """Index of the first token of each conversation, and the total number of tokens."""
 
 
 class ConversationSamples(Samples, Protocol):
-    """Rows of conversations that know the tokens of answers."""
+    """Rows of conversations with a mask of the tokens of answers."""
 
     def is_answer(self, index: int) -> npt.NDArray[np.bool_]:
-        """Return which tokens of a row belong to answers.
+        """Return a mask of the tokens of a row that belong to answers.
 
         Args:
             index: Number of the row.
@@ -48,18 +48,19 @@ class ConversationSamples(Samples, Protocol):
 
 
 class EncodedConversations(EncodedRows):
-    """Tokens of all conversations of some files, each at most a row long.
+    """Tokens of all conversations of some files, each at most as long as a row.
 
     Args:
         paths: Files of conversations.
         tokenizer: Tokenizer with its chat template.
         seq_length: Tokens that a row predicts; a conversation has at most one more (tokens).
-        too_long: What is done with longer ones: cut their end, leave them out, or refuse them.
+        too_long: Treatment of longer conversations: cut their end, leave them out, or raise an
+            error.
         cache_dir: Folder of the encoded tokens; None keeps them in memory.
 
     Raises:
-        CorruptDataError: If a row is no conversation, one is too long and that is to be refused,
-            or none is left.
+        CorruptDataError: If a row is not a conversation, a conversation is too long and
+            ``too_long`` is "refuse", or no conversation is left.
     """
 
     plural = "conversations"
@@ -89,44 +90,43 @@ class ConversationRows:
         return self._index.num_windows
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        return self._joined(self._texts.tokens, index, NO_TOKEN).astype(np.int64)
+        return self._values_of_row(self._texts.tokens, index, NO_TOKEN).astype(np.int64)
 
     @property
     def most_documents(self) -> int:
-        """Largest number of conversations, and gaps between them, that a row has."""
+        """Largest number of conversations and gaps in a row."""
         return self._index.most_pieces
 
     def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of each conversation and gap in a row, in their order."""
+        """Return the number of tokens of each conversation and gap in a row, in order."""
         return [stop - start for start, stop in self._index.pieces(index, self._texts.bounds)]
 
     def is_answer(self, index: int) -> npt.NDArray[np.bool_]:
-        """Return which tokens of a row belong to answers.
+        """Return a mask of the tokens of a row that belong to answers.
 
         Args:
             index: Number of the row.
         """
-        return self._joined(self._texts.is_answer, index, 0).astype(np.bool_)
+        return self._values_of_row(self._texts.is_answer, index, 0).astype(np.bool_)
 
-    def _joined(self, values: npt.NDArray, index: int, of_gap: int) -> npt.NDArray:
-        places = self._index.pieces(index, self._texts.bounds)
+    def _values_of_row(self, values: npt.NDArray, index: int, gap_value: int) -> npt.NDArray:
         parts = [
-            values[start:stop] if start >= 0 else np.full(-start, of_gap, np.int64)
-            for start, stop in places
+            values[start:stop] if start >= 0 else np.full(-start, gap_value, np.int64)
+            for start, stop in self._index.pieces(index, self._texts.bounds)
         ]
         return np.concatenate(parts)
 
 
 class ChatSamples(ConversationRows):
-    """Rows of the conversations of some files in an order.
+    """Rows of the conversations of some files, in shuffled order.
 
     Args:
         encoded: Tokens of the conversations.
         seq_length: Tokens that a row predicts (tokens).
-        seed: Seed of the order; None keeps that of the files.
-        num_windows: Windows of a row that has as many conversations as fit, see
-            ``data.packing.index_packed``; 0 puts one conversation into a row.
-        num_samples: Rows over as many passes as needed; None makes one pass (samples).
+        seed: Seed of the shuffle; None keeps the order of the files.
+        num_windows: Windows of a packed row, see ``data.packing.index_packed``; 0 puts one
+            conversation into each row.
+        num_samples: Number of rows, over as many passes as needed; None makes one pass (samples).
     """
 
     def __init__(
@@ -157,13 +157,13 @@ class ChatBatches(WindowBatches):
     """Batches of conversations whose labels are the tokens of answers.
 
     Shapes:
-        As :class:`WindowBatches`; labels are -100 where the next token is no answer's. Lengths come
-        with {"position_ids": (B, S)}, the positions of tokens in their conversations: Hugging
-        Face's models take these.
+        As for :class:`WindowBatches`. Labels are -100 where the next token does not belong to an
+        answer. Batches with lengths also have {"position_ids": (B, S)}, the position of each token
+        in its conversation, which Hugging Face models take.
 
     Args:
         samples: Rows of conversations.
-        are_separate: Whether the lengths of the conversations are part of the batch.
+        are_separate: Whether batches have the lengths of the conversations.
     """
 
     def __init__(self, samples: ConversationSamples, are_separate: bool) -> None:
@@ -175,8 +175,8 @@ class ChatBatches(WindowBatches):
         batch = super().__getitem__(numbers)
         for row, number in enumerate(numbers):
             if number >= 0:
-                wanted = torch.from_numpy(self._chat_samples.is_answer(number)[1:])
-                batch["labels"][row, : len(wanted)][~wanted] = IGNORE_INDEX
+                is_label = torch.from_numpy(self._chat_samples.is_answer(number)[1:])
+                batch["labels"][row, : len(is_label)][~is_label] = IGNORE_INDEX
         if self.are_separate:
             length = batch["tokens"].shape[1]
             rows = [_positions(sizes, length) for sizes in batch["lengths"].tolist()]
@@ -185,5 +185,5 @@ class ChatBatches(WindowBatches):
 
 
 def _positions(sizes: Sequence[int], length: int) -> npt.NDArray[np.int64]:
-    """Return the position of each token of a row in its conversation, and in the padding."""
+    """Return the position of each token of a row in its conversation or in the padding."""
     return np.concatenate([np.arange(size) for size in (*sizes, length - sum(sizes))])

@@ -1,4 +1,4 @@
-"""Tokens of conversations by a tokenizer's own chat template, and which of them are answers."""
+"""Tokenization of conversations with the chat template of a tokenizer, and masks of the answers."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class ChatTokenizer:
-    """Hugging Face tokenizer with a chat template. No code of its folder runs.
+    """Hugging Face tokenizer with a chat template. It runs no code from the folder.
 
     Args:
         folder: Local folder with ``tokenizer.json``.
-        template: Path of a Jinja file that takes the place of the tokenizer's own template; None
-            uses that.
+        template: Path of a Jinja file whose template replaces that of the tokenizer; None uses the
+            template of the tokenizer.
 
     Raises:
-        UnsupportedError: If there is no such folder, or no template.
+        UnsupportedError: If the folder has no ``tokenizer.json``, or not exactly one template.
         CorruptDataError: If transformers cannot read the folder.
         MissingExtraError: If transformers is not installed.
     """
@@ -51,11 +51,11 @@ class ChatTokenizer:
         if not isinstance(self._tokenizer.chat_template, str):
             raise UnsupportedError(
                 f"the tokenizer of {folder} must have one chat template: it has none or several. "
-                "Use the folder of an instruction model, or name a Jinja file as chat_template."
+                "Use the folder of an instruction model, or set chat_template to a Jinja file."
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process reads the files once, instead of a copy for each piece of work.
+        # A worker process reads the files once, instead of unpickling a tokenizer for each task.
         return _chat_tokenizer, (self.folder, self._template_file)
 
     @property
@@ -71,7 +71,7 @@ class ChatTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of all that determines the tokens of conversations."""
+        """Hash of everything that determines the tokens of conversations."""
         state = self._tokenizer.backend_tokenizer.to_str(), self.template
         special = sorted(
             (name, str(text)) for name, text in self._tokenizer.special_tokens_map.items()
@@ -80,44 +80,44 @@ class ChatTokenizer:
         return hashlib.sha256(repr((state, special, version)).encode()).hexdigest()
 
     def encode(self, conversation: Conversation) -> tuple[npt.NDArray, npt.NDArray]:
-        """Return the tokens of a conversation, and which of them the assistant wrote.
+        """Return the tokens of a conversation, and a mask of those that the assistant wrote.
 
-        Where the template marks answers (``{% generation %}``), they are the tokens of these
-        marks. Otherwise an answer is what its message adds to the tokens of those before it, with
-        the header of an answer at their end.
+        If the template marks answers with ``{% generation %}``, the mask has the marked tokens.
+        Otherwise an answer is the difference between two renderings of the conversation: up to and
+        including its message, and up to the message before it plus the generation prompt.
 
         Args:
             conversation: Messages of a row.
 
         Returns:
-            Token ids, and True for those of answers; both have a number for each token
+            Ids of all tokens, and an array of the same length that is True for tokens of answers.
 
         Raises:
-            CorruptDataError: If the template refuses the messages, or no token is an answer.
-            UnsupportedError: If the template has no marks, and the tokens of the first messages
-                change when others follow them.
+            CorruptDataError: If the template rejects the messages, or no token is an answer.
+            UnsupportedError: If the template has no ``{% generation %}``, and the tokens of the
+                first messages change when others follow them.
         """
         messages = conversation.messages
-        given = messages[: conversation.num_given]
+        prompt = messages[: conversation.num_prompt_messages]
         if _MARK.search(self.template):
             found = self._render(messages, conversation, return_assistant_tokens_mask=True)
             tokens = found["input_ids"]
             is_answer = np.array(found["assistant_masks"], bool)
-            if given:
-                is_answer[: self._end(given, tokens, conversation, header=True)] = False
+            if prompt:
+                is_answer[: self._end(prompt, tokens, conversation, header=True)] = False
         else:
             tokens = self._render(messages, conversation)["input_ids"]
             is_answer = np.zeros(len(tokens), bool)
-            for at in range(len(given), len(messages)):
+            for at in range(len(prompt), len(messages)):
                 if messages[at]["role"] == "assistant":
                     start = self._end(messages[:at], tokens, conversation, header=True)
                     stop = self._end(messages[: at + 1], tokens, conversation)
                     is_answer[start:stop] = True
         if not is_answer[1:].any():
             raise CorruptDataError(
-                f"{conversation.place} has an answer without tokens: the template of {self.folder} "
-                f"makes {len(tokens)} tokens, none of them an answer's. Repair the row or the "
-                "template."
+                f"{conversation.place} must have an answer with at least one token: the template "
+                f"of {self.folder} makes {len(tokens)} tokens, and none belongs to an answer. "
+                "Repair the row or the template."
             )
         return np.array(tokens, np.int64), is_answer
 
@@ -128,22 +128,30 @@ class ChatTokenizer:
         conversation: Conversation,
         header: bool = False,
     ) -> int:
-        """Return where the tokens of the first messages end among those of all."""
+        """Return the number of tokens of the first messages, a prefix of all tokens.
+
+        Args:
+            messages: First messages of the conversation.
+            tokens: Tokens of the whole conversation.
+            conversation: The conversation.
+            header: Whether to count the generation prompt that follows these messages, too.
+        """
         if not messages:
             raise CorruptDataError(
-                f"{conversation.place} begins with an answer: a template without marks of answers "
-                "({% generation %}) needs a message before each of them. Repair the row."
+                f"{conversation.place} must not begin with an answer, because the template does "
+                "not mark answers with {% generation %}: an answer is then found by the tokens of "
+                "the messages before it. Repair the row."
             )
         found = self._render(messages, conversation, add_generation_prompt=header)["input_ids"]
         if tokens[: len(found)] != found:
-            differ = [own != whole for own, whole in zip(found, tokens, strict=False)]
+            differ = [alone != whole for alone, whole in zip(found, tokens, strict=False)]
             at = differ.index(True) if True in differ else len(tokens)
             raise UnsupportedError(
                 f"{conversation.place}: the first {len(messages)} messages must have the same "
                 f"tokens alone and with the messages after them: the template of {self.folder} "
-                f"changes them from token {at} on, so that it is unknown which tokens are the "
-                "answer. Name a template as chat_template that encloses answers in {% generation "
-                "%} and {% endgeneration %}."
+                f"changes them from token {at} on, so the tokens of the answer are unknown. Set "
+                "chat_template to a template that encloses answers in {% generation %} and "
+                "{% endgeneration %}."
             )
         return len(found)
 
@@ -158,10 +166,10 @@ class ChatTokenizer:
                 return_dict=True,
                 **options,
             )
-        # Templates raise errors of Jinja, and what the code inside of them raises.
+        # A template can raise any exception: those of Jinja, and those of the expressions in it.
         except Exception as error:
             raise CorruptDataError(
-                f"{conversation.place} is refused by the chat template of {self.folder}: {error}. "
+                f"{conversation.place} is rejected by the chat template of {self.folder}: {error}. "
                 "Repair the row, or use another template."
             ) from error
 

@@ -1,4 +1,4 @@
-"""Checks of large files that run once per version of a file and store their result."""
+"""Checks of large files that run once for each version of a file, and store their result."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.once import one_at_a_time
 from lightning_megatron.strict_json import read_json
 
-# File systems have coarse clocks: a file that changed this recently may change again and keep its
-# modification time.
+# The clocks of file systems are coarse: a file that changed within this time may change again
+# without a new modification time.
 SETTLING_NS = 2_000_000_000
 log = logging.getLogger(__name__)
 
 
 def check_once(
-    memory: Path, files: Sequence[Path], check: Callable[[], None], in_charge: bool = True
+    results: Path, files: Sequence[Path], check: Callable[[], None], in_charge: bool = True
 ) -> None:
     """Call ``check`` unless its result for these files is stored; raise a stored error again.
 
-    Files count as unchanged while their sizes and times stay the same. Of several processes that
-    call this at once, one checks and the others wait.
+    Files count as unchanged while their sizes and times are the same. If several processes call
+    this function at once, one of them runs the check and the others wait.
 
     Args:
-        memory: Directory of stored results; it is created.
+        results: Directory of stored results; it is created.
         files: Files that ``check`` reads.
         check: Function that raises CorruptDataError if the files are damaged.
-        in_charge: Whether this process checks if ``memory`` cannot be written.
+        in_charge: Whether this process runs the check if ``results`` cannot be written.
 
     Raises:
         CorruptDataError: If the files are damaged.
@@ -41,13 +41,13 @@ def check_once(
     if key is None:
         check()
         return
-    record = memory / f"checked-{key}.json"
-    if _recall(record):
+    record = results / f"checked-{key}.json"
+    if _has_passed(record):
         return
     try:
         with one_at_a_time(record.with_suffix(".lock")):
-            if not _recall(record):
-                _check_and_remember(record, check)
+            if not _has_passed(record):
+                _check_and_store(record, check)
     except OSError as error:
         if in_charge:
             log.warning(
@@ -55,14 +55,14 @@ def check_once(
                     "The result of the checksum comparison cannot be stored in %s (%s): every run "
                     "reads the files again."
                 ),
-                memory,
+                results,
                 error,
             )
             check()
 
 
 def _key_of(files: Sequence[Path]) -> str | None:
-    """Hash sizes and times of files; None if a file is missing or has just changed."""
+    """Return a hash of the sizes and times of files; None if one is missing or has just changed."""
     try:
         states = [(path.name, path.stat()) for path in files]
     except OSError:
@@ -75,7 +75,7 @@ def _key_of(files: Sequence[Path]) -> str | None:
     )
 
 
-def _check_and_remember(record: Path, check: Callable[[], None]) -> None:
+def _check_and_store(record: Path, check: Callable[[], None]) -> None:
     fault: CorruptDataError | None = None
     try:
         check()
@@ -93,11 +93,11 @@ def _check_and_remember(record: Path, check: Callable[[], None]) -> None:
         raise fault
 
 
-def _recall(record: Path) -> bool:
-    """Return whether a stored result exists; raise the stored error of damaged files.
+def _has_passed(record: Path) -> bool:
+    """Return whether the stored result says that the files are intact; False without a result.
 
     Raises:
-        CorruptDataError: If the stored result is that the files are damaged.
+        CorruptDataError: If the stored result says that the files are damaged.
     """
     try:
         content = read_json(record, "It is written again.")

@@ -1,6 +1,6 @@
-"""CRC-32 of large files: the fastest checksum of the standard library.
+"""CRC-32 checksum of large files, the fastest one in the standard library.
 
-It detects accidental damage, not manipulation.
+It detects accidental damage, but not manipulation.
 """
 
 from __future__ import annotations

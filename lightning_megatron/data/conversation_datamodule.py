@@ -1,4 +1,4 @@
-"""Data module of files of conversations, whatever a row of them has."""
+"""Base class of data modules whose files have conversations or pairs of them in each row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_megatron.data.conversations import find_conversations
 from lightning_megatron.data.encoded_rows import EncodedRows
 from lightning_megatron.data.loader import TokenLoader
 from lightning_megatron.data.named_sets import SetPaths, all_paths, named_sets
-from lightning_megatron.data.row_datamodule import RowDataModule, tell_of_rows
+from lightning_megatron.data.row_datamodule import RowDataModule, log_row_counts, row_arguments
 from lightning_megatron.data.samples import Samples
 from lightning_megatron.data.stream_checks import check_stream_trainer
 
@@ -23,59 +23,45 @@ Encoded = TypeVar("Encoded", bound=EncodedRows)
 
 
 class ConversationDataModule(RowDataModule, Generic[Encoded]):
-    """Batches of rows of files, encoded with the chat template of a tokenizer.
+    """Batches of the rows of files, encoded with the chat template of a tokenizer.
 
-    A subclass encodes a part and orders its samples.
+    A subclass encodes each part of the data and returns its samples.
 
     Args:
-        parts: Files, folders of them or globs of ``train``, ``val`` and ``test``; the latter may
-            have several sets by their names. None for a part that is not given.
-        given: Checked settings: ``tokenizer``, ``chat_template``, ``too_long``, ``cache_dir``, and
-            those of ``RowDataModule``.
-        balance_attention: Whether to balance the attention work over data ranks.
+        parts: Files, folders or globs of ``train``, ``val`` and ``test``; None for a part without
+            data. ``val`` and ``test`` may map names to the files of several sets.
+        settings: Checked arguments of the data module: ``tokenizer``, ``chat_template``,
+            ``too_long``, ``cache_dir``, and those of ``RowDataModule``.
 
     Raises:
         UnsupportedError: If files are missing, or settings conflict.
     """
 
-    #: Parts that are encoded while they are read.
+    #: Parts that are read and encoded during training.
     streamed_parts: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        parts: Mapping[str, SetPaths],
-        given: Mapping[str, Any],
-        balance_attention: bool = False,
-    ) -> None:
-        super().__init__(
-            given["seq_length"],
-            given["batch_size"],
-            given["global_batch_size"],
-            given["ramp_up"],
-            given["num_workers"],
-            given["seed"],
-            given["train_samples"],
-            balance_attention,
-            given["pin_memory"],
-        )
+    def __init__(self, parts: Mapping[str, SetPaths], settings: Mapping[str, Any]) -> None:
+        super().__init__(**row_arguments(settings))
         sets = {part: named_sets(part, parts[part]) for part in ("val", "test")}
         self.set_names = {part: tuple(named) for part, named in sets.items()}
-        #: Files of each part that is given, and of its sets if these have names ("val/news").
+        #: Files of each part with data, or of each named set of a part (key "val/news").
         self.files = {
             f"{part}/{name}" if name else part: find_conversations(paths)
             for part, of_part in parts.items()
             for name, paths in (sets.get(part) or {"": all_paths(of_part)}).items()
             if paths
         }
-        self.tokenizer_folder: str = given["tokenizer"]
-        self.chat_template: str | None = given["chat_template"]
-        self.too_long: Literal["cut", "leave_out", "refuse"] = given["too_long"]
-        self.cache_dir = Path(given["cache_dir"] or self.files["train"][0].parent / "index_cache")
+        self.tokenizer_folder: str = settings["tokenizer"]
+        self.chat_template: str | None = settings["chat_template"]
+        self.too_long: Literal["cut", "leave_out", "refuse"] = settings["too_long"]
+        self.cache_dir = Path(
+            settings["cache_dir"] or self.files["train"][0].parent / "index_cache"
+        )
         self._encoded: dict[str, Encoded] = {}
 
     @cached_property
     def tokenizer(self) -> ChatTokenizer:
-        """Tokenizer with its template, read at the first use."""
+        """Tokenizer with its chat template, loaded at the first use."""
         return ChatTokenizer(self.tokenizer_folder, self.chat_template)
 
     @property
@@ -84,7 +70,7 @@ class ConversationDataModule(RowDataModule, Generic[Encoded]):
         return self.tokenizer.vocab_size
 
     def setup(self, stage: str | None = None) -> None:
-        """Encode the rows of a stage, so that faults raise before the first step."""
+        """Encode the rows of a stage, so that invalid rows raise errors before the first step."""
         self.restart()
         if stage in ("fit", None) and "train" in self.streamed_parts:
             check_stream_trainer(self.trainer)
@@ -95,14 +81,14 @@ class ConversationDataModule(RowDataModule, Generic[Encoded]):
                     self.encoded(one)
 
     def encoded(self, part: str) -> Encoded:
-        """Return the encoded rows of a part, and tell what truncation took of them.
+        """Return the encoded rows of a part; the first call logs how many were cut and left out.
 
         Args:
             part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
         """
         if part not in self._encoded:
             found = self._encode(part)
-            tell_of_rows(found.line(self.seq_length), found.num_cut + found.num_left_out > 0)
+            log_row_counts(found.summary(self.seq_length), found.num_cut + found.num_left_out > 0)
             self._encoded[part] = found
         return self._encoded[part]
 
@@ -112,18 +98,18 @@ class ConversationDataModule(RowDataModule, Generic[Encoded]):
 
     @abstractmethod
     def evaluation_samples(self, part: str) -> Samples:
-        """Return the samples of a part in an order that is the same in every run.
+        """Return the samples of a part, in an order that is the same in every run.
 
         Args:
             part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
         """
 
     def val_dataloader(self) -> TokenLoader | list:
-        """Build the loader that yields every validation row once, or one for each set."""
+        """Build a loader that yields every validation row once, or a list of one for each set."""
         return self._evaluation("val")
 
     def test_dataloader(self) -> TokenLoader | list:
-        """Build the loader that yields every test row once, or one for each set."""
+        """Build a loader that yields every test row once, or a list of one for each set."""
         return self._evaluation("test")
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Tokens of conversations that a row has room for."""
+"""Tokenization of conversations, up to the number of tokens that fit into a row."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TooLong = Literal["cut", "leave_out", "refuse"]
 
 
 class EncodedText(NamedTuple):
-    """Tokens of a conversation, as many as a row has room for.
+    """Tokens of a conversation, at most as many as fit into a row.
 
     Args:
         tokens: Token ids.
-        is_answer: 1 for those of answers, 0 for others.
-        was_cut: Whether its end was cut off.
+        is_answer: 1 for tokens of answers, 0 for other tokens.
+        was_cut: Whether the end of the conversation was cut off.
     """
 
     tokens: npt.NDArray
@@ -32,12 +32,12 @@ class EncodedText(NamedTuple):
 
 
 class TextTokens(NamedTuple):
-    """Tokens of several conversations, one after the other.
+    """Concatenated tokens of several conversations.
 
     Args:
         tokens: Token ids.
-        is_answer: 1 for those of answers, 0 for others.
-        bounds: First token of each conversation, and the end of the last one.
+        is_answer: 1 for tokens of answers, 0 for other tokens.
+        bounds: Index of the first token of each conversation, and the total number of tokens.
     """
 
     tokens: npt.NDArray
@@ -46,7 +46,7 @@ class TextTokens(NamedTuple):
 
     @classmethod
     def of(cls, texts: Sequence[EncodedText]) -> TextTokens:
-        """Join conversations.
+        """Concatenate conversations.
 
         Args:
             texts: Conversations.
@@ -60,12 +60,13 @@ class TextTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class ConversationEncoder:
-    """Tokens of conversations by a chat template, with one rule for those that are too long.
+    """Encoder of conversations with a chat template and a maximum length.
 
     Args:
         tokenizer: Tokenizer with its chat template.
-        seq_length: Tokens that are predicted; a conversation has at most one more (tokens).
-        too_long: What is done with longer ones: cut their end, leave them out, or refuse them.
+        seq_length: Tokens that a row predicts; a conversation has at most one more (tokens).
+        too_long: Treatment of longer conversations: cut their end, leave them out, or raise an
+            error.
     """
 
     tokenizer: ChatTokenizer
@@ -79,7 +80,7 @@ class ConversationEncoder:
             row: Row of a file.
 
         Raises:
-            CorruptDataError: If it is no conversation, or as :meth:`encode`.
+            CorruptDataError: If the row is not a conversation, and as for :meth:`encode`.
         """
         return self.encode(conversation_of(row))
 
@@ -87,22 +88,23 @@ class ConversationEncoder:
         """Return the tokens of a conversation; None if it is left out as too long.
 
         Args:
-            conversation: Messages.
+            conversation: Messages of a row.
 
         Raises:
-            CorruptDataError: If it is too long and that is to be refused.
+            CorruptDataError: If the conversation is too long and ``too_long`` is "refuse", and as
+                for :meth:`ChatTokenizer.encode`.
         """
-        most = self.seq_length + 1
+        limit = self.seq_length + 1
         found = self.tokenizer.encode(conversation)
         ids = found[0].astype(np.int32)
         is_answer = found[1].astype(np.uint8)
-        if len(ids) <= most:
+        if len(ids) <= limit:
             return EncodedText(ids, is_answer, False)
         if self.too_long == "refuse":
             raise CorruptDataError(
-                f"{conversation.place} has {len(ids)} tokens; a row has room for {most} "
-                "(seq_length + 1). Use a larger seq_length, or too_long='cut' or 'leave_out'."
+                f"{conversation.place} has {len(ids)} tokens; at most {limit} (seq_length + 1) fit "
+                "into a row. Use a larger seq_length, or too_long='cut' or 'leave_out'."
             )
-        if self.too_long == "leave_out" or not is_answer[1:most].any():
+        if self.too_long == "leave_out" or not is_answer[1:limit].any():
             return None
-        return EncodedText(ids[:most], is_answer[:most], True)
+        return EncodedText(ids[:limit], is_answer[:limit], True)

@@ -1,4 +1,4 @@
-"""Conversations in rows of files, checked one by one."""
+"""Reading and validation of conversations in the rows of files."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ class Conversation:
     """Messages of one row of a file.
 
     Args:
-        messages: Messages with ``role``, ``content`` and what else the template reads.
-        num_given: Leading messages that are a prompt, whose answers are not trained.
-        tools: Tools that the template describes to the model; None for none.
+        messages: Messages with ``role``, ``content`` and other fields that the template reads.
+        num_prompt_messages: Number of leading messages that are the prompt. Answers among them have
+            no labels.
+        tools: Tools that the template describes to the model; None means no tools.
         place: File and row, for errors.
     """
 
     messages: tuple[Message, ...]
-    num_given: int
+    num_prompt_messages: int
     tools: list[Any] | None
     place: str
 
@@ -42,17 +43,18 @@ class Conversation:
 def find_conversations(
     paths: str | Sequence[str], plural: str = "conversations", example: str = _EXAMPLE
 ) -> tuple[Path, ...]:
-    """Return the files of paths, folders and globs, each sorted by name.
+    """Return the files that paths, folders and globs name, sorted by name for each of them.
 
-    A folder of datasets stands for its files.
+    A folder of ``save_to_disk`` counts as one file.
 
     Args:
-        paths: Files, folders of them, folders of datasets, or globs.
-        plural: What a line of a file is, for errors.
-        example: Such a line, for errors.
+        paths: Files, folders of files, folders of ``save_to_disk`` of datasets, or globs.
+        plural: Noun for the rows of a file, for errors.
+        example: Example of a line, for errors.
 
     Raises:
-        UnsupportedError: If one of them has no file of JSON lines or Parquet, or several splits.
+        UnsupportedError: If a path names no file of JSON lines or Parquet, or a dataset with
+            several splits.
     """
     found: list[Path] = []
     for one in [paths] if isinstance(paths, str) else paths:
@@ -62,29 +64,29 @@ def find_conversations(
         if is_dataset_folder(Path(one)):
             names = [one]
         files = sorted(Path(name) for name in names)
-        files = [file for file in files if _has_conversations(file)]
+        files = [file for file in files if _is_row_file(file)]
         if not files:
             raise UnsupportedError(
                 f"{plural} must be files ({', '.join(_SUFFIXES)}), folders of them, folders "
-                f"written by save_to_disk of datasets, or globs: {one!r} names none. "
-                f"Write one of the {plural} in each line, such as {example}."
+                f"written by save_to_disk of datasets, or globs: {one!r} names none of these. "
+                f"Give such a path. A line of a file is for example {example}."
             )
         found.extend(files)
     return tuple(found)
 
 
-def _has_conversations(path: Path) -> bool:
+def _is_row_file(path: Path) -> bool:
     return is_dataset_folder(path) or (path.is_file() and path.name.endswith(_SUFFIXES))
 
 
 def read_conversations(path: Path) -> Iterator[Conversation]:
-    """Yield the conversations of a file in their order.
+    """Yield the conversations of a file in order.
 
     Args:
-        path: File of JSON lines (also ``.gz``) or Parquet, or folder of datasets.
+        path: File of JSON lines (also ``.gz``) or Parquet, or folder of ``save_to_disk``.
 
     Raises:
-        CorruptDataError: If a row is no conversation; the message names file and row.
+        CorruptDataError: If a row is not a conversation; the message names file and row.
         MissingExtraError: If pyarrow or datasets is needed and not installed.
     """
     yield from map(conversation_of, read_rows(path))
@@ -97,43 +99,44 @@ def conversation_of(row: FileRow) -> Conversation:
         row: Row of a file.
 
     Raises:
-        CorruptDataError: If it is none; the message names file and row.
+        CorruptDataError: If the row is not a conversation; the message names file and row.
     """
     return _conversation(row.fields(), row.place)
 
 
-def _conversation(found: Mapping[str, Any], place: str) -> Conversation:
-    has_pair = "prompt" in found or "completion" in found
-    if ("messages" in found) == has_pair or has_pair != {"prompt", "completion"}.issubset(found):
+def _conversation(fields: Mapping[str, Any], place: str) -> Conversation:
+    has_pair = "prompt" in fields or "completion" in fields
+    if ("messages" in fields) == has_pair or has_pair != {"prompt", "completion"}.issubset(fields):
         raise CorruptDataError(
             f"{place} must have either messages or both prompt and completion: its fields are "
-            f"{sorted(found)}. {REMEDY}"
+            f"{sorted(fields)}. {REMEDY}"
         )
-    tools = tools_of(found, place)
+    tools = tools_of(fields, place)
     if not has_pair:
-        messages = messages_of(found["messages"], f"{place}: messages")
-        num_given = 0
+        messages = messages_of(fields["messages"], f"{place}: messages")
+        num_prompt_messages = 0
     else:
-        given = side_of(found["prompt"], "user", f"{place}: prompt")
-        answer = side_of(found["completion"], "assistant", f"{place}: completion")
-        messages = (*given, *answer)
-        num_given = len(given)
-    if not any(message["role"] == "assistant" for message in messages[num_given:]):
+        prompt = side_of(fields["prompt"], "user", f"{place}: prompt")
+        answer = side_of(fields["completion"], "assistant", f"{place}: completion")
+        messages = (*prompt, *answer)
+        num_prompt_messages = len(prompt)
+    if not any(message["role"] == "assistant" for message in messages[num_prompt_messages:]):
         raise CorruptDataError(
-            f"{place} has no message of the role assistant, so that it trains nothing. {REMEDY}"
+            f"{place} has no message of the role assistant, whose tokens would be the labels. "
+            f"{REMEDY}"
         )
-    return Conversation(messages, num_given, tools, place)
+    return Conversation(messages, num_prompt_messages, tools, place)
 
 
 def tools_of(row: Mapping[str, Any], place: str) -> list[Any] | None:
-    """Return the tools of a row, which its template describes; None for none.
+    """Return the tools of a row, which the chat template describes to the model; None for none.
 
     Args:
         row: Fields of the row.
         place: File and row, for errors.
 
     Raises:
-        CorruptDataError: If they are no list.
+        CorruptDataError: If the tools are not a list.
     """
     tools = row.get("tools")
     if tools is not None and not isinstance(tools, list):
@@ -145,33 +148,33 @@ def tools_of(row: Mapping[str, Any], place: str) -> list[Any] | None:
 
 
 def side_of(value: Any, role: str, place: str) -> tuple[Message, ...]:
-    """Return the messages of a prompt or an answer, which may be a text alone.
+    """Return the messages of a prompt or an answer.
 
     Args:
-        value: Text or list of messages.
-        role: Role of a text.
+        value: List of messages, or the text of a single message.
+        role: Role of the single message.
         place: File, row and field, for errors.
 
     Raises:
-        CorruptDataError: If it is neither.
+        CorruptDataError: If the value is neither a text nor a valid list of messages.
     """
     whole = [{"role": role, "content": value}] if isinstance(value, str) else value
     return messages_of(whole, place)
 
 
 def messages_of(value: Any, place: str) -> tuple[Message, ...]:
-    """Return checked messages, whose fields without a value are left out.
+    """Validate messages, and return them without fields that are None.
 
     Args:
         value: List of messages.
         place: File, row and field, for errors.
 
     Raises:
-        CorruptDataError: If it is no list of messages, or one of them has an unknown role, no
-            content, or is an answer without text.
+        CorruptDataError: If the value is not a list of messages, or a message has an unknown role,
+            has no content, or is an answer without text.
     """
     if not isinstance(value, list) or not value:
-        raise CorruptDataError(f"{place} must be a list of messages that is not empty. {REMEDY}")
+        raise CorruptDataError(f"{place} must be a non-empty list of messages. {REMEDY}")
     return tuple(_message(one, f"{place}, message {at}") for at, one in enumerate(value, 1))
 
 

@@ -1,4 +1,4 @@
-"""Checks of a run's corpora (one tokenizer, intact files) and their train/val/test split."""
+"""Checks of the corpora of a run (one tokenizer, intact files), and their train/val/test split."""
 
 from __future__ import annotations
 
@@ -19,35 +19,39 @@ def list_prefixes(given: str | list[str] | dict[str, float] | None) -> list[str]
     """Return the prefixes of token files as a list.
 
     Args:
-        given: One prefix, some of them, or some with weights; None means none.
+        given: A prefix, a list of prefixes, or a mapping of prefixes to weights; None means no
+            files.
     """
     return [given] if isinstance(given, str) else list(given or ())
 
 
 def check_sources(train: object, val: object, test: object, split: object, corpus: object) -> None:
-    """Check that the arguments of a data module name its data, and name them once.
+    """Check that the arguments of a data module name its data, and do not conflict.
 
     Args:
-        train: Token files of the training part, if any.
-        val: Token files of the validation part, if any.
-        test: Token files of the test part, if any.
-        split: Weights that divide ``train`` into all parts, if any.
-        corpus: Name of a bundled corpus, if any.
+        train: Token files of the training part, or None.
+        val: Token files of the validation part, or None.
+        test: Token files of the test part, or None.
+        split: Weights that divide ``train`` into all parts, or None.
+        corpus: Name of a bundled corpus, or None.
 
     Raises:
-        UnsupportedError: If no data are named, or a source conflicts with another one.
+        UnsupportedError: If no data are given, or a source conflicts with another one.
     """
     if not (train or val or test or corpus):
         raise UnsupportedError(
-            "no data are given: pass prefixes of token files, or corpus 'speeches'."
+            "a data module needs train, val, test or corpus: none of them is given. Pass prefixes "
+            "of token files, or corpus 'speeches'."
         )
     if corpus is not None and (train or val or test or split):
         raise UnsupportedError(
-            f"corpus {corpus!r} has its own parts: leave out train, val, test and split."
+            f"corpus {corpus!r} cannot be combined with train, val, test or split, because it "
+            "defines all parts. Leave these out, or leave corpus out."
         )
     if split is not None and (val or test or train is None):
         raise UnsupportedError(
-            "split divides `train` into all parts: pass train, and leave out val and test."
+            "split needs train, and cannot be combined with val or test, because it divides the "
+            "files of train into all parts. Pass train, and leave out val and test."
         )
 
 
@@ -72,27 +76,28 @@ def check_one_tokenizer(corpora: Sequence[TokenFile], tokenizer: Tokenizer | Non
             fingerprints[fingerprint] = corpus.prefix
     if len(fingerprints) > 1:
         raise CorruptDataError(
-            f"corpora that are mixed must share a tokenizer: {' and '.join(fingerprints.values())} "
-            "do not. Write them again with one tokenizer."
+            "all corpora of a run must share a tokenizer: "
+            f"{' and '.join(fingerprints.values())} were written with different ones. Write them "
+            "again with one tokenizer."
         )
 
 
 def bytes_per_token(corpora: Sequence[TokenFile]) -> float | None:
-    """Return UTF-8 bytes per token of corpora; None if not recorded."""
-    written = [corpus.description for corpus in corpora]
-    known = [one for one in written if one is not None and one.tokenizer is not None]
-    if not known or len(known) < len(written) or not sum(one.num_tokens for one in known):
+    """Return UTF-8 bytes per token of corpora; None if a corpus does not record it."""
+    descriptions = [corpus.description for corpus in corpora]
+    known = [one for one in descriptions if one is not None and one.tokenizer is not None]
+    if not known or len(known) < len(descriptions) or not sum(one.num_tokens for one in known):
         return None
     return sum(one.num_bytes for one in known) / sum(one.num_tokens for one in known)
 
 
-def check_corpus_once(corpus: TokenFile, memory: Path, in_charge: bool) -> None:
-    """Compare the files of a corpus with their checksums, unless an earlier run did.
+def check_corpus_once(corpus: TokenFile, results: Path, in_charge: bool) -> None:
+    """Compare the files of a corpus with their checksums, unless an earlier run has done so.
 
     Args:
-        corpus: Token file; one without checksums passes.
-        memory: Directory that stores the result.
-        in_charge: Whether this process reads the files if ``memory`` cannot be written.
+        corpus: Token file. A file without checksums passes.
+        results: Directory that stores the result.
+        in_charge: Whether this process reads the files if ``results`` cannot be written.
 
     Raises:
         CorruptDataError: If a file does not match its checksum.
@@ -100,7 +105,7 @@ def check_corpus_once(corpus: TokenFile, memory: Path, in_charge: bool) -> None:
     if corpus.description is None or corpus.description.fields_crc32 is None:
         return
     files = [path(corpus.prefix) for path in (bin_path, idx_path, description_path)]
-    check_once(memory, files, corpus.check_checksums, in_charge)
+    check_once(results, files, corpus.check_checksums, in_charge)
 
 
 def split_corpus(corpus: TokenFile, weights: str, order: str) -> tuple[range, ...]:
@@ -109,7 +114,7 @@ def split_corpus(corpus: TokenFile, weights: str, order: str) -> tuple[range, ..
     Args:
         corpus: Token file to split.
         weights: Comma-separated weights of the parts, such as "980,15,5".
-        order: Order of samples; "megatron" splits sequences in place of documents.
+        order: Order of samples; "megatron" splits sequences instead of documents.
 
     Raises:
         UnsupportedError: If the weights cannot be parsed or are all zero.
@@ -128,9 +133,10 @@ def check_split(weights: str, order: str) -> None:
     """
     if len(weights.split(",")) > 3:
         raise UnsupportedError(
-            f"split weights must be at most three, for train, val and test: {weights[:80]!r}."
+            "split weights must be at most three, for train, val and test: they are "
+            f"{weights[:80]!r}."
         )
-    # Splitting zero documents runs the checks of the weights without a corpus.
+    # A split of zero documents runs the checks of the weights without a corpus.
     if order == "megatron":
         split_as_megatron(0, weights)
     else:

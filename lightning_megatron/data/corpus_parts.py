@@ -24,17 +24,17 @@ class CorpusParts:
     """Token files of each part of a run.
 
     Args:
-        prefixes: Prefixes of the token files of each part; those of a bundled corpus are filled in
-            by :meth:`locate`.
-        split: Weights that divide the files of ``train`` into all parts; None means that every part
-            has its own files.
-        order: Order of samples; "megatron" splits sequences in place of documents.
-        corpus: Name of a bundled corpus; None means that prefixes are given.
+        prefixes: Prefixes of the token files of each part. :meth:`locate` adds those of a bundled
+            corpus.
+        split: Weights that divide the files of ``train`` into all parts; None means that ``val``
+            and ``test`` have separate files.
+        order: Order of samples; "megatron" splits sequences instead of documents.
+        corpus: Name of a bundled corpus; None means that ``prefixes`` names the files.
         tokenizer_spec: Name or path of the tokenizer; None uses the one recorded with the files.
         data_dir: Directory to which a bundled corpus is written.
         cache_dir: Directory of the index cache; None uses ``index_cache`` next to the first file.
         checksums: Whether to compare each file with its checksum.
-        sets: Prefixes of the named sets of each part, which ``prefixes`` has too.
+        sets: Prefixes of the named sets of each part; ``prefixes`` has them, too.
         by_sentence: Whether each sentence of a bundled corpus is a sequence.
     """
 
@@ -53,18 +53,18 @@ class CorpusParts:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """Tokenizer given by name or path; None if none was given and no bundled corpus is used."""
+        """Tokenizer given by name or path, or of the bundled corpus; None without both."""
         if self.tokenizer_spec is None and self.corpus is None:
             return None
         return load_tokenizer(self.tokenizer_spec or "bytes")
 
     @property
     def fingerprint(self) -> str | None:
-        """Fingerprint of the tokenizer that is given or recorded; None if there is none."""
+        """Fingerprint of the tokenizer that is given or recorded; None without such a tokenizer."""
         if self.tokenizer:
             return self.tokenizer.fingerprint
-        written = self._description()
-        return None if written is None else written.tokenizer_fingerprint
+        description = self._description()
+        return None if description is None else description.tokenizer_fingerprint
 
     @property
     def known_vocab_size(self) -> int | None:
@@ -77,11 +77,11 @@ class CorpusParts:
         """Directory of the index cache."""
         return Path(self.cache_dir or Path(self._all_prefixes()[0]).parent / "index_cache")
 
-    def tokenizer_fact(self, name: Literal["vocab_size", "eod"]) -> Any:
-        """Return a number of the tokenizer that is given or recorded.
+    def tokenizer_field(self, name: Literal["vocab_size", "eod"]) -> Any:
+        """Return a field of the tokenizer that is given or recorded with the files.
 
         Args:
-            name: Field of the tokenizer.
+            name: Name of the field.
 
         Raises:
             UnsupportedError: If no tokenizer is known.
@@ -89,13 +89,13 @@ class CorpusParts:
         known = self.tokenizer or self._description()
         if known is None:
             raise UnsupportedError(
-                f"{name} is not known: the description of {self._all_prefixes()[0]} has no "
-                "tokenizer. Pass the tokenizer."
+                f"{name} needs a tokenizer: the description of {self._all_prefixes()[0]} records "
+                "none. Pass the tokenizer."
             )
         return getattr(known, name)
 
     def locate(self) -> None:
-        """Write the bundled corpus unless it exists, and take its prefixes."""
+        """Write the bundled corpus unless it exists, and set its prefixes."""
         if self.corpus is not None and not self.prefixes["train"]:
             assert self.tokenizer is not None, "a named corpus always has a tokenizer"
             written = prepare_speeches(self.data_dir, self.tokenizer, self.by_sentence)
@@ -105,12 +105,12 @@ class CorpusParts:
     def of(
         self, part: Part, in_charge: bool = True, name: str | None = None
     ) -> list[tuple[TokenFile, range | None]]:
-        """Return the files of a part, each with the range of its documents; None means all.
+        """Return the files of a part, each with the range of its documents (None for all).
 
         Args:
             part: Part of the run.
-            in_charge: Whether this process compares checksums if results cannot be stored.
-            name: Name of a set, for its files alone; None means all of the part.
+            in_charge: Whether this process compares checksums if the result cannot be stored.
+            name: Name of a set, to return only its files; None returns all files of the part.
 
         Raises:
             CorruptDataError: If a file is damaged, or was written with another tokenizer.
@@ -118,18 +118,18 @@ class CorpusParts:
         self.locate()
         self._check(part, in_charge)
         if self.split is None:
-            wanted = self.prefixes[part] if name is None else self.sets[part][name]
-            return [(self._open(prefix), None) for prefix in wanted]
+            prefixes = self.prefixes[part] if name is None else self.sets[part][name]
+            return [(self._open(prefix), None) for prefix in prefixes]
         found: list[tuple[TokenFile, range | None]] = []
         for prefix in self.prefixes["train"]:
             corpus = self._open(prefix)
-            # All parts come from one split of the corpus, so that they are disjoint.
+            # The parts of one split are disjoint.
             found.append((corpus, split_corpus(corpus, self.split, self.order)[PARTS.index(part)]))
         return found
 
     def _open(self, prefix: str) -> TokenFile:
         if prefix not in self._files:
-            # `_check` compares the checksums, in one process and after the check of tokenizers.
+            # `_check` compares the checksums, in a single process and after checking tokenizers.
             self._files[prefix] = TokenFile(prefix, check=False)
         return self._files[prefix]
 

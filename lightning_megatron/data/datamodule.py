@@ -1,4 +1,4 @@
-"""Data module of token files, data-parallel and resumable within an epoch."""
+"""Data module of token files, which resumes within an epoch on any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_megatron.data.corpora import (
 from lightning_megatron.data.corpus_parts import PARTS, CorpusParts, Part
 from lightning_megatron.data.loader import TokenLoader, WindowBatches
 from lightning_megatron.data.named_sets import all_paths, named_sets
-from lightning_megatron.data.row_datamodule import RowDataModule
+from lightning_megatron.data.row_datamodule import RowDataModule, row_arguments
 from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.samples import Order, SampleOptions, Samples, check_rows
 from lightning_megatron.data.token_file import TokenFile
@@ -40,33 +40,35 @@ from lightning_megatron.plan.settings import (
 class TokenDataModule(RowDataModule):
     """Batches of fixed-length token windows from token files, for pretraining a language model.
 
-    An epoch of training is ``max_steps`` batches if the Trainer stops by steps alone, and one pass
-    over the corpus otherwise. Validation and test use every token once, in a fixed shuffled order.
-    The state counts samples over all data-parallel ranks: training resumes under another number of
-    ranks without repeating or skipping samples.
+    An epoch of training is ``max_steps`` batches if only ``max_steps`` limits the Trainer, and one
+    pass over the corpus otherwise. Validation and test use every token once, in a fixed shuffled
+    order. The state counts samples over all data-parallel ranks, so training resumes with another
+    number of ranks without repeating or skipping samples.
 
     Shapes:
-        A batch is {"tokens": (B, S), "labels": (B, S)}: shifted labels, of which -100 is ignored.
-        Separate documents add {"lengths": (B, L)}.
+        A batch is {"tokens": (B, S), "labels": (B, S)}. Labels are shifted by one token, and the
+        loss ignores -100. Separate documents add {"lengths": (B, L)}, the number of tokens of each
+        document.
 
     Args:
         train: Prefix of a token file (path without .bin), a list of them, or prefixes with weights.
         val: Prefixes of the validation corpora; None disables validation. A mapping of names to
-            prefixes makes a set, and a loader, of each name.
-        test: Prefixes of the test corpora, or of named sets of them.
+            prefixes defines several validation sets, each with a loader.
+        test: Prefixes of the test corpora; a mapping defines several sets, as for ``val``.
         split: Weights such as "980,15,5" to divide ``train`` into train, val and test.
         corpus: Name of a bundled corpus. "speeches" is the State of the Union corpus: speeches
-            before 2000 are the training part, later ones serve as val and test.
+            before 2000 are the training part, later ones are both the validation and test part.
         tokenizer: Tokenizer "bytes", "gpt2", or a path. None uses the one recorded with the corpus
             ("bytes" for ``corpus``).
         seq_length: Tokens per window.
         batch_size: Samples per data-parallel rank and batch; 1 if no size is given.
-        global_batch_size: Samples of each optimizer step over all data-parallel ranks, in place of
-            ``batch_size``. A rank's batch is its share, which ``microbatch_size`` of the strategy
-            cuts. Losses do not depend on the number of ranks, so a run that loses hosts continues
-            as before, but slower.
-        ramp_up: Growth of ``global_batch_size`` at the start: the first size (start), what each
-            step adds to it (increment), and the samples after which it is full (samples).
+        global_batch_size: Samples of each optimizer step over all data-parallel ranks; replaces
+            ``batch_size``. The batch of a rank is an equal share of them, which ``microbatch_size``
+            of the strategy divides into microbatches. Losses do not depend on the number of ranks,
+            so a run that loses hosts continues with the same losses on the remaining ones.
+        ramp_up: Growth of ``global_batch_size`` at the start of training: ``start`` is the first
+            size, ``increment`` is the number of samples that each growth adds, and ``samples`` is
+            the number of samples after which the size is full.
         num_workers: Worker processes per rank that prefetch batches.
         seed: Seed of the order of training samples.
         order: Order of training samples. "passes" shuffles each pass over the documents
@@ -74,21 +76,22 @@ class TokenDataModule(RowDataModule):
             samples of Megatron-Core for the same seed, number of samples, weights and split: it
             shuffles and splits sequences (a document may have several), rounds doubles the same
             way, and ends a blend without weights after one pass.
-        train_samples: Training samples per epoch over all ranks; None derives it as above.
-        mask_after_eod: Whether to ignore the label that follows an end-of-document token.
-        documents: "joined" lets attention and positions run over the ends of documents in a window.
-            "separate" restarts both at each document, and ignores the labels across the ends.
-            "whole" does so too, and packs whole documents into samples by best fit: only those that
-            are longer than a sample are cut. Samples of each pass have all tokens of it, except
-            documents of one token, and are nearly full.
-        context_windows: Windows of a sample, a power of two. Whole documents then lie in spans of
-            1, 2, 4 ... neighbouring windows, no longer than the longest document of the sample
-            needs. Set it to the strategy's ``cp`` with ``cp_groups="documents"``, whose groups of
-            ranks share such spans. Only with whole documents.
+        train_samples: Training samples per epoch over all ranks; None uses the default above.
+        mask_after_eod: Whether the loss ignores the label that follows an end-of-document token.
+        documents: With "joined", attention and positions continue across the ends of documents in a
+            window. With "separate", both restart at each document, and the loss ignores the labels
+            across the ends. "whole" also packs whole documents into samples by best fit, and cuts
+            only documents that are longer than a sample. The samples of a pass have all tokens of
+            the corpus, except documents of one token, and little padding.
+        context_windows: Number of windows of a sample, a power of two. Whole documents then lie in
+            spans of 1, 2, 4 ... neighbouring windows, and no span is longer than the longest
+            document of the sample needs. Set it to ``cp`` of the strategy with
+            ``cp_groups="documents"``, whose groups of ranks share such spans. Needs
+            ``documents="whole"``.
         balance_attention: Whether to assign the samples of each global batch to data ranks and
-            microbatches so that these have about equal attention work, the sum of the squares of
-            documents' lengths. Which samples a global batch has, the loss and the position in the
-            data do not change; only with separate documents.
+            microbatches so that all have about equal attention work, which is the sum of the
+            squares of document lengths. The samples of a global batch, the loss and the position in
+            the data do not change. Needs separate documents.
         data_dir: Directory to which the bundled ``corpus`` is written.
         cache_dir: Directory of the index cache; None uses ``index_cache`` next to the first corpus.
         checksums: Whether to compare each token file with the checksum written by ``preprocess``.
@@ -97,9 +100,9 @@ class TokenDataModule(RowDataModule):
         pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
 
     Raises:
-        ParallelPlanError: If a value has another type or is out of its range.
-        UnsupportedError: If data sources conflict, or none is given, if joined documents are to be
-            balanced, or windows are to be kept by others than whole documents.
+        ParallelPlanError: If a value has a wrong type or is out of range.
+        UnsupportedError: If data sources conflict or none is given, ``balance_attention`` is used
+            with joined documents, or ``context_windows`` without whole documents.
     """
 
     order_settings = "corpus, split, weights, tokenizer, seq_length, seed or order"
@@ -130,24 +133,14 @@ class TokenDataModule(RowDataModule):
         checksums: bool = True,
     ) -> None:
         given = coerced_arguments(TokenDataModule.__init__, locals())
-        super().__init__(
-            given["seq_length"],
-            given["batch_size"],
-            given["global_batch_size"],
-            given["ramp_up"],
-            given["num_workers"],
-            given["seed"],
-            given["train_samples"],
-            balance_attention,
-            pin_memory,
-        )
+        super().__init__(**row_arguments(given))
         check_sources(train, val, test, split, corpus)
         check_rows(documents == "whole", order)
         check_context_windows(given["context_windows"], given["seq_length"], documents == "whole")
         if balance_attention and documents == "joined":
             raise UnsupportedError(
-                "balance_attention cannot be used with documents='joined', because attention over "
-                "whole rows has equal work in each of them. Use documents='separate', or leave it "
+                "balance_attention cannot be used with documents='joined', because all rows then "
+                "have equal attention work. Use documents='separate', or leave balance_attention "
                 "out."
             )
         if split is not None:
@@ -187,7 +180,7 @@ class TokenDataModule(RowDataModule):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """Tokenizer given by name or path; None if none was given and no bundled corpus is used."""
+        """Tokenizer given by name or path, or of the bundled corpus; None without both."""
         return self._parts.tokenizer
 
     @tokenizer.setter
@@ -197,33 +190,33 @@ class TokenDataModule(RowDataModule):
     @property
     def vocab_size(self) -> int:
         """Vocabulary size of the tokenizer, or of the tokenizer recorded with the corpus."""
-        return self._parts.tokenizer_fact("vocab_size")
+        return self._parts.tokenizer_field("vocab_size")
 
     @property
     def eod(self) -> int | None:
         """Id of the end-of-document token; None if the tokenizer has none."""
-        return self._parts.tokenizer_fact("eod")
+        return self._parts.tokenizer_field("eod")
 
     @property
     def bytes_per_token(self) -> float | None:
-        """UTF-8 bytes per token of the validation corpus, else of the test corpus."""
+        """UTF-8 bytes per token of the validation corpora, or of the test corpora without any."""
         return self.bytes_per_token_of("val") or self.bytes_per_token_of("test")
 
     def bytes_per_token_of(self, part: Part, name: str | None = None) -> float | None:
-        """Return UTF-8 bytes per token of a part's corpora; None if not recorded.
+        """Return UTF-8 bytes per token of a part's corpora; None if a corpus does not record it.
 
         Args:
             part: Part of the data.
-            name: Name of a set, for its corpora alone; None means all of the part.
+            name: Name of a set, to use only its corpora; None uses all corpora of the part.
         """
         return bytes_per_token([corpus for corpus, _ in self._corpora(part, name)])
 
     def prepare_data(self) -> None:
-        """Write the bundled corpus unless it exists; called in one process per node."""
+        """Write the bundled corpus unless it exists; Lightning calls this once per node."""
         self._parts.locate()
 
     def setup(self, stage: str | None = None) -> None:
-        """Open and check the corpora of a stage, so that faults raise before the first step."""
+        """Open and check the corpora of a stage, so that errors occur before the first step."""
         self.restart()
         self._parts.locate()
         parts: dict[str | None, tuple[Part, ...]] = {
@@ -235,16 +228,16 @@ class TokenDataModule(RowDataModule):
             self._corpora(part)
 
     def val_dataloader(self) -> TokenLoader | list:
-        """Build the loader that yields every validation token once, in a fixed shuffled order.
+        """Build a loader that yields every validation token once, in a fixed shuffled order.
 
-        Named sets have a loader each, in a list.
+        With named sets, the result is a list of one loader for each set.
         """
         return self._evaluation_loaders("val")
 
     def test_dataloader(self) -> TokenLoader | list:
-        """Build the loader that yields every test token once, in a fixed shuffled order.
+        """Build a loader that yields every test token once, in a fixed shuffled order.
 
-        Named sets have a loader each, in a list.
+        With named sets, the result is a list of one loader for each set.
         """
         return self._evaluation_loaders("test")
 
@@ -271,9 +264,9 @@ class TokenDataModule(RowDataModule):
         """Return one pass over token files, in an order that does not depend on the seed.
 
         Args:
-            corpora: Token files, each with the range of its documents; None means all.
+            corpora: Token files, each with the range of its documents (None for all).
         """
-        # Fixed seed: `limit_val_batches` then compares runs on the same text.
+        # With a fixed seed, `limit_val_batches` selects the same text in every run.
         return blend_samples(corpora, None, replace(self._options("spread"), seed=0))
 
     def _evaluation_loaders(self, part: Part) -> TokenLoader | list:
@@ -290,8 +283,9 @@ class TokenDataModule(RowDataModule):
         ]
         if not corpora and self.split is not None and has_share(self.split, PARTS.index(part)):
             raise UnsupportedError(
-                f"split {self.split!r} leaves no document of {', '.join(self.prefixes['train'])} "
-                f"for {part}. Give {part} a larger weight, or a weight of 0."
+                f"each part of split {self.split!r} with a weight above 0 must have a document: it "
+                f"leaves no document of {', '.join(self.prefixes['train'])} for {part}. Give "
+                f"{part} a larger weight, or a weight of 0."
             )
         if not corpora:
             return []

@@ -1,4 +1,4 @@
-"""The description ``PREFIX.json`` of a token file: its tokenizer, its size, and checksums."""
+"""Description of a token file in ``PREFIX.json``: its tokenizer, size and checksums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMAT = "lightning_megatron.corpus"
 VERSION = 2
 REMEDY = (
     "Write the corpus again with `lightning-megatron preprocess`, or move this file away: the "
-    "tokens are then read without knowing their tokenizer and their checksum."
+    "corpus then has no known tokenizer and no checksum."
 )
 CHECKSUMS = ("bin_crc32", "idx_sha256", "fields_crc32")
 log = logging.getLogger(__name__)
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class CorpusDescription:
-    """Fields of a token file's description.
+    """Fields of the description of a token file.
 
-    The four fields of the tokenizer are None if the tokens come from an unknown tokenizer. The
-    three checksums are None in files of version 1.
+    The four fields about the tokenizer are None if the tokenizer is unknown. The three checksums
+    are None in files of version 1.
 
     Args:
         tokenizer: Name of the tokenizer.
@@ -39,7 +39,7 @@ class CorpusDescription:
         eod: Id of the end-of-document token; None if the tokenizer has none.
         num_documents: Number of documents, empty ones included.
         num_tokens: Number of tokens of all documents.
-        num_bytes: Size of the text in UTF-8, for bits per byte.
+        num_bytes: Size of the text in UTF-8, to compute bits per byte (bytes).
         bin_crc32: CRC-32 of ``.bin`` as 8 hexadecimal digits.
         idx_sha256: SHA-256 of ``.idx`` as 64 hexadecimal digits.
         fields_crc32: CRC-32 of all other fields as 8 hexadecimal digits.
@@ -75,18 +75,24 @@ def description_path(prefix: str | os.PathLike[str]) -> Path:
 def read_description(prefix: str | os.PathLike[str]) -> CorpusDescription | None:
     """Read the description of a corpus; None without one, as for corpora written by Megatron-Core.
 
-    A JSON object (or JSON lines) with none of a description's fields belongs to the user and is
+    A file of JSON or JSON lines without any field of a description belongs to the user, and is
     ignored with a warning. ``TokenFile.check_checksums`` compares the checksums.
 
+    Args:
+        prefix: Path without ``.bin`` and ``.idx``.
+
     Raises:
-        CorruptDataError: If a field is missing, unknown, of another type or out of its range, or
-            the file is not JSON.
+        CorruptDataError: If a field is missing, unknown, of a wrong type or out of range, or the
+            file is not JSON.
     """
     path = description_path(prefix)
     if not os.path.lexists(path):
         return None
     if _is_foreign(path):
-        log.warning("%s is not a description of the corpus beside it, and is not read.", path)
+        log.warning(
+            "%s is ignored: it has no field of a description of the token file with this prefix.",
+            path,
+        )
         return None
     content = parse_json(read_regular_file(path, REMEDY), str(path), REMEDY)
     fields = check_fields(content, str(path))
@@ -96,10 +102,15 @@ def read_description(prefix: str | os.PathLike[str]) -> CorpusDescription | None
 def write_description(prefix: str | os.PathLike[str], description: CorpusDescription) -> None:
     """Write a description atomically.
 
-    If a user's own file has the same name, a corpus of an unknown tokenizer gets no description.
+    If a JSON file of the user has the same name and the tokenizer is unknown, the function writes
+    nothing.
+
+    Args:
+        prefix: Path without ``.bin`` and ``.idx``.
+        description: Fields to write.
 
     Raises:
-        CorruptDataError: If another file of that name would be overwritten, or a field is invalid.
+        CorruptDataError: If the file name belongs to another file, or a field is invalid.
     """
     path = description_path(prefix)
     if os.path.lexists(path) and not _is_replaceable(path):
@@ -129,7 +140,7 @@ def _is_replaceable(path: Path) -> bool:
 
 
 def _is_foreign(path: Path) -> bool:
-    """Return whether a file is a user's own JSON or JSON lines, without a description's fields."""
+    """Return whether a file is JSON or JSON lines without any field of a description."""
     start = _start_of(path) or b""
     for text in (start, start.partition(b"\n")[0]):
         try:
@@ -147,21 +158,25 @@ def _is_foreign(path: Path) -> bool:
 def _start_of(path: Path) -> bytes | None:
     """Return the first bytes of a regular file; None if it cannot be read."""
     try:
-        # The raw text of a corpus may have the same name and be larger than memory.
+        # A file with this name may be the raw text of the corpus, and larger than the memory.
         return read_start(path, MAX_BYTES)
     except CorruptDataError:
         return None
 
 
 def check_fields(content: Any, source: str) -> dict[str, Any]:
-    """Return the fields of a description after validating their names, types and ranges.
+    """Validate the names, types and ranges of a description's fields, and return the fields.
+
+    Args:
+        content: Parsed JSON.
+        source: Name of the file, for errors.
 
     Raises:
-        CorruptDataError: If a field is missing, unknown, of another type or out of its range.
+        CorruptDataError: If a field is missing, unknown, of a wrong type or out of range.
     """
     if not isinstance(content, dict):
         raise CorruptDataError(
-            f"{source} must hold one JSON object: it holds {_shown(content)}. {REMEDY}"
+            f"{source} must be one JSON object: it is {_shown(content)}. {REMEDY}"
         )
     if content.get("format") != FORMAT:
         raise CorruptDataError(
@@ -211,7 +226,7 @@ def _rules(content: dict[str, Any], version: int) -> dict[str, tuple[str, Callab
 
 
 def _integer(low: int, high: int) -> tuple[str, Callable[[Any], bool]]:
-    # `type` instead of `isinstance`: in Python True is an int and 1.0 equals 1.
+    # `type` instead of `isinstance`, because True is an instance of int.
     return (
         f"a whole number in [{low}, {high}]",
         lambda value: type(value) is int and low <= value <= high,

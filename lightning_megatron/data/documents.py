@@ -1,4 +1,4 @@
-"""Documents of raw text: JSON lines, or plain text divided by file, line or paragraph."""
+"""Documents of raw text: JSON lines, or plain text with a document per file, line or paragraph."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ TEXT_SUFFIXES = (".txt", ".text", ".md")
 
 @dataclass(frozen=True)
 class JsonDocument:
-    """Line of JSON lines with its text.
+    """Document in a line of JSON lines.
 
     Args:
         line: Number of the line, counted from 1.
-        content: Bytes of the whole object as they stand in the file.
-        text: Decoded text of the object.
+        content: Bytes of the line, without its line feed.
+        text: Decoded text of the document.
     """
 
     line: int
@@ -53,7 +53,7 @@ class RawChunk:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes read, up to further empty lines between documents."""
+        """Number of bytes read, without additional empty lines between documents (bytes)."""
         size = sum(len(document) for document in self.documents)
         if self.kind == "file":
             return size
@@ -62,7 +62,10 @@ class RawChunk:
 
 
 def find_inputs(inputs: Sequence[str]) -> list[Path]:
-    """Expand files, directories and globs, each sorted by name for a reproducible order.
+    """Return the files that inputs name; those of a directory or glob are sorted by name.
+
+    Args:
+        inputs: Files, directories and globs.
 
     Raises:
         UnsupportedError: If an input matches no file.
@@ -94,8 +97,8 @@ def read_chunks(
 
     Args:
         path: File to read: JSON lines by suffix, plain text otherwise; ``.gz`` is decompressed.
-        document: Unit of plain text that forms one document.
-        chunk_bytes: Size in bytes at which a chunk ends.
+        document: Unit of plain text that is a document.
+        chunk_bytes: Size at which a chunk ends (bytes).
 
     Raises:
         CorruptDataError: If the file cannot be opened, or is a damaged ``.gz``.
@@ -122,13 +125,13 @@ def read_chunks(
 
 
 def read_lines(path: Path, offset: int = 0, number: int = 0) -> Iterator[tuple[int, bytes, int]]:
-    """Yield each line of a file that is not empty: its number, its content and where it ends.
+    """Yield the number, the content and the end offset of each non-empty line of a file.
 
     Args:
         path: File; ``.gz`` is decompressed.
-        offset: Decompressed bytes before the first line that is read; a ``.gz`` is decompressed up
-            to there (bytes).
-        number: Number of the line before it, counted from 1.
+        offset: Offset of the first line to read, in the decompressed file. A ``.gz`` file is
+            decompressed from its beginning (bytes).
+        number: Number of lines before this offset.
 
     Raises:
         CorruptDataError: If the file cannot be opened, or is a damaged ``.gz``.
@@ -150,8 +153,12 @@ def read_lines(path: Path, offset: int = 0, number: int = 0) -> Iterator[tuple[i
 def parse_chunk(chunk: RawChunk, json_key: str) -> list[str]:
     """Return the texts of a chunk.
 
+    Args:
+        chunk: Undecoded documents.
+        json_key: Key of the text in JSON lines.
+
     Raises:
-        CorruptDataError: If a line is not a JSON object with that key, or text is not UTF-8. The
+        CorruptDataError: If a line is not a JSON object with this key, or text is not UTF-8. The
             message names file and line.
     """
     return [
@@ -161,9 +168,13 @@ def parse_chunk(chunk: RawChunk, json_key: str) -> list[str]:
 
 
 def parse_objects(chunk: RawChunk, json_key: str) -> list[JsonDocument | CorruptDataError]:
-    """Return the objects of a chunk of JSON lines, and an error in the place of each broken line.
+    """Return the document of each line of a chunk, or for an invalid line its error.
 
     The errors are those that ``parse_chunk`` raises.
+
+    Args:
+        chunk: Undecoded JSON lines.
+        json_key: Key of the text.
     """
     found: list[JsonDocument | CorruptDataError] = []
     for line, content in zip(chunk.lines, chunk.documents, strict=True):
@@ -177,7 +188,7 @@ def parse_objects(chunk: RawChunk, json_key: str) -> list[JsonDocument | Corrupt
 
 
 def replace_text(content: bytes, json_key: str, text: str) -> bytes:
-    """Return a JSON object with another text and all other characters as they were.
+    """Return a JSON object with a new text, and all other characters unchanged.
 
     Args:
         content: Valid JSON object in UTF-8.
@@ -186,7 +197,7 @@ def replace_text(content: bytes, json_key: str, text: str) -> bytes:
     """
     source = content.decode("utf-8")
     decoder = json.JSONDecoder()
-    # Encoding the whole object anew would change numbers such as 1.10 and 1E400.
+    # Encoding the whole object again would change numbers such as 1.10 and 1E400.
     position = source.index("{") + 1
     while True:
         key, position = decoder.raw_decode(source, _after_blanks(source, position))
@@ -199,7 +210,7 @@ def replace_text(content: bytes, json_key: str, text: str) -> bytes:
 
 
 def is_json_lines(path: Path) -> bool:
-    """Return whether the name of a file, packed or not, is one of JSON lines."""
+    """Return whether the name of a file, possibly with ``.gz``, has a suffix of JSON lines."""
     return _plain_suffix(path) in JSON_SUFFIXES
 
 
@@ -222,13 +233,13 @@ def parse_text(content: bytes, place: str, json_key: str | None) -> str:
         json_key: Key of the text in JSON lines; None for plain text.
 
     Raises:
-        CorruptDataError: If a line is no JSON object with that key, or text is not UTF-8.
+        CorruptDataError: If a line is not a JSON object with this key, or text is not UTF-8.
     """
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise CorruptDataError(
-            f"{place} is not UTF-8: {error.reason} at byte {error.start}. Convert it."
+            f"{place} is not UTF-8: {error.reason} at byte {error.start}. Convert it to UTF-8."
         ) from None
     if json_key is None:
         return text
@@ -255,15 +266,15 @@ def parse_text(content: bytes, place: str, json_key: str | None) -> str:
 
 
 def text_under(entry: Any, place: str, json_key: str) -> str:
-    """Return the text of an object.
+    """Return the text of a JSON object.
 
     Args:
-        entry: Object with the text.
+        entry: Parsed object.
         place: File and line, for errors.
         json_key: Key of the text.
 
     Raises:
-        CorruptDataError: If there is none.
+        CorruptDataError: If the entry is not an object, or has no text under the key.
     """
     if not isinstance(entry, Mapping) or not isinstance(entry.get(json_key), str):
         keys = sorted(entry) if isinstance(entry, Mapping) else type(entry).__name__

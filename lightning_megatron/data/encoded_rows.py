@@ -1,4 +1,4 @@
-"""Tokens of all rows of files, encoded once and kept in a folder, with an account of truncation."""
+"""Tokens of all rows of files, encoded once and cached in a folder."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ _NAMES = ("tokens", "is_answer", "bounds", "counts")
 
 
 class EncodedRows(ABC):
-    """Tokens of all rows of some files; a row has one conversation or several of them.
+    """Tokens of all rows of some files. A row has one or several conversations.
 
     Args:
         paths: Files of rows.
         tokenizer: Tokenizer with its chat template.
         seq_length: Tokens that are predicted; a conversation has at most one more (tokens).
-        too_long: What is done with longer ones: cut their end, leave them out, or refuse them.
+        too_long: Treatment of longer conversations: cut their end, leave them out, or raise an
+            error.
         cache_dir: Folder of the encoded tokens; None keeps them in memory.
 
     Raises:
-        CorruptDataError: If a row is not of the form that a subclass reads, one is too long and
-            that is to be refused, or none is left.
+        CorruptDataError: If a row does not have the form that a subclass reads, a conversation is
+            too long and ``too_long`` is "refuse", or no row is left.
     """
 
-    #: What a row is, in words.
+    #: Plural noun for the rows in messages, such as "conversations".
     plural: str
-    #: Conversations of each row.
+    #: Number of conversations of each row.
     num_texts = 1
 
     def __init__(
@@ -65,20 +66,20 @@ class EncodedRows(ABC):
         self.key = cache_key(fields)
 
         def build() -> dict[str, npt.NDArray]:
-            return self._joined(paths, ConversationEncoder(tokenizer, seq_length, too_long))
+            return self._encode_all(paths, ConversationEncoder(tokenizer, seq_length, too_long))
 
         found = build() if cache_dir is None else load_or_build(cache_dir, fields, build, _NAMES)
         self.tokens = found["tokens"]
         self.is_answer = found["is_answer"]
-        #: First token of each conversation, and the end of the last one.
+        #: Index of the first token of each conversation, and the total number of tokens.
         self.bounds = found["bounds"]
         counts = found["counts"].tolist()
-        #: Rows that were read, lost an end, and were left out.
+        #: Number of rows that were read, cut, and left out.
         self.num_read: int = counts[0]
         self.num_cut: int = counts[1]
         self.num_left_out: int = counts[2]
         if not len(self):
-            raise no_text_error(
+            raise no_rows_error(
                 self.plural, self.names, seq_length, self.num_read, self.num_left_out
             )
 
@@ -91,8 +92,8 @@ class EncodedRows(ABC):
     ) -> Iterator[list[EncodedText] | None]:
         """Yield the conversations of each row of a file; None for a row that is left out."""
 
-    def line(self, seq_length: int) -> str:
-        """Return a line about what was read, and what truncation took.
+    def summary(self, seq_length: int) -> str:
+        """Return a line with the numbers of rows that were read, cut and left out.
 
         Args:
             seq_length: Tokens that a row predicts (tokens).
@@ -103,7 +104,7 @@ class EncodedRows(ABC):
             f"long; {int(self.bounds[-1])} tokens, {int(self.is_answer.sum())} of them in answers."
         )
 
-    def _joined(
+    def _encode_all(
         self, paths: Sequence[Path], encoder: ConversationEncoder
     ) -> dict[str, npt.NDArray]:
         kept: list[EncodedText] = []
@@ -120,17 +121,17 @@ class EncodedRows(ABC):
         return {**TextTokens.of(kept)._asdict(), "counts": counts}
 
 
-def no_text_error(
+def no_rows_error(
     plural: str, names: str, seq_length: int, num_read: int, num_left_out: int
 ) -> CorruptDataError:
-    """Return the error of files that leave nothing to train on.
+    """Return the error for files without any row that is short enough to train on.
 
     Args:
-        plural: What a row is, in words.
-        names: Files.
+        plural: Plural noun for the rows.
+        names: Names of the files.
         seq_length: Tokens that are predicted (tokens).
-        num_read: Rows that were read (rows).
-        num_left_out: Rows that were too long (rows).
+        num_read: Number of rows that were read (rows).
+        num_left_out: Number of rows that were too long (rows).
     """
     return CorruptDataError(
         f"{names} must have a {plural.removesuffix('s')} with an answer in its first "
@@ -140,7 +141,7 @@ def no_text_error(
 
 
 def _sha256(path: Path) -> str:
-    """Return the digest of a file, or those of the files in a folder."""
+    """Return the SHA-256 of a file, or of each file in a folder."""
     found = []
     for one in files_of(path):
         with open(one, "rb") as file:

@@ -1,4 +1,4 @@
-"""Disk cache of index arrays, keyed by a hash of everything that the arrays depend on."""
+"""Disk cache of index arrays, whose keys are hashes of everything that the arrays depend on."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def load_or_build(
 ) -> Arrays:
     """Memory-map the arrays of an index; build and write them first if they are missing or damaged.
 
-    Of several processes that call this at once, one builds and the others wait. If the directory
-    cannot be written, the index stays in memory.
+    If several processes call this function at once, one of them builds the arrays and the others
+    wait. If the directory cannot be written, the arrays stay in memory.
 
     Args:
         directory: Cache directory with one folder per key.
@@ -51,10 +51,10 @@ def load_or_build(
         names: Names of the arrays.
 
     Returns:
-        Arrays by name
+        Arrays by name.
     """
     folder = directory / cache_key({**fields, "format": FORMAT})
-    # Look before taking the lock: an existing cache may lie in a read-only directory, where no
+    # Look before taking the lock: an existing cache may be in a read-only directory, in which no
     # lock file can be created.
     found = _load(folder, fields, names)
     if found is not None:
@@ -67,7 +67,9 @@ def load_or_build(
                 found = _load(folder, fields, names)
     except OSError as error:
         log.warning(
-            "The sample index cannot be kept in %s (%s); it is built in memory.", directory, error
+            "The sample index cannot be written to %s (%s); it is built in memory.",
+            directory,
+            error,
         )
         return build()
     if found is None:
@@ -87,7 +89,7 @@ def _load(folder: Path, fields: Mapping[str, object], names: Collection[str]) ->
         if content["fields"] != json.loads(json.dumps(fields)) or set(content["arrays"]) != set(
             names
         ):
-            raise CorruptDataError("it is an index of other samples")
+            raise CorruptDataError("it belongs to other samples")
         return {
             name: _read_array(folder / f"{name}.npy", content["arrays"][name]) for name in names
         }
@@ -97,7 +99,7 @@ def _load(folder: Path, fields: Mapping[str, object], names: Collection[str]) ->
 
 
 def _read_array(path: Path, listed: object) -> npt.NDArray:
-    # `read_start` refuses anything but a regular file: opening a pipe would block.
+    # `read_start` raises unless the path is a regular file: opening a pipe would block.
     read_start(path, 1)
     if crc32_of(path) != listed:
         raise CorruptDataError(f"the checksum of {path.name} does not match")
@@ -107,7 +109,7 @@ def _read_array(path: Path, listed: object) -> npt.NDArray:
         # numpy cannot memory-map an empty array.
         array = np.load(path, allow_pickle=False)
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
-        raise CorruptDataError(f"{path.name} does not hold whole numbers")
+        raise CorruptDataError(f"{path.name} does not contain whole numbers")
     return array
 
 

@@ -13,12 +13,12 @@ def locate_installed(distribution: str, path: str, extra: str) -> Path:
     """Return the path of a file or directory of an installed distribution.
 
     Args:
-        distribution: Name on the package index.
+        distribution: Name of the distribution on the package index.
         path: Path inside site-packages.
-        extra: Extra of this project that installs the distribution.
+        extra: Extra of lightning-megatron that installs the distribution.
 
     Raises:
-        MissingExtraError: If the distribution is not installed, or lacks the path.
+        MissingExtraError: If the distribution is not installed, or does not have the path.
     """
     try:
         found = Path(str(metadata.distribution(distribution).locate_file(path)))
@@ -26,15 +26,18 @@ def locate_installed(distribution: str, path: str, extra: str) -> Path:
         found = None
     if found is None or not found.exists():
         raise MissingExtraError(
-            f"{path} of the package {distribution} was not found. It comes with the extra "
-            f"`{extra}`: "
+            f"{path} of the package {distribution} was not found. The extra `{extra}` installs it: "
             f'pip install "lightning-megatron[{extra}]".'
         )
     return found
 
 
 def check_sha256(path: Path, expected: str) -> bytes:
-    """Return the contents of a file after comparing them with their known SHA-256.
+    """Return the contents of a file after comparing their SHA-256 with the expected one.
+
+    Args:
+        path: File.
+        expected: SHA-256 as 64 hexadecimal digits.
 
     Raises:
         CorruptDataError: If the contents have another hash.

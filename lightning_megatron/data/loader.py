@@ -1,4 +1,4 @@
-"""Batches of token windows as tensors, read by worker processes."""
+"""Batches of token windows as tensors, and the loader whose workers prefetch them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ IGNORE_INDEX = -100
 class SampleBatches(Dataset):
     """Dataset whose items are whole batches, indexed by a list of sample numbers.
 
-    A number of -1 stands for a sample without labels.
+    The number -1 means a padding sample without labels.
     """
 
-    #: Samples in their order.
+    #: Samples in order.
     samples: Samples
 
 
@@ -31,17 +31,17 @@ class WindowBatches(SampleBatches):
     """Dataset whose items are whole batches, indexed by a list of sample numbers.
 
     Shapes:
-        An item is {"tokens": (B, S), "labels": (B, S)} with labels already shifted by one token.
-        The padding of a short window, gaps between documents, and all of a row with number -1 are
-        token 0 and label -100. Separate documents add {"lengths": (B, L)}: the tokens of each
-        document and gap of a row, then zeros. L is the same for all batches.
+        An item is {"tokens": (B, S), "labels": (B, S)} with labels that are shifted by one token.
+        The padding of a short window, gaps between documents, and whole rows with number -1 have
+        token 0 and label -100. Separate documents add {"lengths": (B, L)}: the number of tokens of
+        each document and gap of a row, followed by zeros. L is the same for all batches.
 
     Args:
         samples: Windows of token ids.
-        mask_after: Token after which the label is ignored, such as the end of a document; None
-            ignores no label.
-        are_separate: Whether documents are separate: their lengths are part of the batch, and the
-            label of the last token of a document, which begins the next one, is ignored.
+        mask_after: Token whose label, the token after it, the loss ignores, such as the
+            end-of-document token; None ignores no label.
+        are_separate: Whether documents are separate. Batches then have their lengths, and the loss
+            ignores the label of the last token of each document, which belongs to the next one.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class WindowBatches(SampleBatches):
             labels[tokens == self.mask_after] = IGNORE_INDEX
         batch = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
         if self.are_separate:
-            batch["lengths"] = torch.from_numpy(self._separate(numbers, labels))
+            batch["lengths"] = torch.from_numpy(self._lengths(numbers, labels))
         return batch
 
-    def _separate(self, numbers: list[int], labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the lengths of the documents of each row, and ignore labels across their ends."""
+    def _lengths(self, numbers: list[int], labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the document lengths of each row, and set labels across document ends to -100."""
         lengths = np.zeros((len(numbers), self.samples.most_documents), np.int64)
         for row, number in enumerate(numbers):
             if number < 0:
                 continue
             sizes = self.samples.lengths(number)
             labels[row, np.cumsum(sizes)[:-1] - 1] = IGNORE_INDEX
-            # The last token of a window is a label alone.
+            # The last token of a window is only a label.
             sizes[-1] -= 1
             lengths[row, : len(sizes)] = sizes
         return lengths
@@ -87,14 +87,14 @@ class WindowBatches(SampleBatches):
 class TokenLoader:
     """Iterable over the batches of one data-parallel rank.
 
-    It creates a DataLoader for each epoch and is not one itself, for two reasons: Lightning does
-    not replace its sampler, and workers start with the first batch, after a checkpoint has been
+    It creates a DataLoader for each epoch instead of being one, for two reasons: Lightning then
+    does not replace the sampler, and workers start at the first batch, after a checkpoint has been
     restored.
 
     Args:
         batches: Dataset of batches.
         sampler: Order of the samples; Lightning calls its ``set_epoch``.
-        num_workers: Worker processes that prefetch batches; 0 reads in this process.
+        num_workers: Worker processes that prefetch batches; 0 loads them in this process.
         pin_memory: Whether to pin batches in memory, from which a GPU copies faster.
     """
 
@@ -120,8 +120,8 @@ class TokenLoader:
             batch_size=None,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
-            # Workers draw no random numbers. Without a generator of its own, DataLoader would take
-            # their seed from the default generator, which models use.
+            # Workers draw no random numbers, but without this generator DataLoader would draw their
+            # seed from the default generator, which models use.
             generator=torch.Generator().manual_seed(0),
         )
 

@@ -1,4 +1,4 @@
-"""Choice of the tokens that a BERT predicts: n-grams of whole words, and what replaces them."""
+"""Masked-language-model labels for BERT: choice and replacement of n-grams of whole words."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ Segment = tuple[int, int]
 
 @dataclass(frozen=True)
 class NGramMasking:
-    """Masking of n-grams of words, of which n has a probability proportional to 1/n.
+    """Masking of n-grams of words; the probability of n words is proportional to 1/n.
 
-    Words are taken in a random order. Each begins an n-gram, which is shortened where it passes the
-    end of its segment or the number of tokens that are left to mask, and skipped where it touches
-    a masked word. Of the masked tokens 80 % become [MASK], 10 % a random token, and 10 % stay.
+    Each word, in random order, starts an n-gram. The n-gram is shortened if it exceeds the end of
+    its segment or the number of tokens left to mask, and skipped if it overlaps masked words. Of
+    the masked tokens, 80 % become [MASK], 10 % become a random token, and 10 % are unchanged.
 
     Args:
-        probability: Share of the tokens of the segments to mask, rounded to a number of at least 1.
+        probability: Share of the tokens of the segments to mask; at least one token is masked.
         max_ngram: Largest n (words).
-        whole_words: Whether a word has all of its pieces; otherwise each piece is one.
+        whole_words: Whether all pieces of a word are masked together; otherwise each piece counts
+            as a word.
 
-    Source: Megatron-LM core/datasets/masked_dataset.py. There, [CLS] and [SEP] count as tokens of
-    which a share is masked, n-grams and words reach over [SEP], and rows of a very short target
-    length have no mask.
+    Source: Megatron-LM core/datasets/masked_dataset.py. Its share includes [CLS] and [SEP], its
+    n-grams and words extend across [SEP], and it masks nothing in rows of a very short target
+    length.
     """
 
     probability: float = 0.15
@@ -44,22 +45,22 @@ class NGramMasking:
         pieces: WordPieces,
         random: np.random.RandomState,
     ) -> tuple[Tokens, Tokens]:
-        """Return the tokens with masks, and the labels: the true token where one is masked.
+        """Return the masked tokens, and labels that are -100 except at masked positions.
 
         Args:
             tokens: Tokens of a row.
-            segments: First token and end of each segment in the row.
-            pieces: Facts of the vocabulary.
-            random: Source of random numbers.
+            segments: Start and end position of each segment in the row.
+            pieces: Special tokens and word pieces of the vocabulary.
+            random: Random number generator.
         """
         chosen = self.choose(tokens, segments, pieces, random)
         labels = np.full_like(tokens, IGNORE_INDEX)
         labels[chosen] = tokens[chosen]
-        fate = random.random_sample(len(chosen))
+        draws = random.random_sample(len(chosen))
         others = random.randint(pieces.vocab_size, size=len(chosen))
         masked = tokens.copy()
         masked[chosen] = np.where(
-            fate < 0.8, pieces.mask, np.where(fate < 0.9, others, tokens[chosen])
+            draws < 0.8, pieces.mask, np.where(draws < 0.9, others, tokens[chosen])
         )
         return masked, labels
 
@@ -70,13 +71,13 @@ class NGramMasking:
         pieces: WordPieces,
         random: np.random.RandomState,
     ) -> Tokens:
-        """Return the positions of the tokens to predict, in rising order.
+        """Return the positions of the tokens to predict, in ascending order.
 
         Args:
             tokens: Tokens of a row.
-            segments: First token and end of each segment in the row.
-            pieces: Facts of the vocabulary.
-            random: Source of random numbers.
+            segments: Start and end position of each segment in the row.
+            pieces: Special tokens and word pieces of the vocabulary.
+            random: Random number generator.
         """
         starts, stops, ends = self._words(tokens, segments, pieces)
         num_tokens = sum(stop - start for start, stop in segments)
@@ -102,7 +103,7 @@ class NGramMasking:
     def _words(
         self, tokens: Tokens, segments: Sequence[Segment], pieces: WordPieces
     ) -> tuple[list[int], list[int], list[int]]:
-        """Return first token and end of each word, and the end of its segment (in words)."""
+        """Return the start and end position of each word, and the first word after its segment."""
         starts: list[int] = []
         stops: list[int] = []
         ends: list[int] = []
@@ -110,10 +111,10 @@ class NGramMasking:
             begins = ~pieces.continues[tokens[first:end]]
             if not self.whole_words:
                 begins[:] = True
-            # A cut may have left a piece without the beginning of its word.
+            # Truncation may have removed the beginning of the first word.
             begins[:1] = True
-            places = (np.flatnonzero(begins) + first).tolist()
-            starts += places
-            stops += [*places[1:], end][: len(places)]
-            ends += [len(starts)] * len(places)
+            positions = (np.flatnonzero(begins) + first).tolist()
+            starts += positions
+            stops += [*positions[1:], end][: len(positions)]
+            ends += [len(starts)] * len(positions)
         return starts, stops, ends

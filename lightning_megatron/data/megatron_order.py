@@ -1,13 +1,14 @@
 """Splits and blends with the rounding of Megatron-Core, for runs that must see the same samples.
 
-The default order computes in exact integers (``blend.py``, ``split_range``): results are the same
-on every machine, and more samples extend the order of fewer. Megatron-Core rounds doubles. The
-split "90,5,5" of 30 documents then has 2 documents for validation instead of 1, and rounding
-decides which of two equally late corpora comes next. Neither order trains better; use this one to
+The default order uses exact integers (``blend.py``, ``split_range``): results are the same on every
+machine, and a larger number of samples extends the order. Megatron-Core rounds doubles, so the
+split "90,5,5" of 30 documents has 2 documents for validation instead of 1, and rounding decides
+which of two corpora with the same lag comes next. Neither order trains better; use this one to
 compare a run with Megatron-Core.
 
 Source: Megatron-Core core/datasets/blended_megatron_dataset_builder.py, blended_dataset.py,
-helpers.cpp."""
+helpers.cpp.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ import numpy.typing as npt
 
 from lightning_megatron.errors import UnsupportedError
 
-# Fraction of windows that Megatron-Core builds of each corpus in addition to its share
+# Fraction of additional windows that Megatron-Core builds of each corpus
 # (mid_level_dataset_surplus).
 SURPLUS = 0.005
 
@@ -33,15 +34,19 @@ def normalize(weights: Sequence[float]) -> list[float]:
     """
     if not weights or not all(math.isfinite(weight) and weight > 0 for weight in weights):
         raise UnsupportedError(
-            "weights of a blend in the order of Megatron must be finite and positive: "
-            f"{list(weights)}. Leave corpora of weight 0 out, or use order 'passes'."
+            "weights of a blend in the order 'megatron' must be finite and positive: they are "
+            f"{list(weights)}. Leave out corpora of weight 0, or use order 'passes'."
         )
     array = np.array(weights, dtype=np.float64)
     return (array / np.sum(array)).tolist()
 
 
 def split_as_megatron(count: int, weights: str) -> tuple[range, ...]:
-    """Divide ``count`` sequences into training, validation and test with float64 bounds.
+    """Divide sequences into training, validation and test parts with float64 bounds.
+
+    Args:
+        count: Number of sequences.
+        weights: Comma-separated weights of the parts.
 
     Raises:
         UnsupportedError: If there are more than three weights, one is not a decimal number, or all
@@ -52,13 +57,14 @@ def split_as_megatron(count: int, weights: str) -> tuple[range, ...]:
         re.fullmatch(r"\d+\.?\d*|\.\d+", part, re.ASCII) for part in parts
     ):
         raise UnsupportedError(
-            "split weights in the order of Megatron must be one to three decimal numbers such as "
-            f"'980,15,5': {weights!r}."
+            "split weights in the order 'megatron' must be one to three decimal numbers such as "
+            f"'980,15,5': they are {weights!r}."
         )
     shares = np.array([float(part) for part in parts] + [0.0] * (3 - len(parts)), dtype=np.float64)
     if not 0 < np.sum(shares) < math.inf:
         raise UnsupportedError(
-            f"split weights must not all be zero, and their sum must be finite: {weights!r}."
+            "split weights must not all be zero, and their sum must be finite: they are "
+            f"{weights!r}."
         )
     bounds = [0.0]
     for share in (shares / np.sum(shares)).tolist():
@@ -68,7 +74,7 @@ def split_as_megatron(count: int, weights: str) -> tuple[range, ...]:
 
 
 def sizes_as_megatron(weights: Sequence[float], size: int) -> list[int]:
-    """Return the number of windows to build of each corpus; the shuffle of a corpus depends on it.
+    """Return the number of windows to build of each corpus, on which its shuffle depends.
 
     Args:
         weights: Weights of the corpora.
@@ -78,12 +84,21 @@ def sizes_as_megatron(weights: Sequence[float], size: int) -> list[int]:
 
 
 def blend_as_megatron(weights: Sequence[float], size: int) -> npt.NDArray[np.int16]:
-    """Choose the dataset of each of ``size`` samples with Megatron-Core's float64 arithmetic."""
+    """Return the dataset of each of ``size`` samples, in the float64 arithmetic of Megatron-Core.
+
+    Args:
+        weights: Weight of each dataset.
+        size: Number of samples.
+    """
     return _choose(normalize(weights), size, [size] * len(weights))
 
 
 def blend_exhaustively_as_megatron(sizes: Sequence[int]) -> npt.NDArray[np.int16]:
-    """Choose datasets such that each is used exactly once, spread evenly over all samples."""
+    """Return the dataset of each sample, so that every sample of every dataset is used once.
+
+    Args:
+        sizes: Number of samples of each dataset.
+    """
     total = float(sum(sizes))
     return _choose([float(size) / total for size in sizes], sum(sizes), list(sizes))
 

@@ -1,4 +1,4 @@
-"""Named sets of a part of the data, each evaluated by itself."""
+"""Named sets of a part of the data, which are evaluated separately."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Mapping
 
 from lightning_megatron.errors import UnsupportedError
 
-#: Paths of one set, or of several by their names; None means none.
+#: Paths of one set, or paths of several sets by name; None means no set.
 SetPaths = str | list[str] | dict[str, str | list[str]] | None
 
 
 def named_sets(part: str, given: SetPaths) -> dict[str, list[str]]:
-    """Return the paths of each named set of a part; empty if the part has no names.
+    """Return the paths of each named set of a part; an empty mapping without named sets.
 
     Args:
         part: Name of the part in errors, ``val`` or ``test``.
-        given: Paths of one set, or of several by their names; None means none.
+        given: Paths of one set, or paths of several sets by name; None means no set.
 
     Raises:
-        UnsupportedError: If there is no set, or one has no name or no path.
+        UnsupportedError: If a mapping has no set, or a set has no name or no path.
     """
     if not isinstance(given, Mapping):
         return {}
@@ -35,10 +35,10 @@ def named_sets(part: str, given: SetPaths) -> dict[str, list[str]]:
 
 
 def all_paths(given: SetPaths) -> list[str]:
-    """Return the paths of all sets of a part, in their order.
+    """Return the paths of all sets of a part, in order.
 
     Args:
-        given: Paths of one set, or of several by their names; None means none.
+        given: Paths of one set, or paths of several sets by name; None means no set.
     """
     sets = given.values() if isinstance(given, Mapping) else [given or []]
     return [path for paths in sets for path in ([paths] if isinstance(paths, str) else paths)]

@@ -1,4 +1,4 @@
-"""Rows of whole documents, packed by best fit so that rows have about equally many tokens."""
+"""Rows of whole documents, packed by best fit so that rows have little padding."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lightning_megatron.data.window_packing import GAP, pack_windows
 class PackedIndex:
     """Index of rows that consist of whole documents.
 
-    A document that is longer than a row is cut into pieces of a row, which share one token as
-    neighbouring windows do. What is left of it is packed like a document.
+    A document that is longer than a row is cut into pieces as long as a row. Consecutive pieces
+    share one token, like neighbouring windows. The last, shorter piece is packed like a document.
 
     Args:
-        parts: Document, offset in it and tokens of each piece, in the order of the rows. A gap,
-            which has positions and no tokens, is the document -1.
-        firsts: First piece of each row, and as the last entry the number of pieces.
+        parts: Document, offset in the document and number of tokens of each piece, in the order of
+            the rows. A gap, which has positions but no tokens, is the document -1.
+        firsts: Index of the first piece of each row, and the total number of pieces.
     """
 
     parts: npt.NDArray[np.int64]
@@ -35,18 +35,18 @@ class PackedIndex:
 
     @property
     def most_pieces(self) -> int:
-        """Return the largest number of documents, and gaps between them, that a row has."""
+        """Return the largest number of documents and gaps in a row."""
         return int(np.diff(self.firsts).max(initial=0))
 
     def pieces(self, index: int, bounds: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-        """Return where the tokens of a row lie, document by document, in their order.
+        """Return the range of tokens of each piece of a row, in order.
 
         Args:
             index: Number of the row.
-            bounds: First token of each document, and the end of the last one.
+            bounds: Index of the first token of each document, and the total number of tokens.
 
         Returns:
-            First token and end of each piece; -n and 0 of a gap of n positions
+            Start and end of each piece among all tokens; -n and 0 for a gap of n positions.
         """
         found = []
         for document, offset, size in self.parts[self.firsts[index] : self.firsts[index + 1]]:
@@ -66,26 +66,27 @@ def index_packed(
     is_packed: bool = True,
     num_windows: int = 1,
 ) -> PackedIndex:
-    """Pack the documents of one or several passes, each of them by itself and in another order.
+    """Pack the documents of one or several passes; each pass is shuffled and packed separately.
 
-    All passes have equally many rows, because the best fit depends on the lengths alone; documents
-    of equal length take each other's places. More samples extend the order of fewer.
+    All passes have the same number of rows, because best fit depends only on the lengths; the
+    shuffle exchanges documents of equal length. A larger ``num_samples`` extends the order.
 
     Args:
-        lengths: Tokens of each document; those of one token, which predict nothing, are left out.
-        seq_length: Tokens that a row predicts; it has one more as its last label (tokens).
-        num_samples: Rows over as many passes as needed; None makes one pass (samples).
+        lengths: Tokens of each document. Documents of one token, which predict nothing, are left
+            out.
+        seq_length: Tokens that a row predicts; a row has one token more, its last label (tokens).
+        num_samples: Number of rows, over as many passes as needed; None makes one pass (samples).
         seed: Seed of the shuffles; None keeps the order.
-        is_packed: Whether rows have as many documents as fit; otherwise one.
-        num_windows: Windows of a row, which groups of context-parallel ranks share: no document
-            lies in more of them than the longest one of its row needs.
+        is_packed: Whether rows have several documents; otherwise each row has one.
+        num_windows: Windows of a row, which groups of context-parallel ranks share. No document
+            spans more windows than the longest document of its row needs.
     """
     pieces = _pieces(lengths, seq_length)
     found: list[npt.NDArray[np.int64]] = []
     number = 0
     while len(pieces) and (number == 0 or (num_samples is not None and len(found) < num_samples)):
         random = None if seed is None else np.random.RandomState([seed, number, 4])
-        found += _pass_of_rows(pieces, seq_length, random, is_packed, num_windows, None)
+        found += _rows_of_pass(pieces, seq_length, random, is_packed, num_windows, None)
         number += 1
     return _indexed(found[:num_samples])
 
@@ -98,21 +99,22 @@ def pack_once(
     num_windows: int,
     most_pieces: int | None,
 ) -> PackedIndex:
-    """Pack documents as :func:`index_packed` does those of a pass.
+    """Pack documents like one pass of :func:`index_packed`.
 
     Args:
-        lengths: Tokens of each document; those of one token, which predict nothing, are left out.
-        seq_length: Tokens that a row predicts; it has one more as its last label (tokens).
-        random: Shuffles documents and rows; None keeps their order.
-        is_packed: Whether rows have as many documents as fit; otherwise one.
+        lengths: Tokens of each document. Documents of one token, which predict nothing, are left
+            out.
+        seq_length: Tokens that a row predicts; a row has one token more, its last label (tokens).
+        random: Random number generator that shuffles documents and rows; None keeps their order.
+        is_packed: Whether rows have several documents; otherwise each row has one.
         num_windows: Windows of a row.
         most_pieces: Largest number of documents and gaps of a row; None sets no limit.
     """
     pieces = _pieces(lengths, seq_length)
-    return _indexed(_pass_of_rows(pieces, seq_length, random, is_packed, num_windows, most_pieces))
+    return _indexed(_rows_of_pass(pieces, seq_length, random, is_packed, num_windows, most_pieces))
 
 
-def _pass_of_rows(
+def _rows_of_pass(
     pieces: npt.NDArray[np.int64],
     seq_length: int,
     random: np.random.RandomState | None,
@@ -120,8 +122,8 @@ def _pass_of_rows(
     num_windows: int,
     most_pieces: int | None,
 ) -> list[npt.NDArray[np.int64]]:
-    own = pieces if random is None else pieces[random.permutation(len(pieces))]
-    rows = _rows(own, seq_length, is_packed, num_windows, random, most_pieces)
+    ordered = pieces if random is None else pieces[random.permutation(len(pieces))]
+    rows = _rows(ordered, seq_length, is_packed, num_windows, random, most_pieces)
     return rows if random is None else [rows[at] for at in random.permutation(len(rows))]
 
 
@@ -138,7 +140,7 @@ def _rows(
     random: np.random.RandomState | None,
     most_pieces: int | None,
 ) -> list[npt.NDArray[np.int64]]:
-    """Return document, offset and tokens of the pieces and gaps of each row."""
+    """Return the document, offset and number of tokens of the pieces and gaps of each row."""
     if not is_packed:
         return [pieces[item : item + 1] for item in range(len(pieces))]
     if num_windows == 1:
@@ -150,7 +152,7 @@ def _rows(
 
 
 def _pieces(lengths: npt.NDArray[np.int64], seq_length: int) -> npt.NDArray[np.int64]:
-    """Return document, offset and tokens of each piece of the documents, none above a row's."""
+    """Return the document, offset and number of tokens of each piece, at most a row long."""
     lengths = np.asarray(lengths, np.int64)
     counts = -(-np.maximum(lengths - 1, 0) // seq_length)
     documents = np.repeat(np.arange(len(lengths)), counts)

@@ -1,4 +1,4 @@
-"""Batches of BERT's rows: two segments, their order, and masks, drawn by the sample's number."""
+"""Batches for pre-training BERT: pairs of segments, their order, and masked tokens."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ Tokens = npt.NDArray[np.int64]
 
 
 class PairBatches(WindowBatches):
-    """Batches of rows [CLS] A [SEP] B [SEP] with masks, or [CLS] A [SEP] without an order.
+    """Batches of masked rows: [CLS] A [SEP] B [SEP], or [CLS] A [SEP] with one segment.
 
-    Where the sentences of a sample are divided, whether the segments are swapped, what is cut and
-    masked depend on the seed, the epoch and the number of the sample alone.
+    The division of a sample's sentences into segments, their swap, their truncation and the masks
+    depend only on the seed, the epoch and the number of the sample.
 
     Shapes:
         An item is {"tokens": (B, S), "labels": (B, S), "token_types": (B, S), "valid": (B, S),
-        "order": (B,)}. Labels are the true tokens where one is masked, else -100. ``valid`` is
-        false at padding. ``order`` is 1 if the segments are swapped. A row with number -1 has
-        [CLS] alone and no label.
+        "order": (B,)}. Labels are the original tokens at masked positions, and -100 elsewhere.
+        ``valid`` is False at padding. ``order`` is 1 if the segments are swapped. A row with number
+        -1 has only [CLS] and no label.
 
     Args:
         samples: Samples of sentences.
-        pieces: Facts of the vocabulary.
-        masking: Rule of the masks.
-        num_segments: Segments of a row: 2, or 1 without an order.
-        seed: Seed of all draws.
+        pieces: Special tokens and word pieces of the vocabulary.
+        masking: Choice of masked tokens.
+        num_segments: Segments of a row: 2, or 1 without order prediction.
+        seed: Seed of all random choices.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PairBatches(WindowBatches):
         self.masking = masking
         self.num_segments = num_segments
         self.seed = seed
-        #: Number of the pass over the samples; each has other masks.
+        #: Number of the pass over the samples. Each pass has other masks.
         self.epoch = 0
         self._sentence_samples = samples
 
@@ -69,10 +69,10 @@ class PairBatches(WindowBatches):
             if number < 0:
                 continue
             segments, order[row], random = self.segments(number)
-            text, places, ends = self._joined(segments)
+            text, bounds, ends = self._joined(segments)
             size = len(text)
             tokens[row, :size], labels[row, :size] = self.masking.mask(
-                text, places, self.pieces, random
+                text, bounds, self.pieces, random
             )
             valid[row, :size] = True
             types[row, ends[0] : size] = 1
@@ -81,59 +81,64 @@ class PairBatches(WindowBatches):
         return {**batch, "order": torch.from_numpy(order)}
 
     def segments(self, number: int) -> tuple[list[Tokens], int, np.random.RandomState]:
-        """Return the segments of a sample, whether they are swapped, and the source of its masks.
+        """Return the segments of a sample.
 
         Args:
             number: Number of the sample.
+
+        Returns:
+            Tokens of each segment, 1 if the segments are swapped (otherwise 0), and the random
+            number generator from which the masks are drawn next.
         """
         sentences, target = self._sentence_samples.sentences(number)
         # RandomState, unlike newer generators, never changes its numbers.
         random = np.random.RandomState([self.seed, self.epoch, number % 2**32, number >> 32, 4])
         if self.num_segments == 1:
-            return [_cut(np.concatenate(sentences), target, random)], 0, random
-        pair, is_swapped = _divided(sentences, random)
-        first, second = _cut_sizes(len(pair[0]), len(pair[1]), target)
-        return [_cut(pair[0], first, random), _cut(pair[1], second, random)], is_swapped, random
+            return [_truncated(np.concatenate(sentences), target, random)], 0, random
+        pair, is_swapped = _random_segments(sentences, random)
+        first, second = _truncated_sizes(len(pair[0]), len(pair[1]), target)
+        segments = [_truncated(pair[0], first, random), _truncated(pair[1], second, random)]
+        return segments, is_swapped, random
 
     def _joined(self, segments: list[Tokens]) -> tuple[Tokens, list[tuple[int, int]], list[int]]:
-        """Return the tokens of a row, where each segment lies, and where each ends with [SEP]."""
+        """Return the tokens of a row, the bounds of each segment, and its end with [SEP]."""
         parts: list[Tokens] = [np.array([self.pieces.start])]
-        places = []
+        bounds = []
         ends = []
         start = 1
         for segment in segments:
             parts += [segment, np.array([self.pieces.separator])]
-            places.append((start, start + len(segment)))
+            bounds.append((start, start + len(segment)))
             start += len(segment) + 1
             ends.append(start)
-        return np.concatenate(parts), places, ends
+        return np.concatenate(parts), bounds, ends
 
 
 class PairLoader(TokenLoader):
-    """Loader whose batches have other masks in each epoch of training."""
+    """Loader that masks other tokens in each epoch of training."""
 
     @override
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        assert isinstance(self.batches, PairBatches), "such a loader has batches of pairs"
-        # Without a seed the sampler repeats an epoch, as it does for validation.
+        assert isinstance(self.batches, PairBatches), "this loader has batches of pairs"
+        # A sampler without a seed, such as that of validation, repeats the same epoch.
         self.batches.epoch = 0 if self.sampler.seed is None else self.sampler.epoch
         yield from super().__iter__()
 
 
-def _divided(
+def _random_segments(
     sentences: Sentences, random: np.random.RandomState
 ) -> tuple[tuple[Tokens, Tokens], int]:
-    """Return two segments in the order of the row, and whether they are swapped."""
+    """Divide sentences at random; return the segments in the order of the row, and if swapped."""
     pivot = random.randint(1, len(sentences))
     pair = np.concatenate(sentences[:pivot]), np.concatenate(sentences[pivot:])
     is_swapped = int(random.random_sample() < 0.5)
     return (pair[1], pair[0]) if is_swapped else pair, is_swapped
 
 
-def _cut_sizes(first: int, second: int, target: int) -> tuple[int, int]:
-    """Return what is left of two lengths if tokens of the longer one are cut, one by one (tokens).
+def _truncated_sizes(first: int, second: int, target: int) -> tuple[int, int]:
+    """Return the lengths of two segments after truncation to a total length (tokens).
 
-    Of equal lengths the second is cut.
+    Each step removes a token from the longer segment, or from the second one if they are equal.
     """
     if first + second <= target:
         return first, second
@@ -143,7 +148,7 @@ def _cut_sizes(first: int, second: int, target: int) -> tuple[int, int]:
     return target - target // 2, target // 2
 
 
-def _cut(segment: Tokens, size: int, random: np.random.RandomState) -> Tokens:
-    """Return a part of a segment: each token that is cut is its first or last with equal chance."""
+def _truncated(segment: Tokens, size: int, random: np.random.RandomState) -> Tokens:
+    """Truncate a segment; each step removes its first or last token with equal probability."""
     start = random.binomial(max(len(segment) - size, 0), 0.5)
     return segment[start : start + size]

@@ -1,9 +1,10 @@
-"""Index of samples of consecutive sentences of one document, as BERT's pre-training takes them.
+"""Index of samples that consist of consecutive sentences of one document, for pre-training BERT.
 
-A sample takes sentences of its document until it has its target length, and the next sample begins
-behind it; the last sample of a document has the rest. The target length is the room of a row, or
-with a small probability a shorter one. It depends on the seed, the pass, the document and the
-number of the sample in its document alone, so that all documents are cut at once.
+A sample takes sentences of its document until it reaches its target length, and the next sample
+begins after it; the last sample of a document has the remaining sentences. The target length is
+that of a full row, or with a small probability a shorter one. It depends only on the seed, the
+pass, the document and the number of the sample in its document, so that all documents can be cut at
+once.
 
 Source: Megatron-LM core/datasets/helpers.cpp (build_mapping), with other random numbers.
 """
@@ -25,17 +26,18 @@ _STEPS = (
 
 @dataclass(frozen=True)
 class PairRule:
-    """Rule by which documents are cut into samples.
+    """Rule for cutting documents into samples.
 
     Args:
-        most: Largest target length (tokens).
-        least_sentences: Smallest number of sentences of a sample; shorter documents are left out.
-        short_probability: Probability that a target length is drawn from 2 to ``most``.
+        max_target: Largest target length (tokens).
+        min_sentences: Smallest number of sentences of a sample; shorter documents are left out.
+        short_probability: Probability that a target length is drawn uniformly from 2 to
+            ``max_target``.
         seed: Seed of the target lengths and of the order.
     """
 
-    most: int
-    least_sentences: int
+    max_target: int
+    min_sentences: int
     short_probability: float
     seed: int
 
@@ -43,20 +45,20 @@ class PairRule:
 def index_pairs(
     starts: Integers, documents: Integers, first_document: int, rule: PairRule, count: int | None
 ) -> npt.NDArray[np.integer]:
-    """Return the samples of as many passes as needed; each pass is shuffled on its own.
+    """Return the samples of as many passes as needed; each pass is shuffled separately.
 
-    More samples extend fewer ones.
+    The samples of a larger ``count`` begin with those of a smaller one.
 
     Args:
-        starts: Position of each sentence's first token, and the number of tokens (tokens).
-        documents: First sentence of each document, and the end of the last one (sentences).
+        starts: Position of each sentence's first token, and the total number of tokens (tokens).
+        documents: First sentence of each document, and the total number of sentences (sentences).
         first_document: Number of the first document in its token file.
-        rule: Rule of the cuts.
+        rule: Rule for cutting documents.
         count: Number of samples; None makes one pass (samples).
 
     Returns:
-        Array (samples, 3) of first sentence, end of the sentences, and target length; empty if no
-        document has enough sentences
+        Array (samples, 3) of the first sentence, the sentence after the last one, and the target
+        length. It is empty if no document has enough sentences.
     """
     passes: list[Integers] = []
     found = 0
@@ -78,23 +80,23 @@ def cut_documents(
     """Return the samples of one pass in the order of the text.
 
     Args:
-        starts: Position of each sentence's first token, and the number of tokens (tokens).
-        documents: First sentence of each document, and the end of the last one (sentences).
+        starts: Position of each sentence's first token, and the total number of tokens (tokens).
+        documents: First sentence of each document, and the total number of sentences (sentences).
         first_document: Number of the first document in its token file.
-        rule: Rule of the cuts.
+        rule: Rule for cutting documents.
         epoch: Number of the pass.
     """
-    used = np.flatnonzero(np.diff(documents) >= rule.least_sentences)
+    used = np.flatnonzero(np.diff(documents) >= rule.min_sentences)
     first = documents[used]
     last = documents[used + 1]
     numbers = used + first_document
     found: list[Integers] = [np.zeros((0, 3), np.int64)]
     while len(first):
-        # Round k makes the k-th sample of every document that has one.
+        # Iteration k cuts the k-th sample of every document that has one.
         target = target_lengths(rule, epoch, numbers, len(found) - 1)
         stop = np.searchsorted(starts, starts[first] + target)
-        stop = np.maximum(stop, first + rule.least_sentences)
-        # A single last sentence joins the sample before it.
+        stop = np.maximum(stop, first + rule.min_sentences)
+        # A single remaining sentence joins the sample before it.
         stop = np.where(last - stop > 1, stop, last)
         found.append(np.stack([first, stop, target], axis=1))
         goes_on = stop < last
@@ -106,25 +108,25 @@ def cut_documents(
 
 
 def target_lengths(rule: PairRule, epoch: int, documents: Integers, number: int) -> Integers:
-    """Return the target length of the sample of each document with a number (tokens).
+    """Return the target length of the n-th sample of each document (tokens).
 
     Args:
-        rule: Rule of the cuts.
+        rule: Rule for cutting documents.
         epoch: Number of the pass.
         documents: Numbers of the documents.
-        number: Number of the sample in its document.
+        number: Number n of the sample in its document.
     """
     state = np.full(len(documents), rule.seed, np.uint64)
     for part in (epoch, documents.astype(np.uint64), number):
-        state = _mixed(state + np.asarray(part, np.uint64))
+        state = _splitmix64(state + np.asarray(part, np.uint64))
     # 53 bits make a double in [0, 1).
     is_short = (state >> np.uint64(11)).astype(np.float64) * 2.0**-53 < rule.short_probability
-    short = 2 + (_mixed(state) % np.uint64(rule.most - 1)).astype(np.int64)
-    return np.where(is_short, short, rule.most)
+    short = 2 + (_splitmix64(state) % np.uint64(rule.max_target - 1)).astype(np.int64)
+    return np.where(is_short, short, rule.max_target)
 
 
-def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return hashes of numbers by splitmix64, whose arithmetic is modulo 2^64."""
+def _splitmix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the splitmix64 hashes of numbers; its arithmetic is modulo 2^64."""
     values = values + _STEPS[0]
     values = (values ^ (values >> np.uint64(30))) * _STEPS[1]
     values = (values ^ (values >> np.uint64(27))) * _STEPS[2]

@@ -28,10 +28,11 @@ class PairOptions:
 
     Args:
         seq_length: Tokens of a row, with its special tokens.
-        num_segments: Segments of a row: 2, or 1 where no order is predicted.
+        num_segments: Segments of a row: 2, or 1 without order prediction.
         short_probability: Probability that a sample has a shorter target length.
         seed: Seed of target lengths and order; at most 2^32 - 1.
-        vocab_size: Size of the vocabulary; larger ids raise when a sample is read (tokens).
+        vocab_size: Size of the vocabulary. Reading a sample with a larger id raises an error; None
+            accepts all ids (tokens).
         cache_dir: Directory of the cached index; None keeps the index in memory.
     """
 
@@ -43,21 +44,21 @@ class PairOptions:
     cache_dir: str | None = None
 
     def __post_init__(self) -> None:
-        if self.rule.most < 2:
+        if self.rule.max_target < 2:
             raise UnsupportedError(
                 f"seq_length must be at least {self.num_segments + 3}, for two tokens of text and "
-                f"{self.num_segments + 1} special tokens: {self.seq_length}."
+                f"{self.num_segments + 1} special tokens: it is {self.seq_length}."
             )
 
     @property
     def rule(self) -> PairRule:
-        """Rule of the cuts; a row has [CLS], and [SEP] after each segment."""
-        most = self.seq_length - self.num_segments - 1
-        return PairRule(most, self.num_segments, self.short_probability, self.seed)
+        """Rule for cutting documents; a row has [CLS], and [SEP] after each segment."""
+        max_target = self.seq_length - self.num_segments - 1
+        return PairRule(max_target, self.num_segments, self.short_probability, self.seed)
 
 
 class SentenceSamples(Samples, Protocol):
-    """Samples that give their sentences and target length."""
+    """Samples that consist of sentences and have a target length."""
 
     def sentences(self, index: int) -> tuple[Sentences, int]:
         """Return the tokens of each sentence of a sample, and its target length (tokens)."""
@@ -66,8 +67,8 @@ class SentenceSamples(Samples, Protocol):
 class PairSamples:
     """Samples of consecutive sentences of one token file.
 
-    Documents with fewer sentences than segments are left out, as in Megatron-LM. Those with a very
-    long sentence, which Megatron-LM leaves out, are used.
+    Documents with fewer sentences than segments are left out, as in Megatron-LM. Unlike there,
+    documents with a very long sentence are used.
 
     Args:
         corpus: Token file whose sequences are sentences.
@@ -126,7 +127,7 @@ class PairSamples:
         return np.split(tokens, starts[1:-1] - starts[0]), target
 
     def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of each sentence of a sample, in their order."""
+        """Return the number of tokens of each sentence of a sample, in order."""
         return [len(sentence) for sentence in self.sentences(index)[0]]
 
     @cached_property
@@ -139,15 +140,15 @@ class PairSamples:
         """Hash of everything that determines the order of samples, except their number."""
         return cache_key(self._fields())
 
-    def line(self) -> str:
-        """Return a line about the samples, and what is left out and cut."""
+    def summary(self) -> str:
+        """Return a line with the number of samples, omitted documents and truncated tokens."""
         sizes = self.corpus.starts[self._index[:, 1]] - self.corpus.starts[self._index[:, 0]]
         cut = int(np.maximum(sizes - self._index[:, 2], 0).sum())
         few = int((np.diff(self._bounds) < self.options.num_segments).sum())
         return (
             f"{self.corpus.prefix}: {len(self)} samples from {len(self.documents)} documents, of "
             f"which {few} are left out with fewer than {self.options.num_segments} sentences; "
-            f"{cut / int(sizes.sum()):.1%} of the tokens are cut where sentences pass the target "
+            f"{cut / int(sizes.sum()):.1%} of the tokens are cut where sentences exceed the target "
             "length."
         )
 
@@ -165,7 +166,7 @@ class PairSamples:
     def _load(self, num_samples: int | None) -> npt.NDArray[np.integer]:
         if num_samples is not None and num_samples < 1:
             raise UnsupportedError(
-                f"num_samples must be at least 1: {num_samples}. Leave it out for one pass."
+                f"num_samples must be at least 1: it is {num_samples}. Leave it out for one pass."
             )
 
         def build() -> dict[str, npt.NDArray]:
@@ -192,7 +193,7 @@ class BlendedPairs(BlendedSamples):
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}.")
         part = self.parts[self.choices[index]]
-        assert isinstance(part, PairSamples), "`blend_pairs` blends such samples alone"
+        assert isinstance(part, PairSamples), "`blend_pairs` blends only samples of sentences"
         return part.sentences(int(self.numbers[index]))
 
     @override
@@ -210,7 +211,8 @@ def blend_pairs(
 
     Args:
         corpora: Token files, each with the range of documents to use.
-        weights: Proportions of samples, exact in their decimal notation; None uses the sizes.
+        weights: Share of each file in the samples, exact in its decimal notation; None uses the
+            sizes of the files.
         options: Options for cutting the files.
         num_samples: Number of samples; None uses one pass over every file.
 

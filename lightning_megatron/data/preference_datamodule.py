@@ -1,4 +1,4 @@
-"""Data module of preference pairs, for training on which of two answers is better."""
+"""Data module of preference pairs: a chosen and a rejected answer to the same prompt."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class PreferenceDataModule(ConversationDataModule[EncodedPairs]):
     """Batches of pairs of a chosen and a rejected answer to the same prompt, for ``DPO``.
 
     Each row of a file has ``prompt``, ``chosen`` and ``rejected`` as texts or lists of messages, or
-    ``chosen`` and ``rejected`` as lists of messages that begin with the same prompt. The
-    tokenizer's own chat template makes the tokens, as in ``ChatDataModule``. A row that is no pair
-    raises with its file and line.
+    ``chosen`` and ``rejected`` as lists of messages that begin with the same prompt. The chat
+    template of the tokenizer makes the tokens, as in ``ChatDataModule``. The error for a row that
+    is not a pair names its file and line.
 
     Shapes:
-        A batch is {"tokens": (B, 2, S), "labels": (B, 2, S), "pairs": (B,)}: chosen conversations
-        first, shifted labels that are -100 where the next token is no answer's, and the number of
-        each pair in the files.
+        A batch is {"tokens": (B, 2, S), "labels": (B, 2, S), "pairs": (B,)}. The chosen
+        conversation of each pair comes first. Labels are shifted by one token, and -100 where the
+        next token does not belong to an answer. ``pairs`` is the number of each pair in the files.
 
     Args:
         train: Files of JSON lines (.jsonl, also .gz) or Parquet, folders of them, or globs.
@@ -34,16 +34,17 @@ class PreferenceDataModule(ConversationDataModule[EncodedPairs]):
         val: Files of the validation set; None disables validation. A mapping of names to files
             makes a set of each, which ``DPO`` evaluates and logs under its name.
         test: Files of the test set, or of named sets of them.
-        chat_template: Jinja file in the place of the tokenizer's own template.
-        seq_length: Tokens that a conversation predicts; it has at most one more.
-        too_long: What happens to pairs with a longer conversation. "cut" keeps its beginning,
-            "leave_out" drops the pair, "refuse" raises. Pairs that keep no token of one of the
-            answers, or no difference, are left out. The start of a run tells how many.
-        length_multiple: Batches are as long as their longest conversation, rounded up to a multiple
-            of this number; None makes all of them ``seq_length`` long, as CUDA graphs and experts
-            on several ranks need (tokens).
+        chat_template: Jinja file whose template replaces that of the tokenizer.
+        seq_length: Number of tokens that a conversation predicts. It has at most one token more.
+        too_long: Treatment of pairs with a longer conversation: "cut" keeps its beginning,
+            "leave_out" drops the pair, and "refuse" raises an error. A pair is dropped, too, if one
+            of its answers keeps no token or both conversations become equal. The log at the start
+            of a run reports how many were cut and dropped.
+        length_multiple: The length of a batch is that of its longest conversation, rounded up to a
+            multiple of this number. With None it is always ``seq_length``, which CUDA graphs and
+            experts on several ranks need (tokens).
         batch_size: Pairs per data-parallel rank and batch; 1 if no size is given.
-        global_batch_size: Pairs of each optimizer step over all data-parallel ranks, in place of
+        global_batch_size: Pairs of each optimizer step over all data-parallel ranks; replaces
             ``batch_size``.
         ramp_up: Growth of ``global_batch_size`` at the start, as in ``TokenDataModule``.
         num_workers: Worker processes per rank that prefetch batches.
@@ -54,10 +55,11 @@ class PreferenceDataModule(ConversationDataModule[EncodedPairs]):
         pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
 
     Raises:
-        ParallelPlanError: If a value has another type or is out of its range.
+        ParallelPlanError: If a value has a wrong type or is out of range.
         UnsupportedError: If files or the template are missing, or settings conflict.
-        CorruptDataError: If a row is no pair (in ``setup``), with its file and line.
-        MissingExtraError: If transformers, or pyarrow for Parquet, is not installed.
+        CorruptDataError: If a row is not a pair (in ``setup``); the message names its file and
+            line.
+        MissingExtraError: If transformers is not installed, or pyarrow for Parquet files.
     """
 
     order_settings = "files, tokenizer, template, seq_length, too_long or seed"
@@ -91,7 +93,7 @@ class PreferenceDataModule(ConversationDataModule[EncodedPairs]):
 
     @override
     def evaluation_samples(self, part: str) -> PairSamples:
-        # Fixed seed: `limit_val_batches` then compares runs on the same pairs.
+        # With a fixed seed, `limit_val_batches` selects the same pairs in every run.
         return PairSamples(self.encoded(part), 0)
 
     @override

@@ -1,4 +1,4 @@
-"""Pairs of a chosen and a rejected answer in files of JSON lines or Parquet, checked row by row."""
+"""Reading and validation of preference pairs in files of JSON lines or Parquet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PreferencePair:
 
     Args:
         chosen: Conversation with the preferred answer.
-        rejected: Conversation with the other one; the prompt is the same.
+        rejected: Conversation with the same prompt and the other answer.
     """
 
     chosen: Conversation
@@ -26,18 +26,18 @@ class PreferencePair:
 
     @property
     def place(self) -> str:
-        """Return file and row, for errors."""
+        """File and row, for errors."""
         return self.chosen.place
 
 
 def read_pairs(path: Path) -> Iterator[PreferencePair]:
-    """Yield the preference pairs of a file in their order.
+    """Yield the preference pairs of a file in order.
 
     Args:
         path: File of JSON lines (also ``.gz``) or Parquet.
 
     Raises:
-        CorruptDataError: If a row is no pair; the message names file and row.
+        CorruptDataError: If a row is not a pair; the message names file and row.
         MissingExtraError: If pyarrow is needed and not installed.
     """
     for row in read_rows(path):
@@ -53,39 +53,42 @@ def _pair(row: Mapping[str, Any], place: str) -> PreferencePair:
     tools = tools_of(row, place)
     sides = {}
     if "prompt" in row:
-        given = side_of(row["prompt"], "user", f"{place}: prompt")
+        prompt = side_of(row["prompt"], "user", f"{place}: prompt")
         for name in ("chosen", "rejected"):
-            sides[name] = (*given, *side_of(row[name], "assistant", f"{place}: {name}"))
-        num_given = len(given)
+            sides[name] = (*prompt, *side_of(row[name], "assistant", f"{place}: {name}"))
+        num_prompt_messages = len(prompt)
     else:
         for name in ("chosen", "rejected"):
             if isinstance(row[name], str):
                 raise CorruptDataError(
-                    f"{place}: {name} is a text, so that prompt must be there too: without it, "
-                    f"chosen and rejected are lists of messages that begin alike. {REMEDY}"
+                    f"{place}: {name} must be a list of messages if the row has no prompt: it is a "
+                    "text. Without prompt, chosen and rejected begin with the messages of the "
+                    f"prompt. {REMEDY}"
                 )
             sides[name] = messages_of(row[name], f"{place}: {name}")
-        num_given = _num_common(sides["chosen"], sides["rejected"])
-        if not num_given:
+        num_prompt_messages = _num_common(sides["chosen"], sides["rejected"])
+        if not num_prompt_messages:
             raise CorruptDataError(
-                f"{place}: chosen and rejected must answer the same prompt: their first messages "
-                f"differ. {REMEDY}"
+                f"{place}: chosen and rejected must begin with the same prompt: their first "
+                f"messages differ. {REMEDY}"
             )
     if sides["chosen"] == sides["rejected"]:
         raise CorruptDataError(
-            f"{place}: chosen and rejected must differ: they are equal, so that the row prefers "
-            f"nothing. {REMEDY}"
+            f"{place}: chosen and rejected must differ, because equal answers express no "
+            f"preference: they are equal. {REMEDY}"
         )
     for name, messages in sides.items():
-        if not any(message["role"] == "assistant" for message in messages[num_given:]):
+        if not any(message["role"] == "assistant" for message in messages[num_prompt_messages:]):
             raise CorruptDataError(
                 f"{place}: {name} has no message of the role assistant after the prompt. {REMEDY}"
             )
-    chosen, rejected = (Conversation(one, num_given, tools, place) for one in sides.values())
+    chosen, rejected = (
+        Conversation(one, num_prompt_messages, tools, place) for one in sides.values()
+    )
     return PreferencePair(chosen, rejected)
 
 
 def _num_common(first: tuple[Any, ...], second: tuple[Any, ...]) -> int:
-    """Return how many messages two conversations have in common at their beginning."""
+    """Return the number of messages with which both conversations begin."""
     same = [one == other for one, other in zip(first, second, strict=False)]
     return same.index(False) if False in same else len(same)

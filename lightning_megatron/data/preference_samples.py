@@ -1,4 +1,4 @@
-"""Preference pairs in an order, and batches of them whose labels are the answers."""
+"""Samples and batches of preference pairs, whose labels are the answers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from lightning_megatron.data.preference_pairs import read_pairs
 
 
 class EncodedPairs(EncodedRows):
-    """Tokens of all preference pairs of some files: the chosen conversation, then the rejected one.
+    """Tokens of all preference pairs of some files, the chosen conversation of each pair first.
 
-    A pair is left out if one of its conversations is, or if both are equal once they are cut.
+    A pair is left out if one of its conversations is left out, or if truncation makes both equal.
 
     Args:
         paths: Files of pairs.
         tokenizer: Tokenizer with its chat template.
         seq_length: Tokens that are predicted; a conversation has at most one more (tokens).
-        too_long: What is done with longer ones: cut their end, leave the pair out, or refuse it.
+        too_long: Treatment of pairs with a longer conversation: cut its end, leave the pair out, or
+            raise an error.
         cache_dir: Folder of the encoded tokens; None keeps them in memory.
 
     Raises:
-        CorruptDataError: If a row is no pair, one is too long and that is to be refused, or none
-            is left.
+        CorruptDataError: If a row is not a pair, a conversation is too long and ``too_long`` is
+            "refuse", or no pair is left.
     """
 
     plural = "pairs"
@@ -53,7 +54,7 @@ class EncodedPairs(EncodedRows):
             yield None if was_cut and are_equal else [chosen, rejected]
 
     def text(self, pair: int, side: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return the tokens of a conversation, and which of them belong to answers.
+        """Return the tokens of a conversation, and a mask of those that belong to answers.
 
         Args:
             pair: Number of the pair.
@@ -64,12 +65,12 @@ class EncodedPairs(EncodedRows):
 
 
 class PairSamples:
-    """Preference pairs in an order; each is a window of two documents.
+    """Preference pairs in shuffled order; each pair is a window of two documents.
 
     Args:
         encoded: Tokens of the pairs.
-        seed: Seed of the order; None keeps that of the files.
-        num_samples: Pairs over as many passes as needed; None makes one pass (pairs).
+        seed: Seed of the shuffle; None keeps the order of the files.
+        num_samples: Number of pairs, over as many passes as needed; None makes one pass (pairs).
     """
 
     most_documents = 2
@@ -79,9 +80,9 @@ class PairSamples:
     ) -> None:
         self.encoded = encoded
         self.seq_length = encoded.seq_length
-        # One piece of a row's length stands for each pair.
-        ones = np.full(len(encoded), 2)
-        index = index_packed(ones, 1, num_samples, seed, is_packed=False)
+        # In the index, a document of two tokens, which fills a row, represents each pair.
+        lengths = np.full(len(encoded), 2)
+        index = index_packed(lengths, 1, num_samples, seed, is_packed=False)
         self._numbers = index.parts[: index.num_windows, 0]
         self.order_key = cache_key(
             {"pairs": encoded.key, "seed": seed, "is_pass": num_samples is None}
@@ -94,11 +95,11 @@ class PairSamples:
         return np.concatenate([self.encoded.text(self.pair(index), side)[0] for side in (0, 1)])
 
     def lengths(self, index: int) -> list[int]:
-        """Return the tokens of the chosen and of the rejected conversation."""
+        """Return the number of tokens of the chosen and of the rejected conversation."""
         return [len(self.encoded.text(self.pair(index), side)[0]) for side in (0, 1)]
 
     def pair(self, index: int) -> int:
-        """Return the number of a sample's pair among those of the files.
+        """Return the number that the pair of a sample has in the files.
 
         Args:
             index: Number of the sample.
@@ -110,16 +111,16 @@ class PairBatches(SampleBatches):
     """Dataset whose items are whole batches of pairs, indexed by a list of sample numbers.
 
     Shapes:
-        An item is {"tokens": (B, 2, S), "labels": (B, 2, S), "pairs": (B,)}: chosen conversations
-        first, labels already shifted by one token and -100 where the next token is no answer's.
-        S is ``seq_length``, or the longest conversation of the batch rounded up. ``pairs`` numbers
-        the pairs of the files. Padding is token 0 and label -100; all of a sample with number -1
-        is padding, and its pair is -1.
+        An item is {"tokens": (B, 2, S), "labels": (B, 2, S), "pairs": (B,)}. The chosen
+        conversation of each pair comes first. Labels are shifted by one token, and -100 where the
+        next token does not belong to an answer. ``pairs`` is the number of each pair in the files.
+        Padding has token 0 and label -100. A sample with number -1 is only padding, and the number
+        of its pair is -1.
 
     Args:
-        samples: Pairs in their order.
-        multiple: S is the next multiple of it above the longest conversation; None means
-            ``seq_length`` (tokens).
+        samples: Pairs in order.
+        multiple: S is the length of the longest conversation of the batch, rounded up to a multiple
+            of this number and at most ``seq_length``; None means ``seq_length`` (tokens).
     """
 
     samples: PairSamples
@@ -142,9 +143,9 @@ class PairBatches(SampleBatches):
             length = min(length, -(-longest // self.multiple) * self.multiple)
         tokens = np.zeros((len(pairs), 2, length), np.int64)
         labels = np.full(tokens.shape, IGNORE_INDEX, np.int64)
-        for place, (ids, is_answer) in texts.items():
-            tokens[place][: len(ids) - 1] = ids[:-1]
-            labels[place][: len(ids) - 1] = np.where(is_answer[1:], ids[1:], IGNORE_INDEX)
+        for index, (ids, is_answer) in texts.items():
+            tokens[index][: len(ids) - 1] = ids[:-1]
+            labels[index][: len(ids) - 1] = np.where(is_answer[1:], ids[1:], IGNORE_INDEX)
         return {
             "tokens": torch.from_numpy(tokens),
             "labels": torch.from_numpy(labels),

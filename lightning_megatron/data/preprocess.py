@@ -1,4 +1,4 @@
-"""Tokenization of raw text into a token file by several processes, in the order of the input."""
+"""Tokenization of raw text into a token file by worker processes, in the order of the input."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class EncodingOptions:
     Args:
         tokenizer: Name or path of the tokenizer.
         json_key: Key of the text in JSON lines.
-        append_eod: Whether to end each document with the end-of-document token.
-        eod: Text of the end-of-document token, if it is not one of the usual ones.
+        append_eod: Whether to append the end-of-document token to each document.
+        eod: Text of the end-of-document token; None looks for one of the usual ones.
         by_sentence: Whether each sentence is a sequence of its document; otherwise a document is
             one sequence.
     """
@@ -45,7 +45,14 @@ class EncodingOptions:
 
 @dataclass(frozen=True)
 class PreprocessReport:
-    """Size of a written corpus and the time taken; ``num_bytes`` is the UTF-8 size of the text."""
+    """Size of a written corpus, and the time that writing took.
+
+    Args:
+        num_documents: Number of documents.
+        num_tokens: Number of tokens.
+        num_bytes: Size of the text in UTF-8 (bytes).
+        seconds: Time of tokenization and writing (seconds).
+    """
 
     num_documents: int
     num_tokens: int
@@ -69,18 +76,18 @@ def preprocess(
     workers: int = 1,
     progress: bool = True,
 ) -> PreprocessReport:
-    """Write the documents of ``inputs`` as the token file ``output``.
+    """Write the documents of ``inputs`` to the token file ``output``.
 
     The token file appears only when it is complete. As in Megatron-Core, an empty text becomes an
-    empty document without an end-of-document token. Of sentences, those without a token are left
-    out, and the last one of a document has its end-of-document token.
+    empty document without an end-of-document token. With a sequence for each sentence, sentences
+    without tokens are left out, and the end-of-document token follows the last sentence.
 
     Args:
         inputs: Files, directories and globs.
         output: Path without ``.bin`` and ``.idx``.
-        options: Tokenizer, JSON key and end of documents.
-        document: Unit of plain text that forms one document.
-        workers: Number of processes that tokenize; it does not affect the result.
+        options: Options of tokenization.
+        document: Unit of plain text that is a document.
+        workers: Number of worker processes that tokenize. It does not affect the result.
         progress: Whether to show a progress bar.
 
     Raises:
@@ -92,7 +99,7 @@ def preprocess(
     paths = find_inputs(inputs)
     started = time.perf_counter()
     chunks = (chunk for path in paths for chunk in read_chunks(path, document, CHUNK_BYTES))
-    # The bar counts decompressed bytes, so compressed files leave its total unknown.
+    # The bar counts decompressed bytes, whose total is unknown for compressed files.
     total = None
     if not any(path.suffix == ".gz" for path in paths):
         total = sum(path.stat().st_size for path in paths)
@@ -123,29 +130,29 @@ def _encode(chunk: RawChunk, options: EncodingOptions) -> _Encoded:
     tokenizer = tokenizer_of(options)
     end = [tokenizer.eod] if options.append_eod and tokenizer.eod is not None else []
     texts = parse_chunk(chunk, options.json_key)
-    pieces = [encode_document(text, tokenizer, options.by_sentence, end) for text in texts]
+    documents = [encode_document(text, tokenizer, options.by_sentence, end) for text in texts]
     tokens = np.fromiter(
-        (token for document in pieces for one in document for token in one), np.int64
+        (token for document in documents for sequence in document for token in sequence), np.int64
     )
-    lengths = [[len(one) for one in document] for document in pieces]
+    lengths = [[len(sequence) for sequence in document] for document in documents]
     return _Encoded(tokens, lengths, [len(text.encode("utf-8")) for text in texts], chunk.num_bytes)
 
 
 @lru_cache(maxsize=2)
 def tokenizer_of(options: EncodingOptions) -> Tokenizer:
-    """Return the tokenizer of some options, which this process reads once.
+    """Return the tokenizer for some options; a process loads it once.
 
     Args:
         options: Options of tokenization.
 
     Raises:
-        UnsupportedError: If the tokenizer has no token for the end of a document, which is asked
-            for.
+        UnsupportedError: If ``append_eod`` is set, and the tokenizer has no end-of-document token.
     """
     tokenizer = load_tokenizer(options.tokenizer, options.eod)
     if options.append_eod and tokenizer.eod is None:
         raise UnsupportedError(
-            f"the tokenizer {options.tokenizer!r} has no known end-of-document token. Name one "
-            "with --eod-token, or leave --append-eod out."
+            "append_eod needs a tokenizer with an end-of-document token: no known one is in the "
+            f"vocabulary of {options.tokenizer!r}. Name one with --eod-token, or leave "
+            "--append-eod out."
         )
     return tokenizer

@@ -9,13 +9,14 @@ from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.extras import import_extra
 
 
-def read_pretrained_tokenizer(folder: str, otherwise: str) -> Any:
-    """Return the transformers tokenizer of a folder. No code of the folder runs.
+def read_pretrained_tokenizer(folder: str, default_class: str) -> Any:
+    """Return the transformers tokenizer of a folder, without running code from the folder.
 
     Args:
         folder: Local folder of a tokenizer.
-        otherwise: Class of transformers where no ``tokenizer_config.json`` names one. It would be
-            guessed from the model's, which may cut text in another way than the files say.
+        default_class: Name of the transformers class to use if the folder has no
+            ``tokenizer_config.json``. transformers would otherwise derive a class from the model
+            type, which may tokenize differently than the files of the tokenizer say.
 
     Raises:
         CorruptDataError: If transformers cannot read the folder.
@@ -23,11 +24,11 @@ def read_pretrained_tokenizer(folder: str, otherwise: str) -> Any:
     """
     transformers = import_extra("transformers", "hf")
     is_named = os.path.isfile(os.path.join(folder, "tokenizer_config.json"))
-    kind = transformers.AutoTokenizer if is_named else getattr(transformers, otherwise)
+    kind = transformers.AutoTokenizer if is_named else getattr(transformers, default_class)
     try:
         return kind.from_pretrained(folder, trust_remote_code=False)
-    # The library is written in Rust and raises instances of Exception itself.
+    # The tokenizers library is written in Rust and raises plain instances of Exception.
     except Exception as error:
         raise CorruptDataError(
-            f"{folder} has no tokenizer that transformers reads: {error}. Copy it again."
+            f"{folder} has no tokenizer that transformers can read: {error}. Copy it again."
         ) from error

@@ -1,7 +1,8 @@
-"""Data module of rows of tokens that resumes at any sample, whatever the rows come from."""
+"""Base class of data modules whose batches are rows of tokens, and which resume at any sample."""
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -13,7 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.data.balance import RowBalance
 from lightning_megatron.data.loader import TokenLoader
-from lightning_megatron.data.sampler import TokenBatchSampler, check_position, excess_line
+from lightning_megatron.data.sampler import TokenBatchSampler, check_position, imbalance_line
 from lightning_megatron.data.samples import Samples
 from lightning_megatron.data.stream_loader import PassSampler
 from lightning_megatron.data.streamed_samples import SectionStart, StreamedSamples
@@ -24,31 +25,31 @@ from lightning_megatron.plan.global_batch import GlobalBatch, RampUp
 class RowDataModule(LightningDataModule):
     """Batches of rows of tokens for one data-parallel rank, resumable within an epoch.
 
-    A subclass provides the samples. An epoch of training is ``max_steps`` batches if the Trainer
-    stops by steps alone, and otherwise one pass over the data, or ``train_samples``. The state
-    counts samples over all data-parallel ranks, so that training resumes under another number of
-    ranks without repeating or skipping samples.
+    A subclass provides the samples. An epoch of training is ``max_steps`` batches if only
+    ``max_steps`` limits the Trainer, and otherwise one pass over the data, or ``train_samples``.
+    The state counts samples over all data-parallel ranks, so training resumes with another number
+    of ranks without repeating or skipping samples.
 
     Args:
         seq_length: Tokens of a row.
         batch_size: Samples per data-parallel rank and batch; 1 if no size is given.
-        global_batch_size: Samples of each optimizer step over all data-parallel ranks, in place of
+        global_batch_size: Samples of each optimizer step over all data-parallel ranks; replaces
             ``batch_size``.
-        ramp_up: Growth of ``global_batch_size`` at the start.
         num_workers: Worker processes per rank that prefetch batches.
         seed: Seed of the order of training samples.
-        train_samples: Training samples per epoch over all ranks; None derives it as above.
+        ramp_up: Growth of ``global_batch_size`` at the start; None means no growth.
+        train_samples: Training samples per epoch over all ranks; None uses the default above.
         balance_attention: Whether to balance the attention work of the rows of each global batch.
         pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
 
     Raises:
-        UnsupportedError: If both sizes of a batch are given.
+        UnsupportedError: If both ``batch_size`` and ``global_batch_size`` are given.
     """
 
-    #: Settings that determine the order of samples, for a warning.
+    #: Names of the settings that determine the order of samples, for a warning.
     order_settings = "seq_length or seed"
 
-    #: Names of the sets of each part that has named ones, in the order of their loaders.
+    #: Names of the named sets of each part, in the order of their loaders.
     set_names: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
     def __init__(
@@ -56,18 +57,18 @@ class RowDataModule(LightningDataModule):
         seq_length: int,
         batch_size: int | None,
         global_batch_size: int | None,
-        ramp_up: RampUp | None,
         num_workers: int,
         seed: int,
-        train_samples: int | None,
-        balance_attention: bool,
-        pin_memory: bool | None,
+        ramp_up: RampUp | None = None,
+        train_samples: int | None = None,
+        balance_attention: bool = False,
+        pin_memory: bool | None = None,
     ) -> None:
         super().__init__()
         self.seq_length = seq_length
-        #: Samples per data-parallel rank and batch; None if the number of ranks decides it.
+        #: Samples per data-parallel rank and batch; None with a global batch size.
         self.batch_size = batch_size
-        #: Samples of each step over all ranks; None if ``batch_size`` and their number decide it.
+        #: Samples of each step over all ranks; None with ``batch_size``.
         self.global_batch = GlobalBatch.of(global_batch_size, ramp_up, batch_size)
         if self.batch_size is None and self.global_batch is None:
             self.batch_size = 1
@@ -81,15 +82,16 @@ class RowDataModule(LightningDataModule):
 
     @abstractmethod
     def training_samples(self, num_samples: int | None) -> Samples:
-        """Return the training samples in their order.
+        """Return the training samples in order.
 
         Args:
-            num_samples: Samples over as many passes as needed; None makes one pass (samples).
+            num_samples: Number of samples, over as many passes as needed; None makes one pass
+                (samples).
         """
 
     @abstractmethod
     def loader_of(self, samples: Samples, sampler: TokenBatchSampler) -> TokenLoader:
-        """Return the loader of samples in the order of a sampler.
+        """Return a loader of samples in the order of a sampler.
 
         Args:
             samples: Samples of one part of the data.
@@ -101,11 +103,11 @@ class RowDataModule(LightningDataModule):
 
         Args:
             samples: Training samples.
-            options: Arguments of ``TokenBatchSampler`` but the number of samples.
+            options: Arguments of ``TokenBatchSampler`` except the number of samples.
         """
         if not isinstance(samples, StreamedSamples):
             return TokenBatchSampler(len(samples), **options)
-        # A stream has shuffled its samples already.
+        # A stream shuffles its samples itself.
         options |= {"seed": None}
         if options["stream"]:
             return TokenBatchSampler(len(samples), **options)
@@ -113,24 +115,24 @@ class RowDataModule(LightningDataModule):
 
     @property
     def tokens_shape(self) -> tuple[int | None, int]:
-        """Shape (B, S) of a data-parallel rank's full batch, known before any file is opened.
+        """Shape (B, S) of a full batch of a data-parallel rank; B is None with a global batch size.
 
-        B is None with a global batch size.
+        It is known before any file is opened.
         """
         return self.batch_size, self.seq_length
 
     def train_dataloader(self) -> TokenLoader:
-        """Build the loader of training batches, starting at the restored position."""
+        """Build a loader of training batches that starts at the restored position."""
         if self._train_loader is not None and self._train_loader.sampler.stream:
-            # `reload_dataloaders_every_n_epochs` goes on where the last loader stopped.
+            # After `reload_dataloaders_every_n_epochs`, continue where the last loader stopped.
             self._restored = self._restored or self.state_dict()
         self._train_loader = self._build_train_loader()
         if self._train_loader.sampler.balance is not None:
-            rank_zero_info(excess_line(self._train_loader.sampler))
+            rank_zero_info(imbalance_line(self._train_loader.sampler))
         return self._train_loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the training data after the batches that the Trainer finished."""
+        """Return the position in the training data after the Trainer's last finished batch."""
         trainer = self.trainer
         loader = self._train_loader
         if loader is None or trainer is None:
@@ -138,31 +140,35 @@ class RowDataModule(LightningDataModule):
         return position_after(loader, self._progress(), trainer.global_step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the position in the training data, also from a run with another batch size.
+        """Restore the position in the training data, even from a run with another batch size.
+
+        Args:
+            state_dict: State that ``state_dict`` returned.
 
         Raises:
-            CheckpointMismatchError: If the state was not returned by ``state_dict`` of this class.
+            CheckpointMismatchError: If ``state_dict`` of this class did not return the state.
         """
         check_position(state_dict)
         if "stream" in state_dict:
             SectionStart.of(state_dict["stream"])
         self._restored = dict(state_dict)
         if self._train_loader is not None and state_dict:
-            # A strategy that restores late already refers to the loader, but does not iterate yet.
+            # A strategy that restores after the loaders were built holds this loader, but has not
+            # started to iterate over it.
             vars(self._train_loader).update(vars(self._build_train_loader()))
 
     def teardown(self, stage: str | None = None) -> None:
-        """Drop the training state of a checkpoint that was loaded for validation or test.
+        """Discard the training state of a checkpoint that was loaded for validation or test.
 
-        A stream tells what it has read, and ends its workers.
+        A stream logs how many rows it has read, and stops its workers.
         """
         if stage != "fit":
             self._restored = {}
         stream = self._stream()
         if stream is not None and stage == "fit":
-            line = stream.rest_line(self.state_dict().get("consumed", 0))
+            line = stream.end_summary(self.state_dict().get("consumed", 0))
             if line is not None:
-                tell_of_rows(line, False)
+                log_row_counts(line, False)
             stream.close()
 
     def evaluation_loader(self, samples: Samples) -> TokenLoader:
@@ -178,12 +184,12 @@ class RowDataModule(LightningDataModule):
         return self.loader_of(samples, sampler)
 
     def restart(self) -> None:
-        """Forget the loader of an earlier stage."""
+        """Discard the loader of an earlier stage."""
         self._train_loader = None
 
     def data_parallel(self) -> tuple[int, int]:
-        """Return the rank of this process among the data-parallel ranks, and their number."""
-        # Lightning builds its own samplers from the same property.
+        """Return the data-parallel rank of this process, and the data-parallel size."""
+        # Lightning builds its distributed samplers from the same property.
         strategy = None if self.trainer is None else self.trainer.strategy
         given = getattr(strategy, "distributed_sampler_kwargs", None)
         return (given["rank"], given["num_replicas"]) if given else (0, 1)
@@ -196,9 +202,9 @@ class RowDataModule(LightningDataModule):
     def _build_train_loader(self) -> TokenLoader:
         state = self._restored
         self._restored = {}
-        former = self._stream()
-        if former is not None:
-            former.close()
+        previous = self._stream()
+        if previous is not None:
+            previous.close()
         dp_rank, dp_size = self.data_parallel()
         by_steps = self.train_samples is None and stops_by_steps(self.trainer)
         num_samples = self._num_step_samples(dp_size, state) if by_steps else self.train_samples
@@ -206,7 +212,7 @@ class RowDataModule(LightningDataModule):
         if state and state["order"] != samples.order_key:
             rank_zero_warn(
                 f"The checkpoint was written with other training data ({self.order_settings}), so "
-                "its position does not apply: training starts at the beginning of the new data."
+                "its position is ignored: training starts at the beginning of the new data."
             )
             return self._build_train_loader()
         sampler = self.training_sampler(
@@ -224,7 +230,7 @@ class RowDataModule(LightningDataModule):
         trainer: Any = self.trainer
         sizes = {before, *sampler.global_batch.sizes}
         if trainer is not None and not sampler.stream and len(sizes) > 1:
-            # Later epochs have another length than this one, which mixes batches of several sizes.
+            # This epoch has batches of several sizes, so later epochs have another length.
             trainer.reload_dataloaders_every_n_epochs = 1
         if state:
             sampler.load_state_dict(state)
@@ -238,15 +244,15 @@ class RowDataModule(LightningDataModule):
         if not self.balance_attention:
             return None
         strategy = None if self.trainer is None else self.trainer.strategy
-        # Other strategies compute a batch at once.
+        # Other strategies do not divide a batch into microbatches.
         cut = getattr(strategy, "samples_per_microbatch", None)
         rows = self._rows_of_rank(dp_size)
         return RowBalance(samples, dp_size, rows if cut is None else cut(rows))
 
     def _rows_of_rank(self, dp_size: int) -> int:
-        """Return the samples of a rank in a full batch."""
+        """Return the number of samples of a rank in a full batch."""
         if self.global_batch is None:
-            assert self.batch_size is not None, "one of both sizes is known"
+            assert self.batch_size is not None, "one of the two batch sizes is known"
             return self.batch_size
         self.global_batch.check_accumulation(
             getattr(self.trainer, "accumulate_grad_batches", 1) > 1
@@ -275,12 +281,22 @@ class RowDataModule(LightningDataModule):
         return None if getattr(self.trainer, "overfit_batches", 0) else self.seed
 
 
-def tell_of_rows(line: str, has_loss: bool) -> None:
-    """Tell on rank 0 what was read of files: as a warning if something was cut or left out.
+def row_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those arguments of a data module that ``RowDataModule`` has, too.
 
     Args:
-        line: Line about what was read.
-        has_loss: Whether something was cut or left out.
+        given: Checked arguments of the data module by name.
     """
-    tell = rank_zero_warn if has_loss else rank_zero_info
-    tell(line)
+    names = inspect.signature(RowDataModule.__init__).parameters
+    return {name: given[name] for name in names if name in given}
+
+
+def log_row_counts(line: str, is_warning: bool) -> None:
+    """Log on rank 0 how many rows of files were read, cut and left out.
+
+    Args:
+        line: Line with the numbers.
+        is_warning: Whether to log a warning, because rows were cut or left out.
+    """
+    log = rank_zero_warn if is_warning else rank_zero_info
+    log(line)

@@ -1,4 +1,4 @@
-"""Rows of JSON lines, Parquet or folders of datasets, read from any place in a file."""
+"""Rows of JSON lines, Parquet or folders of datasets, read from any position in a file."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from lightning_megatron.extras import import_extra
 from lightning_megatron.strict_json import parse_object
 
 REMEDY = "Repair the row, or remove it."
-#: Rows of Parquet that are decoded at a time (rows).
-_DECODED = 1024
+#: Number of Parquet rows to decode at a time (rows).
+_ROWS_PER_BATCH = 1024
 
 
-class FilePlace(NamedTuple):
-    """Place between two rows of a file.
+class FilePosition(NamedTuple):
+    """Position between two rows of a file.
 
     Args:
-        number: Lines of JSON lines before it, or rows of other files.
-        offset: Decompressed bytes before it in JSON lines, from which a reader goes on without the
-            lines before; 0 in other files (bytes).
+        number: Number of lines before it in JSON lines, or of rows in other files.
+        offset: Decompressed bytes before it in JSON lines, at which a reader can continue; 0 in
+            other files (bytes).
     """
 
     number: int = 0
     offset: int = 0
 
 
-BEGINNING = FilePlace()
+BEGINNING = FilePosition()
 
 
 class FileRow(NamedTuple):
@@ -38,33 +38,33 @@ class FileRow(NamedTuple):
 
     Args:
         place: File and row, for errors.
-        content: Line of JSON lines, or the fields of a row of other files.
-        end: Place behind it.
+        content: Line of JSON lines, or fields of a row of another file.
+        end: Position after the row.
     """
 
     place: str
     content: bytes | Mapping[str, Any]
-    end: FilePlace
+    end: FilePosition
 
     def fields(self) -> dict[str, Any]:
         """Return the fields that have a value.
 
         Raises:
-            CorruptDataError: If a line holds no JSON object.
+            CorruptDataError: If a line is not a JSON object.
         """
         found = self.content
         if isinstance(found, bytes):
             found = parse_object(found, self.place, REMEDY)
-        # Parquet has a value for every column and field; those without one are None.
+        # Parquet has a value for every column and field; missing values are None.
         return {name: value for name, value in found.items() if value is not None}
 
 
-def read_rows(path: Path, start: FilePlace = BEGINNING) -> Iterator[FileRow]:
-    """Yield the rows of a file from a place on.
+def read_rows(path: Path, start: FilePosition = BEGINNING) -> Iterator[FileRow]:
+    """Yield the rows of a file from a position on.
 
     Args:
-        path: File of JSON lines (also ``.gz``) or Parquet, or folder of datasets.
-        start: Place before the first row.
+        path: File of JSON lines (also ``.gz``) or Parquet, or folder of ``save_to_disk``.
+        start: Position of the first row.
 
     Raises:
         CorruptDataError: If the file cannot be read.
@@ -72,18 +72,18 @@ def read_rows(path: Path, start: FilePlace = BEGINNING) -> Iterator[FileRow]:
     """
     if not path.is_dir() and path.suffix != ".parquet":
         for line, content, offset in read_lines(path, start.offset, start.number):
-            yield FileRow(f"{path}:{line}", content, FilePlace(line, offset))
+            yield FileRow(f"{path}:{line}", content, FilePosition(line, offset))
         return
     read = dataset_rows if path.is_dir() else _parquet_rows
     for number, row in enumerate(read(path, start.number), start.number + 1):
-        yield FileRow(f"{path}, row {number}", row, FilePlace(number))
+        yield FileRow(f"{path}, row {number}", row, FilePosition(number))
 
 
 def sizes_of(path: Path) -> list[tuple[str, int]]:
-    """Return the names and sizes of the files that rows come from, for a key of their order.
+    """Return the names and sizes of a file, or of the files in a folder, to identify its rows.
 
     Args:
-        path: File of rows, or folder of datasets.
+        path: File of rows, or folder of ``save_to_disk``.
     """
     return [(one.name, one.stat().st_size) for one in files_of(path)]
 
@@ -93,15 +93,16 @@ def _parquet_rows(path: Path, skipped: int) -> Iterator[Mapping[str, Any]]:
     try:
         with parquet.ParquetFile(path) as file:
             groups = list(range(file.num_row_groups))
-            # Groups before the first row are not decoded.
+            # Skip row groups before the first row without decoding them.
             while groups and file.metadata.row_group(groups[0]).num_rows <= skipped:
                 skipped -= file.metadata.row_group(groups.pop(0)).num_rows
-            for batch in file.iter_batches(_DECODED, row_groups=groups):
+            for batch in file.iter_batches(_ROWS_PER_BATCH, row_groups=groups):
                 yield from batch.slice(skipped).to_pylist()
                 skipped = max(skipped - len(batch), 0)
-    # pyarrow raises ValueError and OSError for damaged files.
+    # Errors of this package are subclasses of ValueError, and keep their messages.
     except (CorruptDataError, UnsupportedError):
         raise
+    # pyarrow raises ValueError and OSError for damaged files.
     except (ValueError, OSError) as error:
         raise CorruptDataError(
             f"{path} cannot be read as Parquet: {error}. Copy it again."

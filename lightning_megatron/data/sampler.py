@@ -1,4 +1,4 @@
-"""Batch sampler of one data-parallel rank: disjoint over ranks and resumable at any sample."""
+"""Batch sampler for one data-parallel rank, which resumes at any sample."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from lightning_megatron.plan.global_batch import GlobalBatch, RampUp
 
 REQUIRED = ("epoch", "consumed", "num_samples", "global_batch_size")
 OPTIONAL = ("batches", "steps")
-#: Global batches whose work is reported (batches).
-_EXAMINED = 32
+#: Number of global batches whose work is reported (batches).
+_NUM_REPORTED = 32
 
 
 class TokenBatchSampler:
     """Batches of sample numbers for one data-parallel rank, up to the end of an epoch.
 
-    Each global batch contains the next batch_size * dp_size samples of the epoch's order, and rank
-    r takes the r-th contiguous share, or that of ``balance``. Positions are counted in samples, so
-    that training resumes with another dp_size or batch_size.
+    A global batch consists of the next batch_size * dp_size samples in the order of the epoch. Rank
+    r takes the r-th contiguous share of them, or its share by ``balance``. Positions are counted in
+    samples, so that training can resume with another dp_size or batch_size.
 
-    The state depends on the batches that the Trainer has finished, and not on the batches yielded,
-    because workers prefetch.
+    The state counts the batches that the Trainer has finished, and not the batches that were
+    yielded, because workers prefetch batches.
 
     Args:
         num_samples: Number of samples in an epoch.
@@ -33,21 +33,21 @@ class TokenBatchSampler:
         dp_rank: Position on the data-parallel axis.
         dp_size: Size of the data-parallel axis.
         drop_last: Whether to skip a last global batch that is not full. Otherwise its samples are
-            divided evenly. Ranks with one sample less are padded with number -1 (a row without
-            labels), so that all ranks have the same shapes.
-        seed: Seed that reshuffles each epoch after the first, which keeps the order of the samples;
+            divided evenly, and ranks with one sample less get the number -1 (a row without labels),
+            so that all ranks have the same shapes.
+        seed: Seed that shuffles each epoch after the first, which keeps the order of the samples;
             None never shuffles.
         stream: Whether one epoch of the samples spans several epochs of the Trainer. Each epoch of
-            the Trainer then continues where the last one stopped.
+            the Trainer then continues where the previous one stopped.
         finished: Function that returns the number of batches that the Trainer has finished in all
             epochs.
-        balance: Assignment of the samples of each global batch to ranks by their work; only with
+        balance: Assignment of the samples of each global batch to ranks by their work; needs
             ``drop_last``. None gives rank r the r-th contiguous share.
-        ramp_up: Growth of the first global batches to batch_size * dp_size; only with
-            ``drop_last``. It counts all samples of earlier epochs.
+        ramp_up: Growth of the first global batches to batch_size * dp_size samples; needs
+            ``drop_last``. It counts the samples of all epochs.
 
     Raises:
-        ParallelPlanError: If sizes do not fit together, or no global batch is full.
+        ParallelPlanError: If a size or rank is out of range, or an epoch has no full global batch.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class TokenBatchSampler:
     ) -> None:
         if batch_size < 1 or not 0 <= dp_rank < dp_size:
             raise ParallelPlanError(
-                "batch_size must be at least 1 and dp_rank must lie in [0, dp_size): batch_size is "
+                "batch_size must be at least 1 and dp_rank must be in [0, dp_size): batch_size is "
                 f"{batch_size}, dp_rank {dp_rank}, dp_size {dp_size}."
             )
         self.global_batch = GlobalBatch(batch_size * dp_size, ramp_up)
@@ -96,7 +96,7 @@ class TokenBatchSampler:
         return self.global_batch.size
 
     def __len__(self) -> int:
-        """Return the batches of the Trainer's epoch: finished before ``consumed``, and left."""
+        """Return the batches of the Trainer's epoch: those before ``consumed``, and those left."""
         return self.num_before + self.num_left
 
     @property
@@ -108,20 +108,20 @@ class TokenBatchSampler:
 
     @property
     def _passed_before(self) -> int:
-        """Samples of all epochs before this one."""
+        """Number of samples in all earlier epochs."""
         return self.epoch * self.num_samples
 
     @property
     def _passed(self) -> int:
-        """Samples before the next one, in all epochs."""
+        """Number of samples before the next one, over all epochs."""
         return self._passed_before + self.consumed
 
     def __iter__(self) -> Iterator[list[int]]:
-        # A generator runs up to here at the request of the first batch, after a checkpoint has
-        # been restored.
+        # A generator runs this line when the first batch is requested, after a checkpoint has been
+        # restored.
         self._finished_before = self._finished()
         order = self._order()
-        for start, size in self._places(self.num_left):
+        for start, size in self._batch_ranges(self.num_left):
             if self.balance is not None:
                 yield self.balance.shares(_taken(order, start, start + size))[self.dp_rank]
                 continue
@@ -132,17 +132,17 @@ class TokenBatchSampler:
             yield batch + [-1] * (-(-size // self.dp_size) - len(batch))
 
     def global_batches(self, count: int) -> Iterator[list[int]]:
-        """Yield the samples of all ranks in the next global batches, without taking them.
+        """Yield the samples of all ranks in the next global batches, without advancing.
 
         Args:
-            count: Largest number of batches (batches).
+            count: Maximum number of batches (batches).
         """
         order = self._order()
-        for start, size in self._places(min(count, self.num_left)):
+        for start, size in self._batch_ranges(min(count, self.num_left)):
             yield _taken(order, start, start + size)
 
-    def _places(self, count: int) -> Iterator[tuple[int, int]]:
-        """Yield the first place in the epoch's order, and the size, of the next batches."""
+    def _batch_ranges(self, count: int) -> Iterator[tuple[int, int]]:
+        """Yield the start in the epoch's order, and the size, of each of the next batches."""
         start = self.consumed
         before = self._passed_before
         for _ in range(count):
@@ -151,7 +151,11 @@ class TokenBatchSampler:
             start += size
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch of the Trainer, or continue the current one if its number is the same."""
+        """Begin an epoch of the Trainer, or continue the current one if its number is the same.
+
+        Args:
+            epoch: Number of the epoch.
+        """
         if self.stream and self.num_finished:
             self.load_state_dict(self.state_dict())
         elif not self.stream and epoch != self.epoch:
@@ -163,7 +167,7 @@ class TokenBatchSampler:
         return 0 if self._finished_before is None else self._finished() - self._finished_before
 
     def state_dict(self) -> dict[str, int]:
-        """Return the epoch and its number of consumed samples over all ranks."""
+        """Return the epoch, and the number of its samples that all ranks have consumed."""
         passed = self.global_batch.after(self._passed, self.num_finished)
         consumed = min(passed - self._passed_before, self.num_samples)
         return {"epoch": self.epoch, "consumed": consumed}
@@ -191,19 +195,18 @@ class TokenBatchSampler:
         return np.random.RandomState([self.seed, self.epoch, 2]).permutation(self.num_samples)
 
 
-def excess_line(sampler: TokenBatchSampler) -> str:
+def imbalance_line(sampler: TokenBatchSampler) -> str:
     """Return a line about the work of the busiest rank in the next global batches.
 
     Args:
         sampler: Sampler with a balance.
     """
     assert sampler.balance is not None, "only a balance knows the work of samples"
-    batches = list(sampler.global_batches(_EXAMINED))
-    before, after = sampler.balance.excess(batches)
+    batches = list(sampler.global_batches(_NUM_REPORTED))
+    before, after = sampler.balance.imbalance(batches)
     return (
         f"Attention work of the busiest of {sampler.dp_size} data ranks: {after:.3f} times the "
-        f"mean, which samples in order would make {before:.3f} times (next {len(batches)} global "
-        "batches)."
+        f"mean, {before:.3f} times without balancing (next {len(batches)} global batches)."
     )
 
 
@@ -212,10 +215,10 @@ def _taken(order: np.ndarray | None, first: int, stop: int) -> list[int]:
 
 
 def check_position(state: Mapping[str, Any]) -> None:
-    """Validate a position in the data that a ``TokenDataModule`` saved.
+    """Validate a position in the training data that a ``RowDataModule`` saved.
 
     Args:
-        state: Saved fields; an empty state is the start of training.
+        state: Saved fields; an empty state means the start of training.
 
     Raises:
         CheckpointMismatchError: If a field is missing or not a non-negative integer, or fields
@@ -227,19 +230,19 @@ def check_position(state: Mapping[str, Any]) -> None:
     if missing:
         raise CheckpointMismatchError(
             f"the data position of a checkpoint must have {', '.join((*REQUIRED, 'order'))}: "
-            f"{missing} are missing. Resume with the data module that the checkpoint was written "
-            "with."
+            f"{missing} are missing. Resume with the data module with which the checkpoint was "
+            "written."
         )
     for name in (*REQUIRED, *OPTIONAL):
         value = state.get(name, 0)
         if type(value) is not int or not 0 <= value < 2**63:
             raise CheckpointMismatchError(
-                f"{name} in the data position of a checkpoint must be a whole number from 0 on: it "
-                f"is {ascii(value)[:80]}. Use another checkpoint."
+                f"{name} in the data position of a checkpoint must be a whole number of at least "
+                f"0: it is {ascii(value)[:80]}. Use another checkpoint."
             )
     if state["consumed"] > state["num_samples"] or not isinstance(state["order"], str):
         raise CheckpointMismatchError(
-            f"the data position of a checkpoint is contradictory: {state['consumed']} of "
-            f"{state['num_samples']} samples, in the order {ascii(state['order'])[:80]}. Use "
-            "another checkpoint."
+            "the data position of a checkpoint must have at most num_samples consumed samples, and "
+            f"a text as order: it has {state['consumed']} of {state['num_samples']} samples, in "
+            f"the order {ascii(state['order'])[:80]}. Use another checkpoint."
         )

@@ -1,4 +1,4 @@
-"""GPT samples: windows of tokens over the documents of a corpus."""
+"""Samples for training a GPT: windows of tokens of a corpus."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from lightning_megatron.data.windows import (
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
 Order = Literal["passes", "megatron", "spread", "sequential"]
-ONCE = ("spread", "sequential")
-#: Id of a position between documents that holds no token.
+#: Orders that use every token of one pass once.
+ONE_PASS_ORDERS = ("spread", "sequential")
+#: Id at positions of gaps between documents, which have no token.
 NO_TOKEN = -1
 
 
 class Samples(Protocol):
     """Sequence of windows with at most seq_length + 1 token ids each.
 
-    Positions between documents that hold no token have the id ``NO_TOKEN``.
+    Positions in gaps between documents have the id ``NO_TOKEN``.
     """
 
     seq_length: int
@@ -42,14 +43,14 @@ class Samples(Protocol):
 
     @property
     def most_documents(self) -> int:
-        """Largest number of documents, and gaps between them, that a window has."""
+        """Largest number of documents and gaps in a window."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]: ...
 
     def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of each document or gap in a window, in their order."""
+        """Return the number of tokens of each document or gap in a window, in order."""
 
 
 @dataclass(frozen=True)
@@ -60,20 +61,20 @@ class SampleOptions:
         seq_length: Number of tokens that one window predicts.
         seed: Seed of the shuffles of documents and windows; at most 2^32 - 1.
         order: Order of windows. "passes" shuffles each pass over the documents separately, so that
-            more samples extend the order of fewer. "megatron" is Megatron-Core's order for the same
-            seed, number of samples and weights; it shuffles sequences. "sequential" uses every
-            token of one pass once, in order, and the last window may be short. "spread" shuffles
-            the windows of "sequential", so that the first of them are a fair sample.
-        whole: Whether windows consist of whole documents, packed by best fit; otherwise they run
-            over the ends of documents. Not in the order "megatron".
-        context_windows: Parts of a window that groups of context-parallel ranks share: no whole
-            document lies in more of them than the longest one of its window needs.
-        by_sequence: Whether to shuffle and split the sequences of a corpus in place of its
-            documents, as Megatron-Core does. The order "megatron" always does. The two differ if a
-            document has several sequences.
+            a larger number of samples extends the order. "megatron" is Megatron-Core's order for
+            the same seed, number of samples and weights; it shuffles sequences. "sequential" uses
+            every token of one pass once, in order, and the last window may be short. "spread"
+            shuffles the windows of "sequential", so that the first windows represent the corpus.
+        whole: Whether windows consist of whole documents, packed by best fit; otherwise windows
+            cross the ends of documents. Cannot be used with the order "megatron".
+        context_windows: Number of parts of a window that groups of context-parallel ranks share. No
+            whole document spans more parts than the longest document of its window needs.
+        by_sequence: Whether to shuffle and split the sequences of a corpus instead of its
+            documents, as Megatron-Core does. The order "megatron" always does so. The two differ if
+            a document has several sequences.
         tokenizer: Fingerprint of the tokenizer; part of the cache key.
-        vocab_size: Size of the vocabulary; larger ids raise when a sample is read. None accepts all
-            ids.
+        vocab_size: Size of the vocabulary. Reading a sample with a larger id raises an error; None
+            accepts all ids.
         cache_dir: Directory of the cached index; None keeps the index in memory.
     """
 
@@ -91,15 +92,15 @@ class SampleOptions:
         check_rows(self.whole, self.order)
         check_context_windows(self.context_windows, self.seq_length, self.whole)
         if self.seq_length < 1:
-            raise UnsupportedError(f"seq_length must be at least 1: {self.seq_length}.")
+            raise UnsupportedError(f"seq_length must be at least 1: it is {self.seq_length}.")
         if not 0 <= self.seed < 2**32:
             raise UnsupportedError(
-                "the seed of data must lie in [0, 2^32), the range of numpy's generator: "
+                "the seed of data must be in [0, 2^32), the range of numpy's generator: it is "
                 f"{self.seed}."
             )
         if self.order not in get_args(Order):
             raise UnsupportedError(
-                f"order must be one of {', '.join(get_args(Order))}: {self.order!r}."
+                f"order must be one of {', '.join(get_args(Order))}: it is {self.order!r}."
             )
 
     def bounds(self, corpus: TokenFile) -> npt.NDArray[np.int64]:
@@ -112,55 +113,55 @@ class SampleOptions:
 
 
 def check_rows(whole: bool, order: str) -> None:
-    """Refuse rows of whole documents in an order that has its own rows.
+    """Check that the order of windows supports rows of whole documents, if these are used.
 
     Args:
         whole: Whether windows consist of whole documents.
         order: Order of windows.
 
     Raises:
-        UnsupportedError: If the order is that of Megatron-Core.
+        UnsupportedError: If windows of whole documents are used with the order "megatron".
     """
     if whole and order == "megatron":
         raise UnsupportedError(
-            "documents='whole' cannot be used with order='megatron', whose samples run over the "
-            "ends of documents. Use order='passes', or documents='separate'."
+            "documents='whole' cannot be used with order='megatron', whose samples cross the ends "
+            "of documents. Use order='passes', or documents='separate'."
         )
 
 
 def check_token_ids(
     tokens: npt.NDArray[np.int64], vocab_size: int | None, index: int, corpus: TokenFile
 ) -> None:
-    """Refuse tokens that are not in the vocabulary.
+    """Check that the tokens of a sample are in the vocabulary.
 
     Args:
         tokens: Tokens of a sample.
-        vocab_size: Size of the vocabulary; None accepts all ids that are not negative.
+        vocab_size: Size of the vocabulary; None accepts all non-negative ids.
         index: Number of the sample.
-        corpus: Token file that it comes from.
+        corpus: Token file of the sample.
 
     Raises:
-        CorruptDataError: If an id is negative, or not below the size.
+        CorruptDataError: If an id is negative, or not below the vocabulary size.
     """
     low = int(tokens.min())
     high = int(tokens.max())
     if low < 0 or (vocab_size is not None and high >= vocab_size):
         raise CorruptDataError(
-            f"token ids must lie in the vocabulary of {vocab_size} tokens: sample {index} of "
+            f"token ids must be in the vocabulary of {vocab_size} tokens: sample {index} of "
             f"{corpus.prefix} holds {low} to {high}. The corpus was written with another "
-            "tokenizer: use that tokenizer."
+            "tokenizer. Use that tokenizer."
         )
 
 
 class GPTSamples:
-    """Windows of one corpus, which cross the bounds of documents or consist of whole ones.
+    """Windows of one corpus, which cross the ends of documents or consist of whole documents.
 
     Args:
         corpus: Token file.
         options: Options for cutting the corpus.
-        documents: Range of the documents with tokens (or of the sequences) to use; None uses all.
+        documents: Range of the non-empty documents (or of the sequences) to use; None uses all.
         num_samples: Number of windows, over as many passes as needed; None makes one pass.
-        whole: Whether to offer all windows of these passes, instead of the first ``num_samples``.
+        whole: Whether to include all windows of these passes, instead of the first ``num_samples``.
 
     Raises:
         CorruptDataError: If the documents have too few tokens for one window.
@@ -176,7 +177,7 @@ class GPTSamples:
     ) -> None:
         if num_samples is not None and num_samples < 1:
             raise UnsupportedError(
-                f"num_samples must be at least 1: {num_samples}. Leave it out for one pass."
+                f"num_samples must be at least 1: it is {num_samples}. Leave it out for one pass."
             )
         self.corpus = corpus
         self.options = options
@@ -185,7 +186,7 @@ class GPTSamples:
         self.documents = range(len(bounds) - 1) if documents is None else documents
         self._bounds = bounds[self.documents.start : self.documents.stop + 1]
         self.num_tokens = int(self._bounds[-1] - self._bounds[0]) if len(self._bounds) else 0
-        may_be_short = options.order in ONCE or num_samples is not None or options.whole
+        may_be_short = options.order in ONE_PASS_ORDERS or num_samples is not None or options.whole
         needed = 2 if may_be_short else self.seq_length + 1
         if self.num_tokens < needed:
             raise CorruptDataError(
@@ -200,8 +201,8 @@ class GPTSamples:
         if not available:
             raise CorruptDataError(
                 f"{corpus.prefix} has no document of at least 2 tokens in documents "
-                f"[{self.documents.start}, {self.documents.stop}), so that nothing can be "
-                "predicted. Use a larger corpus or another split."
+                f"[{self.documents.start}, {self.documents.stop}), so there is no token to "
+                "predict. Use a larger corpus or another split."
             )
         self._size = available if num_samples is None or whole else min(num_samples, available)
 
@@ -211,31 +212,30 @@ class GPTSamples:
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)} of {self.corpus.prefix}.")
-        places = self.index.pieces(index, self._bounds)
         pieces = [
             np.full(stop - start, NO_TOKEN) if start < 0 else self._tokens(start, stop, index)
-            for start, stop in places
+            for start, stop in self.index.pieces(index, self._bounds)
             if start < stop
         ]
         return np.concatenate(pieces)
 
     def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of each document or gap in a window, in their order."""
+        """Return the number of tokens of each document or gap in a window, in order."""
         sizes = [stop - start for start, stop in self.index.pieces(index, self._bounds)]
         return [size for size in sizes if size]
 
     @property
     def most_documents(self) -> int:
-        """Largest number of documents, and gaps between them, that a window has."""
+        """Largest number of documents and gaps in a window."""
         return self.index.most_pieces
 
     @property
     def order_key(self) -> str:
         """Hash of everything that determines the order of windows, except their number."""
         # The order depends on the number of samples in two cases: a single pass has no window that
-        # reaches into the next pass, and Megatron-Core shuffles most epochs together.
-        fixed = self._num_samples is None or self.options.order == "megatron"
-        extent = {"num_samples": self._num_samples} if fixed else {}
+        # extends into the next pass, and Megatron-Core shuffles most epochs together.
+        depends_on_number = self._num_samples is None or self.options.order == "megatron"
+        extent = {"num_samples": self._num_samples} if depends_on_number else {}
         return cache_key({**self._fields(), **extent})
 
     def _tokens(self, start: int, stop: int, index: int) -> npt.NDArray[np.int64]:
@@ -246,9 +246,9 @@ class GPTSamples:
     def _fields(self) -> dict[str, object]:
         options = self.options
         corpus = self.corpus
-        # Documents and sequences are the same if every document is one sequence.
+        # Both orders are the same if every document is one sequence.
         by_sequence = len(options.bounds(corpus)) != len(corpus.document_starts)
-        # Options that are off have no field, so that indices of earlier versions are found.
+        # Options that are off have no field, so that cached indices of earlier versions match.
         added: dict[str, bool | int] = {"by_sequence": by_sequence, "whole": options.whole}
         added |= {"context_windows": options.context_windows > 1 and options.context_windows}
         return {
@@ -287,7 +287,7 @@ class GPTSamples:
                 seed,
                 num_windows=options.context_windows,
             )
-        if options.order in ONCE:
+        if options.order in ONE_PASS_ORDERS:
             seed = options.seed if options.order == "spread" else None
             return index_once(lengths, options.seq_length, seed)
         if options.order == "megatron":

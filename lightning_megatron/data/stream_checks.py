@@ -1,4 +1,4 @@
-"""What a data module and a Trainer must allow for training data that are read as a stream."""
+"""Checks of data modules and Trainers that read their training data as a stream."""
 
 from __future__ import annotations
 
@@ -10,46 +10,48 @@ from lightning_megatron.errors import UnsupportedError
 
 
 def check_stream_settings(streaming: Streaming, given: Mapping[str, Any]) -> None:
-    """Refuse settings of a data module that a stream cannot honour.
+    """Check that a stream supports the settings of a data module.
 
     Args:
         streaming: Settings of the stream.
-        given: Other settings by name.
+        given: Other arguments of the data module by name.
 
     Raises:
-        UnsupportedError: If one needs the number of samples.
-        ParallelPlanError: If rows cannot have enough conversations.
+        UnsupportedError: If ``train_samples`` is set.
+        ParallelPlanError: If ``most_conversations`` is too small for the windows of a row.
     """
     if given.get("train_samples") is not None:
         raise UnsupportedError(
-            f"train_samples ({given['train_samples']}) cannot be used with streaming: a stream has "
-            "no samples to choose from. Use max_steps of the Trainer, and limit_train_batches for "
-            "shorter epochs."
+            f"train_samples ({given['train_samples']}) cannot be used with streaming, because the "
+            "number of samples of a stream is unknown. Use max_steps of the Trainer, and "
+            "limit_train_batches for shorter epochs."
         )
     streaming.most_pieces(given["seq_length"], given["context_windows"])
 
 
 def check_stream_trainer(trainer: Any) -> None:
-    """Refuse a Trainer that would train on a stream without end, or on some of its batches again.
+    """Check that a Trainer ends, and does not repeat batches of a stream.
 
     Args:
-        trainer: The Trainer; None without one.
+        trainer: The Trainer; None without a Trainer.
 
     Raises:
-        UnsupportedError: If it does.
+        UnsupportedError: If the Trainer has no limit of steps, epochs or time, or uses
+            ``overfit_batches``.
     """
     if trainer is None:
         return
-    # Lightning's Timer, which `max_time` adds
+    # `max_time` adds Lightning's Timer, which has this method.
     has_timer = any(hasattr(one, "time_remaining") for one in trainer.callbacks)
     if trainer.max_steps == -1 and trainer.max_epochs == -1 and not has_timer:
         raise UnsupportedError(
-            "a Trainer of a stream needs max_steps, max_epochs or max_time: none is given, and "
-            "the stream begins its files again without end. Use max_steps for a number of "
-            "optimizer steps, or max_epochs for a number of passes."
+            "streaming needs max_steps, max_epochs or max_time of the Trainer, because a stream "
+            "repeats its files endlessly: none is given. Use max_steps for a number of optimizer "
+            "steps, or max_epochs for a number of passes."
         )
     if trainer.overfit_batches:
         raise UnsupportedError(
-            f"overfit_batches ({trainer.overfit_batches}) cannot be used with streaming, which "
-            "trains on other batches in each epoch. Leave streaming out, or use a small file."
+            f"overfit_batches ({trainer.overfit_batches}) cannot be used with streaming, because "
+            "the batches of a stream differ in each epoch. Leave streaming out, or use a smaller "
+            "file."
         )

@@ -1,4 +1,4 @@
-"""Loader of the batches of a stream, whose epochs are passes over its files."""
+"""Sampler and loader of a stream, whose epochs are passes over its files."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lightning_megatron.data.loader import TokenLoader
 from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.streamed_samples import StreamedSamples
 
-#: Samples of a stream without an end.
+#: Number of samples of an endless stream.
 _ENDLESS = 2**62
 
 
 class PassSampler(TokenBatchSampler):
-    """Batches of one data-parallel rank of a stream, with an epoch for each pass over its files.
+    """Batches of a stream for one data-parallel rank, with an epoch for each pass over its files.
 
-    The global batches are those of a run without epochs. An epoch ends before the first global
-    batch that reaches into the next pass; the samples of its pass that are left begin the next
-    epoch. The number of batches is unknown before.
+    The global batches are the same as in a run without epochs. An epoch ends before the first
+    global batch with samples of the next pass; the remaining samples of its pass are the first ones
+    of the next epoch. The number of batches is unknown.
 
     Args:
         samples: Samples of the stream.
@@ -41,9 +41,9 @@ class PassSampler(TokenBatchSampler):
         raise TypeError("the number of batches of a pass over a stream is unknown")
 
     @override
-    def _places(self, count: int) -> Iterator[tuple[int, int]]:
+    def _batch_ranges(self, count: int) -> Iterator[tuple[int, int]]:
         current = None
-        for start, size in super()._places(count):
+        for start, size in super()._batch_ranges(count):
             last = start + size - 1
             if current is None:
                 current = self._samples.pass_of(last)
@@ -53,9 +53,9 @@ class PassSampler(TokenBatchSampler):
 
 
 class StreamLoader(TokenLoader):
-    """Iterable over the batches of one data-parallel rank of a stream.
+    """Iterable over the batches of a stream for one data-parallel rank.
 
-    This process joins batches itself; workers encode conversations.
+    This process builds the batches itself; the worker processes encode rows.
     """
 
     @override
@@ -64,7 +64,7 @@ class StreamLoader(TokenLoader):
         assert isinstance(samples, StreamedSamples), "only a stream has this loader"
         for numbers in self.sampler:
             batch = self.batches[numbers]
-            samples.forget_before(min(numbers))
+            samples.free_before(min(numbers))
             if self.pin_memory:
                 batch = {name: values.pin_memory() for name, values in batch.items()}
             yield batch

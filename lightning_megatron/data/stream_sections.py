@@ -1,4 +1,4 @@
-"""Sections of a stream of rows of files: the same ones from any place at which reading begins."""
+"""Sections of a stream of rows, which do not depend on the position at which reading begins."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_megatron.data.conversation_encoder import EncodedText, TextTokens
-from lightning_megatron.data.row_files import BEGINNING, FilePlace, FileRow, read_rows
+from lightning_megatron.data.row_files import BEGINNING, FilePosition, FileRow, read_rows
 from lightning_megatron.data.worker_pool import map_in_order
 
 EncodeRow = Callable[[FileRow], EncodedText | None]
-#: Rows that a process encodes at a time (rows).
+#: Number of rows that a process encodes at a time (rows).
 _PIECE = 64
 
 
-class StreamPlace(NamedTuple):
-    """Place between two sections of a stream.
+class SectionPosition(NamedTuple):
+    """Position between two sections of a stream.
 
     Args:
         passes: Whole passes over the files before it.
-        sections: Sections of its pass before it.
-        files: Whole files of its pass before it.
-        number: Lines or rows of its file before it.
-        offset: Bytes of its file before it; 0 in files that are no lines (bytes).
+        sections: Sections of the current pass before it.
+        files: Whole files of the current pass before it.
+        number: Lines or rows of the current file before it.
+        offset: Bytes of the current file before it; 0 in files without lines (bytes).
     """
 
     passes: int = 0
@@ -41,59 +41,60 @@ class StreamPlace(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """Next rows of a stream, all of one pass over the files.
+    """Consecutive rows of a stream, all of one pass over the files.
 
     Args:
-        start: Place of its first row.
-        end: Place of the next section.
+        start: Position of the first row.
+        end: Position of the next section.
         texts: Tokens of the rows that were not left out.
-        num_read: Rows that were read (rows).
-        num_cut: Rows that lost their end (rows).
+        num_read: Number of rows that were read (rows).
+        num_cut: Number of rows whose end was cut off (rows).
     """
 
-    start: StreamPlace
-    end: StreamPlace
+    start: SectionPosition
+    end: SectionPosition
     texts: TextTokens
     num_read: int
     num_cut: int
 
     @classmethod
     def of(
-        cls, start: StreamPlace, end: StreamPlace, found: Sequence[EncodedText | None]
+        cls, start: SectionPosition, end: SectionPosition, found: Sequence[EncodedText | None]
     ) -> Section:
-        """Join rows to a section.
+        """Return the section of encoded rows.
 
         Args:
-            start: Place of the first one.
-            end: Place of the next section.
-            found: Tokens of the rows; None for those that are left out.
+            start: Position of the first row.
+            end: Position of the next section.
+            found: Tokens of each row; None for a row that is left out.
         """
         kept = [text for text in found if text is not None]
         return cls(start, end, TextTokens.of(kept), len(found), sum(text.was_cut for text in kept))
 
     @property
     def ends_pass(self) -> bool:
-        """Return whether no section of the same pass follows."""
+        """Whether this section is the last one of its pass."""
         return self.end.passes > self.start.passes
 
 
 class _Piece(NamedTuple):
-    """Rows that are encoded together, and the place behind them if they end a section."""
+    """Rows that are encoded together, and the position after them if they end a section."""
 
     rows: tuple[FileRow, ...]
-    end: StreamPlace | None
+    end: SectionPosition | None
 
 
 @dataclass(frozen=True)
 class RowStream:
-    """Passes over files of rows, cut into sections.
+    """Endless passes over files of rows, divided into sections.
 
     Args:
         files: Files of rows.
-        encode: Function from a row to its tokens, or to None if it is left out. It can be pickled.
-        section_size: Rows of a section; the last one of a pass may have fewer (rows).
+        encode: Function that returns the tokens of a row, or None to leave the row out. It must be
+            picklable.
+        section_size: Rows of a section; the last section of a pass may have fewer (rows).
         seed: Seed of the order of the files in each pass; None keeps their order.
-        num_workers: Processes that encode; 0 encodes in the process that reads.
+        num_workers: Worker processes that encode rows; 0 encodes in the process that reads.
     """
 
     files: tuple[Path, ...]
@@ -102,12 +103,12 @@ class RowStream:
     seed: int | None
     num_workers: int
 
-    def sections(self, start: StreamPlace, stop: Event) -> Iterator[Section]:
-        """Yield the sections from a place on, without end.
+    def sections(self, start: SectionPosition, stop: Event) -> Iterator[Section]:
+        """Yield the sections from a position on, endlessly.
 
         Args:
-            start: Place of the first one.
-            stop: Event that ends reading.
+            start: Position of the first section.
+            stop: Event that stops reading.
 
         Raises:
             CorruptDataError: If a row cannot be encoded; the message names file and row.
@@ -123,27 +124,27 @@ class RowStream:
                 start = end
                 texts = []
 
-    def _pieces(self, start: StreamPlace, stop: Event) -> Iterator[_Piece]:
+    def _pieces(self, start: SectionPosition, stop: Event) -> Iterator[_Piece]:
         while not stop.is_set():
             rows: list[FileRow] = []
             num_read = 0
             sections = start.sections
             order = self._order(start.passes)
             for at, path in enumerate(order[start.files :], start.files):
-                first = FilePlace(start.number, start.offset) if at == start.files else BEGINNING
+                first = FilePosition(start.number, start.offset) if at == start.files else BEGINNING
                 for row in read_rows(path, first):
                     rows.append(row)
                     num_read += 1
                     ends = num_read == self.section_size
                     if ends or len(rows) == _PIECE:
                         sections += ends
-                        place = StreamPlace(start.passes, sections, at, *row.end)
-                        yield _Piece(tuple(rows), place if ends else None)
+                        position = SectionPosition(start.passes, sections, at, *row.end)
+                        yield _Piece(tuple(rows), position if ends else None)
                         if stop.is_set():
                             return
                         rows = []
                         num_read = 0 if ends else num_read
-            start = StreamPlace(start.passes + 1)
+            start = SectionPosition(start.passes + 1)
             yield _Piece(tuple(rows), start)
 
     def _order(self, number: int) -> list[Path]:
@@ -155,14 +156,14 @@ class RowStream:
 
 
 class SectionReader:
-    """Sections of a stream from a place on; with workers the next one is read in the background.
+    """Reader of the sections of a stream; with workers, a thread prefetches the next section.
 
     Args:
         stream: Stream of rows.
-        start: Place of the first section.
+        start: Position of the first section.
     """
 
-    def __init__(self, stream: RowStream, start: StreamPlace) -> None:
+    def __init__(self, stream: RowStream, start: SectionPosition) -> None:
         self._stop = Event()
         self._sections = stream.sections(start, self._stop)
         self._thread: ThreadPoolExecutor | None = None
@@ -172,7 +173,7 @@ class SectionReader:
 
     def read(self) -> Section:
         """Return the next section."""
-        # The first section is read here, because workers should start from the main thread.
+        # Read the first section here, so that the worker processes start in the main thread.
         section = next(self._sections) if self._next is None else self._next.result()
         if self._thread is not None:
             self._next = self._thread.submit(next, self._sections)
@@ -188,5 +189,5 @@ class SectionReader:
 
 def _encoded(
     piece: _Piece, encode: EncodeRow
-) -> tuple[list[EncodedText | None], StreamPlace | None]:
+) -> tuple[list[EncodedText | None], SectionPosition | None]:
     return [encode(row) for row in piece.rows], piece.end

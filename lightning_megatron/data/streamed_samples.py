@@ -1,4 +1,4 @@
-"""Samples of a stream, numbered from 0, of which the sections around the last one are in memory."""
+"""Numbered samples of a stream, of which only a few sections are in memory at a time."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from lightning_megatron.data.packing import pack_once
 from lightning_megatron.data.stream_sections import (
     RowStream,
     Section,
+    SectionPosition,
     SectionReader,
-    StreamPlace,
 )
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError
 
 
 class StreamCounts(NamedTuple):
-    """Account of what a pass over a stream has read so far.
+    """Counts of the rows, tokens and samples of a pass over a stream so far.
 
     Args:
         num_read: Rows of files that were read (rows).
-        num_cut: Rows of files that lost their end (rows).
-        num_left_out: Rows of files that were too long or empty (rows).
-        num_tokens: Tokens of the others (tokens).
+        num_cut: Rows of files whose end was cut off (rows).
+        num_left_out: Rows of files that were too long or too short, and were left out (rows).
+        num_tokens: Tokens of the remaining rows (tokens).
         num_answers: Tokens of answers among them (tokens).
-        num_samples: Packed rows that they make (samples).
+        num_samples: Packed rows of these tokens (samples).
     """
 
     num_read: int = 0
@@ -42,11 +42,11 @@ class StreamCounts(NamedTuple):
     num_samples: int = 0
 
     def after(self, section: Section, num_samples: int) -> StreamCounts:
-        """Return the account after one more section.
+        """Return the counts after one more section.
 
         Args:
             section: The section.
-            num_samples: Rows that it makes (samples).
+            num_samples: Number of packed rows of the section (samples).
         """
         texts = section.texts
         num_kept = len(texts.bounds) - 1
@@ -60,67 +60,67 @@ class StreamCounts(NamedTuple):
         )
         return StreamCounts(*(one + more for one, more in zip(self, added, strict=True)))
 
-    def line(self, account: str, seq_length: int) -> str:
-        """Return the account in words.
+    def with_samples(self, summary: str, seq_length: int) -> str:
+        """Return a summary of the rows of files, with the number of packed rows added.
 
         Args:
-            account: What was read and left out, in words.
-            seq_length: Tokens that a row predicts (tokens).
+            summary: Numbers of rows that were read and left out.
+            seq_length: Tokens that a packed row predicts (tokens).
         """
         full = self.num_tokens / max(self.num_samples * (seq_length + 1), 1)
-        return f"{account}, in {self.num_samples} rows, which are full to {full:.1%}"
+        return f"{summary}, in {self.num_samples} rows, which are {full:.1%} full"
 
 
-class RowKind(Protocol):
-    """Words for what the rows of a stream are."""
+class RowMessages(Protocol):
+    """Log and error messages about the rows of a stream."""
 
-    def account(self, counts: StreamCounts, seq_length: int) -> str:
-        """Return in words what was read and left out.
+    def summary(self, counts: StreamCounts, seq_length: int) -> str:
+        """Return how many rows were read and left out.
 
         Args:
-            counts: Account of a pass.
+            counts: Counts of a pass.
             seq_length: Tokens that a row predicts (tokens).
         """
 
-    def nothing_left(self, names: str, counts: StreamCounts, seq_length: int) -> CorruptDataError:
-        """Return the error of a pass that leaves nothing to train on.
+    def empty_error(self, names: str, counts: StreamCounts, seq_length: int) -> CorruptDataError:
+        """Return the error for a pass without any row to train on.
 
         Args:
-            names: Files.
-            counts: Account of the pass.
+            names: Names of the files.
+            counts: Counts of the pass.
             seq_length: Tokens that a row predicts (tokens).
         """
 
 
 @dataclass(frozen=True)
 class SectionStart:
-    """What is known before a section is read: enough to go on from there.
+    """State of a stream before a section, from which reading can continue.
 
     Args:
-        place: Place of the section.
-        first: Number of its first sample.
-        counts: Account of its pass before it.
+        position: Position of the section.
+        first: Number of the first sample of the section.
+        counts: Counts of the current pass before the section.
     """
 
-    place: StreamPlace = StreamPlace()
+    position: SectionPosition = SectionPosition()
     first: int = 0
     counts: StreamCounts = StreamCounts()
 
     def state(self) -> dict[str, int]:
-        """Return the fields as whole numbers, for a checkpoint."""
-        return {**self.place._asdict(), **self.counts._asdict(), "first": self.first}
+        """Return all fields as whole numbers, for a checkpoint."""
+        return {**self.position._asdict(), **self.counts._asdict(), "first": self.first}
 
     @classmethod
     def of(cls, state: Any) -> SectionStart:
-        """Return the start that a checkpoint has.
+        """Restore the state of a checkpoint.
 
         Args:
-            state: Fields that :meth:`state` returned.
+            state: Return value of :meth:`state`.
 
         Raises:
-            CheckpointMismatchError: If they are no such fields.
+            CheckpointMismatchError: If :meth:`state` did not return this value.
         """
-        names = {*StreamPlace._fields, *StreamCounts._fields, "first"}
+        names = {*SectionPosition._fields, *StreamCounts._fields, "first"}
         if not (
             isinstance(state, Mapping)
             and set(state) == names
@@ -128,65 +128,68 @@ class SectionStart:
         ):
             raise CheckpointMismatchError(
                 f"the stream in the data position of a checkpoint must have {sorted(names)} as "
-                f"whole numbers from 0 on: it is {ascii(state)[:80]}. Use another checkpoint."
+                f"whole numbers of at least 0: it is {ascii(state)[:80]}. Use another checkpoint."
             )
         return cls(
-            StreamPlace(**{name: state[name] for name in StreamPlace._fields}),
+            SectionPosition(**{name: state[name] for name in SectionPosition._fields}),
             state["first"],
             StreamCounts(**{name: state[name] for name in StreamCounts._fields}),
         )
 
 
-class _Read(NamedTuple):
-    """Section in memory: the number of its first sample, and its rows."""
+class _LoadedSection(NamedTuple):
+    """Section in memory: the number of its first sample, and its packed rows."""
 
     first: int
     rows: ConversationRows
 
 
 class StreamedSamples:
-    """Packed rows of a stream by their numbers, which rise.
+    """Packed rows of a stream, which are read with ascending numbers.
 
-    Sample n depends on the files, the seed and n alone. Numbers that were passed can be read again,
-    from the start of their section on.
+    Sample n depends only on the files, the seed and n. A smaller number than the last one can be
+    read again, which rereads the stream from the start of its section.
 
     Args:
-        stream: Stream of rows of files, each a conversation or a document.
-        kind: Words for these.
+        stream: Stream of rows of files; each row is a conversation or a document.
+        messages: Log and error messages about these rows.
         seq_length: Tokens that a packed row predicts (tokens).
-        num_windows: Windows of a row that has as many of them as fit; 0 puts one into a row.
-        most_pieces: Largest number of them, and of gaps, in a row.
-        key: Fields that name files, tokenizer and options.
-        tell: Function that is called with a line about what was read, and whether something was
-            cut or left out.
-        num_samples: Samples of a run; None means that passes bound it (samples).
+        num_windows: Windows of a packed row; 0 puts one conversation or document into each row.
+        most_pieces: Largest number of conversations or documents, and gaps, in a packed row.
+        key: Fields that identify files, tokenizer and options.
+        report: Function that takes a line about the rows that were read, and whether rows were cut
+            or left out.
+        num_samples: Samples of the run; None means that the run has a number of passes instead
+            (samples).
     """
 
     def __init__(
         self,
         stream: RowStream,
-        kind: RowKind,
+        messages: RowMessages,
         seq_length: int,
         num_windows: int,
         most_pieces: int,
         key: Mapping[str, Any],
-        tell: Callable[[str, bool], None],
+        report: Callable[[str, bool], None],
         num_samples: int | None = None,
     ) -> None:
         self.seq_length = seq_length
         self.most_documents = most_pieces if num_windows else 1
         self.order_key = cache_key({"stream": dict(key)})
         self._stream = stream
-        self._kind = kind
+        self._messages = messages
         self._num_windows = num_windows
-        self._tell = tell
+        self._report = report
         self._num_samples = num_samples
         #: Starts of the sections that were read, and of the next one.
         self._starts = [SectionStart()]
-        self._read: list[_Read] = []
+        self._loaded: list[_LoadedSection] = []
         self._reader: SectionReader | None = None
-        self._num_told = 0
-        self._told_loss = False
+        #: Number of passes whose end was reported.
+        self._num_reported = 0
+        #: Whether a report has said that rows were cut or left out.
+        self._reported_loss = False
 
     def __len__(self) -> int:
         if self._num_samples is None:
@@ -198,12 +201,12 @@ class StreamedSamples:
         return found.rows[index - found.first]
 
     def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of each conversation and gap in a row, in their order."""
+        """Return the number of tokens of each conversation and gap in a row, in order."""
         found = self._section_of(index)
         return found.rows.lengths(index - found.first)
 
     def is_answer(self, index: int) -> npt.NDArray[np.bool_]:
-        """Return which tokens of a row belong to answers.
+        """Return a mask of the tokens of a row that belong to answers.
 
         Args:
             index: Number of the row.
@@ -212,58 +215,58 @@ class StreamedSamples:
         return found.rows.is_answer(index - found.first)
 
     def pass_of(self, index: int) -> int:
-        """Return the number of the pass over the files that a row belongs to.
+        """Return the number of the pass over the files to which a row belongs.
 
         Args:
             index: Number of the row.
         """
         while index >= self._starts[-1].first:
             self._read_next()
-        return self._start_of(index).place.passes
+        return self._start_of(index).position.passes
 
     def is_in_pass(self, index: int, number: int) -> bool:
-        """Return whether a row belongs to a pass, without reading a section of a later one.
+        """Return whether a row belongs to a pass, without reading sections of later passes.
 
         Args:
-            index: Number of the row, not before the pass.
+            index: Number of the row, which must not belong to an earlier pass.
             number: Number of the pass.
         """
-        while index >= self._starts[-1].first and self._starts[-1].place.passes <= number:
+        while index >= self._starts[-1].first and self._starts[-1].position.passes <= number:
             self._read_next()
-        return self._start_of(index).place.passes == number
+        return self._start_of(index).position.passes == number
 
-    def forget_before(self, index: int) -> None:
+    def free_before(self, index: int) -> None:
         """Free the memory of sections that end before a row.
 
         Args:
             index: Number of the row.
         """
-        while len(self._read) > 1 and self._read[1].first <= index:
-            del self._read[0]
+        while len(self._loaded) > 1 and self._loaded[1].first <= index:
+            del self._loaded[0]
 
     def state_at(self, index: int) -> dict[str, int]:
-        """Return what a checkpoint needs to go on with a row that was read or is the next one.
+        """Return the state from which a restored stream continues with a row.
 
         Args:
-            index: Number of the row.
+            index: Number of a row that was read, or of the next row.
         """
         return self._start_of(index).state()
 
     def restore(self, state: Any) -> None:
-        """Go on from the section of a checkpoint.
+        """Continue from the section of a checkpoint.
 
         Args:
-            state: State that :meth:`state_at` returned.
+            state: Return value of :meth:`state_at`.
 
         Raises:
-            CheckpointMismatchError: If it is another one.
+            CheckpointMismatchError: If :meth:`state_at` did not return this value.
         """
         self.close()
         self._starts = [SectionStart(), SectionStart.of(state)]
-        self._num_told = self._starts[-1].place.passes
+        self._num_reported = self._starts[-1].position.passes
 
-    def rest_line(self, num_samples: int) -> str | None:
-        """Return a line about what a run leaves over; None if it ends with a pass.
+    def end_summary(self, num_samples: int) -> str | None:
+        """Return a line about the unfinished pass and the unused rows of a run; None without both.
 
         Args:
             num_samples: Samples that were trained on (samples).
@@ -272,41 +275,41 @@ class StreamedSamples:
         left = max(last.first - num_samples, 0)
         lines = []
         if last.counts.num_read:
-            name = self._pass_name(last.place.passes)
-            lines.append(f"{name} stopped: {self._line(last.counts)}.")
+            name = self._pass_name(last.position.passes)
+            lines.append(f"{name} stopped: {self._summary(last.counts)}.")
         if left:
             lines.append(f"{left} rows of {self._names} were read and not trained on.")
         return " ".join(lines) or None
 
     def close(self) -> None:
-        """Stop reading and end the workers."""
+        """Stop reading, and stop the worker processes."""
         if self._reader is not None:
             self._reader.close()
         self._reader = None
-        self._read = []
+        self._loaded = []
 
     def _start_of(self, index: int) -> SectionStart:
         return self._starts[bisect_right(self._starts, index, key=lambda one: one.first) - 1]
 
-    def _section_of(self, index: int) -> _Read:
-        if index < (self._read[0].first if self._read else self._starts[-1].first):
+    def _section_of(self, index: int) -> _LoadedSection:
+        if index < (self._loaded[0].first if self._loaded else self._starts[-1].first):
             self.close()
             del self._starts[bisect_right(self._starts, index, key=lambda one: one.first) :]
         while index >= self._starts[-1].first:
             self._read_next()
-        return self._read[bisect_right(self._read, index, key=lambda one: one.first) - 1]
+        return self._loaded[bisect_right(self._loaded, index, key=lambda one: one.first) - 1]
 
     def _read_next(self) -> None:
         start = self._starts[-1]
         if self._reader is None:
-            self._reader = SectionReader(self._stream, start.place)
+            self._reader = SectionReader(self._stream, start.position)
         section = self._reader.read()
-        place = section.start
+        position = section.start
         random = None
         if self._stream.seed is not None:
-            # The first section of a pass has the draws of a pass that is no stream.
-            key = [self._stream.seed, place.passes, 4, place.sections]
-            random = np.random.RandomState(key if place.sections else key[:3])
+            # The first section of a pass is shuffled like a pass without streaming.
+            key = [self._stream.seed, position.passes, 4, position.sections]
+            random = np.random.RandomState(key if position.sections else key[:3])
         index = pack_once(
             np.diff(section.texts.bounds),
             self.seq_length,
@@ -317,26 +320,28 @@ class StreamedSamples:
         )
         rows = ConversationRows(section.texts, index)
         counts = start.counts.after(section, len(rows))
-        self._report(place, section.ends_pass, counts)
-        self._read.append(_Read(start.first, rows))
+        self._report_counts(position, section.ends_pass, counts)
+        self._loaded.append(_LoadedSection(start.first, rows))
         after = StreamCounts() if section.ends_pass else counts
         self._starts.append(SectionStart(section.end, start.first + len(rows), after))
 
-    def _report(self, place: StreamPlace, ends_pass: bool, counts: StreamCounts) -> None:
-        """Tell about the end of a pass, and about the first conversation that lost something."""
+    def _report_counts(
+        self, position: SectionPosition, ends_pass: bool, counts: StreamCounts
+    ) -> None:
+        """Report the end of a pass, and the first section with rows that were cut or left out."""
         has_loss = counts.num_cut + counts.num_left_out > 0
         if ends_pass and not counts.num_samples:
-            raise self._kind.nothing_left(self._names, counts, self.seq_length)
-        name = self._pass_name(place.passes)
-        if ends_pass and place.passes >= self._num_told:
-            self._num_told = place.passes + 1
-            self._tell(f"{name} ended: {self._line(counts)}.", has_loss)
-        elif has_loss and not self._told_loss:
-            self._tell(f"{name} so far: {self._line(counts)}.", True)
-        self._told_loss = self._told_loss or has_loss
+            raise self._messages.empty_error(self._names, counts, self.seq_length)
+        name = self._pass_name(position.passes)
+        if ends_pass and position.passes >= self._num_reported:
+            self._num_reported = position.passes + 1
+            self._report(f"{name} ended: {self._summary(counts)}.", has_loss)
+        elif has_loss and not self._reported_loss:
+            self._report(f"{name} so far: {self._summary(counts)}.", True)
+        self._reported_loss = self._reported_loss or has_loss
 
-    def _line(self, counts: StreamCounts) -> str:
-        return counts.line(self._kind.account(counts, self.seq_length), self.seq_length)
+    def _summary(self, counts: StreamCounts) -> str:
+        return counts.with_samples(self._messages.summary(counts, self.seq_length), self.seq_length)
 
     def _pass_name(self, passes: int) -> str:
         return f"Pass {passes + 1} over {self._names}"

@@ -7,30 +7,30 @@ from dataclasses import dataclass
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.settings import Count, coerce_fields
 
-#: Mean length of conversations below which packed rows are not filled by default (tokens).
-_SHORT = 32
-_LEAST = 16
+#: Default of ``most_conversations``: one for each this many tokens of a row, and the minimum.
+_TOKENS_PER_CONVERSATION = 32
+_MIN_CONVERSATIONS = 16
 
 
 @dataclass(frozen=True)
 class Streaming:
-    """Training files as a stream, in whose memory only a section of them is at a time.
+    """Settings to read the training files as a stream, with one section in memory at a time.
 
     A section consists of the next ``shuffle_buffer`` conversations or documents, which are shuffled
-    and packed by themselves. If a file that has no others fits into one section, the order equals
-    the one without streaming.
+    and packed separately from other sections. If the data are a single file that fits into one
+    section, the order equals that without streaming.
 
     Args:
-        shuffle_buffer: Conversations or documents of a section, which a process keeps in memory;
-            with ``num_workers`` those of the next section, too.
-        shuffle: Whether each pass shuffles the order of the files, and each section its
-            conversations and rows; otherwise both keep their order.
-        most_conversations: Largest number of conversations, and gaps of ``context_windows``, of a
-            packed row; all batches have lengths of as many. None means one for each 32 tokens of a
-            row, and at least 16.
+        shuffle_buffer: Number of conversations or documents of a section. A process keeps one
+            section in memory, and with ``num_workers`` also the next one.
+        shuffle: Whether each pass shuffles the files, and each section its conversations and rows;
+            otherwise all keep their order.
+        most_conversations: Largest number of conversations, and gaps of ``context_windows``, in a
+            packed row. The lengths of all batches have this size. None means one for each 32 tokens
+            of a row, and at least 16.
 
     Raises:
-        ParallelPlanError: If a value has another type or is out of its range.
+        ParallelPlanError: If a value has a wrong type or is out of range.
     """
 
     shuffle_buffer: Count = 10_000
@@ -41,22 +41,22 @@ class Streaming:
         coerce_fields(self, "streaming.")
 
     def most_pieces(self, seq_length: int, num_windows: int) -> int:
-        """Return the largest number of conversations and gaps of a packed row.
+        """Return the largest number of conversations and gaps in a packed row.
 
         Args:
             seq_length: Tokens that a row predicts (tokens).
             num_windows: Windows of a row.
 
         Raises:
-            ParallelPlanError: If windows cannot have a conversation and a gap each.
+            ParallelPlanError: If ``most_conversations`` is below two for each window.
         """
-        least = 2 * num_windows if num_windows > 1 else 1
+        minimum = 2 * num_windows if num_windows > 1 else 1
         if self.most_conversations is None:
-            return max(_LEAST, least, seq_length // _SHORT)
-        if self.most_conversations < least:
+            return max(_MIN_CONVERSATIONS, minimum, seq_length // _TOKENS_PER_CONVERSATION)
+        if self.most_conversations < minimum:
             raise ParallelPlanError(
-                f"streaming.most_conversations must be at least 2 * context_windows ({least}), "
+                f"streaming.most_conversations must be at least 2 * context_windows ({minimum}), "
                 "because each window may have a conversation and a gap: it is "
-                f"{self.most_conversations}. Use {least} or more, or leave it out."
+                f"{self.most_conversations}. Use {minimum} or more, or leave it out."
             )
         return self.most_conversations

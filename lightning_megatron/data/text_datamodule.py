@@ -1,4 +1,4 @@
-"""Data module of text that is encoded while it is trained on."""
+"""Data module of text files that are read and encoded during training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_megatron.data.conversations import find_conversations
 from lightning_megatron.data.loader import TokenLoader, WindowBatches
 from lightning_megatron.data.preprocess import EncodingOptions, tokenizer_of
-from lightning_megatron.data.row_datamodule import RowDataModule, tell_of_rows
+from lightning_megatron.data.row_datamodule import RowDataModule, log_row_counts, row_arguments
 from lightning_megatron.data.row_files import sizes_of
 from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.samples import Samples
@@ -20,7 +20,7 @@ from lightning_megatron.data.stream_loader import StreamLoader
 from lightning_megatron.data.stream_sections import RowStream
 from lightning_megatron.data.streamed_samples import StreamedSamples
 from lightning_megatron.data.streaming import Streaming
-from lightning_megatron.data.text_stream import Documents, TextEncoder, TextSamples
+from lightning_megatron.data.text_stream import DocumentMessages, TextEncoder, TextSamples
 from lightning_megatron.data.tokenizer import Tokenizer
 from lightning_megatron.data.window_packing import check_context_windows
 from lightning_megatron.plan.global_batch import RampUp
@@ -28,45 +28,48 @@ from lightning_megatron.plan.settings import Count, Index, Range, coerced_argume
 
 
 class TextDataModule(RowDataModule):
-    """Batches of whole documents of text files, which are encoded while they are trained on.
+    """Batches of whole documents of text files, which are read and encoded during training.
 
-    Equals ``TokenDataModule(documents="whole")`` on token files that ``preprocess`` has written,
-    if the text is one file whose documents fit into the buffer; a longer stream packs and shuffles
-    each section by itself. Documents that are longer than a row are cut into pieces.
+    Equals ``TokenDataModule(documents="whole")`` on token files that ``preprocess`` has written, if
+    the text is one file whose documents fit into one section. A longer stream packs and shuffles
+    each section separately. Documents that are longer than a row are cut into pieces.
 
     Shapes:
-        A batch is {"tokens": (B, S), "labels": (B, S), "lengths": (B, L)}: shifted labels, -100
-        where a document ends, and the tokens of each document.
+        A batch is {"tokens": (B, S), "labels": (B, S), "lengths": (B, L)}. Labels are shifted by
+        one token, and -100 at the end of each document. ``lengths`` is the number of tokens of each
+        document.
 
     Args:
         train: Files of JSON lines (.jsonl, also .gz) or Parquet, folders of them, folders written
             by ``save_to_disk`` of datasets, or globs.
         tokenizer: Name or path of the tokenizer, as for ``lightning-megatron preprocess``.
-        val: Files of the validation set, which are read whole; None disables validation.
-        test: Files of the test set, which are read whole.
-        json_key: Key, or column, of the text.
-        append_eod: Whether each document ends with the end-of-document token.
-        seq_length: Tokens that a row predicts.
+        val: Files of the validation set, which are encoded before training; None disables
+            validation.
+        test: Files of the test set, which are encoded before the test.
+        json_key: Key of the text in JSON lines, or its column.
+        append_eod: Whether to append the end-of-document token to each document.
+        seq_length: Number of tokens that a row predicts.
         batch_size: Samples per data-parallel rank and batch; 1 if no size is given.
-        global_batch_size: Samples of each optimizer step over all data-parallel ranks, in place of
+        global_batch_size: Samples of each optimizer step over all data-parallel ranks; replaces
             ``batch_size``.
         ramp_up: Growth of ``global_batch_size`` at the start, as in ``TokenDataModule``.
-        num_workers: Processes per rank that encode documents.
+        num_workers: Worker processes per rank that encode documents.
         seed: Seed of the order of training samples.
         balance_attention: Whether to balance the attention work of rows over data ranks, as in
             ``TokenDataModule``.
         context_windows: Windows of a row, which groups of context-parallel ranks share, as in
             ``TokenDataModule``.
-        streaming: Sections of the stream and their order; ``most_conversations`` counts documents.
+        streaming: Settings of the stream, where ``most_conversations`` counts documents; None uses
+            the defaults.
         pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
 
     Raises:
-        ParallelPlanError: If a value has another type or is out of its range.
+        ParallelPlanError: If a value has a wrong type or is out of range.
         UnsupportedError: If files are missing, or settings conflict.
-        CorruptDataError: If a row has no text, with its file and line: in ``setup`` for validation
-            and test, and when it is read for training.
-        MissingExtraError: If tokenizers, or pyarrow for Parquet, or datasets for its folders, is
-            not installed.
+        CorruptDataError: If a row has no text (in ``setup`` for validation and test files, and when
+            the row is read for training files); the message names its file and line.
+        MissingExtraError: If tokenizers is not installed, or pyarrow for Parquet files, or datasets
+            for folders of ``save_to_disk``.
     """
 
     order_settings = "files, tokenizer, json_key, seq_length, context_windows, streaming or seed"
@@ -91,23 +94,13 @@ class TextDataModule(RowDataModule):
         pin_memory: bool | None = None,
     ) -> None:
         given = coerced_arguments(TextDataModule.__init__, locals())
-        super().__init__(
-            given["seq_length"],
-            given["batch_size"],
-            given["global_batch_size"],
-            given["ramp_up"],
-            given["num_workers"],
-            given["seed"],
-            None,
-            balance_attention,
-            pin_memory,
-        )
+        super().__init__(**row_arguments(given))
         self.streaming: Streaming = given["streaming"] or Streaming()
         check_stream_settings(self.streaming, given)
         check_context_windows(given["context_windows"], given["seq_length"], is_whole=True)
         self.context_windows: int = given["context_windows"]
         parts = {"train": train, "val": val, "test": test}
-        #: Files of each part that is given.
+        #: Files of each part with data.
         self.files: dict[str, tuple[Path, ...]] = {
             part: find_conversations(paths, "documents", '{"text": "..."}')
             for part, paths in parts.items()
@@ -120,7 +113,7 @@ class TextDataModule(RowDataModule):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer, read at the first use."""
+        """Tokenizer, loaded at the first use."""
         return tokenizer_of(self._encoder.options)
 
     @property
@@ -134,7 +127,7 @@ class TextDataModule(RowDataModule):
         return self.tokenizer.eod
 
     def setup(self, stage: str | None = None) -> None:
-        """Encode the validation and test files of a stage, so that faults raise at its start."""
+        """Encode the validation and test files of a stage, so that errors occur at its start."""
         self.restart()
         if stage in ("fit", None):
             check_stream_trainer(self.trainer)
@@ -162,17 +155,17 @@ class TextDataModule(RowDataModule):
         encode = self._encoder.encode_row
         return StreamedSamples(
             RowStream(files, encode, self.streaming.shuffle_buffer, seed, self.num_workers),
-            Documents(),
+            DocumentMessages(),
             self.seq_length,
             self.context_windows,
             most_pieces,
             key,
-            lambda line, _: tell_of_rows(line, False),
+            lambda line, _: log_row_counts(line, False),
             num_samples,
         )
 
     def evaluation_samples(self, part: str) -> TextSamples:
-        """Return one pass over a part in an order that is the same in every run.
+        """Return one pass over a part, in an order that is the same in every run.
 
         Args:
             part: ``val`` or ``test``.
@@ -188,15 +181,15 @@ class TextDataModule(RowDataModule):
         batches = WindowBatches(samples, are_separate=True)
         if isinstance(samples, StreamedSamples):
             return StreamLoader(batches, sampler, self.num_workers, self.pin_memory)
-        # Workers encode the stream; rows of evaluation are in memory.
+        # The rows of evaluation are already encoded and in memory, so workers have nothing to do.
         return TokenLoader(batches, sampler, 0, self.pin_memory)
 
     def val_dataloader(self) -> TokenLoader | list:
-        """Build the loader that yields every validation row once."""
+        """Build a loader that yields every validation row once."""
         return self._evaluation_loader("val")
 
     def test_dataloader(self) -> TokenLoader | list:
-        """Build the loader that yields every test row once."""
+        """Build a loader that yields every test row once."""
         return self._evaluation_loader("test")
 
     def _evaluation_loader(self, part: str) -> TokenLoader | list:

@@ -1,4 +1,4 @@
-"""Documents of text in rows of files, encoded while they are read."""
+"""Encoding of documents in the rows of files, for streams and for evaluation."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from lightning_megatron.data.row_files import FileRow, read_rows, sizes_of
 from lightning_megatron.data.streamed_samples import StreamCounts
 from lightning_megatron.errors import CorruptDataError
 
-#: Fewest tokens of a document that predicts something (tokens).
-_FEWEST = 2
+#: Smallest number of tokens of a document in which one token can be predicted (tokens).
+_MIN_TOKENS = 2
 
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """Tokens of documents.
+    """Encoder of documents.
 
     Args:
-        options: Tokenizer, key of the text, and end of documents.
+        options: Options of tokenization.
     """
 
     options: EncodingOptions
 
     def encode_row(self, row: FileRow) -> EncodedText | None:
-        """Return the tokens of a document; None for fewer than two, which predict nothing.
+        """Return the tokens of a document; None for fewer than two tokens, which predict nothing.
 
         Args:
             row: Row of a file.
 
         Raises:
-            CorruptDataError: If it has no text under the key; the message names file and row.
+            CorruptDataError: If the row has no text under the key; the message names file and row.
         """
         key = self.options.json_key
         if isinstance(row.content, bytes):
@@ -50,31 +50,31 @@ class TextEncoder:
         tokenizer = tokenizer_of(self.options)
         end = [tokenizer.eod] if self.options.append_eod and tokenizer.eod is not None else []
         tokens = [one for piece in encode_document(text, tokenizer, False, end) for one in piece]
-        if len(tokens) < _FEWEST:
+        if len(tokens) < _MIN_TOKENS:
             return None
         return EncodedText(np.array(tokens, np.int32), np.ones(len(tokens), np.uint8), False)
 
 
-class Documents:
-    """Words for a stream of documents."""
+class DocumentMessages:
+    """Log and error messages about a stream of documents."""
 
-    def account(self, counts: StreamCounts, seq_length: int) -> str:
-        """Return in words what was read and left out."""
+    def summary(self, counts: StreamCounts, seq_length: int) -> str:
+        """Return how many documents were read and left out."""
         return (
             f"{counts.num_read} documents read, {counts.num_left_out} left out with fewer than "
-            f"{_FEWEST} tokens; {counts.num_tokens} tokens"
+            f"{_MIN_TOKENS} tokens; {counts.num_tokens} tokens"
         )
 
-    def nothing_left(self, names: str, counts: StreamCounts, seq_length: int) -> CorruptDataError:
-        """Return the error of documents that are all too short."""
+    def empty_error(self, names: str, counts: StreamCounts, seq_length: int) -> CorruptDataError:
+        """Return the error for files whose documents are all too short."""
         return CorruptDataError(
-            f"{names} must have a document of at least {_FEWEST} tokens, so that something can be "
-            f"predicted: {counts.num_read} were read. Use other files."
+            f"{names} must have a document of at least {_MIN_TOKENS} tokens, so that a token can "
+            f"be predicted: {counts.num_read} were read, and all are shorter. Use other files."
         )
 
 
 class TextSamples(ConversationRows):
-    """One pass over the documents of some files, which are read whole, in a fixed shuffled order.
+    """One pass over the documents of some files in a fixed shuffled order, all in memory.
 
     Args:
         files: Files of documents.
@@ -83,7 +83,7 @@ class TextSamples(ConversationRows):
         num_windows: Windows of a row.
 
     Raises:
-        CorruptDataError: If a row has no text, or no document has two tokens.
+        CorruptDataError: If a row has no text, or no document has at least two tokens.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class TextSamples(ConversationRows):
         texts = TextTokens.of([text for text in found if text is not None])
         if len(texts.bounds) == 1:
             names = ", ".join(map(str, files))
-            raise Documents().nothing_left(names, StreamCounts(len(found)), seq_length)
-        # The draws of the fixed order of `TokenDataModule`
+            raise DocumentMessages().empty_error(names, StreamCounts(len(found)), seq_length)
+        # This key gives the fixed order of `TokenDataModule`.
         random = np.random.RandomState([0, 0, 4])
         lengths = np.diff(texts.bounds)
         super().__init__(texts, pack_once(lengths, seq_length, random, True, num_windows, None))

@@ -42,7 +42,7 @@ from lightning_megatron.errors import CorruptDataError
 class TokenFile:
     """Memory-mapped corpus of token ids.
 
-    A sequence is one entry of the index. A document consists of one or more sequences.
+    The index has an entry for each sequence. A document consists of one or more sequences.
 
     Args:
         prefix: Path without ``.bin`` and ``.idx``.
@@ -67,8 +67,8 @@ class TokenFile:
         return len(self.lengths)
 
     def __reduce__(self) -> tuple[type[TokenFile], tuple[str, bool]]:
-        # A data worker maps the files itself instead of receiving their contents. This process has
-        # already compared the checksums.
+        # A data worker maps the files itself instead of unpickling their contents. This process
+        # has already compared the checksums.
         return TokenFile, (self.prefix, False)
 
     @property
@@ -94,7 +94,7 @@ class TokenFile:
 
     @cached_property
     def index_sha256(self) -> str:
-        """SHA-256 of the index, which depends on the lengths of all sequences and documents."""
+        """SHA-256 of the index file, which has the lengths of all sequences and documents."""
         with open(idx_path(self.prefix), "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -105,18 +105,19 @@ class TokenFile:
 
         Args:
             index: Index of the sequence.
-            offset: First token within the sequence.
-            length: Number of tokens; None returns all that follow.
+            offset: Position of the first token in the sequence.
+            length: Number of tokens; None returns all tokens from ``offset`` on.
 
         Raises:
+            IndexError: If the sequence does not have these tokens.
             CorruptDataError: If a token id is negative.
         """
         size = int(self.lengths[index])
         length = size - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > size:
             raise IndexError(
-                f"sequence {index} of {self.prefix} has {size} tokens: no "
-                f"[{offset}:{offset + length}]."
+                f"sequence {index} of {self.prefix} has {size} tokens: "
+                f"[{offset}:{offset + length}] is out of range."
             )
         start = int(self.starts[index]) + offset
         tokens = np.array(self.tokens[start : start + length])
@@ -129,7 +130,7 @@ class TokenFile:
 
     def __getitem__(self, index: int) -> npt.NDArray[np.generic]:
         if not -len(self) <= index < len(self):
-            raise IndexError(f"sequence {index} of {self.prefix}, which has {len(self)}.")
+            raise IndexError(f"sequence {index} of {self.prefix}, which has {len(self)} sequences.")
         return self.get(index % len(self))
 
     def check_checksums(self) -> None:
@@ -138,11 +139,11 @@ class TokenFile:
         Raises:
             CorruptDataError: If a file does not match its checksum.
         """
-        written = self.description
-        if written is None or written.fields_crc32 is None:
+        recorded = self.description
+        if recorded is None or recorded.fields_crc32 is None:
             return
-        found = (written.checksum_of_fields(), self.index_sha256, crc32_of(bin_path(self.prefix)))
-        expected = (written.fields_crc32, written.idx_sha256, written.bin_crc32)
+        found = (recorded.checksum_of_fields(), self.index_sha256, crc32_of(bin_path(self.prefix)))
+        expected = (recorded.fields_crc32, recorded.idx_sha256, recorded.bin_crc32)
         paths = (description_path(self.prefix), idx_path(self.prefix), bin_path(self.prefix))
         for path, has, wanted in zip(paths, found, expected, strict=True):
             if has != wanted:
@@ -153,31 +154,35 @@ class TokenFile:
                 )
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Check that a tokenizer is the one that wrote the corpus, if the corpus names one.
+        """Check that the corpus was written with a tokenizer, if it records one.
+
+        Args:
+            tokenizer: Tokenizer of the run.
 
         Raises:
             CorruptDataError: If the corpus was written with another tokenizer.
         """
-        written = self.description
-        fingerprint = None if written is None else written.tokenizer_fingerprint
-        if written is not None and fingerprint is not None and fingerprint != tokenizer.fingerprint:
-            raise CorruptDataError(
-                f"the tokenizer of a corpus must be the one that wrote it: {self.prefix} was "
-                f"written with {written.tokenizer!r} ({fingerprint[:12]}) but {tokenizer.name!r} "
-                f"({tokenizer.fingerprint[:12]}) was given. Its token ids would mean other text. "
-                f"Use tokenizer {written.tokenizer!r} or write the corpus again with "
-                "`lightning-megatron preprocess`."
-            )
+        recorded = self.description
+        fingerprint = None if recorded is None else recorded.tokenizer_fingerprint
+        if recorded is None or fingerprint is None or fingerprint == tokenizer.fingerprint:
+            return
+        raise CorruptDataError(
+            "the tokenizer of a run must be the one with which the corpus was written, because "
+            f"token ids mean other text in another one: {self.prefix} was written with "
+            f"{recorded.tokenizer!r} ({fingerprint[:12]}) but {tokenizer.name!r} "
+            f"({tokenizer.fingerprint[:12]}) was given. Use tokenizer {recorded.tokenizer!r} or "
+            "write the corpus again with `lightning-megatron preprocess`."
+        )
 
     def _check_counts(self) -> None:
-        written = self.description
-        if written is None:
+        recorded = self.description
+        if recorded is None:
             return
         for name, found in (("num_documents", self.num_documents), ("num_tokens", self.num_tokens)):
-            said = getattr(written, name)
-            if said != found:
+            expected = getattr(recorded, name)
+            if expected != found:
                 raise CorruptDataError(
-                    f"{description_path(self.prefix)} says {name} {said}, but "
+                    f"{description_path(self.prefix)} has {name} {expected}, but "
                     f"{idx_path(self.prefix).name} has {found}: they do not belong together. Copy "
                     f"{self.prefix}.bin, .idx and .json again."
                 )
@@ -187,14 +192,18 @@ class TokenFileWriter:
     """Context manager that writes a corpus and publishes it only when it is complete.
 
     The files are written under temporary names in the same directory. Leaving the context without
-    an error renames ``.bin``, then the description, and ``.idx`` last: readers need the index, so
-    that they never see a partial corpus.
+    an error renames ``.bin``, then the description, and ``.idx`` last. Readers need the index, so
+    they never see a partial corpus.
 
     Args:
         prefix: Path without ``.bin`` and ``.idx``; its directory is created.
-        vocab_size: Size of the vocabulary; selects the token type unless ``dtype`` is given.
-        tokenizer: Tokenizer recorded in the description ``PREFIX.json``; None leaves it unknown.
-        dtype: Token type on disk.
+        vocab_size: Size of the vocabulary, which selects the token type unless ``dtype`` is given;
+            None uses that of the tokenizer.
+        tokenizer: Tokenizer to record in the description ``PREFIX.json``; None records none.
+        dtype: Token type on disk; None selects it by the vocabulary size.
+
+    Raises:
+        CorruptDataError: If the token type is not supported, or the tokenizer has invalid fields.
     """
 
     def __init__(
@@ -214,14 +223,15 @@ class TokenFileWriter:
         )
         if chosen not in TOKEN_DTYPES.values():
             raise CorruptDataError(
-                f"token files hold {[str(d) for d in TOKEN_DTYPES.values()]}: {chosen} was given."
+                f"token files hold tokens of a type in {[str(d) for d in TOKEN_DTYPES.values()]}: "
+                f"{chosen} was given."
             )
         self.dtype = chosen
         self.num_bytes = 0
         self._lengths: list[int] = []
         self._documents: list[int] = [0]
         self._crc32 = 0
-        # Validate the description of the tokenizer now, and not after hours of work.
+        # Validate the description of the tokenizer now, instead of after hours of tokenization.
         check_fields(content_of(self._describe("0" * 64)), f"the description of {self.prefix}")
 
     def __enter__(self) -> TokenFileWriter:
@@ -262,24 +272,24 @@ class TokenFileWriter:
 
         Args:
             tokens: Token ids; an empty document has no sequence.
-            num_bytes: Size of the text in UTF-8, for bits per byte.
+            num_bytes: Size of the text in UTF-8, to compute bits per byte (bytes).
             lengths: Number of tokens of each sequence; None makes one sequence.
 
         Raises:
             CorruptDataError: If a token does not fit the token type or the vocabulary, or the
-                lengths do not add up.
+                lengths do not sum to the number of tokens.
         """
         array = np.asarray(tokens)
         pieces = [size for size in ([array.size] if lengths is None else lengths) if size]
         if sum(pieces) != array.size or min(pieces, default=0) < 0:
             raise CorruptDataError(
-                f"lengths must not be negative and must add up to the {array.size} tokens: "
-                f"{pieces[:20]} add up to {sum(pieces)}."
+                f"lengths must not be negative and must sum to the {array.size} tokens: "
+                f"{pieces[:20]} sum to {sum(pieces)}."
             )
         if max(pieces, default=0) >= 2**31:
             raise CorruptDataError(
-                f"a sequence has at most 2^31 - 1 tokens: document {self.num_documents} has one of "
-                f"{max(pieces)}. Divide it by `lengths`."
+                f"a sequence must have at most 2^31 - 1 tokens: document {self.num_documents} has "
+                f"one of {max(pieces)}. Divide the document into sequences with `lengths`."
             )
         if array.size:
             self._check_range(array)
@@ -302,7 +312,7 @@ class TokenFileWriter:
             high = min(high, self.vocab_size - 1)
         if int(array.min()) < low or int(array.max()) > high:
             raise CorruptDataError(
-                f"token ids must lie in [{low}, {high}] ({self.dtype}, vocabulary "
+                f"token ids must be in [{low}, {high}] ({self.dtype}, vocabulary "
                 f"{self.vocab_size}): document {self.num_documents} holds {int(array.min())} to "
                 f"{int(array.max())}. Use the vocabulary size of the tokenizer, or a wider dtype."
             )
@@ -318,7 +328,7 @@ class TokenFileWriter:
             sync_file(file)
         with open(self._partial(final_idx), "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        # Remove an older index first: it must not be read together with the new tokens.
+        # Remove an older index first, so that no reader combines it with the new tokens.
         final_idx.unlink(missing_ok=True)
         os.replace(self._partial(final_bin), final_bin)
         write_description(self.prefix, self._describe(sha256))
@@ -326,18 +336,18 @@ class TokenFileWriter:
         sync_folder(final_idx.parent)
 
     def _describe(self, idx_sha256: str) -> CorpusDescription:
-        facts: dict[str, Any] = dict.fromkeys(
+        fields: dict[str, Any] = dict.fromkeys(
             ("tokenizer", "tokenizer_fingerprint", "vocab_size", "eod")
         )
         if self.tokenizer is not None:
             # The name may be a path, and paths may contain bytes that are not valid UTF-8.
-            facts["tokenizer"] = self.tokenizer.name.encode("utf-8", "backslashreplace").decode()
-            facts["tokenizer_fingerprint"] = self.tokenizer.fingerprint
-            facts["vocab_size"] = int(self.tokenizer.vocab_size)
+            fields["tokenizer"] = self.tokenizer.name.encode("utf-8", "backslashreplace").decode()
+            fields["tokenizer_fingerprint"] = self.tokenizer.fingerprint
+            fields["vocab_size"] = int(self.tokenizer.vocab_size)
             eod = self.tokenizer.eod
-            facts["eod"] = None if eod is None else int(eod)
+            fields["eod"] = None if eod is None else int(eod)
         return CorpusDescription(
-            **facts,
+            **fields,
             num_documents=self.num_documents,
             num_tokens=self.num_tokens,
             num_bytes=self.num_bytes,

@@ -1,10 +1,11 @@
 """Megatron's ``.idx`` format: the length and offset of each sequence of a token file.
 
 An ``.idx`` file is little-endian and unaligned. Its header has the magic (9 bytes), version u64 =
-1, dtype code u8, number of sequences u64, and number of document entries u64. Then follow i32
-lengths, i64 byte offsets and i64 document entries (the first is 0, the last the number of
-sequences), and in multimodal corpora one i8 mode per sequence. The ``.bin`` file contains only the
-tokens."""
+1, dtype code u8, number of sequences u64, and number of document entries u64. After the header
+follow i32 lengths, i64 byte offsets and i64 document entries (the first is 0, the last the number
+of sequences), and in multimodal corpora one i8 mode per sequence. The ``.bin`` file contains only
+the tokens.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +34,21 @@ REMEDY = "Copy both files again, or run `lightning-megatron preprocess` again."
 
 
 def smallest_dtype(vocab_size: int | None) -> np.dtype:
-    """Return Megatron's token type: 16 bits below 65500 tokens, 32 bits otherwise."""
+    """Return Megatron's token type: 16 bits below 65500 tokens, 32 bits otherwise.
+
+    Args:
+        vocab_size: Size of the vocabulary; None means unknown (tokens).
+    """
     return np.dtype("<u2") if vocab_size is not None and vocab_size < 65500 else np.dtype("<i4")
 
 
 def bin_path(prefix: str | os.PathLike[str]) -> Path:
-    """Return the path of a corpus's tokens."""
+    """Return the path of the tokens of a corpus."""
     return Path(f"{os.fspath(prefix)}.bin")
 
 
 def idx_path(prefix: str | os.PathLike[str]) -> Path:
-    """Return the path of a corpus's index."""
+    """Return the path of the index of a corpus."""
     return Path(f"{os.fspath(prefix)}.idx")
 
 
@@ -72,9 +77,12 @@ def read_index(
 ) -> tuple[np.dtype, npt.NDArray[np.int32], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Memory-map an ``.idx`` file.
 
+    Args:
+        path: Path of the file.
+
     Returns:
         Token type, lengths of sequences (tokens), offsets of sequences (bytes), document entries
-        (sequences)
+        (sequences).
 
     Raises:
         CorruptDataError: If the file is missing, truncated or not an index.
@@ -90,8 +98,8 @@ def read_index(
             else f"{str(path)!r} cannot be read: {error}"
         )
         raise CorruptDataError(
-            f"{str(reason).rstrip('.')}. A corpus is named by its path without .bin and .idx, and "
-            "an interrupted `lightning-megatron preprocess` leaves no .idx: run it again."
+            f"{str(reason).rstrip('.')}. A corpus is named by its path without .bin and .idx. An "
+            "interrupted `lightning-megatron preprocess` leaves no .idx: run it again."
         ) from error
     if len(header) < HEADER.size:
         raise CorruptDataError(
@@ -110,11 +118,10 @@ def read_index(
     if code not in TOKEN_DTYPES:
         known = ", ".join(f"{code} ({dtype})" for code, dtype in TOKEN_DTYPES.items())
         raise CorruptDataError(
-            f"{path} names token type {code}; token ids are whole numbers, of type {known}. "
-            f"{REMEDY}"
+            f"{path} must have a token type of whole numbers, {known}: it has type {code}. {REMEDY}"
         )
     expected = HEADER.size + 12 * num_sequences + 8 * num_entries
-    # Multimodal corpora append one byte per sequence. Text does not need it.
+    # Multimodal corpora append one byte per sequence, which is not needed for text.
     if found not in (expected, expected + num_sequences):
         state = "truncated" if found < expected else "too long"
         raise CorruptDataError(
@@ -136,7 +143,7 @@ def check_index(
     offsets: npt.NDArray[np.int64],
     documents: npt.NDArray[np.int64],
 ) -> None:
-    """Check that an index is consistent and matches the size of its ``.bin`` file.
+    """Check that an index is consistent, and matches the size of the ``.bin`` file.
 
     Args:
         prefix: Path without ``.bin`` and ``.idx``.
@@ -157,15 +164,15 @@ def check_index(
     wrong = np.flatnonzero((ends - lengths) * dtype.itemsize != offsets)
     if len(wrong):
         raise CorruptDataError(
-            f"{index} is damaged: the offset of sequence {wrong[0]} does not follow its lengths. "
-            f"{REMEDY}"
+            f"{index} is damaged: the offset of sequence {wrong[0]} does not match the lengths of "
+            f"the sequences before it. {REMEDY}"
         )
     whole = len(documents) > 0 and documents[0] == 0 and bool((np.diff(documents) >= 0).all())
     if not whole or documents[-1] != len(lengths):
         last = documents[-1] if len(documents) else "nothing"
         raise CorruptDataError(
-            f"{index} is damaged: document entries must rise from 0 to {len(lengths)} sequences; "
-            f"they end in {last}. {REMEDY}"
+            f"{index} is damaged: document entries must rise from 0 to {len(lengths)} sequences, "
+            f"but they end with {last}. {REMEDY}"
         )
     expected = int(ends[-1]) * dtype.itemsize if len(ends) else 0
     path = bin_path(prefix)
@@ -189,8 +196,13 @@ def check_index(
 def map_file(path: Path, dtype: np.dtype) -> npt.NDArray:
     """Memory-map a whole file; return an empty array for an empty file, which numpy cannot map.
 
+    Args:
+        path: Path of the file.
+        dtype: Type of the elements.
+
     Raises:
-        CorruptDataError: If the file cannot be opened, or its size is not a multiple of the type's.
+        CorruptDataError: If the file cannot be opened, or its size is not a multiple of the element
+            size.
     """
     try:
         if path.stat().st_size == 0:

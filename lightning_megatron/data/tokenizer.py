@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, GPT-2's byte-pair encoding, BERT's word pieces, and any ``tokenizer.json``."""
+"""Tokenizers: bytes, GPT-2's byte-pair encoding, BERT's WordPiece, and any ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ GPT2_SHA256 = {
 }
 # The vocabulary of bert-base-uncased.
 BERT_SHA256 = {"vocab.txt": "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3"}
-# Word pieces of the training part of the corpus "speeches", learned by the library `tokenizers`.
+# WordPiece vocabulary trained on the training part of "speeches" with the library `tokenizers`.
 SPEECHES_VOCABULARY = Path(__file__).with_name("wordpiece_speeches.txt")
 #: Special tokens of BERT.
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-# Limit of a tokenizer file's size; the largest vocabularies take some tens of megabytes.
+# Largest size of a tokenizer file; the largest vocabularies take some tens of megabytes (bytes).
 MAX_BYTES = 1 << 28
 REMEDY = "Copy the files of the tokenizer again."
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
@@ -35,7 +35,7 @@ class Tokenizer(Protocol):
     """Conversion between text and token ids.
 
     ``fingerprint`` is a hash of everything that determines the ids. ``eod`` is the id of the
-    end-of-document token, or None.
+    end-of-document token, or None without such a token.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Tokenizer whose tokens are the bytes of UTF-8 text; id 256 ends a document."""
+    """Tokenizer whose tokens are the bytes of UTF-8 text, and id 256 for the end of a document."""
 
     name = "bytes"
     fingerprint = hashlib.sha256(b"bytes, 256 = end of document").hexdigest()
@@ -73,10 +73,10 @@ class FileTokenizer:
     """Tokenizer of the Hugging Face ``tokenizers`` library.
 
     Args:
-        name: Name or path that was given to ``load_tokenizer``.
+        name: Name or path of the tokenizer, as for ``load_tokenizer``.
         backend: Instance of ``tokenizers.Tokenizer``.
         fingerprint: Hash of the files that define the tokenizer.
-        eod: Text of the end-of-document token; None looks for the usual ones.
+        eod: Text of the end-of-document token; None looks for one of the usual ones.
 
     Raises:
         UnsupportedError: If ``eod`` is not in the vocabulary.
@@ -96,7 +96,8 @@ class FileTokenizer:
         self.eod: int | None = next((token for token in found if token is not None), None)
         if eod and self.eod is None:
             raise UnsupportedError(
-                f"the end-of-document token {eod!r} is not in the vocabulary of {name}."
+                f"the end-of-document token must be in the vocabulary of the tokenizer: {eod!r} is "
+                f"not in the vocabulary of {name}. Use another token."
             )
 
     def encode(self, text: str) -> list[int]:
@@ -104,7 +105,7 @@ class FileTokenizer:
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of a token by its text; None if there is no such token."""
+        """Return the id of the token with a text; None without such a token."""
         return self._backend.token_to_id(text)
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -121,13 +122,13 @@ class FileTokenizer:
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the token ids of a text, and those that begin texts by the tokenizer's own rules.
+    """Return the token ids of a text with the special tokens that the tokenizer adds.
 
-    Equal to a call of Hugging Face's tokenizer.
+    Equals a call of the Hugging Face tokenizer.
 
     Args:
-        tokenizer: Tokenizer; that of bytes adds none.
-        text: Text that a model is to continue.
+        tokenizer: Tokenizer. That of bytes adds no special tokens.
+        text: Text that a model shall continue.
     """
     if isinstance(tokenizer, FileTokenizer):
         return tokenizer.encode_prompt(text)
@@ -143,10 +144,10 @@ def load_tokenizer(spec: str | os.PathLike[str], eod: str | None = None) -> Toke
             corpus "speeches"), the path of a ``tokenizer.json`` or ``vocab.txt``, or a directory.
             The directory must contain a ``tokenizer.json``, or ``vocab.json``/``encoder.json`` with
             ``merges.txt``/``vocab.bpe``, or a ``vocab.txt``.
-        eod: Text of the end-of-document token, if it is not one of the usual ones.
+        eod: Text of the end-of-document token; None looks for one of the usual ones.
 
     Raises:
-        UnsupportedError: If there is no such tokenizer.
+        UnsupportedError: If no such tokenizer exists, or ``eod`` is not in its vocabulary.
         CorruptDataError: If a file is damaged.
         MissingExtraError: If the extra ``text``, or the package of a named tokenizer, is not
             installed.
@@ -169,8 +170,7 @@ def load_tokenizer(spec: str | os.PathLike[str], eod: str | None = None) -> Toke
         parse_json(content, str(path), REMEDY)
         from_str = import_extra("tokenizers", "text").Tokenizer.from_str
         backend = _built(path, lambda: from_str(content.decode("utf-8")))
-        # The tokenizer of a model may have padding or truncation enabled, which would alter a
-        # corpus.
+        # The tokenizer of a model may enable padding or truncation, which would change a corpus.
         backend.no_padding()
         backend.no_truncation()
         return FileTokenizer(os.fspath(spec), backend, hashlib.sha256(content).hexdigest(), eod)
@@ -195,7 +195,7 @@ def load_tokenizer(spec: str | os.PathLike[str], eod: str | None = None) -> Toke
 def _built(path: Path, build: Callable[[], Any]) -> Any:
     try:
         return build()
-    # The library is written in Rust and raises instances of Exception itself.
+    # The library is written in Rust and raises plain instances of Exception.
     except Exception as error:
         raise CorruptDataError(f"{path} is not a tokenizer: {error}. {REMEDY}") from error
 
@@ -210,10 +210,10 @@ def _load_gpt2(eod: str | None) -> Tokenizer:
 def _load_pair(name: str, vocab: Path, merges: Path, eod: str | None) -> Tokenizer:
     contents = [read_regular_file(path, REMEDY, MAX_BYTES) for path in (vocab, merges)]
     digest = hashlib.sha256(contents[0] + b"\x00" + contents[1]).hexdigest()
-    # Strict parsing refuses duplicate tokens; the library silently uses the last id of one.
+    # Strict parsing raises for duplicate tokens, of which the library silently uses the last id.
     parse_json(contents[0], str(vocab), REMEDY)
     tokenizers = import_extra("tokenizers", "text")
-    # Byte-level as in GPT-2: without an added space or normalization, decoding restores the text.
+    # As in GPT-2, no space is added and nothing is normalized, so that decoding restores the text.
     model = _built(vocab, lambda: tokenizers.models.BPE.from_file(str(vocab), str(merges)))
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -236,10 +236,10 @@ def _bert_vocabulary() -> Path:
 
 
 def _load_word_pieces(name: str, path: Path, eod: str | None) -> Tokenizer:
-    """Load a vocabulary of BERT: one word piece a line, of which the number is the id."""
+    """Load a vocabulary of BERT: one word piece per line, whose line number is the id."""
     content = read_regular_file(path, REMEDY, MAX_BYTES)
     try:
-        # Only line feeds end a line: other separators of Unicode may be word pieces.
+        # Only line feeds end a line, because other Unicode line separators may be word pieces.
         lines = content.decode("utf-8").replace("\r\n", "\n").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         raise CorruptDataError(f"{path} is not UTF-8: {error.reason}. {REMEDY}") from None
@@ -247,11 +247,11 @@ def _load_word_pieces(name: str, path: Path, eod: str | None) -> Tokenizer:
     missing = [token for token in BERT_TOKENS if token not in vocabulary]
     if missing or len(vocabulary) < len(lines):
         raise CorruptDataError(
-            f"{path} must have one word piece a line, each once, and {', '.join(BERT_TOKENS)} "
+            f"{path} must have one word piece per line, each once, and {', '.join(BERT_TOKENS)} "
             f"among them: {f'{missing[0]} is missing' if missing else 'a line occurs twice'}. "
             f"{REMEDY}"
         )
-    # A vocabulary without capitals was made from text in lower case and without accents.
+    # A vocabulary without capital letters is for text in lower case and without accents.
     is_lower = all(piece == piece.lower() for piece in vocabulary if piece not in BERT_TOKENS)
     tokenizers = import_extra("tokenizers", "text")
     model = tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=100)

@@ -1,4 +1,4 @@
-"""Position in the training data, from which a checkpoint continues a run."""
+"""Position in the training data, which a checkpoint stores to resume a run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_megatron.plan.global_batch import GlobalBatch
 
 
 def position_after(loader: TokenLoader, progress: Any, num_steps: int) -> dict[str, Any]:
-    """Return the position in the training data after the batches that the Trainer has finished.
+    """Return the position in the training data after the Trainer's last finished batch.
 
     Args:
         loader: Loader of the training batches.
-        progress: The Trainer's count of training batches.
+        progress: Progress tracker of the Trainer's training batches.
         num_steps: Number of optimizer steps so far (steps).
     """
     sampler = loader.sampler
@@ -24,7 +24,7 @@ def position_after(loader: TokenLoader, progress: Any, num_steps: int) -> dict[s
     if sampler.num_finished:
         batches = progress.current.processed
         if progress.is_last_batch and batches == progress.current.ready:
-            # `limit_train_batches` ends an epoch before all of its samples are used.
+            # `limit_train_batches` may end an epoch before all of its samples are used.
             batches = 0
             if not sampler.stream:
                 state = {"epoch": state["epoch"] + 1, "consumed": 0}
@@ -42,7 +42,7 @@ def position_after(loader: TokenLoader, progress: Any, num_steps: int) -> dict[s
 
 
 def samples_of_steps(state: Mapping[str, Any], max_steps: int, batch: GlobalBatch) -> int:
-    """Return the number of training samples of a run that stops by steps (samples).
+    """Return the number of training samples of a run that ends after a number of steps (samples).
 
     Args:
         state: Restored position; empty for a run from the start.
@@ -50,16 +50,16 @@ def samples_of_steps(state: Mapping[str, Any], max_steps: int, batch: GlobalBatc
         batch: Samples of each optimizer step over all ranks.
     """
     if state.get("epoch", 0):
-        # The first epoch was used up: the order of the next one depends on the same size.
+        # The first epoch is over, and the order of the next one depends on the same size.
         return state["num_samples"]
     steps = max(max_steps - state.get("steps", 0), 1)
     return batch.after(state.get("consumed", 0), steps)
 
 
 def stops_by_steps(trainer: Any) -> bool:
-    """Return whether a run stops by its number of optimizer steps alone.
+    """Return whether only ``max_steps`` limits a Trainer.
 
     Args:
-        trainer: The Trainer; None without one.
+        trainer: The Trainer; None without a Trainer.
     """
     return trainer is not None and trainer.max_steps != -1 and trainer.max_epochs == -1

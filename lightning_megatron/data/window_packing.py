@@ -1,4 +1,4 @@
-"""Rows whose documents lie in windows that groups of context-parallel ranks share."""
+"""Packing of documents into windows that groups of context-parallel ranks share."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.plan.context import legal_context_lengths
 from lightning_megatron.plan.legal_values import join_or, powers_of_two_around
 
-#: In the place of a document: positions of a row that hold no token.
+#: Number of a gap, which takes positions of a row but has no tokens, instead of a document's.
 GAP = -1
 
 
 def check_context_windows(num_windows: int, seq_length: int, is_whole: bool) -> None:
-    """Refuse windows that groups of ranks cannot share, or that rows cannot keep.
+    """Check that rows can be divided into windows for groups of context-parallel ranks.
 
     Args:
         num_windows: Windows of a row.
@@ -25,15 +25,17 @@ def check_context_windows(num_windows: int, seq_length: int, is_whole: bool) -> 
         is_whole: Whether rows consist of whole documents.
 
     Raises:
-        ParallelPlanError: If the number is no power of two, or two of them do not divide a row.
-        UnsupportedError: If rows run over the ends of documents.
+        ParallelPlanError: If the number of windows is not a power of two, or twice this number does
+            not divide ``seq_length``.
+        UnsupportedError: If rows do not consist of whole documents.
     """
     if num_windows == 1:
         return
     if num_windows & (num_windows - 1):
         raise ParallelPlanError(
             f"context_windows ({num_windows}) must be a power of two, because groups of 1, 2, 4 "
-            f"and more ranks of cp share windows. Use {join_or(powers_of_two_around(num_windows))}."
+            "... ranks of cp share windows. Use "
+            f"{join_or(powers_of_two_around(num_windows))}."
         )
     if seq_length % (2 * num_windows):
         legal = legal_context_lengths(seq_length, 2 * num_windows)
@@ -44,9 +46,8 @@ def check_context_windows(num_windows: int, seq_length: int, is_whole: bool) -> 
         )
     if not is_whole:
         raise UnsupportedError(
-            f"context_windows ({num_windows}) needs documents='whole': other rows cut documents "
-            "where a row ends, and windows would cut more of them. Use documents='whole', or leave "
-            "context_windows out."
+            f"context_windows ({num_windows}) needs documents='whole', because other rows do not "
+            "keep documents within windows. Use documents='whole', or leave context_windows out."
         )
 
 
@@ -57,36 +58,37 @@ def pack_windows(
     random: np.random.RandomState | None,
     most_pieces: int | None = None,
 ) -> list[list[tuple[int, int]]]:
-    """Put documents into rows such that none lies in more windows than its row's longest needs.
+    """Pack documents into rows so that no document spans more windows than the longest one needs.
 
-    A span is 1, 2, 4 ... neighbouring windows, and begins at a multiple of its length. A document
-    opens the smallest span that can hold it, or goes into a span that has room, where the least is
-    left. Spans of one length share rows as far as they fill them.
+    A span consists of 1, 2, 4 ... neighbouring windows, and begins at a multiple of its length.
+    Documents are packed into spans by best fit, the longest first; a document that fits into no
+    open span opens the smallest span that can hold it. Rows are filled with spans, the longest
+    first.
 
     Args:
         sizes: Tokens of each document, from 2 to ``seq_length + 1`` (tokens).
         seq_length: Tokens that a row predicts (tokens).
         num_windows: Windows of a row, a power of two.
-        random: Shuffles the spans; None keeps their order.
-        most_pieces: Largest number of documents and gaps of a row, at least two for each window;
+        random: Random number generator that shuffles the spans; None keeps their order.
+        most_pieces: Largest number of documents and gaps in a row, at least two for each window;
             None sets no limit.
 
     Returns:
-        Documents of each row with their positions; gaps have the number ``GAP``, and reach to the
-        end of their span (positions).
+        Documents of each row, each with its number of positions. Gaps have the number ``GAP``, and
+        extend to the end of their span (positions).
     """
     window = seq_length // num_windows
-    # Whole windows that a document needs, rounded up to a power of two.
+    # Number of windows that each document needs, rounded up to a power of two.
     needed = np.minimum(-(-sizes // window), num_windows)
     spans = 1 << np.ceil(np.log2(needed)).astype(np.int64)
-    # The last token of a row is a label alone, and takes no position.
-    rooms = spans * window + (spans == num_windows)
-    # A span may end with a gap.
+    # The last token of a row is only a label, and takes no position.
+    capacities = spans * window + (spans == num_windows)
+    # Subtract one for the gap with which a span may end.
     most = None if most_pieces is None else most_pieces * spans // num_windows - 1
-    packed = best_fit(sizes, rooms, most)
+    packed = best_fit(sizes, capacities, most)
     by_span: dict[int, list[list[tuple[int, int]]]] = {}
     for items in packed if random is None else _shuffled(packed, random):
-        # Longer documents open spans, and come first.
+        # The first item is the longest, which opened the span.
         span = int(spans[items[0]])
         filled = [(item, int(sizes[item])) for item in items]
         by_span.setdefault(span, []).append(_with_gap(filled, span * window))
@@ -96,15 +98,15 @@ def pack_windows(
     ]
 
 
-def _with_gap(pieces: list[tuple[int, int]], room: int) -> list[tuple[int, int]]:
-    rest = room - sum(size for _, size in pieces)
+def _with_gap(pieces: list[tuple[int, int]], capacity: int) -> list[tuple[int, int]]:
+    rest = capacity - sum(size for _, size in pieces)
     return [*pieces, (GAP, rest)] if rest > 0 else pieces
 
 
 def _rows_of_spans(
     by_span: dict[int, list[list[tuple[int, int]]]], num_windows: int, window: int
 ) -> list[list[list[tuple[int, int]]]]:
-    """Fill rows with spans, larger ones first, so that each begins at a multiple of its length."""
+    """Fill rows with spans, the longest first, so that each begins at a multiple of its length."""
     rows: list[list[list[tuple[int, int]]]] = []
     free = 0
     for span in sorted(by_span, reverse=True):
@@ -114,7 +116,7 @@ def _rows_of_spans(
                 free = num_windows
             rows[-1].append(one)
             free -= span
-    # The windows that the last row leaves free: one gap each, which is in no two windows.
+    # Each free window of the last row gets a gap, so that no gap spans two windows.
     for _ in range(free):
         rows[-1].append([(GAP, window)])
     return rows

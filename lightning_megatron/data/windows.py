@@ -1,6 +1,6 @@
 """Start positions of token windows in shuffled documents and epochs, in exact integer arithmetic.
 
-Documents in a given order form one row of tokens. With S = seq_length, window k covers the S + 1
+The concatenated documents form one row of tokens. With S = seq_length, window k has the S + 1
 tokens [k S, k S + S]: the first S are inputs and the last S are labels. Neighbouring windows share
 one token.
 """
@@ -25,8 +25,8 @@ class WindowIndex:
 
     Args:
         documents: Documents in the order of the row.
-        starts: Start of each window as (position in ``documents``, offset in that document), and as
-            one more entry the last token of the last window.
+        starts: Start of each window as (position in ``documents``, offset in that document). One
+            more entry is the last token of the last window.
         shuffle: Order of the windows; empty for the order of the row.
     """
 
@@ -41,18 +41,18 @@ class WindowIndex:
 
     @property
     def most_pieces(self) -> int:
-        """Return the largest number of documents that a window has tokens of."""
+        """Return the largest number of documents with tokens in a window."""
         return int(np.diff(self.starts[:, 0]).max(initial=0)) + 1
 
     def pieces(self, index: int, bounds: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-        """Return where the tokens of a window lie, document by document, in their order.
+        """Return the range of tokens of each document in a window, in order.
 
         Args:
             index: Number of the window in the shuffled order.
-            bounds: First token of each document, and the end of the last one.
+            bounds: Index of the first token of each document, and the total number of tokens.
 
         Returns:
-            First token and end of each piece, which may be empty.
+            Start and end of each range among all tokens. A range may be empty.
         """
         window = int(self.shuffle[index]) if len(self.shuffle) else index
         (first, offset), (last, last_offset) = self.starts[window : window + 2].tolist()
@@ -62,7 +62,7 @@ class WindowIndex:
             start = int(bounds[document])
             stop = int(bounds[document + 1])
             if position == last:
-                # The window includes the first token of the next one, as its last label.
+                # The window includes the first token of the next window as its last label.
                 stop = start + last_offset + 1
             found.append((start + offset, stop))
             offset = 0
@@ -75,17 +75,23 @@ def num_windows(num_tokens: int, seq_length: int, drop_last: bool = True) -> int
     Args:
         num_tokens: Tokens of the row.
         seq_length: Tokens that a window predicts.
-        drop_last: Whether to drop the rest of the tokens; otherwise they form a shorter window.
+        drop_last: Whether to drop the remaining tokens; otherwise they form a shorter window.
 
     Source: Megatron-Core core/datasets/helpers.cpp. Without drop_last, Megatron-Core rounds in
-    float32 and its count may be one too small.
+    float32, and its count may be one too small.
     """
     predicted = max(num_tokens - 1, 0)
     return predicted // seq_length if drop_last else -(-predicted // seq_length)
 
 
 def num_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> int:
-    """Return the number of passes over the documents that ``num_samples`` windows need."""
+    """Return the number of passes over the documents that a number of windows needs.
+
+    Args:
+        tokens_per_epoch: Tokens of one pass.
+        seq_length: Tokens that a window predicts.
+        num_samples: Number of windows.
+    """
     return max(-(-(num_samples * seq_length + 1) // tokens_per_epoch), 1)
 
 
@@ -96,13 +102,13 @@ def window_starts(
 
     Args:
         lengths: Tokens of each document.
-        documents: Documents in the order of the row, with repetitions for several passes.
+        documents: Documents in the order of the row, repeated for each pass.
         seq_length: Tokens that a window predicts.
         count: Number of windows.
 
     Returns:
-        Array (count + 1, 2) of the position in ``documents`` and the offset in that document; the
-        last entry is the last token of the last window
+        Array (count + 1, 2) of the position in ``documents`` and the offset in that document. The
+        last entry is the last token of the last window.
     """
     ends = np.cumsum(np.asarray(lengths, dtype=np.int64)[np.asarray(documents)], dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
@@ -115,7 +121,12 @@ def window_starts(
 
 
 def shuffle_windows(first: int, total: int, random: np.random.RandomState) -> Integers:
-    """Shuffle the windows [0, first) and [first, total) separately.
+    """Return an order in which the windows [0, first) and [first, total) are shuffled separately.
+
+    Args:
+        first: Number of windows in the first range.
+        total: Number of all windows.
+        random: Random number generator.
 
     Source: Megatron-Core core/datasets/gpt_dataset.py (_build_shuffle_index).
     """
@@ -129,7 +140,13 @@ def shuffle_windows(first: int, total: int, random: np.random.RandomState) -> In
 def shuffle_documents(
     count: int, epochs: int, random: np.random.RandomState, final_apart: bool
 ) -> Integers:
-    """Shuffle the documents of all epochs together; ``final_apart`` shuffles the last separately.
+    """Return the documents of several epochs in a common shuffled order.
+
+    Args:
+        count: Number of documents.
+        epochs: Number of epochs.
+        random: Random number generator.
+        final_apart: Whether to shuffle the last epoch separately from the others.
 
     Source: Megatron-Core core/datasets/gpt_dataset.py (_build_document_index).
     """
@@ -144,7 +161,7 @@ def shuffle_documents(
 def index_once(
     lengths: npt.NDArray[np.int64], seq_length: int, seed: int | None = None
 ) -> WindowIndex:
-    """Index every token once, with documents in their order.
+    """Return the index of one pass that uses every token, with documents in order.
 
     Args:
         lengths: Tokens of each document.
@@ -164,9 +181,15 @@ def index_once(
 def index_as_megatron(
     lengths: npt.NDArray[np.int64], seq_length: int, num_samples: int, seed: int
 ) -> WindowIndex:
-    """Index as many epochs as ``num_samples`` windows need, in the order of Megatron-Core.
+    """Return the index of as many epochs as needed, in the order of Megatron-Core.
 
     The order depends on ``num_samples``: all epochs except a short final one are shuffled together.
+
+    Args:
+        lengths: Tokens of each document.
+        seq_length: Tokens that a window predicts.
+        num_samples: Number of windows.
+        seed: Seed of the shuffles.
 
     Source: Megatron-Core core/datasets/gpt_dataset.py (_build_document_sample_shuffle_indices).
     """
@@ -174,7 +197,7 @@ def index_as_megatron(
     tokens = int(lengths.sum())
     epochs = num_epochs(tokens, seq_length, num_samples)
     before_final = num_windows((epochs - 1) * tokens, seq_length)
-    # Shuffle the final epoch separately if less than 0.8 of it is used.
+    # Shuffle the final epoch separately if less than 80 % of it is used.
     final_apart = (
         epochs > 1 and num_samples - before_final < 8 * num_windows(tokens, seq_length) // 10
     )
@@ -187,7 +210,15 @@ def index_as_megatron(
 
 
 def index_one_pass(lengths: npt.NDArray[np.int64], seq_length: int, seed: int) -> WindowIndex:
-    """Index one pass with shuffled documents and windows, without the rest of the tokens."""
+    """Return the index of one pass with shuffled documents and windows.
+
+    Remaining tokens that fill no window are left out.
+
+    Args:
+        lengths: Tokens of each document.
+        seq_length: Tokens that a window predicts.
+        seed: Seed of the shuffles.
+    """
     documents = np.random.RandomState([seed, 0, 0]).permutation(len(lengths))
     count = num_windows(int(lengths.sum()), seq_length)
     shuffle = np.random.RandomState([seed, 0, 1]).permutation(count)
@@ -197,15 +228,22 @@ def index_one_pass(lengths: npt.NDArray[np.int64], seq_length: int, seed: int) -
 def index_passes(
     lengths: npt.NDArray[np.int64], seq_length: int, num_samples: int, seed: int
 ) -> WindowIndex:
-    """Index several passes, each shuffled separately: more samples extend the order of fewer.
+    """Return the index of several passes, each of which is shuffled separately.
 
-    A window belongs to the pass in which it starts and is shuffled with the windows of that pass.
+    A window belongs to the pass in which it starts, and is shuffled with the windows of this pass.
+    A larger ``num_samples`` extends the order.
+
+    Args:
+        lengths: Tokens of each document.
+        seq_length: Tokens that a window predicts.
+        num_samples: Number of windows.
+        seed: Seed of the shuffles.
     """
     tokens = int(lengths.sum())
     num_passes = max(num_samples - 1, 0) * seq_length // tokens + 1
-    # The first window that starts in each pass, and as the last entry the number of windows.
+    # The first window that starts in each pass, and the total number of windows.
     firsts = [-(-number * tokens // seq_length) for number in range(num_passes + 1)]
-    # The last window may reach into documents of further passes.
+    # The last window may extend into documents of the next passes.
     covered = firsts[-1] * seq_length // tokens + 1
     documents = [
         np.random.RandomState([seed, number, 0]).permutation(len(lengths))
@@ -221,26 +259,30 @@ def index_passes(
 
 
 def split_range(count: int, weights: str) -> tuple[range, ...]:
-    """Divide ``count`` documents in the exact proportion of weights such as "980,15,5".
+    """Divide documents into ranges in the exact proportion of weights.
 
-    Bounds are rounded to the nearest document, halves to the even one. Megatron-Core computes with
+    Bounds are rounded to the nearest document, and halves to the even one. Megatron-Core uses
     doubles and may place a bound one sequence later (see ``split_as_megatron``).
+
+    Args:
+        count: Number of documents.
+        weights: Comma-separated weights, such as "980,15,5".
 
     Raises:
         UnsupportedError: If a weight is negative or not a decimal number, or all are zero.
     """
     parts = [part.strip() for part in weights.split(",")]
-    # Bound the digits: a huge power of ten would take hours to compute.
+    # Limit the number of digits, because a huge power of ten would take hours to compute.
     if not all(
         re.fullmatch(r"(\d{1,40}\.?\d{0,40}|\.\d{1,40})([eE][+-]?\d{1,3})?", part, re.ASCII)
         for part in parts
     ):
         raise UnsupportedError(
-            "split weights must be decimal numbers, not negative, separated by commas, such as "
-            f"'980,15,5': {weights[:80]!r}."
+            "split weights must be non-negative decimal numbers, separated by commas, such as "
+            f"'980,15,5': they are {weights[:80]!r}."
         )
     shares = [Fraction(part) for part in parts]
     if sum(shares) == 0:
-        raise UnsupportedError(f"split weights must not all be zero: {weights!r}.")
+        raise UnsupportedError(f"split weights must not all be zero: they are {weights!r}.")
     bounds = [round(count * sum(shares[:parts]) / sum(shares)) for parts in range(len(shares) + 1)]
     return tuple(range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False))

@@ -1,4 +1,4 @@
-"""Special tokens of BERT and the word pieces that continue a word."""
+"""Special tokens of BERT, and the word pieces that continue a word."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _CONTINUES = "##"
 
 @dataclass(frozen=True, eq=False)
 class WordPieces:
-    """Facts of a vocabulary of word pieces.
+    """Special tokens and continuing pieces of a WordPiece vocabulary.
 
     Args:
         padding: Id of [PAD].
         start: Id of [CLS].
         separator: Id of [SEP].
         mask: Id of [MASK].
-        continues: Whether each id is a piece that continues a word, as "##ing" does.
+        continues: Mask of the ids whose pieces continue a word, such as "##ing".
     """
 
     padding: int
@@ -38,13 +38,13 @@ class WordPieces:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None) -> WordPieces:
-        """Return the facts of a tokenizer.
+        """Return the special tokens and continuing pieces of a tokenizer.
 
         Args:
             tokenizer: Tokenizer of the corpus.
 
         Raises:
-            UnsupportedError: If it lacks a special token of BERT.
+            UnsupportedError: If the tokenizer lacks a special token of BERT.
         """
         texts = tokenizer.texts() if isinstance(tokenizer, FileTokenizer) else []
         ids = {text: number for number, text in enumerate(texts) if text is not None}
@@ -52,7 +52,7 @@ class WordPieces:
         missing = [token for token in needed if token not in ids]
         if missing:
             raise UnsupportedError(
-                f"BERT's rows need the tokens {', '.join(needed)}: the tokenizer "
+                f"rows of BERT need the tokens {', '.join(needed)}: the tokenizer "
                 f"{tokenizer.name if tokenizer else None!r} lacks {', '.join(missing)}. Use "
                 "'bert', 'speeches-wordpiece', or the path of BERT's vocab.txt or tokenizer.json."
             )

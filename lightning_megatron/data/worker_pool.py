@@ -1,4 +1,4 @@
-"""A function over a stream of values by several processes, with its results in order."""
+"""Parallel map over a stream of values in worker processes, with results in order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 Value = TypeVar("Value")
 Result = TypeVar("Result")
-#: Time in which a worker goes on after a signal that asks it to end.
+#: Time for which a worker continues after SIGTERM (seconds).
 _GRACE_SECONDS = 30.0
 
 
@@ -22,23 +22,24 @@ def map_in_order(
 ) -> Iterator[Result]:
     """Yield the results of a function for a stream of values, in the order of the values.
 
-    Equals ``map(function, values)``, whatever the number of processes.
+    Equals ``map(function, values)`` for any number of worker processes.
 
     Args:
-        function: Function that can be pickled.
-        values: Values; at most ``4 * workers`` of them wait at a time.
-        workers: Number of processes, which end with this one; 0 calls the function in this process.
+        function: Picklable function.
+        values: Values; at most ``4 * workers`` of them wait for a result at a time.
+        workers: Number of worker processes, which exit when this process exits; 0 calls the
+            function in this process.
     """
     if workers == 0:
         yield from map(function, values)
         return
     context = multiprocessing.get_context()
-    with ProcessPoolExecutor(workers, context, _follow) as pool:
+    with ProcessPoolExecutor(workers, context, _exit_with_parent) as pool:
         waiting: deque[Future[Result]] = deque()
         try:
             for value in values:
                 waiting.append(pool.submit(function, value))
-                # Bound the number of waiting values, so that memory does not grow with the stream.
+                # Limit the number of waiting values, so that memory does not grow with the stream.
                 if len(waiting) >= 4 * workers:
                     yield waiting.popleft().result()
             while waiting:
@@ -55,23 +56,24 @@ def default_workers() -> int:
     return os.cpu_count() or 1
 
 
-def _follow() -> None:
-    """End this worker with its parent, and some time after a signal that asks it to end."""
-    # A scheduler signals all processes of a job, and the parent still needs its workers for a
-    # batch. A pool that has lost a worker signals the others, and waits for them.
-    signal.signal(signal.SIGTERM, lambda *_: _in_background(_end_later))
+def _exit_with_parent() -> None:
+    """Make this worker exit with its parent, and delay its exit after SIGTERM."""
+    # A scheduler sends SIGTERM to all processes of a job while the parent still needs its workers
+    # for a batch. A pool that has lost a worker sends SIGTERM to the others and waits for them.
+    signal.signal(signal.SIGTERM, lambda *_: _in_background(_exit_later))
     parent = multiprocessing.parent_process()
     assert parent is not None, "a pool starts its workers"
 
-    def end_with_parent() -> None:
-        # A pool waits for its queue, which other workers keep open once the parent was killed.
+    def wait_for_parent() -> None:
+        # A worker waits for the queue of its pool, which other workers keep open after the parent
+        # was killed.
         parent.join()
         os._exit(1)
 
-    _in_background(end_with_parent)
+    _in_background(wait_for_parent)
 
 
-def _end_later() -> None:
+def _exit_later() -> None:
     threading.Event().wait(_GRACE_SECONDS)
     os._exit(1)
 

@@ -1,4 +1,4 @@
-"""Beam search: the most probable token sequences of several beams per prompt."""
+"""Beam search for the most probable continuations of prompts."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Candidates(NamedTuple):
     """Most probable continuations of the beams of each prompt, in descending order.
 
     Args:
-        scores: Log-probability of all new tokens (nats).
-        places: Index of the beam times the vocabulary size, plus the token id.
+        scores: Sum of the log-probabilities of all new tokens (nats).
+        flat_indices: Index of the beam times the vocabulary size, plus the token id.
     """
 
-    scores: Float[Tensor, "prompts kept"]
-    places: Int[Tensor, "prompts kept"]
+    scores: Float[Tensor, "prompts candidates"]
+    flat_indices: Int[Tensor, "prompts candidates"]
 
 
 class BeamSearch:
-    """Live beams of each prompt, and its best finished sequences.
+    """Search for the best sequences of each prompt: its live beams and its best finished sequences.
 
-    Equal to the beam search of transformers with ``early_stopping=False``: the score of a sequence
+    Equals the beam search of transformers with ``early_stopping=False``: the score of a sequence
     is its log-probability, divided by its number of new tokens to the power of ``length_penalty``.
 
     Args:
@@ -38,8 +38,8 @@ class BeamSearch:
         num_prompts: Number of prompts.
         vocab_size: Vocabulary size (tokens).
         device: Device of the logits.
-        stops: Function of the new tokens of a sequence that returns whether they end it; None means
-            that only stop tokens and ``max_new_tokens`` do.
+        stops: Function that takes the new tokens of a sequence and returns whether the sequence
+            ends; None means that only stop tokens and ``max_new_tokens`` end it.
     """
 
     def __init__(
@@ -54,11 +54,10 @@ class BeamSearch:
         self._vocab_size = vocab_size
         self._stops = stops
         size = num_prompts, settings.beams
-        most = settings.max_new_tokens
         self._stop_tokens = torch.tensor(settings.stop_tokens, dtype=torch.long, device=device)
-        #: New tokens of the live beams. The beams of a prompt are identical at first, so only the
-        #: first one starts with a score that can be chosen.
-        self._tokens = torch.zeros(*size, most, dtype=torch.long, device=device)
+        #: New tokens of the live beams. The beams of a prompt are identical at first, so all but
+        #: the first one start with the score that excludes them.
+        self._tokens = torch.zeros(*size, settings.max_new_tokens, dtype=torch.long, device=device)
         self._scores = torch.full(size, _LOWEST, device=device)
         self._scores[:, 0] = 0.0
         self._ended_tokens = torch.zeros_like(self._tokens)
@@ -71,7 +70,7 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Return how many candidates per prompt leave enough live beams if some of them end."""
+        """Return the number of candidates per prompt, enough even if some end their sequences."""
         most = self._settings.beams * self._vocab_size
         return min(most, self._settings.beams * max(2, 1 + len(self._settings.stop_tokens)))
 
@@ -85,31 +84,31 @@ class BeamSearch:
         sums = (log_probs + self._scores[:, :, None]).flatten(1)
         return Candidates(*sums.topk(self.num_candidates))
 
-    def advance(self, given: Candidates) -> tuple[Tensor, Tensor]:
+    def advance(self, candidates: Candidates) -> tuple[Tensor, Tensor]:
         """Choose the next beams among candidates, and return their new tokens and parents.
 
         Args:
-            given: Candidates; on all ranks those of the last pipeline stage.
+            candidates: Candidates, on all ranks those of the last pipeline stage.
 
         Returns:
             New token of each beam, and the row of the beam that it continues.
         """
         beams = self._settings.beams
-        parents = given.places // self._vocab_size
-        tokens = given.places % self._vocab_size
+        parents = candidates.flat_indices // self._vocab_size
+        tokens = candidates.flat_indices % self._vocab_size
         sequences = _selected(self._tokens, parents)
         sequences[:, :, self._length] = tokens
         self._length += 1
         ends = self._ends(sequences, tokens)
-        live_scores = given.scores + ends * _LOWEST
+        live_scores = candidates.scores + ends * _LOWEST
         chosen = live_scores.topk(beams).indices
-        self._keep_ended(sequences, given.scores, ends)
+        self._keep_ended(sequences, candidates.scores, ends)
         self._tokens = _selected(sequences, chosen)
         self._scores = live_scores.gather(1, chosen)
         best = self._scores[:, :1] / self._length**self._settings.length_penalty
-        least = self._ended_scores.amin(1, keepdim=True)
-        bar = torch.where(self._has_ended, least, _LOWEST)
-        self._may_improve = self._may_improve & (best > bar).any(1, keepdim=True)
+        worst_ended = self._ended_scores.amin(1, keepdim=True)
+        threshold = torch.where(self._has_ended, worst_ended, _LOWEST)
+        self._may_improve = self._may_improve & (best > threshold).any(1, keepdim=True)
         self.is_over = bool(ends.all() | ~self._may_improve.any())
         first = torch.arange(len(parents), device=parents.device)[:, None] * beams
         return tokens.gather(1, chosen).flatten(), (parents.gather(1, chosen) + first).flatten()
@@ -121,7 +120,7 @@ class BeamSearch:
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
     def _ends(self, sequences: Tensor, tokens: Tensor) -> Tensor:
-        """Return which candidates end their sequences."""
+        """Return a mask of the candidates that end their sequences."""
         if self._length == self._settings.max_new_tokens:
             return torch.ones_like(tokens, dtype=torch.bool)
         ends = torch.isin(tokens, self._stop_tokens)

@@ -1,4 +1,4 @@
-"""Generation of the tokens after prompts, one token of every row at a time."""
+"""Generation of the tokens that follow prompts, one token per row at a time."""
 
 from __future__ import annotations
 
@@ -27,43 +27,44 @@ def generate(
 ) -> list[list[int]]:
     """Generate a continuation of each prompt, and return its tokens.
 
-    The tokens equal those of ``generate`` of a Hugging Face model with the same weights, and those
-    of passes without a cache.
+    Equals ``generate`` of a Hugging Face model with the same weights, and generation without a
+    key/value cache.
 
     Args:
         model: GPT, or module that contains one, such as a ``CausalLM`` or a replaced Hugging Face
             model.
         prompts: Token ids of each prompt; lengths may differ.
         settings: Settings of the generation; None means the defaults.
-        stops: Function of the new tokens of a row that returns whether they end the row, such as
-            ``StopStrings``; its results must be equal on all ranks. None means no further
-            condition.
+        stops: Function that takes the new tokens of a row and returns whether the row ends, such as
+            ``StopStrings``. It must return the same result on all ranks. None means that only stop
+            tokens and ``max_new_tokens`` end a row.
 
     Returns:
         New tokens of each prompt, a stop token included.
 
     Raises:
-        UnsupportedError: If the module has no GPT, the model cannot read a prompt, or the call is
-            inside a step with pipeline stages and depends on values of its results.
+        UnsupportedError: If the module does not contain exactly one GPT, a prompt is empty or has a
+            token outside the vocabulary, or a step with pipeline stages makes this call only after
+            it has read a value that the model computes.
         ParallelPlanError: If a row could become longer than ``max_seq_length``.
 
-    Communication: see :func:`generated_tokens`. With pp and beams, the last stage broadcasts the
-        candidates of each prompt instead.
+    Communication: as for :func:`generated_tokens`. In a beam search with pp, the last stage
+        broadcasts the candidates of each prompt instead of the tokens.
     """
     gpt = gpt_of(model)
-    search = _beam_searched if settings is not None and settings.beams > 1 else _continued
+    search = _search_beams if settings is not None and settings.beams > 1 else _decode
     return run_aside(
         gpt, "generate", lambda: search(gpt, prompts, settings or GenerationSettings(), stops)
     )
 
 
-def _continued(
+def _decode(
     gpt: GPT,
     prompts: Sequence[Sequence[int]],
     settings: GenerationSettings,
     stops: StopFunction | None,
 ) -> list[list[int]]:
-    """Return the new tokens of each prompt, chosen one after the other."""
+    """Return the new tokens of each prompt, by greedy decoding or sampling."""
     found: list[list[int]] = [[] for _ in prompts]
     for tokens in generated_tokens(gpt, prompts, settings, stops):
         for row, token in zip(found, tokens, strict=True):
@@ -87,14 +88,15 @@ def generated_tokens(
         stops: As for :func:`generate`.
 
     Raises:
-        UnsupportedError: If the module has no GPT, the call is inside a step with pipeline stages,
-            the model cannot read a prompt, or there are several beams, whose tokens are known only
-            at the end of the search.
+        UnsupportedError: If the module does not contain exactly one GPT, the call is inside a step
+            with pipeline stages, a prompt is empty or has a token outside the vocabulary, or the
+            settings ask for a beam search, which knows its tokens only at its end.
         ParallelPlanError: As for :func:`generate`.
 
-    Communication: that of the layers for each token; with pp a broadcast of the tokens from the
-        last stage. All ranks of one replica must call this together with the same prompts. Replicas
-        that share experts (ep) must call it together, and may have different prompts.
+    Communication: for each token, the communication of the layers, and with pp a broadcast of the
+        tokens from the last stage. All ranks of a replica must call this function together with the
+        same prompts. Replicas that share experts (ep) must call it together, and may have different
+        prompts.
     """
     settings = settings or GenerationSettings()
     if settings.beams > 1:
@@ -109,27 +111,27 @@ def generated_tokens(
     rows: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
     tokens: Tensor | None = None
-    for number in range(1, session.most + 1):
+    for number in range(1, session.max_new_tokens + 1):
         with torch.no_grad():
             logits = session.logits(tokens)
-            tokens = session.shared_tokens(None if logits is None else sampler(logits))
+            tokens = session.broadcast_tokens(None if logits is None else sampler(logits))
         chosen = tokens[: len(prompts)].tolist()
         if not all(ended):
             yield [None if end else token for end, token in zip(ended, chosen, strict=True)]
-        for place, token in enumerate(chosen):
-            if ended[place]:
+        for row, token in enumerate(chosen):
+            if ended[row]:
                 continue
-            rows[place].append(token)
-            ended[place] = (
+            rows[row].append(token)
+            ended[row] = (
                 number == settings.max_new_tokens
                 or token in settings.stop_tokens
-                or (stops is not None and stops(rows[place]))
+                or (stops is not None and stops(rows[row]))
             )
         if session.is_over(all(ended)):
             return
 
 
-def _beam_searched(
+def _search_beams(
     gpt: GPT,
     prompts: Sequence[Sequence[int]],
     settings: GenerationSettings,
@@ -141,18 +143,18 @@ def _beam_searched(
     session = GenerationSession(gpt, [prompt for prompt in prompts for _ in range(beams)], settings)
     search = BeamSearch(settings, len(prompts), gpt.config.vocab_size, session.device, stops)
     tokens: Tensor | None = None
-    for _ in range(session.most):
+    for _ in range(session.max_new_tokens):
         with torch.no_grad():
             logits = session.logits(tokens)
-            own = None if logits is None or search.is_over else search.candidates(logits)
             if search.is_over:
                 # Replicas that share experts with this one are still searching.
-                tokens = session.filled(None)
+                tokens = session.with_fillers(None)
             else:
-                found = session.shared_candidates(own, search.num_candidates, beams)
-                chosen, parents = search.advance(found)
+                computed = None if logits is None else search.candidates(logits)
+                candidates = session.broadcast_candidates(computed, search.num_candidates, beams)
+                chosen, parents = search.advance(candidates)
                 session.reorder(parents)
-                tokens = session.filled(chosen)
+                tokens = session.with_fillers(chosen)
         if session.is_over(search.is_over):
             break
     return search.best()
@@ -165,14 +167,15 @@ def gpt_of(model: nn.Module) -> GPT:
         model: GPT, or module that contains one.
 
     Raises:
-        UnsupportedError: If the module has no GPT or more than one.
+        UnsupportedError: If the module does not contain exactly one GPT.
     """
     found = [one for _, one in pipelined_modules(model) if isinstance(one, GPT)]
     if len(found) != 1:
         raise UnsupportedError(
-            f"generate needs a model with one GPT of this package: {type(model).__name__} has "
-            f"{len(found)}. Only the attention of a GPT fills the key/value cache. Pass the GPT "
-            "itself, a configured CausalLM or a replaced Hugging Face model; other models have "
-            "their own generate."
+            "generate needs a model with one GPT of lightning_megatron: "
+            f"{type(model).__name__} has {len(found)}. Only the attention of a GPT fills the "
+            "key/value cache. Pass a GPT, a configured CausalLM or a Hugging Face model whose "
+            "layers the strategy has replaced. For another model, call the generate method of that "
+            "model."
         )
     return found[0]

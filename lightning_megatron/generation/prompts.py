@@ -18,20 +18,20 @@ from lightning_megatron.shapes import Int
 
 @dataclass(frozen=True, eq=False)
 class PromptRows:
-    """Prompts with padding on their left, and the tokens generated after them.
+    """Left-padded prompts, and the tokens generated after them.
 
     The padding makes all prompts end at the same position.
 
     Args:
         tokens: Tokens of the prompts, and the new tokens.
-        before: Padding before each prompt; None means none (tokens).
-        multiple: Number of which the row length of the first call must be a multiple; padding is
-            appended to reach it (tokens).
-        later_multiple: The same for later calls (tokens).
+        padding: Padding before each prompt; None means no padding (tokens).
+        multiple: Number that must divide the row length of the first forward pass; padding is
+            appended to reach such a length (tokens).
+        later_multiple: Number that must divide the row length of later passes (tokens).
     """
 
     tokens: Int[Tensor, "batch seq"]
-    before: Int[Tensor, " batch"] | None
+    padding: Int[Tensor, " batch"] | None
     multiple: int = 1
     later_multiple: int = 1
 
@@ -51,19 +51,19 @@ class PromptRows:
         Args:
             prompts: Token ids of each prompt.
             device: Device of the model.
-            num_rows: Number of rows; the rows after those of the prompts are fillers.
+            num_rows: Number of rows; filler rows of zeros follow the rows of the prompts.
             length: Length of the rows, at least that of the longest prompt (tokens).
-            multiple: Number of which the row length of the first call must be a multiple (tokens).
-            later_multiple: The same for later calls (tokens).
+            multiple: Number that must divide the row length of the first forward pass (tokens).
+            later_multiple: Number that must divide the row length of later passes (tokens).
         """
-        filled = [*prompts, *[[0] * length] * (num_rows - len(prompts))]
-        before = [length - len(prompt) for prompt in filled]
-        rows = [[0] * extra + list(row) for extra, row in zip(before, filled, strict=True)]
-        padding = torch.tensor(before, device=device) if any(before) else None
+        with_fillers = [*prompts, *[[0] * length] * (num_rows - len(prompts))]
+        counts = [length - len(prompt) for prompt in with_fillers]
+        rows = [[0] * count + list(row) for count, row in zip(counts, with_fillers, strict=True)]
+        padding = torch.tensor(counts, device=device) if any(counts) else None
         return cls(torch.tensor(rows, device=device), padding, multiple, later_multiple)
 
-    def first(self, cache: KeyValueCache) -> tuple[Tensor, AttentionSpan]:
-        """Return the tokens of the prompts, and the span that makes the model cache them.
+    def prefill_inputs(self, cache: KeyValueCache) -> tuple[Tensor, AttentionSpan]:
+        """Return the tokens of the prompts, and the attention span that stores them in a cache.
 
         Args:
             cache: Empty cache.
@@ -71,13 +71,13 @@ class PromptRows:
         count = self.tokens.shape[1]
         tokens = F.pad(self.tokens, (0, -count % self.multiple))
         past = CachedTokens(cache, count)
-        if self.before is None:
+        if self.padding is None:
             return tokens, AttentionSpan(past=past)
-        lengths = torch.stack((self.before, tokens.shape[1] - self.before), 1)
+        lengths = torch.stack((self.padding, tokens.shape[1] - self.padding), 1)
         positions = self._positions(0, tokens.shape[1])
         return tokens, AttentionSpan(lengths, positions=positions, restarts=False, past=past)
 
-    def followed_by(self, tokens: Int[Tensor, " batch"]) -> PromptRows:
+    def appended(self, tokens: Int[Tensor, " batch"]) -> PromptRows:
         """Return the rows with one more token each.
 
         Args:
@@ -86,16 +86,16 @@ class PromptRows:
         return replace(self, tokens=torch.cat((self.tokens, tokens[:, None]), 1))
 
     def reordered(self, rows: Int[Tensor, " _"]) -> PromptRows:
-        """Return the rows, with the first ones replaced by copies of others.
+        """Return the rows after copies of other rows have replaced the first ones.
 
         Args:
-            rows: For each replaced row the index of the row to copy, which must have the same
+            rows: Index of the row to copy to each of the first rows. Both must have the same
                 prompt.
         """
         rest = torch.arange(len(rows), len(self.tokens), device=rows.device)
         return replace(self, tokens=self.tokens[torch.cat((rows, rest))])
 
-    def last(self, cache: KeyValueCache) -> tuple[Tensor, AttentionSpan]:
+    def decode_inputs(self, cache: KeyValueCache) -> tuple[Tensor, AttentionSpan]:
         """Return the last token of each row, and its attention span after the cached tokens.
 
         Args:
@@ -103,19 +103,19 @@ class PromptRows:
         """
         tokens = F.pad(self.tokens[:, -1:], (0, -1 % self.later_multiple))
         visible = None
-        if self.before is not None:
+        if self.padding is not None:
             index = torch.arange(cache.length + 1, device=tokens.device)
-            visible = index >= self.before[:, None]
+            visible = index >= self.padding[:, None]
         positions = self._positions(cache.length, tokens.shape[1])
         return tokens, AttentionSpan(positions=positions, past=CachedTokens(cache, 1, visible))
 
     def _positions(self, first: int, length: int) -> Tensor:
-        """Return the position of each token in its row; padding has that of the nearest token."""
+        """Return each token's position in its row; padding has that of the nearest token."""
         last = self.tokens.shape[1] - 1
         index = torch.arange(first, first + length, device=self.tokens.device).clamp(max=last)
-        if self.before is None:
+        if self.padding is None:
             return index.expand(len(self.tokens), length)
-        return (index - self.before[:, None]).clamp(min=0)
+        return (index - self.padding[:, None]).clamp(min=0)
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
@@ -134,12 +134,13 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
     for number, prompt in enumerate(prompts):
         if not len(prompt):
             raise UnsupportedError(
-                f"a prompt needs at least one token, whose logits give the next one: prompt "
-                f"{number} is empty. Start it with the beginning-of-text token."
+                f"a prompt needs at least one token, because the logits of its last token give the "
+                f"first new one: prompt {number} is empty. Start it with the beginning-of-text "
+                "token."
             )
-        wrong = [one for one in prompt if not 0 <= one < vocab_size]
+        wrong = [token for token in prompt if not 0 <= token < vocab_size]
         if wrong:
             raise UnsupportedError(
-                f"token ids must be from 0 to {vocab_size - 1}, the model's vocabulary: prompt "
-                f"{number} has {shown(wrong[0])}. Use the tokenizer of the model."
+                f"token ids must be from 0 to {vocab_size - 1}, the vocabulary of the model: "
+                f"prompt {number} has {shown(wrong[0])}. Use the tokenizer of the model."
             )

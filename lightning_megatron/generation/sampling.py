@@ -1,4 +1,4 @@
-"""Greedy or random choice of the next token from its logits."""
+"""Greedy decoding and sampling of the next token from its logits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from lightning_megatron.shapes import Float, Int
 
 
 class Sampler:
-    """Choose the most probable token, or sample one.
+    """Choose the most probable token, or sample a token.
 
-    Ranks with the same logits choose the same tokens, because their generators have the same seed.
+    Ranks with the same logits choose the same tokens, because their random number generators have
+    the same seed.
 
     Args:
         settings: Settings of sampling.
@@ -32,16 +33,16 @@ class Sampler:
         wide = logits.float()
         if not self.settings.sample:
             return wide.argmax(-1)
-        weights = weighed(wide, self.settings).softmax(-1)
-        return torch.multinomial(weights, 1, generator=self._generator)[:, 0]
+        probabilities = sampling_logits(wide, self.settings).softmax(-1)
+        return torch.multinomial(probabilities, 1, generator=self._generator)[:, 0]
 
 
-def weighed(
+def sampling_logits(
     logits: Float[Tensor, "batch vocab"], settings: GenerationSettings
 ) -> Float[Tensor, "batch vocab"]:
-    """Return logits for sampling: minus infinity for tokens that top-k or top-p excludes.
+    """Return logits for sampling: scaled, and minus infinity for tokens that are excluded.
 
-    Equal to the logits processors of Hugging Face for temperature, then top-k, then top-p.
+    Equals the logits processors of Hugging Face for temperature, then top-k, then top-p.
 
     Args:
         logits: Next-token logits.
@@ -49,13 +50,13 @@ def weighed(
     """
     logits = logits / settings.temperature
     if settings.top_k is not None and settings.top_k < logits.shape[-1]:
-        least = logits.topk(settings.top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        smallest = logits.topk(settings.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest, -torch.inf)
     if settings.top_p < 1.0:
         ordered, index = logits.sort(descending=False)
-        # A token stays if the more probable tokens do not reach top_p. The most probable one
-        # always stays.
-        is_rare = ordered.softmax(-1).cumsum(-1) <= 1 - settings.top_p
-        is_rare[:, -1] = False
-        logits = logits.masked_fill(is_rare.scatter(1, index, is_rare), -torch.inf)
+        # A token is kept if the probabilities of all more probable tokens sum to less than top_p.
+        # The most probable token is always kept.
+        is_excluded = ordered.softmax(-1).cumsum(-1) <= 1 - settings.top_p
+        is_excluded[:, -1] = False
+        logits = logits.masked_fill(is_excluded.scatter(1, index, is_excluded), -torch.inf)
     return logits

@@ -1,4 +1,4 @@
-"""State of a generation: rows of prompts, their key/value cache, and the next-token logits."""
+"""State of a text generation: rows of prompts, their key/value cache, and the next-token logits."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class GenerationSession:
         if self._shares_experts:
             # Experts need the same number of tokens from every rank.
             all_reduce_(sizes, gpt.mesh.experts_cpu, "max")
-        num_rows, length, most = sizes.tolist()
-        _check_length(length, most, gpt.config.max_seq_length)
+        num_rows, length, max_new_tokens = sizes.tolist()
+        _check_length(length, max_new_tokens, gpt.config.max_seq_length)
         #: Maximum number of new tokens of a row, over all ranks that share experts (tokens).
-        self.most: int = most
-        self._num_own = len(prompts)
+        self.max_new_tokens: int = max_new_tokens
+        self._num_prompts = len(prompts)
         self._device = gpt.mesh.device
         self._rows = PromptRows.of(
             prompts,
@@ -56,8 +56,8 @@ class GenerationSession:
             multiple=length_multiple(gpt.mesh),
             later_multiple=length_multiple(gpt.mesh, is_cut=False),
         )
-        # The last new token is never passed through the model.
-        self._cache = KeyValueCache(length + most - 1)
+        # The model never reads the last new token.
+        self._cache = KeyValueCache(length + max_new_tokens - 1)
         self._longest_short_row = _longest_short_row(gpt)
         self._num_rows = num_rows
         self._pass = self._token_pass(num_rows) if settings.record else None
@@ -69,9 +69,9 @@ class GenerationSession:
         return self._device
 
     def logits(self, tokens: Int[Tensor, " batch"] | None) -> Tensor | None:
-        """Return the next-token logits of the rows of this rank.
+        """Return the next-token logits of the prompts of this rank.
 
-        The logits of a recorded pass are valid until the next call.
+        The logits of a replayed CUDA graph are valid until the next call.
 
         Args:
             tokens: Latest token of each row; None returns the logits after the prompts.
@@ -83,68 +83,77 @@ class GenerationSession:
             found: Tensor | None = self._pass(tokens)
             self._cache.advance(1)
         else:
-            found = self._logits_by_layers(tokens)
-        return None if found is None else found[: self._num_own]
+            found = self._computed_logits(tokens)
+        return None if found is None else found[: self._num_prompts]
 
-    def shared_tokens(self, own: Int[Tensor, " rows"] | None) -> Int[Tensor, " batch"]:
+    def broadcast_tokens(self, tokens: Int[Tensor, " rows"] | None) -> Int[Tensor, " batch"]:
         """Return the next token of each row, filler rows included, on all stages.
 
         Args:
-            own: Next tokens of the rows of this rank; None except on the last stage.
+            tokens: Next tokens of the prompts of this rank on the last stage; None on others.
+
+        Communication: a broadcast from the last stage over pp.
         """
         mesh = self._gpt.mesh
-        return broadcast_(self.filled(own), mesh.pp, mesh.layout.loss_stage)
+        return broadcast_(self.with_fillers(tokens), mesh.pp, mesh.layout.loss_stage)
 
-    def filled(self, own: Int[Tensor, " rows"] | None) -> Int[Tensor, " batch"]:
-        """Return a token of each row, an arbitrary one for filler rows.
+    def with_fillers(self, tokens: Int[Tensor, " rows"] | None) -> Int[Tensor, " batch"]:
+        """Return a token for each row, where those of filler rows are 0.
 
         Args:
-            own: Tokens of the rows of this rank; None means arbitrary ones.
+            tokens: Tokens of the prompts of this rank; None means 0.
         """
-        # Filler rows come after the rows of this rank. Nothing is sampled for them, so samples
-        # depend on the rows of this rank only.
-        tokens = torch.zeros(self._num_rows, dtype=torch.long, device=self._device)
-        if own is not None:
-            tokens[: self._num_own] = own
-        return tokens
+        # Filler rows come after the prompts of this rank. Nothing is sampled for them, so samples
+        # depend on the prompts of this rank only.
+        filled = torch.zeros(self._num_rows, dtype=torch.long, device=self._device)
+        if tokens is not None:
+            filled[: self._num_prompts] = tokens
+        return filled
 
-    def shared_candidates(self, own: Candidates | None, kept: int, beams: int) -> Candidates:
+    def broadcast_candidates(
+        self, candidates: Candidates | None, num_candidates: int, beams: int
+    ) -> Candidates:
         """Return the candidates of a beam search on all stages.
 
         Args:
-            own: Candidates; None except on the last stage.
-            kept: Candidates per prompt.
+            candidates: Candidates on the last stage; None on others.
+            num_candidates: Candidates per prompt.
             beams: Beams per prompt.
+
+        Communication: two broadcasts from the last stage over pp.
         """
         mesh = self._gpt.mesh
-        if own is None:
-            shape = self._num_own // beams, kept
-            own = Candidates(
+        if candidates is None:
+            shape = self._num_prompts // beams, num_candidates
+            candidates = Candidates(
                 torch.empty(shape, device=self._device),
                 torch.empty(shape, dtype=torch.long, device=self._device),
             )
-        found = (broadcast_(one.contiguous(), mesh.pp, mesh.layout.loss_stage) for one in own)
+        found = (
+            broadcast_(one.contiguous(), mesh.pp, mesh.layout.loss_stage) for one in candidates
+        )
         return Candidates(*found)
 
     def reorder(self, rows: Int[Tensor, " rows"]) -> None:
-        """Replace the tokens and cached keys and values of this rank's rows by those of others.
+        """Copy tokens, cached keys and cached values between the rows of this rank.
 
         Args:
-            rows: For each row the index of the row to copy.
+            rows: Index of the row to copy to each row.
         """
         self._cache.reorder(rows)
         self._rows = self._rows.reordered(rows)
 
-    def _logits_by_layers(self, tokens: Tensor | None) -> Tensor | None:
+    def _computed_logits(self, tokens: Tensor | None) -> Tensor | None:
+        """Compute the next-token logits without a CUDA graph, and cache keys and values."""
         if tokens is not None:
-            self._rows = self._rows.followed_by(tokens)
+            self._rows = self._rows.appended(tokens)
         if self._cache.length == self._longest_short_row:
             # The cached keys were rotated by the angles of short rows; compute them again.
             self._cache.clear()
         if self._cache.length == 0:
-            rows, span = self._rows.first(self._cache)
+            rows, span = self._rows.prefill_inputs(self._cache)
         else:
-            rows, span = self._rows.last(self._cache)
+            rows, span = self._rows.decode_inputs(self._cache)
         assert span.past is not None, "rows of prompts have a cache"
         gpt = self._gpt
         count = span.past.count
@@ -156,24 +165,26 @@ class GenerationSession:
         self._cache.advance(count)
         return found
 
-    def is_over(self, is_own_over: bool) -> bool:
+    def is_over(self, have_ended: bool) -> bool:
         """Return whether the rows of all ranks that share experts have ended.
 
         Args:
-            is_own_over: Whether the rows of this rank have ended.
+            have_ended: Whether the rows of this rank have ended.
+
+        Communication: an all-reduce over the ranks that share experts, if there are any.
         """
         if not self._shares_experts:
-            return is_own_over
-        unfinished = torch.tensor(int(not is_own_over))
+            return have_ended
+        unfinished = torch.tensor(int(not have_ended))
         return not all_reduce_(unfinished, self._gpt.mesh.experts_cpu, "max")
 
     def _token_pass(self, num_rows: int) -> TokenPass | None:
-        """Return the recorded pass over single tokens; None if it cannot be recorded."""
-        reason = why_not_recorded(self._gpt, self.most)
+        """Return the forward pass over one token per row; None if it is not recorded."""
+        reason = why_not_recorded(self._gpt, self.max_new_tokens)
         if reason is not None:
             _log.info("passes over single tokens are not recorded as a CUDA graph: %s", reason)
             return None
-        return TokenPass(self._gpt, self._cache, self._rows.before, num_rows)
+        return TokenPass(self._gpt, self._cache, self._rows.padding, num_rows)
 
     def _check_layout(self) -> None:
         mesh = self._gpt.mesh
@@ -193,10 +204,11 @@ def _longest_short_row(gpt: GPT) -> int | None:
     return scaling.original_length
 
 
-def _check_length(length: int, most: int, limit: int) -> None:
-    if length + most > limit:
+def _check_length(length: int, max_new_tokens: int, limit: int) -> None:
+    if length + max_new_tokens > limit:
         raise ParallelPlanError(
             f"a prompt and its new tokens together must not exceed max_seq_length ({limit}): the "
-            f"longest prompt has {length} tokens, and max_new_tokens is {most}. The model has no "
-            f"later positions. Use at most {max(0, limit - length)} new tokens, or cut the prompt."
+            f"longest prompt has {length} tokens, and max_new_tokens is {max_new_tokens}. The "
+            f"model has no later positions. Use at most {max(0, limit - length)} new tokens, or a "
+            "shorter prompt."
         )

@@ -20,15 +20,15 @@ class GenerationSettings:
         top_k: Number of most probable tokens to sample from; None means all (tokens).
         top_p: Cumulative probability of the most probable tokens to sample from; 1 means all
             tokens.
-        stop_tokens: Tokens that end a row. A stop token is the last token of its row.
+        stop_tokens: Token ids that end a row. A stop token is part of its row.
         seed: Seed of sampling, equal on all ranks.
         beams: Number of beams of a beam search, which looks for the most probable sequence instead
             of the most probable next token; 1 means no beam search.
         length_penalty: Exponent of the number of new tokens, by which the score of a beam is
             divided; values above 0 favour long sequences.
-        record: Whether passes over single tokens run as one CUDA graph on a GPU. Models with
-            experts, longrope, ALiBi, soft caps, attention sinks or 8-bit products, and models that
-            several ranks share, run without a graph; the log gives the reason.
+        record: Whether forward passes over one token per row run as one CUDA graph on a GPU. Models
+            with experts, longrope, ALiBi, soft caps, attention sinks or 8-bit matrix products, and
+            models that several ranks share, run without a graph; the log gives the reason.
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range, or ``sample`` is combined
@@ -51,5 +51,5 @@ class GenerationSettings:
         if self.sample and self.beams > 1:
             raise ParallelPlanError(
                 f"a beam search cannot sample tokens: beams is {self.beams} and sample is true. "
-                "Its beams are the most probable sequences. Use beams=1, or sample=False."
+                "The beams are the most probable sequences. Use beams=1, or sample=False."
             )

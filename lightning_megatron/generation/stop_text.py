@@ -8,16 +8,16 @@ from lightning_megatron.errors import UnsupportedError
 
 #: Function that decodes tokens to text, such as ``Tokenizer.decode``.
 Decode = Callable[[Sequence[int]], str]
-#: Function of the new tokens of a row that returns whether they end the row.
+#: Function that takes the new tokens of a row and returns whether the row ends.
 StopFunction = Callable[[Sequence[int]], bool]
 
-#: Character that replaces bytes which are no character, perhaps because the next token completes
-#: them.
+#: Character that decoding returns for invalid bytes, such as an incomplete character that the next
+#: token may complete.
 _REPLACEMENT = "\ufffd"
 
 
 class StopStrings:
-    """Function that ends a row when its new text contains a stop string.
+    """Stop function that ends a row when the text of its new tokens contains a stop string.
 
     Args:
         decode: Function that decodes tokens to text.
@@ -60,14 +60,15 @@ def before_stop(text: str, strings: Sequence[str]) -> str:
 class TextStream:
     """Text of a row, decoded token by token.
 
-    The returned pieces together are the text of all tokens, up to the first stop string. A piece
-    holds only characters that no later token changes: the bytes of an incomplete character and the
-    beginning of a possible stop string are held back until later tokens decide.
+    The concatenation of the returned pieces equals the text of all tokens up to the first stop
+    string. A piece has only characters that no later token can change: the bytes of an incomplete
+    character and the beginning of a possible stop string are held back until later tokens decide.
 
     Args:
         decode: Function that decodes tokens to text.
         strings: Stop strings.
-        before: Tokens before the row, whose text is complete; their text is not returned.
+        before: Tokens before the row, such as the prompt. Their text must be complete, and is not
+            returned.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class TextStream:
     ) -> None:
         self._decode = decode
         self._strings = tuple(strings)
-        # The last tokens whose text is complete, and all later tokens. The complete ones are kept,
+        # The last tokens with complete text, and all later tokens. The complete ones are kept,
         # because some tokenizers decode the first token of a list differently.
         self._window = list(before)
         self._num_complete = len(self._window)
@@ -110,7 +111,7 @@ class TextStream:
         return found + rest
 
     def _until_stop(self, new: str) -> str:
-        """Return the part of the held-back and new text that no stop string can still include."""
+        """Return the held-back and new text, up to the first possible stop string."""
         if self._has_stopped:
             return ""
         text = self._held_back + new

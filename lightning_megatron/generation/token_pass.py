@@ -16,12 +16,13 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.gpt_block import attention_kind
 from lightning_megatron.shapes import Float, Int
 
-#: Least number of new tokens for which recording pays off; it takes as long as a few tokens.
-_FEWEST_TOKENS = 16
+#: Smallest number of new tokens for which recording saves time; recording takes as long as
+#: computing a few tokens.
+_MIN_TOKENS = 16
 
 
 def why_not_recorded(gpt: GPT, num_tokens: int) -> str | None:
-    """Return why passes over single tokens are not recorded as a CUDA graph; None if they are.
+    """Return why passes over one token per row are not recorded as a CUDA graph; None if they are.
 
     Args:
         gpt: The model.
@@ -29,13 +30,16 @@ def why_not_recorded(gpt: GPT, num_tokens: int) -> str | None:
     """
     if gpt.mesh.device.type != "cuda":
         return f"CUDA graphs need a GPU, and the model is on {gpt.mesh.device.type}"
-    if num_tokens < _FEWEST_TOKENS:
-        return f"recording pays off from {_FEWEST_TOKENS} new tokens, and there are {num_tokens}"
-    return why_place_unknown_to_host_is_refused(gpt)
+    if num_tokens < _MIN_TOKENS:
+        return f"recording pays off from {_MIN_TOKENS} new tokens, and there are {num_tokens}"
+    return why_pass_depends_on_host(gpt)
 
 
-def why_place_unknown_to_host_is_refused(gpt: GPT) -> str | None:
-    """Return why the host must know the position of a new token; None if it need not.
+def why_pass_depends_on_host(gpt: GPT) -> str | None:
+    """Return why a graph cannot replay the pass over one token per row; None if it can.
+
+    A replay runs no Python code, and finds the position of the new tokens in a tensor on the
+    device.
 
     Args:
         gpt: The model.
@@ -51,7 +55,7 @@ def why_place_unknown_to_host_is_refused(gpt: GPT) -> str | None:
     if config.rotary_scaling is not None and config.rotary_scaling.kind == "longrope":
         return "the rotary angles of longrope depend on the length of the rows"
     if any(getattr(module, "scaling", None) is not None for module in gpt.modules()):
-        return "8-bit products and those of Transformer Engine are not recorded"
+        return "8-bit matrix products, those of Transformer Engine included, are not recorded"
     if torch.is_autocast_enabled(mesh.device.type):
         return "autocast caches copies of weights between operators"
     hooked = next(iter(modules_with_user_hooks(gpt).items()), None)
@@ -66,17 +70,16 @@ def why_place_unknown_to_host_is_refused(gpt: GPT) -> str | None:
 
 
 class TokenPass:
-    """Forward pass over one new token per row, at a position that only the device knows.
+    """Forward pass over one new token per row, whose position is a tensor on the device.
 
-    Equal to ``GPT.logits_at`` with the tokens of the cache. On a GPU the first call records a CUDA
-    graph, and later calls replay it: the host launches one graph instead of hundreds of kernels. A
-    pass reads the keys up to its own position, which is a tensor on the device, so one graph serves
-    all positions.
+    Equals ``GPT.logits_at`` with the tokens of the cache. On a GPU the first call records a CUDA
+    graph, and later calls replay it: the host launches one graph instead of hundreds of kernels.
+    The kernels read the position from the tensor, so one graph serves all positions.
 
     Args:
         gpt: The model.
         cache: Cache of the earlier tokens; it must not be empty.
-        padding: Padding before each row; None means none (tokens).
+        padding: Padding before each row; None means no padding (tokens).
         num_rows: Number of rows.
     """
 
@@ -88,12 +91,12 @@ class TokenPass:
         self._cache = cache
         self._padding = padding
         self._tokens = torch.zeros(num_rows, 1, dtype=torch.long, device=device)
-        self._place = torch.zeros(1, dtype=torch.long, device=device)
+        self._position = torch.zeros(1, dtype=torch.long, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits: Tensor | None = None
 
     def __call__(self, tokens: Int[Tensor, " batch"]) -> Float[Tensor, "batch vocab"]:
-        """Store the keys and values of new tokens after those of the cache, and return the logits.
+        """Append the keys and values of new tokens to the cache, and return the logits.
 
         The logits of a replay are valid until the next call.
 
@@ -101,8 +104,8 @@ class TokenPass:
             tokens: New token of each row.
         """
         self._tokens.copy_(tokens[:, None])
-        self._place.fill_(self._cache.length)
-        if self._place.device.type != "cuda":
+        self._position.fill_(self._cache.length)
+        if self._position.device.type != "cuda":
             return self._run()
         if self._graph is None:
             return self._record()
@@ -111,11 +114,11 @@ class TokenPass:
         return self._logits
 
     def _run(self) -> Tensor:
-        """Compute the logits; a second run with the same inputs stores the same keys and values."""
-        positions = self._place.expand(self._tokens.shape)
+        """Compute the logits; a repetition with the same inputs stores the same keys and values."""
+        positions = self._position.expand(self._tokens.shape)
         if self._padding is not None:
             positions = positions - self._padding[:, None]
-        with evaluating(self._gpt), self._cache.at(self._place):
+        with evaluating(self._gpt), self._cache.at(self._position):
             return self._gpt.logits_at(
                 self._tokens,
                 0,
@@ -143,7 +146,7 @@ class TokenPass:
 
 @contextmanager
 def evaluating(gpt: GPT) -> Iterator[None]:
-    """Keep a model in evaluation mode inside the ``with`` block.
+    """Put all modules of a model in evaluation mode inside the ``with`` block.
 
     Args:
         gpt: The model.

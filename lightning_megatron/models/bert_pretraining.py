@@ -24,19 +24,20 @@ from lightning_megatron.shapes import Bool, Float, Int, Shaped
 class BERTPretraining(TokenModule):
     """Train, validate and test a BERT on masked tokens and the order of two segments.
 
-    The loss is the sum of two means over all masked tokens
-    of a step, on all ranks and in all microbatches: of the loss of the token, and of the loss of
-    the order of its pair. A pair thus counts as often as it has masked tokens, which makes the loss
-    independent of the layout; where all pairs have the same number, it equals that of Hugging
-    Face's BertForPreTraining. With the head ``masked_lm`` the second mean is left out.
+    The loss is the sum of two means over all masked tokens of a step, on all ranks and in all
+    microbatches: the mean of the token losses, and the mean of the order losses, where each masked
+    token has the order loss of its pair. The weight of a pair is therefore its number of masked
+    tokens, which makes the loss independent of the layout. If all pairs have the same number, the
+    loss equals that of Hugging Face's BertForPreTraining. With the head ``masked_lm`` the second
+    mean is left out.
 
     The module logs ``train_loss``, ``val_loss`` and ``test_loss``, and the two means as
     ``..._lm_loss`` and ``..._order_loss`` (nats).
 
     Shapes:
         A batch is {"tokens": (B, S), "labels": (B, S), "token_types": (B, S), "valid": (B, S),
-        "order": (B,)}. Labels are the true tokens, and -100 where no token is masked. ``valid`` is
-        false at padding. ``order`` is 1 if the segments are swapped, else 0.
+        "order": (B,)}. Labels are the original tokens at masked positions, and -100 elsewhere.
+        ``valid`` is False at padding. ``order`` is 1 if the segments are swapped, else 0.
 
     Args:
         config: Configuration of the model, with the head ``pretraining`` or ``masked_lm``.
@@ -56,13 +57,13 @@ class BERTPretraining(TokenModule):
     def __init__(self, config: EncoderConfig, **training: Any) -> None:
         given = coerced_arguments(BERTPretraining.__init__, locals())
         super().__init__(**training)
-        # `given` has the configuration as an EncoderConfig; checkpoints give a mapping.
+        # `given` has an EncoderConfig, also if a checkpoint passed a mapping.
         self.config: EncoderConfig = given["config"]
         if not self.config.tie_embeddings:
             raise UnsupportedError(
                 "BERTPretraining needs a head that predicts masked tokens: head is "
-                f"{self.config.head!r}. Use 'pretraining', or 'masked_lm' without the order of "
-                "segments."
+                f"{self.config.head!r}. Use 'pretraining', or 'masked_lm' for training without the "
+                "order of segments."
             )
         self.save_hyperparameters({"config": asdict(self.config)})
         self.model: Encoder | None = None
@@ -73,7 +74,7 @@ class BERTPretraining(TokenModule):
         return self.config.vocab_size
 
     def configure_model(self) -> None:
-        """Build this rank's part of the model; called for each fit, validate, test and predict."""
+        """Build this rank's part of the model, unless it exists."""
         if self.model is None:
             self.model = Encoder(self.config, mesh=mesh_of_module(self), seed=torch.initial_seed())
 
@@ -84,13 +85,13 @@ class BERTPretraining(TokenModule):
         token_types: Int[Tensor, "batch seq"] | None = None,
         valid: Bool[Tensor, "batch seq"] | None = None,
     ) -> EncoderResult:
-        """Return the losses of tokens, or the logits without labels, and the logits of the order.
+        """Return the losses of tokens, or their logits without labels, and the order logits.
 
         Args:
             tokens: Token ids.
-            labels: True tokens at masked positions, else -100.
+            labels: Original tokens at masked positions, and -100 elsewhere.
             token_types: Segment of each token; None means 0.
-            valid: Mask that is false at padding; None means no padding.
+            valid: Mask that is False at padding; None means no padding.
         """
         assert self.model is not None, "configure_model builds the model before its first use"
         rows = EncoderInput(tokens, valid=valid, token_types=token_types)
@@ -119,7 +120,7 @@ class BERTPretraining(TokenModule):
     def predict_step(
         self, batch: Mapping[str, Shaped[Tensor, "batch *_"]], batch_idx: int
     ) -> EncoderResult:
-        """Return the losses of masked tokens and the logits of the order."""
+        """Return the losses of masked tokens and the order logits."""
         return self(batch["tokens"], batch.get("labels"), batch["token_types"], batch["valid"])
 
     @override
@@ -135,8 +136,8 @@ class BERTPretraining(TokenModule):
     @override
     def _evaluate(self, batch: Mapping[str, Tensor], part: str, index: int | None) -> None:
         num_tokens = (batch["labels"] != IGNORED).sum()
-        # The weight of this batch in the mean over batches and ranks, as a tensor to avoid a host
-        # read.
+        # The weight of this batch in the mean over batches and ranks. It is a tensor, because an
+        # int would make the host wait for the device.
         weight = num_tokens.to(torch.float32)
         means = self._named_means(batch, num_tokens)
         EvaluatedSet.of(self, part, index).log(means, weight, "tokens")
@@ -144,7 +145,7 @@ class BERTPretraining(TokenModule):
     def _named_means(
         self, batch: Mapping[str, Tensor], num_tokens: Tensor
     ) -> dict[str, Float[Tensor, ""]]:
-        """Return the loss of a batch and, if there are two, its parts."""
+        """Return the loss of a batch and, if it is a sum of two means, both means."""
         tokens, order = self._means(batch, num_tokens)
         if order is None:
             return {"loss": tokens}
@@ -153,7 +154,7 @@ class BERTPretraining(TokenModule):
     def _means(
         self, batch: Mapping[str, Tensor], num_tokens: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the means over masked tokens of their losses and of those of the order."""
+        """Return the means of token losses and of order losses over masked tokens."""
         labels = batch["labels"]
         result = self(batch["tokens"], labels, batch.get("token_types"), batch.get("valid"))
         count = num_tokens.clamp(min=1)

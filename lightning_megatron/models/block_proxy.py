@@ -23,7 +23,7 @@ class ModuleProxy:
     """Proxy of a module inside a block.
 
     Args:
-        stored: Tensors that the blocks store in themselves, with the list of the blocks.
+        stored: Tensors that blocks store as attributes, with the list of the blocks.
         index: Index of the block.
         path: Name of the module in the block; empty for the block itself.
     """
@@ -44,7 +44,7 @@ class ModuleProxy:
         is_bare = next(self._module.parameters(), next(self._module.buffers(), None)) is None
         if self._blocks.cursor is not None and not is_bare:
             self._refuse(
-                "is called by itself",
+                "is called outside of its block",
                 "Call the block, whose forward may call it, or name another list in pipeline_plan",
             )
         return self._module(*args, **kwargs)
@@ -52,7 +52,7 @@ class ModuleProxy:
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module: a proxy for a module, or a placeholder for a tensor.
 
-        A tensor that a block stores in itself is sent to the later stages that read it.
+        A tensor that a block stores as an attribute is sent to the later stages that read it.
         """
         if name.startswith("__"):
             raise AttributeError(name)
@@ -98,22 +98,22 @@ class ModuleProxy:
         )
         return block.get_submodule(self._path)
 
-    def _refuse(self, what: str, instead: str) -> NoReturn:
+    def _refuse(self, problem: str, remedy: str) -> NoReturn:
         name = f"{self._blocks.name}.{self._index}.{self._path}".removesuffix(".")
         raise UnsupportedError(
-            f"{name!r} {what}, but its block belongs to {self._blocks.name!r}, which is divided "
+            f"{name!r} {problem}, but its block belongs to {self._blocks.name!r}, which is divided "
             f"among pipeline stages: {line_of_user()}. Only the stage that holds a block can run "
-            f"its modules. {instead}, or use pp=1."
+            f"its modules. {remedy}, or use pp=1."
         )
 
 
 class BlockProxy(ModuleProxy):
-    """Proxy of a whole block, which the user's code gets from the list.
+    """Proxy of a block, which the list of blocks returns to the user's code.
 
     Args:
         stored: Same as for :class:`ModuleProxy`.
         index: Index of the block.
-        call: Function that runs a block, from its index, positional and keyword arguments.
+        call: Function that runs a block, given its index, positional and keyword arguments.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class BlockProxy(ModuleProxy):
 
 
 class BlockProxyList(list[Any]):
-    """Slice of a ``torch.nn.Sequential``, which can be called."""
+    """Callable slice of a ``torch.nn.Sequential``."""
 
     def __call__(self, hidden: Any) -> Any:
         """Run the blocks one after the other."""
@@ -145,14 +145,14 @@ class BlockProxyList(list[Any]):
 
 
 def is_recomputing() -> bool:
-    """Return whether a backward pass is running, in which torch.utils.checkpoint reruns blocks."""
+    """Return whether a backward pass is running, in which a checkpoint recomputes blocks."""
     return torch._C._current_graph_task_id() != -1
 
 
 def check_checkpoint() -> None:
     """Raise if a block runs under a reentrant torch.utils.checkpoint, which would lose gradients.
 
-    The reentrant form looks for tensors that require gradients among its inputs. Placeholders of
+    The reentrant form computes gradients only if an input requires gradients, but placeholders for
     tensors of other stages do not require gradients.
 
     Raises:
@@ -170,7 +170,7 @@ def check_checkpoint() -> None:
 
 
 def check_listing(name: str) -> None:
-    """Raise if the user's step lists all modules, because this stage has only its own blocks.
+    """Raise if the user's step lists all modules, because this stage has only some of the blocks.
 
     Code of torch (which lists parameters), Lightning (which looks for metrics) and torchmetrics may
     list modules.
@@ -189,6 +189,6 @@ def check_listing(name: str) -> None:
         return
     raise UnsupportedError(
         f"the modules of {name!r} cannot be listed in a step with pp above 1, because each stage "
-        f"holds only its own blocks: {line_of_user()}. Iterate over the list of blocks itself, "
-        "which has an entry for every block, or use pp=1."
+        f"holds only some of the blocks: {line_of_user()}. Iterate over the list of blocks, which "
+        "has an entry for every block, or use pp=1."
     )

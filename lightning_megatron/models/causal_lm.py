@@ -24,17 +24,19 @@ from lightning_megatron.shapes import Float, Int, Shaped
 class CausalLM(TokenModule):
     """Train, validate and test a GPT on token batches.
 
-    Batches are ``{"tokens": (batch, seq), "labels": (batch, seq)}``. Labels of -100 are ignored.
-    With ``"lengths": (batch, documents)`` attention and positions restart in each document.
     The module runs under MegatronStrategy in any layout, and unchanged under ``ddp`` or on one
-    device. It logs ``train_loss``, ``val_loss`` and ``test_loss`` (nats per
-    token). It also logs ``val_bits_per_byte`` and ``test_bits_per_byte`` if the mean bytes per
-    token are known.
+    device. It logs ``train_loss``, ``val_loss`` and ``test_loss`` (nats per token), and
+    ``val_bits_per_byte`` and ``test_bits_per_byte`` if the mean number of bytes per token is known.
+
+    Shapes:
+        A batch is {"tokens": (B, S), "labels": (B, S)}. The loss ignores labels of -100. With
+        {"lengths": (B, L)}, the number of tokens of each document, attention and positions restart
+        in each document.
 
     Args:
         config: Configuration of the model.
-        label_smoothing: Probability that training spreads evenly over the vocabulary; validation
-            and test use none.
+        label_smoothing: Probability that training spreads evenly over the vocabulary. Validation
+            and test do not use label smoothing.
         training: Arguments of ``TokenModule``: ``learning_rate``, ``weight_decay``, ``betas``,
             ``warmup_steps``, ``max_steps``, ``schedule``, ``min_lr_ratio``, ``bytes_per_token``,
             ``token_weighted``, ``lr_schedule``, ``weight_decay_schedule``.
@@ -48,8 +50,7 @@ class CausalLM(TokenModule):
     ) -> None:
         given = coerced_arguments(CausalLM.__init__, locals())
         super().__init__(**training)
-        # `given` has the configuration as a GPTConfig; checkpoints, with plain values only, give a
-        # mapping.
+        # `given` has a GPTConfig, also if a checkpoint passed a mapping of plain values.
         self.config: GPTConfig = given["config"]
         self.label_smoothing: float = given["label_smoothing"]
         self.save_hyperparameters(
@@ -76,21 +77,21 @@ class CausalLM(TokenModule):
         *,
         sums: bool = False,
     ) -> Float[Tensor, "batch seq"] | Float[Tensor, "batch seq vocab"] | Float[Tensor, ""]:
-        """Return the loss of each token or their sum, or the logits if there are no labels.
+        """Return the loss of each token or the sum of losses, or the logits without labels.
 
         Args:
             tokens: Token ids.
             labels: Id of the token that follows each token, or -100.
             label_smoothing: Probability spread evenly over the vocabulary.
             lengths: Lengths of the documents of each row; None means one document (tokens). Rows of
-                documents may have any length: they are padded where cp or sequence parallelism
-                divides them.
+                several documents may have any length, because the module pads rows that cp or
+                sequence parallelism divides.
             sums: Whether to return the sum of the losses of all tokens.
         """
         assert self.model is not None, "configure_model builds the model before its first use"
         if lengths is None:
             return self.model(tokens, labels, label_smoothing, IGNORED, sums=sums)
-        # What follows the last document is a document of its own, so it may be longer.
+        # The padding after the last document counts as a document, so it may get longer.
         length = tokens.shape[1]
         extra = -length % length_multiple(self.model.mesh)
         tokens = F.pad(tokens, (0, extra))
@@ -98,7 +99,7 @@ class CausalLM(TokenModule):
             labels = F.pad(labels, (0, extra), value=IGNORED)
         span = AttentionSpan(lengths)
         found = self.model(tokens, labels, label_smoothing, IGNORED, span=span, sums=sums)
-        # Appended tokens have the loss 0.
+        # The loss of appended tokens is 0.
         return found if labels is not None and sums else found[:, :length]
 
     @override

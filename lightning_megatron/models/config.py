@@ -1,4 +1,4 @@
-"""Configuration of GPT, for all supported families of decoders."""
+"""Configuration of GPT for all supported decoder families."""
 
 from __future__ import annotations
 
@@ -59,49 +59,50 @@ class GPTConfig:
             ``post`` (after each residual sum, without a final norm), ``sandwich`` (before each
             sublayer and after it, before the residual sum, with a final norm) or ``output`` (after
             each sublayer, before the residual sum, with a final norm).
-        position: Kind of position encoding: ``learned``, ``rotary`` or ``alibi``, attention scores
-            that fall with the distance of query and key.
+        position: Kind of position encoding: ``learned``, ``rotary`` or ``alibi`` (a bias that
+            lowers attention scores in proportion to the distance of query and key).
         alibi_bias_max: Negative logarithm to base 2 of the smallest slope of ALiBi.
-        alibi_skips_padding: Whether distances leave out padding between tokens.
+        alibi_skips_padding: Whether ALiBi distances do not count padding between tokens.
         rotary_base: Ratio of the longest to the shortest rotary wavelength.
         rotary_dim: Number of rotated elements of a head, from the first; None means all (elements).
         rotary_scaling: Scaling of rotary angles for longer sequences; None means no scaling.
         rotary_interleaved: Whether neighbouring elements of a head are rotated as a pair; otherwise
-            the elements ``i`` and ``i + rotary_dim / 2`` are.
-        rotary_layers: Flag for each layer that is true if it rotates queries and keys; None means
-            all do.
-        window_rotary_base: Base of the layers with a sliding window, whose angles are not scaled;
-            None means all layers have the same angles.
+            the elements ``i`` and ``i + rotary_dim / 2`` are a pair.
+        rotary_layers: For each layer, whether it rotates queries and keys; None means that all
+            layers do.
+        window_rotary_base: ``rotary_base`` of the layers with a sliding window, whose angles are
+            not scaled; None means that all layers have the same angles.
         bias: Whether linear layers and LayerNorms have biases.
         qkv_bias: Whether the query, key and value projections have biases; None means ``bias``.
         output_bias: Whether the attention's output projection has a bias; None means ``bias``.
         mlp_bias: Whether both projections of the MLP have biases; None means ``bias``.
         qk_norm: Whether an RMSNorm is applied to queries and keys before the rotation.
-        qk_norm_over: Features whose root mean square these norms divide by: those of each ``head``,
-            or those of all heads of the queries or of the keys (``layer``).
+        qk_norm_over: Features over which these norms compute the root mean square: those of each
+            ``head``, or those of all heads of the queries or keys (``layer``).
         norm_offset: Constant added to the weights of RMSNorms.
-        padding_id: Token whose vector gets no gradient from lookups; None means no such token.
+        padding_id: Token whose embedding gets no gradient from lookups; None means no such token.
         embedding_norm: Whether a norm follows the embedding.
-        embedding_scale: Factor of token vectors, rounded to the model's dtype.
-        scales_vectors: Whether vectors that replace token vectors get this factor, too.
+        embedding_scale: Factor of token embeddings, rounded to the model's dtype.
+        scales_vectors: Whether vectors that replace token embeddings get this factor, too.
         causal: Whether a position attends only to itself and to earlier positions.
         attention_scale: Factor of attention scores; None means head_dim to the power of -0.5.
         attention_soft_cap: Bound c of attention scores s, which become ``c tanh(s / c)``; None
             means no bound.
-        attention_sinks: Whether each head has a learned score that takes part in the softmax of the
-            attention and has no value.
+        attention_sinks: Whether each head has a learned sink: a score that enters the softmax of
+            the attention, but has no value.
         residual_scale: Factor of each sublayer's output before the residual sum.
         logit_scale: Factor of the logits.
         logit_soft_cap: Bound c of the scaled logits z, which become ``c tanh(z / c)``; None means
             no bound.
-        sliding_window: Number of positions that a query attends to, itself and earlier ones, and
+        sliding_window: Number of positions to which a query attends: itself and earlier ones, and
             without ``causal`` as many later ones; None means no limit (tokens).
-        window_layers: Flag for each layer that is true if it has the window; None means all have
-            it.
-        latent_attention: Latent vectors of which queries, keys and values are computed; None means
-            that they are projected from the residual stream directly. The biases of ``qkv_bias``
-            are then those of the projections to latent vectors.
-        experts: Mixture of experts that replaces the MLP of all or some layers; None means none.
+        window_layers: For each layer, whether it has the sliding window; None means that all layers
+            have it.
+        latent_attention: Sizes of the latent vectors from which queries, keys and values are
+            computed, whose projections have the biases of ``qkv_bias``. None means that queries,
+            keys and values are projected directly from the residual stream.
+        experts: Mixture of experts that replaces the MLP of all or some layers; None means no
+            experts.
         parallel_residual: Whether attention and MLP of a block read the same residual stream.
         tie_embeddings: Whether the output head shares the token embedding's weight.
         hidden_dropout: Dropout probability after the embedding and before each residual sum.
@@ -178,7 +179,11 @@ class GPTConfig:
 
     @classmethod
     def gpt2(cls, **sizes: Any) -> GPTConfig:
-        """Return a configuration of the GPT-2 family, by default GPT-2 small without dropout."""
+        """Return a configuration of the GPT-2 family; the default is GPT-2 small without dropout.
+
+        Args:
+            sizes: Fields with other values.
+        """
         small: dict[str, Any] = {
             "vocab_size": 50257,
             "max_seq_length": 1024,
@@ -190,7 +195,11 @@ class GPTConfig:
 
     @classmethod
     def llama(cls, **sizes: Any) -> GPTConfig:
-        """Return a configuration of the Llama family; the default is Llama 3 8B."""
+        """Return a configuration of the Llama family; the default is Llama 3 8B.
+
+        Args:
+            sizes: Fields with other values.
+        """
         kind: dict[str, Any] = {
             "activation": "swiglu",
             "norm": "rmsnorm",
@@ -234,7 +243,7 @@ class GPTConfig:
 
     @property
     def rotary_size(self) -> int:
-        """Return the number of rotated elements of a head, 0 for other positions (elements)."""
+        """Return the number of rotated elements of a head; 0 without rotary positions."""
         if self.latent_attention is not None:
             return self.latent_attention.rotary_dim
         return (self.rotary_dim or self.head_size) if self.position == "rotary" else 0
@@ -285,14 +294,15 @@ class GPTConfig:
         return self.experts is not None and self.experts.is_in(layer)
 
     def partition(self, layout: ParallelLayout, loss_chunk: LossChunk = None) -> LayerPartition:
-        """Return the number of layers of each virtual stage, by cost or as the layout asks for.
+        """Return the number of layers of each virtual stage, given by the layout or else by cost.
 
         Args:
             layout: Sizes of the axes.
-            loss_chunk: Tokens whose logits exist at once; None stores those of all.
+            loss_chunk: Number of tokens whose logits exist at once; None stores all logits.
 
         Raises:
-            ParallelPlanError: If the layout has more virtual stages or asks for other layers.
+            ParallelPlanError: If the layout gives another total number of layers, or the model has
+                fewer layers than virtual stages.
         """
         return partition_of(self.memory_shape().costs(loss_chunk, layout.tp), layout)
 
@@ -386,5 +396,5 @@ class GPTConfig:
             return
         self.experts.check_num_layers(self.num_layers)
         has_bias = self.has_mlp_bias
-        why = "linear_bias of experts says whether experts have biases"
+        why = "linear_bias of experts determines whether experts have biases"
         require(not has_bias, "mlp_bias", has_bias, "be False with experts", why)

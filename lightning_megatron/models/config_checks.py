@@ -1,4 +1,4 @@
-"""Validation of the sizes of models, of layouts and of sequence lengths."""
+"""Checks of the sizes of models, of layouts and of sequence lengths."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_expert_axes(layout: ParallelLayout, experts: ExpertsConfig | None) -> 
 
     Args:
         layout: Sizes of the axes.
-        experts: Mixture of experts of the model; None means none.
+        experts: Mixture of experts of the model; None for a model without experts.
 
     Raises:
         ParallelPlanError: If sizes do not divide, or the layout has expert axes without experts.
@@ -85,22 +85,22 @@ def check_length(seq_length: int, max_seq_length: int, sequence_shards: int, cp:
 
 
 def check_padding(padding_id: int | None, vocab_size: int) -> None:
-    """Raise if the padding token is none of the vocabulary.
+    """Raise if the padding token is not in the vocabulary.
 
     Args:
         padding_id: Padding token; None means no such token.
         vocab_size: Size of the vocabulary (tokens).
 
     Raises:
-        ParallelPlanError: If the token lies outside of the vocabulary.
+        ParallelPlanError: If the token is not in the vocabulary.
     """
     is_legal = padding_id is None or 0 <= padding_id < vocab_size
-    rule = f"lie in [0, {vocab_size}) or be None"
-    require(is_legal, "padding_id", padding_id, rule, "it is a token")
+    rule = f"be in [0, {vocab_size}) or None"
+    require(is_legal, "padding_id", padding_id, rule, "it is a token of the vocabulary")
 
 
 def check_heads(hidden_size: int, num_heads: int, kv_heads: int, head_dim: int | None) -> None:
-    """Raise if the attention heads do not divide what they share.
+    """Raise if the numbers of heads do not divide the hidden size or each other.
 
     Args:
         hidden_size: Size of the residual stream (elements).
@@ -109,7 +109,8 @@ def check_heads(hidden_size: int, num_heads: int, kv_heads: int, head_dim: int |
         head_dim: Size of a head; None means hidden_size / num_heads (elements).
 
     Raises:
-        ParallelPlanError: If a number does not divide the one that it shares.
+        ParallelPlanError: If ``num_heads`` does not divide ``hidden_size``, or ``kv_heads`` does
+            not divide ``num_heads``.
     """
     if head_dim is None and hidden_size % num_heads:
         raise ParallelPlanError(
@@ -121,27 +122,27 @@ def check_heads(hidden_size: int, num_heads: int, kv_heads: int, head_dim: int |
 
 
 def check_latent_attention(latent: LatentAttentionConfig, fields: Mapping[str, object]) -> None:
-    """Raise if other fields contradict latent attention, which has sizes of its own.
+    """Raise if other fields contradict the sizes of latent attention.
 
     Args:
         latent: Sizes of latent vectors and heads.
         fields: Fields of the model's configuration by name.
 
     Raises:
-        ParallelPlanError: Naming the field.
+        ParallelPlanError: If a field has another value; the message names the field.
     """
     heads = fields["num_heads"]
     rules: tuple[tuple[str, tuple[object, ...], str, str], ...] = (
         ("position", ("rotary",), "be rotary", "a part of each head has rotary positions"),
         ("head_dim", (None, latent.head_dim), "be None", "latent_attention has the sizes of heads"),
-        ("rotary_dim", (None, latent.rotary_dim), "be None", "latent_attention has its own"),
+        ("rotary_dim", (None, latent.rotary_dim), "be None", "latent_attention has a rotary_dim"),
         (
             "num_kv_heads",
             (None, heads),
             f"be None or num_heads ({heads})",
-            "each head has keys and values of its own",
+            "every head has separate keys and values",
         ),
-        ("qk_norm", (False,), "be False", "latent vectors are normed instead of heads"),
+        ("qk_norm", (False,), "be False", "norms apply to latent vectors instead of heads"),
     )
     for name, legal, rule, why in rules:
         require(fields[name] in legal, name, fields[name], f"{rule} with latent_attention", why)
@@ -155,7 +156,7 @@ def check_positions(position: str, fields: Mapping[str, object]) -> None:
         fields: Fields of the model's configuration by name.
 
     Raises:
-        ParallelPlanError: Naming the field.
+        ParallelPlanError: If such a field is set; the message names the field.
     """
     kinds: dict[str, tuple[str, Mapping[str, object]]] = {
         "rotary": ("rotary angles", _OF_ROTARY),
@@ -177,7 +178,7 @@ def check_norms(norm: str, norm_offset: float, norm_position: str, parallel_resi
         parallel_residual: Whether attention and MLP of a block read the same residual stream.
 
     Raises:
-        ParallelPlanError: Naming the field.
+        ParallelPlanError: If fields contradict each other; the message names one of them.
     """
     is_legal = not norm_offset or norm == "rmsnorm"
     why = f"norm ({norm}) adds no offset to its weight"
@@ -188,7 +189,7 @@ def check_norms(norm: str, norm_offset: float, norm_position: str, parallel_resi
 
 
 def check_rotary(head_size: int, rotary_dim: int | None, scaling: RotaryScaling | None) -> None:
-    """Raise if rotary positions cannot rotate pairs of a head's elements.
+    """Raise if the elements of a head cannot be rotated in pairs.
 
     Args:
         head_size: Size of a head (elements).
@@ -221,20 +222,21 @@ def check_rotary_layers(
     sliding_window: int | None,
     num_layers: int,
 ) -> None:
-    """Raise if the layers with rotary positions of their own do not match the layers.
+    """Raise if settings of rotary positions for some layers do not match the layers.
 
     Args:
-        rotary_layers: Flag for each layer that is true if it rotates; None means all do.
-        window_base: Base of layers with a sliding window; None means that of the others.
-        sliding_window: Number of positions that a query attends to; None means all (tokens).
+        rotary_layers: For each layer, whether it rotates; None means that all layers do.
+        window_base: Base of layers with a sliding window; None means that of the other layers.
+        sliding_window: Number of positions to which a query attends; None means all (tokens).
         num_layers: Number of Transformer blocks (layers).
 
     Raises:
-        ParallelPlanError: If there are more or fewer flags than layers, or a base without a window.
+        ParallelPlanError: If the number of flags differs from the number of layers, or a base is
+            set without a window.
     """
     if rotary_layers is not None:
         found = len(rotary_layers)
-        why = f"each of num_layers ({num_layers}) rotates or does not"
+        why = f"each of num_layers ({num_layers}) needs a flag"
         require(found == num_layers, "the number of rotary_layers", found, "be num_layers", why)
     if window_base is not None:
         rule = "be None without sliding_window"
@@ -245,20 +247,21 @@ def check_rotary_layers(
 def check_windows(
     window_layers: Sequence[bool] | None, sliding_window: int | None, num_layers: int
 ) -> None:
-    """Raise if the layers with a sliding window do not match the window or the layers.
+    """Raise if the settings of sliding windows for some layers do not match the layers.
 
     Args:
-        window_layers: Flag for each layer that is true if it has the window; None means all.
-        sliding_window: Number of positions that a query attends to; None means all (tokens).
+        window_layers: For each layer, whether it has the window; None means that all layers do.
+        sliding_window: Number of positions to which a query attends; None means all (tokens).
         num_layers: Number of Transformer blocks (layers).
 
     Raises:
-        ParallelPlanError: If there are more or fewer flags than layers, or flags without a window.
+        ParallelPlanError: If the number of flags differs from the number of layers, or flags are
+            set without a window.
     """
     if window_layers is None:
         return
     found = len(window_layers)
-    why = f"each of num_layers ({num_layers}) has a window or has none"
+    why = f"each of num_layers ({num_layers}) needs a flag"
     require(found == num_layers, "the number of window_layers", found, "be num_layers", why)
     has_window = sliding_window is not None
     rule = "be None without sliding_window"
@@ -272,8 +275,8 @@ def require(holds: bool, name: str, value: object, rule: str, why: str) -> None:
         holds: Whether the rule holds.
         name: Name of the setting.
         value: Value of the setting.
-        rule: What the setting must do or be.
-        why: Reason of the rule.
+        rule: Rule, as the words after "must".
+        why: Reason for the rule, as the words after "because".
 
     Raises:
         ParallelPlanError: If the rule does not hold.

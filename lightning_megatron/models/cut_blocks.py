@@ -1,4 +1,4 @@
-"""Blocks that are cut into pipeline stages: where they are, and the values that cross stages."""
+"""Base class of lists of blocks that are cut into pipeline stages."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from lightning_megatron.plan.partition import LayerPartition
 
 
 class CutBlocks(PipelinedModule):
-    """Blocks of this rank under their indices, and copies of all blocks on the meta device.
+    """Blocks of this rank, named by their indices, and copies of all blocks on the meta device.
 
-    Modules and tensors of other stages have placeholders here. A subclass runs the blocks.
+    Placeholders represent modules and tensors of other stages. A subclass runs the blocks.
 
     Args:
         name: Name of the list, for errors.
@@ -48,13 +48,13 @@ class CutBlocks(PipelinedModule):
         self.boundaries = StageBoundaries(starts, len(source))
         # In a dictionary, so that nn.Module does not register them as children.
         self.meta_blocks = dict(enumerate(twins))
-        #: The pipeline_plan that cuts the model in this way, for errors.
+        #: The current pipeline_plan of the model, for errors.
         self.plan = {name: "blocks"}
         for index, block in enumerate(source):
             if any(index in chunk for chunk in self.layers):
                 self.add_module(str(index), block)
             else:
-                # Other references to the block must not keep its values in memory.
+                # Other references to the block would otherwise keep its values in memory.
                 block.to("meta")
         self.train(source.training)
 
@@ -81,14 +81,14 @@ class CutBlocks(PipelinedModule):
 
     @property
     def virtual_stage(self) -> int:
-        """Return the virtual stage that runs now."""
+        """Return the virtual stage that is running."""
         assert self.cursor is not None, "a step runs"
         return self.mesh.layout.placement.virtual_stage(self.mesh.pp.rank, self.cursor.chunk)
 
     def current(self) -> StageCursor:
         """Return the cursor of the running step, or raise if no step runs."""
         self.check_callable_whole()
-        assert self.cursor is not None, "lists are cut only where there are several stages"
+        assert self.cursor is not None, "lists are cut only if there are several stages"
         self.boundaries.receive_extras(self.cursor, self.virtual_stage)
         return self.cursor
 
@@ -111,14 +111,14 @@ class CutBlocks(PipelinedModule):
             spec = self.shape_inference.of_module(twin, self.mesh.device, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise UnsupportedError(
-                f"the shapes of the results of {name!r} must follow from the shapes of its inputs, "
-                f"because another stage computes the values: without values it fails with {error}. "
-                "Use pp=1."
+                f"the shapes of the results of {name!r} must depend only on the shapes of its "
+                "inputs, because another stage computes the values: a run without values fails "
+                f"with {error}. Use pp=1."
             ) from error
         if spec.problem:
             raise UnsupportedError(
-                f"{name!r} must return all its results, because only these are sent to other "
-                f"pipeline stages: it {spec.problem}, or use pp=1."
+                f"{name!r} must return all its results, because pipeline stages send only returned "
+                f"tensors to each other: it {spec.problem}, or use pp=1."
             )
         return spec
 
@@ -127,7 +127,7 @@ class CutBlocks(PipelinedModule):
 
         Args:
             spec: Specification of the outputs.
-            value_name: Name under which its leaves are sent between stages.
+            value_name: Name under which its tensors are sent between stages.
             name: Description of the result, for errors.
             stage: Virtual stage that computes the result.
         """

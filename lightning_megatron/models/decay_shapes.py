@@ -1,4 +1,4 @@
-"""Shapes of a decay from 1 to 0."""
+"""Shapes of a decay from 1 to 0, for schedules."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Literal
 DecayShape = Literal["linear", "cosine", "1-sqrt"]
 
 
-def height(shape: DecayShape, done: float) -> float:
-    """Return what is left of a decay from 1 to 0.
+def decay_factor(shape: DecayShape, done: float) -> float:
+    """Return the factor of a decay from 1 to 0.
 
-    ``linear`` is ``1 - done``, ``cosine`` is ``(1 + cos(pi * done)) / 2``, and ``1-sqrt`` is
-    ``1 - sqrt(done)``.
+    It is ``1 - done`` for ``linear``, ``(1 + cos(pi * done)) / 2`` for ``cosine``, and
+    ``1 - sqrt(done)`` for ``1-sqrt``.
 
     Args:
         shape: Shape of the decay.
-        done: Part of the decay that is over, from 0 to 1.
+        done: Completed fraction of the decay, from 0 to 1.
     """
     if shape == "cosine":
         return 0.5 * (1.0 + math.cos(math.pi * done))

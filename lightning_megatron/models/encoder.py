@@ -39,12 +39,12 @@ class EncoderResult:
     Args:
         hidden: Output of the last layer, or this rank's part of it.
         pooled: Output of the pooler.
-        logits: Logits of a classifier; those of the start and the end of an answer at every token;
-            or this rank's columns of the logits of a masked language model, for this rank's tokens
-            over cp.
-        losses: Losses of a masked language model with labels, 0 for ignored labels.
-        order_logits: Logits of the order of two segments, equal on all ranks of tp and cp; only of
-            the head ``pretraining``.
+        logits: Logits of a classifier, or of the start and end of an answer at every token, or of a
+            masked language model. In the last case they are this rank's shard over the vocabulary,
+            for this rank's tokens over cp.
+        losses: Losses of a masked language model if labels are given; 0 for ignored labels.
+        order_logits: Logits of the order of two segments by the head ``pretraining``, equal on all
+            ranks of tp and cp.
     """
 
     hidden: Float[Tensor, "seq_local batch hidden"] | None = None
@@ -66,7 +66,7 @@ class EncoderInput:
     Args:
         tokens: Token ids; None if vectors are given.
         vectors: Vectors that replace the token embeddings.
-        valid: Mask that is false at padding, which no token attends to; None means no padding.
+        valid: Mask that is False at padding, to which no token attends; None means no padding.
         positions: Position of each token; None means the default of the configuration.
         token_types: Type of each token; None means 0.
     """
@@ -87,9 +87,8 @@ class EncoderInput:
         found = self.vectors if self.tokens is None else self.tokens
         if found is None or (self.tokens is not None and self.vectors is not None):
             raise UnsupportedError(
-                "an encoder takes either tokens or vectors: "
-                f"{'neither' if found is None else 'both'} were given. Both describe the same "
-                "input. Pass one of them."
+                "an encoder takes either tokens or vectors, because both describe the same input: "
+                f"{'neither' if found is None else 'both'} were given. Pass one of them."
             )
         return found
 
@@ -97,10 +96,10 @@ class EncoderInput:
 class Encoder(LayeredModule):
     """Bidirectional encoder. Each rank has only its shards of the layers of its stages.
 
-    Equal to Hugging Face's BertModel and RobertaModel, and to their models for masked language
-    modeling and sequence classification, with the same weights, under every layout. With the head
-    ``pretraining`` it equals BertForPreTraining, and with norms before the layers
-    MegatronBertForPreTraining.
+    In every layout it equals Hugging Face's BertModel and RobertaModel, and their models for masked
+    language modeling and sequence classification, with the same weights. With the head
+    ``pretraining`` it equals BertForPreTraining, or MegatronBertForPreTraining if norms precede
+    attention and MLP.
 
     Args:
         config: Configuration of the model.
@@ -158,17 +157,17 @@ class Encoder(LayeredModule):
             IndexError: If an id is outside its table (on CPU; a CUDA kernel asserts).
             StageDone: On pipeline stages that do not compute the result.
 
-        Communication: that of the layers; over cp gathers of losses and of what the head makes of
-            the first token.
+        Communication: that of the layers; over cp gathers of the losses and of the outputs that the
+            head computes from the first token.
         """
         given = rows.given
         check_present(rows.tokens, rows.vectors, rows.valid, rows.positions, rows.token_types)
         self.check_callable_whole()
         # A row may be longer than the position table if its positions are given or skip padding.
-        is_counted = rows.positions is None and (
+        has_row_positions = rows.positions is None and (
             self.config.positions == "row" or rows.tokens is None
         )
-        longest = self.config.max_seq_length if is_counted else given.shape[1]
+        longest = self.config.max_seq_length if has_row_positions else given.shape[1]
         shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
         check_length(given.shape[1], longest, shards, self.mesh.cp.size)
         self._advance_own_streams(given.device)
@@ -190,12 +189,12 @@ class Encoder(LayeredModule):
         result: EncoderResult = self.run_stage(
             run,
             lambda: self.boundary(given),
-            lambda: self._unknown(given.shape[0], given.shape[1], labels is not None),
+            lambda: self._placeholders(given.shape[0], given.shape[1], labels is not None),
         )
         return result
 
-    def _unknown(self, num_sequences: int, length: int, has_losses: bool) -> EncoderResult:
-        """Return a result of placeholders without values."""
+    def _placeholders(self, num_sequences: int, length: int, has_losses: bool) -> EncoderResult:
+        """Return the result with placeholders instead of tensors."""
         size = self.config.hidden_size
         wide = torch.promote_types(self.dtype, torch.float32)
         shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
@@ -223,10 +222,16 @@ class Encoder(LayeredModule):
     def whole(
         self, hidden: Float[Tensor, "seq_local batch hidden"]
     ) -> Float[Tensor, "batch seq hidden"]:
-        """Return the last layer's whole output on every rank of tp and cp, which all go on alike.
+        """Return the output of the last layer for all tokens, on every rank of tp and cp.
 
-        Communication: under sequence parallelism an all-gather over tp forward, none backward; over
-            cp an all-gather forward, a reduce-scatter backward.
+        All ranks of tp must compute the same function of the result.
+
+        Args:
+            hidden: This rank's part of the output.
+
+        Communication: under sequence parallelism an all-gather over tp in the forward pass and none
+            in the backward pass; over cp an all-gather in the forward pass and a reduce-scatter in
+            the backward pass.
         """
         mesh = self.mesh
         parts = mesh.cp.size * (mesh.tp.size if mesh.sequence_parallel else 1)
@@ -239,13 +244,13 @@ class Encoder(LayeredModule):
     def whole_logits(
         self, logits: Float[Tensor, "seq_part batch vocab_local"]
     ) -> Float[Tensor, "batch seq vocab"]:
-        """Return the logits of all tokens of a masked language model on every rank of tp and cp.
+        """Return the logits of a masked language model for all tokens, on every rank of tp and cp.
 
         Args:
-            logits: Those of this rank in :class:`EncoderResult`.
+            logits: Logits of this rank in :class:`EncoderResult`.
 
-        Communication: an all-gather over tp forward, none backward; over cp an all-gather forward,
-            a reduce-scatter backward.
+        Communication: an all-gather over tp in the forward pass and none in the backward pass; over
+            cp an all-gather in the forward pass and a reduce-scatter in the backward pass.
         """
         cp = self.mesh.cp
         vocabulary = self.config.vocab_size
@@ -262,18 +267,18 @@ class Encoder(LayeredModule):
         assert self.embedding is not None, "the first virtual stage holds the embedding"
         given = rows.given
         positions = self._positions(rows, given) if rows.positions is None else rows.positions
-        kinds = torch.zeros_like(positions) if rows.token_types is None else rows.token_types
-        own = (
+        types = torch.zeros_like(positions) if rows.token_types is None else rows.token_types
+        parts = (
             None if one is None else own_part(one, self.mesh.cp, 1)
-            for one in (rows.tokens, positions, kinds, rows.vectors)
+            for one in (rows.tokens, positions, types, rows.vectors)
         )
-        hidden: Tensor = self.embedding(*own)
+        hidden: Tensor = self.embedding(*parts)
         return hidden
 
     def _positions(self, rows: EncoderInput, given: Tensor) -> Tensor:
         if self.config.positions == "tokens" and rows.tokens is not None:
             padding = self.config.padding_id
-            assert padding is not None, "a configuration that counts tokens names their padding"
+            assert padding is not None, "a configuration with token positions has a padding token"
             counted = (rows.tokens != padding).long()
             return counted.cumsum(1) * counted + padding
         first = self.config.first_position
@@ -291,13 +296,13 @@ class Encoder(LayeredModule):
         return rows.given.new_empty(0, dtype=dtype)
 
     def _span(self, rows: EncoderInput, like: Tensor) -> AttentionSpan | None:
-        """Return the span of the layers; None without padding."""
+        """Return the attention span of the layers; None without padding."""
         if rows.valid is None:
             return None
         span = AttentionSpan(causal=False, mask=rows.valid[:, None, None, :].bool())
         mesh = self.mesh
         if mesh.cp.size > 1 and transport_of(span, mesh, self.context) != "all_to_all":
-            # The ranks see parts of rows, and look up which of their keys are padding.
+            # Each rank has parts of rows, and applies the mask to its keys itself.
             return span
         return prepared(
             span,
@@ -324,7 +329,7 @@ class Encoder(LayeredModule):
 
     @override
     def _last_segment(self) -> Segment:
-        # The head of a masked language model reads the embedding's weight, or has a copy.
+        # The head of a masked language model reads the weight of the embedding, or has a copy.
         reads_embedding = self.config.tie_embeddings and self.embedding is not None
         word = self.embedding.word if self.embedding is not None and reads_embedding else None
         return Segment(
@@ -341,7 +346,7 @@ class Encoder(LayeredModule):
         if self.final_norm is not None:
             hidden = self.final_norm(hidden)
         cp = self.mesh.cp
-        # Each rank of cp reads its own first token; that of the row is with the first rank.
+        # Each rank of cp reads the first token of its part; the first rank has that of the row.
         if self.config.head == "classifier":
             return EncoderResult(hidden, logits=of_first_rank(head(hidden), cp))
         if self.config.head == "span":

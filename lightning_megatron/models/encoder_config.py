@@ -1,4 +1,4 @@
-"""Configuration of BERT and RoBERTa encoders with their heads."""
+"""Configuration of BERT and RoBERTa encoders and of their heads."""
 
 from __future__ import annotations
 
@@ -39,22 +39,23 @@ class EncoderConfig:
         activation: Activation of the MLP: ``gelu`` (exact), ``gelu_tanh`` or ``relu``.
         norm_eps: Constant added to variances.
         norm_position: Order of norms and residual sums. ``post`` is the original BERT: norms follow
-            the embedding and each residual sum. ``pre`` is the rearranged order that trains stably
-            at larger sizes: norms precede attention and MLP, and one follows the last layer.
+            the embedding and each residual sum. ``pre`` is the rearranged order, which trains
+            stably at larger sizes: norms precede attention and MLP, and one follows the last layer.
         num_token_types: Number of token types.
-        padding_id: Padding token, whose vector gets no gradient from lookups; None means no such
+        padding_id: Padding token, whose embedding gets no gradient from lookups; None means no such
             token.
         positions: Numbering of positions. ``row`` counts from 0 along the row. ``tokens`` counts
-            tokens other than padding from ``padding_id + 1``; padding has the position
-            ``padding_id``, whose vector gets no gradient.
+            tokens other than padding from ``padding_id + 1``. Padding then has the position
+            ``padding_id``, whose embedding gets no gradient.
         hidden_dropout: Dropout probability after the embedding and before each residual sum.
         attention_dropout: Dropout probability of attention weights.
         head: Kind of the head. ``none`` has no layer. ``pooler`` applies a dense layer and tanh to
             the first token. ``masked_lm`` applies a dense layer, an activation and a norm, and
             multiplies by the token embedding. ``classifier`` applies a dense layer, tanh and a
-            linear layer to the first token. ``pretraining`` is ``masked_lm`` and, for the order of
-            two segments, ``pooler`` with a linear layer. ``span`` applies a linear layer to every
-            token, with one output for the start and one for the end of an answer.
+            linear layer to the first token. ``pretraining`` combines ``masked_lm`` with a
+            ``pooler`` and a linear layer that predicts the order of two segments. ``span`` applies
+            a linear layer to every token, with one output for the start of an answer and one for
+            its end.
         head_activation: Activation in the heads ``masked_lm`` and ``pretraining``.
         num_labels: Number of outputs of the ``classifier``.
         head_dropout: Dropout probability before the last layer of the ``classifier``.
@@ -100,22 +101,23 @@ class EncoderConfig:
             "hidden_size",
             self.hidden_size,
             rule,
-            "heads are equal parts",
+            "each head takes an equal part",
         )
         self._check_padding()
 
     @classmethod
     def bert(cls, size: BERTSize = "336m", **changes: Any) -> EncoderConfig:
-        """Return the configuration of a BERT of the Megatron-LM paper.
+        """Return the configuration of a BERT model of the Megatron-LM paper.
 
-        It has the rearranged order (figure 7 (b)), BERT's vocabulary and the pre-training head.
+        It has the rearranged order of norms (figure 7 (b)), the vocabulary of BERT and the
+        pre-training head.
 
         Args:
-            size: Name of the size: 336 million, 1.3 or 3.9 billion parameters.
+            size: Size of the model: 336 million, 1.3 billion or 3.9 billion parameters.
             changes: Fields with other values.
 
         Raises:
-            ParallelPlanError: If the size is unknown, or a value is illegal.
+            ParallelPlanError: If the size is unknown, or a value is invalid.
 
         Source: Shoeybi et al. 2019, section 4.2 and table 4.
         """
@@ -169,15 +171,15 @@ class EncoderConfig:
         return self.hidden_size // self.num_heads
 
     def partition(self, layout: ParallelLayout, loss_chunk: LossChunk = None) -> LayerPartition:
-        """Return the number of layers of each virtual stage, by cost or as the layout asks for.
+        """Return the number of layers of each virtual stage, given by the layout or else by cost.
 
         Args:
             layout: Sizes of the axes.
-            loss_chunk: Setting of decoders, which changes nothing here.
+            loss_chunk: Setting of decoders, which has no effect on encoders.
 
         Raises:
-            ParallelPlanError: If the layout asks for another number of layers, or there are fewer
-                layers than virtual stages.
+            ParallelPlanError: If the layout gives another total number of layers, or the model has
+                fewer layers than virtual stages.
         """
         return partition_of(self._costs(), layout)
 
@@ -215,9 +217,9 @@ class EncoderConfig:
         check_length(seq_length, self.max_seq_length, sequence_shards, cp)
 
     def _costs(self) -> LayerCosts:
-        """Return the work of each part (multiplications per token in forward).
+        """Return the work of each part (multiplications per token in a forward pass).
 
-        Heads that read the first token only have next to none.
+        The work of heads that read only the first token is neglected.
         """
         size = self.hidden_size
         keys = min(self.max_seq_length, COUNTED_LENGTH)
@@ -233,15 +235,15 @@ class EncoderConfig:
                 "padding_id",
                 token,
                 "be a token",
-                "positions are counted over the other tokens",
+                "positions count only tokens other than padding",
             )
         legal = token is None or 0 <= token < self.vocab_size
         require(
             legal,
             "padding_id",
             token,
-            f"lie in [0, {self.vocab_size})",
-            "it is a row of the vocabulary",
+            f"be in [0, {self.vocab_size})",
+            "it is a token of the vocabulary",
         )
         rule = f"be above padding_id + 1 ({self.first_position})"
         require(
@@ -249,5 +251,5 @@ class EncoderConfig:
             "num_positions",
             self.num_positions,
             rule,
-            "positions begin there",
+            "positions begin at this number",
         )

@@ -1,4 +1,4 @@
-"""Heads of encoders: pooler, classifier, spans, masked language model and BERT's pre-training."""
+"""Heads of encoders: pooler, classifier, answer spans, masked language model and pre-training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_megatron.shapes import Float
 class Pooler(nn.Module):
     """Pooler of the first token of each sequence, computed on all tp ranks.
 
-    Equal to Hugging Face's BertPooler.
+    Equals Hugging Face's BertPooler.
 
     Args:
         config: Configuration of the model.
@@ -46,8 +46,8 @@ class Pooler(nn.Module):
 class Classifier(nn.Module):
     """Classifier of sequences by their first token, computed on all tp ranks.
 
-    Equal to the pooler, dropout and classifier of Hugging Face's BertForSequenceClassification;
-    with ``config.drops_first`` to its RobertaClassificationHead.
+    Equals the pooler, dropout and classifier of Hugging Face's BertForSequenceClassification, or
+    with ``config.drops_first`` its RobertaClassificationHead.
 
     Args:
         config: Configuration of the model.
@@ -82,14 +82,14 @@ class Classifier(nn.Module):
 class SpanHead(nn.Module):
     """Head that scores every token as the start and as the end of an answer.
 
-    Equal to ``qa_outputs`` of Hugging Face's BertForQuestionAnswering.
+    Equals ``qa_outputs`` of Hugging Face's BertForQuestionAnswering.
 
     Args:
         config: Configuration of the model.
         mesh: The groups of this rank.
 
-    Communication: under sequence parallelism an all-gather of the scores over tp forward, none
-        backward.
+    Communication: under sequence parallelism an all-gather of the scores over tp in the forward
+        pass, none in the backward pass.
     """
 
     def __init__(self, config: EncoderConfig, mesh: ParallelMesh) -> None:
@@ -108,9 +108,9 @@ class SpanHead(nn.Module):
 
 
 class MaskedLMHead(nn.Module):
-    """Head of a masked language model, which computes this rank's columns of the logits.
+    """Head of a masked language model, which computes this rank's shard of the logits.
 
-    Equal to Hugging Face's BertLMPredictionHead and RobertaLMHead with tied weights.
+    Equals Hugging Face's BertLMPredictionHead and RobertaLMHead with tied weights.
 
     Args:
         config: Configuration of the model.
@@ -154,15 +154,15 @@ class MaskedLMHead(nn.Module):
             embedding: Weight of the token embedding; None if the head has a copy.
         """
         weight = embedding if self.weight is None else self.weight
-        assert weight is not None, "a head without a copy is on the embedding's rank"
+        assert weight is not None, "a head without a copy is on the rank of the embedding"
         hidden = self.norm(activated(self.dense(hidden), self.config.head_activation))
         return column_linear(hidden, weight, self.bias, self.mesh)
 
 
 class PretrainingHead(MaskedLMHead):
-    """Head of BERT's pre-training: a masked language model and the order of two segments.
+    """Head for pre-training BERT: a masked language model and the order of two segments.
 
-    Equal to Hugging Face's BertPooler and BertPreTrainingHeads with tied weights.
+    Equals Hugging Face's BertPooler and BertPreTrainingHeads with tied weights.
 
     Args:
         config: Configuration of the model.
@@ -191,7 +191,7 @@ class PretrainingHead(MaskedLMHead):
 
 
 def build_head(config: EncoderConfig, mesh: ParallelMesh, *, holds_copy: bool) -> nn.Module | None:
-    """Return the head that a configuration names; None without one.
+    """Build the head that a configuration names; None for ``none``.
 
     Args:
         config: Configuration of the model.
@@ -214,7 +214,12 @@ def build_head(config: EncoderConfig, mesh: ParallelMesh, *, holds_copy: bool) -
 def activated(
     hidden: Float[Tensor, "*shape"], activation: EncoderActivation
 ) -> Float[Tensor, "*shape"]:
-    """Apply an activation."""
+    """Apply an activation.
+
+    Args:
+        hidden: Any tensor.
+        activation: Name of the activation.
+    """
     return (
         F.relu(hidden)
         if activation == "relu"

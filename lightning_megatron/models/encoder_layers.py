@@ -1,4 +1,4 @@
-"""Embedding and layers of an encoder, built from its configuration."""
+"""Construction of the embedding and the layers of an encoder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_megatron.plan.context_transport import ContextChoice, choose_cont
 
 
 def build_embedding(config: EncoderConfig, mesh: ParallelMesh) -> EncoderEmbedding:
-    """Return the embedding of an encoder, with a norm of its sum unless layers begin with norms.
+    """Build the embedding of an encoder, which ends with a norm unless layers begin with norms.
 
     Args:
         config: Configuration of the model.
@@ -55,7 +55,7 @@ def context_choice(config: EncoderConfig, mesh: ParallelMesh) -> ContextChoice:
 
 
 def build_block(config: EncoderConfig, mesh: ParallelMesh, index: int) -> TransformerBlock:
-    """Return a layer of an encoder.
+    """Build this rank's part of a layer of an encoder.
 
     Args:
         config: Configuration of the model.

@@ -1,4 +1,4 @@
-"""Logs of an evaluated set under its name, and means over all tokens, or pairs, of several sets."""
+"""Logging of the sets of an evaluation by name, and of means over all sets."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lightning_megatron.shapes import Float
 
 @dataclass(frozen=True)
 class EvaluatedSet:
-    """One of the sets that a module validates or tests on.
+    """Set on which a module validates or tests.
 
     Args:
         module: LightningModule that logs.
         part: ``val`` or ``test``.
-        name: Name of the set; None for a single one without a name.
+        name: Name of the set; None for a single set without a name.
     """
 
     module: Any
@@ -28,21 +28,21 @@ class EvaluatedSet:
 
     @classmethod
     def of(cls, module: Any, part: str, index: int | None) -> EvaluatedSet:
-        """Return the set of a loader, named by ``set_names`` of the data module.
+        """Return the set of a dataloader, whose name comes from ``set_names`` of the data module.
 
         Args:
             module: LightningModule that logs.
             part: ``val`` or ``test``.
-            index: Index of the loader; None if there is only one.
+            index: Index of the dataloader; None if there is only one.
         """
         names = _names(module, part)
         if names:
             return cls(module, part, names[index or 0])
-        # The suffix that Lightning gives to logs of several loaders.
+        # Lightning adds this suffix to logged names if there are several dataloaders.
         return cls(module, part, None if index is None else f"dataloader_idx_{index}")
 
     def bytes_per_token(self) -> float | None:
-        """Return the mean length of a token, as the data module knows it; None if unknown."""
+        """Return the mean number of bytes per token by the data module; None if it is unknown."""
         data = _data(self.module)
         of_set = getattr(data, "bytes_per_token_of", None)
         if of_set is not None and self.name in _names(self.module, self.part):
@@ -56,35 +56,35 @@ class EvaluatedSet:
         unit: str,
         unit_per_token: float = 1.0,
     ) -> None:
-        """Log means of a batch, and their weight among several sets.
+        """Log the means of a batch, and for a named set also their weight.
 
         Args:
-            means: Means over the tokens, or pairs, of the batch, by their names.
-            count: Number of tokens, or pairs, as a tensor to avoid a host read.
-            unit: Unit that means of several sets are over.
-            unit_per_token: Mean number of these in a token, or pair.
+            means: Means over the tokens, or pairs, of the batch, by name.
+            count: Number of these tokens or pairs, as a tensor so that the host does not wait.
+            unit: Unit in which a mean over several sets weights them, such as ``tokens``.
+            unit_per_token: Mean number of units per token or pair.
         """
-        how: dict[str, Any] = {"sync_dist": True, "batch_size": count}
+        options: dict[str, Any] = {"sync_dist": True, "batch_size": count}
         if self.name is None:
             for mean, value in means.items():
                 shown = mean == "loss"
-                self.module.log(f"{self.part}_{mean}", value.detach(), prog_bar=shown, **how)
+                self.module.log(f"{self.part}_{mean}", value.detach(), prog_bar=shown, **options)
             return
-        how["add_dataloader_idx"] = False
+        options["add_dataloader_idx"] = False
         for mean, value in means.items():
-            self.module.log(f"{self.part}_{mean}/{self.name}", value.detach(), **how)
+            self.module.log(f"{self.part}_{mean}/{self.name}", value.detach(), **options)
         total = count * unit_per_token
         key = f"{self.part}_{unit}/{self.name}"
-        self.module.log(key, total, reduce_fx="sum", logger=False, **how)
+        self.module.log(key, total, reduce_fx="sum", logger=False, **options)
 
 
 def log_means_of_all_sets(module: Any, part: str, means: Iterable[tuple[str, str]]) -> None:
-    """Log the means over all sets of an evaluation, from those of each set and their weights.
+    """Log the weighted means over all named sets of an evaluation.
 
     Args:
-        module: LightningModule that has logged each set by :meth:`EvaluatedSet.log`.
+        module: LightningModule that has logged each set with :meth:`EvaluatedSet.log`.
         part: ``val`` or ``test``.
-        means: Names of the means, each with the unit that it is over.
+        means: Names of the means, each with the unit that weights the sets.
     """
     logged = module.trainer.callback_metrics
     means = list(means)

@@ -1,4 +1,4 @@
-"""Choice of the layers that compute in 8 bits or with Transformer Engine, and checks of sizes."""
+"""Selection and checks of the layers that compute in 8 bits or with Transformer Engine."""
 
 from __future__ import annotations
 
@@ -37,17 +37,18 @@ def set_fp8(
     device: torch.device,
     backend: Backend = "own",
 ) -> list[str]:
-    """Let linear layers of a model compute in 8 bits; return the names of this rank's.
+    """Make linear layers of a model compute in 8 bits; return the names of those on this rank.
 
     Args:
         model: The model.
-        settings: Which layers do, and how.
-        emulate: Whether products are computed in the precision of the device.
+        settings: Selection of the layers, and format of the products.
+        emulate: Whether matrix products are computed in the precision of the device.
         device: Device of the run, to which the model will move.
-        backend: Library of the products.
+        backend: Library of the matrix products.
 
     Raises:
-        ParallelPlanError: If the sizes of a layer do not fit, or if a pattern matches no layer.
+        ParallelPlanError: If 8-bit products do not support the sizes of a layer, or a pattern
+            matches no layer.
     """
     num_layers = sum(model.partition.counts)
     linears = {name: (index, part) for index, name, part in _linears(model)}
@@ -62,11 +63,11 @@ def set_fp8(
     scales = _delayed_scales(model, settings, list(found), device)
     casts = None if backend == "te" else WeightCasts()
     for number, part in enumerate(found.values()):
-        own = None if scales is None else scales.layer(number)
+        layer_scales = None if scales is None else scales.layer(number)
         part.scaling = (
-            EngineScaling(settings, device, own)
+            EngineScaling(settings, device, layer_scales)
             if casts is None
-            else Scaling(settings, emulate, own, casts=casts.layer(part))
+            else Scaling(settings, emulate, layer_scales, casts=casts.layer(part))
         )
     model.delayed_scales = scales
     model.weight_casts = casts
@@ -76,12 +77,12 @@ def set_fp8(
 def unset_fp8(
     model: LayeredModule, device: torch.device | None = None, backend: Backend = "own"
 ) -> None:
-    """Let all layers of a model compute in the precision of the run, after one in 8 bits.
+    """Make all layers of a model compute in the precision of the run, after a run in 8 bits.
 
     Args:
         model: The model.
-        device: Device of the run; only for Transformer Engine.
-        backend: Library of the products.
+        device: Device of the run; needed only for Transformer Engine.
+        backend: Library of the matrix products.
     """
     for _, _, part in _linears(model):
         part.scaling = None if device is None or backend == "own" else EngineScaling(None, device)
@@ -90,28 +91,28 @@ def unset_fp8(
 
 
 def weights_in_eight_bits(module: nn.Module) -> dict[tuple[str, ...], Linear]:
-    """Return the linear layers whose weights are to be kept in 8 bits, by the names of these.
+    """Return the linear layers whose weights shall be stored in 8 bits, by the weights' names.
 
     Args:
         module: The module of the user.
 
     Raises:
-        UnsupportedError: If a weight has a parametrization, or if something else reads it, too.
+        UnsupportedError: If such a weight has a parametrization, or another module reads it, too.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     found: dict[tuple[str, ...], Linear] = {}
-    # The layers of a Hugging Face model stand beside the modules of its class.
+    # `layered_modules` also finds the layers that compute for a Hugging Face model.
     linears = [one for model in layered_modules(module) for one in _linears(model)]
     for _, name, part in linears:
         scaling = part.scaling
         if not isinstance(scaling, Scaling) or scaling.settings.parameters is None:
             continue
-        own = [names.get(id(weight), []) for weight in part.weight_parts]
-        for readers in own:
+        names_of_weights = [names.get(id(weight), []) for weight in part.weight_parts]
+        for readers in names_of_weights:
             _check_one_reader(name, readers)
-        found[tuple(readers[0] for readers in own)] = part
+        found[tuple(readers[0] for readers in names_of_weights)] = part
     return found
 
 
@@ -120,18 +121,18 @@ def _check_one_reader(layer: str, readers: list[str]) -> None:
         return
     reason = "has a parametrization" if not readers else f"is shared by {', '.join(readers)}"
     raise UnsupportedError(
-        f"fp8.parameters ('fp8') needs weights that one linear layer alone reads: that of {layer} "
-        f"{reason}. What else reads it would not see the 8 bits. Name the layer in fp8.keep, or "
-        "leave fp8.parameters out."
+        f"fp8.parameters ('fp8') needs weights that only one linear layer reads, because other "
+        f"modules cannot read weights in 8 bits: the weight of {layer} {reason}. Name the layer in "
+        "fp8.keep, or leave fp8.parameters out."
     )
 
 
 def set_norms(model: LayeredModule, backend: Backend) -> int:
-    """Let the norms of a model compute with a library; return how many there are on this rank.
+    """Make the norms of a model compute with a library; return their number on this rank.
 
     Args:
         model: The model.
-        backend: The library.
+        backend: Library of the norms.
     """
     norms = [part for part in model.modules() if isinstance(part, LayerNorm | RMSNorm)]
     for part in norms:
@@ -142,7 +143,7 @@ def set_norms(model: LayeredModule, backend: Backend) -> int:
 def _delayed_scales(
     model: LayeredModule, settings: FP8, names: list[str], device: torch.device
 ) -> DelayedScales | None:
-    """Return the scales of earlier steps; those of an earlier run if it had the same ones."""
+    """Return the scales for the delayed recipe; those of an earlier run if they still apply."""
     if settings.recipe != "delayed":
         return None
     scales = model.delayed_scales
@@ -154,17 +155,17 @@ def _delayed_scales(
 def check_fp8_config(
     config: LayeredConfig, settings: FP8, tp: int, backend: Backend = "own"
 ) -> None:
-    """Refuse a model with sizes that do not fit, or patterns of other names, before it is built.
+    """Check the sizes and name patterns of 8-bit layers before the model is built.
 
     Args:
         config: Configuration of the model.
-        settings: Which layers compute in 8 bits, and how.
-        tp: Tensor-parallel size.
-        backend: Library of the products.
+        settings: Selection of the layers, and format of the products.
+        tp: Tensor-parallel size (ranks).
+        backend: Library of the matrix products.
 
     Raises:
-        ParallelPlanError: If the sizes of a layer do not fit, if a pattern matches no layer, or if
-            the heads do not divide over tp.
+        ParallelPlanError: If 8-bit products do not support the sizes of a layer, a pattern matches
+            no layer, or the heads do not divide over tp.
     """
     shape = _shape_of(config)
     if shape is None:
@@ -179,7 +180,7 @@ def check_fp8_config(
 
 
 def _shape_of(config: LayeredConfig) -> ModelShape | None:
-    """Return the sizes of a decoder or an encoder; None if its class is another one."""
+    """Return the sizes of a decoder or an encoder; None for another class of configuration."""
     if isinstance(config, GPTConfig):
         return config.memory_shape()
     if not isinstance(config, EncoderConfig):
@@ -196,12 +197,12 @@ def _shape_of(config: LayeredConfig) -> ModelShape | None:
 
 
 def _check_patterns(settings: FP8, kinds: AbstractSet[str], num_layers: int) -> None:
-    """Refuse patterns that match no linear layer, in any layer of the model.
+    """Raise if a pattern matches no linear layer in any block of the model.
 
     Args:
         settings: The settings.
-        kinds: Names of linear layers in a block, of some blocks; empty if a rank has none.
-        num_layers: Layers of the whole model.
+        kinds: Names of linear layers within a block; empty if this rank has none.
+        num_layers: Number of blocks of the whole model.
     """
     anywhere = [f"layers.{index}.{kind}" for index in range(num_layers) for kind in kinds]
     known = ", ".join(f"layers.N.{kind}" for kind in sorted(kinds))
@@ -214,7 +215,7 @@ def _check_patterns(settings: FP8, kinds: AbstractSet[str], num_layers: int) -> 
 
 
 def _linears(model: LayeredModule) -> Iterator[tuple[int, str, Linear]]:
-    """Yield layer index, name and module of linear layers, except routed experts and low ranks."""
+    """Yield the block index, name and module of linear layers, except experts and adapters."""
     for index, layer in model.layers.items():
         left_out = {
             id(part)

@@ -1,4 +1,4 @@
-"""GPT: decoders of many families with tensor, pipeline and expert parallelism."""
+"""GPT decoders of many families with tensor, pipeline, context and expert parallelism."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from lightning_megatron.models.gpt_block import (
     context_choice,
     rotary_name,
 )
-from lightning_megatron.models.gpt_inputs import continues_cache, laid_out, one_of
+from lightning_megatron.models.gpt_inputs import continues_cache, laid_out, tokens_or_embeddings
 from lightning_megatron.models.gpt_losses import Targets
 from lightning_megatron.models.layer_inputs import layer_inputs, rows_name
 from lightning_megatron.models.layered import WORD_EMBEDDING, LayeredModule
@@ -52,13 +52,13 @@ from lightning_megatron.shapes import Float, Int
 class GPT(LayeredModule):
     """Decoder that predicts the next token. Each rank has only its shards of its stages' layers.
 
-    Equal to Hugging Face's models of the supported families with the same weights, under every
-    layout; ``docs/hugging_face.md`` lists them.
+    In every layout it equals Hugging Face's models of the supported families with the same weights;
+    ``docs/hugging_face.md`` lists these families.
 
     The model is built on the meta device and then initialised one tensor at a time on the mesh's
-    device, so that no rank ever holds the full model. Under an ambient meta device it stays on meta
-    until ``layers.init.initialize_`` fills it. Layers are named by their index in the whole model,
-    so names do not depend on the layout.
+    device, so that no rank ever holds the full model. Inside ``torch.device("meta")`` it stays on
+    the meta device until ``layers.init.initialize_`` fills it. Layers are named by their index in
+    the whole model, so names do not depend on the layout.
 
     Args:
         config: Configuration of the model.
@@ -78,10 +78,10 @@ class GPT(LayeredModule):
         self._rotary = build_rotary(config, self.mesh)
         #: Transport of attention over cp in all layers.
         self.context = context_choice(config, self.mesh)
-        #: List to which a call appends the input of each layer and the output of the last norm, or
-        #: None.
+        #: List to which a call appends the input of each layer and the output of the last norm;
+        #: None collects nothing.
         self.hidden_states: list[Tensor] | None = None
-        #: Tokens whose logits exist at once where losses are computed; None stores those of all.
+        #: Number of tokens whose logits exist at once for the loss; None stores all logits.
         self.loss_chunk: LossChunk = None
 
     def _build(self) -> None:
@@ -116,7 +116,7 @@ class GPT(LayeredModule):
         )
         if self.is_last_stage():
             self.final_norm = build_norm(config, mesh) if config.norm_position != "post" else None
-            # On the embedding's rank a tied head has no parameter: it reads the embedding's weight.
+            # On the rank of the embedding, a tied head has no parameter: it reads the embedding.
             if not (config.tie_embeddings and self.is_first_stage()):
                 tied_to = WORD_EMBEDDING if config.tie_embeddings else None
                 self.head = VocabParallelHead(
@@ -134,7 +134,7 @@ class GPT(LayeredModule):
         embeddings: Float[Tensor, "batch seq hidden"] | None = None,
         sums: bool = False,
     ) -> Float[Tensor, "batch seq"] | Float[Tensor, "batch seq vocab"] | Float[Tensor, ""]:
-        """Return the loss of each token or their sum, or the logits if there are no labels.
+        """Return the loss of each token or the sum of losses, or the logits without labels.
 
         Args:
             tokens: Token ids; None if embeddings are given.
@@ -142,10 +142,10 @@ class GPT(LayeredModule):
             label_smoothing: Probability spread evenly over the vocabulary.
             ignore_index: Label whose loss is zero.
             span: Documents, padding and positions of the rows, equal on every stage; None means
-                rows of one document without padding. The layers say whether attention is causal,
-                and have their windows, soft caps and scales.
-            embeddings: Vectors that replace the token embeddings, complete on every rank. They are
-                scaled only if ``config.scales_vectors`` is true.
+                rows of one document without padding. The configuration of the layers determines
+                causality, windows, soft caps and scales.
+            embeddings: Vectors that replace the token embeddings, with all elements on every rank.
+                They are scaled only if ``config.scales_vectors`` is True.
             sums: Whether to return the sum of the losses of all tokens.
 
         Returns:
@@ -157,20 +157,21 @@ class GPT(LayeredModule):
             UnsupportedError: If neither or both of tokens and embeddings are given.
             StageDone: On pipeline stages that do not compute the result.
 
-        Communication: that of the layers; without labels an all-gather of the logits over tp, and
-            one of losses or logits over cp.
+        Communication: that of the layers; without labels an all-gather of the logits over tp; an
+            all-gather of the losses or logits over cp.
         """
         return self._run(tokens, labels, label_smoothing, ignore_index, span, embeddings, sums)
 
     def logits_at(
         self, tokens: Int[Tensor, "batch seq"], place: int, span: AttentionSpan | None = None
     ) -> Float[Tensor, "batch vocab"]:
-        """Return the logits of one position of each row; those of the others are not computed.
+        """Return the logits of one position of each row, and compute no other logits.
 
         Args:
             tokens: Token ids.
             place: Index of the position.
-            span: Documents, padding and positions of the rows, or the cache that they continue.
+            span: Documents, padding and positions of the rows, and the cache that they continue;
+                None means rows of one document without padding or cache.
 
         Raises:
             StageDone: On pipeline stages that do not compute the result.
@@ -192,8 +193,8 @@ class GPT(LayeredModule):
         sums: bool,
         place: int | None = None,
     ) -> Any:
-        """Return what :meth:`_leave` makes of the last layer's output; see :meth:`forward`."""
-        given = one_of(tokens, embeddings)
+        """Run the model and return the result of :meth:`_run_head`; see :meth:`forward`."""
+        given = tokens_or_embeddings(tokens, embeddings)
         check_present(tokens, embeddings)
         self.check_callable_whole()
         parts = 1 if continues_cache(span) else self.mesh.cp.size
@@ -222,19 +223,19 @@ class GPT(LayeredModule):
                 "past": rows.past,
             }
             layers = self._layers_of_chunk[chunk]
-            own = self.config, layers, self._rotary, self.mesh
+            parts_of_model = self.config, layers, self._rotary, self.mesh
             dropout = self.config.attention_dropout if self.training else 0.0
-            shared = layer_inputs(*own, like, given.shape[:2], span, dropout=dropout)
+            shared = layer_inputs(*parts_of_model, like, given.shape[:2], span, dropout=dropout)
             return self._run_chunk(chunk, values | shared)
 
         return self.run_stage(
             run,
             lambda: self.boundary(given, parts),
-            lambda: self._unknown(given.shape[:2], labels is not None, sums),
+            lambda: self._placeholder(given.shape[:2], labels is not None, sums),
         )
 
-    def _unknown(self, shape: torch.Size, has_losses: bool, sums: bool) -> Any:
-        """Return a placeholder without values for the losses, their sum or the logits."""
+    def _placeholder(self, shape: torch.Size, has_losses: bool, sums: bool) -> Any:
+        """Return a placeholder for the losses, their sum or the logits."""
         if has_losses:
             wide = torch.promote_types(self.dtype, torch.float32)
             return self.absent(() if sums else shape, wide, "the losses")
@@ -251,7 +252,7 @@ class GPT(LayeredModule):
     @property
     @override
     def watches_layers(self) -> bool:
-        """Return whether the call collects the states of its layers."""
+        """Whether the running call collects the hidden states of its layers."""
         return self.hidden_states is not None
 
     @override
@@ -277,7 +278,7 @@ class GPT(LayeredModule):
             head = self.embedding.word
         return Segment(
             "head",
-            self._leave,
+            self._run_head,
             ("hidden", "labels", "label_smoothing", "ignore_index", "cut", "sums", "place"),
             ("result",),
             scopes=("head",),
@@ -295,7 +296,7 @@ class GPT(LayeredModule):
         cp = self.mesh.cp
         if cp.size > 1:
             given = tokens if vectors is None else vectors
-            assert given is not None, "there are tokens where there are no vectors"
+            assert given is not None, "a call without vectors has tokens"
             if positions is None and self.embedding.position is not None:
                 index = torch.arange(given.shape[1], device=given.device)
                 positions = index.expand(given.shape[:2])
@@ -313,10 +314,10 @@ class GPT(LayeredModule):
         rotary: tuple[Tensor, Tensor] | None,
         rows: AttentionSpan | None,
     ) -> Tensor:
-        self._keep(hidden)
+        self._collect(hidden)
         return super()._run_layer(name, hidden, rotary, rows)
 
-    def _leave(
+    def _run_head(
         self,
         hidden: Tensor,
         labels: Tensor | None,
@@ -328,7 +329,7 @@ class GPT(LayeredModule):
     ) -> Any:
         if self.final_norm is not None:
             hidden = self.final_norm(hidden)
-        self._keep(hidden)
+        self._collect(hidden)
         if place is not None:
             return self._logits_at_place(hidden, place, cut)
         if labels is None:
@@ -340,26 +341,26 @@ class GPT(LayeredModule):
         return self._chunked_result(hidden, targets, chunk)
 
     def tokens_at_once(self, num_tokens: int) -> int | None:
-        """Return how many tokens the head and the loss compute at once; None means all, stored.
+        """Return the number of tokens of which the head and the loss compute the logits at once.
 
-        The result is the same on all stages.
+        The result is the same on all stages. None means that the logits of all tokens are stored.
 
         Args:
-            num_tokens: Tokens of a microbatch on one rank, those of all ranks of tp (tokens).
+            num_tokens: Tokens of a microbatch in the part of the rows on one rank of cp (tokens).
         """
         config = self.config
         tp = self.mesh.tp.size
         vocab_rows = padded_vocab_size(config.vocab_size, tp, config.vocab_multiple) // tp
         return tokens_of_chunk(self.loss_chunk, num_tokens, vocab_rows, self.dtype.itemsize)
 
-    def _keep(self, hidden: Tensor) -> None:
+    def _collect(self, hidden: Tensor) -> None:
         if self.hidden_states is not None:
             self.hidden_states.append(hidden)
 
     def logits(
         self, hidden: Float[Tensor, "seq_local batch hidden"]
     ) -> Float[Tensor, "seq batch vocab_local"]:
-        """Return this rank's columns of the logits, on the last virtual stage.
+        """Return this rank's shard of the logits; only the last virtual stage can compute it.
 
         Args:
             hidden: Output of the last norm.
@@ -369,14 +370,14 @@ class GPT(LayeredModule):
     def _logits_at_place(self, hidden: Tensor, place: int, cut: TokenOrder | None) -> Tensor:
         part = gather_from_axis(hidden, self.mesh.tp, 0) if self.mesh.sequence_parallel else hidden
         one = at_place(part, place, self.mesh.cp, cut)
-        own = self._form.applied(self._read_head(one, F.linear))
-        return gather_from_axis(own, self.mesh.tp, dim=-1)[..., : self.config.vocab_size]
+        shard = self._form.applied(self._read_head(one, F.linear))
+        return gather_from_axis(shard, self.mesh.tp, dim=-1)[..., : self.config.vocab_size]
 
     def _read_head(self, hidden: Tensor, compute: Callable[[Tensor, Tensor], Any]) -> Any:
-        """Return what a function makes of hidden states and of the head's weight."""
+        """Return the result of a function of hidden states and of the weight of the head."""
         if self.head is not None:
             return self.head(hidden, compute)
-        assert self.embedding is not None, "a tied head without a weight is with the embedding"
+        assert self.embedding is not None, "a tied head without a weight is on the first stage"
         return compute(hidden, self.embedding.word.weight)
 
     @property
@@ -391,7 +392,7 @@ class GPT(LayeredModule):
         return targets.losses(logits, self.mesh, vocab_size)
 
     def _chunked_result(self, hidden: Tensor, targets: Targets, chunk: int) -> Any:
-        """Return what :meth:`_result` does, from the output of the last norm."""
-        how: dict[str, Any] = {"mesh": self.mesh, "vocab": self.config.vocab_size}
-        how |= {"form": self._form, "early_gradients": self.loss_chunk == "forward"}
-        return self._read_head(hidden, partial(targets.chunked_losses, chunk=chunk, **how))
+        """Return the same as :meth:`_result`, computed from the output of the last norm."""
+        options: dict[str, Any] = {"mesh": self.mesh, "vocab": self.config.vocab_size}
+        options |= {"form": self._form, "early_gradients": self.loss_chunk == "forward"}
+        return self._read_head(hidden, partial(targets.chunked_losses, chunk=chunk, **options))

@@ -23,14 +23,24 @@ from lightning_megatron.plan.context_transport import ContextChoice, choose_cont
 
 
 def build_norm(config: GPTConfig, mesh: ParallelMesh) -> nn.Module:
-    """Build a norm of the residual stream."""
+    """Build a norm of the residual stream.
+
+    Args:
+        config: Configuration of the model.
+        mesh: Process groups of this rank.
+    """
     if config.norm == "rmsnorm":
         return RMSNorm(config.hidden_size, mesh, eps=config.norm_eps, offset=config.norm_offset)
     return LayerNorm(config.hidden_size, mesh, eps=config.norm_eps, bias=config.bias)
 
 
 def attention_kind(config: GPTConfig, index: int) -> AttentionSpan:
-    """Return the attention of the block with index ``index`` over whole rows."""
+    """Return the settings of the attention of a block over whole rows.
+
+    Args:
+        config: Configuration of the model.
+        index: Index of the block in the whole model.
+    """
     return AttentionSpan(
         causal=config.causal,
         window=config.window_of(index),
@@ -47,7 +57,12 @@ def _slopes(config: GPTConfig) -> AlibiSlopes | None:
 
 
 def rotary_name(config: GPTConfig, index: int) -> str:
-    """Return the name of the rotary tables of the block with index ``index``."""
+    """Return the name of the rotary tables of a block.
+
+    Args:
+        config: Configuration of the model.
+        index: Index of the block in the whole model.
+    """
     if config.position == "rotary" and not config.rotates_in(index):
         return "rotary.none"
     base, scaling = config.rotary_base_of(index)
@@ -68,7 +83,12 @@ def context_choice(config: GPTConfig, mesh: ParallelMesh) -> ContextChoice:
 
 
 def build_rotary(config: GPTConfig, mesh: ParallelMesh) -> dict[str, RotaryTables]:
-    """Build the rotary tables of all layers, by :func:`rotary_name`."""
+    """Build the rotary tables of all layers; their names are those of :func:`rotary_name`.
+
+    Args:
+        config: Configuration of the model.
+        mesh: Process groups of this rank.
+    """
     layers = {rotary_name(config, layer): layer for layer in range(config.num_layers)}
     return {
         name: RotaryTables(config.rotary_size, *config.rotary_base_of(layer), context=mesh.cp)
@@ -78,7 +98,13 @@ def build_rotary(config: GPTConfig, mesh: ParallelMesh) -> dict[str, RotaryTable
 
 
 def build_block(config: GPTConfig, mesh: ParallelMesh, index: int) -> TransformerBlock:
-    """Build this rank's part of the block with index ``index`` in the whole model."""
+    """Build this rank's part of a block.
+
+    Args:
+        config: Configuration of the model.
+        mesh: Process groups of this rank.
+        index: Index of the block in the whole model.
+    """
     norms: Sequence[nn.Module | None] = (None, None)
     if config.norm_position != "output":
         norms = [build_norm(config, mesh) for _ in range(2)]
@@ -129,11 +155,11 @@ def _build_attention(config: GPTConfig, mesh: ParallelMesh, index: int) -> Atten
 
 
 def _build_network(config: GPTConfig, mesh: ParallelMesh, index: int) -> nn.Module:
-    starts: dict[str, Any] = {
+    shared: dict[str, Any] = {
         "activation": config.activation,
         "initializer": Initializer.normal(config.init_std),
         "output_initializer": Initializer.residual(config.init_std, config.num_layers),
     }
     if config.experts is not None and config.experts.is_in(index):
-        return MixtureOfExperts(config.hidden_size, config.experts, mesh, **starts)
-    return MLP(config.hidden_size, config.ffn_size, mesh, bias=config.has_mlp_bias, **starts)
+        return MixtureOfExperts(config.hidden_size, config.experts, mesh, **shared)
+    return MLP(config.hidden_size, config.ffn_size, mesh, bias=config.has_mlp_bias, **shared)

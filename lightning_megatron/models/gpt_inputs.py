@@ -1,4 +1,4 @@
-"""Inputs of a GPT: tokens or vectors, and the rows that they form."""
+"""Checks and preparation of the inputs of a GPT: tokens or embeddings, and attention spans."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lightning_megatron.plan.context_transport import ContextChoice
 from lightning_megatron.shapes import Float, Int, Shaped
 
 
-def one_of(
+def tokens_or_embeddings(
     tokens: Int[Tensor, "batch seq"] | None, embeddings: Float[Tensor, "batch seq hidden"] | None
 ) -> Shaped[Tensor, "batch seq ..."]:
-    """Return the tokens or the embeddings, whichever are given.
+    """Return the tokens, or the embeddings if these are given instead.
 
     Args:
         tokens: Token ids.
@@ -31,17 +31,17 @@ def one_of(
     given = embeddings if tokens is None else tokens
     if given is None or (tokens is not None and embeddings is not None):
         raise UnsupportedError(
-            f"GPT takes either tokens or embeddings: {'neither' if given is None else 'both'} were "
-            "given. Both describe the same input. Pass one of them."
+            "GPT takes either tokens or embeddings, because both describe the same input: "
+            f"{'neither' if given is None else 'both'} were given. Pass one of them."
         )
     return given
 
 
 def continues_cache(span: AttentionSpan | None) -> bool:
-    """Return whether rows continue earlier tokens, so that the ranks of cp do not cut them.
+    """Return whether rows continue the tokens of a cache, so that cp does not divide them.
 
     Args:
-        span: Documents, padding and positions of the rows; None means plain rows.
+        span: Documents, padding and positions of the rows; None means rows without these.
     """
     return span is not None and span.past is not None and span.past.cache.length > 0
 
@@ -52,10 +52,10 @@ def laid_out(
     mesh: ParallelMesh,
     choice: ContextChoice,
 ) -> AttentionSpan | None:
-    """Return a span with borders, positions and, over cp, the cut of its documents.
+    """Return a span with document borders and positions, and over cp with the order of tokens.
 
     Args:
-        span: Documents, padding and positions of the rows; None means plain rows.
+        span: Documents, padding and positions of the rows; None means rows without these.
         given: Tokens or embeddings.
         mesh: Process groups of this rank.
         choice: Transport of attention over cp.
@@ -71,7 +71,7 @@ def laid_out(
     if cp == 1:
         return span.laid_out(num_sequences, length, given.device)
     if continues_cache(span):
-        # All ranks compute new tokens, and one of them stores each.
+        # All ranks compute each new token, and one of them stores its keys and values.
         order = TokenOrder.uncut(num_sequences, length, given.device)
         return replace(span, order=order)
     group = cp

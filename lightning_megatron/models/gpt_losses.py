@@ -1,4 +1,4 @@
-"""Losses of tokens, from logits or from the output of the last norm."""
+"""Token losses, computed from logits or from the output of the last norm."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class Targets:
         labels: Id of the token that follows each token, or ``ignore_index``.
         label_smoothing: Probability spread evenly over the vocabulary.
         ignore_index: Label whose loss is zero.
-        cut: Positions of packed documents that each rank of cp holds; None means that rows are cut.
+        cut: Order in which the ranks of cp hold the tokens of packed documents; None means that cp
+            divides each row.
         are_summed: Whether the result is the sum of the losses of all tokens.
     """
 
@@ -38,12 +39,12 @@ class Targets:
     def losses(
         self, logits: Float[Tensor, "seq_part batch vocab_local"], mesh: ParallelMesh, vocab: int
     ) -> Float[Tensor, "batch seq"] | Float[Tensor, ""]:
-        """Return the loss of each token of the whole sequences, or their sum.
+        """Return the loss of each token of the whole sequences, or the sum of losses.
 
         Args:
-            logits: This rank's columns of the logits, whose memory the gradient may take.
+            logits: This rank's shard of the logits, whose memory the gradient may overwrite.
             mesh: Process groups of this rank.
-            vocab: The true vocabulary, without padding (tokens).
+            vocab: Vocabulary size without padding (tokens).
 
         Communication: that of ``vocab_parallel_cross_entropy``, and a gather over cp.
         """
@@ -69,26 +70,26 @@ class Targets:
         *,
         early_gradients: bool = False,
     ) -> Float[Tensor, "batch seq"] | Float[Tensor, ""]:
-        """Return the loss of each token of the whole sequences or their sum, storing no logits.
+        """Return the same as :meth:`losses`, without storing the logits of all tokens.
 
         Args:
             hidden: Output of the last norm.
-            weight: This rank's rows of the head.
+            weight: This rank's shard of the weight of the head.
             mesh: Process groups of this rank.
-            vocab: The true vocabulary, without padding (tokens).
-            chunk: Tokens whose logits exist at once (tokens).
-            form: Scale and bound of the logits; None means none.
-            early_gradients: Whether the forward pass computes the gradients of a sum.
+            vocab: Vocabulary size without padding (tokens).
+            chunk: Number of tokens whose logits exist at once (tokens).
+            form: Scale and soft cap of the logits; None means neither.
+            early_gradients: Whether the forward pass already computes the gradients of a sum.
 
         Communication: that of ``chunked_cross_entropy`` or ``summed_cross_entropy``, and a gather
             over cp.
         """
         labels = own_part(self.labels, mesh.cp, 1, self.cut).t()
-        how = mesh, vocab, chunk, self.label_smoothing, self.ignore_index, form
+        options = mesh, vocab, chunk, self.label_smoothing, self.ignore_index, form
         if self.are_summed and early_gradients:
-            own = summed_cross_entropy(hidden, weight, labels, *how)
-            return all_gather_sequence(own.reshape(1), mesh.cp).sum()
-        return self._result(chunked_cross_entropy(hidden, weight, labels, *how), mesh)
+            part = summed_cross_entropy(hidden, weight, labels, *options)
+            return all_gather_sequence(part.reshape(1), mesh.cp).sum()
+        return self._result(chunked_cross_entropy(hidden, weight, labels, *options), mesh)
 
     def _result(
         self, losses: Float[Tensor, "seq_part batch"], mesh: ParallelMesh

@@ -1,4 +1,4 @@
-"""Loading of Hugging Face folders, with errors that name the folder."""
+"""Loading of Hugging Face model folders, with errors that name the folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CONFIG = "config.json"
 _REMEDY = "Copy the folder again."
 #: Size limit of a configuration, enough for the names of a hundred thousand classes (bytes).
 _LARGEST_CONFIG = 1 << 23
-#: Errors that pass unchanged: they name their reason already, or are no fault of the folder.
+#: Errors that pass unchanged, because they state a reason, or the folder is not their cause.
 _OTHERS = (
     CheckpointMismatchError,
     CorruptDataError,
@@ -37,10 +37,13 @@ _OTHERS = (
 
 
 def read_config(path: str) -> Any:
-    """Read the configuration of a folder with ``AutoConfig``. No code of the folder runs.
+    """Read the configuration of a folder with ``AutoConfig``, without running code of the folder.
+
+    Args:
+        path: Path of the folder.
 
     Raises:
-        UnsupportedError: If there is no such folder.
+        UnsupportedError: If the path is not a folder with ``config.json``.
         CorruptDataError: If ``config.json`` is not valid JSON.
         CheckpointMismatchError: If transformers rejects the configuration.
         MissingExtraError: If transformers is not installed.
@@ -48,17 +51,18 @@ def read_config(path: str) -> Any:
     # Unlike pathlib, os.path returns False for names that are too long or have illegal characters.
     if not os.path.isfile(os.path.join(path, _CONFIG)):
         raise UnsupportedError(
-            f"path must be a local folder with config.json: {shown(path)} is not. Nothing is "
-            "downloaded. Use a folder written by save_pretrained or `hf download`."
+            "path must be a local folder with config.json, because models are not downloaded: "
+            f"{shown(path)} is not. Use a folder written by save_pretrained or `hf download`."
         )
-    with naming_folder(path, "config.json must be a configuration that transformers reads"):
+    with naming_folder(path, "config.json must be a configuration that transformers can read"):
         return _library().AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
 def load_model(path: str, config: Any, dtype: str) -> nn.Module:
     """Load the model of a folder with its weights.
 
-    Under MegatronStrategy the weights may be left unread, so that each rank later reads its part.
+    Under MegatronStrategy the weights may not be read yet, so that each rank later reads only its
+    shards.
 
     Args:
         path: Path of the folder.
@@ -69,29 +73,34 @@ def load_model(path: str, config: Any, dtype: str) -> nn.Module:
         CheckpointMismatchError: If transformers rejects the folder, or weights are missing, which
             transformers would initialise at random.
     """
-    with naming_folder(path, "a folder must hold a model that transformers loads"):
+    with naming_folder(path, "a folder must have a model that transformers can load"):
         model, found = _library().AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True
         )
     missing = sorted(found["missing_keys"])
     if missing:
         raise CheckpointMismatchError(
-            f"a folder must hold all weights of its model: {path} lacks {len(missing)} tensor(s) "
+            f"a folder must have all weights of its model: {path} lacks {len(missing)} tensor(s) "
             f"of {type(model).__name__}, such as {', '.join(map(repr, missing[:3]))}. {_CONFIG} "
-            "and the weights are of different models, or the copy is incomplete. Copy the folder "
-            "again, or use from_scratch=True to initialise all weights at random."
+            "and the weights belong to different models, or the copy is incomplete. Copy the "
+            "folder again, or use from_scratch=True to initialise all weights at random."
         )
     loaded: nn.Module = model
     return loaded
 
 
-def draw_model(path: str, config: Any, dtype: str) -> nn.Module:
+def random_model(path: str, config: Any, dtype: str) -> nn.Module:
     """Build the model of a configuration with random weights.
+
+    Args:
+        path: Path of the folder, for errors.
+        config: Configuration from :func:`read_config`.
+        dtype: Dtype of the weights; ``auto`` means that of the configuration.
 
     Raises:
         CheckpointMismatchError: If transformers rejects the configuration.
     """
-    with naming_folder(path, "config.json must describe a model that transformers builds"):
+    with naming_folder(path, "config.json must describe a model that transformers can build"):
         chosen = config.dtype if dtype == "auto" else getattr(torch, dtype)
         model: nn.Module = _library().AutoModelForCausalLM.from_config(
             config, dtype=chosen or torch.float32, trust_remote_code=False
@@ -105,11 +114,12 @@ def naming_folder(path: str, rule: str) -> Iterator[None]:
 
     Args:
         path: Path of the folder.
-        rule: Requirement on the folder, as the beginning of a sentence.
+        rule: Requirement on the folder, which begins the message.
 
     Raises:
         CorruptDataError: If ``config.json`` is not valid JSON.
-        CheckpointMismatchError: If it is valid JSON, and transformers rejects its contents.
+        CheckpointMismatchError: If ``config.json`` is valid JSON, and transformers rejects its
+            contents.
     """
     try:
         yield
@@ -119,7 +129,7 @@ def naming_folder(path: str, rule: str) -> Iterator[None]:
         read_json(Path(path, _CONFIG), _REMEDY, _LARGEST_CONFIG)
         text = " ".join(str(error).split())
         raise CheckpointMismatchError(
-            f"{rule}: {path} is refused by transformers {_library().__version__} "
+            f"{rule}: {path} is rejected by transformers {_library().__version__} "
             f"({type(error).__name__}: {text[:600]}). Correct {_CONFIG}, copy the folder again, or "
             "install the version that wrote it."
         ) from error

@@ -1,4 +1,4 @@
-"""LightningModule that trains a Hugging Face language model, pretrained or from scratch."""
+"""LightningModule that trains a pretrained or randomly initialised Hugging Face language model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.models.hugging_face_folder import draw_model, load_model, read_config
+from lightning_megatron.models.hugging_face_folder import load_model, random_model, read_config
 from lightning_megatron.models.lora import PEFT, LoraSettings, bare_model
 from lightning_megatron.models.token_module import TokenModule
 from lightning_megatron.plan.settings import coerced_arguments
@@ -25,26 +25,28 @@ from lightning_megatron.shapes import Float, Int
 class HuggingFaceCausalLM(TokenModule):
     """Train, validate and test a Hugging Face decoder.
 
-    Batches are ``{"tokens": (batch, seq), "labels": (batch, seq)}``. Labels are the next tokens, as
-    ``TokenDataModule`` provides them; labels of -100 are ignored. With ``"lengths": (batch,
-    documents)``, or ``"position_ids": (batch, seq)`` that restart, attention and positions restart
-    in each document. Under MegatronStrategy a model of
-    a supported family works in any layout, and each rank reads only its part of the weights. Other
-    models need one pipeline stage. Under ``ddp`` or on one device the module trains Hugging Face's
-    own model. It logs the same values as ``CausalLM``.
+    Under MegatronStrategy a model of a supported family works in any layout, and each rank reads
+    only its shards of the weights. Other models need one pipeline stage. Under ``ddp`` or on one
+    device the module trains the unchanged Hugging Face model. It logs the same values as
+    ``CausalLM``.
+
+    Shapes:
+        A batch is {"tokens": (B, S), "labels": (B, S)}. Labels are the next tokens, as
+        ``TokenDataModule`` provides them; the loss ignores labels of -100. Attention and positions
+        restart in each document if the batch has {"lengths": (B, L)}, the number of tokens of each
+        document, or {"position_ids": (B, S)} that restart in each document.
 
     Args:
         path: Local folder with ``config.json`` and, unless ``from_scratch``, the weights in
             safetensors files.
         from_scratch: Whether to start from random weights. Under MegatronStrategy they depend on
-            the seed and not on the layout, and differ from those of Hugging Face's own
-            initialisation.
+            the seed but not on the layout, and differ from the random weights of transformers.
         dtype: Dtype of the weights before the Trainer's ``precision`` converts them; ``auto`` means
             that of the folder.
         expert_settings: Load-balancing settings of a mixture of experts that replace those of
             ``config.json``: any of ``aux_loss``, ``aux_loss_scope``, ``z_loss``, ``jitter`` and
             ``capacity_factor`` of ``ExpertsConfig``. Needs MegatronStrategy.
-        lora: Low-rank adapters to train in place of the model's weights; None trains these.
+        lora: Low-rank adapters to train instead of the model's weights; None trains the weights.
         training: Arguments of ``TokenModule``: ``learning_rate``, ``weight_decay``, ``betas``,
             ``warmup_steps``, ``max_steps``, ``schedule``, ``min_lr_ratio``, ``bytes_per_token``,
             ``token_weighted``, ``lr_schedule``, ``weight_decay_schedule``.
@@ -52,10 +54,10 @@ class HuggingFaceCausalLM(TokenModule):
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range.
         CorruptDataError: If ``config.json`` is not valid JSON.
-        CheckpointMismatchError: If transformers rejects the folder, or weights are missing in it
-            (in ``configure_model``).
-        UnsupportedError: If there is no such folder, or ``expert_settings`` are used with another
-            strategy.
+        CheckpointMismatchError: If transformers rejects the folder, or the folder lacks weights (in
+            ``configure_model``).
+        UnsupportedError: If the path is not a local folder with ``config.json``, or
+            ``expert_settings`` are used with another strategy.
         MissingExtraError: If transformers, or peft for ``lora``, is not installed.
     """
 
@@ -79,15 +81,15 @@ class HuggingFaceCausalLM(TokenModule):
             # The strategy prepares peft for models without weights, which needs its import before
             # configure_model.
             import_extra(PEFT, "lora")
-        # TokenModule has saved its own arguments in plain values.
-        own = ("path", "from_scratch", "dtype", "expert_settings")
+        # TokenModule saves its arguments itself, as plain values.
+        names = ("path", "from_scratch", "dtype", "expert_settings")
         plain = {"lora": None if self.lora is None else asdict(self.lora)}
-        self.save_hyperparameters({name: given[name] for name in own} | plain)
-        # This imports transformers before configure_model, so that the strategy can prevent loading
-        # the whole model on each rank.
+        self.save_hyperparameters({name: given[name] for name in names} | plain)
+        # This imports transformers before configure_model, so that the strategy can keep ranks from
+        # loading the whole model.
         self.config: Any = read_config(self.path)
         if expert_settings is not None:
-            # The rules of the model's family read the settings from the configuration.
+            # The conversion rules of the model's family read the settings from the configuration.
             self.config.expert_settings = expert_settings
         self.model: nn.Module | None = None
 
@@ -98,7 +100,7 @@ class HuggingFaceCausalLM(TokenModule):
 
     @property
     def architecture(self) -> str | None:
-        """Return the name of Hugging Face's class; None if transformers has none for the folder."""
+        """Name of the transformers class of the model; None if transformers has no such class."""
         classes = import_extra(
             "transformers.models.auto.modeling_auto", "hf"
         ).MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -106,9 +108,9 @@ class HuggingFaceCausalLM(TokenModule):
         return found
 
     def configure_model(self) -> None:
-        """Build the model. Lightning calls this for each fit, validate, test and predict."""
+        """Build the model, unless it exists."""
         if self.model is None:
-            build = draw_model if self.from_scratch else load_model
+            build = random_model if self.from_scratch else load_model
             # `from_pretrained` returns a model in evaluation mode, without dropout.
             model = build(self.path, self.config, self.dtype_name).train()
             self.model = model if self.lora is None else self.lora.adapted(model)
@@ -117,9 +119,9 @@ class HuggingFaceCausalLM(TokenModule):
     def on_fit_start(self) -> None:
         if self.expert_settings and not isinstance(self.device_mesh, ParallelMesh):
             raise UnsupportedError(
-                f"expert_settings ({self.expert_settings}) need MegatronStrategy: other strategies "
-                "train Hugging Face's own model, which does not read them. Use MegatronStrategy, "
-                "or leave expert_settings out."
+                f"expert_settings ({self.expert_settings}) need MegatronStrategy, because other "
+                "strategies train the unchanged Hugging Face model, which does not read them. Use "
+                "MegatronStrategy, or leave expert_settings out."
             )
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
@@ -132,7 +134,8 @@ class HuggingFaceCausalLM(TokenModule):
         """Return positions that restart in each document, as an argument of the model."""
         tokens = batch["tokens"]
         if "position_ids" in batch:
-            # The host knows these already; positions that are made here are read from the device.
+            # These positions come from the host. The host would have to read computed ones back
+            # from the device.
             found = batch["position_ids"]
         elif "lengths" in batch:
             found = positions_in_documents(batch["lengths"], tokens.shape[1])
@@ -144,8 +147,8 @@ class HuggingFaceCausalLM(TokenModule):
         is_plain = not isinstance(self.device_mesh, ParallelMesh)
         if is_plain and not hasattr(source, "create_causal_mask"):
             raise UnsupportedError(
-                f"packed documents need a model that keeps their attention apart: "
-                f"{kind.__name__} of transformers does not. Use MegatronStrategy, or "
+                "packed documents need a model whose attention does not cross their ends: "
+                f"{kind.__name__} of transformers is not such a model. Use MegatronStrategy, or "
                 "data with one document in each row (packing=False, documents='joined')."
             )
         return {"position_ids": found}
@@ -169,8 +172,8 @@ class HuggingFaceCausalLM(TokenModule):
     ) -> Float[Tensor, ""]:
         assert self.model is not None, "configure_model builds the model before its first use"
         labels = batch["labels"]
-        # `labels` makes Hugging Face's models return a loss. `shift_labels` keeps them from
-        # shifting the labels, which are those of the next tokens already.
+        # `labels` makes Hugging Face models return a loss. `shift_labels` prevents a shift of the
+        # labels, which are already shifted by one token.
         loss: Tensor = self.model(
             input_ids=batch["tokens"],
             labels=labels,
@@ -188,8 +191,8 @@ def positions_in_documents(
     """Return the position of each token in its document, counted from 0.
 
     Args:
-        lengths: Lengths of the documents of each row, 0 for none (tokens). What they leave of the
-            row is a document, too.
+        lengths: Lengths of the documents of each row, padded with 0 (tokens). The remaining tokens
+            of a row count as a document.
         length: Length of the rows (tokens).
     """
     ends = lengths.cumsum(1)

@@ -1,4 +1,4 @@
-"""Values that the layers of a GPT share: rotary tables and spans of attention."""
+"""Inputs that the layers of a GPT share: rotary tables and attention spans."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def layer_inputs(
     *,
     dropout: float,
 ) -> dict[str, Any]:
-    """Return the rotary tables and the spans of layers by name.
+    """Return the rotary tables and the attention spans of layers, by name.
 
-    Layers with the same angles share tables, and those with the same window share a span.
+    Layers with the same angles share tables, and layers with the same window share a span.
 
     Args:
         config: Configuration of the model.
@@ -42,21 +42,22 @@ def layer_inputs(
         rotary: Rotary tables by name.
         mesh: Process groups of this rank.
         like: Tensor with the dtype and on the device of the residual stream.
-        shape: Number of rows and their length.
-        span: Documents, padding and positions of the rows, laid out; None means plain rows.
+        shape: Number of rows, and their length (tokens).
+        span: Documents, padding and positions of the rows, as ``gpt_inputs.laid_out`` returns them;
+            None means rows without these.
         dropout: Probability that an attention weight is dropped.
     """
     rows = span or AttentionSpan()
-    places = rows.positions, rows.order
+    positions = rows.positions, rows.order
     found: dict[str, Any] = {}
     for index in layers:
         name = rotary_name(config, index)
         if name not in found:
             tables = rotary.get(name)
-            found[name] = None if tables is None else tables(shape[1], like, *places)
+            found[name] = None if tables is None else tables(shape[1], like, *positions)
         name = rows_name(config, index)
         if mesh.cp.size > 1 and (span is None or _is_plain_part(span)):
-            # Ranks that see parts of rows need no mask of whole ones.
+            # The ranks of cp have parts of rows, and need no mask of whole rows.
             found[name] = None if rows.past is None else AttentionSpan(past=rows.past)
         elif span is not None and span.cut is not None:
             found[name] = replace(span, positions=None)
@@ -67,14 +68,19 @@ def layer_inputs(
 
 
 def _is_plain_part(span: AttentionSpan) -> bool:
-    """Return whether a span describes whole rows, of which the ranks of cp see parts."""
+    """Return whether a span has only whole rows without masks, which cp divides into parts."""
     describes_rows = span.has_documents or span.mask is not None or span.prefix is not None
     is_continued = span.past is not None and span.past.cache.length > 0
     return not (describes_rows or is_continued)
 
 
 def rows_name(config: GPTConfig, index: int) -> str:
-    """Return the name of the span of the block with index ``index``."""
+    """Return the name of the attention span of a block.
+
+    Args:
+        config: Configuration of the model.
+        index: Index of the block in the whole model.
+    """
     window = config.window_of(index)
     return "rows" if window is None else f"rows.{window}"
 
@@ -87,11 +93,11 @@ def _shared_span(
     dropout: float,
     head_dim: int,
 ) -> AttentionSpan | None:
-    """Return the rows in the form that the layers of one kind take."""
-    how: dict[str, Any] = {"dtype": dtype_of_products(like), "device": like.device}
+    """Return the attention span for all layers with the same kind of attention."""
+    options: dict[str, Any] = {"dtype": dtype_of_products(like), "device": like.device}
     past = None if span is None else span.past
     if span is not None and past is not None and past.cache.length > 0:
         of_new_tokens = cached_span if past.cache.held is None else held_span
-        return of_new_tokens(kind, span, shape[1], **how)
-    whole = prepared(kind.over(span), *shape, **how, dropout=dropout, head_dim=head_dim)
+        return of_new_tokens(kind, span, shape[1], **options)
+    whole = prepared(kind.over(span), *shape, **options, dropout=dropout, head_dim=head_dim)
     return whole if past is None else replace(whole or AttentionSpan(), past=past)

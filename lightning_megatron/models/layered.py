@@ -47,23 +47,35 @@ class LayeredConfig(Protocol):
 
     @property
     def experts(self) -> ExpertsConfig | None:
-        """Return the mixture of experts of all or some layers; None if there is none."""
+        """Return the settings of the mixture of experts; None for a model without experts."""
 
     def check_layout(
         self, layout: ParallelLayout, sequence_parallel: bool = False, seq_length: int | None = None
     ) -> None:
-        """Raise if the model cannot be divided over a layout."""
+        """Raise if the model cannot be divided over a layout.
+
+        Args:
+            layout: Sizes of the axes.
+            sequence_parallel: Whether activations are sharded along the sequence.
+            seq_length: Length of the sequences, if it is known (tokens).
+        """
 
     def partition(self, layout: ParallelLayout, loss_chunk: LossChunk = None) -> LayerPartition:
-        """Return the number of layers of each virtual stage."""
+        """Return the number of layers of each virtual stage.
+
+        Args:
+            layout: Sizes of the axes.
+            loss_chunk: Number of tokens whose logits exist at once; None stores all logits.
+        """
 
 
 class LayeredModule(PipelinedModule):
-    """Model with numbered layers, of which each rank has its shards of the layers of its stages.
+    """Model with numbered layers. Each rank has its shards of the layers of its stages.
 
     The model is built on the meta device and then initialised one tensor at a time on the mesh's
-    device, so that no rank ever holds the full model. Under an ambient meta device it stays on meta
-    until ``layers.init.initialize_`` fills it. Layers are named by their index in the whole model.
+    device, so that no rank ever holds the full model. Inside ``torch.device("meta")`` it stays on
+    the meta device until ``layers.init.initialize_`` fills it. Layers are named by their index in
+    the whole model.
 
     Args:
         config: Configuration of the model.
@@ -87,13 +99,13 @@ class LayeredModule(PipelinedModule):
         self._recompute = Recomputation(("none",))
         self._modes: dict[str, BlockMode] = {}
         #: Whether forward passes compare the token counts of ranks that share experts. Code that
-        #: has compared them for a whole step sets it to False.
+        #: has already compared them for a whole step sets it to False.
         self.compares_counts = True
-        #: Scales of earlier steps, for products in 8 bits; None without them.
+        #: Scales of earlier steps for 8-bit products with the delayed recipe; otherwise None.
         self.delayed_scales: DelayedScales | None = None
-        #: Weights in 8 bits that microbatches share; None without our products in 8 bits.
+        #: 8-bit weights that microbatches share; None unless this package computes in 8 bits.
         self.weight_casts: WeightCasts | None = None
-        #: Runner of the chunks; None runs their segments one after the other.
+        #: Runner of the chunks; None runs the segments of a chunk one after the other.
         self.runner: ChunkRunner | None = None
         self._owns_mesh = mesh is None
         self._num_calls = 0
@@ -112,10 +124,12 @@ class LayeredModule(PipelinedModule):
 
     @property
     def recompute(self) -> Recomputation:
-        """Which activations the backward pass recomputes; a part's name means it in all layers.
+        """Activations that the backward pass recomputes.
+
+        Assigning the name of a part selects this part in all layers.
 
         Raises:
-            ParallelPlanError: For illegal settings.
+            ParallelPlanError: If the settings are invalid.
             UnsupportedError: If the layers do not have such a part.
         """
         return self._recompute
@@ -137,7 +151,7 @@ class LayeredModule(PipelinedModule):
         self._recompute = settings
 
     def mixtures(self) -> dict[int, MixtureOfExperts]:
-        """Return this rank's mixture-of-experts layers by their index in the whole model."""
+        """Return this rank's mixture-of-experts layers, by their index in the whole model."""
         return dict(self._mixtures)
 
     def _find_mixtures(self) -> dict[int, MixtureOfExperts]:
@@ -149,18 +163,18 @@ class LayeredModule(PipelinedModule):
 
     @cached_property
     def has_shared_experts(self) -> bool:
-        """Return whether this rank's experts get tokens of other data-parallel ranks.
+        """Whether this rank's experts receive tokens of other data-parallel ranks.
 
         The result is the same on all pipeline stages.
         """
         # Ranks of one tp group have the same tokens. The cached result stays valid, because the
         # layout of a module never changes.
-        places = map(self.mesh.layout.coordinates, self.mesh.experts_cpu.ranks)
-        data_ranks = {(place["dp"], place["cp"]) for place in places}
+        coordinates = map(self.mesh.layout.coordinates, self.mesh.experts_cpu.ranks)
+        data_ranks = {(one["dp"], one["cp"]) for one in coordinates}
         return self.config.experts is not None and len(data_ranks) > 1
 
     def _check_tokens(self, num_tokens: int) -> None:
-        """Raise if token counts differ between ranks that gather each other's tokens."""
+        """Raise if token counts differ between ranks that gather tokens from each other."""
         is_needed = any(
             layer.transport_choice.dispatcher.needs_equal_counts
             for layer in self._mixtures.values()
@@ -172,12 +186,13 @@ class LayeredModule(PipelinedModule):
         raise NotImplementedError
 
     def segments(self, chunk: int = 0) -> SegmentList:
-        """Return the list that a forward pass of a chunk runs.
+        """Return the segments that a forward pass of a chunk runs.
 
-        On the first virtual stage it begins with the embedding, and elsewhere it reads ``hidden``.
-        Then each layer is one segment, which opens into the segments of its block. On the last
+        On the first virtual stage they begin with the embedding; other stages read ``hidden``. Each
+        layer is one segment, which can be divided into the segments of its block. On the last
         virtual stage the segment ``head`` follows, which includes the loss and writes ``result``;
-        elsewhere the last layer writes ``hidden``. Spans of attention and rotary tables are inputs.
+        on other stages the last layer writes ``hidden``. Attention spans and rotary tables are
+        inputs.
 
         Args:
             chunk: Index of this rank's chunk.
@@ -211,7 +226,7 @@ class LayeredModule(PipelinedModule):
         )
 
     def _inputs_of_layer(self, index: int) -> tuple[str, str]:
-        """Return the names of a layer's rotary tables and of its span of attention."""
+        """Return the names of a layer's rotary tables and of its attention span."""
         raise NotImplementedError
 
     def _last_segment(self) -> Segment:
@@ -235,14 +250,14 @@ class LayeredModule(PipelinedModule):
 
     @property
     def watches_layers(self) -> bool:
-        """Return whether something is collected between the layers of the running call."""
+        """Whether the running call collects values between its layers."""
         return False
 
     def _run_chunk(self, chunk: int, values: Mapping[str, Any]) -> Any:
-        """Run a chunk on values by name, of which it reads those that its list names."""
+        """Run a chunk on values by name; its segments read the values that they name as inputs."""
         segments = self._lists[chunk]
         given = tuple([values[name] for name in segments.inputs])
-        # Rows that continue a cache have another form in each call.
+        # The shapes of rows that continue a cache differ in each call.
         is_whole = values.get("past") is None
         if self.runner is None or self.watches_layers or not is_whole:
             return segments(given)[0]
@@ -254,13 +269,14 @@ class LayeredModule(PipelinedModule):
         tokens: Int[Tensor, "batch seq"] | Float[Tensor, "batch seq hidden"],
         parts: int | None = None,
     ) -> tuple[torch.Size, torch.dtype]:
-        """Return shape and dtype of the hidden states between stages.
+        """Return the shape and dtype of the hidden states between stages.
 
-        Shapes: the hidden states are ``(seq_local, batch, hidden)``.
+        Shapes:
+            The hidden states are ``(seq_local, batch, hidden)``.
 
         Args:
             tokens: Tokens or vectors of whole rows.
-            parts: Ranks that cut the rows; None means those of cp (ranks).
+            parts: Number of ranks that divide each row; None means the size of cp (ranks).
         """
         num_sequences, seq_length = tokens.shape[:2]
         shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
@@ -272,7 +288,7 @@ class LayeredModule(PipelinedModule):
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayeredModule:
         super()._apply(fn, recurse)
-        # A stage without layers and without a head has no parameter that would tell the dtype.
+        # A stage without layers and without a head has no parameter from which to read the dtype.
         self._dtype = fn(torch.empty(0, dtype=self._dtype)).dtype
         return self
 
@@ -303,7 +319,7 @@ class LayeredModule(PipelinedModule):
             return next(
                 chunk for chunk, layers in enumerate(self._layers_of_chunk) if index in layers
             )
-        # In a V the first stage has both ends, where a tied head reads the embedding's weight.
+        # In a V the first stage has both ends, and the tied head reads the embedding's weight.
         if name == WORD_EMBEDDING and self.is_first_stage() and self.is_last_stage():
             return None
         return 0 if kind == "embedding" else self.num_chunks - 1
@@ -318,7 +334,7 @@ class LayeredModule(PipelinedModule):
 
 
 def layered_modules(root: nn.Module) -> list[LayeredModule]:
-    """List the models of this package inside a module.
+    """Return the models of this package inside a module.
 
     Args:
         root: Module to search.
@@ -327,13 +343,17 @@ def layered_modules(root: nn.Module) -> list[LayeredModule]:
 
 
 def dtype_of_products(hidden: Float[Tensor, "..."]) -> torch.dtype:
-    """Return the dtype of matrix products with ``hidden``, which autocast may change."""
+    """Return the dtype of matrix products of hidden states, which autocast may change.
+
+    Args:
+        hidden: Hidden states.
+    """
     kind = hidden.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 def single_mesh(seed: int) -> ParallelMesh:
-    """Return the mesh of a single process on the default device, or on the CPU if that is meta.
+    """Return the mesh of a single process on the default device, or the CPU instead of meta.
 
     Args:
         seed: Seed of the random streams.

@@ -1,4 +1,4 @@
-"""Default learning rate schedule of token modules: a linear warm-up and a decay."""
+"""Default learning rate schedule of token modules, with a linear warm-up and a decay."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.models.decay_shapes import height
+from lightning_megatron.models.decay_shapes import decay_factor
 
 
 @dataclass(frozen=True)
 class WarmupSchedule:
-    """Learning rate with a linear warm-up and a decay to a lowest value, which it keeps.
+    """Learning rate with a linear warm-up and a decay to a minimum, at which it stays.
 
     Args:
         shape: Shape of the decay: ``cosine``, ``linear``, or ``constant`` for no decay.
         warmup_steps: Length of the warm-up (steps).
         num_steps: Step at which the decay ends; not needed for ``constant`` (steps).
-        min_ratio: Lowest learning rate as a fraction of the highest.
+        min_ratio: Minimum of the learning rate as a fraction of its peak.
 
     Raises:
         UnsupportedError: If the shape is unknown, or the end of the decay is not known.
@@ -31,17 +31,17 @@ class WarmupSchedule:
     def __post_init__(self) -> None:
         if self.shape not in ("cosine", "linear", "constant"):
             raise UnsupportedError(
-                f"schedule must be one of cosine, linear, constant: {self.shape!r}."
+                f"schedule must be one of cosine, linear, constant: it is {self.shape!r}."
             )
         if self.shape != "constant" and self.num_steps is None:
             raise UnsupportedError(
-                f"the {self.shape} schedule needs a last step, because the learning rate decays "
-                "until then: max_steps is None and the Trainer has no limit. Set max_steps on the "
-                "model or the Trainer, or use schedule 'constant'."
+                f"the {self.shape} schedule needs a last step, at which the decay ends: max_steps "
+                "is None and the Trainer has no limit. Set max_steps of the model or the Trainer, "
+                "or use schedule 'constant'."
             )
 
     def factor(self, step: int) -> float:
-        """Return the learning rate as a fraction of the highest, positive from the first step on.
+        """Return the learning rate as a fraction of its peak; it is positive at every step.
 
         Args:
             step: Number of completed optimizer steps (steps).
@@ -51,4 +51,4 @@ class WarmupSchedule:
         if self.num_steps is None or self.shape == "constant":
             return 1.0
         done = min(1.0, (step - self.warmup_steps) / max(1, self.num_steps - self.warmup_steps))
-        return self.min_ratio + (1.0 - self.min_ratio) * height(self.shape, done)
+        return self.min_ratio + (1.0 - self.min_ratio) * decay_factor(self.shape, done)

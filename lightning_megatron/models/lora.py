@@ -15,17 +15,17 @@ PEFT = "peft"
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Settings of low-rank adapters, which are trained in place of the model's own weights.
+    """Settings of low-rank adapters (LoRA), which are trained instead of the model's weights.
 
     Args:
-        r: Rank of each update.
-        alpha: An update is multiplied by ``alpha / r``.
-        dropout: Probability of dropping an element of an adapter's input.
-        target_modules: Names of the linear layers that are adapted, such as ``[q_proj, v_proj]``.
-            ``all-linear`` means all of them but the head; models with experts need names.
+        r: Rank of the low-rank matrices.
+        alpha: Numerator of the factor ``alpha / r`` of each update.
+        dropout: Dropout probability of the input of an adapter.
+        target_modules: Names of the linear layers to adapt, such as ``[q_proj, v_proj]``.
+            ``all-linear`` means all linear layers except the head; models with experts need names.
 
     Raises:
-        ParallelPlanError: If a value has another type or is out of its range.
+        ParallelPlanError: If a value has a wrong type or is out of range.
     """
 
     r: Count = 8
@@ -37,10 +37,10 @@ class LoraSettings:
         coerce_fields(self, "lora.")
 
     def adapted(self, model: nn.Module) -> nn.Module:
-        """Return peft's wrapper of a model, in which only the new adapters are trained.
+        """Add adapters to a model, and return the peft model, in which only adapters are trained.
 
         Args:
-            model: Causal language model of Hugging Face.
+            model: Hugging Face causal language model.
 
         Raises:
             MissingExtraError: If peft is not installed.
@@ -58,10 +58,10 @@ class LoraSettings:
 
 
 def bare_model(model: nn.Module) -> nn.Module:
-    """Return the model that a wrapper of peft adapts; any other model itself.
+    """Return the base model of a peft model, or the model itself if it has no adapters.
 
     Args:
-        model: Model, wrapped or not.
+        model: Any model.
     """
     inner = getattr(model, "get_base_model", None)
     return inner() if callable(inner) else model

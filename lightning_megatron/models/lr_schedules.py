@@ -1,9 +1,9 @@
-"""Learning rate schedulers with a warm-up and a floor; each step is one optimizer step.
+"""Learning rate schedulers with a warm-up and a floor, which advance with each optimizer step.
 
 The rate ``lr(t)`` after ``t`` optimizer steps is a closed formula of ``t`` and of the peak, which
-is the ``lr`` of the optimizer's group. All schedulers begin with the same warm-up: ``lr(t) =
+is the ``lr`` of the parameter group. All schedulers begin with the same warm-up: ``lr(t) =
 initial_lr + (peak - initial_lr) * t / warmup_steps`` for ``t < warmup_steps``. With the default
-``initial_lr`` of 0 the first step trains nothing.
+``initial_lr`` of 0, the first step does not change the weights.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.models.decay_shapes import DecayShape, height
+from lightning_megatron.models.decay_shapes import DecayShape, decay_factor
 from lightning_megatron.plan.settings import Count, Index, NotNegative, Range, coerced_arguments
 from lightning_megatron.shapes import Float
 
-#: A part of the peak.
+#: Fraction of the peak.
 Ratio = Annotated[float, Range(least=0, most=1)]
 
-# What a scheduler saves. Settings are not among it: a resumed training uses the current ones.
+# Attributes that a scheduler saves. They do not include settings: a resumed training uses the
+# current ones.
 _STATE = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
 
 
 class StepScheduler(LRScheduler):
-    """Save and load the position of a scheduler, and not its settings.
+    """Base class of schedulers that save their position, but not their settings.
 
-    A resumed training continues at the saved step with the settings that it is given, so that a
-    stable phase can be resumed with another end.
+    A resumed training continues at the saved step with its current settings, so that a stable phase
+    can be resumed with another end.
     """
 
     @override
@@ -46,7 +47,7 @@ class StepScheduler(LRScheduler):
 
 
 class WarmedUpScheduler(StepScheduler):
-    """Raise the learning rate to its peak; a subclass gives the rate from there on.
+    """Increase the learning rate to its peak; a subclass computes the rate after the warm-up.
 
     Args:
         optimizer: Optimizer whose groups have the peak as ``lr``.
@@ -66,15 +67,15 @@ class WarmedUpScheduler(StepScheduler):
         if self.min_lr is not None and settings.get("min_ratio") is not None:
             raise ParallelPlanError(
                 f"min_lr ({self.min_lr}) and min_ratio ({self.min_ratio}) must not both be given, "
-                "because both are the floor of the learning rate. Give one of them."
+                "because each defines the floor of the learning rate. Give one of them."
             )
         for number, group in enumerate(optimizer.param_groups):
             peak = float(group.get("initial_lr", group["lr"]))
             for name, value in (("initial_lr", self.initial_lr), ("min_lr", self.min_lr or 0.0)):
                 if value > peak:
                     raise ParallelPlanError(
-                        f"{name} ({value}) must be at most the learning rate of the optimizer's "
-                        f"group {number} ({peak}), which is the peak. Use a value from 0 to {peak}."
+                        f"{name} ({value}) must be at most the learning rate of parameter group "
+                        f"{number} ({peak}), which is the peak. Use a value from 0 to {peak}."
                     )
         super().__init__(optimizer)
 
@@ -96,7 +97,7 @@ class WarmedUpScheduler(StepScheduler):
 
     @abstractmethod
     def rate_after_warmup(self, step: int, peak: float, floor: float) -> float:
-        """Return the learning rate after a number of optimizer steps, at least ``warmup_steps``.
+        """Return the learning rate after ``warmup_steps`` or more optimizer steps.
 
         Args:
             step: Number of completed optimizer steps (steps).
@@ -153,7 +154,7 @@ class WSDSchedule(WarmedUpScheduler):
         warmup_steps: Length of the warm-up (optimizer steps).
         initial_lr: Learning rate of the first step of the warm-up.
         min_lr: Lowest learning rate of all groups; None means ``min_ratio``.
-        min_ratio: Lowest learning rate as a part of the peak; None means 0.
+        min_ratio: Lowest learning rate as a fraction of the peak; None means 0.
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range, or if warm-up and decay
@@ -180,7 +181,7 @@ class WSDSchedule(WarmedUpScheduler):
             raise ParallelPlanError(
                 f"warmup_steps ({warmup}) and decay_steps ({self.decay_steps}) must together be at "
                 f"most num_steps ({self.num_steps}), because the decay follows the warm-up. Use "
-                f"num_steps of at least {warmup + self.decay_steps}, or a shorter phase."
+                f"num_steps of at least {warmup + self.decay_steps}, or fewer steps of either."
             )
         super().__init__(optimizer, given)
 
@@ -191,7 +192,7 @@ class WSDSchedule(WarmedUpScheduler):
             return peak
         if past >= self.decay_steps:
             return floor
-        return floor + (peak - floor) * height(self.decay, past / self.decay_steps)
+        return floor + (peak - floor) * decay_factor(self.decay, past / self.decay_steps)
 
 
 class CosineSchedule(WSDSchedule):
@@ -211,7 +212,7 @@ class CosineSchedule(WSDSchedule):
         warmup_steps: Length of the warm-up (optimizer steps).
         initial_lr: Learning rate of the first step of the warm-up.
         min_lr: Lowest learning rate of all groups; None means ``min_ratio``.
-        min_ratio: Lowest learning rate as a part of the peak; None means 0.
+        min_ratio: Lowest learning rate as a fraction of the peak; None means 0.
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range, or if the warm-up is not
@@ -249,7 +250,7 @@ class LinearSchedule(WSDSchedule):
         warmup_steps: Length of the warm-up (optimizer steps).
         initial_lr: Learning rate of the first step of the warm-up.
         min_lr: Lowest learning rate of all groups; None means ``min_ratio``.
-        min_ratio: Lowest learning rate as a part of the peak; None means 0.
+        min_ratio: Lowest learning rate as a fraction of the peak; None means 0.
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range, or if the warm-up is not
@@ -271,7 +272,7 @@ class LinearSchedule(WSDSchedule):
 
 
 class InverseSqrtSchedule(WarmedUpScheduler):
-    """Warm up, and decay with the inverse square root of the step, without an end.
+    """Warm up, and decay endlessly with the inverse square root of the step.
 
     With the warm-up of ``W`` steps and the time scale ``T``,
 
@@ -284,11 +285,11 @@ class InverseSqrtSchedule(WarmedUpScheduler):
     Args:
         optimizer: Optimizer whose groups have the peak as ``lr``.
         warmup_steps: Length of the warm-up (optimizer steps).
-        timescale: Steps after the warm-up at which the rate is the peak divided by the square root
-            of 2; None means ``warmup_steps`` (optimizer steps).
+        timescale: Number of steps after the warm-up at which the rate is the peak divided by the
+            square root of 2; None means ``warmup_steps`` (optimizer steps).
         initial_lr: Learning rate of the first step of the warm-up.
         min_lr: Lowest learning rate of all groups; None means ``min_ratio``.
-        min_ratio: Lowest learning rate as a part of the peak; None means 0.
+        min_ratio: Lowest learning rate as a fraction of the peak; None means 0.
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range, or if neither a warm-up
@@ -308,8 +309,8 @@ class InverseSqrtSchedule(WarmedUpScheduler):
         self.timescale: int = given["timescale"] or given["warmup_steps"]
         if not self.timescale:
             raise ParallelPlanError(
-                "timescale must be given if warmup_steps is 0, because the length of the warm-up "
-                "is its default. Use a timescale of at least 1, such as 10000."
+                "timescale must be given if warmup_steps is 0, because its default is the length "
+                "of the warm-up. Use a timescale of at least 1, such as 10000."
             )
         super().__init__(optimizer, given)
 

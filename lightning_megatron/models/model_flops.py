@@ -1,4 +1,4 @@
-"""Floating-point operations that a model needs by its formulas, whatever the hardware computes."""
+"""Model FLOPs: floating-point operations that the formulas of a model need on any hardware."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ FLOP_RULE = (
 
 
 def flops_per_token(config: GPTConfig, seq_length: int) -> float:
-    """Return the model FLOPs of forward and backward for one token, by the causal-half rule.
+    """Return the model FLOPs of the forward and backward pass of one token.
 
     A matrix product counts two FLOPs for each weight and token. Attention counts half, because a
-    token attends to half of the sequence on average. Logits count with the padded vocabulary. Only
-    the selected experts count, and the router's logits. Backward counts twice the forward.
-    Embeddings, norms and recomputation do not count.
+    token attends to half of the sequence on average. Logits count with the padded vocabulary. Of a
+    mixture of experts, the selected experts and the router's logits count. The backward pass counts
+    twice the forward pass. Embeddings, norms and recomputation do not count.
 
     Args:
         config: Configuration of the model.

@@ -1,4 +1,4 @@
-"""Process groups and random streams of a LightningModule that builds this package's models."""
+"""Process groups and random streams of a LightningModule that builds a model of this package."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from lightning_megatron.models.layered import LayeredModule, single_mesh
 
 
 def mesh_of_module(module: Any) -> ParallelMesh:
-    """Return the groups that MegatronStrategy gave a module, or those of a single process.
+    """Return the process groups that MegatronStrategy set, or those of a single process.
 
     Args:
         module: LightningModule that builds a model.
 
     Raises:
-        UnsupportedError: If another strategy gave the module a mesh of its own.
+        UnsupportedError: If another strategy has set a device mesh of another kind.
     """
     found: Any = module.device_mesh
     if isinstance(found, ParallelMesh):
         return found
     if found is not None:
         raise UnsupportedError(
-            f"{type(module).__name__} cannot be cut by a {type(found).__name__}, because it is "
-            "built from this package's layers. Use MegatronStrategy, ddp or one device."
+            f"{type(module).__name__} cannot be sharded over a {type(found).__name__}, because it "
+            "is built from layers of lightning_megatron. Use MegatronStrategy, ddp or one device."
         )
     # Initial weights are the same on all data-parallel processes, but dropout must differ.
     return single_mesh(derive_seed(torch.initial_seed(), module.global_rank))
 
 
 def advance_streams(module: Any, model: LayeredModule | None, batch_idx: int) -> None:
-    """Move the random streams of a model to a training batch, where no strategy does it.
+    """Advance the random streams of a model to a training batch, unless MegatronStrategy does so.
 
     Args:
         module: LightningModule that trains the model.
@@ -43,6 +43,6 @@ def advance_streams(module: Any, model: LayeredModule | None, batch_idx: int) ->
     """
     assert model is not None, "configure_model builds the model before its first use"
     if module.device_mesh is None:
-        # MegatronStrategy advances the random streams; under other strategies the module does.
+        # MegatronStrategy advances the random streams itself.
         model.mesh.random.device = module.device
         model.mesh.random.begin_microbatch(module.global_step, batch_idx)

@@ -1,4 +1,4 @@
-"""Modules and parameters next to staged blocks, which only the first or the last stage has."""
+"""Modules and parameters outside of staged blocks, which only the first or last stage has."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_megatron.models.stage_boundaries import called_twice
 
 
 class RemoteModule(nn.Module):
-    """Proxy of a module next to the blocks whose parameters another stage has.
+    """Proxy of a module outside of the blocks whose parameters are on another stage.
 
     A call returns placeholders with the shapes of the module's results.
 
@@ -27,8 +27,8 @@ class RemoteModule(nn.Module):
         source: Copy of the module on the meta device.
         blocks: Blocks that are cut into stages.
         is_before: Whether the module is called before the blocks, so that the first stage has it.
-        end: Name of the outermost module next to the blocks that contains this one; empty if it is
-            this one.
+        end: Name of the outermost module outside of the blocks that contains this module; empty if
+            it is this module.
     """
 
     def __new__(cls, name: str = "", source: nn.Module | None = None, *_: Any) -> RemoteModule:
@@ -58,7 +58,7 @@ class RemoteModule(nn.Module):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the module: a proxy for a module, a placeholder for a tensor."""
+        """Return an attribute of the module; modules become proxies, and tensors placeholders."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -73,7 +73,7 @@ class RemoteModule(nn.Module):
         return found
 
     def _tensor(self, name: str, like: Tensor, blocks: CutBlocks) -> Tensor:
-        """Return a parameter or buffer if it has arrived, and a placeholder otherwise."""
+        """Return a parameter or buffer if its values have arrived; otherwise a placeholder."""
         value_name = f"parameter:{name}"
         cursor = blocks.cursor
         if cursor is not None and value_name in cursor.known:
@@ -90,7 +90,9 @@ class RemoteModule(nn.Module):
         return self._others[0]
 
     def register_arrival(self, name: str) -> None:
-        """Register a placeholder for a tensor that the step will receive, if it is in this module.
+        """Register a placeholder for a tensor of this module that the step will receive.
+
+        Tensors of other modules are ignored.
 
         Args:
             name: Name of the tensor in the whole model.
@@ -105,8 +107,8 @@ class RemoteModule(nn.Module):
         """Return placeholders with the shapes of the module's results.
 
         Raises:
-            UnsupportedError: If the call is between the blocks, or on the side of the blocks where
-                another stage would have to have the module.
+            UnsupportedError: If the call is between the blocks, or after the blocks for a module of
+                the first stage, or before the blocks for a module of the last stage.
         """
         source, blocks = self._others
         cursor = blocks.current()
@@ -132,7 +134,7 @@ class RemoteModule(nn.Module):
             raise UnsupportedError(
                 f"{self.name!r} is called between the blocks {blocks.name!r}, which run on all "
                 "stages, but only one stage holds its parameters. Wrap every block together with "
-                "the modules that run beside it, and name the list of the wrappers in "
+                "the modules that are called next to it, and name the list of wrappers in "
                 "pipeline_plan, or use pp=1."
             )
         if self.is_before:
@@ -154,7 +156,7 @@ class RemoteModule(nn.Module):
 
 
 class RemoteModuleList(RemoteModule):
-    """Proxy of a list or dictionary next to the blocks whose parameters another stage has."""
+    """Proxy of a list or dictionary outside of the blocks whose parameters are on another stage."""
 
     def __len__(self) -> int:
         """Return the length of the list."""
@@ -194,7 +196,7 @@ class RemoteModuleList(RemoteModule):
 
 
 class LocalModule:
-    """Module next to the blocks that this stage has, with a proxy that replaces it in probes.
+    """Module outside of the blocks on this stage, and the proxy that replaces it in probes.
 
     Args:
         parent: Parent of the module.
@@ -225,7 +227,7 @@ class LocalModule:
         self._parent._modules[self._key] = self._remote
 
     def show(self) -> None:
-        """Put the module back into its parent."""
+        """Restore the module in its parent."""
         self._parent._modules[self._key] = self._module
 
     def tensor(self, name: str) -> Tensor | None:
@@ -258,7 +260,7 @@ class LocalModule:
 
 
 class FirstStageParameter:
-    """Parameter of a module that contains the blocks; only the first stage has it.
+    """Parameter of a module that contains the blocks. Only the first stage has it.
 
     Args:
         owner: Module that contains the parameter.
@@ -299,7 +301,7 @@ class FirstStageParameter:
 
     def hide(self) -> None:
         """Replace the parameter by a placeholder."""
-        # The order of the parameters must survive `show`, because optimizers number them by it.
+        # `show` must restore the order of the parameters, because optimizers number them in it.
         if self._is_local:
             self._order = list(self._owner._parameters.items())
         self._owner._parameters.pop(self._key, None)
@@ -307,7 +309,7 @@ class FirstStageParameter:
         self._owner.__dict__[self._key] = self.absent
 
     def show(self) -> None:
-        """Put the parameter back into its module."""
+        """Restore the parameter in its module."""
         if self._is_local:
             del self._owner.__dict__[self._key]
             self._owner._parameters.clear()
@@ -315,7 +317,14 @@ class FirstStageParameter:
 
 
 def convert_meta(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
-    """Apply a conversion's dtype change to the meta tensors of a module, which stay on meta."""
+    """Apply the dtype change of a conversion to the meta tensors of a module.
+
+    The tensors stay on the meta device.
+
+    Args:
+        module: Module with tensors on the meta device.
+        fn: Conversion of a tensor, as for ``torch.nn.Module._apply``.
+    """
     module._apply(
         lambda tensor: (
             tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype) if tensor.is_meta else tensor
@@ -324,7 +333,11 @@ def convert_meta(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
 
 
 def meta_copy_of(module: nn.Module) -> nn.Module:
-    """Return a copy of a module on the meta device, which needs no memory."""
+    """Return a copy of a module on the meta device, which needs no memory for tensors.
+
+    Args:
+        module: Module to copy.
+    """
     memo: dict[int, Any] = {}
     for part in module.modules():
         for key, tensor in (*part._parameters.items(), *part._buffers.items()):
@@ -335,6 +348,6 @@ def meta_copy_of(module: nn.Module) -> nn.Module:
             elif tensor is not None and id(tensor) not in memo:
                 memo[id(tensor)] = torch.empty_like(tensor, device="meta")
         if hasattr(part, "config"):
-            # All blocks share the configuration and only read it, so the copy shares it, too.
+            # All blocks share the configuration and only read it, so the copy can share it.
             memo[id(part.config)] = part.config
     return deepcopy(module, memo)

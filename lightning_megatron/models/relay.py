@@ -1,4 +1,4 @@
-"""Calls of a pipelined model outside of a schedule, stage after stage."""
+"""Sequential run of the stages of a pipelined model outside of a schedule."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ T = TypeVar("T")
 def run_stage_by_stage(model: PipelinedModule, call: Callable[[], T]) -> T | None:
     """Call a pipelined model outside of a training or evaluation step, without gradients.
 
-    The result equals that of the model on one rank. Only one stage works at a time, so this is
-    meant for rare calls such as text generation. Steps overlap their stages by a schedule instead.
+    The result equals that of the model on one rank. Only one stage works at a time, so this
+    function is meant for rare calls such as text generation. A schedule overlaps the stages of
+    steps instead.
 
     Args:
         model: Pipelined model; no step may be running.
         call: Function that calls the model with inputs that are the same on all stages.
 
     Returns:
-        The result of ``call`` on the stage of the last layers; None on others.
+        Result of ``call`` on the last virtual stage; None on other stages.
 
-    Communication: hidden states from each virtual stage to the next. All ranks of pp must call
-        this.
+    Communication: point-to-point transfers of hidden states from each virtual stage to the next.
+        All ranks of pp must call this function.
     """
     axis = model.mesh.pp
     device = model.mesh.device
@@ -53,7 +54,7 @@ def run_stage_by_stage(model: PipelinedModule, call: Callable[[], T]) -> T | Non
                 break
             _stop(call)
             sent = [one.contiguous() for one in cursor.sent]
-            # The next chunk of the same stage, at the turn of a V, takes the tensors as they are.
+            # At the turn of a V, the next chunk is on this stage and uses the tensors directly.
             if (target := placement.owner(virtual + 1)[0]) != axis.rank:
                 start_transfers([(one, target) for one in sent], [], axis).wait()
         return result
@@ -66,4 +67,4 @@ def _stop(call: Callable[[], object]) -> None:
         call()
     except StageDone:
         return
-    raise AssertionError("a stage that is not the last ends its call early")
+    raise AssertionError("only the last stage runs its call to the end")

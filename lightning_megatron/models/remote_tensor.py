@@ -29,17 +29,18 @@ _TORCH = Path(torch.__file__).parent
 class RemoteTensor(Tensor):
     """Placeholder for a tensor whose values are on another pipeline stage.
 
-    A function of an absent tensor returns an absent tensor until the values have arrived, and is
-    computed after that. An operation that needs values before that raises an error, so that no
-    wrong number is ever computed.
+    A function of a placeholder returns another placeholder until the values have arrived; after
+    that, the function is computed. An operation that needs values earlier raises an error, so that
+    no result is computed from wrong values.
 
     Args:
         like: Tensor with the shape, dtype and device.
         owner: Model that is cut into stages.
         name: Description of the tensor, for errors.
-        value_name: Name of the value among those that are sent between stages; None if it has none.
-        deferred: Computation of the tensor from other tensors; None if there is none.
-        leaf: Index of the tensor among the leaves of the recipe's result.
+        value_name: Name under which stages send the tensor to each other; None without a name.
+        deferred: Function call that computes the tensor from other tensors; None without such a
+            call.
+        leaf: Index of the tensor among the leaves of the result of this call.
     """
 
     owner: PipelinedModule
@@ -47,9 +48,9 @@ class RemoteTensor(Tensor):
     value_name: str | None
     deferred: DeferredCall | None
     leaf: int
-    #: The tensor with values, once it has arrived; None before.
+    #: The tensor with values after it has arrived; None before.
     value: Tensor | None
-    #: Name of the block that has written into the tensor in place; None if none has.
+    #: Name of the block that has written into the tensor in place; None without such a block.
     writer: str | None
 
     @classmethod
@@ -62,7 +63,10 @@ class RemoteTensor(Tensor):
         deferred: DeferredCall | None = None,
         leaf: int = 0,
     ) -> RemoteTensor:
-        """Return a placeholder with the shape, dtype and device of another tensor."""
+        """Return a placeholder with the shape, dtype and device of another tensor.
+
+        The arguments are those of the class.
+        """
         device = owner.mesh.device if like.is_meta else like.device
         result: RemoteTensor = Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=like.dtype, device=device
@@ -80,7 +84,7 @@ class RemoteTensor(Tensor):
         """Return the tensor with values if they have arrived or can be computed; None otherwise.
 
         Raises:
-            UnsupportedError: If computing it would draw random numbers a second time.
+            UnsupportedError: If its computation would draw random numbers a second time.
         """
         cursor = self.owner.cursor
         if self.value is None and cursor is not None and not cursor.probe:
@@ -114,7 +118,7 @@ class RemoteTensor(Tensor):
             refuse(self, f"{self.writer} has changed it in place")
 
     def read_at_end(self, why: str) -> Tensor:
-        """Return the tensor with values on the last stage, which needs them, and itself elsewhere.
+        """Return the tensor with values on the last stage, and the placeholder on other stages.
 
         Args:
             why: Reason for which the values are needed, for the error.
@@ -161,7 +165,7 @@ class RemoteTensor(Tensor):
             )
             return func(shaped, *args[1:], **kwargs)
         if writes_in_place(name, kwargs):
-            first._refuse(f"{name} writes it into a tensor in place")
+            first._refuse(f"{name} uses it in an in-place write")
         return first._derived(func, name, args, kwargs)
 
     @classmethod
@@ -183,8 +187,8 @@ class RemoteTensor(Tensor):
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
             self._refuse(f"{name} needs its values")
         if not any(isinstance(leaf, Tensor) for leaf in spec.leaves):
-            # A result without tensors depends only on shapes. Printed text must not look like a
-            # result with values.
+            # A result without tensors depends only on shapes. Printed text must not look like the
+            # text of a tensor with values.
             if name in ("__repr__", "__str__"):
                 return f"a tensor of another pipeline stage ({self.title})"
             if name == "__format__":
@@ -218,7 +222,7 @@ class RemoteTensor(Tensor):
 
 
 class DeferredCall:
-    """Deferred call of a function with absent tensors among its arguments.
+    """Deferred call of a function with placeholders among its arguments.
 
     Args:
         function: Function to call.
@@ -242,7 +246,7 @@ class DeferredCall:
 
     @property
     def sources(self) -> list[RemoteTensor]:
-        """Return the absent tensors among the arguments."""
+        """Return the placeholders among the arguments."""
         leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
         return [leaf for leaf in leaves if isinstance(leaf, RemoteTensor)]
 
@@ -250,6 +254,9 @@ class DeferredCall:
         """Return a leaf of the result if the values of all arguments are known; None otherwise.
 
         The function is called once, and its result is kept for the other leaves.
+
+        Args:
+            wanted: Placeholder for the leaf.
 
         Raises:
             UnsupportedError: If the function draws random numbers.
@@ -273,11 +280,11 @@ class DeferredCall:
 
 
 def fill_outputs(spec: OutputSpec, absent: Callable[[Tensor, int], Any]) -> Any:
-    """Build the outputs that a specification describes.
+    """Build the outputs that a specification describes, with placeholders instead of tensors.
 
     Args:
         spec: Specification of the outputs.
-        absent: Function from the description and the index of a tensor to its placeholder.
+        absent: Function that returns the placeholder for a tensor, given its description and index.
     """
     leaves = [
         absent(leaf, n) if isinstance(leaf, Tensor) else leaf for n, leaf in enumerate(spec.leaves)
@@ -286,7 +293,10 @@ def fill_outputs(spec: OutputSpec, absent: Callable[[Tensor, int], Any]) -> Any:
 
 
 def with_values(result: Any) -> Any:
-    """Return the result of a step, with values for all its tensors.
+    """Return the result of a step with values instead of placeholders.
+
+    Args:
+        result: Result of the step.
 
     Raises:
         UnsupportedError: If the values of a tensor are on another stage.
@@ -301,10 +311,13 @@ def _value(leaf: Any) -> Any:
 
 
 def check_present(*tensors: Tensor | None) -> None:
-    """Raise if another stage computes an input of a model, such as a result of an earlier call.
+    """Raise if an input of a model is a placeholder, such as the result of an earlier call.
+
+    Args:
+        tensors: Inputs of the model.
 
     Raises:
-        UnsupportedError: If a tensor has no values.
+        UnsupportedError: If another stage computes an input.
     """
     for tensor in tensors:
         if isinstance(tensor, RemoteTensor):
@@ -312,7 +325,11 @@ def check_present(*tensors: Tensor | None) -> None:
 
 
 def refuse(absent: RemoteTensor, why: str) -> NoReturn:
-    """Raise an error that names an absent tensor and the line of the user's code.
+    """Raise an error that names a placeholder and the line of the user's code.
+
+    Args:
+        absent: Placeholder whose values are needed.
+        why: Reason for which they are needed.
 
     Raises:
         UnsupportedError: Always.
@@ -326,7 +343,7 @@ def refuse(absent: RemoteTensor, why: str) -> NoReturn:
 
 
 def line_of_user() -> str:
-    """Return the innermost line of the call stack outside of this package and torch."""
+    """Return the innermost line of the call stack outside of lightning_megatron and torch."""
     for frame, number in traceback.walk_stack(sys._getframe()):
         path = Path(frame.f_code.co_filename)
         if (

@@ -8,7 +8,7 @@ from lightning_megatron.layers.segments import SegmentList
 
 
 class ChunkRunner(Protocol):
-    """Runner of the segments of a chunk, in place of the list itself."""
+    """Runner of the segments of a chunk, such as one that replays CUDA graphs."""
 
     def run(
         self,
@@ -18,12 +18,12 @@ class ChunkRunner(Protocol):
         is_last: bool,
         is_training: bool,
     ) -> tuple[Any, ...]:
-        """Run a chunk; equal to ``segments(values)``, gradients included.
+        """Run a chunk. Outputs and gradients equal those of ``segments(values)``.
 
         Args:
             chunk: Index of this rank's chunk.
             segments: Segments of the chunk; the same list in every call.
-            values: Input values of the list.
-            is_last: Whether the model returns the outputs to its caller.
+            values: Inputs of the segments.
+            is_last: Whether the chunk is the last virtual stage, whose outputs the model returns.
             is_training: Whether the model is in training mode.
         """

@@ -1,4 +1,4 @@
-"""Schedulers that a module's settings describe, and that are made when there is an optimizer."""
+"""Settings of a scheduler, from which it is built when the optimizer exists."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.settings import shown
 
-#: What a user may give: a class with its arguments, as command lines and checkpoints have it.
+#: Scheduler as a user, a command line or a checkpoint gives it: a class with its arguments.
 SchedulerGiven = Callable[[Optimizer], LRScheduler] | Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
 class SchedulerSettings:
-    """Class and arguments of a scheduler, in plain values for checkpoints.
+    """Class and arguments of a scheduler, which checkpoints store as plain values.
 
     Args:
         kind: Class of the scheduler.
-        arguments: Arguments besides the optimizer.
+        arguments: Arguments of the class except the optimizer.
     """
 
     kind: type[LRScheduler]
@@ -41,7 +41,7 @@ class SchedulerSettings:
                 ``class_path`` and ``init_args``.
 
         Raises:
-            ParallelPlanError: If it is something else, or the class needs a metric.
+            ParallelPlanError: If the value has another type, or the class needs a metric.
         """
         if given is None:
             return None
@@ -51,27 +51,27 @@ class SchedulerSettings:
             kind = _class_of(given.get("class_path"))
             arguments = given.get("init_args", {})
         elif isinstance(given, partial):
-            # A command line's parser puts functions of its own around the class.
+            # The parser of the command line wraps the class in a function.
             classes = [one for one in (given.func, *given.args) if isinstance(one, type)]
             kind = classes[0] if len(classes) == 1 else given
             arguments = given.keywords
         is_scheduler = isinstance(kind, type) and issubclass(kind, LRScheduler)
         if not is_scheduler or not isinstance(arguments, Mapping):
             raise ParallelPlanError(
-                f"{name} must be a functools.partial of a class of torch's LRScheduler, or a "
-                "mapping with its class_path and init_args, because checkpoints keep plain "
+                f"{name} must be a functools.partial of a subclass of torch's LRScheduler, or a "
+                "mapping with its class_path and init_args, because checkpoints store plain "
                 f"values: it is {shown(given)}."
             )
         if issubclass(kind, ReduceLROnPlateau):
             raise ParallelPlanError(
-                f"{name} must be a scheduler that follows optimizer steps, and "
+                f"{name} must be a scheduler that depends only on the number of optimizer steps: "
                 f"{kind.__name__} needs a metric. Use another class, or return the scheduler with "
                 "its monitor from configure_optimizers of a subclass."
             )
         return cls(kind, dict(arguments))
 
     def __call__(self, optimizer: Optimizer) -> LRScheduler:
-        """Return the scheduler of an optimizer."""
+        """Build the scheduler of an optimizer."""
         return self.kind(optimizer, **self.arguments)
 
     def plain(self) -> dict[str, Any]:
@@ -80,15 +80,15 @@ class SchedulerSettings:
         return {"class_path": path, "init_args": dict(self.arguments)}
 
     def check(self, name: str, learning_rate: float, weight_decay: float) -> None:
-        """Make the scheduler for an optimizer without a model, to refuse wrong arguments early.
+        """Check the arguments early, by building the scheduler for an optimizer without a model.
 
         Args:
             name: Name of the setting in errors.
-            learning_rate: Of the optimizer.
-            weight_decay: Of the optimizer's first group; the second one has none.
+            learning_rate: Learning rate of the optimizer.
+            weight_decay: Weight decay of the first parameter group; the second one has none.
 
         Raises:
-            ParallelPlanError: If the class refuses its arguments.
+            ParallelPlanError: If the class rejects its arguments.
         """
         groups = [
             {"params": [torch.zeros(1)], "weight_decay": decay} for decay in (weight_decay, 0.0)
@@ -100,7 +100,7 @@ class SchedulerSettings:
 
 
 def _class_of(path: Any) -> Any:
-    """Return the class at a path; None if there is none."""
+    """Return the class at an import path; None if it does not exist."""
     module, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
     try:
         return getattr(import_module(module), name, None) if module else None

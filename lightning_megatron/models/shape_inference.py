@@ -1,4 +1,4 @@
-"""Inference of the shapes and dtypes that functions and modules return, without values."""
+"""Inference of the output shapes and dtypes of functions and modules, without values."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.Size, type(Non
 
 @dataclass(frozen=True, eq=False)
 class OutputSpec:
-    """Description of a function's result without the values of its tensors.
+    """Description of the result of a function without the values of its tensors.
 
     Args:
-        leaves: Leaves of the result; tensors have a shape, a dtype and a device, and no values.
+        leaves: Leaves of the result; tensors have a shape, a dtype and a device, but no values.
         structure: Tree structure of the result.
         is_random: Whether the function draws random numbers.
-        problem: Effect of the function that other stages cannot know; empty if there is none.
-        written: Indices of the argument leaves that the function writes in place.
+        problem: Side effect of the function that other stages cannot reproduce, with a remedy;
+            empty without such an effect.
+        written: Indices of the argument leaves into which the function writes in place.
     """
 
     leaves: tuple[Any, ...]
@@ -38,12 +39,12 @@ class OutputSpec:
 
 
 class ShapeInference:
-    """Inference of the outputs of functions and modules from shapes alone, with a cache."""
+    """Inference of the outputs of functions and modules from shapes, with a cache."""
 
     def __init__(self) -> None:
         self._mode: FakeTensorMode | None = None
         self._known: dict[Any, OutputSpec] = {}
-        #: Indices of the argument leaves that a block writes in place, by the index of the block.
+        #: Indices of the argument leaves into which a block writes in place, by block index.
         self.written: dict[int, tuple[int, ...]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShapeInference:
@@ -55,7 +56,12 @@ class ShapeInference:
         self._known.clear()
 
     def of_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> OutputSpec:
-        """Return the specification of a function's outputs.
+        """Return the specification of the outputs of a function.
+
+        Args:
+            function: Function to call.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
 
         Raises:
             RuntimeError: If a shape depends on values, or the function fails.
@@ -65,7 +71,13 @@ class ShapeInference:
     def of_module(
         self, module: nn.Module, device: torch.device, args: Any, kwargs: Any
     ) -> OutputSpec:
-        """Return the outputs of a meta module, as if the module were on a device.
+        """Return the specification of the outputs of a meta module, as if it were on a device.
+
+        Args:
+            module: Module on the meta device.
+            device: Device of the outputs.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
 
         Raises:
             RuntimeError: If a shape depends on values, or the module fails.
@@ -73,8 +85,8 @@ class ShapeInference:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-            # Tensors on other devices than meta are kept, because a buffer's values may determine
-            # shapes.
+            # Tensors on other devices keep their values, because the values of a buffer may
+            # determine shapes.
             empty = {
                 name: torch.empty(one.shape, dtype=one.dtype, device=device)
                 for name, one in tensors.items()
@@ -88,8 +100,7 @@ class ShapeInference:
             for part in module.modules()
             for value in vars(part).values()
         ):
-            # The module has stored a tensor of this call. Shapes of later calls may depend
-            # on its own.
+            # The module has stored a tensor of this call, on whose shape later calls may depend.
             self._known.clear()
         return spec
 
@@ -117,7 +128,11 @@ class ShapeInference:
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves and the tree structure of a value. Dataclasses count as containers."""
+    """Return the leaves and the tree structure of a value; dataclasses count as containers.
+
+    Args:
+        value: Any value.
+    """
     leaves, structure = pytree.tree_flatten(value)
     kinds = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)}
     if not kinds:
@@ -135,7 +150,7 @@ def _items_of(value: Any) -> tuple[list[Any], tuple[str, ...]]:
 def _with_items(kind: type, items: Iterable[Any], names: tuple[str, ...]) -> Any:
     result: Any = object.__new__(kind)
     for name, item in zip(names, items, strict=True):
-        # Works for frozen dataclasses, too.
+        # `object.__setattr__` also works for frozen dataclasses.
         object.__setattr__(result, name, item)
     return result
 
@@ -184,7 +199,7 @@ def _without_values(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or isinstance(leaf, FakeTensor):
         return leaf
     if type(leaf) is Tensor and leaf.numel() == 1 and leaf.device.type == "cpu":
-        # Single numbers on the CPU often determine sizes and indices, so they keep their values.
+        # Scalars on the CPU often determine sizes and indices, so they keep their values.
         return leaf
     return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
 

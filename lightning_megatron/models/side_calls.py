@@ -1,4 +1,4 @@
-"""Computations of all pipeline stages that a step asks for beside its calls of the model."""
+"""Computations that need all pipeline stages inside a step, such as text generation."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ T = TypeVar("T")
 
 @dataclass
 class SideCalls:
-    """Results of the side calls of a step on one microbatch, in their order.
+    """Results of the side calls of a step on one microbatch, in order.
 
-    Stages run a step at different times, and each of them runs a part of it. All of them therefore
-    collect the results before the schedule starts, and a step then takes them one after the other.
+    A side call is a computation that needs all stages, such as text generation. Stages run a step
+    at different times, and each stage runs only a part of it. All stages therefore compute the side
+    calls together before the schedule starts, and the step then takes the results in order.
 
     Args:
-        results: Results that were collected.
-        is_collecting: Whether the step runs on all stages at once, to collect results.
-        num_taken: Results that the running step has taken.
+        results: Collected results.
+        is_collecting: Whether all stages run the step together to collect results.
+        num_taken: Number of results that the running step has taken.
     """
 
     results: list[Any]
@@ -32,19 +33,20 @@ class SideCalls:
 
 
 def run_aside(model: PipelinedModule, name: str, call: Callable[[], T]) -> T:
-    """Return the result of a computation of all stages, such as text generation.
+    """Return the result of a computation that needs all stages, such as text generation.
 
-    Equals ``call()`` on one stage. Inside a step with pipeline stages ``call`` runs before the
-    schedule does, with the arguments that it has when the step runs without values of the model.
+    Equals ``call()`` on one stage. Inside a step with pipeline stages, all stages run ``call``
+    before the schedule, during a run of the step without values of the model.
 
     Args:
         model: Model that is cut into stages.
-        name: What the user calls, for errors.
-        call: Function of the computation. All ranks of pp call it together.
+        name: Name of the function that the user calls, for errors.
+        call: Function that all ranks of pp call together.
 
     Raises:
-        UnsupportedError: Inside a step, if its arguments depend on results of the model, or if the
-            first step of its kind has made no such call.
+        UnsupportedError: Inside a step, if the call follows a line that reads a value of the
+            model's results, or if the first step of the same kind (such as validation) did not make
+            this call.
     """
     cursor = model.cursor
     if cursor is None:
@@ -61,10 +63,10 @@ def run_aside(model: PipelinedModule, name: str, call: Callable[[], T]) -> T:
     if calls is None or calls.num_taken == len(calls.results):
         raise UnsupportedError(
             f"{name} in a step with pp ({model.mesh.pp.size}) above 1 must be called in the first "
-            "step of its kind, too, and before any line that reads a value of the model's results: "
-            "all stages compute it together before they run the step, without those values, and "
-            "this call was not among theirs. Move it up, or call it in a hook such as "
-            "on_validation_batch_end or on_validation_epoch_end, or use pp=1."
+            "step of its kind, too, and before any line that reads a value of the model's results, "
+            "because all stages compute it together before they run the step: they did not compute "
+            "this call. Move it up, or call it in a hook such as on_validation_batch_end or "
+            "on_validation_epoch_end, or use pp=1."
         )
     calls.num_taken += 1
     return deepcopy(calls.results[calls.num_taken - 1])

@@ -29,17 +29,16 @@ class StageDone(BaseException):
 
 @dataclass
 class StageCursor:
-    """Selection of the virtual stage that a pipelined module runs, and the state of that run.
+    """Selection of the virtual stage that a pipelined module runs, and the state of this run.
 
-    A "staged module" below is one whose blocks the user's code calls.
+    Below, a "staged module" is a module whose blocks the user's code calls.
 
     Args:
         chunk: Index of this rank's chunk to run.
-        received: Tensors from the previous virtual stage, call after call; empty on the first.
-        probe: Whether to run without values, and only report the tensors that this stage will
-            receive.
-        plan: Plan of the step. None means that a probe finds the plan, and runs past the first
-            call.
+        received: Tensors from the previous virtual stage, ordered by call; empty on the first.
+        probe: Whether to run without values, only to find the tensors that this stage will receive.
+        plan: Plan of the step. None means that a probe finds the plan, and continues after the
+            first call.
         sent: Tensors for the next virtual stage; set by the module.
         tensor_specs: Shapes and dtypes of the tensors that this stage receives; set by the module
             in a probe.
@@ -69,7 +68,11 @@ class StageCursor:
     uses: Counter[str] = field(default_factory=Counter)
 
     def use_of(self, name: str) -> str:
-        """Count a call of a module outside of the blocks, and return the name of its result."""
+        """Count a call of a module outside of the blocks, and return the name of its result.
+
+        Args:
+            name: Name of the module.
+        """
         self.uses[name] += 1
         return f"{name}#{self.uses[name]}:out"
 
@@ -107,7 +110,7 @@ class PipelinedModule(nn.Module):
     """Module that runs as a whole, or one virtual stage at a time if a cursor is set.
 
     A subclass has the layers of this rank's virtual stages. Its ``forward`` ends with a call of
-    ``run_stage``, or follows the cursor by itself.
+    ``run_stage``, or reads the cursor directly.
 
     Args:
         mesh: The groups of this rank.
@@ -118,28 +121,28 @@ class PipelinedModule(nn.Module):
         self.mesh = mesh
         self.num_chunks: int = mesh.layout.vpp
         self.cursor: StageCursor | None = None
-        #: Computations of all stages that the running step asks for; None outside of steps.
+        #: Side calls of the running step; None outside of steps.
         self.side_calls: Any = None
-        #: Waits for all parameters to be complete, if training gathers them asynchronously after
-        #: each step.
+        #: Function that waits until all parameters are complete, for training that gathers them
+        #: asynchronously after each step.
         self.wait_for_parameters: Callable[[], None] = _nothing
         self.shape_inference = ShapeInference()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelinedModule:
-        """Return a copy that keeps the attributes of parameters, which torch does not copy."""
+        """Return a copy with the attributes of parameters, which torch does not copy."""
         result = type(self).__new__(type(self))
         memo[id(self)] = result
         result.__dict__ = deepcopy(self.__dict__, memo)
         for parameter, twin in zip(self.parameters(), result.parameters(), strict=True):
             vars(twin).update(vars(parameter))
-            # The copy is not trained: its gradients must not reach the original's slots.
+            # The copy is not trained. Its gradients must not be added to the original's slots.
             set_slot(twin, None)
         return result
 
     def gather_groups(self) -> list[nn.Module]:
-        """Return modules that partition the parameters, such that each reads only its own.
+        """Return modules that partition the parameters; each reads only its parameters.
 
-        A module may also read parameters that an earlier one in the same forward pass has read.
+        A module may also read parameters that an earlier module has read in the same forward pass.
         """
         groups: list[nn.Module] = []
         for child in self.children():
@@ -157,15 +160,19 @@ class PipelinedModule(nn.Module):
         return 0 if self.num_chunks == 1 else None
 
     def stage_parameters(self) -> Iterator[nn.Parameter]:
-        """Return the parameters that belong to this stage only."""
+        """Return the parameters that no other stage has."""
         return self.parameters()
 
     def is_first_stage(self, chunk: int = 0) -> bool:
-        """Return whether this rank's ``chunk`` is the first virtual stage, with the embedding."""
+        """Return whether a chunk of this rank is the first virtual stage, with the embedding.
+
+        Args:
+            chunk: Index of the chunk.
+        """
         return self.mesh.pp.is_first and chunk == 0
 
     def is_last_stage(self, chunk: int | None = None) -> bool:
-        """Return whether this rank's ``chunk`` is the last virtual stage, with the head.
+        """Return whether a chunk of this rank is the last virtual stage, with the head.
 
         Args:
             chunk: Index of the chunk; None means the last one of this rank.
@@ -182,18 +189,18 @@ class PipelinedModule(nn.Module):
 
         Args:
             run: Function that runs a chunk on the hidden states of the previous virtual stage, or
-                on the inputs of the model if they are None. It returns hidden states, and on the
+                on the inputs of the model if they are None. It returns hidden states, or on the
                 last virtual stage the result.
-            boundary: Function that returns shape and dtype of the hidden states between stages.
+            boundary: Function that returns the shape and dtype of hidden states between stages.
             unknown: Function that returns the result with placeholders instead of tensors.
 
         Returns:
-            The result on the last virtual stage. On other stages, the result of ``unknown`` if the
-            step will call the model again.
+            Result on the last virtual stage. On other stages, the return value of ``unknown`` if
+            the step will call the model again.
 
         Raises:
-            StageDone: At the last call of a step, on all other virtual stages and in probes.
-            UnsupportedError: If the step calls the model too often.
+            StageDone: At the last call of a step, in probes and on all stages except the last.
+            UnsupportedError: If the step calls the model more often than planned.
         """
         cursor = self.cursor
         if cursor is None:
@@ -243,21 +250,21 @@ class PipelinedModule(nn.Module):
         """
         if self.cursor is None and self.mesh.pp.size > 1:
             raise UnsupportedError(
-                f"a model cut into {self.mesh.pp.size} pipeline stages cannot be called by itself, "
-                "because this rank holds one stage. Call it inside training_step, validation_step, "
-                "test_step or predict_step."
+                f"a model cut into {self.mesh.pp.size} pipeline stages cannot be called outside of "
+                "steps, because this rank holds one stage. Call it inside training_step, "
+                "validation_step, test_step or predict_step."
             )
 
 
-#: Attribute of a module that names the pipelined module it computes with, which is not its child.
+#: Attribute of a module that refers to the pipelined module that computes for it.
 _COMPUTED_BY = "computed_by"
 
 
 def pipelined_modules(root: nn.Module) -> Iterator[tuple[str, PipelinedModule]]:
     """Yield the pipelined modules inside a module, with their names.
 
-    A pipelined module may have replaced the computation of another module, whose names it keeps. It
-    is then no child of that module, and is listed under that module's name.
+    A pipelined module may compute for another module without being its child; see
+    :func:`set_computed_by`. It then has the name of that module.
 
     Args:
         root: Module to search.
@@ -283,11 +290,20 @@ def named_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def computed_by(module: nn.Module) -> PipelinedModule | None:
-    """Return the pipelined module that a module computes with and that is not its child, if any."""
+    """Return the pipelined module that computes for a module; None without one.
+
+    Args:
+        module: Any module.
+    """
     found = vars(module).get(_COMPUTED_BY)
     return found if isinstance(found, PipelinedModule) else None
 
 
 def set_computed_by(module: nn.Module, model: PipelinedModule) -> None:
-    """Record that a module computes with a pipelined module, whose parameters it has renamed."""
+    """Record that a pipelined module computes for a module, without making it a child.
+
+    Args:
+        module: Module that keeps the names of the parameters.
+        model: Pipelined module that computes with these parameters.
+    """
     vars(module)[_COMPUTED_BY] = model

@@ -1,4 +1,4 @@
-"""Values that cross boundaries between pipeline stages, for blocks that the user's code calls."""
+"""Values that cross stage boundaries, for blocks that the user's code calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_megatron.models.step_plan import StepPlan, ValueOrigin
 
 
 class StageBoundaries:
-    """Record, in probes, the values that cross boundaries, and receive them in runs.
+    """Record the values that cross stage boundaries in probes, and receive them in runs.
 
     Args:
         starts: Index of the first block of each virtual stage, in order.
@@ -33,7 +33,7 @@ class StageBoundaries:
 
     @property
     def is_last_empty(self) -> bool:
-        """Return whether the last virtual stage has no blocks, and is not the only one."""
+        """Return whether the last of several virtual stages has no blocks."""
         return self.last > 0 and self.starts[-1] == self.num_blocks
 
     def stage_of(self, index: int) -> int:
@@ -58,7 +58,16 @@ class StageBoundaries:
         *,
         at_start: bool = False,
     ) -> None:
-        """Record, in a probe, that a virtual stage computes a value, now or before the step."""
+        """Record, in a probe, that a virtual stage computes a value.
+
+        Args:
+            cursor: Cursor of the probe.
+            value_name: Name of the value.
+            tensor: Placeholder for the value.
+            stage: Virtual stage that computes the value.
+            at_start: Whether the value exists before the step, such as a parameter; otherwise it is
+                computed at this point of the step.
+        """
         if cursor.probe:
             cursor.known[value_name] = tensor
             if cursor.plan is None:
@@ -85,7 +94,7 @@ class StageBoundaries:
             prefix: Name of the block's inputs.
             leaves: Leaves of the block's arguments.
             stage: Virtual stage of the block.
-            starts: Whether the block is the first of a virtual stage other than the first one.
+            starts: Whether the block is the first block of a virtual stage after the first one.
 
         Raises:
             StageDone: If the block is the first of the probed virtual stage, in the last call.
@@ -111,8 +120,8 @@ class StageBoundaries:
             if taken != numbers:
                 raise UnsupportedError(
                     "with pp above 1 the blocks must take the same tensors in every step: "
-                    f"{prefix} takes {numbers} from earlier stages, and took {taken} in the first "
-                    "step. Pass the same tensors in every step, or use pp=1."
+                    f"{prefix} takes the arguments {numbers} from earlier stages, and took {taken} "
+                    "in the first step. Pass the same tensors in every step, or use pp=1."
                 )
             cursor.tensor_specs += [(leaves[n].shape, leaves[n].dtype) for n in numbers]
             if cursor.is_last_call:
@@ -155,8 +164,12 @@ class StageBoundaries:
     def record_use(self, cursor: StageCursor, leaf: Any, stage: int) -> None:
         """Record, in a probe without a plan, that a virtual stage reads a value.
 
-        A value that has no name is recomputed on the stage that reads it, from values that have
-        one.
+        A value without a name is recomputed on the stage that reads it, from values with names.
+
+        Args:
+            cursor: Cursor of the probe.
+            leaf: Value; values without placeholders are ignored.
+            stage: Virtual stage that reads the value.
 
         Raises:
             UnsupportedError: If the value can neither be sent to the stage nor recomputed there.
@@ -182,7 +195,7 @@ class StageBoundaries:
                 self.record_use(cursor, source, stage)
 
     def _refuse_later(self, leaf: RemoteTensor) -> None:
-        """Raise an error for a value of a later stage; for a weight, it names a plan that works."""
+        """Raise an error for a value of a later stage; for a weight, it names a working plan."""
         kind, _, name = (leaf.value_name or "").partition(":")
         if kind != "parameter":
             refuse(leaf, "an earlier stage reads it")
@@ -211,7 +224,8 @@ class StageBoundaries:
             in_force: The current ``pipeline_plan``.
 
         Raises:
-            UnsupportedError: If a stage reads a value that an earlier one computes after its sends.
+            UnsupportedError: If a stage reads a value that an earlier stage computes after it has
+                sent its outputs.
         """
         for leaf in result:
             self.record_use(cursor, leaf, self.last)
@@ -228,12 +242,12 @@ class StageBoundaries:
                     raise called_twice(module, next(iter(in_force), "blocks"))
                 title = cursor.known[value_name].title  # type: ignore[attr-defined]
                 raise UnsupportedError(
-                    f"{title} is computed after the blocks of its stage: {origin.line}. That stage "
-                    "has sent its outputs to the next one by then. Use the pipeline_plan "
+                    f"{title} is computed after the blocks of its stage: {origin.line}. At that "
+                    "point the stage has already sent its outputs. Use the pipeline_plan "
                     f"{dict(in_force) | {value_name.partition('#')[0]: 'last'}}, or pp=1."
                 )
-            # Stages send to the next one only, so every stage in between receives the value and
-            # sends it on.
+            # A stage sends only to the next one, so every stage in between receives the value and
+            # forwards it.
             for boundary in range(origin.stage + 1, stage + 1):
                 names = extras.setdefault(boundary, [])
                 if value_name not in names:

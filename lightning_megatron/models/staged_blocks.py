@@ -1,4 +1,4 @@
-"""Pipeline stages for a list of blocks of any model, which the model's own code calls."""
+"""Pipeline stages for a list of blocks that the code of the user's model calls."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class StagedBlocks(CutBlocks):
     """Replacement of a ``ModuleList`` or ``Sequential`` that has only this rank's blocks.
 
     The code around the list runs unchanged on every stage. Blocks of other stages return
-    placeholders. The arguments of a stage's first block are received from the previous stage, which
-    ends its step there. Other values that a stage reads from earlier stages are sent along, if the
-    probe of the first step has found them. Blocks keep their indices as names.
+    placeholders. A stage receives the arguments of its first block from the previous stage, whose
+    step ends there. It also receives other values of earlier stages that it reads, which the probe
+    of the first step has found. The names of blocks are their indices in the whole list.
 
     Args:
         name: Name of the list, for errors.
@@ -48,7 +48,8 @@ class StagedBlocks(CutBlocks):
         twins: Copies of all blocks on the meta device.
         partition: Number of blocks of each virtual stage.
         mesh: The groups of this rank.
-        ends: Modules next to the list that only this stage has, and whether with their submodules.
+        ends: Modules outside of the list that only this stage has, each with whether its submodules
+            are included.
     """
 
     def __init__(
@@ -125,8 +126,8 @@ class StagedBlocks(CutBlocks):
 
         Raises:
             UnsupportedError: If the blocks are called out of order, or values are on another stage.
-            StageDone: At the next stage's first block in the last call; in a probe, at this
-                stage's.
+            StageDone: In the last call, at the first block of the next stage, or in a probe at the
+                first block of this stage.
         """
         if self.cursor is None and is_recomputing():
             return self._run_again(index, args, kwargs)
@@ -179,12 +180,12 @@ class StagedBlocks(CutBlocks):
         return result
 
     def _enter_empty_stage(self, cursor: StageCursor) -> None:
-        """Cross, after the last block, into a last virtual stage that has no blocks.
+        """Enter, after the last block, a last virtual stage without blocks.
 
-        It receives everything by name, because it has no block with inputs.
+        This stage receives all values by name, because it has no block with inputs.
 
         Raises:
-            StageDone: On the stage before it, and in its probe.
+            StageDone: On the stage before it, and in the probe of this stage.
         """
         assert cursor.plan is not None, "only a step with a plan knows its last call"
         stage = self.boundaries.last
@@ -198,7 +199,7 @@ class StagedBlocks(CutBlocks):
             raise StageDone
 
     def _run_again(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a block again in a backward pass, because the user's code has checkpointed it."""
+        """Recompute a block in a backward pass, because the user's code has checkpointed it."""
         found, structure = flatten((args, kwargs))
         leaves = [leaf.resolved() if isinstance(leaf, RemoteTensor) else leaf for leaf in found]
         is_known = all(
@@ -206,15 +207,15 @@ class StagedBlocks(CutBlocks):
         )
         if str(index) not in self._modules or not is_known:
             raise UnsupportedError(
-                "a function under torch.utils.checkpoint must call blocks of one pipeline stage "
-                f"only: block {index} of {self.name!r} is recomputed on the stage of blocks "
+                "a function under torch.utils.checkpoint must call only blocks of one pipeline "
+                f"stage: block {index} of {self.name!r} is recomputed on the stage of blocks "
                 f"{sorted(self._modules)}. Checkpoint every block separately."
             )
         args, kwargs = pytree.tree_unflatten(leaves, structure)
         return self._run(index, args, kwargs)
 
     def _register_arrivals(self, cursor: StageCursor, value_names: Sequence[str]) -> None:
-        """Register placeholders for values that will arrive, also those read after the blocks."""
+        """Register placeholders for values that will arrive, even those read after the blocks."""
         for kind, _, name in (
             value_name.partition(":")
             for value_name in value_names
@@ -252,9 +253,9 @@ class StagedBlocks(CutBlocks):
             found = leaf.resolve(why) if isinstance(leaf, RemoteTensor) else leaf
             if not isinstance(found, Tensor):
                 raise UnsupportedError(
-                    f"with pp above 1 the blocks of {self.name!r} must take equally many tensors "
-                    f"in every step: block {index} took {type(found).__name__} in place of a "
-                    "tensor, for which another stage waits. Pass a tensor in every step, or use "
+                    f"with pp above 1 the blocks of {self.name!r} must take the same number of "
+                    f"tensors in every step: block {index} took {type(found).__name__} instead of "
+                    "a tensor, for which another stage waits. Pass a tensor in every step, or use "
                     "pp=1."
                 )
             cursor.sent.append(whole_of(found))
@@ -278,14 +279,14 @@ class StagedBlocks(CutBlocks):
         if value_name not in cursor.known:
             raise UnsupportedError(
                 f"{value_name!r} cannot be sent to a later stage, because it is sharded over tp or "
-                "belongs to a submodule that was called by itself. Use pp=1."
+                "belongs to a submodule that was called outside of its module. Use pp=1."
             )
         return whole_of(cursor.known[value_name])
 
     def _run(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.training:
             return self.block(index)(*args, **kwargs)
-        # The random numbers of a block must depend on its index, and be the same on all tp ranks.
+        # The random numbers of a block must depend on its index, and be equal on all tp ranks.
         self.mesh.random.seek(1 + index)
         with self.mesh.random.fork("replicated"):
             return self.block(index)(*args, **kwargs)

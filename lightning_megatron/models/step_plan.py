@@ -16,9 +16,9 @@ class StepPlan:
 
     Args:
         num_calls: Number of calls of the model in one step.
-        inputs: Argument leaves of a virtual stage's first block that come from the previous stage,
-            by call (from 1) and virtual stage. Empty for a model that sends one tensor of hidden
-            states.
+        inputs: Indices of the argument leaves of a virtual stage's first block that come from the
+            previous stage, by call (from 1) and virtual stage. Empty for a model that sends one
+            tensor of hidden states.
         extras: Names of the additional values that each virtual stage receives after the inputs.
     """
 
@@ -57,7 +57,7 @@ class ProbeFindings:
         origins: Origins of the values that can be sent between stages, by name.
         needs: Pairs of a virtual stage and the name of a value of an earlier stage that it reads.
         bound: Tensors that a virtual stage receives as inputs of its first block, by virtual stage.
-        seen: Tensors whose needs have been recorded already, by virtual stage and identity.
+        seen: Tensors whose uses have already been recorded, by virtual stage and identity.
     """
 
     inputs: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
@@ -68,11 +68,16 @@ class ProbeFindings:
 
 
 def wrong_calls(expected: int, found: object) -> str:
-    """Return the message for a step with an unexpected number of model calls."""
+    """Return the message for a step with an unexpected number of model calls.
+
+    Args:
+        expected: Expected number of calls.
+        found: Number of calls, or words for it.
+    """
     return (
-        f"with pp above 1 every step must call the pipelined model, and equally often: {found} "
-        f"calls were made, {expected} expected. The first step counts the calls up to the first "
-        "line that reads a value of a result, such as .item() or an if, because other stages do "
-        "not have this value. Make the same calls in every step, all before such a line, or use "
-        "pp=1."
+        "with pp above 1 every step must call the pipelined model the same number of times, at "
+        f"least once: {found} calls were made, {expected} expected. The first step counts the "
+        "calls before the first line that reads a value of a result, such as .item() or an if, "
+        "because other stages do not have this value. Make the same calls in every step, all "
+        "before such a line, or use pp=1."
     )

@@ -1,4 +1,4 @@
-"""Tensors that blocks store in themselves, which the user's code may read on other stages."""
+"""Tensors that blocks store as attributes, which the user's code may read on other stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_megatron.models.stage import StageCursor
 
 
 class StoredTensors:
-    """Reads of tensors that blocks store in themselves, from the blocks' own stages or sent along.
+    """Reads of tensors that blocks store as attributes, on the stage of a block or on later ones.
 
     Args:
         blocks: Blocks that are cut into stages.
@@ -22,7 +22,7 @@ class StoredTensors:
         self.blocks = blocks
 
     def read(self, index: int, path: str, found: Tensor) -> Tensor:
-        """Return a tensor that a block stores in itself, or a placeholder if another stage has it.
+        """Return a tensor that a block stores, or a placeholder if another stage has the block.
 
         Args:
             index: Index of the block.
@@ -43,7 +43,7 @@ class StoredTensors:
             raise UnsupportedError(
                 f"{name} is read before block {index} has run in this call of the model: "
                 f"{line_of_user()}. Only one stage has the value of the previous call. Read it "
-                "after the block, or use pp=1."
+                "after the call of the block, or use pp=1."
             )
         value_name = f"{cursor.calls}:{blocks.name}.{index}.{path}"
         stage = blocks.boundaries.stage_of(index)
@@ -57,7 +57,9 @@ class StoredTensors:
         return result
 
     def register_arrival(self, name: str) -> None:
-        """Register a placeholder for a tensor that the step will receive, if a block stores it.
+        """Register a placeholder for a stored tensor that the step will receive.
+
+        Values that no block stores are ignored.
 
         Args:
             name: Name of a value that is sent between stages, without the number of the call.
@@ -70,7 +72,12 @@ class StoredTensors:
             self.read(int(index), path, getattr(block.get_submodule(owner), key))
 
     def keep(self, cursor: StageCursor, index: int) -> None:
-        """Keep what a block has stored, if later stages will read it."""
+        """Keep the tensors that a block has stored, if later stages will read them.
+
+        Args:
+            cursor: Cursor of the run.
+            index: Index of the block.
+        """
         prefix = f"{cursor.calls}:{self.blocks.name}.{index}."
         for value_name in cursor.plan.extra_names if cursor.plan is not None else ():
             if value_name.startswith(prefix):

@@ -1,4 +1,4 @@
-"""Functions of tensors by what they need: a shape, values, or memory to write into."""
+"""Classification of tensor functions by their needs: a shape, values, or memory to write into."""
 
 from __future__ import annotations
 
@@ -78,7 +78,11 @@ CREATE_LIKE = frozenset(
 
 
 def name_of(func: Any) -> str:
-    """Return the name of a torch function, method or attribute."""
+    """Return the name of a torch function, method or attribute.
+
+    Args:
+        func: Function that torch passes to ``__torch_function__``.
+    """
     name: str = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__", "__delete__"):
         attribute: str = getattr(getattr(func, "__self__", None), "__name__", name)
@@ -87,7 +91,12 @@ def name_of(func: Any) -> str:
 
 
 def writes_in_place(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call of a torch function writes into a tensor that it is given."""
+    """Return whether a call of a torch function writes into one of its arguments.
+
+    Args:
+        name: Name of the function.
+        kwargs: Keyword arguments of the call.
+    """
     if (
         kwargs.get("out") is not None
         or kwargs.get("inplace") is True

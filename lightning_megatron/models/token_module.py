@@ -1,4 +1,4 @@
-"""Base class of LightningModules that train on tokens, with logging, optimizer and schedule."""
+"""Base class of LightningModules that train on tokens, with logging, optimizer and schedulers."""
 
 from __future__ import annotations
 
@@ -38,42 +38,42 @@ IGNORED = -100
 class TokenModule(LightningModule):
     """Train, validate and test on batches of ``{"tokens": (batch, seq), "labels": (batch, seq)}``.
 
-    Labels of -100 are ignored. The module logs ``train_loss``, ``val_loss`` and ``test_loss`` (nats
-    per token). It also logs ``val_bits_per_byte`` and ``test_bits_per_byte`` if the mean bytes per
-    token are known. A subclass provides the vocabulary size and the mean loss.
+    The loss ignores labels of -100. The module logs ``train_loss``, ``val_loss`` and ``test_loss``
+    (nats per token), and ``val_bits_per_byte`` and ``test_bits_per_byte`` if the mean number of
+    bytes per token is known. A subclass provides the vocabulary size and the mean loss.
 
-    Several validation sets are logged as ``val_loss/NAME`` each, by the names of the data module,
-    or else ``dataloader_idx_0`` and so on. ``val_loss`` is then the mean over all tokens of all
-    sets, known from the end of the epoch. Test sets are logged alike.
+    The module logs each of several validation sets as ``val_loss/NAME``, with a name from the data
+    module, or else ``dataloader_idx_0`` and so on. ``val_loss`` is then the mean over all tokens of
+    all sets, which is logged at the end of the epoch. The same holds for test sets.
 
     Args:
-        learning_rate: Highest learning rate, reached after the warm-up.
+        learning_rate: Peak of the learning rate, reached after the warm-up.
         weight_decay: Weight decay of matrices; one-dimensional parameters (biases, norms) have
             none.
         betas: Decay rates of AdamW's moments.
-        warmup_steps: Length of the learning rate's rise from 0 (optimizer steps).
-        max_steps: Step at which the learning rate reaches its lowest value; None means the end of
-            the training (optimizer steps).
+        warmup_steps: Length of the linear warm-up of the learning rate (optimizer steps).
+        max_steps: Step at which the learning rate reaches its minimum; None means the end of the
+            training (optimizer steps).
         schedule: Shape of the decay after the warm-up: ``cosine``, ``linear`` or ``constant``.
-        min_lr_ratio: Lowest learning rate as a fraction of the highest.
-        bytes_per_token: Mean length of a token, for bits per byte; None asks the data module
-            (bytes).
+        min_lr_ratio: Minimum of the learning rate as a fraction of its peak.
+        bytes_per_token: Mean number of bytes per token, for bits per byte; None uses that of the
+            data module (bytes).
         lr_schedule: Class of the learning rate scheduler with its arguments, such as
-            ``CosineSchedule``, stepped after each optimizer step. It takes the place of
-            ``schedule``, ``warmup_steps``, ``max_steps`` and ``min_lr_ratio``, which must keep
-            their defaults. The peak is ``learning_rate``.
+            ``CosineSchedule``, which advances after each optimizer step. It replaces ``schedule``,
+            ``warmup_steps``, ``max_steps`` and ``min_lr_ratio``, which must keep their defaults.
+            The peak is ``learning_rate``.
         weight_decay_schedule: Class of a scheduler of the weight decay with its arguments, such as
             ``WeightDecaySchedule``; None keeps ``weight_decay``.
         token_weighted: Whether a step under MegatronStrategy computes the gradient of the mean over
             all its tokens, on all ranks and in all microbatches. Otherwise microbatches and ranks
-            are weighted by their samples, as ranks are under other strategies. The two differ if
-            samples have ignored labels.
+            are weighted by their number of samples, like ranks under other strategies. The results
+            differ if samples have ignored labels.
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range.
     """
 
-    #: Means of an evaluation, each with the unit that it is a mean over.
+    #: Names of the means of an evaluation, each with the unit that weights the sets.
     weights_of_means: tuple[tuple[str, str], ...] = (("loss", "tokens"), ("bits_per_byte", "bytes"))
 
     #: The model that ``configure_model`` of a subclass builds; None before.
@@ -128,7 +128,7 @@ class TokenModule(LightningModule):
         num_tokens: Int[Tensor, ""],
         is_trained: bool,
     ) -> Float[Tensor, ""]:
-        """Return the mean loss over the labels of a batch that are not ignored, 0 if all are.
+        """Return the mean loss over the labels of a batch that are not ignored; 0 without any.
 
         Args:
             batch: Tokens and labels.
@@ -137,12 +137,12 @@ class TokenModule(LightningModule):
         """
 
     def hand_over_model(self, mesh: Any) -> nn.Module:
-        """Build the model by ``configure_model`` and return it without keeping it.
+        """Build the model with ``configure_model``, and return it without keeping it.
 
-        A module that runs the model in place of this one calls it, such as ``EvaluatedLM``.
+        Another module that runs the model, such as ``EvaluatedLM``, calls this method.
 
         Args:
-            mesh: The other module's ``device_mesh``; None without MegatronStrategy.
+            mesh: ``device_mesh`` of the other module; None without MegatronStrategy.
         """
         self._device_mesh = mesh
         self.configure_model()
@@ -152,7 +152,12 @@ class TokenModule(LightningModule):
         return model
 
     def setup(self, stage: str) -> None:
-        """Raise if the vocabulary of the data, whose module is set up already, exceeds the model's.
+        """Check that the vocabulary of the model includes that of the data module.
+
+        Lightning calls ``setup`` of the data module first.
+
+        Args:
+            stage: Stage of the Trainer; not used.
 
         Raises:
             ParallelPlanError: If the vocabulary of the data is larger than that of the model.
@@ -162,7 +167,7 @@ class TokenModule(LightningModule):
             raise ParallelPlanError(
                 f"vocab_size ({self.vocab_size}) of the model must be at least the vocab_size of "
                 f"the data ({found}), because every token id selects a row of the embedding. Use a "
-                f"vocab_size of {found} or more, or the model's own tokenizer."
+                f"vocab_size of {found} or more, or the tokenizer of the model."
             )
 
     def training_step(
@@ -187,7 +192,7 @@ class TokenModule(LightningModule):
         batch_idx: int,
         dataloader_idx: int | None = None,
     ) -> None:
-        """Log the means over the batch."""
+        """Log the means over the tokens of the batch."""
         self._evaluate(batch, "val", dataloader_idx)
 
     def test_step(
@@ -196,23 +201,23 @@ class TokenModule(LightningModule):
         batch_idx: int,
         dataloader_idx: int | None = None,
     ) -> None:
-        """Log the means over the batch."""
+        """Log the means over the tokens of the batch."""
         self._evaluate(batch, "test", dataloader_idx)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the means over all validation sets, if there are several."""
+        """Log the means over all validation sets if there are several."""
         log_means_of_all_sets(self, "val", self.weights_of_means)
 
     def on_test_epoch_end(self) -> None:
-        """Log the means over all test sets, if there are several."""
+        """Log the means over all test sets if there are several."""
         log_means_of_all_sets(self, "test", self.weights_of_means)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW and its schedulers, which advance with each optimizer step."""
         decayed = [p for p in self.parameters() if p.requires_grad and p.dim() > 1]
         others = [p for p in self.parameters() if p.requires_grad and p.dim() <= 1]
-        # Both groups exist on every rank, even if empty, so that optimizer checkpoints of all ranks
-        # match.
+        # Both groups exist on every rank, even if they are empty, so that the optimizer checkpoints
+        # of all ranks match.
         groups = [
             {"params": decayed, "weight_decay": self.weight_decay},
             {"params": others, "weight_decay": 0.0},
@@ -231,11 +236,11 @@ class TokenModule(LightningModule):
 
     @staticmethod
     def _each_step(scheduler: LRScheduler) -> LRSchedulerConfigType:
-        # Lightning's default is a step of the scheduler after each epoch.
+        # By default, Lightning advances a scheduler after each epoch.
         return {"scheduler": scheduler, "interval": "step"}
 
     def _check_schedulers(self) -> None:
-        """Raise if schedulers refuse their arguments, or two settings describe the rate."""
+        """Raise if schedulers reject their arguments, or two settings describe the rate."""
         for name in ("lr_schedule", "weight_decay_schedule"):
             settings: SchedulerSettings | None = getattr(self, name)
             if settings is not None:
@@ -247,8 +252,8 @@ class TokenModule(LightningModule):
             if getattr(self, name) != default:
                 raise ParallelPlanError(
                     f"{name} ({getattr(self, name)}) must be {default} with lr_schedule, because "
-                    f"{self.lr_schedule.kind.__name__} has settings of its own for the whole "
-                    f"learning rate. Leave {name} out, or lr_schedule."
+                    f"{self.lr_schedule.kind.__name__} determines the learning rate of all steps. "
+                    f"Leave {name} or lr_schedule out."
                 )
 
     def _lr_scheduler(self, optimizer: Optimizer) -> LRScheduler:
@@ -257,13 +262,13 @@ class TokenModule(LightningModule):
         schedule = WarmupSchedule(
             self.schedule, self.warmup_steps, self._num_steps(), self.min_lr_ratio
         )
-        # LambdaLR does not save a lambda, so that a resumed training uses the current settings.
+        # LambdaLR does not save a lambda, so a resumed training uses the current settings.
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule.factor(step))
 
     def _is_fused(self) -> bool:
-        """Return whether to use fused AdamW: on GPUs, where MegatronStrategy clips gradients.
+        """Return whether to use fused AdamW: on GPUs under MegatronStrategy.
 
-        Lightning's own precision plugins cannot clip gradients for a fused optimizer.
+        The precision plugins of other strategies cannot clip gradients for a fused optimizer.
         """
         on_gpu = all(parameter.is_cuda for parameter in self.parameters())
         return on_gpu and isinstance(self.device_mesh, ParallelMesh)
@@ -271,8 +276,8 @@ class TokenModule(LightningModule):
     def _evaluate(self, batch: Mapping[str, Tensor], part: str, index: int | None) -> None:
         num_tokens = _count(batch)
         loss = self.mean_loss(batch, num_tokens, is_trained=False)
-        # The weight of this batch in the mean over batches and ranks, as a tensor to avoid a host
-        # read.
+        # The weight of this batch in the mean over batches and ranks. It is a tensor, because an
+        # int would make the host wait for the device.
         weight = num_tokens.to(loss.dtype)
         evaluated = EvaluatedSet.of(self, part, index)
         evaluated.log({"loss": loss}, weight, "tokens")

@@ -1,4 +1,4 @@
-"""Schedule of an optimizer's weight decay."""
+"""Scheduler of the weight decay of an optimizer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.models.decay_shapes import height
+from lightning_megatron.models.decay_shapes import decay_factor
 from lightning_megatron.models.lr_schedules import StepScheduler
 from lightning_megatron.plan.settings import Count, NotNegative, coerced_arguments
 from lightning_megatron.shapes import Float
 
 
 class WeightDecaySchedule(StepScheduler):
-    """Change the weight decay from a start to an end, and leave learning rates as they are.
+    """Change the weight decay from a start to an end value, without changing learning rates.
 
     After ``t`` optimizer steps, with the end at step ``N``,
 
@@ -24,12 +24,12 @@ class WeightDecaySchedule(StepScheduler):
     - ``cosine``: ``wd(t) = start + (end - start) * (1 - cos(pi * t / N)) / 2``,
     - ``constant``: ``wd(t) = start``, which must be ``end``,
 
-    and ``wd(t) = end`` for ``t >= N``. A group gets the part of ``wd(t)`` that its weight decay is
-    of the largest one among the groups when the scheduler is made: groups without weight decay
-    keep none. Megatron-LM's ``--weight-decay-incr-style`` has the same formulas.
+    and ``wd(t) = end`` for ``t >= N``. Each parameter group gets ``wd(t)`` times the ratio of its
+    initial weight decay to the largest one of all groups, so groups without weight decay keep none.
+    Megatron-LM's ``--weight-decay-incr-style`` has the same formulas.
 
-    Use it beside a learning rate scheduler of the same optimizer, both stepped after each optimizer
-    step (``"interval": "step"``).
+    Use it together with a learning rate scheduler of the same optimizer; both must advance after
+    each optimizer step (``"interval": "step"``).
 
     Args:
         optimizer: Optimizer with weight decay in at least one group.
@@ -39,8 +39,8 @@ class WeightDecaySchedule(StepScheduler):
         shape: Shape of the change: ``constant``, ``linear`` or ``cosine``.
 
     Raises:
-        ParallelPlanError: If a value has a wrong type or is out of range, if a constant one has an
-            end other than its start, or if no group has weight decay.
+        ParallelPlanError: If a value has a wrong type or is out of range, ``start`` and ``end`` of
+            the shape ``constant`` differ, or no parameter group has weight decay.
     """
 
     def __init__(
@@ -58,17 +58,18 @@ class WeightDecaySchedule(StepScheduler):
         self.shape: Literal["constant", "linear", "cosine"] = given["shape"]
         if self.shape == "constant" and self.start != self.end:
             raise ParallelPlanError(
-                f"start ({self.start}) and end ({self.end}) of a constant weight decay must be "
-                "equal. Give the same value for both, or the shape linear or cosine."
+                f"start ({self.start}) and end ({self.end}) must be equal with shape 'constant', "
+                "because the weight decay does not change. Use the same value for both, or shape "
+                "'linear' or 'cosine'."
             )
         decays = [float(group.get("weight_decay", 0.0)) for group in optimizer.param_groups]
         if max(decays) <= 0.0:
             raise ParallelPlanError(
-                f"the weight decay of an optimizer's group must be above 0: it is {decays} by "
-                "group. Groups without weight decay keep none, so that nothing would be scheduled. "
-                "Give the optimizer the weight_decay of the groups that decay."
+                "the weight decay of at least one parameter group must be above 0: the groups have "
+                f"{decays}. Groups without weight decay keep none, so the schedule would change "
+                "nothing. Set weight_decay of the groups that decay in the optimizer."
             )
-        # The part of the scheduled value that each group gets.
+        # The fraction of the scheduled value that each group gets.
         self._parts = [decay / max(decays) for decay in decays]
         super().__init__(optimizer)
 
@@ -95,4 +96,4 @@ class WeightDecaySchedule(StepScheduler):
         if self.shape == "constant":
             return self.start
         done = step / self.num_steps
-        return self.start + (self.end - self.start) * (1.0 - height(self.shape, done))
+        return self.start + (self.end - self.start) * (1.0 - decay_factor(self.shape, done))

@@ -30,13 +30,14 @@ class DPO(HuggingFaceCausalLM):
     This is direct preference optimization (DPO) on batches of ``PreferenceDataModule``. The loss is
     the mean over the pairs of all data-parallel ranks and microbatches. The reference model is the
     model before training. Its log-probabilities of all pairs are computed once, before the first
-    step, and saved in checkpoints, as two numbers per pair. No second copy of the model is kept.
+    step, and saved in checkpoints as two numbers per pair. Memory holds no second copy of the
+    model.
 
     The module logs ``train_loss``, ``rewards/chosen``, ``rewards/rejected``, ``rewards/margins``
-    and ``rewards/accuracies`` of each step, and the same of an evaluation as ``val_loss``,
-    ``val_rewards/chosen`` and so on. With named validation sets, it logs these of each set, such as
-    ``val_loss/news``, and their means over all pairs. The reward of an answer is ``beta`` times its
-    log-ratio.
+    and ``rewards/accuracies`` for each step. For an evaluation it logs the same values as
+    ``val_loss``, ``val_rewards/chosen`` and so on; for named validation sets those of each set,
+    such as ``val_loss/news``, and their means over all pairs. The reward of an answer is ``beta``
+    times its log-ratio: its log-probability by the model minus that by the reference model.
 
     Args:
         path: Local folder with ``config.json`` and the weights in safetensors files.
@@ -45,7 +46,7 @@ class DPO(HuggingFaceCausalLM):
         loss_type: Loss of a pair; see ``PairLoss``.
         label_smoothing: Probability that a label is wrong, for ``sigmoid`` and ``robust``.
         reference_free: Whether to assume that the reference model gives all answers the same
-            probability; then nothing is computed before the first step.
+            probability; no log-probabilities are then computed before the first step.
         dtype: Dtype of the weights, as in ``HuggingFaceCausalLM``.
         lora: Low-rank adapters to train instead of the model's weights; None trains the weights.
         training: Other arguments of ``HuggingFaceCausalLM``, except ``token_weighted`` and
@@ -53,8 +54,9 @@ class DPO(HuggingFaceCausalLM):
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range.
-        UnsupportedError: If the data are not preference pairs, or the reference can no longer be
-            computed because the model was trained (at the start of training or of an evaluation).
+        UnsupportedError: If the data are not preference pairs, or the reference log-probabilities
+            are missing and the model has already been trained (raised at the start of training or
+            of an evaluation).
         CheckpointMismatchError: If a checkpoint has the reference log-probabilities of other pairs.
         Exception: As for ``HuggingFaceCausalLM``.
     """
@@ -75,9 +77,9 @@ class DPO(HuggingFaceCausalLM):
         super().__init__(path, dtype=dtype, lora=lora, **training)
         if not self.token_weighted or self.bytes_per_token is not None:
             raise ParallelPlanError(
-                "token_weighted and bytes_per_token have no meaning for DPO, whose loss is a mean "
-                f"over pairs: they are {self.token_weighted} and {self.bytes_per_token}. Leave "
-                "them out."
+                "DPO does not accept token_weighted and bytes_per_token, because its loss is a "
+                f"mean over pairs: they are {self.token_weighted} and {self.bytes_per_token}. "
+                "Leave them out."
             )
         self.pair_loss = PairLoss(loss_type, beta, label_smoothing)
         self.reference_free = reference_free
@@ -94,10 +96,10 @@ class DPO(HuggingFaceCausalLM):
     def log_probs(self, batch: Mapping[str, Int[Tensor, "pairs ..."]]) -> Float[Tensor, "pairs 2"]:
         """Return the log-probability of each answer, summed over its tokens (nats).
 
-        The logits stay sharded over tp.
+        No rank gathers the logits, which are sharded over tp.
 
         Args:
-            batch: Tokens and labels of pairs.
+            batch: Tokens and labels of pairs, as ``PreferenceDataModule`` describes them.
         """
         assert self.model is not None, "configure_model builds the model before its first use"
         tokens = batch["tokens"].flatten(0, 1)
@@ -110,7 +112,7 @@ class DPO(HuggingFaceCausalLM):
     ) -> Float[Tensor, ""]:
         """Return the mean loss of the batch's pairs."""
         size = len(batch["pairs"])
-        loss, rewards = self._measured(batch, "train")
+        loss, rewards = self._loss_and_rewards(batch, "train")
         self.log(
             "train_loss",
             loss.detach(),
@@ -158,17 +160,20 @@ class DPO(HuggingFaceCausalLM):
     def _evaluate(self, batch: Mapping[str, Tensor], part: str, index: int | None) -> None:
         evaluated = EvaluatedSet.of(self, part, index)
         name = part if evaluated.name is None else f"{part}/{evaluated.name}"
-        loss, rewards = self._measured(batch, name)
+        loss, rewards = self._loss_and_rewards(batch, name)
         # The weight of this batch in the mean over batches and ranks. It is a tensor, because an
         # int would make the host wait for the device.
         weight = (batch["pairs"] >= 0).sum().to(loss.dtype)
         evaluated.log({"loss": loss, **rewards}, weight, "pairs")
 
-    def _measured(self, batch: Mapping[str, Tensor], part: str) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean loss of a batch's pairs and the means of their rewards."""
-        found = self.log_probs(batch)
-        ratios = found if self.reference_free else found - self.reference.of(part, batch["pairs"])
-        # Samples that pad a batch are not pairs.
+    def _loss_and_rewards(
+        self, batch: Mapping[str, Tensor], part: str
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean loss of a batch's pairs, and the means of their rewards by name."""
+        ratios = self.log_probs(batch)
+        if not self.reference_free:
+            ratios = ratios - self.reference.of(part, batch["pairs"])
+        # Samples that only fill the batch have a negative number, and do not count.
         is_pair = (batch["pairs"] >= 0).to(ratios.dtype)
         num_pairs = is_pair.sum().clamp(min=1)
         losses = self.pair_loss.of(ratios, (batch["labels"] != IGNORED).sum(-1))
@@ -183,15 +188,15 @@ class DPO(HuggingFaceCausalLM):
         return (losses * is_pair).sum() / num_pairs, means
 
     def _prepare(self, part: str) -> None:
-        """Compute the reference log-probabilities of a part of the data, where they are missing."""
+        """Compute the reference log-probabilities of a part of the data if they are missing."""
         if self.reference_free:
             return
         data = getattr(self.trainer, "datamodule", None)
         if not isinstance(data, PreferenceDataModule):
             raise UnsupportedError(
                 "DPO with a reference model needs the data module PreferenceDataModule, which "
-                f"numbers the pairs: the Trainer has {type(data).__name__}. Use it, or "
-                "reference_free=True."
+                f"numbers the pairs: the data module of the Trainer is {type(data).__name__}. Use "
+                "PreferenceDataModule, or reference_free=True."
             )
         for one in data.sets_of(part):
             self.reference.prepare(self, data, one)

@@ -19,12 +19,14 @@ _SMOOTHED = ("sigmoid", "robust")
 
 @dataclass(frozen=True)
 class PairLoss:
-    """Loss of a pair, from the log-ratios of its answers between the model and the reference model.
+    """Loss of a pair as a function of the log-ratios of its answers.
 
-    ``margin`` is the log-ratio of the chosen answer minus that of the rejected answer.
+    The log-ratio of an answer is its log-probability by the model minus that by the reference
+    model. ``margin`` is the log-ratio of the chosen answer minus that of the rejected answer.
 
     - ``sigmoid``: ``-log sigmoid(beta margin)`` (Rafailov et al. 2023, arXiv:2305.18290); with
-      ``label_smoothing`` the mean over both labels (cDPO).
+      ``label_smoothing``, the mean of this loss and the loss of swapped answers, weighted by the
+      probability of each label (cDPO).
     - ``robust``: the unbiased estimate for labels that are wrong with the probability
       ``label_smoothing`` (Chowdhury et al. 2024, arXiv:2403.00409).
     - ``hinge``: ``max(0, 1 - beta margin)`` (Zhao et al. 2023, arXiv:2305.10425).
@@ -39,7 +41,8 @@ class PairLoss:
         label_smoothing: Probability that a label is wrong, for ``sigmoid`` and ``robust``.
 
     Raises:
-        ParallelPlanError: If a value is out of its range, or the loss has no label smoothing.
+        ParallelPlanError: If a value is out of its range, or the loss does not support label
+            smoothing.
     """
 
     loss_type: Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero"] = "sigmoid"
@@ -51,14 +54,14 @@ class PairLoss:
         if self.label_smoothing and self.loss_type not in _SMOOTHED:
             raise ParallelPlanError(
                 f"label_smoothing ({self.label_smoothing}) must be 0 with loss_type "
-                f"{self.loss_type!r}, which does not support label smoothing. Use 'sigmoid' or "
-                "'robust', or leave it out."
+                f"{self.loss_type!r}, which does not support label smoothing. Use loss_type "
+                "'sigmoid' or 'robust', or leave label_smoothing out."
             )
         if self.label_smoothing >= 0.5:
             raise ParallelPlanError(
-                f"label_smoothing must be below 0.5: it is {self.label_smoothing}, so that the "
-                "rejected answers would be preferred. Swap the chosen and rejected answers, or use "
-                "a smaller value."
+                f"label_smoothing must be below 0.5: it is {self.label_smoothing}, which means "
+                "that most labels are wrong, so the model would learn to prefer the rejected "
+                "answers. Swap the chosen and rejected answers, or use a smaller value."
             )
 
     def of(
@@ -67,8 +70,7 @@ class PairLoss:
         """Return the loss of each pair.
 
         Args:
-            ratios: Log-probability of each answer by the model minus that by the reference model,
-                the chosen answer first (nats).
+            ratios: Log-ratio of the chosen and of the rejected answer (nats).
             num_tokens: Number of tokens of each answer (tokens).
         """
         beta = self.beta

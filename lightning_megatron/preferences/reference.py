@@ -1,4 +1,4 @@
-"""Log-probabilities of preference pairs by the reference model, the model before training."""
+"""Log-probabilities of preference pairs under the reference model, which is the untrained model."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class _Part:
 
 
 class ReferenceLogProbs:
-    """Log-probabilities of the answers of all pairs by the reference model.
+    """Log-probabilities of the answers of all pairs under the reference model.
 
-    The reference model is the model before training, or without its adapters if it has any. One
-    pass over the data computes the values with the strategy's prediction steps, which work in every
-    layout.
+    The reference model is the model before training or, if it has adapters, the model without
+    them. One pass over the data computes the values with the prediction steps of the strategy,
+    which work in every layout.
     """
 
     def __init__(self) -> None:
@@ -43,19 +43,20 @@ class ReferenceLogProbs:
 
         Args:
             part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
-            pairs: Indices of the pairs in the part; -1 returns an arbitrary value.
+            pairs: Indices of the pairs in the part. The result for index -1, a sample that only
+                fills a batch, is arbitrary.
         """
         return self._parts[part].values[pairs]
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """Return the values of all parts, on the CPU."""
+        """Return the log-probabilities of all parts, on the CPU."""
         return {
             name: {"key": part.key, "values": part.values.cpu()}
             for name, part in self._parts.items()
         }
 
     def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restore the values of a checkpoint.
+        """Restore the log-probabilities of a checkpoint.
 
         Args:
             state: Return value of :meth:`state`.
@@ -63,21 +64,22 @@ class ReferenceLogProbs:
         self._parts = {name: _Part(part["key"], part["values"]) for name, part in state.items()}
 
     def prepare(self, module: LightningModule, data: PreferenceDataModule, part: str) -> None:
-        """Move the values of a part to the module's device, and compute them if they are missing.
+        """Move a part's log-probabilities to the module's device; compute them if missing.
 
         Args:
-            module: Module whose ``predict_step`` returns log-probabilities, and whose ``model`` is
-                the reference model, without its adapter if it has one.
-            data: Pairs.
+            module: Module whose ``predict_step`` returns log-probabilities. Its ``model``, without
+                an adapter if it has one, is the reference model.
+            data: Data module of the pairs.
             part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
 
         Raises:
-            CheckpointMismatchError: If the known values belong to other pairs, and those of these
-                pairs cannot be computed.
-            UnsupportedError: If no values are known, and they cannot be computed.
+            CheckpointMismatchError: If the stored log-probabilities belong to other pairs, and the
+                reference model no longer exists.
+            UnsupportedError: If no log-probabilities are stored, and the reference model no longer
+                exists.
 
-        Communication: the first time that of the prediction steps, and a gather over data-parallel
-            ranks.
+        Communication: if the values are missing, that of the prediction steps and two all-gathers
+            over data-parallel ranks.
         """
         key = data.encoded(part).key
         known = self._parts.get(part)
@@ -89,16 +91,16 @@ class ReferenceLogProbs:
         self._parts[part] = _Part(key, _computed(module, data, part))
 
 
-def _refuse(part: str, are_others: bool) -> None:
+def _refuse(part: str, has_others: bool) -> None:
     remedy = (
-        "Use the data that training started with, adapters (lora), whose reference model is the "
-        "model without them, or reference_free=True."
+        "Use the data with which training started, or adapters (lora), whose reference model is "
+        "the model without them, or reference_free=True."
     )
-    if are_others:
+    if has_others:
         raise CheckpointMismatchError(
-            f"the {part} pairs must be those whose reference log-probabilities the checkpoint has: "
-            "files, tokenizer, template, seq_length or too_long differ, and the model before "
-            f"training, which could compute new ones, no longer exists. {remedy}"
+            f"the {part} pairs must be the pairs whose reference log-probabilities the checkpoint "
+            "has: files, tokenizer, template, seq_length or too_long differ, and the model before "
+            f"training, which computes log-probabilities of other pairs, no longer exists. {remedy}"
         )
     raise UnsupportedError(
         f"the reference log-probabilities of the {part} pairs must be computed before training, "
@@ -107,13 +109,13 @@ def _refuse(part: str, are_others: bool) -> None:
 
 
 def _computed(module: Any, data: PreferenceDataModule, part: str) -> Tensor:
-    """Return the log-probabilities of all pairs of a part, on every rank."""
+    """Compute the log-probabilities of all pairs of a part, and return them on every rank."""
     strategy = module.trainer.strategy
     num_pairs = len(data.encoded(part))
     rank_zero_info(f"Computing the reference log-probabilities of {num_pairs:,} {part} pairs.")
     numbers: list[Tensor] = []
     values: list[Tensor] = []
-    # Evaluations run in inference mode, whose tensors cannot be used in training steps.
+    # Training steps cannot use tensors of inference mode, in which Lightning runs evaluations.
     with (
         torch.inference_mode(False),
         torch.no_grad(),
@@ -124,7 +126,7 @@ def _computed(module: Any, data: PreferenceDataModule, part: str) -> Tensor:
             moved = strategy.batch_to_device(batch)
             values.append(strategy.predict_step(moved, index).to(module.device))
             numbers.append(moved["pairs"])
-        # All ranks have equally many samples.
+        # All ranks have the same number of samples, so they can gather them.
         all_numbers = module.all_gather(torch.cat(numbers)).flatten()
         all_values = module.all_gather(torch.cat(values)).reshape(-1, 2)
         found = all_values.new_zeros(num_pairs, 2)
@@ -135,7 +137,7 @@ def _computed(module: Any, data: PreferenceDataModule, part: str) -> Tensor:
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Switch dropout off inside the ``with`` block, and restore the modules' modes afterwards."""
+    """Put the modules in evaluation mode inside the ``with`` block, and restore their modes."""
     before = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -146,7 +148,7 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def _has_adapter(module: Any) -> bool:
-    # Wrappers of peft have this method before and after the strategy replaces their modules.
+    # Models of peft have this method before and after the strategy replaces their modules.
     return hasattr(module.model, "disable_adapter")
 
 

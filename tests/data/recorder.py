@@ -1,4 +1,4 @@
-"""Small token files, and a module that records what a Trainer feeds it."""
+"""Small token files, and modules that record the rows on which a Trainer trains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEQ_LENGTH = 4
 
 
 class Watcher(LightningModule):
-    """Record the names of all rows that are trained on."""
+    """Module that records an identifier of each row on which it trains."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Watcher(LightningModule):
         self.validated: list[list[Any]] = []
 
     def names_of(self, batch: dict[str, torch.Tensor]) -> list[Any]:
-        """Name rows by sums of all their tokens."""
+        """Return an identifier of each row: a weighted sum of all its tokens."""
         tokens = batch["tokens"]
         return (tokens * torch.arange(tokens.shape[1])).sum(1).tolist()
 
@@ -41,7 +41,7 @@ class Watcher(LightningModule):
 
 
 class Recorder(Watcher):
-    """Name windows by their first tokens, and record the labels that are validated with."""
+    """Module that records the first tokens of windows, and the labels of validation."""
 
     def names_of(self, batch: dict[str, torch.Tensor]) -> list[Any]:
         assert batch["tokens"].shape == batch["labels"].shape

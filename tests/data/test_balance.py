@@ -1,4 +1,4 @@
-"""Rows go to the ranks with the least work, the same ones on all ranks, and no global batch changes."""
+"""Balancing gives all ranks equal work, and does not change the rows of a global batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from lightning_megatron.data.balance import RowBalance, attention_work, balanced_shares
 from lightning_megatron.data.datamodule import TokenDataModule
-from lightning_megatron.data.sampler import TokenBatchSampler, excess_line
+from lightning_megatron.data.sampler import TokenBatchSampler, imbalance_line
 from lightning_megatron.data.token_file import TokenFileWriter
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from tests.data.recorder import Recorder, make_trainer, run
@@ -25,7 +25,7 @@ ROW = 64
 
 
 class Rows:
-    """Rows of given documents."""
+    """Samples with given document lengths."""
 
     seq_length = ROW
 
@@ -37,7 +37,7 @@ class Rows:
 
 
 def mixed(count: int, seed: int = 0) -> Rows:
-    """Return rows, each of documents of one length, from 1 to the row's."""
+    """Return rows of documents of equal length, which is between 1 and the row length."""
     random = np.random.RandomState(seed)
     sizes = 2 ** random.randint(0, 7, count)
     return Rows([[int(size)] * (ROW // size - 1) + [int(size) + 1] for size in sizes])
@@ -71,12 +71,12 @@ def test_two_shares_are_nearly_as_good_as_the_best_ones() -> None:
         assert most(work, balanced_shares(work, 2)) <= 1.1 * best
 
 
-def test_items_that_do_not_divide_are_refused() -> None:
+def test_items_that_do_not_divide_raise() -> None:
     with pytest.raises(ParallelPlanError, match="5 rows, 2 shares"):
         balanced_shares([1] * 5, 2)
 
 
-def test_the_work_of_a_row_is_that_of_its_documents_and_of_its_rest() -> None:
+def test_the_work_of_a_row_includes_its_padding() -> None:
     # The last token of a window is a label alone.
     assert attention_work([3, 4, 2], 8) == 9 + 16 + 1
     assert attention_work([4], 8) == 9 + 25
@@ -88,7 +88,7 @@ def test_the_work_of_a_row_is_that_of_its_documents_and_of_its_rest() -> None:
 def test_ranks_and_microbatches_have_about_equal_work(seed: int, microbatch_size: int) -> None:
     rows = mixed(64, seed)
     balance = RowBalance(rows, 4, microbatch_size)
-    before, after = balance.excess([range(64)])
+    before, after = balance.imbalance([range(64)])
     assert after <= 1.05 < 1.1 < before
     shares = balance.shares(range(64))
     parts = [
@@ -155,7 +155,7 @@ def test_other_ranks_continue_with_the_same_global_batches(
 
 
 class OneOfTwo(SingleDeviceStrategy):
-    """Say that this process is one of two data ranks, which cuts batches into microbatches of 2."""
+    """Strategy that reports two data ranks and microbatches of 2 rows."""
 
     index = 0
     distributed_sampler_kwargs = property(lambda self: {"num_replicas": 2, "rank": self.index})
@@ -200,22 +200,22 @@ def test_a_killed_run_continues_with_the_next_rows_of_each_rank(
 
 
 class Loose(Recorder):
-    """Record the first token of every row; labels across the ends of documents are ignored."""
+    """Module that records the first token of every row; labels across document ends are -100."""
 
     def training_step(self, batch: dict, _: int) -> object:  # type: ignore[override]
         self.seen.append(batch["tokens"][:, 0].tolist())
         return self.layer(self.layer.weight.new_ones(1)).sum()
 
 
-def test_the_report_says_what_the_balance_is_for(tmp_path: Path) -> None:
+def test_the_report_compares_work_with_and_without_balance(tmp_path: Path) -> None:
     rows = mixed(64)
     sampler = TokenBatchSampler(64, 4, 0, 4, balance=RowBalance(rows, 4, 4))
-    before, after = RowBalance(rows, 4, 4).excess(list(sampler.global_batches(9)))
-    assert f"{after:.3f} times the mean" in excess_line(sampler)
-    assert f"{before:.3f} times (next 4 global" in excess_line(sampler)
+    before, after = RowBalance(rows, 4, 4).imbalance(list(sampler.global_batches(9)))
+    assert f"{after:.3f} times the mean" in imbalance_line(sampler)
+    assert f"{before:.3f} times without balancing (next 4 global" in imbalance_line(sampler)
     assert after < before
 
 
-def test_joined_documents_need_no_balance(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="equal work"):
+def test_balancing_joined_documents_raises(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="equal attention work"):
         TokenDataModule("corpus", balance_attention=True)

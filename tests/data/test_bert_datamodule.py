@@ -1,6 +1,4 @@
-"""Rows of BERTDataModule restore to sentences of their documents, and depend on seed and number
-alone: on no rank, worker, batch size or restart.
-"""
+"""Rows of BERTDataModule consist of sentences, and depend only on the seed and the number."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_megatron import BERTDataModule, BERTPretraining, EncoderConfig
-from lightning_megatron.data.pair_batches import PairBatches, _cut_sizes
+from lightning_megatron.data.pair_batches import PairBatches, _truncated_sizes
 from lightning_megatron.data.pair_samples import PairOptions, PairSamples
 from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.token_file import TokenFile, TokenFileWriter
@@ -88,13 +86,13 @@ def test_a_row_is_two_swapped_or_ordered_parts_of_one_document(
 
 @settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(2, 60))
-def test_cuts_are_those_of_the_longer_segment_one_by_one(
+def test_truncation_removes_tokens_of_the_longer_segment_one_by_one(
     first: int, second: int, target: int
 ) -> None:
     expected = [first, second]
     while sum(expected) > target:
         expected[0 if expected[0] > expected[1] else 1] -= 1
-    assert _cut_sizes(first, second, target) == tuple(expected)
+    assert _truncated_sizes(first, second, target) == tuple(expected)
 
 
 def test_one_segment_has_no_order(corpus: str, vocabulary: str) -> None:
@@ -131,7 +129,7 @@ def test_a_row_without_a_sample_has_no_label(corpus: str, vocabulary: str) -> No
 
 
 class Pairs(Watcher):
-    """Record each row that is trained on or validated with."""
+    """Module that records each row of training and validation."""
 
     def names_of(self, batch: dict[str, torch.Tensor]) -> list[Any]:
         return named(batch)
@@ -282,18 +280,20 @@ def test_a_stored_index_is_the_one_that_is_built(corpus: str, vocabulary: str) -
         assert samples.order_key == plain.order_key
 
 
-def test_what_is_left_out_and_cut_is_told(tmp_path: Path, vocabulary: str) -> None:
+def test_the_log_counts_omitted_documents_and_truncated_tokens(
+    tmp_path: Path, vocabulary: str
+) -> None:
     with TokenFileWriter(tmp_path / "a", vocab_size=VOCABULARY) as writer:
         writer.add_document(np.full(10, 7))
         writer.add_document([])
         writer.add_document(np.full(100, 7), lengths=[40, 60])
     options = PairOptions(LENGTH, short_probability=0.0)
-    line = PairSamples(TokenFile(tmp_path / "a"), options).line()
+    line = PairSamples(TokenFile(tmp_path / "a"), options).summary()
     assert "1 samples from 2 documents, of which 1 are left out with fewer than 2 sentences" in line
     assert "71.0% of the tokens are cut" in line
 
 
-def test_wrong_data_and_settings_are_refused(tmp_path: Path, corpus: str, vocabulary: str) -> None:
+def test_invalid_data_and_settings_raise(tmp_path: Path, corpus: str, vocabulary: str) -> None:
     with TokenFileWriter(tmp_path / "whole", vocab_size=VOCABULARY) as writer:
         for _ in range(3):
             writer.add_document(np.full(10, 7))

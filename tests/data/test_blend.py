@@ -65,6 +65,6 @@ def test_occurrences_number_the_choices_of_each_dataset() -> None:
 
 
 @pytest.mark.parametrize("weights", [[], [0, 0], [1, -1], [float("nan")], [float("inf"), 1]])
-def test_weights_without_meaning_are_refused(weights: list[float]) -> None:
+def test_invalid_weights_raise(weights: list[float]) -> None:
     with pytest.raises(UnsupportedError, match="weights of a blend"):
         blend(weights, 3)

@@ -1,6 +1,4 @@
-"""Conversations become the tokens and labels of transformers' own template code, whole, packed and
-resumable, and bad rows are named by file and line.
-"""
+"""ChatDataModule has the tokens and labels of transformers' chat templates, and resumes."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def template(tmp_path: Path) -> str:
 
 
 def expected(folder: str, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
-    """Return tokens and labels by transformers' mask of the assistant's tokens."""
+    """Return tokens and labels by the assistant mask of transformers."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     found = tokenizer.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True, chat_template=MARKED
@@ -52,7 +50,7 @@ def expected(folder: str, messages: list[dict[str, str]]) -> tuple[list[int], li
 
 
 def documents_of(data: ChatDataModule) -> list[tuple[list[int], list[int]]]:
-    """Return tokens and labels (both not shifted) of each conversation of an epoch."""
+    """Return tokens and labels, both unshifted, of each conversation of an epoch."""
     samples = data.training_samples(None)
     batch = data.loader_of(samples, None).batches[list(range(len(samples)))]  # type: ignore[arg-type]
     found = []
@@ -149,7 +147,7 @@ def test_only_the_completion_of_a_pair_is_trained(
     assert documents_of(data) == [(tokens, [-100] * first + labels[first:])]
 
 
-def test_truncation_is_told(tmp_path: Path, folder: str) -> None:
+def test_the_log_counts_truncated_conversations(tmp_path: Path, folder: str) -> None:
     long = [turn("user", "x" * 30), turn("assistant", "y" * 100)]
     lost = [turn("user", "x" * 300), ANSWER]
     rows = [{"messages": messages} for messages in ([QUESTION, ANSWER], long, lost)]
@@ -173,7 +171,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "no answer": ({"messages": [QUESTION]}, "no message of the role assistant"),
     "empty answer": ({"messages": [QUESTION, turn("assistant", " ")]}, "answer without text"),
     "no content": ({"messages": [{"role": "user"}, ANSWER]}, "must have a text"),
-    "no list": ({"messages": "why"}, "must be a list"),
+    "no list": ({"messages": "why"}, "must be a non-empty list"),
     "no message": ({"messages": ["why"]}, "must be an object"),
     "half": ({"prompt": "why"}, "either messages or both"),
     "both": ({"messages": [QUESTION, ANSWER], "prompt": "a", "completion": "b"}, "either messages"),
@@ -190,15 +188,19 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path: Path, folder: str, name: 
         ChatDataModule(path, folder).setup("fit")
 
 
-def test_broken_lines_templates_and_paths_are_refused(tmp_path: Path, folder: str) -> None:
+def test_invalid_lines_templates_and_paths_raise(tmp_path: Path, folder: str) -> None:
     good = json.dumps({"messages": [QUESTION, ANSWER]})
     (tmp_path / "rows.jsonl").write_text(f'{good}\n\n{{"messages": [\n')
     with pytest.raises(CorruptDataError, match=r"rows\.jsonl:3 is not valid JSON"):
         ChatDataModule(str(tmp_path), folder).setup("fit")
     path = write_lines(tmp_path / "rows.jsonl", [{"messages": [QUESTION, ANSWER] * 2}])
     for content, error, reason in (
-        ("{{ raise_exception('no') }}", CorruptDataError, r"rows\.jsonl:1 is refused by .* no"),
-        ("xy{% generation %}{% endgeneration %}hello", CorruptDataError, "answer without tokens"),
+        ("{{ raise_exception('no') }}", CorruptDataError, r"rows\.jsonl:1 is rejected by .* no"),
+        (
+            "xy{% generation %}{% endgeneration %}hello",
+            CorruptDataError,
+            "an answer with at least one token",
+        ),
         ("{{ messages | length }}", UnsupportedError, r"rows\.jsonl:1: the first 1 messages must"),
     ):
         (tmp_path / "bad.jinja").write_text(content)
@@ -216,7 +218,7 @@ def test_broken_lines_templates_and_paths_are_refused(tmp_path: Path, folder: st
         ChatDataModule(path, folder, context_windows=3)
 
 
-def test_a_folder_without_a_template_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_template_raises(tmp_path: Path) -> None:
     from tests.tiny_llama import save_tiny_llama
 
     save_tiny_llama(tmp_path / "model")

@@ -1,6 +1,4 @@
-"""Streamed conversations are those of the module without streaming, in an order that depends on the
-number of a sample alone, and go on in the middle of a file.
-"""
+"""Streamed conversations equal those without streaming, and resume within a file."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ def streamed(data: ChatDataModule, num_samples: int | None = None) -> StreamedSa
 
 
 def batch_of(data: ChatDataModule, samples: Any, numbers: list[int]) -> Batch:
-    """Return rows as a batch, whose lengths have no columns of zeros."""
+    """Return rows as a batch, without columns of zeros in the lengths."""
     batch = data.loader_of(samples, None).batches[numbers]  # type: ignore[arg-type]
     if "lengths" in batch:
         most = int((batch["lengths"] != 0).sum(1).max())
@@ -83,7 +81,7 @@ def test_a_section_that_has_a_whole_file_equals_the_module_without_streaming(
 
 
 def rows_of_pass(samples: StreamedSamples, number: int = 0) -> list[list[int]]:
-    """Return the tokens of each conversation of a pass, in their order."""
+    """Return the tokens of each conversation of a pass, in order."""
     found = []
     at = 0
     while samples.pass_of(at) <= number:
@@ -197,7 +195,7 @@ def test_any_sample_can_be_reached_from_any_state(
             assert other.state_at(number) == states[number]
             other.close()
         # Back, and forward over sections that were forgotten
-        samples.forget_before(35)
+        samples.free_before(35)
         for number in (38, 3, 36, 0, 39):
             assert samples[number].tolist() == wanted[number], kind
         samples.close()
@@ -312,7 +310,7 @@ def test_balanced_ranks_share_the_same_global_batches(tmp_path: Path, folder: st
     assert [sorted(one) for one in plain] == [sorted(one) for one in balanced_rows]
 
 
-def test_what_a_stream_cuts_leaves_out_and_leaves_over_is_told(tmp_path: Path, folder: str) -> None:
+def test_the_log_counts_cut_omitted_and_unused_rows(tmp_path: Path, folder: str) -> None:
     question, answer = turn("user", "why"), turn("assistant", "so")
     long = [turn("user", "x" * 30), turn("assistant", "y" * 100)]
     lost = [turn("user", "x" * 300), answer]
@@ -343,13 +341,13 @@ def test_what_a_stream_cuts_leaves_out_and_leaves_over_is_told(tmp_path: Path, f
         streamed(data)[0]
 
 
-def test_rows_left_over_are_told(
+def test_the_log_counts_unused_rows(
     tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
     for module in ("chat_datamodule", "row_datamodule"):
         monkeypatch.setattr(
-            f"lightning_megatron.data.{module}.tell_of_rows", lambda line, _: lines.append(line)
+            f"lightning_megatron.data.{module}.log_row_counts", lambda line, _: lines.append(line)
         )
     path = write_lines(tmp_path / "rows.jsonl", conversations(20))
     data = make_data(path, folder, packing=False)
@@ -396,7 +394,7 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path: Path, folder: str, num_wo
     samples.close()
 
 
-def test_what_a_stream_cannot_do_is_refused(tmp_path: Path, folder: str) -> None:
+def test_unsupported_settings_of_a_stream_raise(tmp_path: Path, folder: str) -> None:
     path = write_lines(tmp_path / "rows.jsonl", conversations(8))
     with pytest.raises(UnsupportedError, match=r"train_samples \(9\) .* Use max_steps"):
         make_data(path, folder, train_samples=9)

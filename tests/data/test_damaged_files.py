@@ -1,6 +1,4 @@
-"""A damaged or foreign file beside a corpus gives the very same tokens, or an error of this package
-that names it.
-"""
+"""With a damaged or foreign file beside a corpus, tokens are the same or an error names it."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ def read(prefix: Path) -> Content:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Write a corpus by the command's function, one of several sequences a document, and one of
-    another type.
-    """
+    """Write a corpus of preprocess, one with several sequences per document, and one of int32."""
     folder = tmp_path_factory.mktemp("sound")
     (folder / "raw.jsonl").write_text(
         "".join(json.dumps({"text": f"text {n} é"}) + "\n" for n in range(9))
@@ -170,8 +166,8 @@ def same(a: Any, b: Any) -> bool:
         ("eod", 257, r"eod must be null or a whole number in \[0, 256\]: it is 257"),
         ("eod", None, r"json has changed: its checksum must be [0-9a-f]{8}"),
         ("num_bytes", -1, "num_bytes must be a whole number"),
-        ("num_tokens", 3, r"says num_tokens 3, but b\.idx has 54: they do not belong together"),
-        ("num_documents", 7, r"says num_documents 7, but b\.idx has 6"),
+        ("num_tokens", 3, r"has num_tokens 3, but b\.idx has 54: they do not belong together"),
+        ("num_documents", 7, r"has num_documents 7, but b\.idx has 6"),
         ("tokenizer", "", "tokenizer must be a text"),
         ("tokenizer", None, "tokenizer_fingerprint must be null where tokenizer is"),
         ("idx_sha256", "0" * 63, "idx_sha256 must be 64 hexadecimal digits"),
@@ -215,9 +211,7 @@ def test_a_wrong_field_is_named_with_rule_value_and_remedy(
         ),
     ],
 )
-def test_a_description_that_is_none_is_refused(
-    sources: list[Path], tmp_path: Path, content: bytes
-) -> None:
+def test_invalid_descriptions_raise(sources: list[Path], tmp_path: Path, content: bytes) -> None:
     prefix = copy(sources[0], tmp_path)
     Path(f"{prefix}.json").write_bytes(content)
     with pytest.raises(CorruptDataError, match=r"a\.json.*again"):
@@ -234,7 +228,7 @@ def test_a_key_that_occurs_twice_is_refused(sources: list[Path], tmp_path: Path)
         TokenFile(prefix)
 
 
-def test_raw_text_of_the_same_name_is_passed_over_with_a_warning(
+def test_raw_text_of_the_same_name_is_ignored_with_a_warning(
     sources: list[Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefix = copy(sources[2], tmp_path)
@@ -242,7 +236,7 @@ def test_raw_text_of_the_same_name_is_passed_over_with_a_warning(
         caplog.clear()
         Path(f"{prefix}.json").write_text(content)
         assert TokenFile(prefix).description is None
-        assert "c.json is not a description" in caplog.text
+        assert "c.json is ignored" in caplog.text
 
 
 HEADER_EDITS = [
@@ -352,7 +346,7 @@ def test_links_to_sound_files_are_read(sources: list[Path], tmp_path: Path) -> N
 
 
 class Gadget:
-    """Leave a file behind when it is unpickled."""
+    """Object that writes a file when it is unpickled."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace
@@ -431,7 +425,7 @@ def test_checksums_are_compared_once_and_again_when_a_file_changes(
     set_up()
 
 
-def test_a_file_that_changed_just_now_is_not_remembered(
+def test_the_result_for_a_recently_changed_file_is_not_stored(
     sources: list[Path], tmp_path: Path
 ) -> None:
     prefix = copy(sources[0], tmp_path)
@@ -439,7 +433,7 @@ def test_a_file_that_changed_just_now_is_not_remembered(
     assert not (tmp_path / "cache").exists()
 
 
-def test_where_nothing_can_be_remembered_one_process_of_a_node_compares(
+def test_without_a_stored_result_one_process_of_a_node_compares(
     sources: list[Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -492,10 +486,10 @@ def test_a_tokenizer_that_contradicts_itself_is_refused_before_any_work(tmp_path
         ([1.5], None, "token ids must be whole numbers: document 0 has ids of type float64"),
         ([True], None, "of type bool"),
         ([1, 2], [3, -1], "lengths must not be negative"),
-        ([1, 2], [1], "add up to 1"),
+        ([1, 2], [1], "sum to 1"),
     ],
 )
-def test_a_writer_refuses_what_is_no_list_of_ids(
+def test_a_writer_rejects_invalid_ids_and_lengths(
     tmp_path: Path, tokens: list[Any], lengths: list[int] | None, message: str
 ) -> None:
     with (

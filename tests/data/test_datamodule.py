@@ -1,4 +1,4 @@
-"""TokenDataModule feeds a real Trainer with all tokens of its corpora, and says what does not fit."""
+"""TokenDataModule gives a Trainer all tokens of its corpora, and rejects invalid settings."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ def test_mappings_numbers_and_paths_of_other_types_are_those_of_python(tmp_path:
         [0.25, 3.0],
         str(tmp_path),
     )
-    with pytest.raises(UnsupportedError, match="split weights must be decimal numbers") as caught:
+    with pytest.raises(
+        UnsupportedError, match="split weights must be non-negative decimal"
+    ) as caught:
         TokenDataModule(train="a", split=Path("x" * 5000))  # type: ignore[arg-type]
     assert len(str(caught.value)) < 300
 
@@ -214,9 +216,9 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "no data are given"),
-        ({"train": "a", "corpus": "speeches"}, "has its own parts"),
-        ({"train": "a", "val": "b", "split": "9,1"}, "split divides"),
+        ({}, "needs train, val, test or corpus"),
+        ({"train": "a", "corpus": "speeches"}, "because it defines all parts"),
+        ({"train": "a", "val": "b", "split": "9,1"}, "split needs train"),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused(
@@ -244,7 +246,7 @@ def test_the_speeches_need_no_further_settings(tmp_path: Path) -> None:
     "split",
     ["", "a,b", "1,2,3,4", "1,-1", "nan,1", "1/0,1", "1e99999999999,1", "0,0", "inf", "١,1"],
 )
-def test_splits_without_meaning_are_refused_at_once(split: str, order: Any) -> None:
+def test_invalid_splits_raise_at_once(split: str, order: Any) -> None:
     with pytest.raises(UnsupportedError, match="split weights"):
         TokenDataModule("a", split=split, order=order)
 
@@ -281,8 +283,8 @@ STATE = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"consumed": -1}, "consumed in the data position .* whole number from 0 on: it is -1"),
-        ({"consumed": 100}, "is contradictory: 100 of 99 samples"),
+        ({"consumed": -1}, "consumed in the data position .* whole number of at least 0: it is -1"),
+        ({"consumed": 100}, "it has 100 of 99 samples"),
         ({"epoch": 1.0}, "epoch in the data position .* it is 1.0"),
         ({"epoch": True}, "it is True"),
         ({"num_samples": "99"}, "num_samples in the data position"),
@@ -290,15 +292,13 @@ STATE = {
         ({"order": 3}, "in the order 3"),
     ],
 )
-def test_a_position_that_cannot_be_is_refused(
-    corpus: str, change: dict[str, Any], message: str
-) -> None:
+def test_an_invalid_position_raises(corpus: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointMismatchError, match=message):
         TokenDataModule(corpus).load_state_dict({**STATE, **change})
 
 
 @pytest.mark.parametrize("name", ["epoch", "consumed", "num_samples", "global_batch_size", "order"])
-def test_a_position_that_lacks_a_field_is_refused(corpus: str, name: str) -> None:
+def test_a_position_without_a_field_raises(corpus: str, name: str) -> None:
     state = {key: value for key, value in STATE.items() if key != name}
     with pytest.raises(CheckpointMismatchError, match=f"{name}.* are missing"):
         TokenDataModule(corpus).load_state_dict(state)

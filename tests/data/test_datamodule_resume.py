@@ -1,4 +1,4 @@
-"""A resumed run of TokenDataModule sees exactly the samples that the first has not finished."""
+"""A resumed run of TokenDataModule sees exactly the samples that are not finished yet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.data.recorder import SEQ_LENGTH, Recorder, make_trainer, run
 
 
 class EarlyAsker(Recorder):
-    """Ask for the number of steps while optimizers are built, before the loops are restored."""
+    """Module that reads the number of steps in configure_optimizers, before loops are restored."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         self.num_steps = self.trainer.estimated_stepping_batches
@@ -25,7 +25,7 @@ class EarlyAsker(Recorder):
 
 
 class StopAfter(Callback):
-    """Save a checkpoint after some batches, then break off as a killed job does."""
+    """Callback that saves a checkpoint after some batches and then interrupts the run."""
 
     def __init__(self, batches: int, path: Path) -> None:
         self.batches, self.path = batches, path
@@ -141,7 +141,7 @@ def test_blends_and_splits_of_several_sequences_continue_with_the_next_sample(
 
 
 class LateStrategy(SingleDeviceStrategy):
-    """Restore checkpoints after the optimizers were built, as sharded strategies do."""
+    """Strategy that restores checkpoints after building optimizers, like sharded strategies."""
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -254,7 +254,7 @@ def test_other_training_data_start_from_their_beginning_with_a_warning(
 
 
 class TwoReplicas(DDPStrategy):
-    """Say that this one process is one of two data-parallel ranks."""
+    """Strategy that reports two data-parallel ranks."""
 
     index = 0
 

@@ -1,4 +1,4 @@
-"""Masks are n-grams of whole words at the rates of the paper's sources and of transformers."""
+"""Masks are n-grams of whole words, with the rates of Megatron-LM and transformers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_pieces_may_be_masked_one_by_one(tokens: list[int], seed: int) -> None:
 def slow_choice(
     tokens: np.ndarray, segments: list[tuple[int, int]], random: np.random.RandomState
 ) -> set[int]:
-    """Choose tokens word by word, as masked_dataset.py of the paper's sources does."""
+    """Choose tokens word by word, as masked_dataset.py of Megatron-LM does."""
     words = [words_of(tokens, [segment]) for segment in segments]
     starts = [(one, at) for one, part in enumerate(words) for at in range(len(part))]
     random.shuffle(starts)

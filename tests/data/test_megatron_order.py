@@ -263,7 +263,7 @@ def test_weights_that_megatron_refuses_are_refused(weights: list[float]) -> None
 @pytest.mark.parametrize(
     "weights", ["", "a", "1,2,3,4", "1,,1", "-1,2", "1e3,1", "nan", "inf", "0,0,0", "9" * 400]
 )
-def test_splits_without_meaning_are_refused(weights: str) -> None:
+def test_invalid_splits_raise(weights: str) -> None:
     with pytest.raises(UnsupportedError, match="split weights"):
         split_as_megatron(10, weights)
 

@@ -1,4 +1,4 @@
-"""Rows of whole documents have every prediction once, are nearly full, and go on like windows."""
+"""Rows of whole documents predict every token once, have little padding, and resume."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_pass_predicts_every_token_once(
         return
     count = one.num_windows * num_passes
     index = index_packed(np.array(lengths), seq_length, count, seed)
-    assert index.num_windows == count, "all passes have equally many rows"
+    assert index.num_windows == count, "all passes have the same number of rows"
     for number in range(num_passes):
         predicted = []
         for row in range(number * one.num_windows, (number + 1) * one.num_windows):
@@ -134,5 +134,5 @@ def test_blends_of_whole_documents_have_every_row(tmp_path: Path) -> None:
 
 
 def test_the_order_of_megatron_has_its_own_rows() -> None:
-    with pytest.raises(UnsupportedError, match="whose samples run over the ends"):
+    with pytest.raises(UnsupportedError, match="whose samples cross the ends"):
         TokenDataModule("c", documents="whole", order="megatron")

@@ -1,4 +1,4 @@
-"""Documents are cut as Megatron's build_mapping cuts them, and more samples extend fewer."""
+"""Documents are cut as by Megatron's build_mapping; a larger count extends the samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_megatron.data.pair_index import PairRule, cut_documents, index_pairs, target_lengths
 
-RULE = PairRule(most=20, least_sentences=2, short_probability=0.3, seed=7)
+RULE = PairRule(max_target=20, min_sentences=2, short_probability=0.3, seed=7)
 DOCUMENTS = st.lists(st.lists(st.integers(1, 40), max_size=25), min_size=1, max_size=8)
 
 
@@ -27,12 +27,12 @@ def slow_target(rule: PairRule, epoch: int, document: int, number: int) -> int:
 
 
 def slow_cut(documents: list[list[int]], rule: PairRule, epoch: int) -> list[list[int]]:
-    """Cut documents sentence by sentence, as the paper's sources do (helpers.cpp, build_mapping)."""
+    """Cut documents sentence by sentence, as build_mapping of Megatron-LM does (helpers.cpp)."""
     found = []
     sentence = 0
     for number, document in enumerate(documents):
         end = sentence + len(document)
-        if len(document) < rule.least_sentences:
+        if len(document) < rule.min_sentences:
             sentence = end
             continue
         made = 0
@@ -45,7 +45,7 @@ def slow_cut(documents: list[list[int]], rule: PairRule, epoch: int) -> list[lis
             count += 1
             sentence += 1
             left = end - sentence
-            is_full = size >= wanted and left > 1 and count >= rule.least_sentences
+            is_full = size >= wanted and left > 1 and count >= rule.min_sentences
             if is_full or left == 0:
                 found.append([start, sentence, wanted])
                 made += 1
@@ -60,7 +60,7 @@ def slow_cut(documents: list[list[int]], rule: PairRule, epoch: int) -> list[lis
 def test_documents_are_cut_as_by_the_slow_rule(
     documents: list[list[int]], least: int, epoch: int
 ) -> None:
-    rule = replace(RULE, least_sentences=least)
+    rule = replace(RULE, min_sentences=least)
     found = cut_documents(*arrays(documents), 0, rule, epoch)
     assert found.tolist() == slow_cut(documents, rule, epoch)
 
@@ -98,19 +98,19 @@ def test_a_document_has_the_same_targets_wherever_its_range_begins() -> None:
 
 def test_target_lengths_have_their_distribution() -> None:
     documents = np.arange(40_000)
-    found = target_lengths(replace(RULE, most=102, short_probability=0.1), 0, documents, 0)
+    found = target_lengths(replace(RULE, max_target=102, short_probability=0.1), 0, documents, 0)
     short = found[found < 102]
     # One in 101 short lengths is the full one.
     assert len(short) / len(found) == pytest.approx(0.1 * 100 / 101, abs=0.008)
     assert (short.min(), short.max()) == (2, 101)
     assert short.mean() == pytest.approx(51.5, abs=2.5)
     others = [
-        target_lengths(replace(RULE, most=102, seed=8), 0, documents, 0),
-        target_lengths(replace(RULE, most=102), 1, documents, 0),
-        target_lengths(replace(RULE, most=102), 0, documents, 1),
-        target_lengths(replace(RULE, most=102), 0, documents + 1, 0),
+        target_lengths(replace(RULE, max_target=102, seed=8), 0, documents, 0),
+        target_lengths(replace(RULE, max_target=102), 1, documents, 0),
+        target_lengths(replace(RULE, max_target=102), 0, documents, 1),
+        target_lengths(replace(RULE, max_target=102), 0, documents + 1, 0),
     ]
-    base = target_lengths(replace(RULE, most=102), 0, documents, 0) < 102
+    base = target_lengths(replace(RULE, max_target=102), 0, documents, 0) < 102
     for other in others:
         both = (base & (other < 102)).mean()
         assert both == pytest.approx(base.mean() ** 2, abs=0.012)

@@ -1,6 +1,4 @@
-"""Preference pairs become the tokens and labels of transformers' own template code, in the order of
-a seed and resumable, and bad rows are named by file and line.
-"""
+"""PreferenceDataModule has the tokens and labels of transformers' templates, and resumes."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def expected(folder: str, row: dict[str, Any], side: str) -> tuple[list[int], list[int]]:
-    """Return tokens and labels: what the template adds to the prompt with an answer's header."""
+    """Return tokens, and as labels those after the prompt with the header of an answer."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     told = as_messages(row)
     how = {"chat_template": PLAIN, "return_dict": True}
@@ -87,7 +85,7 @@ def test_tokens_and_labels_are_those_of_the_template(
     check_batch(batch, folder, rows)
 
 
-def test_truncation_is_told(tmp_path: Path, folder: str) -> None:
+def test_the_log_counts_truncated_pairs(tmp_path: Path, folder: str) -> None:
     long = turn("assistant", "y" * 100)
     rows = [
         {"prompt": "why", "chosen": "so", "rejected": "no"},
@@ -116,15 +114,18 @@ def test_truncation_is_told(tmp_path: Path, folder: str) -> None:
 GOOD = {"prompt": "why", "chosen": "so", "rejected": "no"}
 BAD: dict[str, tuple[Any, str]] = {
     "no rejected": ({"prompt": "why", "chosen": "so"}, "must have chosen and rejected"),
-    "texts alone": ({"chosen": "why so", "rejected": "why no"}, "prompt must be there too"),
+    "texts alone": (
+        {"chosen": "why so", "rejected": "why no"},
+        "chosen must be a list of messages if",
+    ),
     "role": ({**GOOD, "chosen": [turn("robot", "so")]}, "chosen, message 1: the role must be"),
     "empty answer": ({**GOOD, "rejected": " "}, "rejected, message 1 is an answer without text"),
-    "no list": ({**GOOD, "prompt": 7}, "prompt must be a list"),
+    "no list": ({**GOOD, "prompt": 7}, "prompt must be a non-empty list"),
     "equal": ({**GOOD, "rejected": "so"}, "chosen and rejected must differ"),
     "equal lists": ({"chosen": [WHY, SO], "rejected": [WHY, SO]}, "must differ"),
     "other prompts": (
         {"chosen": [WHY, SO], "rejected": [turn("user", "how"), NO]},
-        "must answer the same prompt",
+        "must begin with the same prompt",
     ),
     "no answer": (
         {"chosen": [WHY, SO, WHY], "rejected": [WHY, SO, NO]},
@@ -153,7 +154,7 @@ def test_settings_and_templates_are_checked(tmp_path: Path, folder: str) -> None
     with pytest.raises(UnsupportedError, match="must have one chat template"):
         PreferenceDataModule(path, str(tmp_path / "model")).setup("fit")
     (tmp_path / "bad.jinja").write_text("{{ raise_exception('no') }}")
-    with pytest.raises(CorruptDataError, match=r"rows\.jsonl:1 is refused by .* no"):
+    with pytest.raises(CorruptDataError, match=r"rows\.jsonl:1 is rejected by .* no"):
         PreferenceDataModule(path, folder, chat_template=str(tmp_path / "bad.jinja")).setup("fit")
 
 
@@ -167,7 +168,7 @@ def test_parquet_has_the_rows_of_json_lines(tmp_path: Path, folder: str) -> None
 
 
 class Pairs(Watcher):
-    """Name pairs by their numbers."""
+    """Module that records the numbers of pairs."""
 
     def names_of(self, batch: dict[str, torch.Tensor]) -> list[Any]:
         return batch["pairs"].tolist()

@@ -1,6 +1,4 @@
-"""Data-parallel ranks share each global batch without overlap, and any number of them continues at
-any sample.
-"""
+"""Ranks share each global batch without overlap, and any number of ranks resumes."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ sizes = st.tuples(st.integers(1, 4), st.integers(1, 4))
 
 
 class Trainer:
-    """Count finished batches as a Trainer does."""
+    """Counter of finished batches, in place of a Trainer."""
 
     def __init__(self) -> None:
         self.finished = 0

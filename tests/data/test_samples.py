@@ -1,6 +1,4 @@
-"""Samples read the right tokens, refuse foreign ids, and their index is cached under all that it
-depends on.
-"""
+"""Samples have the right tokens, reject invalid ids, and cache their index under a full key."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
 
 def write(prefix: Path, lengths: list[int], first: int = 0) -> TokenFile:
-    """Write documents of rising tokens."""
+    """Write documents of ascending tokens."""
     with TokenFileWriter(prefix, dtype="i4") as writer:
         for length in lengths:
             writer.add_document(np.arange(first, first + length))
@@ -56,7 +54,7 @@ def test_one_epoch_has_every_window_once(tmp_path: Path, order: str) -> None:
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(lambda x: sum(x) > 1),
     n=st.integers(1, 25),
 )
-def test_any_number_of_samples_can_be_had(
+def test_any_number_of_samples_is_possible(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], n: int
 ) -> None:
     corpus = write(tmp_path_factory.mktemp("c") / "c", lengths)
@@ -111,7 +109,7 @@ def test_ids_beyond_the_vocabulary_are_refused_when_read(tmp_path: Path) -> None
         ({"order": "random"}, "order must be"),
     ],
 )
-def test_options_without_meaning_are_refused(change: dict[str, object], message: str) -> None:
+def test_invalid_options_raise(change: dict[str, object], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         SampleOptions(**{"seq_length": 4, **change})  # type: ignore[arg-type]
 
@@ -202,7 +200,7 @@ def test_a_damaged_cache_is_built_again_with_a_log_line(
     assert caplog.text == ""
 
 
-def test_a_cache_that_is_there_is_read_without_writing(
+def test_an_existing_cache_is_read_without_writing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     corpus, cache = write(tmp_path / "c", [50]), tmp_path / "cache"
@@ -215,7 +213,7 @@ def test_a_cache_that_is_there_is_read_without_writing(
     assert caplog.text == ""
 
 
-def test_without_a_place_for_the_cache_the_index_stays_in_memory(
+def test_without_a_writable_cache_the_index_stays_in_memory(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")

@@ -1,4 +1,4 @@
-"""Sentences keep every character of their text, and become the sequences of a token file."""
+"""Sentences contain every character of a text, and become sequences of a token file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The speeches are whole, split in time, and written once however many processes ask."""
+"""The speeches are complete, split by year, and written once by several processes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Streamed text gives the rows of `TokenDataModule` on the token files of `preprocess`, and goes on
-in the middle of a file.
-"""
+"""Streamed text has the rows of TokenDataModule on token files, and resumes within a file."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ LENGTH = 32
 
 
 def texts(count: int, seed: int = 1) -> list[dict[str, Any]]:
-    """Return documents of 0 to 120 bytes: some are empty, and some longer than a row."""
+    """Return documents of 0 to 120 bytes; some are empty, and some are longer than a row."""
     draws = random.Random(seed)
     rows = [{"text": "é" * draws.choice([0, 1, 3, 9, 14, 60]), "id": at} for at in range(count)]
     return [{**row, "text": f"{row['text']}{row['id']}" * bool(row["text"])} for row in rows]

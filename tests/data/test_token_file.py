@@ -1,6 +1,4 @@
-"""Token files are Megatron's, byte by byte, appear whole or not at all, and damage is refused with
-the reason.
-"""
+"""Token files equal Megatron's byte by byte, appear when complete, and errors name damage."""
 
 from __future__ import annotations
 
@@ -70,7 +68,7 @@ def test_a_corpus_of_megatron_is_read_without_description(tmp_path: Path) -> Non
         corpus.get(1, 1, 2)
 
 
-def test_the_modes_of_a_multimodal_corpus_are_passed_over(tmp_path: Path) -> None:
+def test_the_modes_of_a_multimodal_corpus_are_ignored(tmp_path: Path) -> None:
     prefix = write_golden(tmp_path)
     idx_path(prefix).write_bytes(GOLDEN_INDEX + b"\x00\x01\x00")
     assert TokenFile(prefix)[2].tolist() == [6, 7, 8, 9]
@@ -78,7 +76,7 @@ def test_the_modes_of_a_multimodal_corpus_are_passed_over(tmp_path: Path) -> Non
 
 @settings(max_examples=40, deadline=None)
 @given(documents=documents_of_tokens, dtype=st.sampled_from(["u2", "i4", "i8", "i2"]))
-def test_what_is_written_is_read_back(
+def test_written_documents_are_read_back(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], dtype: str
 ) -> None:
     prefix = tmp_path_factory.mktemp("corpus") / "c"
@@ -125,13 +123,13 @@ def damage_header(position: int, value: bytes) -> bytes:
         (GOLDEN_INDEX[:20], "truncated: 20 bytes found"),
         (b"TORCH" + GOLDEN_INDEX[5:], "is not a token index"),
         (damage_header(9, b"\x02"), "has version 2; only version 1"),
-        (damage_header(17, b"\x09"), "names token type 9"),
+        (damage_header(17, b"\x09"), "it has type 9"),
         (GOLDEN_INDEX[:-1], "truncated: 94 bytes expected .* 93 found"),
         (GOLDEN_INDEX[:50], "truncated: 94 bytes expected .* 50 found"),
         (GOLDEN_INDEX + b"\x00", "too long: 94 bytes expected .* 95 found"),
         (damage_header(46 + 8, b"\x08"), "the offset of sequence 1"),
         (damage_header(34, b"\xff\xff\xff\xff"), "has -1 tokens"),
-        (damage_header(86, b"\x02"), "end in 2"),
+        (damage_header(86, b"\x02"), "end with 2"),
         (damage_header(70, b"\x01"), "must rise from 0"),
         (damage_header(78, b"\x04"), "must rise from 0"),
         (damage_header(17, b"\x04"), "the offset of sequence 1"),

@@ -1,4 +1,4 @@
-"""Tokenizers give the known ids, give the text back, and can be told apart."""
+"""Tokenizers have the published ids, restore texts, and have different fingerprints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of whole documents keep each of them in a span of windows no longer than their longest needs."""
+"""Whole documents lie in spans of windows no longer than their row's longest document needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.data.test_samples import write
 
 
 def places(index: PackedIndex, row: int) -> list[tuple[int, int, int]]:
-    """Return the document of each piece of a row, -1 for a gap, its first position and its end."""
+    """Return the document (-1 for a gap), first position and end of each piece of a row."""
     parts = index.parts[index.firsts[row] : index.firsts[row + 1]].tolist()
     ends = [0, *accumulate(size for _, _, size in parts)]
     return [(part[0], *ends) for part, ends in zip(parts, pairwise(ends), strict=True)]
@@ -149,7 +149,7 @@ def test_other_windows_are_another_order(tmp_path: Path) -> None:
     assert len(keys) == 3
 
 
-def test_windows_that_cannot_be_kept_are_refused() -> None:
+def test_invalid_numbers_of_windows_raise() -> None:
     with pytest.raises(ParallelPlanError, match=r"must be a power of two.* Use 4 or 8\.$"):
         TokenDataModule("c", seq_length=24, documents="whole", context_windows=6)
     with pytest.raises(ParallelPlanError, match=r"2 \* context_windows \(8\).* Use 16 or 24\.$"):

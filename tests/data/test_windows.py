@@ -1,6 +1,4 @@
-"""Windows, orders and splits are Megatron's where they have the same name, and exact where Megatron
-rounds.
-"""
+"""Windows, orders and splits equal Megatron's, and are exact where Megatron rounds."""
 
 from __future__ import annotations
 
@@ -104,7 +102,7 @@ def test_epochs_are_the_fewest_that_hold_the_samples(
 
 
 def read(lengths: list[int], documents: np.ndarray, starts: np.ndarray, window: int) -> list[int]:
-    """Return tokens of a window, where document d holds d * 100, d * 100 + 1, ..."""
+    """Return the tokens of a window, where document d has the tokens d * 100, d * 100 + 1, ..."""
     row = [int(d) * 100 + i for d in documents for i in range(lengths[d])]
     ends = np.cumsum([lengths[d] for d in documents])
     first, last = (
@@ -207,6 +205,6 @@ def test_splits_cover_all_documents(count: int, weights: list[int]) -> None:
 
 
 @pytest.mark.parametrize("weights", ["0,0", "1,-1"])
-def test_splits_without_share_are_refused(weights: str) -> None:
+def test_invalid_splits_raise(weights: str) -> None:
     with pytest.raises(ValueError, match="split weights"):
         split_range(10, weights)

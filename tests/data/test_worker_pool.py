@@ -1,4 +1,4 @@
-"""Results of a pool come in order, and its workers live exactly as long as they are needed."""
+"""Results of a worker pool come in order, and its workers exit with their parent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def worker_of(value: int) -> tuple[int, int]:
 
 
 def signalled(value: int) -> int:
-    """Send this worker a signal in the middle of the work."""
+    """Send SIGTERM to this worker during its work."""
     if value == 3:
         os.kill(os.getpid(), signal.SIGTERM)
     if value == 7:
@@ -74,7 +74,7 @@ def test_workers_end_with_a_killed_parent() -> None:
 
 
 def is_running(process: int) -> bool:
-    """Return whether a process exists that has not ended."""
+    """Return whether a process exists and has not ended."""
     try:
         with open(f"/proc/{process}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"

@@ -1,4 +1,4 @@
-"""Beam searches: the words of transformers, in every layout."""
+"""Beam search finds the sequences of transformers, in every layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_megatron.generation.decoding import generate, generated_tokens
 from lightning_megatron.generation.settings import GenerationSettings
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
-from tests.generation.test_words import LAYOUTS, MOST, PROMPTS, replaced, twin_of
+from tests.generation.test_generated_tokens import LAYOUTS, MOST, PROMPTS, replaced, twin_of
 from tests.oracles import float32_as_float64
 from tests.world import run_world
 
@@ -22,10 +22,10 @@ SEARCHES = ((2, 1.0, 0), (4, 1.0, 2), (3, 0.0, 1), (3, 2.5, 1), (5, -1.0, 3))
 
 
 def stops_of(case: str, number: int) -> tuple[int, ...]:
-    """Return tokens that the words of a case have, so that beams end early."""
+    """Return tokens that a model generates often, so that beams end early."""
     model = replaced(case, ParallelMesh.single())
-    said = [token for row in generate(model, PROMPTS, GenerationSettings(MOST)) for token in row]
-    common = sorted(set(said), key=lambda token: (-said.count(token), token))
+    found = [token for row in generate(model, PROMPTS, GenerationSettings(MOST)) for token in row]
+    common = sorted(set(found), key=lambda token: (-found.count(token), token))
     return tuple(common[1 : 1 + number])
 
 
@@ -52,7 +52,7 @@ def searched_by_transformers(
 
 
 @pytest.mark.parametrize("case", ["llama", "mistral", "gpt2", "mixtral"])
-def test_words_of_beams_are_those_of_transformers(case: str) -> None:
+def test_beams_equal_those_of_transformers(case: str) -> None:
     model = replaced(case, ParallelMesh.single())
     lengths = set()
     differs = False
@@ -86,7 +86,7 @@ def test_a_function_stops_rows_and_beams() -> None:
     assert min(map(len, found)) < MOST
 
 
-def test_beams_that_cannot_be_are_refused() -> None:
+def test_invalid_settings_of_beams_raise() -> None:
     with pytest.raises(ParallelPlanError, match="beams is 2 and sample is true"):
         GenerationSettings(beams=2, sample=True)
     model = replaced("llama", ParallelMesh.single())
@@ -105,7 +105,7 @@ def check_layouts(rank: int, size: int, truths: dict[str, Any], stops: dict[str,
         mesh.destroy()
 
 
-def test_every_layout_searches_as_one_process_does() -> None:
+def test_every_layout_finds_the_beams_of_one_process() -> None:
     truths: dict[str, Any] = {}
     stops = {case: stops_of(case, 2) for case in ("mistral", "mixtral")}
     for case, own in stops.items():

@@ -1,4 +1,4 @@
-"""The estimated memory of the key/value cache is that which a generation allocates."""
+"""The estimated memory of the key/value cache equals the memory that generation allocates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits of tokens that follow a cache: those of a pass over the whole rows."""
+"""Logits of tokens that follow a cache equal those of a pass over the whole rows."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def check_rows(
         multiple=multiple,
         later_multiple=later or multiple,
     )
-    tokens, span = rows.first(cache)
+    tokens, span = rows.prefill_inputs(cache)
     found = gpt.logits_at(tokens, length - 1, span)
     cache.advance(length)
     told = [list(prompt) for prompt in prompts]
@@ -61,14 +61,14 @@ def check_rows(
             return cache
         for row, token in zip(told, NEXT[:, number].tolist(), strict=False):
             row.append(token)
-        rows = rows.followed_by(NEXT[: len(told), number])
-        tokens, span = rows.last(cache)
+        rows = rows.appended(NEXT[: len(told), number])
+        tokens, span = rows.decode_inputs(cache)
         found = gpt.logits_at(tokens, 0, span)
         cache.advance(1)
     raise AssertionError("the loop returns")
 
 
-# The angles of phi3 depend on the longest of the rows: see test_words.py.
+# The angles of phi3 depend on the longest of the rows: see test_generated_tokens.py.
 @pytest.mark.parametrize("case", sorted(families.CASES.keys() - {"phi3"}))
 def test_unequal_rows_of_a_family(case: str) -> None:
     check_rows(ours(exact_twin(case)), PROMPTS)

@@ -1,4 +1,4 @@
-"""Draws of tokens: the logits and the draws of transformers, and illegal settings."""
+"""Sampling uses the logits of transformers and their probabilities; invalid settings raise."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_megatron import GenerationSettings, ParallelPlanError
-from lightning_megatron.generation.sampling import Sampler, weighed
+from lightning_megatron.generation.sampling import Sampler, sampling_logits
 
 processors = pytest.importorskip("transformers.generation.logits_process")
 
@@ -31,13 +31,13 @@ def test_logits_are_those_of_transformers() -> None:
         how = GenerationSettings(sample=True, temperature=temperature, top_k=top_k, top_p=top_p)
         for scale in (0.1, 1.0, 8.0):
             expected = random_logits(scale)
-            found = weighed(expected, how)
+            found = sampling_logits(expected, how)
             for step in steps:
                 expected = step(None, expected)
             assert torch.equal(found, expected), f"{how}, scale {scale}"
 
 
-def test_draws_have_the_probabilities_of_the_logits() -> None:
+def test_samples_have_the_probabilities_of_the_logits() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]]).expand(20000, 4)
     how = GenerationSettings(sample=True, temperature=2.0, seed=1)
     drawn = Sampler(how, logits.device)(logits)
@@ -49,7 +49,7 @@ def test_draws_have_the_probabilities_of_the_logits() -> None:
     assert not torch.equal(drawn, Sampler(other, logits.device)(logits))
 
 
-def test_without_sampling_the_likeliest_token_follows() -> None:
+def test_without_sampling_the_most_probable_token_is_chosen() -> None:
     logits = random_logits(1.0)
     found = Sampler(GenerationSettings(), logits.device)(logits)
     assert torch.equal(found, logits.argmax(-1))
@@ -69,6 +69,6 @@ def test_without_sampling_the_likeliest_token_follows() -> None:
         ("sample", "yes"),
     ],
 )
-def test_illegal_settings_are_named(setting: str, value: Any) -> None:
+def test_errors_name_invalid_settings(setting: str, value: Any) -> None:
     with pytest.raises(ParallelPlanError, match=setting):
         GenerationSettings(**{setting: value})

@@ -1,4 +1,4 @@
-"""Text of tokens as it is produced: no half characters, nothing after a stop string."""
+"""Streamed text has no incomplete characters, and nothing after a stop string."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes of single tokens whose place only the device knows: logits of passes over whole rows."""
+"""Passes over one token at a position on the device have the logits of passes over whole rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_megatron.generation.prompts import PromptRows
 from lightning_megatron.generation.token_pass import (
     TokenPass,
     why_not_recorded,
-    why_place_unknown_to_host_is_refused,
+    why_pass_depends_on_host,
 )
 from lightning_megatron.layers.attention_core import attend
 from lightning_megatron.layers.attention_span import AttentionSpan
@@ -28,38 +28,38 @@ def check_passes(gpt: GPT, prompts: list[list[int]]) -> KeyValueCache:
     length = max(map(len, prompts))
     cache = KeyValueCache(length + NEXT.shape[1])
     rows = PromptRows.of(prompts, torch.device("cpu"), num_rows=len(prompts), length=length)
-    gpt.logits_at(*_placed(rows.first(cache), length - 1))
+    gpt.logits_at(*_at(length - 1, *rows.prefill_inputs(cache)))
     cache.advance(length)
-    one = TokenPass(gpt, cache, rows.before, len(prompts))
-    told = [list(prompt) for prompt in prompts]
+    one = TokenPass(gpt, cache, rows.padding, len(prompts))
+    extended = [list(prompt) for prompt in prompts]
     for number in range(NEXT.shape[1]):
-        tokens = NEXT[: len(told), number]
-        for row, token in zip(told, tokens.tolist(), strict=True):
+        tokens = NEXT[: len(extended), number]
+        for row, token in zip(extended, tokens.tolist(), strict=True):
             row.append(token)
         found = one(tokens)
         cache.advance(1)
-        for logits, row in zip(found, told, strict=True):
+        for logits, row in zip(found, extended, strict=True):
             torch.testing.assert_close(logits, whole_logits(gpt, row), rtol=0, atol=1e-10)
     return cache
 
 
-def _placed(given: tuple[Tensor, AttentionSpan], place: int) -> tuple[Tensor, int, AttentionSpan]:
-    return given[0], place, given[1]
+def _at(place: int, tokens: Tensor, span: AttentionSpan) -> tuple[Tensor, int, AttentionSpan]:
+    return tokens, place, span
 
 
-SERVED = ("gpt2", "llama", "mistral", "gemma3", "qwen3", "phi", "gpt_neox", "cohere")
+SUPPORTED = ("gpt2", "llama", "mistral", "gemma3", "qwen3", "phi", "gpt_neox", "cohere")
 
 
-@pytest.mark.parametrize("case", [case for case in SERVED if case in families.CASES])
+@pytest.mark.parametrize("case", [case for case in SUPPORTED if case in families.CASES])
 def test_logits_of_a_family(case: str) -> None:
     gpt = ours(exact_twin(case))
-    assert why_place_unknown_to_host_is_refused(gpt) is None
+    assert why_pass_depends_on_host(gpt) is None
     check_passes(gpt, PROMPTS)
     check_passes(gpt, PROMPTS[:1])
 
 
 def test_latent_attention() -> None:
-    """The heads of keys and values have unequal sizes."""
+    """The heads of keys and values have different sizes."""
     gpt = ours(expert_models.twin_of("deepseek_v3").double())
     with torch.no_grad():
         for parameter in gpt.parameters():
@@ -74,7 +74,7 @@ def test_a_ring_keeps_its_window() -> None:
 
 
 def test_slots_without_tokens_do_not_count() -> None:
-    """New memory may hold anything, NaN too."""
+    """New memory may contain any values, even NaN."""
     torch.manual_seed(0)
     cache = KeyValueCache(7)
     query, key, value = (torch.randn(5, 2, heads, 8) for heads in (4, 2, 2))
@@ -98,8 +98,8 @@ def test_slots_without_tokens_do_not_count() -> None:
         ("phi3", "longrope"),
     ],
 )
-def test_what_needs_the_host_is_not_recorded(case: str, reason: str) -> None:
-    assert reason in str(why_place_unknown_to_host_is_refused(ours(exact_twin(case))))
+def test_models_whose_passes_need_the_host_are_not_recorded(case: str, reason: str) -> None:
+    assert reason in str(why_pass_depends_on_host(ours(exact_twin(case))))
 
 
 def test_a_model_on_the_host_runs_operator_by_operator(caplog: pytest.LogCaptureFixture) -> None:
@@ -113,4 +113,4 @@ def test_a_model_on_the_host_runs_operator_by_operator(caplog: pytest.LogCapture
         generate(gpt, [[1, 2]], GenerationSettings(20, record=False))
         assert not caplog.records
     gpt.final_norm.register_forward_hook(lambda *_: None)
-    assert "a hook on" in str(why_place_unknown_to_host_is_refused(gpt))
+    assert "a hook on" in str(why_pass_depends_on_host(gpt))

@@ -58,17 +58,17 @@ def test_logits_of_half_types(case: str) -> None:
     for is_recorded in (True, False):
         cache = KeyValueCache(length + len(new))
         rows = PromptRows.of(PROMPTS, device, **how)
-        tokens, span = rows.first(cache)
+        tokens, span = rows.prefill_inputs(cache)
         gpt.logits_at(tokens, length - 1, span)
         cache.advance(length)
-        one = TokenPass(gpt, cache, rows.before, len(PROMPTS))
+        one = TokenPass(gpt, cache, rows.padding, len(PROMPTS))
         logits = []
         for tokens in new:
-            rows = rows.followed_by(tokens)
+            rows = rows.appended(tokens)
             if is_recorded:
                 logits.append(one(tokens).clone())
             else:
-                last, span = rows.last(cache)
+                last, span = rows.decode_inputs(cache)
                 logits.append(gpt.logits_at(last, 0, span))
             cache.advance(1)
         found.append(torch.stack(logits).double())

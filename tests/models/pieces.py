@@ -1,4 +1,4 @@
-"""Run chunks piece by piece, as CUDA graphs do: between two pieces autograd knows nothing."""
+"""Run chunks piece by piece, like CUDA graphs, without an autograd graph between the pieces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_megatron.nest import leaves, rebuild
 
 @dataclass
 class Ran:
-    """A piece that has run: its inputs, what it computed with in their place, and its outputs."""
+    """Piece that has run: its inputs, the leaves that replaced them, and its outputs."""
 
     sources: list[Tensor]
     copies: list[Tensor]
@@ -57,14 +57,14 @@ def floats_in(value: Any) -> list[Tensor]:
 
 
 def detached(value: Any) -> Any:
-    """Return a nest with leaves of autograd in place of its tensors."""
+    """Return a nest whose tensors are replaced by leaves of autograd."""
     if isinstance(value, Tensor):
         return value.detach().requires_grad_(value.requires_grad)
     return rebuild(value, detached)
 
 
 def run_backward(ran: Sequence[Ran], result: Tensor, gradient: Tensor) -> None:
-    """Run backward piece by piece, and give the gradients of the inputs of the chunk to them."""
+    """Run the backward pass piece by piece, and pass gradients to the inputs of the chunk."""
     gradients: dict[int, Tensor] = {id(result): gradient}
     for piece in reversed(ran):
         reached = [one for one in piece.outputs if id(one) in gradients and one.requires_grad]

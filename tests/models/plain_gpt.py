@@ -1,4 +1,4 @@
-"""A decoder in plain torch, written from the formulas: what GPT must equal, setting by setting."""
+"""Decoder in plain torch, written from the formulas, as an oracle for every setting of GPT."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class PlainGPT:
         )
 
     def documents(self, tokens: Tensor) -> list[list[int]]:
-        """Say of every place the number of its document."""
+        """Return the number of the document of each position."""
         num, length = tokens.shape
         lengths = [[]] * num if self.span.lengths is None else self.span.lengths.tolist()
         rows = []
@@ -147,14 +147,14 @@ class PlainGPT:
         ]
 
     def distances(self, tokens: Tensor) -> Tensor:
-        """Count the tokens between every two places, or those that the mask shows."""
+        """Return the number of tokens (without masked ones) between every two positions."""
         places = torch.arange(tokens.shape[1]).expand(tokens.shape)
         if self.config.alibi_skips_padding and self.span.mask is not None:
             places = self.span.mask[:, 0, 0].cumsum(-1).expand(tokens.shape)
         return (places[:, None, :, None] - places[:, None, None, :]).abs()
 
     def rotated(self, heads: Tensor, layer: int, tokens: Tensor) -> Tensor:
-        """Turn pairs of elements as complex numbers."""
+        """Rotate pairs of elements as complex numbers."""
         config, positions = self.config, self.positions(tokens)
         base, scaling = config.rotary_base, config.rotary_scaling
         if config.window_rotary_base is not None and config.window_of(layer) is not None:
@@ -176,7 +176,7 @@ class PlainGPT:
         return torch.cat((turned.real, turned.imag, heads[..., size:]), -1)
 
     def seen(self, tokens: Tensor, window: int | None) -> Tensor:
-        """Say of every pair of places whether the first sees the second."""
+        """Return whether each position attends to each other position."""
         mask, documents = self.span.mask, self.documents(tokens)
         num, length = tokens.shape
         seen = torch.zeros(num, 1, length, length, dtype=torch.bool)
@@ -192,5 +192,5 @@ class PlainGPT:
 
 
 def bounded(values: Tensor, cap: float | None) -> Tensor:
-    """Bound values smoothly."""
+    """Apply a soft cap."""
     return values if cap is None else cap * torch.tanh(values / cap)

@@ -1,4 +1,4 @@
-"""Run the pipeline stages of a GPT one after the other, each rank its own."""
+"""Run the pipeline stages of a GPT one after the other, each on its rank."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from lightning_megatron.models.stage import StageCursor, StageDone
 
 
 def run_pipeline(model: GPT, tokens: Tensor, labels: Tensor, grad: Tensor, **others: Any) -> Tensor:
-    """Run every virtual stage one after the other, forward and backward; return the losses on every
-    rank.
-    """
+    """Run the forward and backward pass of every virtual stage; return the losses on every rank."""
     mesh = model.mesh
     pp, placement = mesh.pp, mesh.layout.placement
     stages = placement.num_virtual_stages
@@ -29,7 +27,7 @@ def run_pipeline(model: GPT, tokens: Tensor, labels: Tensor, grad: Tensor, **oth
     losses = torch.zeros(labels.shape, dtype=torch.float64)
 
     def sent_from(stage: int, found: Callable[[int], Tensor]) -> Tensor:
-        """Return on every rank what a virtual stage has found for its neighbour."""
+        """Return, on every rank, the tensors that a virtual stage sends to its neighbour."""
         owner, chunk = placement.owner(stage)
         result = torch.zeros(shape, dtype=dtype)
         if pp.rank == owner:
@@ -64,7 +62,7 @@ def run_pipeline(model: GPT, tokens: Tensor, labels: Tensor, grad: Tensor, **oth
 
 
 def join_tied_gradients(model: GPT, gradients: dict[str, Tensor]) -> None:
-    """Add the gradients of a tied weight's two copies, and expect the same of both."""
+    """Sum the gradients of both copies of a tied weight, and expect the same sum for both."""
     gradients["head.weight"] = gradients["embedding.word.weight"]
     if model.mesh.embedding.size > 1:
         ends = [

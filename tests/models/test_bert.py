@@ -1,6 +1,4 @@
-"""BERT with its pre-training head equals transformers' BertForPreTraining in the original order and
-MegatronBertForPreTraining in the rearranged one, and has the sizes of the paper.
-"""
+"""BERT equals BertForPreTraining and MegatronBertForPreTraining, and has the paper's sizes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""CausalLM under a ordinary Trainer: it learns, logs, decays what it should and comes back from a
-checkpoint.
-"""
+"""CausalLM trains, logs, applies weight decay and resumes under an ordinary Trainer."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ CONFIG = GPTConfig.gpt2(
 
 
 class Counting(L.LightningDataModule):
-    """Sequences that count upwards: the next token is always known."""
+    """Data of sequences that count upwards, so that the next token is always known."""
 
     bytes_per_token = 2.0
 
@@ -71,7 +69,7 @@ def test_it_learns_logs_and_predicts(tmp_path: Path) -> None:
     assert float(torch.cat(losses).mean()) == pytest.approx(tested["test_loss"], rel=1e-5)
 
 
-def test_a_checkpoint_brings_configuration_and_weights_back(tmp_path: Path) -> None:
+def test_a_checkpoint_restores_configuration_and_weights(tmp_path: Path) -> None:
     run = trainer(tmp_path, max_steps=1)
     module = CausalLM(CONFIG, betas=(0.8, 0.9))
     run.fit(module, Counting())
@@ -100,7 +98,7 @@ def test_configure_model_builds_once() -> None:
     assert module.model is built
 
 
-def test_a_foreign_device_mesh_is_refused() -> None:
+def test_a_device_mesh_of_another_strategy_raises() -> None:
     module = CausalLM(CONFIG)
     module._device_mesh = object()
     with pytest.raises(UnsupportedError, match="Use MegatronStrategy, ddp or one device"):
@@ -110,7 +108,7 @@ def test_a_foreign_device_mesh_is_refused() -> None:
 @pytest.mark.parametrize(
     ("shape", "middle"), [("cosine", 0.55), ("linear", 0.55), ("constant", 1.0)]
 )
-def test_the_learning_rate_rises_then_falls(shape: Any, middle: float) -> None:
+def test_the_learning_rate_warms_up_and_decays(shape: Any, middle: float) -> None:
     schedule = WarmupSchedule(shape, warmup_steps=4, num_steps=24, min_ratio=0.1)
     assert [schedule.factor(step) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert schedule.factor(14) == pytest.approx(middle)
@@ -121,11 +119,11 @@ def test_the_learning_rate_rises_then_falls(shape: Any, middle: float) -> None:
     )
 
 
-def test_a_fall_without_an_end_and_an_unknown_shape_are_refused() -> None:
+def test_a_decay_without_an_end_and_an_unknown_shape_raise() -> None:
     assert WarmupSchedule("constant", 0, None, 0.0).factor(10**6) == 1.0
     with pytest.raises(UnsupportedError, match="cosine schedule needs a last step"):
         WarmupSchedule("cosine", 0, None, 0.0)
-    with pytest.raises(UnsupportedError, match="one of cosine, linear, constant: 'step'"):
+    with pytest.raises(UnsupportedError, match="one of cosine, linear, constant: it is 'step'"):
         WarmupSchedule("step", 0, 10, 0.0)  # type: ignore[arg-type]
 
 
@@ -181,6 +179,6 @@ def test_a_fit_follows_the_given_schedules_and_checkpoints_keep_them(tmp_path: P
         ),
     ],
 )
-def test_schedules_that_cannot_be_are_refused_at_once(options: Any, words: str) -> None:
+def test_invalid_schedules_raise_at_once(options: Any, words: str) -> None:
     with pytest.raises(ParallelPlanError, match=words):
         CausalLM(CONFIG, **options)

@@ -1,4 +1,4 @@
-"""Sizes that do not fit together are refused with rule, values, reason and legal values."""
+"""Inconsistent sizes raise errors with rule, values, reason and legal values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SIZES = {
         ({}, {"ep": 2}, "ep (2) needs a model with experts"),
     ],
 )
-def test_layouts_that_cannot_hold_the_model_are_refused(
+def test_layouts_that_do_not_fit_the_model_raise(
     sizes: dict[str, Any], layout: dict[str, int], message: str
 ) -> None:
     config = GPTConfig.gpt2(**(SIZES | sizes))
@@ -143,7 +143,7 @@ def test_sequences_must_fit_the_model_and_divide_over_tp() -> None:
         ),
     ],
 )
-def test_sizes_that_contradict_each_other_are_refused(sizes: dict[str, Any], message: str) -> None:
+def test_inconsistent_sizes_raise(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ParallelPlanError, match=re.escape(message)):
         GPTConfig.gpt2(**(SIZES | sizes))
 
@@ -169,7 +169,7 @@ def test_families_have_their_published_shapes() -> None:
     assert (small.ffn_size, small.kv_heads) == (256, 4)
 
 
-def test_plain_values_of_a_file_become_what_can_be_hashed() -> None:
+def test_plain_values_of_a_file_become_hashable() -> None:
     scaling = {
         "kind": "longrope",
         "original_length": 8,
@@ -208,6 +208,6 @@ def test_plain_values_of_a_file_become_what_can_be_hashed() -> None:
         ),
     ],
 )
-def test_scalings_that_cannot_be_are_refused(numbers: dict[str, Any], message: str) -> None:
+def test_invalid_rotary_scalings_raise(numbers: dict[str, Any], message: str) -> None:
     with pytest.raises(ParallelPlanError, match=re.escape(message)):
         RotaryScaling(**numbers)

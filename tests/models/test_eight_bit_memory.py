@@ -1,4 +1,4 @@
-"""What the memory estimate says of layers in 8 bits is what their emulation keeps on a CPU."""
+"""Estimated memory of layers in 8 bits equals that of their emulation on a CPU."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def eight_bit_model(
 
 
 def kept_bytes(config: GPTConfig, settings: FP8, dtype: torch.dtype, **how: Any) -> int:
-    """Return what the estimate says a forward pass keeps."""
+    """Return the estimated memory that a forward pass keeps (bytes)."""
     shape = config.memory_shape()
     recompute = Recomputation.of(how.pop("recompute", None))
     batch = MicrobatchShape(num_tokens=TOKENS, activation_bytes=dtype.itemsize, **how)
@@ -127,7 +127,7 @@ def kept_bytes(config: GPTConfig, settings: FP8, dtype: torch.dtype, **how: Any)
 
 
 def live_bytes(model: GPT) -> int:
-    """Count the memory that a forward pass leaves for the backward pass."""
+    """Return the memory that a forward pass keeps for the backward pass (bytes)."""
     memory, tokens = LiveMemory(), torch.randint(0, 1024, (BATCH, 64))
     memory.leave_out(list(model.parameters()))
     with memory:

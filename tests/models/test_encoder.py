@@ -1,4 +1,4 @@
-"""The encoder as a model of its own: its settings, its first values, and its parts under a layout."""
+"""Settings and initial weights of encoders, and their parts in a layout."""
 
 from __future__ import annotations
 
@@ -52,19 +52,17 @@ def built(mesh: ParallelMesh | None = None, **changes: Any) -> Encoder:
             "head must be none, pooler, masked_lm, classifier, pretraining or span: it is 'tail'",
         ),
         ({"positions": "other"}, "positions must be row or tokens: it is 'other'"),
-        ({"padding_id": 53}, r"padding_id \(53\) must lie in \[0, 53\)"),
+        ({"padding_id": 53}, r"padding_id \(53\) must be in \[0, 53\)"),
         ({"positions": "tokens", "padding_id": None}, r"padding_id \(None\) must be a token"),
         ({"positions": "tokens", "padding_id": 30}, r"num_positions \(20\) must be above"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(
-    change: dict[str, Any], message: str
-) -> None:
+def test_inconsistent_settings_raise(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ParallelPlanError, match=message):
         EncoderConfig(**(SIZES | change))
 
 
-def test_layouts_that_cannot_hold_the_model_are_refused() -> None:
+def test_layouts_that_do_not_fit_the_model_raise() -> None:
     config = EncoderConfig(**SIZES)
     for layout, message in (
         (ParallelLayout(3, tp=3), "num_heads|heads"),

@@ -1,6 +1,4 @@
-"""What the memory estimate says of models with experts is what they hold, keep for backward, and
-need at their peak.
-"""
+"""Estimated memory of models with experts equals the memory that they use."""
 
 from __future__ import annotations
 
@@ -101,7 +99,7 @@ def tokens_of(config: GPTConfig, batch: int = BATCH) -> Tensor:
 
 
 def follow(model: GPT) -> LiveMemory:
-    """Give the model what gradients are summed in, and follow all other memory."""
+    """Give parameters their gradient slots, and track all other memory."""
     memory = LiveMemory()
     memory.leave_out(list(model.buffers()))
     for parameter in model.parameters():
@@ -260,9 +258,7 @@ def limiting(limit: RowLimit, rows: float | None) -> AbstractContextManager[None
 def hold(
     rank: int, size: int
 ) -> dict[tuple[str, Recompute], tuple[int, int, dict[str, int], dict[str, int]]]:
-    """Return what a rank keeps in a forward pass and holds all the time, each beside the estimate
-    (bytes).
-    """
+    """Return what a rank keeps in a forward pass and always, each with its estimate (bytes)."""
     config = config_of(
         {"layers": 1, "shared_ffn_hidden_size": 64, "ffn_hidden_size": 64}, num_kv_heads=2
     )

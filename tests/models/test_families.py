@@ -1,6 +1,4 @@
-"""GPT against Hugging Face's models of many families: logits, loss and gradients, also of padded
-and packed batches.
-"""
+"""GPT equals Hugging Face's models of many families, also for padded and packed batches."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ GROUPED = {"num_key_value_heads": 2, "rms_norm_eps": 1e-6}
 
 @dataclass(frozen=True)
 class Pair:
-    """Name a class of Hugging Face with its settings, and ours."""
+    """Class of Hugging Face with its settings, and our settings."""
 
     kind: str
     theirs: dict[str, Any]
@@ -134,7 +132,7 @@ PAIRS = {
 
 
 def build_twin(pair: Pair) -> nn.Module:
-    """Build Hugging Face's model with weights that are nowhere 0 or 1, and norms that keep float64."""
+    """Build a Hugging Face model without weights of 0 or 1, and with norms in float64."""
     config = getattr(transformers, f"{pair.kind}Config")(**THEIRS, **pair.theirs)
     twin = getattr(transformers, f"{pair.kind}ForCausalLM")(config).double().eval()
     for index, parameter in enumerate(twin.parameters()):
@@ -156,7 +154,7 @@ def plain_norm(module: Any, offset: float) -> Callable[[Tensor], Tensor]:
 
 
 def from_theirs(theirs: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """Rename their tensors to ours, and fuse their projections."""
+    """Rename tensors of Hugging Face to ours, and fuse their projections."""
     if "gpt_neox.embed_in.weight" in theirs:
         return from_neox(theirs)
     ours = {
@@ -216,7 +214,7 @@ def from_neox(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Hold the same rows as their arguments, as ours, and which of their places count."""
+    """Same rows as arguments of Hugging Face and as ours, and a mask of positions that count."""
 
     theirs: dict[str, Tensor]
     span: AttentionSpan | None
@@ -258,7 +256,7 @@ def _in_float64() -> Any:
 
 @pytest.mark.parametrize("kind", list(batches()))
 @pytest.mark.parametrize("name", list(PAIRS))
-def test_a_family_is_hugging_faces(name: str, kind: str) -> None:
+def test_a_family_equals_hugging_face(name: str, kind: str) -> None:
     pair, batch, mesh = PAIRS[name], batches()[kind], ParallelMesh.single()
     twin, model = build_twin(pair), GPT(pair.ours, mesh, seed=1)
     load_full_(model, from_theirs(dict(twin.named_parameters()), pair.ours))

@@ -1,4 +1,4 @@
-"""Sizes that products in 8 bits cannot have are refused before any process is started."""
+"""Sizes that 8-bit products do not support raise before processes start."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_an_encoder_is_refused_for_the_sizes_that_it_builds() -> None:
 
 
 class WithConfig(LightningModule):
-    """Module that says what it will build."""
+    """Module with the configuration of the model that it will build."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class WithConfig(LightningModule):
 
 
 class WithModel(LightningModule):
-    """Module that has built its model."""
+    """Module that has already built its model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class WithModel(LightningModule):
 
 
 class Later(WithModel):
-    """Module that builds its model when groups exist."""
+    """Module that builds its model when process groups exist."""
 
     def configure_model(self) -> None:
         """Build the model."""

@@ -1,4 +1,4 @@
-"""Modules that wait for their parameters are called before these are read."""
+"""Modules that wait for their parameters are called before the parameters are read."""
 
 from __future__ import annotations
 

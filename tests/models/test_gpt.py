@@ -1,4 +1,4 @@
-"""GPT against itself in one process, under every cut of tensors, sequences and layers."""
+"""GPT in every layout of tensors, sequences and layers equals GPT in one process."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ def check_cuts(rank: int, size: int) -> None:
         mesh.destroy()
 
 
-def test_every_cut_starts_equal_and_has_the_losses_and_gradients_of_one_process() -> None:
+def test_every_layout_has_the_weights_losses_and_gradients_of_one_process() -> None:
     run_world(check_cuts, 4)
 
 
-def test_bad_inputs_are_refused() -> None:
+def test_invalid_inputs_raise() -> None:
     model = GPT(CONFIGS["gpt2 tied"], seed=1)
     with pytest.raises(
         ParallelPlanError, match=r"seq_length \(13\) must not exceed max_seq_length \(12\)"
@@ -110,7 +110,7 @@ def test_an_ambient_meta_device_leaves_the_model_unmaterialised() -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
-def test_a_copy_has_its_own_values_and_the_same_cuts() -> None:
+def test_a_copy_has_separate_values_and_the_same_shards() -> None:
     model = GPT(CONFIGS["gpt2 tied"])
     twin = copy.deepcopy(model)
     for (name, parameter), copied in zip(model.named_parameters(), twin.parameters(), strict=True):

@@ -1,4 +1,4 @@
-"""GPT against Hugging Face's models with the same weights: logits, loss and every gradient."""
+"""GPT has the logits, loss and gradients of Hugging Face's models with the same weights."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""HuggingFaceCausalLM: the loss of Hugging Face's model on shifted labels, with and without the
-strategy.
-"""
+"""HuggingFaceCausalLM trains on shifted labels, with and without MegatronStrategy."""
 
 from __future__ import annotations
 
@@ -123,7 +121,7 @@ def learning(folder: str, **options: Any) -> HuggingFaceCausalLM:
     return HuggingFaceCausalLM(folder, learning_rate=1e-2, schedule="constant", **options)
 
 
-def test_its_loss_is_that_of_the_logits_and_the_shifted_labels(folder: str) -> None:
+def test_the_loss_is_that_of_logits_and_shifted_labels(folder: str) -> None:
     module = HuggingFaceCausalLM(folder)
     module.configure_model()
     given = batch()
@@ -134,7 +132,7 @@ def test_its_loss_is_that_of_the_logits_and_the_shifted_labels(folder: str) -> N
     assert module.mean_loss(nothing, torch.tensor(0), is_trained=True).item() == 0.0
 
 
-def test_the_strategy_trains_it_as_ordinary_lightning_does(folder: str) -> None:
+def test_the_strategy_trains_as_ordinary_lightning(folder: str) -> None:
     plain, swapped = learning(folder), learning(folder)
     expected, found = train(plain), train(swapped, {})
     assert type(plain.model).__name__ == "LlamaForCausalLM"
@@ -153,7 +151,7 @@ def train_layouts(rank: int, size: int, folder: str) -> list[dict[str, float]]:
     ]
 
 
-def test_every_layout_weighs_all_tokens_alike(folder: str) -> None:
+def test_every_layout_weights_all_tokens_equally(folder: str) -> None:
     loaded = train(learning(folder), {"microbatch_size": B})
     drawn = train(learning(folder, from_scratch=True), {"microbatch_size": B})
     assert abs(loaded["val_loss"] - drawn["val_loss"]) > 1e-3
@@ -172,7 +170,7 @@ def train_unknown(rank: int, size: int, folder: str) -> tuple[dict[str, float], 
     return train(module, {"tp": 2}, size), type(module.model).__name__
 
 
-def test_a_family_without_a_table_trains_as_it_is_but_not_in_stages(tmp_path: Path) -> None:
+def test_an_unknown_family_trains_unchanged_but_not_in_stages(tmp_path: Path) -> None:
     folder = save(tmp_path / "opt", "opt")
     expected = train(learning(folder))
     assert expected["val_loss"] < 3.0
@@ -181,7 +179,7 @@ def test_a_family_without_a_table_trains_as_it_is_but_not_in_stages(tmp_path: Pa
         assert losses == pytest.approx(expected, abs=1e-4)
 
 
-def test_weights_are_kept_in_the_type_that_is_asked_for(folder: str) -> None:
+def test_weights_have_the_requested_dtype(folder: str) -> None:
     for options in ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "from_scratch": True}):
         module = HuggingFaceCausalLM(folder, **options)
         module.configure_model()
@@ -193,7 +191,7 @@ def test_weights_are_kept_in_the_type_that_is_asked_for(folder: str) -> None:
     assert {parameter.dtype for parameter in whole.parameters()} == {torch.float32}
 
 
-def test_a_checkpoint_brings_settings_and_weights_back(folder: str, tmp_path: Path) -> None:
+def test_a_checkpoint_restores_settings_and_weights(folder: str, tmp_path: Path) -> None:
     module = learning(folder, betas=(0.8, 0.9))
     trainer = L.Trainer(
         accelerator="cpu", devices=1, max_steps=1, logger=False, default_root_dir=tmp_path
@@ -257,7 +255,7 @@ def test_ordinary_lightning_continues_a_training_of_a_replaced_model(
         assert torch.allclose(parameter[: len(expected)], expected, atol=1e-6), name
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_folder_raises(tmp_path: Path) -> None:
     with pytest.raises(
         UnsupportedError, match="Use a folder written by save_pretrained or `hf download`"
     ):
@@ -265,7 +263,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["x" * 5000, "no\0thing", "\ud800", ""])
-def test_a_path_that_no_file_system_takes_is_refused(path: str) -> None:
+def test_a_path_that_no_file_system_accepts_raises(path: str) -> None:
     with pytest.raises(
         UnsupportedError, match="path must be a local folder with config.json"
     ) as caught:
@@ -311,7 +309,7 @@ def test_wrong_fields_are_refused_with_their_folder(
 
 
 @pytest.mark.parametrize("strategy", ["auto", "megatron"])
-def test_weights_that_a_folder_lacks_are_not_drawn(tmp_path: Path, strategy: str) -> None:
+def test_missing_weights_of_a_folder_are_not_drawn_at_random(tmp_path: Path, strategy: str) -> None:
     folder = save(tmp_path / "opt", "opt")
     weights = Path(folder, "model.safetensors")
     tensors = load_file(weights)
@@ -332,7 +330,7 @@ def test_a_damaged_file_of_a_model_without_a_table_is_named(tmp_path: Path) -> N
         train(learning(folder), {})
 
 
-def test_a_damaged_configuration_of_generation_is_passed_over_as_by_the_library(
+def test_a_damaged_generation_configuration_is_ignored_as_by_transformers(
     folder: str,
 ) -> None:
     expected = train(learning(folder), {})
@@ -340,7 +338,7 @@ def test_a_damaged_configuration_of_generation_is_passed_over_as_by_the_library(
     assert train(learning(folder), {}) == expected
 
 
-def test_data_with_more_tokens_than_the_model_are_refused(folder: str) -> None:
+def test_data_with_a_larger_vocabulary_raise(folder: str) -> None:
     module, data = HuggingFaceCausalLM(folder), Batches()
     data.vocab_size = V + 1
     with pytest.raises(
@@ -380,13 +378,13 @@ def test_experts_are_balanced_as_the_settings_say(tmp_path: Path) -> None:
         assert not is_same
     with pytest.raises(
         UnsupportedError,
-        match="expert_settings .* need MegatronStrategy: other strategies",
+        match="expert_settings .* need MegatronStrategy, because other strategies",
     ):
         train(learning(folder, expert_settings={"aux_loss": 0.5}))
 
 
 class Evaluated(HuggingFaceCausalLM):
-    """Forget to make a training of it."""
+    """Module whose ``configure_model`` leaves the model in evaluation mode."""
 
     def configure_model(self) -> None:
         super().configure_model()
@@ -394,7 +392,7 @@ class Evaluated(HuggingFaceCausalLM):
         self.model.eval()
 
 
-def test_routers_that_are_not_kept_in_balance_are_named(tmp_path: Path) -> None:
+def test_a_warning_names_routers_without_load_balancing(tmp_path: Path) -> None:
     folder = save(tmp_path / "mixtral", "mixtral")
     with pytest.warns(UserWarning, match=r"layers with experts are in evaluation mode \(0, 1\)"):
         train(Evaluated(folder, **BALANCED), {})

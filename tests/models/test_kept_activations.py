@@ -1,6 +1,4 @@
-"""What the memory estimate says a GPT keeps for backward, and needs at its peak, is what it really
-does.
-"""
+"""Estimated activations and peak memory of a GPT equal the memory that it uses."""
 
 from __future__ import annotations
 
@@ -77,7 +75,7 @@ BATCH = 2
 
 
 def saved_bytes(model: GPT) -> int:
-    """Count the memory that a forward pass saves for backward, parameters left out."""
+    """Return the memory that a forward pass saves for backward, without parameters (bytes)."""
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: dict[int, Tensor] = {}
 

@@ -1,6 +1,4 @@
-"""Blocks that are computed again, without their attention core, have the gradients of those that
-keep everything.
-"""
+"""Recomputed blocks without their attention core have the gradients of kept activations."""
 
 from __future__ import annotations
 
@@ -67,7 +65,7 @@ def built(config: GPTConfig, mesh: ParallelMesh | None = None) -> GPT:
 
 
 def gradients_of(model: GPT, settings: Any, packed: bool = False) -> list[Tensor]:
-    """Return the losses and gradients of two microbatches, the first backward after both forward."""
+    """Return losses and gradients of two microbatches, both forward passes first."""
     model.recompute = settings
     found = []
     for number in range(2):
@@ -188,7 +186,7 @@ def test_ranks_that_share_rows_send_keys_once_less(transport: str) -> None:
         assert (again, once) == ((0, 0) if transport == "all_to_all" else (4 * LAYERS, 2 * LAYERS))
 
 
-def test_what_needs_the_core_again_is_refused() -> None:
+def test_layers_whose_core_must_be_recomputed_raise() -> None:
     model = GPT(GPTConfig.gpt2(**SIZES, attention_dropout=0.1), seed=1)
     with pytest.raises(UnsupportedError, match=r"layer 1 drops 0\.1 of its weights\. Use full"):
         model.recompute = "full_except_core"

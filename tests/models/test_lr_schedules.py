@@ -1,6 +1,4 @@
-"""Schedules of learning rates and weight decays equal those of transformers and Megatron-LM at
-every step, and continue exactly.
-"""
+"""Schedules equal those of transformers and Megatron-LM at every step, and resume exactly."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ W, N, D = 7, 40, 12
 
 
 def adamw(*decays: float) -> torch.optim.AdamW:
-    """Return an optimizer with groups of unequal rates and given weight decays."""
+    """Return an optimizer whose groups have different rates and given weight decays."""
     groups = [
         {"params": [torch.nn.Parameter(torch.ones(2))], "lr": peak, "weight_decay": decay}
         for peak, decay in zip(PEAKS, decays or (0.1, 0.0), strict=True)
@@ -36,7 +34,7 @@ def adamw(*decays: float) -> torch.optim.AdamW:
 
 
 def walk(scheduler: LRScheduler, num_steps: int = N + 10, key: str = "lr") -> list[list[float]]:
-    """Return a number of each group before every step."""
+    """Return a value of each parameter group before every step."""
     found = []
     for _ in range(num_steps):
         found.append([group[key] for group in scheduler.optimizer.param_groups])
@@ -69,7 +67,7 @@ TRANSFORMERS: dict[str, tuple[Any, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_every_rate_is_that_of_transformers(name: str) -> None:
+def test_every_rate_equals_that_of_transformers(name: str) -> None:
     optimization = pytest.importorskip("transformers.optimization")
     make, kind, options = TRANSFORMERS[name]
     warmup = options.get("warmup", W)
@@ -104,7 +102,7 @@ def test_a_stable_phase_and_its_decay_are_those_of_transformers(decay: Any) -> N
 
 
 def megatron(step: int, peak: float, floor: float, initial: float, style: str) -> float:
-    """Return the rate that Megatron-LM documents for its options, after so many steps."""
+    """Return the learning rate that Megatron-LM documents for its options after some steps."""
     cosine = {"linear": lambda u: 1 - u, "cosine": lambda u: (math.cos(math.pi * u) + 1) / 2}
     if step <= W:
         return initial + (peak - initial) * step / W
@@ -131,7 +129,7 @@ STYLES: dict[str, Callable[..., LRScheduler]] = {
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_every_rate_is_that_of_megatron(style: str) -> None:
+def test_every_rate_equals_that_of_megatron(style: str) -> None:
     # The floor is reached by the inverse square root before step N, where Megatron-LM jumps to it.
     floor, initial = 0.0045, 0.001
     found = walk(STYLES[style](adamw(), initial_lr=initial, min_lr=floor))
@@ -147,7 +145,7 @@ def test_every_rate_is_that_of_megatron(style: str) -> None:
 
 @pytest.mark.parametrize(("start", "end"), [(0.02, 0.1), (0.3, 0.0)])
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
-def test_every_weight_decay_is_that_of_megatron(shape: Any, start: float, end: float) -> None:
+def test_every_weight_decay_equals_that_of_megatron(shape: Any, start: float, end: float) -> None:
     optimizer = adamw(0.1, 0.0)
     before = [group["lr"] for group in optimizer.param_groups]
     found = walk(WeightDecaySchedule(optimizer, start, end, N, shape), key="weight_decay")
@@ -249,7 +247,7 @@ WRONG: list[tuple[Callable[[Any], LRScheduler], str]] = [
 
 
 @pytest.mark.parametrize("number", range(len(WRONG)))
-def test_wrong_settings_are_refused(number: int) -> None:
+def test_invalid_settings_raise(number: int) -> None:
     make, words = WRONG[number]
     with pytest.raises(ParallelPlanError, match=words):
         make(adamw())

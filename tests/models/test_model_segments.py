@@ -1,4 +1,4 @@
-"""Models run as lists of segments: split into pieces they compute the same, bit by bit."""
+"""Models that run as lists of segments, or in pieces, compute the same bits."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def gpt_of(config: GPTConfig, mesh: ParallelMesh, recompute: Recompute, transpor
 
 
 def train(model: GPT | Encoder, mesh: ParallelMesh) -> dict[str, Tensor | None]:
-    """Run two microbatches forward, then both backward, and return losses and gradients."""
+    """Run two microbatches forward, then both backward; return losses and gradients."""
     losses = []
     for number in range(2):
         mesh.random.begin_microbatch(5, number)

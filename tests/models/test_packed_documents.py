@@ -1,6 +1,4 @@
-"""Documents packed into a row compute what each of them computes alone, in every layout: no stage,
-shard or replay lets one see another.
-"""
+"""Packed documents compute the same as each of them alone, in every layout."""
 
 from __future__ import annotations
 
@@ -77,7 +75,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 
 def rows() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return tokens, labels, the gradient of the losses, and which tokens are no padding."""
+    """Return tokens, labels, the gradient of the losses, and a mask of tokens without padding."""
     tokens, labels = torch.randint(V, (2, B, S), generator=torch.Generator().manual_seed(1))
     counts = torch.arange(S) < torch.tensor([[sum(row)] for row in DOCUMENTS])
     return tokens, labels, draw(B, S, seed=2) * counts, counts

@@ -1,4 +1,4 @@
-"""GPT in half types and under autocast stays near its float32 self."""
+"""GPT in half types and under autocast stays close to GPT in float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of blocks, and numbers of layers, that backward passes compute again."""
+"""Recomputation of parts of blocks, and of numbers of layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs, models and measurements that tests of preferences share."""
+"""Pairs, models and expected values for the tests of preferences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.chat_folder import turn
 
 
 def as_messages(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of ``preferences`` with a prompt and answers that are lists of messages."""
+    """Return a row of ``preferences`` whose prompt and answers are lists of messages."""
     if "prompt" not in row:
         return {
             "prompt": row["chosen"][:-1],
@@ -27,7 +27,7 @@ def as_messages(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def moved(model: nn.Module) -> Any:
-    """Return a model whose weights have been changed a little."""
+    """Return a model with slightly changed weights."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -39,11 +39,11 @@ def moved(model: nn.Module) -> Any:
 def measured(
     module: DPO, model: nn.Module, reference: nn.Module, batch: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the loss and the rewards of a batch by a model and the model before training."""
+    """Return the loss and rewards of a batch, given the model and the model before training."""
     module.model = reference
     with torch.no_grad():
         values = module.log_probs(batch)
     module.reference = ReferenceLogProbs()
     module.reference.load_state({"train": {"key": "", "values": values}})
     module.model = model
-    return module._measured(batch, "train")
+    return module._loss_and_rewards(batch, "train")

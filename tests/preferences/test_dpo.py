@@ -1,4 +1,4 @@
-"""DPO: the losses of the formulas on plain logits, and a reference that survives a restart."""
+"""DPO has the losses of the papers' formulas, and keeps its reference after a restart."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def trainer_of(folder: Path, *callbacks: Any, steps: int = 4, **options: Any) ->
 
 
 class Kept(DPO):
-    """Keep the losses of the steps."""
+    """Callback that records the losses of the steps."""
 
     losses: tuple[float, ...] = ()
 
@@ -193,7 +193,7 @@ def test_a_restarted_training_keeps_its_reference(
     assert values[0].shape == (NUM, 2)
     assert torch.equal(*values)
     write_lines(folder / "others.jsonl", preferences(NUM, seed=2))
-    with pytest.raises(CheckpointMismatchError, match="must be those whose reference"):
+    with pytest.raises(CheckpointMismatchError, match="must be the pairs whose reference"):
         fit(folder, ckpt_path=killed, rows="others.jsonl", strategy=strategy)
     if strategy == "auto":
         again = DPO.load_from_checkpoint(killed, weights_only=True)
@@ -257,5 +257,5 @@ def test_a_reference_needs_numbered_pairs(folder: Path) -> None:
 
     rows = write_lines(folder / "chat.jsonl", conversations(4))
     data = ChatDataModule(rows, str(folder / "model"), seq_length=250)
-    with pytest.raises(UnsupportedError, match="the Trainer has ChatDataModule"):
+    with pytest.raises(UnsupportedError, match="the Trainer is ChatDataModule"):
         trainer_of(folder, strategy="auto").fit(module_of(folder), data)

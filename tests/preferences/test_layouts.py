@@ -1,4 +1,4 @@
-"""DPO trains in every layout as in one process: the loss is the mean over all pairs."""
+"""DPO trains in every layout as in one process, because the loss is a mean over all pairs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Kept(DPO):
-    """Keep what is logged after each step."""
+    """Callback that records the logged values after each step."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         found = {name: float(one) for name, one in self.trainer.callback_metrics.items()}
@@ -32,7 +32,7 @@ class Kept(DPO):
 
 
 def train(folder: str, rows: str, strategy: Any, devices: int, kind: str) -> list[dict[str, float]]:
-    """Return what is logged after each step and, first and last, by a validation."""
+    """Return the values logged after each step, and by a validation before and after training."""
     seed_everything(1, verbose=False)
     # Five pairs for validation: the last batch of two data ranks is not full.
     data = PreferenceDataModule(rows, folder, val=rows, seq_length=LENGTH, global_batch_size=4)
@@ -60,19 +60,19 @@ def train_all(rank: int, size: int, folder: str, rows: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Write a small Llama with a template, and pairs."""
+    """Write a small Llama with a chat template, and files of pairs."""
     folder = tmp_path_factory.mktemp("pairs")
     return save_chat_llama(folder / "model"), write_lines(folder / "a.jsonl", preferences(5))
 
 
 @pytest.fixture(scope="module")
 def whole(places: tuple[str, str]) -> dict[str, list[dict[str, float]]]:
-    """Train in this process under the strategy."""
+    """Train in this process under MegatronStrategy."""
     pytest.importorskip("peft")
     return {kind: train(*places, MegatronStrategy(), 1, kind) for kind in KINDS}
 
 
-def test_layouts_train_alike(places: Any, whole: Any) -> None:
+def test_layouts_train_as_one_process(places: Any, whole: Any) -> None:
     assert whole["whole"][0]["train_loss"] == pytest.approx(math.log(2), rel=0, abs=1e-12)
     for losses in whole.values():
         assert losses[STEPS - 1]["train_loss"] < losses[0]["train_loss"] - 0.01
@@ -87,7 +87,7 @@ def test_layouts_train_alike(places: Any, whole: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_plain_lightning_trains_alike(places: Any, whole: Any, kind: str) -> None:
+def test_plain_lightning_trains_as_the_strategy(places: Any, whole: Any, kind: str) -> None:
     # Hugging Face's norms compute in float32.
     for one, other in zip(train(*places, "auto", 1, kind), whole[kind], strict=True):
         assert one == pytest.approx(other, rel=0, abs=1e-5)

@@ -1,4 +1,4 @@
-"""DPO has the tokens, losses, gradients and rewards of TRL on the same rows and the same model."""
+"""DPO has the tokens, losses, gradients and rewards of TRL."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trainer(folder: Path) -> Any:
-    """Return TRL's trainer, whose model has moved away from its reference."""
+    """Return TRL's trainer, whose model differs from its reference model."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
     settings = trl.DPOConfig(
         output_dir=str(folder / "trl"), beta=0.3, use_cpu=True, bf16=False, report_to="none",

@@ -30,7 +30,7 @@ REFUSED = {
         "'body.norms.0' is called between the blocks 'body.blocks'",
         "Wrap every block together",
     ),
-    "WrittenInPlace": ("the result of 'body.blocks.0'", "__setitem__ writes it", "x[:, 0] = 0.0"),
+    "WrittenInPlace": ("the result of 'body.blocks.0'", "__setitem__ uses it", "x[:, 0] = 0.0"),
     "ReadByTheHost": ("the result of 'body.blocks.0'", "if x.abs().max() > 1e6"),
     "Reentrant": ("with use_reentrant=False", "x = checkpoint(block, x, use_reentrant=True)"),
     "TermsOfModules": (
@@ -43,7 +43,7 @@ REFUSED = {
         "changes a list, dictionary or dataclass among its arguments",
     ),
     "OnBothSides": ("'body.enter' is called before and after the blocks",),
-    "InnerLists": ("'body.blocks.0.0' is called by itself", "x = part(x)"),
+    "InnerLists": ("'body.blocks.0.0' is called outside of its block", "x = part(x)"),
     "WrittenByABlock": (
         "'body.blocks.0' has changed it in place",
         "return x + super().middle(x)",

@@ -345,7 +345,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
     data = TokenDataModule(train=corpus(tmp_path / "text"), seq_length=8, batch_size=4)
     message = (
         "vocab_size (256) of the model must be at least the vocab_size of the data (257), because every token id "
-        "selects a row of the embedding. Use a vocab_size of 257 or more, or the model's own tokenizer."
+        "selects a row of the embedding. Use a vocab_size of 257 or more, or the tokenizer of the model."
     )
     with pytest.raises(ParallelPlanError, match=re.escape(message)):
         trainer(1, MegatronStrategy()).fit(model(vocab_size=256), datamodule=data)
@@ -455,7 +455,7 @@ def test_the_wrong_tokenizer_for_a_corpus_is_refused(tmp_path: Path) -> None:
 
     data = TokenDataModule(train=corpus(tmp_path / "text"), seq_length=8, batch_size=4)
     data.tokenizer = OtherBytes()
-    message = r"the tokenizer of a corpus must be the one that wrote it: .*'bytes' .* but 'other' \(0123456789ab\) was "
+    message = r"the tokenizer of a run must be the one with which the corpus was written, .*'bytes' .* but 'other' \(0123456789ab\) was "
     with pytest.raises(
         CorruptDataError,
         match=message + r"given\..* Use tokenizer 'bytes' or write the corpus again",

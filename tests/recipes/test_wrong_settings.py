@@ -75,7 +75,6 @@ def test_any_argument_of_a_module_is_taken_or_refused_by_name(
     words = {
         "initial": "loss scale",
         "minimum": "loss scale",
-        "train": "no data",
         "corpus": "corpus",
     }
     is_folder = owner == "folder" and "path must be a local folder" in refusal

@@ -262,7 +262,7 @@ def check_stages(rank: int, size: int) -> None:
             )
             parallelize(root, mesh)
             with pytest.raises(
-                UnsupportedError, match="2 pipeline stages cannot be called by itself"
+                UnsupportedError, match="2 pipeline stages cannot be called outside of steps"
             ):
                 root["model"](**inputs()["whole"])
             with torch.no_grad():

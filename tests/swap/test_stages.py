@@ -161,7 +161,7 @@ def test_stages_take_turns_and_what_they_need_travels() -> None:
 def test_calls_that_a_stage_cannot_answer_are_refused() -> None:
     model = Model()
     staged = cut(model, BLOCKS, 1)
-    with pytest.raises(UnsupportedError, match="cannot be called by itself"):
+    with pytest.raises(UnsupportedError, match="cannot be called outside of steps"):
         model(torch.zeros(2, 3, dtype=torch.long))
     hidden, plan = torch.zeros(2, 3, 8), StepPlan(1, {(1, 1): (0,)})
     with pytest.raises(

@@ -71,9 +71,9 @@ class LabelledGPT(GPT):
         return super()._chunked_result(hidden, targets, chunk), hidden
 
     @override
-    def _unknown(self, shape: torch.Size, has_losses: bool, sums: bool) -> Any:
-        losses = super()._unknown(shape, True, sums) if has_losses else None
-        return losses, super()._unknown(shape, False, False).transpose(0, 1)
+    def _placeholder(self, shape: torch.Size, has_losses: bool, sums: bool) -> Any:
+        losses = super()._placeholder(shape, True, sums) if has_losses else None
+        return losses, super()._placeholder(shape, False, False).transpose(0, 1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,4 @@
-"""Words that follow prompts whose cache is divided among ranks of cp: those of one process and of
-transformers.
-"""
+"""Generation with a cache that cp divides equals that of one process and of transformers."""
 
 from __future__ import annotations
 
@@ -17,15 +15,21 @@ from lightning_megatron.layers.key_value_cache import KeyValueCache
 from lightning_megatron.plan.context_transport import ContextLinks
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.generation.test_cached_logits import NEXT, check_rows, ours
-from tests.generation.test_words import MOST, PROMPTS, replaced, sampled, words_of_transformers
+from tests.generation.test_generated_tokens import (
+    MOST,
+    PROMPTS,
+    replaced,
+    sampled,
+    tokens_of_transformers,
+)
 from tests.oracles import float32_as_float64
 from tests.swap import expert_models
 from tests.swap.test_language_models import exact_twin
 from tests.sweeps import chosen
 from tests.world import run_world
 
-#: Layouts of four ranks, and the models: a window, learned positions, biases of distances, and
-#: soft caps beside windows.
+#: Layouts of four ranks, and the models: with a window, learned positions, ALiBi, and soft caps
+#: with windows.
 LAYOUTS: tuple[tuple[dict[str, int], Any, bool, tuple[str, ...]], ...] = (
     ({"cp": 4}, "ring", False, chosen(("mistral", "bloom"), "bloom")),
     # The angles of phi3 change in long rows.
@@ -37,7 +41,7 @@ LAYOUTS: tuple[tuple[dict[str, int], Any, bool, tuple[str, ...]], ...] = (
 )
 CASES = sorted({case for *_, cases in LAYOUTS for case in cases})
 
-#: Searches of transformers. The last one reads the prompt in several calls.
+#: Arguments of generate of transformers. The last ones read the prompt in several calls.
 SEARCHES: tuple[dict[str, Any], ...] = chosen(
     (
         {"do_sample": False},
@@ -88,19 +92,19 @@ def check_layouts(rank: int, size: int, truths: dict[str, Any]) -> None:
             for how, expected in searched:
                 assert torch.equal(found_by(model, how), expected), f"{what}, {how}"
             if case != "phi3":
-                # A cache: the last pass reads the last token alone, padded for tp.
+                # With a cache, the last pass reads only the last token, padded for tp.
                 assert lengths[-1] == (sizes.get("tp", 1) if shares_sequence else 1), what
         mesh.destroy()
 
 
 @pytest.mark.slow
-def test_ranks_that_share_rows_say_what_one_process_does() -> None:
+def test_ranks_that_share_rows_generate_the_tokens_of_one_process() -> None:
     truths: dict[str, Any] = {}
     for case in CASES:
         model = replaced(case, ParallelMesh.single()).eval()
         greedy = generate(model, PROMPTS, GenerationSettings(MOST))
         if case != "gemma2":
-            assert greedy == words_of_transformers(case)
+            assert greedy == tokens_of_transformers(case)
         searches = SEARCHES[:-1] if case == "phi3" else SEARCHES
         searched = [(how, found_by(model, how)) for how in searches]
         truths[case] = greedy, sampled(model, PROMPTS), searched
@@ -109,7 +113,7 @@ def test_ranks_that_share_rows_say_what_one_process_does() -> None:
 
 
 def held_by(cache: KeyValueCache, ranks: int) -> list[list[int]]:
-    """Return the places of the tokens that each rank holds after 6 first and 5 later ones."""
+    """Return the positions of the tokens that each rank holds after calls of 6, 1, 3 and 1."""
     found = []
     for rank in range(ranks):
         cache.clear()

@@ -1,4 +1,4 @@
-"""Words that follow prompts: those of transformers, in every layout."""
+"""Generated tokens equal those of transformers, in every layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CASES = ("llama", "qwen3", "mistral", "gpt2", "gemma3", "bloom", "phi3")
 
 
 def twin_of(case: str) -> nn.Module:
-    """Return a model of four layers whose words depend on the prompt."""
+    """Return a model of four layers whose generated tokens depend on the prompt."""
     changes: dict[str, Any] = {"pad_token_id": 0, "eos_token_id": None}
     if case == "mixtral":
         return expert_models.exact_twin_of(case, **changes).eval()
@@ -37,13 +37,13 @@ def twin_of(case: str) -> nn.Module:
     twin = exact_twin(case, **changes)
     with torch.no_grad():
         for name, parameter in twin.named_parameters():
-            # The bias of the last norm would say the same token always.
+            # With a bias in the last norm, the model would always predict the same token.
             parameter.mul_(0.0 if name.endswith("ln_f.bias") else 5.0)
     return twin
 
 
-def words_of_transformers(case: str, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
-    """Return what follows prompts with padding on their left."""
+def tokens_of_transformers(case: str, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    """Return the tokens that transformers generates after left-padded prompts."""
     twin: Any = twin_of(case)
     longest = max(map(len, prompts))
     rows = torch.tensor([[0] * (longest - len(one)) + one for one in prompts])
@@ -64,9 +64,9 @@ def replaced(case: str, mesh: ParallelMesh) -> Any:
 @pytest.mark.parametrize(
     "case", chosen([*CASES, "mixtral"], "llama", "gpt2", "gemma3", "phi3", "mixtral")
 )
-def test_words_are_those_of_transformers(case: str) -> None:
+def test_tokens_equal_those_of_transformers(case: str) -> None:
     model = replaced(case, ParallelMesh.single())
-    expected = words_of_transformers(case)
+    expected = tokens_of_transformers(case)
     assert generate(model, PROMPTS, GenerationSettings(MOST)) == expected
     assert len(set(map(tuple, expected))) > 1
 
@@ -75,7 +75,7 @@ def test_words_are_those_of_transformers(case: str) -> None:
     "case", chosen([*CASES, "gemma2", "mixtral"], "mistral", "bloom", "gemma2", "phi3", "mixtral")
 )
 def test_replaced_models_generate_with_a_cache(case: str) -> None:
-    """Each token costs a pass over itself, and the words are those of whole passes."""
+    """Each pass reads one new token, and the tokens equal those of passes without a cache."""
     model = replaced(case, ParallelMesh.single()).eval()
     longest = max(map(len, PROMPTS))
     padding = [longest - len(one) for one in PROMPTS]
@@ -107,7 +107,7 @@ def test_replaced_models_generate_with_a_cache(case: str) -> None:
         assert (lengths[-1] > 1) == is_whole, lengths
 
 
-def test_caches_that_are_not_ours_are_refused() -> None:
+def test_caches_of_transformers_and_assisted_generation_raise() -> None:
     model = replaced("llama", ParallelMesh.single())
     tokens = torch.tensor(PROMPTS[:1])
     # Transformers 5.24 renamed the argument.
@@ -124,7 +124,7 @@ def test_caches_that_are_not_ours_are_refused() -> None:
             model(tokens, **{name: DynamicCache()})
 
 
-def test_vectors_are_continued() -> None:
+def test_input_embeddings_can_be_continued() -> None:
     twin: Any = twin_of("llama")
     model = replaced("llama", ParallelMesh.single()).eval()
     vectors = twin.get_input_embeddings()(torch.tensor(PROMPTS[:1])).detach()
@@ -146,7 +146,7 @@ def test_rows_end_with_a_stop_token() -> None:
     assert steps == [[token] for token in expected[0]]
 
 
-def test_a_model_of_ours_is_left_in_training() -> None:
+def test_generation_keeps_the_training_mode() -> None:
     model = GPT(GPTConfig.gpt2(**SIZES, hidden_dropout=0.5), seed=0)
     found = generate(model, PROMPTS, GenerationSettings(MOST))
     assert found == generate(model.eval(), PROMPTS, GenerationSettings(MOST))
@@ -163,7 +163,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-def test_what_cannot_be_continued_is_refused() -> None:
+def test_invalid_prompts_and_lengths_raise() -> None:
     model = GPT(GPTConfig.gpt2(**SIZES))
     with pytest.raises(UnsupportedError, match="at least one prompt"):
         generate(model, [])
@@ -206,7 +206,7 @@ def check_layouts(rank: int, size: int, truths: dict[str, Any]) -> None:
         dense = chosen(("mistral", "gpt2"), "gpt2" if "vpp" in sizes else "mistral")
         for case in ("mixtral",) if "ep" in sizes else dense:
             model = replaced(case, mesh)
-            # Replicas have other prompts, in number and length.
+            # Replicas have different numbers and lengths of prompts.
             first = mesh.dp.rank % 2
             prompts, (greedy, drawn) = PROMPTS[first:], truths[case][first]
             what = f"{case}, {sizes}, rank {rank}"
@@ -215,7 +215,7 @@ def check_layouts(rank: int, size: int, truths: dict[str, Any]) -> None:
         mesh.destroy()
 
 
-def test_every_layout_says_what_one_process_does() -> None:
+def test_every_layout_generates_the_tokens_of_one_process() -> None:
     truths: dict[str, Any] = {}
     for case in ("mistral", "gpt2", "mixtral"):
         model = replaced(case, ParallelMesh.single())

@@ -1,4 +1,4 @@
-"""Words that hooks and steps of a fit generate are those of one process, in every layout."""
+"""Hooks and steps of a fit generate the same tokens in every layout as in one process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import split_batch
 from lightning_megatron.pipeline.step_plans import Trial
 from lightning_megatron.plan.layout import ParallelLayout
-from tests.generation.test_words import SIZES
+from tests.generation.test_generated_tokens import SIZES
 from tests.swap.parts import mesh_of
 from tests.sweeps import chosen
 from tests.world import run_world
@@ -42,8 +42,8 @@ from tests.world import run_world
 VOCAB = 61
 PROMPTS = [[5, 6, 7, 8, 9], [20, 21]]
 SETTINGS = GenerationSettings(4)
-#: Words of each place that has generated some, by its name.
-Words = dict[str, list[Any]]
+#: Generated tokens of each call, by the name of the hook.
+Generated = dict[str, list[Any]]
 LAYOUTS: dict[str, dict[str, Any]] = chosen(
     {
         "pp2 tp2": {"pp": 2, "tp": 2, "sequence_parallel": True},
@@ -63,85 +63,86 @@ LAYOUTS: dict[str, dict[str, Any]] = chosen(
 KINDS = {"pp2 tp2": chosen(("gpt", "llama"), "llama"), "pp2 ep2": ("experts",)}
 
 
-class Speaking:
-    """Hooks and steps that generate; mixed into a module of a language model."""
+class Generating:
+    """Mixin for language models whose hooks and steps generate tokens."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.words: Words = {}
+        self.generated: Generated = {}
 
-    def say(self, place: str, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    def generate_at(self, place: str, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
         found = generate(self.model, prompts, SETTINGS)  # type: ignore[attr-defined]
-        self.words.setdefault(place, []).append(found)
+        self.generated.setdefault(place, []).append(found)
         return found
 
     def on_fit_start(self) -> None:
-        self.say("on_fit_start")
+        self.generate_at("on_fit_start")
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.say("on_train_batch_end")
+        self.generate_at("on_train_batch_end")
 
     def on_validation_batch_end(self, *_: Any) -> None:
-        self.say("on_validation_batch_end")
+        self.generate_at("on_validation_batch_end")
 
     def on_validation_epoch_end(self) -> None:
-        self.say("on_validation_epoch_end")
+        self.generate_at("on_validation_epoch_end")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         prompts = [row[:4].tolist() for row in batch["tokens"]]
-        self.log("said", self.score(generate(self.model, prompts, SETTINGS)))  # type: ignore[attr-defined]
+        self.log("training_score", self.score(generate(self.model, prompts, SETTINGS)))  # type: ignore[attr-defined]
         return super().training_step(batch, batch_idx)  # type: ignore[misc]
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         found = super().validation_step(batch, batch_idx)  # type: ignore[misc]
-        # After the model, whose results it does not read; every batch but one
+        # Generate after the call of the model, without reading its results, for all batches but one.
         if batch_idx != 1:
             prompts = [row[: 3 + batch_idx].tolist() for row in batch["tokens"]]
             beams = GenerationSettings(3, beams=2)
-            said = [generate(self.model, prompts, one) for one in (SETTINGS, beams)]  # type: ignore[attr-defined]
-            self.log("heard", sum(self.score(one) for one in said), batch_size=len(prompts))  # type: ignore[attr-defined]
+            generated = [generate(self.model, prompts, one) for one in (SETTINGS, beams)]  # type: ignore[attr-defined]
+            score = sum(self.score(one) for one in generated)
+            self.log("validation_score", score, batch_size=len(prompts))  # type: ignore[attr-defined]
         return found
 
     @staticmethod
-    def score(words: list[list[int]]) -> torch.Tensor:
-        """Return a number that all words change."""
-        rows = torch.tensor(words, dtype=torch.float64)
+    def score(generated: list[list[int]]) -> torch.Tensor:
+        """Return a number that depends on every generated token."""
+        rows = torch.tensor(generated, dtype=torch.float64)
         return (rows * torch.arange(1, rows.shape[1] + 1)).sum(1).mean()
 
 
-class SpeakingGPT(Speaking, CausalLM):
+class GeneratingGPT(Generating, CausalLM):
     """GPT of this package."""
 
 
-class SpeakingLlama(Speaking, HuggingFaceCausalLM):
-    """Replaced model, which also speaks by its own method."""
+class GeneratingLlama(Generating, HuggingFaceCausalLM):
+    """Replaced model, which is also called by its own ``generate``."""
 
     def on_validation_epoch_end(self) -> None:
         super().on_validation_epoch_end()
-        self.words.setdefault("own", []).append(self.heard())
+        self.generated.setdefault("own_score", []).append(self.generate_itself())
 
-    def heard(self, tokens: torch.Tensor | None = None) -> list[list[int]]:
+    def generate_itself(self, tokens: torch.Tensor | None = None) -> list[list[int]]:
         rows = torch.tensor([PROMPTS[0]]) if tokens is None else tokens
         found = self.model.generate(rows, max_new_tokens=3, do_sample=False)
         return found.tolist()
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         found = super().validation_step(batch, batch_idx)
-        self.log("own", self.score(self.heard(batch["tokens"][:, :5])))
+        self.log("own_score", self.score(self.generate_itself(batch["tokens"][:, :5])))
         return found
 
 
 class Logged(Callback):
-    """Values that steps have logged."""
+    """Callback that collects the values that steps log."""
 
     def __init__(self) -> None:
         self.found: dict[str, list[float]] = {}
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self.note(trainer, "said", "train_loss")
+        self.note(trainer, "training_score", "train_loss")
 
     def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
-        self.note(trainer, "heard", "own", "val_loss")
+        self.note(trainer, "validation_score", "own_score", "val_loss")
 
     def note(self, trainer: Trainer, *names: str) -> None:
         for name in names:
@@ -149,15 +150,15 @@ class Logged(Callback):
                 self.found.setdefault(name, []).append(float(trainer.callback_metrics[name]))
 
 
-def make(kind: str, folder: str) -> SpeakingGPT | SpeakingLlama:
+def make(kind: str, folder: str) -> GeneratingGPT | GeneratingLlama:
     if kind == "llama":
-        return SpeakingLlama(folder, learning_rate=0.05, schedule="constant")
+        return GeneratingLlama(folder, learning_rate=0.05, schedule="constant")
     experts = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16, "aux_loss": 0.0}
     config = GPTConfig.llama(
         vocab_size=VOCAB, max_seq_length=32, num_layers=4, hidden_size=16, num_heads=4,
         init_std=0.5, experts=experts if kind == "experts" else None,
     )  # fmt: skip
-    return SpeakingGPT(config, learning_rate=0.05, schedule="constant")
+    return GeneratingGPT(config, learning_rate=0.05, schedule="constant")
 
 
 def trainer_of(strategy: Any, devices: int, *callbacks: Callback) -> Trainer:
@@ -180,8 +181,8 @@ def loader() -> DataLoader:
 
 def fit(
     module: LightningModule, strategy: Any, devices: int
-) -> tuple[Words, dict[str, list[float]]]:
-    """Return the words of hooks, and what steps have logged."""
+) -> tuple[Generated, dict[str, list[float]]]:
+    """Train; return the tokens that hooks generate, and the values that steps log."""
     seed_everything(1, verbose=False)
     logged = Logged()
     with warnings.catch_warnings():
@@ -189,10 +190,10 @@ def fit(
         warnings.simplefilter("ignore")
         trainer = trainer_of(strategy, devices, logged)
         trainer.fit(module, loader(), loader())
-    return module.words, logged.found
+    return module.generated, logged.found
 
 
-def speak_everywhere(rank: int, size: int, folder: str) -> dict[str, Any]:
+def fit_layouts(rank: int, size: int, folder: str) -> dict[str, Any]:
     found = {}
     for name, layout in LAYOUTS.items():
         for kind in KINDS.get(name, ("gpt",)):
@@ -214,24 +215,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def test_hooks_and_steps_say_what_they_do_in_one_process(folder: str) -> None:
+def test_hooks_and_steps_generate_the_tokens_of_one_process(folder: str) -> None:
     kinds = {kind for name in LAYOUTS for kind in KINDS.get(name, ("gpt",))}
     truths = {
         kind: fit(make(kind, folder), MegatronStrategy(microbatch_size=2), 1) for kind in kinds
     }
-    for words, logged in truths.values():
+    for generated, logged in truths.values():
         # The first epoch is the sanity check.
-        assert len(words["on_validation_epoch_end"]) == 2
-        assert len(words["on_validation_batch_end"]) == 1 + 2
-        assert words["on_fit_start"] != words["on_train_batch_end"], "training changes words"
-        assert len(logged["said"]) == 1
-        assert len(set(logged["heard"])) == 2
-    assert truths["llama"][0]["own"]
-    for found in run_world(speak_everywhere, 4, folder):
+        assert len(generated["on_validation_epoch_end"]) == 2
+        assert len(generated["on_validation_batch_end"]) == 1 + 2
+        assert generated["on_fit_start"] != generated["on_train_batch_end"], (
+            "training changes the generated tokens"
+        )
+        assert len(logged["training_score"]) == 1
+        assert len(set(logged["validation_score"])) == 2
+    assert truths["llama"][0]["own_score"]
+    for found in run_world(fit_layouts, 4, folder):
         assert found
-        for name, (words, logged) in found.items():
-            expected_words, expected = truths[name.split(", ")[-1]]
-            assert words == expected_words, name
+        for name, (generated, logged) in found.items():
+            expected_tokens, expected = truths[name.split(", ")[-1]]
+            assert generated == expected_tokens, name
             assert logged.keys() == expected.keys(), name
             for key, values in expected.items():
                 assert logged[key] == pytest.approx(values, rel=0, abs=1e-9), (name, key)
@@ -247,19 +250,19 @@ def check_refusals(rank: int, size: int) -> None:
         with torch.no_grad():
             return executor.run(step, batch, backward=False, trial=Trial(name))
 
-    def step(tokens: Tensor, speaks: bool) -> Any:
-        words = generate(gpt, tokens.tolist(), SETTINGS) if speaks else None
+    def step(tokens: Tensor, generates: bool) -> Any:
+        generated = generate(gpt, tokens.tolist(), SETTINGS) if generates else None
         gpt(tokens)
-        return words
+        return generated
 
-    run(partial(step, speaks=False), "later")
+    run(partial(step, generates=False), "later")
     with pytest.raises(UnsupportedError, match="must be called in the first step of its kind"):
-        run(partial(step, speaks=True), "later")
-    found = run(partial(step, speaks=True), "first")
+        run(partial(step, generates=True), "later")
+    found = run(partial(step, generates=True), "first")
     expected = [generate(gpt, one.data.tolist(), SETTINGS) for one in batch]
     assert found == (expected if mesh.pp.is_last else [])
-    # Not in every step
-    assert run(partial(step, speaks=False), "first") == [None, None][: len(found)]
+    # A later step need not generate.
+    assert run(partial(step, generates=False), "first") == [None, None][: len(found)]
 
     def iterates(tokens: Tensor) -> Any:
         return list(generated_tokens(gpt, tokens.tolist(), SETTINGS)), gpt(tokens)
@@ -269,9 +272,9 @@ def check_refusals(rank: int, size: int) -> None:
     mesh.destroy()
 
 
-def test_calls_that_stages_cannot_make_together_are_refused() -> None:
+def test_calls_that_stages_cannot_make_together_raise() -> None:
     run_world(check_refusals, 2)
-    # The last stage alone knows prompts that depend on results.
+    # Only the last stage knows prompts that depend on results.
     gpt = GPT(GPTConfig.gpt2(**SIZES), mesh_of(pp=2, pp_rank=1))
     tokens = torch.ones(2, 4, dtype=torch.long)
     gpt.cursor = StageCursor(0, [torch.zeros(gpt.boundary(tokens)[0])])
