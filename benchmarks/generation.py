@@ -208,7 +208,9 @@ def keep(
     first: float,
     each: float,
 ) -> None:
-    """Keep the fastest times of a kind."""
+    """Keep the fastest times of a kind, and print these: a run may be stopped before the table."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"batch {key[0]}, {key[1]}: {1e3 * first:.1f} ms, {1e3 * each:.2f} ms", flush=True)
     best = results.get(key, (first, each))
     results[key] = min(best[0], first), min(best[1], each)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,6 @@ from typing_extensions import override
 
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.pending import Pending, start_all_reduce
 from lightning_megatron.groups.shard_spec import ShardSpec
 from lightning_megatron.layers.choose_kernels import choose_kernels
 from lightning_megatron.layers.fp8 import torch_casts
@@ -27,10 +25,6 @@ from lightning_megatron.training.flat_buffer import FlatBuffer
 
 #: Types of main parameters that the kernels read.
 _KERNEL_TYPES = (torch.float32, torch.bfloat16)
-#: Buckets between the search for magnitudes and the casts that need them: the all-reduce of the
-#: magnitudes may wait for the all-gather of a large embedding, which takes as long as the update of
-#: about this many buckets.
-_LAG = 32
 
 
 class EightBitBuffer(FlatBuffer):
@@ -68,14 +62,7 @@ class EightBitBuffer(FlatBuffer):
         wait: Callable[[], None],
     ) -> None:
         self.is_in_eight_bits = True
-        # The weights of a bucket lie side by side in the tensors of magnitudes and scales.
-        buckets = {
-            placed.name: number
-            for number, bucket in enumerate(plan.buckets)
-            for placed in bucket.placed
-        }
-        self._weights = tuple(sorted(weights, key=lambda names: buckets[names[0]]))
-        self._bucket_of = [buckets[names[0]] for names in self._weights]
+        self._weights = tuple(weights)
         self._number_of = {
             name: number for number, names in enumerate(self._weights) for name in names
         }
@@ -88,18 +75,15 @@ class EightBitBuffer(FlatBuffer):
         # Matrix products of GPUs read scales only at multiples of 16 bytes.
         self._scales = torch.ones(shape, 4, dtype=torch.float32, device=device)
         self._casts = self._slice_casts()
-        #: All-reduces of magnitudes, by bucket.
-        self._finding: dict[int, Pending] = {}
-        #: Buckets whose bytes are those of the updated main parameters.
-        self._stored: set[int] = set()
         for name, parameter in members.items():
             keep_in_eight_bits(parameter, partial(self._read, name, wait))
         self._versions = self._count_writes()
 
     @property
     @override
-    def gather_lag(self) -> int:
-        return _LAG if self.is_in_eight_bits else 0
+    def is_stored_by_update(self) -> bool:
+        # The scales of 8 bits are known when all main parameters are updated.
+        return not self.is_in_eight_bits
 
     def stored_weight(self, names: tuple[str, ...]) -> StoredWeight:
         """Return a weight as linear layers read it.
@@ -121,58 +105,17 @@ class EightBitBuffer(FlatBuffer):
     def store_main_parameters(self, mesh: ParallelMesh, *, stored: bool = False) -> None:
         """Round the main parameters into this rank's part of the parameters.
 
-        Buckets that :meth:`start_gather` has rounded since the last call are left as they are.
-
-        Communication: two all-reduces for each other bucket, of one number for each weight: over
-            the data ranks and over tp.
+        Communication: an all-reduce of one number for each weight over the data ranks, and one over
+            tp.
         """
         if not self.is_in_eight_bits:
             super().store_main_parameters(mesh, stored=stored)
             return
-        left = [one for one in reversed(range(len(self.plan.buckets))) if one not in self._stored]
-        for bucket in left:
-            self.prepare_gather(bucket, mesh)
-        for bucket in left:
-            self._store(bucket, mesh)
-        self._stored.clear()
+        self._casts.find(self._magnitudes)
+        for axis in (mesh.copies(self.is_expert), mesh.tp):
+            all_reduce_(self._magnitudes, axis, "max")
+        self._casts.cast(self._magnitudes, FORMAT)
         self._scales[:, 0].copy_(torch_casts.scales_of(self._magnitudes, FORMAT))
-
-    @torch.no_grad()
-    @override
-    def prepare_gather(self, bucket: int, mesh: ParallelMesh) -> None:
-        """Begin to find the largest magnitudes of the weights of a bucket.
-
-        Communication: an all-reduce of one number for each weight over the data ranks.
-        """
-        if self.is_in_eight_bits and bucket not in self._finding:
-            magnitudes = self._magnitudes_of(bucket)
-            self._casts[bucket].find(magnitudes)
-            axis = mesh.copies(self.is_expert)
-            self._finding[bucket] = start_all_reduce(magnitudes, axis, "max")
-
-    @torch.no_grad()
-    @override
-    def start_gather(self, bucket: int, mesh: ParallelMesh) -> Pending:
-        """Start to gather the parts of all ranks, rounded first if they are prepared only.
-
-        Communication: as for :class:`FlatBuffer`, and for a prepared bucket an all-reduce of one
-            number for each weight over tp.
-        """
-        if bucket in self._finding:
-            self._store(bucket, mesh)
-            self._stored.add(bucket)
-        return super().start_gather(bucket, mesh)
-
-    def _store(self, bucket: int, mesh: ParallelMesh) -> None:
-        """Round this rank's part of a bucket whose magnitudes are being found."""
-        self._finding.pop(bucket).wait()
-        magnitudes = self._magnitudes_of(bucket)
-        all_reduce_(magnitudes, mesh.tp, "max")
-        self._casts[bucket].cast(magnitudes, FORMAT)
-
-    def _magnitudes_of(self, bucket: int) -> Tensor:
-        first = bisect_left(self._bucket_of, bucket)
-        return self._magnitudes[first : bisect_right(self._bucket_of, bucket)]
 
     @torch.no_grad()
     def leave_eight_bits(self, mesh: ParallelMesh, *, gathers: bool) -> None:
@@ -251,19 +194,19 @@ class EightBitBuffer(FlatBuffer):
     def _half(self, one: Slice, form: torch.Size) -> Shaped[Tensor, "..."] | None:
         return None if self.is_in_eight_bits else super()._half(one, form)
 
-    def _slice_casts(self) -> list[Any]:
-        """List the casts of this rank's slices of each bucket, by kernels where available."""
+    def _slice_casts(self) -> Any:
+        """Return the casts of this rank's slices, by the kernels where these are available."""
         main = self.main_parameters
         assert main is not None, "bytes are no main parameters"
         kernels = None
         if main.is_cuda and main.dtype in _KERNEL_TYPES:
             kernels = choose_kernels(main.device).kernels
-        slices: list[list[tuple[int, int, int, int]]] = [[] for _ in self.plan.buckets]
-        for one in self.plan.slices(self.part):
-            weight = self._number_of[one.name] - bisect_left(self._bucket_of, one.bucket)
-            slices[one.bucket].append((one.shard_start, one.buffer_start, one.size, weight))
+        slices = [
+            (one.shard_start, one.buffer_start, one.size, self._number_of[one.name])
+            for one in self.plan.slices(self.part)
+        ]
         make = torch_casts.SliceCasts if kernels is None else kernels.SliceCastKernel
-        return [make(main, self.parameters, of_bucket) for of_bucket in slices]
+        return make(main, self.parameters, slices)
 
     def _read(self, name: str, wait: Callable[[], None]) -> Float[Tensor, "rows columns"]:
         wait()

@@ -121,17 +121,9 @@ class FlatBuffer:
         self._versions = self._count_writes()
 
     @property
-    def gather_lag(self) -> int:
-        """Return how many further buckets are prepared before a bucket is gathered (buckets)."""
-        return 0
-
-    def prepare_gather(self, bucket: int, mesh: ParallelMesh) -> None:
-        """Begin what must precede :meth:`start_gather` once main parameters are updated.
-
-        Args:
-            bucket: Number of the bucket; this rank's part of it is updated.
-            mesh: Process groups of this rank.
-        """
+    def is_stored_by_update(self) -> bool:
+        """Return whether the fused update can write this rank's part of the parameters."""
+        return True
 
     def gradient_of(self, name: str) -> Shaped[Tensor, "..."]:
         """Return the gradient of a whole local parameter, in the parameter's shape."""

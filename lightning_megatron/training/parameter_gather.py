@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,33 +27,19 @@ class _DuringUpdate:
     Args:
         buffers: Buffers of the parameters.
         mesh: Groups of this rank.
-        left: Buckets that are not prepared, in order.
-        missing: Names of the parameters of each bucket that this rank has yet to update.
-        prepared: Buckets that are prepared, but whose all-gathers have not started, in order.
+        left: Buckets whose all-gathers have not started, in order.
+        missing: Names of the parameters of each bucket that this rank has yet to update; None for a
+            bucket that an update does not complete.
     """
 
     buffers: Sequence[FlatBuffer]
     mesh: ParallelMesh
     left: deque[_BucketKey]
-    missing: Mapping[_BucketKey, set[str]]
-    prepared: deque[_BucketKey] = field(default_factory=deque)
+    missing: Mapping[_BucketKey, set[str] | None]
 
-    @property
-    def has_next(self) -> bool:
-        """Return whether the parameters of the next bucket are updated."""
-        return bool(self.left) and not self.missing[self.left[0]]
-
-    def prepare_next(self) -> list[_BucketKey]:
-        """Prepare the next bucket, and return those whose all-gathers are to start now.
-
-        All ranks do the same here for each bucket, however many buckets an update completes.
-        """
-        key = self.left.popleft()
-        index, number = key
-        self.buffers[index].prepare_gather(number, self.mesh)
-        self.prepared.append(key)
-        lag = max(buffer.gather_lag for buffer in self.buffers)
-        return [self.prepared.popleft() for _ in range(len(self.prepared) - lag)]
+    def next_complete(self) -> _BucketKey | None:
+        """Return the next bucket if its parameters are updated."""
+        return self.left.popleft() if self.left and self.missing[self.left[0]] == set() else None
 
 
 @dataclass
@@ -137,7 +123,7 @@ class ParameterGather:
         order = self._buckets_in_order(buffers)
         if self.defers or not order:
             return
-        missing = {key: set(names).intersection(_names_of(buffers, key)) for key in order}
+        missing = {key: _missing_of(buffers, key, names) for key in order}
         self._during_update = _DuringUpdate(buffers, mesh, deque(order), missing)
 
     def updated(self, names: Iterable[str]) -> None:
@@ -154,11 +140,10 @@ class ParameterGather:
         during = self._during_update
         if during is None:
             return
-        for missing in during.missing.values():
+        for missing in filter(None, during.missing.values()):
             missing.difference_update(names)
-        while during.has_next:
-            for key in during.prepare_next():
-                self._start_bucket(key, during.buffers, during.mesh)
+        while (key := during.next_complete()) is not None:
+            self._start_bucket(key, during.buffers, during.mesh)
 
     def begin(self) -> None:
         """Start the all-gathers that were left to the first reader, if there are any.
@@ -174,7 +159,7 @@ class ParameterGather:
         during = self._during_update
         self._during_update = None
         order = self._buckets_in_order(buffers)
-        for key in order if during is None else (*during.prepared, *during.left):
+        for key in order if during is None else during.left:
             self._start_bucket(key, buffers, mesh)
         self._complete([bucket for bucket in self._pending if bucket not in self._awaited])
 
@@ -316,6 +301,12 @@ class ParameterGather:
 def _names_of(buffers: Sequence[FlatBuffer], key: _BucketKey) -> Iterator[str]:
     index, number = key
     return (placed.name for placed in buffers[index].plan.buckets[number].placed)
+
+
+def _missing_of(buffers: Sequence[FlatBuffer], key: _BucketKey, names: Set[str]) -> set[str] | None:
+    """Return which parameters of a bucket are among the names; None if none completes it."""
+    is_stored = buffers[key[0]].is_stored_by_update
+    return set(names).intersection(_names_of(buffers, key)) if is_stored else None
 
 
 def _waiting(

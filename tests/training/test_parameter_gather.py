@@ -5,19 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
 from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.training import (
-    DistributedOptimizerConfig,
-    MainParameters,
-    eight_bit_buffer,
-    flat_buffer,
-)
+from lightning_megatron.training import DistributedOptimizerConfig, MainParameters
 from tests.world import run_world
 
 
@@ -176,59 +170,23 @@ def _update(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
-def test_weights_in_8_bits_are_rounded_and_gathered_during_the_update() -> None:
-    for found in run_world(_update_in_eight_bits, 2):
-        # A bucket is gathered when the two after it are prepared, that of the bias among them.
-        find, gather = "start_all_reduce", "start_all_gather"
-        during = [find, find, find, gather, gather, find, gather]
-        assert found["collectives"] == [*during, "end of the update", gather, gather]
-        assert found["bytes"] == found["bytes afterwards"]
-        assert found["scales"] == found["scales afterwards"]
+def test_buckets_of_several_buffers_are_gathered_in_the_order_of_use() -> None:
+    for found in run_world(_order_of_use, 2):
+        assert found == [f"{number}.weight" for number in range(4)]
 
 
-def _update_in_eight_bits(rank: int, size: int) -> dict[str, Any]:
+def _order_of_use(rank: int, size: int) -> list[str]:
     mesh = ParallelMesh.create(ParallelLayout(size), device="cpu")
-    torch.manual_seed(1)
-    layers = [nn.Linear(16, 16, bias=number == 2) for number in range(4)]
-    named = {
-        f"{number}.{name}": parameter
-        for number, layer in enumerate(layers)
-        for name, parameter in layer.named_parameters()
-    }
-    weights = [(name,) for name in named if name.endswith("weight")]
-    config = DistributedOptimizerConfig(bucket_size=256)
-    main = MainParameters(named, mesh, config, eight_bits=weights)
+    # Each dtype has its own buffer.
+    dtypes = (torch.float64, torch.float32, torch.float64, torch.float32)
+    layers = [nn.Linear(16, 16, bias=False, dtype=dtype) for dtype in dtypes]
+    named = {f"{number}.weight": layer.weight for number, layer in enumerate(layers)}
+    main = MainParameters(named, mesh, DistributedOptimizerConfig(bucket_size=256))
     main.attach(torch.optim.SGD(named.values(), lr=0.1))
     main.gather.wait_before(layers, main.buffers)
-    (buffer,) = main.eight_bits.buffers
-    started: list[str] = []
-
-    def noted(kind: str, start: Any) -> Any:
-        return lambda *args: started.append(kind) or start(*args)
-
-    found: dict[str, Any] = {}
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eight_bit_buffer, "_LAG", 2)
-        for module, name in (
-            (eight_bit_buffer, "start_all_reduce"),
-            (flat_buffer, "start_all_gather"),
-        ):
-            patch.setattr(module, name, noted(name, getattr(module, name)))
-        main.gather.start_during_update(main.buffers, mesh, set(main.slices))
-        for number, (name, one) in enumerate(main.slices.items()):
-            one.main.mul_(1 + number + rank)
-            if name not in ("0.weight", "1.weight"):
-                main.gather.updated([name])
-        # Both are complete at once, and the order of collectives stays the same.
-        main.gather.updated(["1.weight"])
-        main.gather.updated(["0.weight"])
-        started.append("end of the update")
-        main.publish(wait=False, stored=True)
-        found["collectives"] = started
-        main.wait()
-    found["bytes"] = buffer.parameters.tolist()
-    found["scales"] = buffer._scales.tolist()
-    main.publish()
-    found["bytes afterwards"] = buffer.parameters.tolist()
-    found["scales afterwards"] = buffer._scales.tolist()
-    return found
+    main.publish(wait=False)
+    keys = list(main.gather._pending)
+    main.wait()
+    assert main.gather.in_order_of_use(reversed(list(named))) == list(named)
+    buckets = [main.buffers[index].plan.buckets[number] for index, number in keys]
+    return [placed.name for bucket in buckets for placed in bucket.placed]

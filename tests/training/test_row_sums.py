@@ -142,9 +142,9 @@ def weights_after(
     }, exchanges
 
 
-def weights_of_twin(kind: str, num_ranks: int) -> dict[str, Tensor]:
+def weights_of_twin(kind: str, num_ranks: int, device: str = "cpu") -> dict[str, Tensor]:
     """Train one process on the microbatches of all ranks."""
-    mesh = ParallelMesh.single()
+    mesh = ParallelMesh.single(torch.device(device))
     training = Training(mesh, DistributedOptimizerConfig())
     for step in range(NUM_STEPS):
         training.run.zero_grad()
