@@ -16,11 +16,14 @@ class BucketStarts:
 
     Args:
         start: Function that starts the reduction of a bucket, unless it has started already.
+        names: Names of the parameters in the order of the forward pass.
     """
 
-    def __init__(self, start: Callable[[GradientBucket], None]) -> None:
+    def __init__(self, start: Callable[[GradientBucket], None], names: Iterable[str] = ()) -> None:
         self._start = start
-        #: All buckets, group by group. Within a group the order is that of the buffers.
+        self._position = {name: number for number, name in enumerate(names)}
+        #: All buckets, group by group. Within a group the order is that in which a backward pass
+        #: completes them, whatever buffers they belong to.
         self.buckets: list[GradientBucket] = []
         #: Bucket of each parameter.
         self.bucket_of: dict[str, GradientBucket] = {}
@@ -34,7 +37,7 @@ class BucketStarts:
         new = list(buckets)
         self.bucket_of |= {name: bucket for bucket in new for name in bucket.names}
         # Every rank starts the buckets in this order.
-        self.buckets = sorted([*self.buckets, *new], key=lambda bucket: bucket.group)
+        self.buckets = sorted([*self.buckets, *new], key=self._turn)
 
     def begin_last_backward(self, chunk: int) -> None:
         """Expect the last backward pass of a chunk before the optimizer step."""
@@ -111,6 +114,10 @@ class BucketStarts:
         # Only the last backward pass of a step completes gradients; `_armed` has its chunks.
         if self._armed:
             self._start_complete_groups(names, touched)
+
+    def _turn(self, bucket: GradientBucket) -> tuple[int, int]:
+        """Return a key of the order; the gradient of the parameter used first arrives last."""
+        return bucket.group, -min((self._position.get(name, 0) for name in bucket.names), default=0)
 
     def _in_group(self, group: int) -> Iterator[GradientBucket]:
         return (bucket for bucket in self.buckets if bucket.group == group)

@@ -47,8 +47,8 @@ class GradientReducer:
 
     Gradients are accumulated over the microbatches in the flat buffers, by the layers' own matrix
     products or after autograd has computed them. A bucket's reduce-scatter (all-reduce if main
-    parameters are replicated) starts when its last gradient is complete, in the order of the
-    buffers, which is the same on all ranks. :class:`RowSums` may exchange an embedding by rows.
+    parameters are replicated) starts when its last gradient is complete, in the order of a backward
+    pass, which is the same on all ranks. :class:`RowSums` may exchange an embedding by rows.
     Partial sums over the tensor axis are added over that axis first. The first stage's embedding
     and its copy on the last stage are added at the end. A missing gradient contributes zeros.
 
@@ -68,7 +68,7 @@ class GradientReducer:
         self.weight_gradients = WeightGradientQueue()
         self._slots: dict[str, GradientSlot] = {}
         self._names: dict[Hashable, str] = {}
-        self._starts = BucketStarts(self._start)
+        self._starts = BucketStarts(self._start, main.names)
         self._recorder: GradientRecorder | None = None
         self._finished: set[str] = set()
         self._unused = UnusedParameters(main)

@@ -4,6 +4,7 @@ on one process.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec, whol
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.shards import even_range
 from lightning_megatron.training import DistributedOptimizerConfig, clip_by_norm_, grad_norm
+from lightning_megatron.training.gradient_bucket import GradientBucket
 from tests.training.runs import Run
 from tests.world import run_world
 
@@ -192,3 +194,42 @@ def test_experts_without_tokens_do_not_hang_and_are_left_alone(
         assert has.get("experts.up", rank not in (1, 3)) == (rank not in (1, 3))
         assert has.get("experts.down", True)
         assert has.get("dense", True)
+
+
+def order_of_starts(mesh: ParallelMesh) -> list[tuple[str, ...]]:
+    """Return the buckets that start before the gradient of the parameter used first arrives."""
+    order = ("table", "experts.0", "dense", "experts.1")
+    named = {name: nn.Parameter(torch.ones(16, 8, dtype=torch.float64)) for name in order}
+    for name, parameter in named.items():
+        spec = whole_spec(parameter, mesh.tp.rank)
+        set_shard_spec(parameter, replace(spec, is_expert=name.startswith("experts")))
+    run = Run(named, mesh, DistributedOptimizerConfig(bucket_size=128))
+    started: list[tuple[str, ...]] = []
+    seen: list[tuple[str, ...]] = []
+    start = GradientBucket.start
+
+    def noted(bucket: GradientBucket, *args: Any) -> None:
+        started.append(bucket.names)
+        start(bucket, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GradientBucket, "start", noted)
+        for _ in range(2):
+            run.zero_grad()
+            started.clear()
+            run.reducer.begin_last_backward(0)
+            for name in reversed(order):
+                seen = list(started)
+                (run.main.parameter(name) * 2.0).sum().backward()
+            run.reducer.start_reduction(0)
+            run.finish()
+    return seen
+
+
+def _order(rank: int, size: int) -> list[tuple[str, ...]]:
+    return order_of_starts(ParallelMesh.create(ParallelLayout(size)))
+
+
+def test_buckets_of_experts_do_not_wait_for_those_of_parameters_used_earlier() -> None:
+    for seen in run_world(_order, 2):
+        assert seen == [("experts.1",), ("dense",), ("experts.0",)]
