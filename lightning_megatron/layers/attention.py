@@ -282,7 +282,7 @@ class SelfAttention(Attention):
         """Build the norms of the queries and of the keys.
 
         Args:
-            numbers: Heads of the queries and of the keys (heads).
+            numbers: Number of query heads and of key heads of the full layer (heads).
             ranges: Features of this rank in the fused projection (elements).
             settings: Epsilon and offset of the norms.
         """

@@ -100,7 +100,7 @@ PACKAGES = (
 )
 
 
-#: Inside ``torch.compile`` no package is imported, and the compiler knows torch's kernel.
+#: Inside ``torch.compile`` no package is imported; the compiler supports torch's kernel.
 _TRACED = FlashChoice(TorchFlash(), "torch's, which torch.compile knows", bounds_scores=False)
 
 

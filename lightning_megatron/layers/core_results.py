@@ -29,7 +29,7 @@ class CoreResults:
         self._num_taken = 0 if self._kept else None
 
     def of(self, compute: Callable[[], Results]) -> Results:
-        """Return the results of the next core: computed in the first pass, kept ones in later ones.
+        """Compute and keep the next core's results in the first pass; return them in later passes.
 
         Args:
             compute: Function that returns the output and the log-sum-exps of the next core.

@@ -80,7 +80,7 @@ class GradientSlot:
 
     @property
     def open_queue(self) -> WeightGradientQueue | None:
-        """Return the queue that the product of the gradient is deferred to now; None if none is.
+        """Return the queue to which the product can be deferred now; None if there is none.
 
         Compiled graphs compute all gradients at once, because they cannot put anything into a
         queue. Linear layers with slots run between compiled graphs.
@@ -309,7 +309,7 @@ class StackedSlot:
 
     @property
     def open_queue(self) -> WeightGradientQueue | None:
-        """Return the queue that the product is deferred to now: :attr:`GradientSlot.open_queue`."""
+        """Return the queue for the product, as :attr:`GradientSlot.open_queue` does."""
         return self.slots[0].open_queue
 
     def add(self, gradient: Float[Tensor, "rows ..."]) -> None:

@@ -41,8 +41,8 @@ def vocab_parallel_cross_entropy(
         label_smoothing: Probability spread evenly over the vocabulary.
         ignore_index: Label whose loss and gradient are zero.
         overwrite_logits: Whether the backward pass may write the gradient into the memory of the
-            logits, instead of a second tensor of their size. Nothing else may then read the logits,
-            and the backward pass can run only once.
+            logits, instead of a second tensor of their size. No other code may then read the
+            logits, and the backward pass can run only once.
 
     Raises:
         IndexError: If a label is neither in the vocabulary nor ``ignore_index`` (on CPU; a CUDA

@@ -198,7 +198,7 @@ class GradientReducer:
         self._copy_apart()
 
     def resume(self, names: Collection[str]) -> None:
-        """Let the next backward pass add to reduced gradients; correct on one rank only."""
+        """Let the next backward pass add to reduced gradients not cleared; only on one rank."""
         for name in self._finished.intersection(names):
             self._slots[name].is_empty = False
         self._finished.difference_update(names)

@@ -88,8 +88,8 @@ class ParameterGather:
     def start(self, buffers: Sequence[FlatBuffer], mesh: ParallelMesh) -> None:
         """Start one all-gather for every bucket that is partitioned over ranks, or defer them all.
 
-        A bucket with a parameter that no module waits for is awaited as soon as all all-gathers
-        have started.
+        If no module waits for one of a bucket's parameters, this method waits for the bucket after
+        it has started all of them.
 
         Communication: one all-gather over the data axis, or over that of experts, for each bucket;
         with :attr:`defers` at the next :meth:`begin`, :meth:`wait` or :meth:`wait_for`. All-gathers

@@ -1,4 +1,4 @@
-"""Detection of unsharded parameters that are used on a part of the features."""
+"""Detection of whole (unsharded) parameters that are used on a part of the features."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.models.staged_blocks import StagedBlocks
 
-#: State of a gradient on this rank. ``whole``: complete. ``part``: this rank's part of a sum or of
-#: the features. ``mixed``: wrong, because a layer takes a part for the whole. ``unknown``: unknown.
+#: State of a gradient on this rank: ``whole`` if it is complete, ``part`` if it is this rank's part
+#: of a sum or of the features, ``mixed`` if it is wrong because a layer takes a part for the whole,
+#: ``unknown`` if a compiled region or the start of the graph hides its state.
 Region = Literal["whole", "part", "mixed", "unknown"]
 
 

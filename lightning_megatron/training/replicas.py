@@ -67,7 +67,7 @@ def check_loss_replicas(main: MainParameters, loss: Float[Tensor, ""]) -> None:
         math.isclose(one, everyone[0], rel_tol=tolerance, abs_tol=tolerance / 10)
         for one in everyone
     )
-    # Another check refuses losses that are not finite, and names their rank.
+    # Another check raises an error for losses that are not finite, and names their rank.
     if is_alike or not all(map(math.isfinite, everyone)):
         return
     values = ", ".join(

@@ -142,7 +142,7 @@ def _exchanged(
         received.unflatten(0, (axis.size, own + 2 * own_kv)).permute(0, 2, 3, 1, 4).flatten(0, 1)
     )
     mine = in_sequence_order(parts, cut, ranks).split([own, own_kv, own_kv], dim=2)
-    # A rank without heads has nothing to compute, but its backward pass communicates too.
+    # A rank without heads computes no attention, but its backward pass must communicate, too.
     mixed = core(*mine).unflatten(-1, (own, query.shape[3])) if own else sum(mine)
     parts = in_rank_order(mixed, cut, ranks).unflatten(0, (axis.size, query.shape[0]))
     rows = parts.permute(0, 3, 1, 2, 4).flatten(0, 1)
