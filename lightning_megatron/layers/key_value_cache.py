@@ -54,7 +54,7 @@ class TokenCache(Protocol):
         value: Float[Tensor, "_ batch kv_heads value_dim"],
         window: int | None,
     ) -> KeysAndValues:
-        """Store a layer's keys and values of new tokens, and return those of all visible tokens.
+        """Store a layer's new keys and values, and return all that the new tokens may attend to.
 
         A second call before the length has grown stores the same tokens again.
 
@@ -202,7 +202,7 @@ class KeyValueCache:
         value: Float[Tensor, "_ batch kv_heads value_dim"],
         window: int | None,
     ) -> KeysAndValues:
-        """Store a layer's keys and values of new tokens, and return those of all visible tokens.
+        """Store a layer's new keys and values, and return all that the new tokens may attend to.
 
         Args:
             layer: Number of the layer.
