@@ -27,27 +27,27 @@ that. These names have one meaning in the layers, kernels, experts and models:
 - ``gate_up``: inner features with their gates, ``2 ffn`` (elements).
 - ``features``: inputs of an activation, ``ffn`` or ``gate_up`` (elements).
 - ``in_features``, ``out_features``: all input and output features of a linear layer (elements).
-- ``in_local``, ``out_local``: those of this rank (elements).
+- ``in_local``, ``out_local``: input and output features of this rank (elements).
 - ``vocab``: the vocabulary without padding (tokens).
 - ``vocab_local``: columns of the logits on this rank, the padded vocabulary divided by tp (tokens).
 - ``tokens``: tokens of this rank, ordered by position, then by sequence (tokens).
 - ``experts``: experts of a layer, or of this rank where the text says so (experts).
-- ``homes``: experts at home on each rank, whose parameters it holds (experts).
-- ``places``: places for clones of experts, of all ranks in a plan and of this rank in its products
+- ``homes``: home experts of each rank, whose parameters the rank holds (experts).
+- ``places``: places for clones of experts: of all ranks in a plan, of this rank in matrix products
   (places).
-- ``all_places``: places of all ranks, beside those of this rank (places).
-- ``groups``: homes and places of this rank (groups).
+- ``all_places``: places of all ranks, where ``places`` are those of this rank (places).
+- ``groups``: home experts and places of this rank (groups).
 - ``top_k``: experts selected for each token (experts).
 - ``rows``: rows of a matrix; in experts, one for each token and selected expert, sorted by expert
   (rows).
 - ``columns``: columns of a matrix (columns).
 - ``layers``: linear layers of this rank that compute in 8 bits (layers).
 - ``weights``: weights of a flat buffer that are kept in 8 bits (weights).
-- ``history``, ``saved``: steps whose magnitudes are kept, now and in a checkpoint (steps).
+- ``history``, ``saved``: steps whose magnitudes are kept, in a run and in a checkpoint (steps).
 - ``padded``: rows of a matrix with padding, the columns of its transpose (rows).
 - ``summed``: elements of a row that a matrix product sums up (elements).
 - ``selections``: pairs of a token and an expert that is selected for it, ``tokens top_k``.
-- ``sequences``: sequences with routing sums of their own, 1 if all share them (sequences).
+- ``sequences``: sequences with separate routing sums, 1 if all share one sum (sequences).
 - ``sums``: sums of a router's statistics, ``5 + experts``.
 - ``buffer_rows``: rows of the token buffers of all ranks of the expert axis (tokens).
 - ``ranks``: ranks of the expert axis, or those that share a sequence (ranks).

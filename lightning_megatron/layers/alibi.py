@@ -1,4 +1,4 @@
-"""Attention with linear biases: scores that fall with the distance of query and key, by head."""
+"""Attention with linear biases (ALiBi): scores decrease with the distance of query and key."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from lightning_megatron.shapes import Float, Int
 
 @dataclass(frozen=True)
 class AlibiSlopes:
-    """Slopes of the heads of a layer, which the score of a query loses for each token to a key.
+    """ALiBi slopes of the heads of a layer.
 
-    For a power of two of heads, head ``i`` of 1 to ``num_heads`` has the slope
-    ``2 ** (-i bias_max / num_heads)``. Further heads have the slopes of the odd ``i`` of twice as
-    many heads.
+    The score of a query and a key decreases by the slope of the head for each token of distance
+    between them. If ``num_heads`` is a power of two, head ``i`` of 1 to ``num_heads`` has the slope
+    ``2 ** (-i bias_max / num_heads)``. Otherwise the first heads, up to the largest power of two
+    P, have the slopes of P heads, and the others have the slopes of the odd ``i`` of 2 P heads.
 
     Equal to the slopes of Hugging Face's BLOOM (with a ``bias_max`` of 8) and MPT.
 
     Args:
         num_heads: Query heads of the full layer (heads).
         bias_max: Negative logarithm to base 2 of the smallest slope.
-        skips_padding: Whether distances leave out the keys that a mask of keys hides; otherwise
-            they count every token.
-        heads: Heads of this rank, by number; None means all.
+        skips_padding: Whether distances count only tokens that the mask of keys shows; otherwise
+            they count all tokens.
+        heads: Indices of this rank's heads; None means all.
 
     Source: Press et al. 2022 (ALiBi), section 3.
     """
@@ -36,10 +37,10 @@ class AlibiSlopes:
     heads: range | None = None
 
     def of(self, heads: range) -> AlibiSlopes:
-        """Return the slopes of some of these heads.
+        """Return the slopes of a range of these heads.
 
         Args:
-            heads: Heads, counted from the first of these.
+            heads: Range of heads, counted from the first of these heads.
         """
         own = range(self.num_heads) if self.heads is None else self.heads
         return replace(self, heads=own[heads.start : heads.stop])
@@ -47,7 +48,7 @@ class AlibiSlopes:
     def on(self, device: torch.device) -> Float[Tensor, " heads"]:
         """Return the slopes on a device, in float64.
 
-        The device computes them, so that a captured region may call this.
+        The device computes the slopes, so that a CUDA graph can capture the call.
 
         Args:
             device: Device of the scores.
@@ -66,7 +67,7 @@ def distance_bias(
     keys: Int[Tensor, "#batch _"],
     dtype: torch.dtype,
 ) -> Float[Tensor, "#batch heads seq _"]:
-    """Return what the scores of all pairs of a query and a key lose.
+    """Return the biases that are subtracted from the scores of all pairs of a query and a key.
 
     Args:
         slopes: Slope of each head.

@@ -74,14 +74,15 @@ class Attention(nn.Module):
         recompute: bool = False,
         sinks: Float[Tensor, " heads"] | None = None,
     ) -> Float[Tensor, "seq_part batch heads*value_dim"]:
-        """Return the values of every query, weighted by its attention.
+        """Return the attention output of every query, before the output projection.
 
         Args:
             query: Queries.
             key: Keys.
             value: Values.
             rows: Documents, prefix or mask of the rows; None means whole rows.
-            recompute: Whether the backward pass recomputes this instead of keeping activations.
+            recompute: Whether the backward pass recomputes the attention core instead of keeping
+                its activations.
             sinks: Score of each head's sink; None means no sinks.
         """
         values = query, key, value, rows, sinks
@@ -125,8 +126,8 @@ class Attention(nn.Module):
 class SelfAttention(Attention):
     """Self-attention over the sequence, with the heads sharded over tp.
 
-    There may be fewer key/value heads than query heads (grouped-query attention). If tp exceeds
-    their number, each of them is copied to several ranks.
+    There may be fewer key/value heads than query heads (grouped-query attention). If tp exceeds the
+    number of key/value heads, each of these is copied to several ranks.
 
     Equal to torch.nn.MultiheadAttention (causal or not) if ``num_kv_heads == num_heads`` and no
     rotary tables are given. Equal to Hugging Face's LlamaAttention if rotary tables are given.
@@ -141,16 +142,17 @@ class SelfAttention(Attention):
         output_bias: Whether the output projection adds a bias; None means the same as ``bias``.
         causal: Whether a position attends only to itself and to earlier positions, if no kind is
             given.
-        kind: Attention of the layer over whole rows, with the slopes of all heads; None means
-            causal or not, as ``causal`` says.
+        kind: Attention of the layer over whole rows, with the ALiBi slopes of all heads; None means
+            plain attention, causal if ``causal`` is true.
         dropout: Probability that an attention weight is dropped.
         norm_eps: Epsilon of the RMSNorm that is applied to every query and key head before the
             rotary embedding; None means no such norm.
         norm_offset: Number that these norms add to their weight.
         norm_over_layer: Whether these norms divide by the root mean square of all heads of a layer;
-            otherwise of each head.
+            otherwise they divide by that of each head.
         interleaved: Whether the rotary embedding pairs neighbouring elements of a head.
-        sinks: Whether each query head has a learned score in the softmax, without a value.
+        sinks: Whether each query head has an attention sink: a learned score that takes part in the
+            softmax and has no value.
         layer: Number of the layer in the random streams; 1 is the first block.
         initializer: Initializer of the fused query/key/value weight.
         output_initializer: Initializer of the output weight.
@@ -280,12 +282,12 @@ class SelfAttention(Attention):
         """Build the norms of the queries and of the keys.
 
         Args:
-            numbers: Heads of the queries and of the keys (heads).
+            numbers: Number of query heads and of key heads of the full layer (heads).
             ranges: Features of this rank in the fused projection (elements).
             settings: Epsilon and offset of the norms.
         """
         found: list[nn.Module] = []
-        # Keys begin behind the queries in the fused projection.
+        # The features of the keys follow those of the queries in the fused projection.
         first = 0
         for number, part in zip(numbers, ranges[:2], strict=True):
             size = number * self.head_dim

@@ -41,7 +41,7 @@ def attend(
         query: Queries.
         key: Keys.
         value: Values, whose heads may be smaller than those of queries and keys.
-        span: Description of who attends to whom.
+        span: Description of which tokens attend to which.
         dropout: Probability that an attention weight is dropped; 0 outside training.
     """
     length, num_sequences, _, head_dim = query.shape
@@ -84,10 +84,10 @@ def with_wide_values(
     key: Float[Tensor, "seq batch kv_heads head_dim"],
     value: Float[Tensor, "seq batch kv_heads value_dim"],
 ) -> Float[Tensor, "seq batch heads*value_dim"]:
-    """Compute attention by a core with one size for all heads.
+    """Compute attention by a core that needs value heads of the size of query and key heads.
 
-    Equal to ``core(query, key, value)`` of one that takes smaller values: they are padded with
-    zeros, whose weighted sums are cut off.
+    Equal to ``core(query, key, value)`` of a core that takes smaller values: these are padded with
+    zeros, and the outputs of the padding are removed.
 
     Args:
         core: Attention of queries, keys and values with ``head_dim`` elements; its result has the
@@ -116,11 +116,12 @@ def prepared(
 ) -> AttentionSpan | None:
     """Return a span in the form that the chosen kernel takes, for layers that share it.
 
-    Layers then do not compute the borders of documents, or a dense mask, again. The host reads no
-    value.
+    These layers then need not compute the borders of documents or a dense mask again. The host
+    reads no value from the device.
 
     Args:
-        span: Description of who attends to whom; None means causal attention over whole rows.
+        span: Description of which tokens attend to which; None means causal attention over whole
+            rows.
         num_sequences: Number of rows (sequences).
         seq_length: Length of the rows (tokens).
         dtype: Dtype of queries, keys and values.
@@ -129,7 +130,7 @@ def prepared(
         head_dim: Size of a head (elements).
 
     Returns:
-        The span; None if it says nothing but its causality.
+        The span; None for whole rows without documents, prefix, mask or window.
     """
     if span is None or is_plain(span, seq_length):
         return None

@@ -16,7 +16,7 @@ from lightning_megatron.layers.dense_mask import KeyRows
 from lightning_megatron.layers.visible_blocks import visible_blocks
 from lightning_megatron.shapes import Float
 
-#: Kernels that may be compiled in a process, for kinds of spans, dtypes and forms of batches.
+#: Number of kernels that a process may compile, for different spans, dtypes and shapes of batches.
 _NUM_KERNELS = 128
 
 
@@ -58,8 +58,8 @@ def flex_forward(
         query: Queries.
         key: Keys.
         value: Values.
-        span: Description of the attention; its sinks do not count.
-        keys: Rows of the keys; None means those of the queries.
+        span: Description of the attention; its sinks are ignored.
+        keys: Rows of the keys; None means the rows of the queries.
     """
     out, aux = _called(query, key, value, span, keys, return_aux=AuxRequest(lse=True))
     return out.permute(2, 0, 1, 3), aux.lse
@@ -99,13 +99,13 @@ def flex_backward(
         value: Values of the part.
         out: Merged output of all parts.
         lse: Merged log-sum-exps of all parts.
-        span: Description of the attention; its sinks do not count.
-        keys: Rows of the keys; None means those of the queries.
+        span: Description of the attention; its sinks are ignored.
+        keys: Rows of the keys; None means the rows of the queries.
     """
     query, key, value = inputs = tuple(one.detach().requires_grad_() for one in (query, key, value))
     with torch.enable_grad():
         own, own_lse = flex_forward(query, key, value, span, keys)
-    # Of queries without keys both log-sum-exps may be minus infinity.
+    # Both log-sum-exps may be minus infinity, for queries without visible keys.
     share = (own_lse.detach() - lse).exp().masked_fill(own_lse == -torch.inf, 0.0)
     wide = grad_out.to(share.dtype)
     grad_own = wide * share.permute(2, 0, 1)[..., None]
@@ -132,7 +132,8 @@ def _called(
         "enable_gqa": query.shape[2] != key.shape[2],
     }
     if query.is_cuda:
-        # The kernel for few queries, which torch takes below 128 of them, does not know blocks.
+        # Below 128 queries torch would take its kernel for few queries, which does not support
+        # these blocks.
         options["kernel_options"] = {"BACKEND": "TRITON"}
     rows = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     return _compiled()(*rows, **options, **wanted)
@@ -141,7 +142,7 @@ def _called(
 def _of_scores(
     span: AttentionSpan, query: Tensor, keys: KeyRows | None
 ) -> Callable[..., Tensor] | None:
-    """Return what becomes of a scaled score, which a kernel inlines; None if it stays."""
+    """Return the function of scaled scores that the kernel inlines; None if they do not change."""
     soft_cap = span.soft_cap
     slopes = places = None
     if span.slopes is not None:
@@ -167,7 +168,7 @@ def _of_scores(
 def _places(
     span: AttentionSpan, query: Tensor, keys: KeyRows | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the places of queries and keys in every row; None if they count along the rows."""
+    """Return the places of queries and keys in every row; None if places are their indices."""
     own = span.places
     others = own if keys is None else keys.places
     if own is None or others is None:
@@ -178,7 +179,7 @@ def _places(
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    # Without the whole function in one graph torch would fall back to operators, silently.
+    # Without fullgraph, torch would silently fall back to operators.
     compiled = torch.compile(flex_attention, fullgraph=True)
     allow_kinds = torch._dynamo.config.patch(recompile_limit=_NUM_KERNELS)
     return cast(Callable[..., Any], allow_kinds(compiled))

@@ -1,4 +1,4 @@
-"""The attention core in operators of torch: the formula for what no kernel computes."""
+"""The attention core in operators of torch, for cases that no kernel supports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def attend_by_operators(
         value: Values.
         span: Description of the attention, laid out or without documents.
         dropout: Probability that a weight is dropped.
-        keys: Rows of the keys; None means those of the queries.
+        keys: Rows of the keys; None means the rows of the queries.
     """
     scores = masked_scores(query, key, span, keys)
     if span.sinks is not None:
@@ -45,13 +45,13 @@ def masked_scores(
     span: AttentionSpan,
     keys: KeyRows | None = None,
 ) -> Float[Tensor, "batch heads seq _"]:
-    """Return scaled, bounded, biased and masked scores in float32 or wider.
+    """Return scores with scale, soft cap, biases and mask, in float32 or wider.
 
     Args:
         query: Queries.
         key: Keys.
         span: Description of the attention.
-        keys: Rows of the keys; None means those of the queries.
+        keys: Rows of the keys; None means the rows of the queries.
     """
     length, num_sequences = query.shape[:2]
     scores = raw_scores(query, key, span)
@@ -71,7 +71,7 @@ def raw_scores(
     key: Float[Tensor, "_ batch kv_heads head_dim"],
     span: AttentionSpan,
 ) -> Float[Tensor, "batch heads seq _"]:
-    """Return scaled scores in float32 or wider.
+    """Return scaled scores without soft cap, biases and mask, in float32 or wider.
 
     Args:
         query: Queries.
@@ -98,7 +98,7 @@ def repeated(
 
 
 def scale_of(span: AttentionSpan, query: Float[Tensor, "... head_dim"]) -> float:
-    """Return the factor of the scores.
+    """Return the factor of the scores: that of the span, or ``head_dim ** -0.5``.
 
     Args:
         span: Description of the attention.

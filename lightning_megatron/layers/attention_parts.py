@@ -1,15 +1,15 @@
 """Attention of queries to a part of their keys, forward and backward, with log-sum-exps.
 
-These are the pieces of which larger attention is put together. For the scores ``s`` of a query with
-the keys of part p, ``forward_part`` returns::
+Attention over all keys is merged from such parts. For the scores ``s`` of a query with the keys of
+part p, ``forward_part`` returns::
 
     lse_p = log sum exp s        out_p = sum exp(s - lse_p) v
 
 Parts are merged exactly by ``lse = log sum_p exp lse_p`` and by
 ``out = sum_p exp(lse_p - lse) out_p``. ``backward_part`` takes the *merged* ``out`` and ``lse``.
-Its weights ``exp(s - lse)`` and sums ``delta = sum(grad_out * out)`` are then those of the whole
-softmax, so that its results are the part's share of the gradient of the queries, and the whole
-gradient of its keys and values.
+Its weights ``exp(s - lse)`` and sums ``delta = sum(grad_out * out)`` therefore belong to the
+softmax over all keys. Its results are the part's share of the gradient of the queries, and the
+complete gradient of the part's keys and values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightning_megatron.layers.dense_mask import KeyRows
 from lightning_megatron.layers.flash_kernels import FlashCall, FlashKernel
 from lightning_megatron.shapes import Float
 
-#: Out, and the log-sum-exp of the scores of every query.
+#: Output, and the log-sum-exp of the scores of every query.
 Part = tuple[Float[Tensor, "seq batch heads head_dim"], Float[Tensor, "batch heads seq"]]
 
 Gradients = tuple[
@@ -71,16 +71,16 @@ def forward_part(
 ) -> Part:
     """Compute attention of queries to some keys, without autograd.
 
-    Queries and keys of a document (of a row without documents) are aligned at its end, unless the
-    rows of the keys say otherwise. A query without any visible key has the output 0 and the
+    Queries and keys are aligned at the end of their document (of their row, without documents),
+    unless ``keys.behind`` shifts them. A query without any visible key has the output 0 and the
     log-sum-exp minus infinity.
 
     Args:
         query: Queries.
         key: Keys.
         value: Values.
-        span: Description of the attention, laid out or without documents; its sinks do not count.
-        keys: Rows of the keys; None means those of the queries.
+        span: Description of the attention, laid out or without documents; its sinks are ignored.
+        keys: Rows of the keys; None means the rows of the queries.
 
     Returns:
         The output, in the dtype of the queries, and the log-sum-exps in float32 or wider.
@@ -100,14 +100,14 @@ def forward_by_operators(
     span: AttentionSpan,
     keys: KeyRows | None = None,
 ) -> Part:
-    """Compute what :func:`forward_part` does by operators of torch, with all scores in memory.
+    """Compute :func:`forward_part` by operators of torch, with all scores in memory.
 
     Args:
         query: Queries.
         key: Keys.
         value: Values, whose heads may be smaller than those of queries and keys.
         span: Description of the attention, which may have a mask.
-        keys: Rows of the keys; None means those of the queries.
+        keys: Rows of the keys; None means the rows of the queries.
     """
     scores = masked_scores(query, key, span, keys)
     lse = scores.logsumexp(-1)
@@ -135,7 +135,7 @@ def backward_part(
         out: Merged output of all parts.
         lse: Merged log-sum-exps of all parts.
         span: Description of the attention, as in :func:`forward_part`.
-        keys: Rows of the keys; None means those of the queries.
+        keys: Rows of the keys; None means the rows of the queries.
     """
     core = core_of_part(query, span, keys)
     if core == "flash":
@@ -162,12 +162,12 @@ def core_of_part(
     span: AttentionSpan,
     keys: KeyRows | None = None,
 ) -> Core:
-    """Return the kernel that computes a part; only operators store scores.
+    """Return the kernel that computes a part; only ``operators`` stores all scores.
 
     Args:
         query: Queries.
         span: Description of the attention.
-        keys: Rows of the keys; None means those of the queries.
+        keys: Rows of the keys; None means the rows of the queries.
     """
     behind = 0 if keys is None else keys.behind
     how = query.device, query.dtype, span
@@ -175,7 +175,7 @@ def core_of_part(
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    # A query without visible keys has the lse minus infinity, and no weights.
+    # A query without visible keys has the lse minus infinity, and its weights are 0.
     return (scores - lse[..., None].masked_fill(lse[..., None] == -torch.inf, 0.0)).exp()
 
 

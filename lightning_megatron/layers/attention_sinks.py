@@ -1,6 +1,7 @@
-"""Sinks of attention: a part of one key with a learned score and the value 0, for each head.
+"""Attention sinks: for each head one more key, with a learned score and the value 0.
 
-``layers.attention_parts`` says how parts are merged.
+The sinks are a part of attention in the sense of ``layers.attention_parts``, which describes how
+parts are merged.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ def add_sinks(
     lse: Float[Tensor, "batch heads seq"],
     sinks: Float[Tensor, " heads"],
 ) -> tuple[Float[Tensor, "seq batch heads head_dim"], Float[Tensor, "batch heads seq"]]:
-    """Merge the sinks, the part of one key with the value 0, into a result.
+    """Merge the sinks into the result of all other parts.
 
     Args:
         out: Merged output of all other parts.

@@ -1,4 +1,4 @@
-"""Who attends to whom, described without a tensor of sequence length times sequence length."""
+"""Description of which tokens attend to which, without a tensor with an entry for each pair."""
 
 from __future__ import annotations
 
@@ -19,49 +19,50 @@ from lightning_megatron.shapes import Float, Int, Shaped
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpan:
-    """Which tokens attend to which, and how their scores become weights.
+    """Description of which tokens attend to which, and of how their scores become weights.
 
-    If all fields are left out, every row is one document, and a token attends to itself and to all
-    tokens before it. Documents lie one after the other in a row. No token attends to another
-    document; tokens after the last document are a document of their own. Padding is described
-    likewise: a row of 5 tokens and 3 of padding on its right has the lengths ``[5]``, one with
-    padding on its left ``[3, 5]``.
+    By default every row is one document, and a token attends to itself and to all tokens before it.
+    Documents lie one after the other in a row. No token attends to another document; the tokens
+    after the last document form one more document. Padding is described by lengths, too: a row of
+    5 tokens and 3 of padding on its right has the lengths ``[5]``, a row with the padding on its
+    left has ``[3, 5]``.
 
     Args:
         lengths: Lengths of the documents of each row. A row with fewer documents than others ends
-            with zeros. The number of columns is part of the form of a batch, so a constant number
-            lets CUDA graphs be replayed (tokens).
+            with zeros. CUDA graphs can be replayed only if the number of columns is the same in all
+            batches (tokens).
         longest: Upper bound of the lengths, which sizes the launch of the kernel; None means the
             length of the rows (tokens).
         positions: Position of every token, for rotary or learned embeddings; None counts from 0.
         restarts: Whether positions that are not given count from 0 in every document of
-            ``lengths``; otherwise they do in every row.
-        mask: Mask of the pairs of a query and a key, or of the keys of a row. Booleans are false
-            where no attention is allowed; a query that is left without keys attends to itself.
-            Numbers are added to the scores and say everything: ``causal`` and ``window`` do not
-            count beside them. None means that no such tensor is needed.
+            ``lengths``; otherwise they count from 0 in every row.
+        mask: Mask of the pairs of a query and a key, or of the keys of a row. A boolean mask is
+            false where no attention is allowed; a query without any allowed key attends to itself.
+            A floating-point mask is added to the scores and must be complete: ``causal`` and
+            ``window`` are ignored. None means no mask.
         causal: Whether a token attends only to itself and to tokens before it.
-        window: Tokens that a token attends to, itself and those before it; without ``causal`` as
-            many after it too. None means all (tokens).
-        prefix: First tokens of each row, to which every token of the row attends; None means none
-            (tokens).
+        window: Number of tokens that a token attends to: itself and the tokens before it; without
+            ``causal`` also as many tokens after it as before it. None means all (tokens).
+        prefix: Number of first tokens of each row to which every token of the row attends; None
+            means none (tokens).
         soft_cap: Bound c of the scores s, which become ``c tanh(s / c)``; None means no bound.
-        slopes: What scores lose for each token between query and key, by head, after the bound;
-            None means nothing.
-        places: Place of every token of this rank in its row, from which these distances follow;
+        slopes: ALiBi slopes of the heads: scores decrease by them for each token of distance
+            between query and key, after the soft cap. None means no ALiBi.
+        places: Place of every token of this rank in its row, which determines these distances;
             None counts along the row (tokens).
         sinks: Score of each head's sink, which takes part in the softmax and has the value 0; None
             means no sinks.
         scale: Factor of the scores; None means ``head_dim ** -0.5``.
         borders: Cumulative lengths of all documents of all rows, from 0 to ``batch seq`` as int32.
             :meth:`laid_out` derives them (tokens).
-        cut: Cut of the documents over the ranks whose keys they need. These are the ranks that
-            share the rows, or a group of them whose window of the rows ``borders`` then describe.
-            None means that rows are cut, or nothing.
-        order: Positions that each rank that shares the rows holds; None means that rows are cut.
-        results: Results of this attention that a second forward pass takes from the first one; None
-            means that it computes them again.
-        past: Cache of the tokens before these, which attend to them, too; None means that rows are
+        cut: Cut of each document over the ranks that share the rows, or over a group of these
+            ranks; ``borders`` then describe the window of the rows that the group holds. None means
+            that whole rows are cut, or that nothing is cut.
+        order: Positions of the rows that each of the ranks that share them holds; None means that
+            whole rows are cut.
+        results: Store of results for recomputation: a second forward pass takes the results of the
+            first one from it. None means that it computes them again.
+        past: Cache of earlier tokens, to which these tokens attend, too; None means that rows are
             whole.
 
     Raises:
@@ -115,17 +116,18 @@ class AttentionSpan:
     def packed(
         cls, lengths: Sequence[Sequence[int]], seq_length: int, num_documents: int | None = None
     ) -> AttentionSpan:
-        """Describe rows of packed documents; lengths and positions need no care.
+        """Return the span of rows of packed documents.
 
         Args:
-            lengths: Lengths of the documents of each row, of which there may be different numbers
-                (tokens).
-            seq_length: Length of the rows. What is left of a row is padding (tokens).
+            lengths: Lengths of the documents of each row; rows may have different numbers of
+                documents (tokens).
+            seq_length: Length of the rows; the rest of a row is padding (tokens).
             num_documents: Columns of the tensor of lengths, equal in all batches for CUDA graphs;
                 None means the largest number of documents in a row.
 
         Raises:
-            ParallelPlanError: If lengths do not fit a row, or documents the columns.
+            ParallelPlanError: If the lengths of a row exceed the row, or a row has more documents
+                than columns.
         """
         check_lengths(lengths, seq_length)
         most = max(map(len, lengths), default=0)
@@ -138,7 +140,7 @@ class AttentionSpan:
             )
         rows = [[*row, *[0] * (columns - len(row))] for row in lengths]
         longest = max((max(row, default=0) for row in rows), default=0)
-        # What is left of a row is a document, too.
+        # The padding at the end of a row is a document, too.
         longest = max([longest, *(seq_length - sum(row) for row in rows)])
         lengths_of_rows = torch.tensor(rows, dtype=torch.int64).view(len(rows), columns)
         return cls(lengths=lengths_of_rows, longest=longest)
@@ -149,9 +151,9 @@ class AttentionSpan:
         return self.lengths is not None or self.borders is not None
 
     def check_shape(self, num_sequences: int, seq_length: int) -> None:
-        """Refuse fields whose shapes do not fit rows of tokens.
+        """Check that the shapes of the fields fit rows of tokens.
 
-        The host does not read lengths, which may be on a GPU; see :func:`check_lengths`.
+        The host does not read lengths, which may be on a GPU; :func:`check_lengths` checks them.
 
         Raises:
             ParallelPlanError: If a shape differs.
@@ -186,7 +188,7 @@ class AttentionSpan:
             )
 
     def over(self, rows: AttentionSpan | None) -> AttentionSpan:
-        """Return attention of this kind over the rows that another span describes.
+        """Return a span with this kind of attention and the rows of another span.
 
         Args:
             rows: Documents, prefix or mask of the rows; None means whole rows.
@@ -229,7 +231,7 @@ class AttentionSpan:
 def borders_of(lengths: Int[Tensor, "batch documents"], seq_length: int) -> Int[Tensor, " borders"]:
     """Return the cumulative lengths of all documents of all rows, from 0 to ``batch seq``.
 
-    What is left of a row after its last document is one more document.
+    The rest of a row after its last document is one more document.
 
     Args:
         lengths: Lengths of the documents of each row (tokens).
@@ -246,7 +248,7 @@ def borders_of(lengths: Int[Tensor, "batch documents"], seq_length: int) -> Int[
 def document_of_tokens(
     borders: Int[Tensor, " borders"], num_sequences: int, seq_length: int
 ) -> Int[Tensor, "batch seq"]:
-    """Return for each token the number of the last border before it.
+    """Return the index of each token's document among the documents of all rows.
 
     Args:
         borders: Cumulative lengths of the documents (tokens).
@@ -269,7 +271,7 @@ def _positions_in_documents(
 def check_lengths(
     lengths: Sequence[Sequence[int]], seq_length: int, longest: int | None = None
 ) -> None:
-    """Refuse lengths of documents that do not fit rows.
+    """Check that the lengths of documents fit rows.
 
     Args:
         lengths: Lengths of the documents of each row (tokens).

@@ -28,7 +28,7 @@ from lightning_megatron.shapes import Float
 NormPosition = Literal["pre", "post"]
 
 BlockMode = Literal["none", "selective", "full"]
-"""Whether the backward pass runs the attention core, or the whole block, a second time."""
+"""Whether the backward pass recomputes nothing, the attention core, or the whole block."""
 
 #: Names of the values that a block reads.
 _INPUTS = ("hidden", "rotary", "rows")
@@ -89,27 +89,27 @@ class TransformerBlock(nn.Module):
         self.norm_position = norm_position
         self.dropout = dropout
         self.is_parallel = is_parallel
-        #: Whether the backward pass computes the outputs of norms before sublayers again.
+        #: Whether the backward pass recomputes the outputs of norms before sublayers.
         self.recomputes_norms = False
-        #: Whether a block that is computed again takes the results of its attention core from the
+        #: Whether the recomputation of the block takes the results of its attention core from the
         #: first forward pass.
         self.keeps_core = False
-        #: Where the input of the block waits if everything is computed again.
+        #: Storage in host memory of the input of a recomputed block; None keeps it on the device.
         self.offload: HostOffload | None = None
         self._lists = {mode: self.segments(mode) for mode in get_args(BlockMode)}
 
     def recompute_parts(self, parts: Parts, offload: HostOffload | None = None) -> BlockMode:
-        """Choose what backward passes compute again; return the mode for :meth:`forward`.
+        """Choose what backward passes recompute, and return the mode for :meth:`forward`.
 
         Args:
-            parts: Parts of this block.
-            offload: Where the input of a block that computes everything again waits; None means
-                where it is.
+            parts: Parts of this block that are recomputed.
+            offload: Storage in host memory of the input of a fully recomputed block; None keeps
+                the input on the device.
 
         Raises:
-            UnsupportedError: If the block does not have norms before its sublayers, or only one of
-                its sublayers has; if it is compiled or its attention drops weights, and a part
-                needs that it does not.
+            UnsupportedError: If the block cannot recompute ``norms``, because no norm before each
+                sublayer has this sublayer as its only reader; or if it is compiled, or its
+                attention has dropout, and ``full_except_core`` or ``offload`` excludes that.
         """
         is_before = self.norm_position == "pre" and self.attention_norm is not None
         if "norms" in parts and (not is_before or self.is_parallel):
@@ -139,7 +139,7 @@ class TransformerBlock(nn.Module):
         return "selective" if "selective" in parts else "none"
 
     def _check_kept_core(self) -> None:
-        """Refuse attention whose results are not enough for its gradients."""
+        """Check that the results of the attention core suffice to compute its gradients."""
         dropout = getattr(self.attention, "dropout", 0.0)
         if dropout > 0.0 or is_compiled(self):
             found = f"drops {dropout} of its weights" if dropout > 0.0 else "is compiled"
@@ -152,10 +152,10 @@ class TransformerBlock(nn.Module):
     def segments(self, recompute: BlockMode = "none") -> SegmentList:
         """Return the list that a forward pass runs.
 
-        It reads ``hidden``, ``rotary`` and ``rows``, and writes ``hidden``. The segments are
+        The list reads ``hidden``, ``rotary`` and ``rows``, and writes ``hidden``. Its segments are
         ``attention`` and ``mlp`` with their norms and residual additions; a mixture of experts
-        brings its own. With ``recompute="full"`` there is one segment, whose backward pass runs
-        this list a second time.
+        has segments of its own. With ``recompute="full"`` there is one segment, whose backward
+        pass runs the list for ``"none"`` a second time.
 
         Args:
             recompute: Activations that the backward pass recomputes.
@@ -236,7 +236,8 @@ class TransformerBlock(nn.Module):
     def _mixture_segments(self, mixture: Any) -> list[Segment]:
         """Return the segments after attention, with a mixture of experts.
 
-        The norm before it belongs to its router, and what follows it to its sum of outputs.
+        The norm before the mixture has the scope of the router, and the residual addition or norm
+        after it has the scope of the combination of expert outputs.
         """
         norms = _present(self.mlp_norm)
         whole = Segment(
@@ -378,7 +379,7 @@ class TransformerBlock(nn.Module):
     def _norm_output(
         self, norm: nn.Module | None, stream: Tensor, normed: Tensor
     ) -> AbstractContextManager[Any]:
-        """Let the operators of the block keep the input of a norm, or its output."""
+        """Return a context in which operators recompute a norm's output instead of keeping it."""
         if norm is None or not self.recomputes_norms:
             return nullcontext()
         return output_recomputed(normed, partial(norm.forward, stream.detach()))
@@ -387,7 +388,7 @@ class TransformerBlock(nn.Module):
         return self._add_and_normalise(hidden, self.mlp(hidden))
 
     def _update(self, output: Tensor, norm: nn.Module | None) -> Tensor:
-        """Return what a residual addition adds for a sublayer's output."""
+        """Return the residual update of a sublayer's output: normed, scaled, with dropout."""
         output = output if norm is None else norm(output)
         output = output if self.scale == 1.0 else output * self.scale
         return hidden_dropout(output, self.dropout, self.training, self.mesh)

@@ -27,10 +27,10 @@ def attend_with_cache(
     *,
     dropout: float = 0.0,
 ) -> Float[Tensor, "seq batch heads*value_dim"]:
-    """Store the keys and values of new tokens, and let the tokens attend to all that are stored.
+    """Store the keys and values of new tokens, and compute their attention to all stored tokens.
 
-    Equal to the last positions of ``attend`` for whole rows. The first tokens of rows are computed
-    by ``attend`` itself.
+    Equal to the last positions of ``attend`` for whole rows. An empty cache runs ``attend`` on the
+    new tokens.
 
     Args:
         query: Queries of the new tokens.
@@ -97,7 +97,7 @@ def cached_span(
 
 
 def _needs_operators(kind: AttentionSpan) -> bool:
-    """Return whether torch's kernel does not compute the scores of a kind of attention."""
+    """Return whether a kind of attention has scores that torch's kernel cannot compute."""
     return kind.soft_cap is not None or kind.slopes is not None or kind.sinks is not None
 
 
@@ -113,7 +113,7 @@ def _attend_to_stored(
     kv_heads = keys.shape[1]
     how: dict[str, Any] = {"attn_mask": span.mask, "dropout_p": dropout, "scale": span.scale}
     if length == 1:
-        # The query heads that share a key are rows of one product, so that it is read once.
+        # The query heads that share a key are rows of one product, so that the key is read once.
         grouped = query.view(num_sequences, kv_heads, heads // kv_heads, -1)
         return F.scaled_dot_product_attention(grouped, keys, values, **how).flatten(1)[None]
     mixed = F.scaled_dot_product_attention(

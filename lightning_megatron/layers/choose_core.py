@@ -34,16 +34,16 @@ class CoreChoice:
     """Kernel of the attention core, with the reason for the choice.
 
     Args:
-        core: Way to compute.
+        core: Implementation of the attention core.
         backends: Kernels of torch's scaled_dot_product_attention in the order in which torch tries
             them; an empty tuple leaves the choice to torch.
-        needs_mask: Whether what the span says must become a dense mask.
+        needs_mask: Whether the span must be converted to a dense mask.
         expand_kv: Whether key/value heads must be repeated for every query head, because the
             kernels do not support grouped-query attention.
         reason: Reason for the choice, for the log.
-        remedy: Way to a faster kernel, as whole sentences; None if this one costs no speed.
-        pads_values: Whether smaller values must be padded to the size of keys.
-        package: Name of the package of flash attention, if it computes.
+        remedy: Advice for a faster kernel, as whole sentences; None if this one costs no speed.
+        pads_values: Whether smaller value heads must be padded to the size of key heads.
+        package: Name of the package of flash attention, if ``core`` is ``flash``.
     """
 
     core: Core
@@ -110,12 +110,12 @@ def choose_part(
         device: Device of the tensors.
         dtype: Dtype of queries, keys and values.
         span: Description of the attention.
-        behind: Distance of the last key behind the last query (tokens).
+        behind: Number of tokens by which the last query follows the last key (tokens).
         head_dim: Size of a head (elements).
     """
     obstacle = obstacle_to_flash(device, dtype, span, head_dim=head_dim)
     if behind < 0 or (span.window is not None and behind >= span.window):
-        # The kernel takes a negative distance as none.
+        # The kernel takes a negative bound as no bound.
         obstacle = "flash attention lets the last query see a key"
     if obstacle is None:
         plain = is_plain(span, 2**62) and span.soft_cap is None and behind == 0
@@ -130,7 +130,7 @@ def choose_part(
 
 
 def _takes_values(choice: CoreChoice, head_dim: int, value_dim: int) -> bool:
-    """Return whether the chosen kernel takes values of another size than keys."""
+    """Return whether the chosen kernel takes value heads of another size than key heads."""
     if head_dim == value_dim or choice.core == "operators":
         return True
     first = choice.backends[0] if choice.backends else None
@@ -170,7 +170,7 @@ def _choose_kernel(
 
 
 def _has_own_scores(span: AttentionSpan) -> bool:
-    """Return whether scores are more than scaled products that some pairs of tokens have."""
+    """Return whether a soft cap or ALiBi changes the scaled scores of visible pairs."""
     return span.soft_cap is not None or span.slopes is not None
 
 
@@ -255,7 +255,7 @@ def _obstacle_to(
     span: AttentionSpan,
     dropout: float,
 ) -> str | None:
-    """Return which limit that both kernels have excludes a span; None if there is none."""
+    """Return which common limit of both kernels excludes a span; None if there is none."""
     if span.mask is not None:
         return "a mask for each pair of tokens was given"
     if device.type != "cuda":

@@ -36,7 +36,7 @@ class FlashChoice:
     Args:
         kernel: The package.
         reason: Reason for the choice, for the log.
-        bounds_scores: Whether the package has soft caps.
+        bounds_scores: Whether the package supports soft caps.
     """
 
     kernel: FlashKernel
@@ -49,12 +49,12 @@ class FlashPackage:
     """Package of flash attention that may be installed.
 
     Args:
-        make: Maker of the kernel from the package's module.
+        make: Function that makes the kernel from the package's module.
         name: Name for the log.
         module: Name of the module.
-        functions: Functions that are called, with arguments that they must have.
+        functions: Functions that are called, each with the arguments that it must have.
         obstacle: Function of the compute capability's first number and of the size of heads that
-            returns why the package does not serve, or None.
+            returns why the package cannot be used, or None.
     """
 
     make: Callable[[ModuleType], FlashKernel]
@@ -100,7 +100,7 @@ PACKAGES = (
 )
 
 
-#: Inside ``torch.compile`` no package is imported, and the compiler knows torch's kernel.
+#: Inside ``torch.compile`` no package is imported; the compiler supports torch's kernel.
 _TRACED = FlashChoice(TorchFlash(), "torch's, which torch.compile knows", bounds_scores=False)
 
 
@@ -109,13 +109,13 @@ def choose_flash(device: torch.device, head_dim: int, plain: bool = False) -> Fl
 
     Flash attention 3 is compiled for Hopper. Flash attention 4 compiles its kernels at the first
     call, for Hopper and newer GPUs. Torch contains flash attention 2, and cuDNN, which is faster on
-    Hopper and newer GPUs but computes only plain rows, and no gradients whose bits repeat.
+    Hopper and newer GPUs, but computes only plain rows and no deterministic gradients.
 
     Args:
         device: GPU.
         head_dim: Size of a head (elements).
-        plain: Whether rows have no documents, windows or soft caps, and causal queries as many
-            keys.
+        plain: Whether rows have no documents, windows or soft caps and, if attention is causal, as
+            many keys as queries.
     """
     if torch.compiler.is_compiling():
         return _TRACED

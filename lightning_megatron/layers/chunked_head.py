@@ -17,7 +17,7 @@ from lightning_megatron.shapes import Float, Int
 
 @dataclass(frozen=True)
 class LogitForm:
-    """What a model makes of the products of hidden states and head before their loss.
+    """Transformation of the products of hidden states and head weight into logits.
 
     Args:
         scale: Factor of the products.
@@ -53,9 +53,9 @@ class ChunkedHead:
     """Head and loss that are computed a chunk of tokens at a time.
 
     Args:
-        terms: What losses depend on beside logits.
+        terms: Settings of the loss.
         mesh: Process groups of this rank.
-        chunk: Tokens whose logits exist at once (tokens).
+        chunk: Number of tokens whose logits exist at the same time (tokens).
         form: Scale and bound of the logits.
         slot: Gradient slot of the weight; None if autograd keeps its gradient.
     """
@@ -94,7 +94,7 @@ class ChunkedHead:
         peak = wide.amax(-1)
         found = wide.gather(-1, index.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         logit_sum = wide.sum(-1) if with_sum else torch.zeros_like(peak)
-        # Of a row without any possible token, all exponentials are 0.
+        # All exponentials are 0 in a row whose logits are all minus infinity.
         start = peak.masked_fill(peak == -torch.inf, 0.0)
         total = wide.sub_(start.unsqueeze(-1)).exp_().sum(-1)
         return RowStatistics(peak, total, found.masked_fill(index < 0, 0.0), logit_sum)
@@ -134,7 +134,7 @@ def rows_of(full: Float[Tensor, "*tokens features"]) -> Float[Tensor, "rows feat
 
 
 def own_slot(weight: Float[Tensor, "vocab_local hidden"]) -> GradientSlot:
-    """Return an empty slot of a weight, whose sum is at least as wide as float32."""
+    """Return a new, empty gradient slot for a weight, with its sum in float32 or wider."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return GradientSlot(torch.empty_like(weight, dtype=wide), lambda: None)
 
@@ -145,7 +145,7 @@ def _gradient_by_torch(
     num_valid = terms.num_valid(logits.shape[-1])
     valid = logits[:, :num_valid]
     factor = scale.unsqueeze(-1)
-    # A view of the logits if they have the type of the statistics.
+    # This is a view of the logits if they have the dtype of the statistics.
     wide = valid.to(normaliser.dtype).sub_(normaliser.unsqueeze(-1)).exp_()
     wide.sub_(terms.smoothing / terms.vocab_size).mul_(factor)
     if num_valid:

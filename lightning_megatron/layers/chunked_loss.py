@@ -34,9 +34,9 @@ def chunked_cross_entropy(
 
     Equal to ``vocab_parallel_cross_entropy(vocab_logits(hidden, weight), labels)``, gradients
     included. The forward pass keeps the hidden states of this rank and a few numbers per token. The
-    backward pass computes the logits again, a third more work than that of the head with stored
+    backward pass recomputes the logits, which takes a third more work than a head with stored
     logits. It adds the weight gradient of each chunk to the float32 sum of the gradient slot. It
-    leaves none of it to a weight half, which would need the gradient of all logits.
+    defers nothing to a weight half, which would need the gradients of all logits.
 
     Args:
         hidden: Output of the last norm.
@@ -44,7 +44,7 @@ def chunked_cross_entropy(
         labels: Token ids.
         mesh: Process groups of this rank.
         vocab_size: The true vocabulary, without padding (tokens).
-        chunk: Tokens whose logits exist at once (tokens).
+        chunk: Number of tokens whose logits exist at the same time (tokens).
         label_smoothing: Probability spread evenly over the vocabulary.
         ignore_index: Label whose loss and gradient are zero.
         form: Scale and bound of the logits; None means none.
@@ -90,7 +90,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             ctx.kernels = fused_kernels(logits)
             ctx.dtype = logits.dtype
             found.append(head.statistics(logits, own, overwrites=True))
-            # The next chunk uses this memory.
+            # The next chunk reuses this memory.
             del logits
         rows = RowStatistics(*(torch.cat(one) for one in zip(*found, strict=True)))
         losses, normaliser = terms.losses(rows, ignored)
@@ -118,10 +118,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if needs_hidden:
                 torch.mm(grad, narrow, out=results[number])
             if needs_weight:
-                # The owner of the slot is told of the whole gradient once.
+                # Only the last chunk notifies the owner of the slot, once for the whole gradient.
                 is_last = number == len(results) - 1
                 (slot if is_last else slot.first_part()).add_product(grad, part)
-            # The next chunk uses this memory.
+            # The next chunk reuses this memory.
             del logits, grad, part
         grad_weight = None
         if needs_weight and head.slot is None:

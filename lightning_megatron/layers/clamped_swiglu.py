@@ -1,4 +1,4 @@
-"""SwiGLU of bounded features, as in gpt-oss, which keeps only its input for the backward pass."""
+"""SwiGLU of clamped features, as in gpt-oss, which keeps only its input for the backward pass."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lightning_megatron.shapes import Float
 def apply_clamped_swiglu(
     gate_up: Float[Tensor, "*tokens gate_up"],
 ) -> Float[Tensor, "*tokens gate_up//2"]:
-    """Bound both halves of the features, and multiply a gated half by the other half plus 1.
+    """Clamp both halves of the features, and multiply the gated first half by the second plus 1.
 
-    Equal to ``gate * sigmoid(1.702 * gate) * (up + 1)``, where ``gate`` is the first half, at most
-    7, and ``up`` is the second half, between -7 and 7. Bounded features have no gradient. The
-    backward pass computes everything else again from the input.
+    Equal to ``gate * sigmoid(1.702 * gate) * (up + 1)``, where ``gate`` is the first half, clamped
+    to at most 7, and ``up`` is the second half, clamped to [-7, 7]. Features outside of these
+    bounds get the gradient 0. The backward pass recomputes everything from the input.
 
     Source: the reference implementation of OpenAI 2025 (gpt-oss).
     """
@@ -41,7 +41,7 @@ class _ClampedSwiGLU(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (gate_up,) = ctx.saved_tensors
         first, second = gate_up.chunk(2, dim=-1)
-        # Both halves hold what is computed on the way, too.
+        # Both halves of the result also hold intermediate values.
         result = torch.empty_like(gate_up)
         of_gate, of_up = result.chunk(2, dim=-1)
         torch.clamp(first, max=FEATURE_LIMIT, out=of_gate)

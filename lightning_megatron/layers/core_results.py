@@ -1,4 +1,4 @@
-"""Results of attention cores that a second forward pass takes instead of computing them again."""
+"""Results of attention cores that are kept for the recomputation of their block."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Results = tuple[Float[Tensor, "seq batch heads head_dim"], Float[Tensor, "batch 
 
 
 class CoreResults:
-    """Outputs and log-sum-exps of the attention cores of a block that is computed again.
+    """Outputs and log-sum-exps of the attention cores of a block that is recomputed.
 
     The gradients of an attention core need its inputs, its output and the log-sum-exps of its
-    scores. The inputs are cheap to compute again, but the core is not, in long rows: the first
-    forward pass keeps its results here, and later ones take them, in the same order.
+    scores. The inputs are cheap to recompute, but in long rows the core is not: the first forward
+    pass keeps its results here, and later ones take them, in the same order.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class CoreResults:
         self._num_taken = 0 if self._kept else None
 
     def of(self, compute: Callable[[], Results]) -> Results:
-        """Return what a function computes, in the first pass, or what it computed there.
+        """Compute and keep the next core's results in the first pass; return them in later passes.
 
         Args:
             compute: Function that returns the output and the log-sum-exps of the next core.
@@ -40,5 +40,5 @@ class CoreResults:
             return out, lse
         out, lse = self._kept[self._num_taken]
         self._num_taken += 1
-        # Autograd makes what a function returns part of its graph.
+        # Autograd attaches the tensors that a custom function returns to its graph.
         return out.detach(), lse.detach()

@@ -1,4 +1,4 @@
-"""Dense masks of attention, for kernels that take nothing else."""
+"""Dense attention masks, for kernels that take no other description of a span."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_megatron.layers.alibi import AlibiSlopes, distance_bias
 from lightning_megatron.layers.attention_span import AttentionSpan, document_of_tokens
 from lightning_megatron.shapes import Bool, Float, Int
 
-#: Multiple of the row stride of a mask (elements).
+#: The row stride of a mask is a multiple of this (elements).
 _ALIGNMENT = 8
 
 
@@ -21,12 +21,12 @@ class KeyRows:
 
     Args:
         seq_length: Length of the rows (tokens).
-        borders: Cumulative lengths of their documents, equally many as the queries have; None means
-            one document per row (tokens).
+        borders: Cumulative lengths of the documents of the keys, as many as the queries have; None
+            means one document per row (tokens).
         longest: Upper bound of the lengths; None means the length of the rows (tokens).
-        behind: Distance of a document's last key behind its last query (tokens).
-        places: Place of every key in its row, as ``AttentionSpan.places`` has those of the queries;
-            None counts along the row (tokens).
+        behind: Number of tokens by which a document's last query follows its last key (tokens).
+        places: Place of every key in its row, like ``AttentionSpan.places`` of the queries; None
+            counts along the row (tokens).
     """
 
     seq_length: int
@@ -37,7 +37,7 @@ class KeyRows:
 
 
 def is_plain(span: AttentionSpan, seq_length: int) -> bool:
-    """Return whether a span is nothing but causal or bidirectional attention over whole rows.
+    """Return whether a span is causal or bidirectional attention over whole rows, without a mask.
 
     Args:
         span: Description of the attention.
@@ -62,7 +62,7 @@ def seen_pairs(
         num_sequences: Number of rows (sequences).
         seq_length: Length of the rows of queries (tokens).
         device: Device of the result.
-        keys: Rows of the keys; None means those of the queries.
+        keys: Rows of the keys; None means the rows of the queries.
     """
     keys = keys or KeyRows(seq_length, span.borders)
     is_of_keys = span.mask is not None and span.mask.shape[2] == 1
@@ -85,7 +85,9 @@ def seen_pairs(
 
 
 def places_of_visible(span: AttentionSpan) -> Int[Tensor, "#batch _"] | None:
-    """Return the places of the tokens of each row if hidden keys have none; None if all count.
+    """Return the place of each token in its row, counting only visible tokens if the slopes do.
+
+    None means that places count along the row.
 
     Args:
         span: Description of the attention.
@@ -106,7 +108,7 @@ def biases_of(
     dtype: torch.dtype,
     keys: KeyRows | None = None,
 ) -> Float[Tensor, "#batch heads seq _"]:
-    """Return what the scores of all pairs of a query and a key lose by their distance.
+    """Return the ALiBi biases that are subtracted from the scores of all pairs.
 
     Args:
         span: Description of the attention.
@@ -114,7 +116,7 @@ def biases_of(
         seq_length: Length of the rows of queries (tokens).
         device: Device of the result.
         dtype: Dtype of the scores.
-        keys: Rows of the keys; None means those of the queries.
+        keys: Rows of the keys; None means the rows of the queries.
     """
     queries = places_of_visible(span)
     found = queries if keys is None else keys.places
@@ -131,7 +133,7 @@ def places_from_end(
     seq_length: int,
     device: torch.device,
 ) -> tuple[Int[Tensor, "#batch seq"], Int[Tensor, "#batch seq"]]:
-    """Return each token's document, and the tokens from it to the end of its document.
+    """Return each token's document, and the number of tokens from it to its document's end.
 
     Args:
         borders: Cumulative lengths of the documents; None means one document per row (tokens).
@@ -148,7 +150,7 @@ def places_from_end(
 
 
 def _never_alone(mask: Bool[Tensor, "#batch 1 #seq seq"]) -> Bool[Tensor, "#batch 1 #seq seq"]:
-    """Let queries that attend to nothing attend to themselves: their weights would be 0 / 0."""
+    """Let queries without keys attend to themselves, because their weights would be 0 / 0."""
     is_alone = ~mask.any(-1, keepdim=True)
     if mask.shape[2] == 1:
         return mask | is_alone

@@ -14,10 +14,10 @@ from lightning_megatron.shapes import Int
 
 @dataclass(frozen=True, eq=False)
 class TokenOrder:
-    """Positions of rows that each of the ranks that share them holds.
+    """Positions of the rows that each of the ranks that share them holds.
 
     Args:
-        size: Ranks that share the rows; 1 means that each of them holds all positions (ranks).
+        size: Number of ranks that share the rows; 1 means that each holds all positions (ranks).
         order: Position in the row of each token of each rank.
         places: Place of each position among the parts of all ranks, joined by rank; the inverse of
             ``order``.
@@ -46,22 +46,24 @@ class DocumentCut(TokenOrder):
 
     As in :class:`~lightning_megatron.plan.context.ContextCut`, rank ``r`` holds the pieces ``r``
     and ``2 size - 1 - r``, but of every document, so that the causal work of each document is
-    balanced. The pieces of a document differ by at most one token, and the tokens left over are
-    dealt in turn: all ranks hold equally many tokens of a row, without padding. Every shape follows
-    from the batch alone, and the host reads no value. A rank holds its tokens in the order of the
-    row.
+    balanced. The pieces of a document differ by at most one token, and the remaining tokens of the
+    documents of a row go to its pieces in turn: all ranks hold the same number of tokens of a row,
+    without padding. All shapes follow from the shape of the batch, and the host reads no value from
+    the device. A rank holds its tokens in the order of the row.
 
     Args:
         size: Ranks that share the rows (ranks).
         order: Position in the row of each token of each rank.
         places: Place of each position among the parts of all ranks, joined by rank; the inverse of
             ``order``.
-        halves: Rows of a rank's part that are of its early pieces, then those of its late ones.
-        part_borders: Cumulative lengths of what each rank holds of the documents (tokens).
-        piece_borders: Cumulative lengths of each piece of the documents (tokens).
-        prefixes: For this rank's early and its late pieces: the positions of all tokens up to them
-            in their documents, and the cumulative lengths of these (tokens).
-        longest_piece: Upper bound of the tokens of a document in a piece (tokens).
+        halves: Indices into a rank's part: first the tokens of its early pieces, then the tokens of
+            its late pieces.
+        part_borders: Cumulative lengths of the documents' parts on each rank (tokens).
+        piece_borders: Cumulative lengths of the documents' pieces with each number (tokens).
+        prefixes: For this rank's early and its late pieces: the positions of the tokens of all
+            documents up to the end of these pieces, and the cumulative lengths of these beginnings
+            of documents (tokens).
+        longest_piece: Upper bound of the length of a piece (tokens).
         longest: Upper bound of the documents' lengths (tokens).
         outer: Coarser cut over the outer ranks of a hierarchy, each of which is several ranks of
             this cut; None means one level.
@@ -98,8 +100,8 @@ class DocumentCut(TokenOrder):
             rank: This rank's place among them.
             longest: Upper bound of the documents' lengths; None means the length of the rows
                 (tokens).
-            inner: Neighbouring ranks that are one rank of the outer cut; 1 means no such cut
-                (ranks).
+            inner: Number of neighbouring ranks that form one rank of the outer cut; 1 means no
+                outer cut (ranks).
 
         Raises:
             ParallelPlanError: If the length is not a multiple of ``2 size``.
@@ -109,7 +111,7 @@ class DocumentCut(TokenOrder):
         starts = _piece_starts(borders.long(), num_sequences, 2 * size)
         sizes = starts.diff(dim=1)
         tokens = torch.arange(num_sequences * seq_length, device=borders.device)
-        # Of several pieces that start at a token, the last one is not empty.
+        # If several pieces start at the same token, all but the last one are empty.
         found = torch.searchsorted(starts[:, :-1].flatten(), tokens, right=True) - 1
         pieces = (found % (2 * size)).view(num_sequences, seq_length)
         most = longest // (2 * size) + 1
@@ -124,8 +126,8 @@ def _piece_starts(borders: Tensor, num_sequences: int, num_pieces: int) -> Tenso
     """Return the first token of each piece of each document, and the document's end."""
     lengths = borders.diff()
     extra = lengths % num_pieces
-    # The tokens that are left over go to the pieces after those that got the last ones, so that
-    # the pieces of a row are equally long at its end.
+    # The remaining tokens of a document go to the pieces after those that got the remaining tokens
+    # of the document before it, so that all pieces of a row have the same total length.
     of_rows = extra.view(num_sequences, -1)
     first = ((of_rows.cumsum(1) - of_rows) % num_pieces).flatten()[:, None]
     extra = extra[:, None]
@@ -150,7 +152,7 @@ def _cut(
     ranks = pieces.minimum(num_pieces - 1 - pieces)
     order = ranks.argsort(dim=1, stable=True)
     is_late = pieces.gather(1, order).unflatten(1, (size, -1)) >= size
-    # Up to a piece a row has as many tokens as that many pieces, in whatever documents.
+    # The pieces up to ``last`` have the same number of tokens in all rows, for any documents.
     prefixes = tuple(
         (
             (pieces > last).int().argsort(dim=1, stable=True)[:, : (last + 1) * length],
@@ -173,5 +175,5 @@ def _cut(
 
 
 def _borders(sizes: Tensor) -> Tensor:
-    """Return the cumulative sizes of each column, as the kernels take them."""
+    """Return the cumulative sizes of each column, in the dtype and layout that kernels take."""
     return F.pad(sizes.cumsum(0), (0, 0, 1, 0)).t().contiguous().to(torch.int32)

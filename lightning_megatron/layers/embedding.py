@@ -27,8 +27,8 @@ class VocabParallelEmbedding(nn.Module):
     """Token embedding whose rows are sharded over tp.
 
     Equal to torch.nn.Embedding(vocab_size, hidden_size), with the output transposed to sequence
-    first. The table is padded to a multiple of ``multiple * tp`` rows. Padded rows are zero. They
-    are no part of the full tensor and cannot be looked up.
+    first. The table is padded to a multiple of ``multiple * tp`` rows. The padding rows are zero,
+    are not part of the full tensor, and cannot be looked up.
 
     Args:
         vocab_size: The true vocabulary (tokens).
@@ -73,7 +73,7 @@ class VocabParallelEmbedding(nn.Module):
         illegal = (ids < 0) | (ids >= self.vocab_size)
         if self.mesh.tp.size == 1:
             return _look_up(self.weight, ids.masked_fill(illegal, num_rows), None, padding)
-        # Ids of other ranks read an arbitrary row here, and their vectors are set to zero.
+        # Ids of other ranks' rows read an arbitrary row here, and their vectors are set to zero.
         elsewhere = ids.div(num_rows, rounding_mode="floor") != self.mesh.tp.rank
         index = ids.remainder(num_rows).masked_fill(illegal, num_rows)
         return leave_tensor_region(_look_up(self.weight, index, elsewhere, padding), self.mesh)
@@ -85,7 +85,7 @@ def _look_up(
     elsewhere: Tensor | None,
     padding: Tensor | None,
 ) -> Tensor:
-    """Look up rows; zero those of ``elsewhere``, give those of ``padding`` no gradient."""
+    """Look up rows; vectors of ``elsewhere`` are zero, those of ``padding`` get no gradient."""
     slot = slot_of(weight)
     if slot is not None:
         return _LookUp.apply(weight, index, elsewhere, padding, slot)
@@ -122,7 +122,7 @@ class _LookUp(torch.autograd.Function):
         index, unread = ctx.saved_tensors
         key = index.reshape(-1)
         if unread is not None:
-            # Keys from num_rows on are left out of the sums.
+            # Keys from num_rows on are excluded from the sums.
             key = key + unread.reshape(-1) * ctx.num_rows
         rows, sums = _sum_by_key(
             grads[0].flatten(0, -2).to(ctx.slot.gradient.dtype),
@@ -141,7 +141,7 @@ def _sum_by_key(
     All shapes are known without a synchronisation with the device. The sum of a key is in the row
     of its first occurrence in the sorted keys, and the rows of its other occurrences are zero.
     Later additions of rows with equal index therefore give the same sum in any order. Keys from
-    ``num_rows`` on are left out.
+    ``num_rows`` on are excluded.
     """
     num = keys.numel()
     ordered = keys.sort().values
@@ -312,15 +312,15 @@ class VocabParallelHead(nn.Module):
         hidden: Float[Tensor, "... hidden"],
         compute: Callable[[Tensor, Tensor], Any] | None = None,
     ) -> Any:
-        """Return this rank's columns of the logits, or what a function makes of the weight.
+        """Return this rank's columns of the logits, or the result of a function of the weight.
 
-        The weight must be read in calls of this module only: its hooks may wait for the weight's
-        values.
+        Code must read the weight only through calls of this module, whose hooks may wait for the
+        weight's values.
 
         Args:
             hidden: Output of the last norm, ``(seq_local, batch, hidden)`` for logits.
             compute: Function of ``hidden`` and the weight, such as a loss that stores no logits;
-                None means that of the logits ``(seq, batch, vocab_local)``.
+                None computes the logits ``(seq, batch, vocab_local)``.
         """
         if compute is None:
             return vocab_logits(hidden, self.weight, self.mesh)

@@ -1,4 +1,4 @@
-"""Flash attention of torch, cuDNN and installed packages, in parts with log-sum-exps."""
+"""Flash attention of torch, cuDNN and installed packages, with outputs and log-sum-exps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class FlashCall:
-    """What a flash kernel is told beside queries, keys and values.
+    """Arguments of a flash attention kernel besides queries, keys and values.
 
     Args:
         query_borders: Cumulative lengths of the documents of the queries; None means rows (tokens).
@@ -26,8 +26,8 @@ class FlashCall:
         longest_query: Upper bound of the queries of a document (tokens).
         longest_key: Upper bound of the keys of a document (tokens).
         causal: Whether a query, counted from the end of its document, attends to no later key.
-        left: Keys before its own that a query attends to; -1 means all (tokens).
-        right: Keys after its own that a query attends to; -1 means all (tokens).
+        left: Number of keys before its own place that a query attends to; -1 means all (tokens).
+        right: Number of keys after its own place that a query attends to; -1 means all (tokens).
         scale: Factor of the scores.
         soft_cap: Bound of the scores; 0 means none.
     """
@@ -43,7 +43,7 @@ class FlashCall:
     soft_cap: float = 0.0
 
     def is_plain(self, queries: int, keys: int) -> bool:
-        """Return whether whole rows attend to all keys, or to those up to their own place.
+        """Return whether the call is plain attention over whole rows, causal or to all keys.
 
         Args:
             queries: Queries of a row (tokens).
@@ -56,9 +56,9 @@ class FlashCall:
         return self.left < 0 and self.right < 0
 
     def of_package(self) -> dict[str, Any]:
-        """Return what the packages flash attention 3 and 4 name alike.
+        """Return the arguments with the same names in flash attention 3 and 4.
 
-        Longest lengths belong to documents; those of rows are known.
+        The upper bounds of lengths are given only with documents.
         """
         longest_query = None if self.query_borders is None else self.longest_query
         longest_key = None if self.key_borders is None else self.longest_key
@@ -73,7 +73,7 @@ class FlashCall:
 
 
 class FlashKernel(Protocol):
-    """Flash attention of some package."""
+    """Interface of a package of flash attention."""
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""Weight gradients that are computed in the memory of the gradient's sum."""
+"""Weight gradients that are computed directly into the memory of the gradient sum."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class GradientProduct(Protocol):
             scale: Factor of the gradient.
 
         Returns:
-            Whether it was added. If not, the caller adds :meth:`value`.
+            Whether the gradient was added. If not, the caller adds :meth:`value`.
         """
         ...
 
@@ -88,7 +88,7 @@ class MatrixProduct:
 
 @dataclass(frozen=True)
 class ScaledGradient:
-    """Weight gradient ``gradient * factor``, of which the device alone knows the factor.
+    """Weight gradient ``gradient * factor``, with a factor that is known only on the device.
 
     Args:
         gradient: Gradient for the factor 1.

@@ -42,7 +42,7 @@ class GradientSlot:
         join: Returns one owner for several slots that have the same ``join``; None calls the
             callbacks of each slot.
         scale: Factor of every gradient.
-        queue: Queue to which layers may leave the matrix product of the gradient; None computes
+        queue: Queue to which layers may defer the matrix product of the gradient; None computes
             all products at once.
     """
 
@@ -59,8 +59,8 @@ class GradientSlot:
         self._queue = queue
         self.scale = scale
         self.is_empty = True
-        #: Indices of the rows that all gradients since the last :meth:`clear` belong to, one tensor
-        #: for each addition; None if another gradient was added.
+        #: Indices of the rows of all gradients since the last :meth:`clear`, one tensor for each
+        #: addition; None if a gradient of the whole parameter was added.
         self.rows: tuple[Tensor, ...] | None = ()
         self._on_gradient = on_gradient
         self._accepts = accepts
@@ -75,12 +75,12 @@ class GradientSlot:
 
     @property
     def slots(self) -> tuple[GradientSlot, ...]:
-        """Return this slot alone, as :attr:`StackedSlot.slots` has those of all parameters."""
+        """Return a tuple of this slot, the counterpart of :attr:`StackedSlot.slots`."""
         return (self,)
 
     @property
     def open_queue(self) -> WeightGradientQueue | None:
-        """Return the queue that takes the product of the gradient now; None if there is none.
+        """Return the queue to which the product can be deferred now; None if there is none.
 
         Compiled graphs compute all gradients at once, because they cannot put anything into a
         queue. Linear layers with slots run between compiled graphs.
@@ -157,9 +157,9 @@ class GradientSlot:
         self._on_gradient()
 
     def first_part(self) -> GradientSlot:
-        """Return a slot for the first part of a gradient, which the owner is not told of.
+        """Return a slot for all parts of a gradient but the last; it does not notify the owner.
 
-        It adds to the same sum, to which :meth:`add` then adds the last part.
+        It adds to the same sum, to which this slot then adds the last part.
         """
         if self._first_part is None:
             self._first_part = GradientSlot(
@@ -188,9 +188,9 @@ class GradientSlot:
 
 
 class SlotRow:
-    """Slots of parameters of one shape, to which one kernel can add all gradients.
+    """Slots of parameters of one shape.
 
-    It can if the sums lie at equal distances in one storage.
+    One kernel can add to all of them if their sums lie at equal distances in one storage.
 
     Args:
         slots: The slots, in the order of their memory addresses.
@@ -260,8 +260,8 @@ class SlotRow:
 
         Args:
             add: Receives the sum of each parameter, whether to overwrite it, and whether its slot
-                accepts gradients; it must leave other sums as they are, and apply the scales of the
-                slots.
+                accepts gradients; it must not change the sums of other slots, and must apply the
+                scales of the slots.
         """
         slots = self._slots
         accepted = [slot._accepts() for slot in slots]
@@ -309,7 +309,7 @@ class StackedSlot:
 
     @property
     def open_queue(self) -> WeightGradientQueue | None:
-        """Return the queue that takes the product now, as :attr:`GradientSlot.open_queue` does."""
+        """Return the queue for the product, as :attr:`GradientSlot.open_queue` does."""
         return self.slots[0].open_queue
 
     def add(self, gradient: Float[Tensor, "rows ..."]) -> None:

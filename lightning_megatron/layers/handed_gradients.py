@@ -16,13 +16,16 @@ def hand_over(
     slots: Sequence[GradientSlot | None],
     needed: Sequence[bool],
 ) -> list[Float[Tensor, "*shape"] | None]:
-    """Add the gradients of weights to their slots, and return those that autograd hands on.
+    """Add the gradients of weights to their slots, and return those of weights without slots.
 
     Args:
         gradients: Gradients of all weights as one stack.
         weights: One weight for each expert.
-        slots: Slot of each weight; None means that autograd hands its gradient on.
+        slots: Slot of each weight; None means that autograd accumulates its gradient.
         needed: Whether each weight needs a gradient.
+
+    Returns:
+        Gradient of each weight for autograd; None if the gradient is in a slot or not needed.
     """
     found: list[Tensor | None] = [None] * len(weights)
     for number, (weight, slot) in enumerate(zip(weights, slots, strict=True)):

@@ -1,6 +1,6 @@
 """Weight initialisation that does not depend on the layout.
 
-Each rank draws the full tensor of every parameter and keeps its shard only.
+Each rank draws the full tensor of every parameter and keeps only its shard.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Initializer:
     def residual(cls, std: float, num_layers: int) -> Initializer:
         """Return the initializer of weights whose outputs are added to the residual stream.
 
-        Its standard deviation falls with the number of layers, whose outputs add up.
+        The standard deviation decreases with the number of layers, because their outputs add up.
 
         Source: Radford et al. 2019, section 2.3; Shoeybi et al. 2019, section 4.2.
         """
@@ -71,7 +71,7 @@ def sharded_parameter(
 ) -> nn.Parameter:
     """Create the uninitialised local shard of a parameter.
 
-    Its ShardSpec and its initializer are attached to it.
+    The function attaches the ShardSpec and the initializer to the parameter.
 
     Args:
         full_shape: Shape of the full tensor, without padding (elements).

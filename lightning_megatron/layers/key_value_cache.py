@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens, which later tokens attend to without computing them again."""
+"""Cache of the keys and values of earlier tokens, to which later tokens attend."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class TokenCache(Protocol):
 
     @property
     def place(self) -> Int[Tensor, "1"] | None:
-        """Return the place of the one new token of each row if only the device knows it."""
+        """Return the place of the one new token of each row; None if the host knows it."""
 
     @property
     def length(self) -> int:
-        """Return the tokens of each row that earlier calls have stored, padding too (tokens)."""
+        """Return the number of stored tokens of each row, padding included (tokens)."""
 
     @property
     def held(self) -> HeldTokens | None:
@@ -38,12 +38,12 @@ class TokenCache(Protocol):
     def hold(
         self, places: Int[Tensor, "#batch _"], count: int, ranks: int, rank: int
     ) -> HeldTokens:
-        """Let each of several ranks hold its part of the tokens, and return that of this rank.
+        """Distribute the tokens over the ranks that share the rows, and return this rank's part.
 
         Args:
             places: Place in its row of each of the first tokens that this rank holds.
-            count: First tokens of a row; those at later places are padding (tokens).
-            ranks: Ranks that share the rows (ranks).
+            count: Number of first tokens of a row; tokens at later places are padding (tokens).
+            ranks: Number of ranks that share the rows (ranks).
             rank: This rank's place among them.
         """
 
@@ -54,7 +54,7 @@ class TokenCache(Protocol):
         value: Float[Tensor, "_ batch kv_heads value_dim"],
         window: int | None,
     ) -> KeysAndValues:
-        """Store a layer's keys and values of new tokens, and return them behind the earlier ones.
+        """Store a layer's new keys and values, and return all that the new tokens may attend to.
 
         A second call before the length has grown stores the same tokens again.
 
@@ -80,13 +80,13 @@ class CachedTokens:
     """New tokens of a call and the cache whose tokens they follow.
 
     Args:
-        cache: Keys and values of earlier tokens, to which those of the new ones are added.
-        count: New tokens of each row. Positions of the call after these are padding, which is not
-            stored (tokens).
+        cache: Cache of earlier tokens, to which the keys and values of the new tokens are added.
+        count: Number of new tokens of each row. Later positions of the call are padding, which is
+            not stored (tokens).
         visible: False for padding among the earlier and new tokens; None means no padding.
         key_places: Place in its row of each token that the layer attends to; None if no scores
             depend on distances. ``layers.cached_attention`` derives it (tokens).
-        padding: Padding before each row, which counts in the place of ``visible`` where only the
+        padding: Number of padding tokens before each row, used instead of ``visible`` if only the
             device knows the place of the new token; None means none (tokens).
     """
 
@@ -99,8 +99,8 @@ class CachedTokens:
     def query_places(self, seq_length: int, device: torch.device) -> Int[Tensor, " seq"]:
         """Return the place in its row of each new position.
 
-        Padding after the tokens has the place of the last token, and so attends to what that token
-        does: no position is without keys.
+        Padding after the tokens gets the place of the last token and attends to the same keys, so
+        that no position is without keys.
 
         Args:
             seq_length: New positions of each row, with padding after the tokens (tokens).
@@ -112,14 +112,14 @@ class CachedTokens:
 
 
 class KeyValueCache:
-    """Memory for the keys and values of rows of up to a number of tokens.
+    """Cache of the keys and values of rows of at most ``max_length`` tokens.
 
     Each layer gets its memory at its first use, for the key/value heads of this rank. A layer with
-    a sliding window keeps the tokens of the window only, in a ring. Where ranks of cp share the
-    rows, ``held`` has the tokens of this rank.
+    a sliding window keeps only the tokens of the window, in a ring buffer. If ranks of cp share the
+    rows, ``held`` contains the tokens of this rank.
 
     Args:
-        max_length: Longest row (tokens).
+        max_length: Length of the longest row (tokens).
     """
 
     def __init__(self, max_length: int) -> None:
@@ -133,10 +133,10 @@ class KeyValueCache:
 
     @contextmanager
     def at(self, place: Int[Tensor, "1"]) -> Iterator[None]:
-        """Take the place of the one new token of each row from the device.
+        """Take the place of the one new token of each row from the device, inside the block.
 
-        The host reads no value meanwhile, so a CUDA graph can hold the calls. ``extended`` returns
-        all slots, of which slot ``p % slots`` holds the token at place ``p``.
+        The host reads no value from the device, so a CUDA graph can capture the calls. ``extended``
+        returns all slots, of which slot ``p % slots`` holds the token at place ``p``.
 
         Args:
             place: Place of the new token; it must be below ``max_length`` (tokens).
@@ -160,12 +160,12 @@ class KeyValueCache:
     def hold(
         self, places: Int[Tensor, "#batch _"], count: int, ranks: int, rank: int
     ) -> HeldTokens:
-        """Let each of several ranks hold its part of the tokens, and return that of this rank.
+        """Distribute the tokens over the ranks that share the rows, and return this rank's part.
 
         Args:
             places: Place in its row of each of the first tokens that this rank holds.
-            count: First tokens of a row; those at later places are padding (tokens).
-            ranks: Ranks that share the rows (ranks).
+            count: Number of first tokens of a row; tokens at later places are padding (tokens).
+            ranks: Number of ranks that share the rows (ranks).
             rank: This rank's place among them.
         """
         if self.held is None:
@@ -173,7 +173,7 @@ class KeyValueCache:
         return self.held
 
     def clear(self) -> None:
-        """Forget all tokens, and keep the memory of a cache that holds all of them."""
+        """Discard all tokens; the memory is kept unless ranks share the rows."""
         self.length = 0
         self.held = None
 
@@ -202,7 +202,7 @@ class KeyValueCache:
         value: Float[Tensor, "_ batch kv_heads value_dim"],
         window: int | None,
     ) -> KeysAndValues:
-        """Store a layer's keys and values of new tokens, and return them behind the earlier ones.
+        """Store a layer's new keys and values, and return all that the new tokens may attend to.
 
         Args:
             layer: Number of the layer.
@@ -244,7 +244,7 @@ class KeyValueCache:
         if first + count <= slots:
             return torch.arange(first + count, device=device)
         if count == 1:
-            # In a full ring a slot holds the latest token whose place it is.
+            # In a full ring buffer, slot s holds the latest token whose place is s modulo its size.
             return first - (first - torch.arange(slots, device=device)).remainder(slots)
         return torch.arange(max(0, first - slots), first + count, device=device)
 
@@ -253,7 +253,7 @@ class KeyValueCache:
 
     @staticmethod
     def _store(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, place: Tensor) -> None:
-        """Write one token of each row in the slot of its place."""
+        """Write one token of each row into the slot of its place."""
         kernels = fused_kernels(key)
         if kernels is not None:
             kernels.store_token(key, value, keys, values, place)
@@ -263,7 +263,7 @@ class KeyValueCache:
             buffer.index_copy_(2, slot, new.permute(1, 2, 0, 3))
 
     def _written(self, buffer: Tensor, new: Tensor) -> Tensor:
-        """Write new tokens and return those that they may attend to, in the order of ``places``."""
+        """Write new tokens, and return the tokens that they may attend to, sorted by place."""
         slots = buffer.shape[2]
         first = self.length
         last = first + new.shape[2]
@@ -273,7 +273,7 @@ class KeyValueCache:
         if new.shape[2] == 1:
             buffer[:, :, first % slots] = new[:, :, 0]
             return buffer
-        # New tokens overwrite earlier ones that the first of them attend to.
+        # The new tokens overwrite earlier tokens to which the first new tokens still attend.
         earlier = torch.arange(max(0, first - slots), first, device=new.device) % slots
         whole = torch.cat((buffer[:, :, earlier], new), 2)
         kept = torch.arange(last - slots, last, device=new.device) % slots
@@ -286,15 +286,16 @@ class KeyValueCache:
 
 
 class HeldTokens:
-    """Tokens of shared rows that one of several ranks holds: its part of the first ones, and of the
-    later ones every ``ranks``-th.
+    """Tokens that this rank holds of rows that several ranks share.
+
+    They are this rank's part of the first tokens, and every ``ranks``-th later token.
 
     Args:
         places: Place in its row of each of the first tokens that this rank holds.
-        count: First tokens of a row; those at later places are padding (tokens).
-        ranks: Ranks that share the rows (ranks).
+        count: Number of first tokens of a row; tokens at later places are padding (tokens).
+        ranks: Number of ranks that share the rows (ranks).
         rank: This rank's place among them.
-        max_length: Longest row (tokens).
+        max_length: Length of the longest row (tokens).
     """
 
     def __init__(
@@ -311,10 +312,10 @@ class HeldTokens:
         self._places = places.masked_fill(places >= count, -1)
 
     def own_of(self, first: int, count: int) -> list[int]:
-        """Return which of new tokens this rank holds.
+        """Return the indices of the new tokens that this rank holds.
 
         Args:
-            first: Place of the first new token, behind the first tokens of the rows (tokens).
+            first: Place of the first new token, after the first tokens of the rows (tokens).
             count: New tokens of each row (tokens).
         """
         behind = first - self._count

@@ -26,10 +26,10 @@ class LatentAttention(Attention):
 
     Equal to Hugging Face's DeepseekV2Attention and DeepseekV3Attention without a cache.
 
-    Every rank has the projections to latent vectors in full, and those from latent vectors to its
-    own heads. Under sequence parallelism a rank computes the latent vectors of its own positions,
-    and the ranks gather these instead of the hidden states, which are several times larger.
-    Without it all ranks compute the same latent vectors.
+    Every rank has the full projections to latent vectors, and the projections from latent vectors
+    to its heads. Under sequence parallelism a rank computes the latent vectors of its positions,
+    and the ranks all-gather these instead of the hidden states, which are several times larger.
+    Without sequence parallelism all ranks compute the same latent vectors.
 
     Args:
         hidden_size: Size of each vector (elements).
@@ -49,8 +49,9 @@ class LatentAttention(Attention):
         ParallelPlanError: If the number of heads cannot be divided by tp.
 
     Communication: under sequence parallelism forward an all-gather over tp of each kind of latent
-        vectors (of the hidden states for queries without them) and of the rotated keys, backward
-        their reduce-scatters. Otherwise backward an all-reduce of the gradients of each of these.
+        vectors (for queries without latent vectors, of the hidden states) and of the rotated keys,
+        backward reduce-scatters of their gradients. Otherwise backward an all-reduce of the
+        gradient of each of these tensors.
         The output projection communicates as in SelfAttention.
     Source: DeepSeek-AI 2024 (DeepSeek-V2), section 2.1.
     """

@@ -83,19 +83,19 @@ class ColumnParallelLinear(nn.Module):
         self.bias = None
         if bias:
             self.bias = sharded_parameter((out_features,), cut, ZEROS, partial=partial)
-        #: Weights and biases of the layers that are fused in this one. They replace its own; see
-        #: ``split``.
+        #: Weights and biases of the layers that are fused in this layer. After ``split`` they
+        #: replace ``weight`` and ``bias``.
         self.weights: ParameterStack | None = None
         self.biases: ParameterStack | None = None
         #: Low-rank updates of this rank's outputs; see ``layers.low_rank``.
         self.low_rank: nn.Module | None = None
-        #: How the layer computes in 8 bits or with Transformer Engine; None means our products in
-        #: the precision of its input.
+        #: Settings of products in 8 bits or with Transformer Engine; None means this package's
+        #: products in the dtype of the input.
         self.scaling: Scaling | EngineScaling | None = None
 
     @property
     def weight_parts(self) -> tuple[Shaped[Tensor, "_ in_features"], ...]:
-        """Return the tensors of which the weight consists, from the first row to the last."""
+        """Return the tensors that form the weight, from the first row to the last."""
         return (self.weight,) if self.weights is None else self.weights.parts
 
     @property
@@ -106,8 +106,8 @@ class ColumnParallelLinear(nn.Module):
     def split(self, rows: Sequence[int]) -> None:
         """Split the fused weight and bias into one parameter for each of the fused layers.
 
-        The outputs do not change. The parameters are in :attr:`weights` and :attr:`biases`, and
-        share the memory of the fused ones.
+        The outputs do not change. The new parameters are in :attr:`weights` and :attr:`biases`, and
+        share the memory of the fused parameters.
 
         Args:
             rows: Output features of each full layer (elements).
@@ -134,8 +134,8 @@ class ColumnParallelLinear(nn.Module):
             add_bias: Whether to add the bias; False if the caller fuses that addition with the next
                 operation.
             magnitude: Largest magnitude of the input; None if it is not known.
-            of_gradient: Where the backward pass of the operator that reads the output leaves the
-                magnitude of the gradient; None if it does not.
+            of_gradient: Object in which the backward pass of the operator that reads the output
+                stores the magnitude of the output's gradient; None if it stores no magnitude.
         """
         weight = self.weight if self.weights is None else self.weights.joined()
         bias = self.bias if self.biases is None or not add_bias else self.biases.joined()
@@ -204,8 +204,8 @@ class RowParallelLinear(nn.Module):
             initializer or Initializer.normal(),
             dim=1,
         )
-        # Under sequence parallelism each rank adds the bias to its own positions only. Its
-        # gradients must be summed.
+        # Under sequence parallelism each rank adds the bias only to its positions, so the gradients
+        # of the bias must be summed.
         whole = whole_range(out_features, mesh.tp.rank)
         self.bias = None
         if bias:
@@ -213,13 +213,13 @@ class RowParallelLinear(nn.Module):
             self.bias = sharded_parameter((out_features,), [whole], ZEROS, partial=is_partial)
         #: Low-rank updates of the outputs; see ``layers.low_rank``.
         self.low_rank: nn.Module | None = None
-        #: How the layer computes in 8 bits or with Transformer Engine; None means our products in
-        #: the precision of its input.
+        #: Settings of products in 8 bits or with Transformer Engine; None means this package's
+        #: products in the dtype of the input.
         self.scaling: Scaling | EngineScaling | None = None
 
     @property
     def weight_parts(self) -> tuple[Shaped[Tensor, "out_features in_local"], ...]:
-        """Return the one tensor of which the weight consists."""
+        """Return a tuple of the one tensor that forms the weight."""
         return (self.weight,)
 
     @property

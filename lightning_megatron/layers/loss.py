@@ -41,8 +41,8 @@ def vocab_parallel_cross_entropy(
         label_smoothing: Probability spread evenly over the vocabulary.
         ignore_index: Label whose loss and gradient are zero.
         overwrite_logits: Whether the backward pass may write the gradient into the memory of the
-            logits, instead of a second tensor of their size. Nothing else may then read the logits,
-            and the backward pass can run only once.
+            logits, instead of a second tensor of their size. No other code may then read the
+            logits, and the backward pass can run only once.
 
     Raises:
         IndexError: If a label is neither in the vocabulary nor ``ignore_index`` (on CPU; a CUDA
@@ -68,9 +68,9 @@ def vocab_parallel_cross_entropy(
 
 
 def check_ids(ids: Int[Tensor, "..."], vocab_size: int, ignore_index: int | None = None) -> None:
-    """Refuse token ids outside of the vocabulary, for tensors on the CPU.
+    """Check that token ids lie in the vocabulary, for tensors on the CPU.
 
-    On other devices the check would synchronise with the device.
+    On other devices the check would make the host wait for the device.
 
     Raises:
         IndexError: If an id is out of range.
@@ -79,7 +79,7 @@ def check_ids(ids: Int[Tensor, "..."], vocab_size: int, ignore_index: int | None
         _check_ids(ids, vocab_size, ignore_index)
 
 
-# One operator, so that a recording of operators checks the ids of each of its runs.
+# The check is one operator, so that a recorded graph of operators checks the ids of every run.
 @torch.library.custom_op(
     "lightning_megatron::check_ids",
     mutates_args=(),
@@ -176,7 +176,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LossTerms:
-    """What the loss of a token depends on beside its logits.
+    """Settings of the loss of a token.
 
     Args:
         tp: Axis over which the vocabulary is sharded.
@@ -199,7 +199,7 @@ class LossTerms:
     ) -> tuple[Int[Tensor, "*tokens"], Bool[Tensor, "*tokens"]]:
         """Return this rank's column of each label, and which labels are ignored.
 
-        The column is -1 for ignored labels and for those of other ranks.
+        The column is -1 for ignored labels and for labels in columns of other ranks.
 
         Args:
             labels: Token ids.
@@ -214,7 +214,7 @@ class LossTerms:
     def losses(
         self, rows: RowStatistics, ignored: Bool[Tensor, "*tokens"]
     ) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
-        """Return the loss of each token, and the logarithm of the sum of its exponentials.
+        """Return the loss of each token, and the logarithm of the sum of its exponentiated logits.
 
         Args:
             rows: Statistics of this rank's logits.
@@ -291,7 +291,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         logits, index, normaliser, ignored = ctx.saved_tensors
         terms: LossTerms = ctx.terms
         scale = grads[0].float().masked_fill(ignored, 0.0)
-        # A capture of a CUDA graph overwrites nothing: if it fails, the eager pass may follow.
+        # The capture of a CUDA graph overwrites nothing; if it fails, an eager pass may follow.
         is_captured = logits.is_cuda and torch.cuda.is_current_stream_capturing()
         ctx.overwritten = ctx.overwrites and not is_captured
         grad = ctx.kernels.cross_entropy_gradient(

@@ -30,10 +30,10 @@ class LowRank(nn.Module):
 
     Equal to a LoRA layer of peft without its base layer. One factor is sharded like the base: the
     rows of B for a column layer, the columns of A for a row layer. Every rank holds the other
-    factor in full. Communication is therefore on tensors with ``rank`` features only.
+    factor in full, so only tensors with ``rank`` features are communicated.
 
-    Shapes: input the same as the base; output this rank's outputs of the base that are among
-        ``rows``.
+    Shapes: the input is that of the base; the output has this rank's outputs of the base that are
+        among ``rows``.
 
     Args:
         base: The layer whose outputs are updated.
@@ -67,7 +67,7 @@ class LowRank(nn.Module):
         num_rows = len(rows)
         before = rows.start
         # Ranks with the same inputs must draw the same dropout mask; ranks with different inputs
-        # draw their own.
+        # draw different masks.
         self.stream: StreamName = "replicated"
         self.a: nn.Module
         self.b: nn.Module
@@ -87,8 +87,8 @@ class LowRank(nn.Module):
             self.stream = "tensor" if partial else "replicated"
             self.a = ReplicatedLinear(num_columns, rank, mesh, bias=False, partial=partial)
             if is_column:
-                # The outputs of this rank that lie before the updated ones, and the updated ones of
-                # this rank.
+                # Number of this rank's outputs before the updated ones, and this rank's updated
+                # outputs.
                 before = _size(_common(spec.ranges, range(rows.start)))
                 held = _common(spec.ranges, rows)
                 self.b = ColumnParallelLinear(
@@ -119,7 +119,7 @@ class LowRank(nn.Module):
 
 
 class LowRankUpdates(nn.ModuleDict):
-    """Low-rank updates of a linear layer by name; no two update the same outputs.
+    """Low-rank updates of disjoint outputs of a linear layer, by name.
 
     Args:
         updates: Updates by name.

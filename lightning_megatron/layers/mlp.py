@@ -23,11 +23,11 @@ from lightning_megatron.shapes import Float
 
 
 class MLP(nn.Module):
-    """Feed-forward network with inner features.
+    """Feed-forward network of two linear layers with an activation between them.
 
     Equal to Linear, GELU (or ReLU), Linear. With ``swiglu`` equal to
     ``down(silu(gate(x)) * up(x))``, where gate and up are one fused layer. ``geglu`` and
-    ``geglu_tanh`` use GELU in place of SiLU; ``clamped_swiglu`` is that of
+    ``geglu_tanh`` use GELU in place of SiLU; ``clamped_swiglu`` uses
     :func:`~lightning_megatron.layers.clamped_swiglu.apply_clamped_swiglu`.
 
     Args:
@@ -61,7 +61,7 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
-        #: Whether the backward pass computes the output of the activation again.
+        #: Whether the backward pass recomputes the output of the activation.
         self.recomputes_activation = False
         if is_gated(activation):
             self.gate_up = ColumnParallelLinear(
@@ -113,7 +113,7 @@ class MLP(nn.Module):
         of_gradient = None
         seen = None
         if self.activation == "swiglu":
-            # It finds the magnitudes of what the layers before and after it cast.
+            # SwiGLU finds the magnitudes of the tensors that the layers before and after it cast.
             if first.reads_magnitude and torch.is_grad_enabled():
                 of_gradient = GradientMagnitude()
             if self.down.reads_magnitude:
@@ -127,7 +127,7 @@ class MLP(nn.Module):
         else:
             activated = run(features)
         found = None if seen is None else Magnitude(activated, seen)
-        # Of ReLU only the output is kept.
+        # ReLU keeps only its output for the backward pass, so there is nothing to recompute.
         if not is_recomputed:
             return self.down(activated, magnitude=found)
         with output_recomputed(activated, partial(activate, features.detach(), self.activation)):

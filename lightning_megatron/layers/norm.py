@@ -26,7 +26,7 @@ class _Norm(nn.Module):
     eps: float
     is_rms: bool
     offset: float = 0.0
-    #: Whether Transformer Engine normalises.
+    #: Whether Transformer Engine computes the norm.
     uses_engine: bool = False
 
     @overload
@@ -64,8 +64,8 @@ class _Norm(nn.Module):
             update: Tensor that is added to ``hidden`` before the norm; None means no addition.
             with_stream: Whether to return ``(hidden + update, normalised)``. A layer that uses both
                 results should get them from one call, so that one kernel adds both gradients.
-            seen: Bit patterns, the largest of which grows to the largest magnitude of the
-                normalised vectors; None finds none.
+            seen: Bit patterns of magnitudes, whose maximum is raised to the largest magnitude of
+                the normalised vectors; None computes no magnitude.
         """
         kernels = None if self.uses_engine else fused_kernels(hidden)
         if self.uses_engine and hidden.numel() and self.offset in (0.0, 1.0):
@@ -174,7 +174,7 @@ class RMSNorm(_Norm):
         """Return the factor of every feature, the offset included."""
         if not self.offset:
             return self.weight
-        # In a half type, a weight that is small compared with the offset would be rounded away.
+        # In half precision, a weight that is small compared with the offset would be rounded away.
         return self.weight.to(torch.promote_types(self.weight.dtype, torch.float32)) + self.offset
 
     def _normalise(self, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Norms of the residual stream, with what the layer that reads the result can use of it."""
+"""Norms of the residual stream, which also find the magnitudes that the next layer needs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def normalised_for(
     """Add an update to the residual stream and normalise the sum for a layer.
 
     Returns:
-        The new residual stream, the normalised vectors, and named arguments that the layer must be
-        called with: ``magnitude`` if its attribute ``reads_magnitude`` is true.
+        The new residual stream, the normalised vectors, and keyword arguments for the call of the
+        layer: ``magnitude`` if its attribute ``reads_magnitude`` is true.
 
     Args:
         reader: Layer that reads the normalised vectors.

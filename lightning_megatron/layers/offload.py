@@ -1,4 +1,4 @@
-"""Inputs of layers that wait for the backward pass in host memory."""
+"""Storage of inputs of layers in host memory until their backward passes."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from torch import Tensor
 
 from lightning_megatron.shapes import Shaped
 
-#: Inputs that a forward pass leaves on the device while they are copied.
+#: Number of inputs that a forward pass leaves on the device while they are copied.
 IN_FLIGHT = 2
 
 
 class Copies(Protocol):
-    """Copies between a device and its host, beside the computation."""
+    """Copies between a device and its host that overlap with computation."""
 
     def leave(self, tensor: Shaped[Tensor, "..."]) -> tuple[Shaped[Tensor, "..."], Any]:
-        """Start a copy to host memory; return it and what :meth:`wait` takes."""
+        """Start a copy to host memory; return the copy and its event for :meth:`wait`."""
 
     def arrive(
         self, host: Shaped[Tensor, "..."], device: torch.device
     ) -> tuple[Shaped[Tensor, "..."], Any]:
-        """Start a copy to a device; return it and what :meth:`wait` takes."""
+        """Start a copy to a device; return the copy and its event for :meth:`wait`."""
 
     def wait(self, event: Any) -> None:
-        """Let the computation that follows wait for a copy."""
+        """Make the following computation wait for a copy."""
 
 
 class StreamCopies:
-    """Copies through pinned memory, on a stream for each direction.
+    """Copies through pinned memory, on one CUDA stream for each direction.
 
     Args:
         device: The GPU.
@@ -44,9 +44,9 @@ class StreamCopies:
         self._arriving = torch.cuda.Stream(device)
 
     def leave(self, tensor: Shaped[Tensor, "..."]) -> tuple[Shaped[Tensor, "..."], Any]:
-        """Start a copy to pinned memory, after the computation that has made the tensor.
+        """Start a copy to pinned memory, after the computation of the tensor.
 
-        The caller keeps the tensor until it has waited for the copy.
+        The caller must keep the tensor until it has waited for the copy.
         """
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return host, self._copied(host, tensor, self._leaving)
@@ -54,12 +54,12 @@ class StreamCopies:
     def arrive(
         self, host: Shaped[Tensor, "..."], device: torch.device
     ) -> tuple[Shaped[Tensor, "..."], Any]:
-        """Start a copy to the device, after the computation that used its memory before."""
+        """Start a copy to the device, after earlier computation that used the same memory."""
         tensor = torch.empty(host.shape, dtype=host.dtype, device=device)
         return tensor, self._copied(tensor, host, self._arriving)
 
     def wait(self, event: Any) -> None:
-        """Let the current stream wait for a copy; the host goes on."""
+        """Make the current stream wait for a copy; the host does not wait."""
         torch.cuda.current_stream().wait_event(event)
 
     def _copied(self, target: Tensor, source: Tensor, stream: Any) -> Any:
@@ -70,7 +70,7 @@ class StreamCopies:
 
 
 class PlainCopies:
-    """Copies of tensors that are on the host already, which stand in for those of a GPU."""
+    """Copies of tensors on the CPU, in place of copies between a GPU and its host."""
 
     def leave(self, tensor: Shaped[Tensor, "..."]) -> tuple[Shaped[Tensor, "..."], Any]:
         """Copy a tensor."""
@@ -87,7 +87,7 @@ class PlainCopies:
 
 
 class _Input:
-    """Input of a layer: on the device, on the host, or on its way."""
+    """Input of a layer: on the device, on the host, or being copied between both."""
 
     def __init__(self, tensor: Tensor, copies: Copies, previous: _Input | None) -> None:
         self._copies = copies
@@ -109,7 +109,7 @@ class _Input:
             self._here, self._event = self._copies.arrive(self._host, self._device)
 
     def take(self) -> Tensor:
-        """Return the input, and start to fetch the one of the layer before."""
+        """Return the input, and start to fetch the input of the layer before."""
         self.fetch()
         found = self._here
         assert found is not None, "the input has been fetched"
@@ -121,15 +121,15 @@ class _Input:
 
 
 class HostOffload:
-    """Keep the inputs of layers in host memory between their forward and backward passes.
+    """Offload of the inputs of layers to host memory between their forward and backward passes.
 
     Forward passes copy each input to pinned memory while later layers run, and leave at most
-    ``IN_FLIGHT`` of them on the device. A backward pass fetches the input of one layer while the
-    layer after it runs. Values stay the same bits.
+    ``IN_FLIGHT`` inputs on the device. A backward pass fetches the input of one layer while the
+    layer after it runs. The copies are bitwise equal.
 
     Args:
-        firsts: First layers of the passes, before which nothing is fetched.
-        copies: Copies to use; None chooses those of each input's device.
+        firsts: Indices of the first layers of forward passes, at which prefetching ends.
+        copies: Implementation of the copies; None chooses it by the device of the first input.
 
     Source: Rajbhandari et al. 2020, section 5.2 (P_a+cpu).
     """
@@ -138,18 +138,18 @@ class HostOffload:
         self._firsts = firsts
         self._copies = copies
         self._leaving = deque[_Input]()
-        # The graphs of backward passes own the inputs, and free those that they do not need.
+        # Autograd graphs own the inputs and free them, so this reference must be weak.
         self._last: weakref.ref[_Input] | None = None
 
     @contextmanager
     def keeping(self, hidden: Shaped[Tensor, "..."], layer: int) -> Iterator[None]:
-        """Let operators of the block keep ``hidden`` in host memory.
+        """Make autograd save ``hidden`` in host memory for operators inside the block.
 
         Args:
-            hidden: Input of a layer, which the block writes into nowhere.
+            hidden: Input of a layer, which the block does not write to.
             layer: Index of the layer.
         """
-        # Autograd keeps the functions: they must not refer to the tensor.
+        # Autograd keeps the functions, so they must not refer to the tensor.
         storage = hidden.untyped_storage()._cdata
         shape = hidden.shape
 

@@ -28,8 +28,8 @@ from lightning_megatron.shapes import Float, Shaped
 class ParameterStack(nn.Module):
     """Parameters that are concatenated along the first dimension.
 
-    Each parameter has its own name and gradient, and can be frozen, put into an optimizer group and
-    saved separately. If the parameters are adjacent in memory, the concatenation is a view of it;
+    Each parameter keeps its name and gradient, and can be frozen, put into an optimizer group and
+    saved separately. If the parameters are adjacent in memory, the concatenation is a view;
     otherwise it is a copy.
 
     Shapes: parameters ``(rows_i, ...)``; output ``(sum of rows_i, ...)``.
@@ -69,8 +69,8 @@ class ParameterStack(nn.Module):
 def split_parameter(parameter: nn.Parameter, rows: Sequence[int]) -> list[nn.Parameter]:
     """Split a sharded parameter along the rows of its full tensor.
 
-    The parts share the memory and the attributes of the parameter. Each gets the ShardSpec of its
-    own full tensor.
+    The parts share the memory and the attributes of the parameter. Each part gets the ShardSpec of
+    its full tensor.
 
     Shapes: parameter ``(local rows, ...)`` of a full tensor ``(sum of rows, ...)``.
 
@@ -105,7 +105,7 @@ def split_parameter(parameter: nn.Parameter, rows: Sequence[int]) -> list[nn.Par
 
 
 def _part_of(spec: ShardSpec, first: int, count: int) -> ShardSpec:
-    """Return the ShardSpec of a part that is ``count`` rows of a full tensor, from ``first`` on."""
+    """Return the ShardSpec of the part with ``count`` rows of a full tensor from ``first`` on."""
     ranges = []
     for piece in spec.ranges:
         start = max(piece.start, first)
@@ -128,7 +128,7 @@ class _Leaf:
     origins: tuple[tuple[int, GradientSlot], ...]
 
     def presents(self, parts: Iterable[Tensor | None]) -> bool:
-        """Return whether these parameters still have the addresses and the slots of the leaf."""
+        """Return whether the parameters still have the addresses and slots noted in the leaf."""
         for part, (address, slot) in zip(parts, self.origins, strict=True):
             if part is None or part.data_ptr() != address or slot_of(part) is not slot:
                 return False
@@ -143,7 +143,7 @@ def _leaf_of(parts: Sequence[nn.Parameter]) -> _Leaf | None:
         return None
     slot = StackedSlot(slots, [len(part) for part in parts])
     set_slot(tensor.requires_grad_(), slot)
-    # Operators that do not know gradient slots leave the gradient in ``.grad``.
+    # Operators that do not support gradient slots accumulate the gradient in ``.grad``.
     tensor.register_post_accumulate_grad_hook(partial(_move_to_slot, slot))
     return _Leaf(
         tensor,
@@ -183,7 +183,8 @@ def neighbours_as_one(
 ) -> Shaped[Tensor, "rows ..."] | None:
     """Return adjacent tensors as one view of their memory; None if they are not adjacent.
 
-    Weights whose numbers are in 8 bits elsewhere are joined to a tensor of NaN without memory.
+    Parameters that are stored in 8 bits are joined to a placeholder: a tensor of NaN that takes no
+    memory.
 
     Shapes: contiguous parts that agree in all dimensions but the first, whose sizes add up.
     """

@@ -18,8 +18,8 @@ from lightning_megatron.shapes import Shaped
 def replayed(function: Callable[..., Any], random: RandomStreams, layer: int, *args: Any) -> Any:
     """Call ``function`` and recompute it in the backward pass, instead of keeping its activations.
 
-    Equal to ``function(*args)``, gradients included, also if it draws random numbers. The
-    recomputation moves the streams back to the position of the first run, although other
+    Equal to ``function(*args)``, gradients included, even if it draws random numbers: the
+    recomputation moves the random streams back to the position of the first run, although other
     microbatches may have run since. The draws of ``function`` must be the first ones of their
     streams in ``layer``, because a seek returns to the start of a layer.
 
@@ -28,8 +28,8 @@ def replayed(function: Callable[..., Any], random: RandomStreams, layer: int, *a
             backward pass.
         random: Random streams of the function.
         layer: Layer of the function's draws, as passed to ``RandomStreams.seek``.
-        args: Tensors and plain values. Tensors that the function reads in other ways stay in
-            memory.
+        args: Tensors and plain values. Tensors that the function reads in other ways, such as from
+            a closure, stay in memory.
 
     Communication: that of ``function``, a second time in the backward pass.
     Source: Chen et al. 2016; Korthikanti et al. 2022, section 5 (selective).
@@ -64,20 +64,20 @@ def recomputed(function: Callable[..., Any], *args: Any) -> Any:
 
 @contextmanager
 def output_recomputed(output: Shaped[Tensor, "..."], again: Callable[[], Tensor]) -> Iterator[None]:
-    """Let the operators of the block keep how ``output`` was computed, instead of its values.
+    """Recompute ``output`` in the backward pass of operators inside the block.
 
-    Where they would keep it for the backward pass, it is computed again there, by each of them that
-    needs it. Compiled operators keep what their compiler decides.
+    Every operator that would save ``output`` for its backward pass recomputes it there instead.
+    Compiled operators save what their compiler decides.
 
     Args:
-        output: Result of a cheap function, without random numbers.
+        output: Result of a cheap function without random numbers.
         again: Function that computes equal values from tensors that are kept anyway.
     """
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and output.requires_grad):
         yield
         return
     storage = output.untyped_storage()
-    # Autograd keeps the functions: they must not refer to the output.
+    # Autograd keeps the functions, so they must not refer to the output.
     key = storage._cdata
     num_bytes = storage.nbytes()
     kind = output.device.type
@@ -113,8 +113,8 @@ class _Replay:
         if not self.ran:
             self.ran = True
             result = self.function(*args)
-            # The position is that of the layer that the function ran in, which it may have entered
-            # itself.
+            # The position belongs to the layer in which the function ran, which the function may
+            # have entered by a seek.
             self.position = self.random.position
             return result
         interrupted = self.random.position

@@ -39,15 +39,15 @@ def column_linear(
     """Enter a tensor-parallel region and multiply by this rank's rows of a weight.
 
     Equal to ``linear(full sequence, weight, bias)``, with the gradient of the input summed over tp.
-    The input is the only activation that is kept. Under sequence parallelism this rank keeps its
-    own positions only, and the backward pass gathers the input again. Gradients of weights and
-    biases with a gradient slot are added to it and bypass autograd.
+    The input is the only activation that is kept. Under sequence parallelism this rank keeps only
+    its positions of the input, and the backward pass all-gathers the input again. Gradients of
+    weights and biases with a gradient slot are added to the slot and bypass autograd.
 
     Communication: backward an all-reduce over tp, overlapped with the weight gradient. Under
         sequence parallelism forward an all-gather; backward an all-gather, overlapped with the
         input gradient, and a reduce-scatter, overlapped with the weight gradient. If the weight
-        gradient is left to a weight half, the backward pass has no all-gather: the weight half has
-        it.
+        gradient is deferred to a weight half, that half runs the all-gather instead of the
+        backward pass.
     Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2.
     """
     if _is_plain(weight, bias, mesh):
@@ -66,7 +66,8 @@ def row_linear(
     The bias is added once, after the sum over the ranks.
 
     Equal to ``linear(full input, full weight, bias)``. The input is the only activation that is
-    kept. Gradients of weights and biases with a gradient slot are added to it and bypass autograd.
+    kept. Gradients of weights and biases with a gradient slot are added to the slot and bypass
+    autograd.
 
     Communication: an all-reduce over tp forward; under sequence parallelism a reduce-scatter
         forward and an all-gather backward. ``groups.collective_matmul`` documents when they
@@ -104,7 +105,7 @@ def column_border(ctx: Any) -> Border | None:
 
 
 def row_border(ctx: Any) -> Border | None:
-    """Return the border at which it ends: the output is summed before the bias."""
+    """Return the border at which the region ends: the output is summed before the bias."""
     shares = ctx.mesh.sequence_parallel
     return None if ctx.mesh.tp.size == 1 else Border((True, True, shares), takes_parts=shares)
 
@@ -176,7 +177,7 @@ class _RowLinear(torch.autograd.Function):
             return F.linear(hidden, weight, bias)
         if mesh.sequence_parallel:
             return add_bias(matmul_reduce_scatter(hidden, weight.t(), mesh.tp), bias)
-        # No one else has a reference to the partial result, so the sum may overwrite it.
+        # No other code has a reference to the partial result, so the sum may overwrite it.
         return add_bias(all_reduce_(F.linear(hidden, weight), mesh.tp), bias)
 
     @staticmethod
@@ -236,7 +237,7 @@ def remember(
     bias: Float[Tensor, "out_local"] | None,
     mesh: ParallelMesh,
 ) -> None:
-    """Note what the backward pass of a linear layer needs beside tensors.
+    """Store in the context what the backward pass of a linear layer needs besides tensors.
 
     Args:
         ctx: Context of the layer.
@@ -258,7 +259,7 @@ def remember(
 def add_bias(
     output: Float[Tensor, "*tokens features"], bias: Float[Tensor, "features"] | None
 ) -> Float[Tensor, "*tokens features"]:
-    """Return the sum of an output and a bias, in the memory of the output if types agree."""
+    """Return the sum of an output and a bias, in the memory of the output if dtypes agree."""
     if bias is None:
         return output
     return output.add_(bias) if bias.dtype == output.dtype else output + bias
@@ -267,7 +268,7 @@ def add_bias(
 def start_gathering(
     x: Shaped[Tensor, "seq_local ..."], mesh: ParallelMesh
 ) -> tuple[Shaped[Tensor, "seq ..."], Pending]:
-    """Start to join the positions of the tensor-parallel ranks."""
+    """Start to all-gather the positions of the tensor-parallel ranks."""
     x = x.contiguous()
     full = x.new_empty((mesh.tp.size * x.shape[0], *x.shape[1:]))
     return full, start_all_gather(full, x, mesh.tp)
@@ -276,7 +277,10 @@ def start_gathering(
 def start_summing(
     x: Float[Tensor, "seq ..."], mesh: ParallelMesh
 ) -> tuple[Float[Tensor, "seq_local ..."], Pending]:
-    """Start to sum over the tensor-parallel ranks; each keeps its own positions."""
+    """Start to sum over the tensor-parallel ranks.
+
+    Under sequence parallelism each rank gets the sum for its positions only.
+    """
     if not mesh.sequence_parallel:
         return x, start_all_reduce(x, mesh.tp)
     out = x.new_empty((x.shape[0] // mesh.tp.size, *x.shape[1:]))
@@ -289,7 +293,7 @@ def as_rows(x: Float[Tensor, "*tokens features"]) -> Float[Tensor, "rows feature
 
 
 def _input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
-    # Under autocast the dtype of the product is narrower than that of its operands.
+    # Under autocast the gradient may have a narrower dtype than the weight.
     return torch.mm(as_rows(grad), weight.to(grad.dtype)).view(*grad.shape[:-1], weight.shape[1])
 
 
@@ -303,7 +307,7 @@ def _weight_gradient(ctx: Any, grad: Tensor, hidden: Tensor) -> Tensor | None:
 
 
 def open_queue(ctx: Any) -> WeightGradientQueue | None:
-    """Return the queue that the weight gradient is left to; None if it is computed at once."""
+    """Return the queue that the weight gradient is deferred to; None if it is computed at once."""
     slot = ctx.weight_slot
     return None if slot is None or not ctx.needs_input_grad[1] else slot.open_queue
 
@@ -315,7 +319,7 @@ def _leave_weight_gradient(
     hidden: Tensor,
     gathers_over: ParallelMesh | None,
 ) -> None:
-    """Leave a weight gradient to the weight half.
+    """Defer a weight gradient to the weight half.
 
     Args:
         queue: Queue of the weight half.
@@ -324,7 +328,7 @@ def _leave_weight_gradient(
         hidden: The input, or this rank's positions of it.
         gathers_over: Mesh over which the weight half gathers the input; None if the input is whole.
     """
-    # Detached, because the input would keep the graph that computed it.
+    # Tensors are detached, because the input would keep the graph that computed it alive.
     product = partial(_start_product, slot, grad.detach(), hidden.detach(), gathers_over)
     queue.put(product, slot.slots)
 

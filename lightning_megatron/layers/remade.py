@@ -1,4 +1,4 @@
-"""Tensors that a backward pass makes again instead of keeping them."""
+"""Tensors that a backward pass recomputes instead of keeping them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from lightning_megatron.shapes import Shaped
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the backward pass makes a tensor again, from tensors that are kept in any case.
+    """Function and tensors from which the backward pass recomputes a tensor.
 
     Args:
-        make: Function from these tensors to the tensor. It runs without gradients.
-        tensors: The tensors.
+        make: Function from the kept tensors to the tensor; it runs without gradients.
+        tensors: Tensors that are kept for the backward pass anyway.
     """
 
     make: Callable[..., Tensor]
@@ -25,18 +25,18 @@ class Recipe:
 
     @classmethod
     def of(cls, make: Callable[..., Tensor], *tensors: Shaped[Tensor, "..."]) -> Recipe:
-        """Return the recipe of what a function makes of tensors, whose gradients do not matter."""
+        """Return the recipe of a function of tensors, which are detached."""
         return cls(make, tuple(tensor.detach() for tensor in tensors))
 
     def to(self, dtype: torch.dtype) -> Recipe:
         """Return the recipe of the tensor in another dtype."""
-        # Not `self.make`: an operator that keeps the function would keep the tensors by it.
+        # The function must not refer to `self`: an operator that keeps it would keep the tensors.
         make = self.make
         return Recipe(lambda *tensors: make(*tensors).to(dtype), self.tensors)
 
     @classmethod
     def keeping(cls, tensor: Shaped[Tensor, "..."]) -> Recipe:
-        """Return the recipe of a tensor that is kept itself."""
+        """Return the recipe of a tensor that is kept instead of recomputed."""
         return cls(_itself, (tensor,))
 
 

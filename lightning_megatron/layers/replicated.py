@@ -110,13 +110,13 @@ def first_place(
 ) -> Float[Tensor, "batch hidden"]:
     """Return the vectors at the first position of every sequence, on all tensor-parallel ranks.
 
-    All ranks must compute the same from the result. Its gradient is then counted once.
+    All ranks must compute the same values from the result. Its gradient is then counted once.
 
     Communication: under sequence parallelism an all-reduce over tp forward, none backward.
     """
     if not mesh.sequence_parallel:
         return hidden[0]
-    # The other ranks add zeros instead of nothing: they need a backward pass too, because the
-    # layers before communicate in theirs.
+    # The other ranks contribute zeros that depend on their hidden states, because their earlier
+    # layers must take part in the communication of the backward pass.
     elsewhere = torch.full((), mesh.tp.rank != 0, dtype=torch.bool, device=hidden.device)
     return reduce_from_axis(hidden[0].masked_fill(elsewhere, 0.0), mesh.tp)

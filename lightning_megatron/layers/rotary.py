@@ -19,7 +19,7 @@ from lightning_megatron.shapes import Float, Int
 #: Sequence length, dtype and device of tables.
 _TableKey: TypeAlias = tuple[int, torch.dtype, torch.device]
 
-#: Most lengths whose tables are kept.
+#: Maximum number of cached tables.
 _MOST_KEPT = 8
 
 
@@ -113,7 +113,7 @@ def _tables(
 class RotaryTables:
     """Rotary tables with a cache for the last sequence lengths, dtypes and devices.
 
-    Tables in the cache keep their addresses, so that CUDA graphs can read them where they lie.
+    Tables in the cache keep their addresses, so that CUDA graphs can read them in place.
 
     Equal to ``rotary_tables``, or to ``position_tables`` if positions are given.
 
@@ -121,8 +121,8 @@ class RotaryTables:
         head_dim: Number of rotated elements of a head; even (elements).
         base: Base of the wavelengths, also called theta.
         scaling: Scaling of the angles for long sequences; None means none.
-        context: Ranks that share a sequence, of which each gets the tables of its own positions;
-            None means whole sequences.
+        context: Ranks that share a sequence, each of which gets the tables of its positions; None
+            means whole sequences.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class RotaryTables:
         self.base = base
         self.scaling = scaling
         self.context = context or MeshAxis("cp")
-        #: Tables by key, the last used ones first.
+        #: Tables by key, the most recently used first.
         self._kept: tuple[tuple[_TableKey, tuple[Tensor, Tensor]], ...] = ()
 
     def __call__(
@@ -154,7 +154,8 @@ class RotaryTables:
             seq_length: Number of positions of whole sequences, if none are given (tokens).
             hidden: Hidden states that determine dtype and device.
             positions: Position of every token; None counts from 0.
-            cut: Positions that each rank holds; None means that rows are cut. Only with positions.
+            cut: Positions that each rank holds; None means that whole rows are cut. Only with
+                positions.
         """
         if positions is not None:
             whole = position_tables(
@@ -171,7 +172,7 @@ class RotaryTables:
             tables = kept.pop(key, None)
             if tables is None:
                 tables = self._new_tables(seq_length, hidden)
-            # A new tuple, because captured steps hold the old one with the tables that they read.
+            # The tuple is new, because captured steps hold the old one with the tables they read.
             self._kept = ((key, tables), *list(kept.items())[: _MOST_KEPT - 1])
         return self._kept[0][1]
 
@@ -192,7 +193,7 @@ class RotaryTables:
     def _own(
         self, tables: tuple[Tensor, Tensor], cut: TokenOrder | None = None
     ) -> tuple[Tensor, Tensor]:
-        # Scalings depend on the longest sequence, so the tables of whole sequences are cut.
+        # Scalings may depend on the largest position, so whole tables are computed and then cut.
         return own_part(tables[0], self.context, 0, cut), own_part(tables[1], self.context, 0, cut)
 
 
@@ -217,7 +218,7 @@ def apply_rotary(
         turned = apply_rotary(heads[..., :rotated], tables, interleaved)
         return torch.cat((turned, heads[..., rotated:]), dim=-1)
     if interleaved:
-        # Both halves of a table are the angles of all pairs.
+        # Each half of a table contains the values of all pairs.
         cosines, sines = (table[..., : rotated // 2] for table in tables)
         first, second = heads.unflatten(-1, (-1, 2)).unbind(-1)
         pairs = (first * cosines - second * sines, second * cosines + first * sines)
@@ -253,7 +254,8 @@ def split_heads(
         head_dim: Size of a head (elements).
         tables: Cosines and sines from ``rotary_tables``; None means no rotation.
         norms: Modules that normalise queries and keys before the rotation; None means no norms.
-        norms_layer: Whether the norms take the features of all heads; otherwise each head's.
+        norms_layer: Whether the norms normalise the features of all heads together; otherwise they
+            normalise each head.
         interleaved: Whether neighbouring elements of a head are rotated as a pair.
     """
     kernels = fused_kernels(qkv)
@@ -284,5 +286,5 @@ def split_heads(
 
 
 def _is_plain(tables: tuple[Tensor, Tensor], head_dim: int, interleaved: bool) -> bool:
-    """Return whether whole heads are rotated in halves, in all rows by the same angles."""
+    """Return whether whole heads are rotated in halves, by the same angles in all rows."""
     return tables[0].shape[1] == 1 and tables[0].shape[-1] == head_dim and not interleaved

@@ -21,7 +21,7 @@ def rotary_frequencies(
 ) -> Float[Tensor, "{dim}//2"]:
     """Compute the angle in radians between neighbouring positions for every pair of elements.
 
-    Bitwise equal to Hugging Face's functions for the kinds of scaling; in float32.
+    Bitwise equal to Hugging Face's functions for each kind of scaling. The result is float32.
 
     Args:
         dim: Number of rotated elements of a head; even (elements).
@@ -50,7 +50,8 @@ def _llama3(powers: Tensor, scaling: RotaryScaling) -> Tensor:
     high = scaling.high_frequency_factor
     plain = 1.0 / powers
     wavelengths = 2 * math.pi / plain
-    # Slow pairs are stretched, fast ones are kept, and those between are blended.
+    # Low frequencies are divided by the factor, high ones do not change, and frequencies between
+    # both limits are interpolated.
     is_slow = wavelengths > length / low
     is_fast = wavelengths < length / high
     stretched = torch.where(is_slow, plain / factor, plain)
@@ -64,7 +65,7 @@ def _yarn(powers: Tensor, base: float, scaling: RotaryScaling) -> Tensor:
     length = scaling.original_length
     assert length is not None, "RotaryScaling refuses this kind without it"
 
-    # The index of the pair that makes so many turns over the original length.
+    # Returns the index of the pair that makes ``times`` turns over the original length.
     def pair_that_turns(times: float) -> float:
         return (2 * num * math.log(length / (times * 2 * math.pi))) / (2 * math.log(base))
 

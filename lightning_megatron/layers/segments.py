@@ -17,7 +17,7 @@ from lightning_megatron.plan.segment_scopes import SegmentScope, expanded_scopes
 class Segment:
     """One piece of a forward pass.
 
-    Values that go from segment to segment are tensors, plain values, None, or tuples and frozen
+    Values passed from segment to segment are tensors, plain values, None, or tuples and frozen
     dataclasses of these.
 
     Args:
@@ -28,13 +28,13 @@ class Segment:
         writes: Names of the output values.
         is_static: Whether all sizes follow from input shapes, without a copy from device to host,
             so that a CUDA graph can capture the segment.
-        scopes: Scopes of the segment's work. Usually there is one.
+        scopes: Scopes of the segment's work, usually one.
         modules: Modules whose parameters the segment reads.
-        starts_transfer: Whether the written values hold transfers that have started, and for which
-            the segments that read these values wait.
-        parts: Function that returns the list that ``run`` runs; None if there is no such list.
+        starts_transfer: Whether the written values contain started transfers, for which the
+            segments that read these values wait.
+        parts: Function that returns the list of segments that ``run`` runs; None if there is none.
         stays_whole: Whether :meth:`SegmentList.opened` keeps the segment although it has parts,
-            because ``run`` does more than to run them.
+            because ``run`` does more than run them.
         keeps_only_inputs: Whether the backward pass reads nothing of the forward pass but the
             values of ``reads``, because it recomputes the rest.
     """
@@ -122,7 +122,7 @@ class SegmentList:
             )
         if self._begin is not None:
             self._begin()
-        # Every block runs a list in every pass. Places and ranges are faster than names.
+        # This code runs in every pass of every block. Indices and slices are faster than names.
         held = [*values, *self._room]
         del values
         for run, reads, read_span, writes, write_span, dropped in self._steps:
@@ -149,7 +149,7 @@ class SegmentList:
 
         Args:
             values: Input values, in the order of their names.
-            between: List to which the values are added that all segments but the last write.
+            between: List to which the values that all segments but the last write are appended.
         """
         if self._begin is not None:
             self._begin()
@@ -169,7 +169,7 @@ class SegmentList:
 
     @property
     def keeps_only_inputs(self) -> bool:
-        """Return whether backward passes read nothing but what the segments read."""
+        """Return whether backward passes read nothing but the inputs of the segments."""
         return all(segment.keeps_only_inputs for segment in self.segments)
 
     @property
@@ -190,15 +190,15 @@ class SegmentList:
         )
 
     def opened(self, keeps_whole: Callable[[nn.Module], bool] = is_compiled) -> SegmentList:
-        """Return the list with the parts of segments in place of these segments.
+        """Return the list with every segment that has parts replaced by its parts.
 
-        Equal to this list, gradients included, except that the modules of opened segments are not
-        called themselves: their hooks do not run. The names of the parts, and of values between
-        them, begin with the name of the segment.
+        Equal to this list, gradients included, except that the modules of replaced segments are not
+        called, so their hooks do not run. The names of the parts, and of values between them, begin
+        with the name of the segment.
 
         Args:
-            keeps_whole: Function that returns whether a module must be called itself. Its segment
-                is then kept; it is static if all its parts are, and has the scopes of all of them.
+            keeps_whole: Function that returns whether a module must be called as a whole. Its
+                segment is then kept; it is static if all its parts are, and has all their scopes.
         """
         found = [one for segment in self.segments for one in _opened(segment, keeps_whole)]
         return SegmentList(_after(self._begin, found), self.inputs, self.outputs)
@@ -233,14 +233,14 @@ class SegmentList:
 
 
 def _span_of(places: tuple[int, ...]) -> slice | None:
-    """Return the range of places that follow each other; None if they do not."""
+    """Return the slice of consecutive places; None if the places are not consecutive."""
     first = places[0]
     is_range = places == tuple(range(first, first + len(places)))
     return slice(first, first + len(places)) if is_range else None
 
 
 def names_from_outside(segments: Iterable[Segment], outputs: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the values that segments read and do not write before.
+    """Return the names of the values that segments read and no earlier segment writes.
 
     Args:
         segments: Segments in execution order.
@@ -263,21 +263,20 @@ def split(
 ) -> list[SegmentList]:
     """Split a list into static runs and eager pieces, which follow each other.
 
-    Each piece is a list: it has ``inputs``, the values that it reads from outside, and ``outputs``,
-    those of its values that a later piece or the caller reads. ``is_static`` tells static runs from
-    eager pieces, and ``parameters`` are those that the piece reads. The pieces one after the other
-    equal ``segments.opened(keeps_whole)``.
+    Each piece is a list: its ``inputs`` are the values that it reads from outside, its ``outputs``
+    the values that a later piece or the caller reads. ``is_static`` distinguishes static runs from
+    eager pieces. Running the pieces one after the other equals ``segments.opened(keeps_whole)``.
 
-    A transfer starts and ends in one piece, and the segments between start and end are in that
-    piece, too. The piece is eager if one of them is. A static run keeps either only the inputs of
-    all its segments for the backward pass, or more than that of each of them.
+    A transfer starts and ends in one piece, together with the segments between start and end; the
+    piece is eager if one of these segments is. Segments that keep only their inputs for the
+    backward pass are not in one static run with segments that keep more.
 
     Args:
         segments: List of a chunk or of a layer.
         scopes: Scopes whose static segments go into static runs; ``all`` means every scope.
-        cuts: Names of segments of the opened list after which a static run ends. In the middle of a
-            transfer it ends after the transfer.
-        keeps_whole: Function that returns whether a module must be called itself.
+        cuts: Names of segments of the opened list after which a static run ends. During a transfer
+            the run ends after the transfer.
+        keeps_whole: Function that returns whether a module must be called as a whole.
 
     Raises:
         UnsupportedError: If a scope or a cut is unknown.
@@ -309,7 +308,7 @@ def _are_static(segments: Sequence[Segment]) -> bool:
 
 
 def _kind_of(segments: Sequence[Segment]) -> tuple[bool, bool]:
-    """Return whether segments are static, and whether these keep only their inputs."""
+    """Return whether segments are static, and whether static ones keep only their inputs."""
     is_static = _are_static(segments)
     return is_static, is_static and all(segment.keeps_only_inputs for segment in segments)
 
@@ -335,7 +334,7 @@ def _indivisible(segments: Sequence[Segment]) -> Iterator[list[Segment]]:
 def _with_surfaces(
     pieces: Sequence[Sequence[Segment]], outputs: tuple[str, ...]
 ) -> list[SegmentList]:
-    """Return pieces with the names that they read from outside and that later ones read."""
+    """Return pieces as lists, with the names that they read from outside and that others read."""
     found: list[SegmentList] = []
     needed = set(outputs)
     for piece in reversed(pieces):
@@ -377,7 +376,7 @@ def _opened(segment: Segment, keeps_whole: Callable[[nn.Module], bool]) -> Itera
 
 
 def _after(begin: Callable[[], None] | None, segments: Sequence[Segment]) -> list[Segment]:
-    """Let the first segment run ``begin`` first."""
+    """Return the segments with ``begin`` run at the start of the first one."""
     if begin is None or not segments:
         return list(segments)
     first = replace(segments[0], run=partial(_run_after, begin, segments[0].run))

@@ -1,4 +1,4 @@
-"""Sequence-parallel activations in modules that do not know about sequence parallelism."""
+"""Sequence-parallel activations in modules without support for sequence parallelism."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _COMMON = frozenset({"__get__", "__set__", "dim", "is_floating_point", "is_compl
 
 
 class SequenceShard(Tensor):
-    """Full activation of which this rank stores its positions only.
+    """Full activation of which this rank stores only its positions.
 
     The shape is that of the full activation. Functions that compute every position independently
-    run on this rank's shard. Before all other functions the shards are gathered, so that every
-    function gives the result of the full activation.
+    run on this rank's shard. Before all other functions the shards are all-gathered, so every
+    function returns the result for the full activation.
 
     Communication: an all-gather over tp before functions that cannot run on a shard.
     """
@@ -50,7 +50,7 @@ class SequenceShard(Tensor):
 
     @classmethod
     def of(cls, part: Shaped[Tensor, "... seq_local hidden"], axis: MeshAxis) -> SequenceShard:
-        """Return the activation of which ``part`` is this rank's shard."""
+        """Return the activation whose shard on this rank is ``part``."""
         result = part.as_subclass(cls)
         result.axis = axis
         return result
@@ -83,7 +83,7 @@ class SequenceShard(Tensor):
         args: Any = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run a function of torch on the shard if it allows that, else on the full activation."""
+        """Run a function of torch on the shard if possible, otherwise on the full activation."""
         kwargs = dict(kwargs or {})
         name = func.__name__
         if func == Tensor.shape.__get__:  # type: ignore[attr-defined]

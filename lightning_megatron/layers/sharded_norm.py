@@ -13,7 +13,7 @@ from lightning_megatron.shapes import Float
 
 
 class ShardedRMSNorm(nn.Module):
-    """RMS norm of vectors whose features lie on the ranks of the tensor axis.
+    """RMS norm of vectors whose features are sharded over the tensor axis.
 
     Equal to torch.nn.RMSNorm(num_features, eps) of the whole vectors. The mean square of half types
     is computed in float32.

@@ -2,9 +2,9 @@
 
 The first gradient of a step overwrites the sum in its slot, and later ones are added to it. Layers
 choose between the two in Python, by :attr:`GradientSlot.is_empty`. A CUDA graph repeats the choice
-that was made when it was captured. There are therefore two graphs of a backward pass, one for empty
-slots and one for filled ones. The code that replays them chooses by :func:`state_of`, and sets the
-flags that the pass would have set by :func:`mark_filled`.
+of its capture, so a backward pass has two graphs: one for empty slots and one for filled slots. The
+code that replays them chooses one by :func:`state_of`, and sets the flags that the pass would have
+set by :func:`mark_filled`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SlotState = Literal["empty", "filled", "mixed"]
 
 
 def state_of(slots: Iterable[GradientSlot]) -> SlotState:
-    """Return whether no slot, every slot or only some slots hold a sum; no slots are empty."""
+    """Return whether no slot, every slot or some slots hold a sum; ``empty`` without slots."""
     flags = {slot.is_empty for slot in slots}
     if len(flags) > 1:
         return "mixed"
@@ -38,8 +38,8 @@ def mark_filled(
 
     Args:
         slots: The slots.
-        rows: Rows of the gradients in slots that got gradients of rows only. They are copied,
-            because the next replay overwrites them.
+        rows: Rows of the gradients, for slots that got gradients of known rows only. The tensors
+            are copied, because the next replay overwrites them.
     """
     for slot in slots:
         own = rows.get(slot)
@@ -60,7 +60,7 @@ def fill_empty(slots: Iterable[GradientSlot]) -> None:
 
 @contextmanager
 def kept_states(slots: Iterable[GradientSlot]) -> Iterator[None]:
-    """Give the slots the states that they have now back when the block ends."""
+    """Restore the current states of the slots when the block ends."""
     before = [(slot, slot.is_empty, slot.rows) for slot in slots]
     try:
         yield

@@ -15,7 +15,7 @@ def stacked_view(tensors: Sequence[Shaped[Tensor, "..."]]) -> Shaped[Tensor, "ex
     Every matrix product of experts calls this function, so it is cheap and caches nothing. Memory
     within the storage of the first tensor belongs to that storage, because storages do not overlap.
 
-    Shapes: the output has one dimension more than the tensors, which it counts.
+    Shapes: tensors ``(*shape)``; output ``(number of tensors, *shape)``.
     """
     first = tensors[0]
     num_tensors = len(tensors)
@@ -27,7 +27,7 @@ def stacked_view(tensors: Sequence[Shaped[Tensor, "..."]]) -> Shaped[Tensor, "ex
     stop = start + step * num_tensors
     if step <= 0 or step % first.element_size() or addresses != list(range(start, stop, step)):
         return None
-    # Counting in lists is faster than a Python loop: there may be hundreds of tensors.
+    # ``list.count`` is faster than a Python loop: there may be hundreds of tensors.
     shape = first.shape
     strides = first.stride()
     dtype = first.dtype

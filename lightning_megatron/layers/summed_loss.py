@@ -34,14 +34,14 @@ def summed_cross_entropy(
 ) -> Float[Tensor, ""]:
     """Compute the sum of the losses of all tokens, with the logits of one chunk at a time.
 
-    Equal to ``chunked_cross_entropy(...).sum()``, gradients included, with three products for four:
-    the forward pass computes the gradients of the sum while it has the logits, and the backward
-    pass multiplies them with the gradient of the sum. One number is the gradient of all losses, so
-    it may be known later. Between both passes this keeps the weight gradient in float32, and the
+    Equal to ``chunked_cross_entropy(...).sum()``, gradients included, with three matrix products
+    instead of four: the forward pass computes the gradients of the sum while it has the logits, and
+    the backward pass multiplies them by the gradient of the sum, one number that is the gradient of
+    all losses. Between both passes this function keeps the weight gradient in float32, and the
     gradient of ``hidden`` in place of ``hidden``.
 
-    float16 computes ``chunked_cross_entropy(...).sum()``: without the loss scale its small
-    gradients would be zero.
+    In float16 this function calls ``chunked_cross_entropy(...).sum()``, because small gradients
+    would be zero without the loss scale.
 
     Args:
         hidden: Output of the last norm.
@@ -49,7 +49,7 @@ def summed_cross_entropy(
         labels: Token ids.
         mesh: Process groups of this rank.
         vocab_size: The true vocabulary, without padding (tokens).
-        chunk: Tokens whose logits exist at once (tokens).
+        chunk: Number of tokens whose logits exist at the same time (tokens).
         label_smoothing: Probability spread evenly over the vocabulary.
         ignore_index: Label whose loss and gradient are zero.
         form: Scale and bound of the logits; None means none.
@@ -71,7 +71,7 @@ def summed_cross_entropy(
     check_ids(labels, vocab_size, ignore_index)
     terms = LossTerms(mesh.tp, vocab_size, label_smoothing, ignore_index)
     head = ChunkedHead(terms, mesh, chunk, form or LogitForm(), slot_of(weight))
-    # Inside of the function no gradients are enabled.
+    # Inside the autograd function, grad mode is disabled.
     wants_gradients = torch.is_grad_enabled()
     return _SummedCrossEntropy.apply(hidden, weight, labels, head, wants_gradients)
 
@@ -124,7 +124,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
                 if slot is not None:
                     slot.add_product(grad, part.to(grad.dtype))
                 del grad
-            # The next chunk uses this memory.
+            # The next chunk reuses this memory.
             del logits
         kept = None
         if grad_hidden is not None:
@@ -142,7 +142,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
         unit_hidden, unit_weight = ctx.saved_tensors
         grad_hidden = grad_weight = None
         if unit_hidden is not None:
-            # A factor of one dimension keeps its type: it is not rounded to that of the gradient.
+            # A factor with one dimension takes part in type promotion, so it is not rounded to the
+            # dtype of the gradient.
             grad_hidden = torch.empty_like(unit_hidden, dtype=ctx.dtypes[0])
             torch.mul(unit_hidden, grads[0].reshape(1), out=grad_hidden)
         if unit_weight is not None:

@@ -17,14 +17,14 @@ def apply_swiglu(
 ) -> Float[Tensor, "*tokens gate_up//2"]:
     """Multiply the SiLU of the first half of the features by the second half.
 
-    The fused kernel finds magnitudes in the pass that computes the numbers.
+    The fused kernel finds magnitudes in the pass over memory that computes the values.
 
     Args:
         gate_up: The features.
-        seen: Bit patterns, the largest of which grows to the largest magnitude of the output; None
-            finds none.
-        of_gradient: Where the backward pass leaves the largest magnitude of the gradient of
-            ``gate_up``; None finds none.
+        seen: Bit patterns of magnitudes, whose maximum is raised to the largest magnitude of the
+            output; None computes no magnitude.
+        of_gradient: Object in which the backward pass stores the largest magnitude of the gradient
+            of ``gate_up``; None computes no magnitude.
 
     Source: Shazeer 2020.
     """

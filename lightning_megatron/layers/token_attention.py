@@ -12,7 +12,7 @@ from lightning_megatron.shapes import Float, Int
 
 
 def why_no_token_attention(kind: AttentionSpan) -> str | None:
-    """Return why a kind of attention does not serve places on the device; None if it does.
+    """Return why a kind of attention does not support places on the device; None if it does.
 
     Args:
         kind: Attention of a layer over whole rows.
@@ -34,8 +34,8 @@ def attend_one_token(
 ) -> Float[Tensor, "1 batch heads*value_dim"]:
     """Return the attention of one token of each row to the tokens up to it.
 
-    Equal to ``attend`` of the whole rows at the place of the token. The host reads no value, so a
-    CUDA graph can hold the call.
+    Equal to ``attend`` of the whole rows at the place of the token. The host reads no value from
+    the device, so a CUDA graph can capture the call.
 
     Args:
         query: Queries of the new tokens.
@@ -72,13 +72,14 @@ def attend_by_mask(
     """
     slots = keys.shape[2]
     index = torch.arange(slots, device=query.device)
-    # A slot holds the latest token whose place it is; places below 0 hold none yet.
+    # Slot s holds the latest token whose place is s modulo ``slots``; it is empty if that place is
+    # below 0.
     places = place - (place - index).remainder(slots)
     first = torch.zeros_like(place) if padding is None else padding
     mask = (places >= first[:, None])[:, None, None]
-    # The query heads that share a key are rows of one product, so that it is read once.
+    # The query heads that share a key are rows of one product, so that the key is read once.
     grouped = query.view(query.shape[1], keys.shape[1], -1, query.shape[-1])
-    # Slots without a token may hold anything, NaN too, which no mask of scores removes.
+    # Slots without a token may hold any value, even NaN, which a mask of scores does not remove.
     keys = keys.masked_fill(~mask.transpose(-1, -2), 0.0)
     values = values.masked_fill(~mask.transpose(-1, -2), 0.0)
     found = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)

@@ -1,4 +1,4 @@
-"""Blocks of queries and keys that attention has to visit, for kernels that skip the others."""
+"""Blocks of queries and keys with visible pairs, for kernels that skip all other blocks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from lightning_megatron.layers.attention_span import AttentionSpan, document_of_
 from lightning_megatron.layers.dense_mask import KeyRows, places_from_end
 from lightning_megatron.shapes import Bool, Int
 
-#: Queries, and keys, of a block (tokens).
+#: Number of queries, and of keys, in a block (tokens).
 BLOCK = 128
 
 
 @dataclass(frozen=True, eq=False)
 class _Tokens:
-    """Tokens of one side, queries or keys.
+    """Places and documents of queries or of keys.
 
     Args:
-        places: Place of each token; a query's less a key's of the same document is their distance.
-        documents: Document of each token; None means one for each row.
+        places: Place of each token. The place of a query minus the place of a key of the same
+            document is their distance.
+        documents: Document of each token; None means one document for each row.
         in_order: Whether places are the indices of the tokens.
     """
 
@@ -45,7 +46,7 @@ class _Tokens:
 
     @property
     def is_full(self) -> Bool[Tensor, "1 _"]:
-        """Return for each block whether all its tokens exist."""
+        """Return for each block whether it has ``BLOCK`` tokens; the last one may have fewer."""
         starts = torch.arange(0, self.length, BLOCK, device=self.places.device)
         return (starts + BLOCK <= self.length)[None]
 
@@ -57,23 +58,23 @@ def visible_blocks(
     device: torch.device,
     keys: KeyRows | None = None,
 ) -> BlockMask:
-    """Return the blocks that a span lets queries see, and which of them it lets them see whole.
+    """Return the blocks with visible pairs, and the blocks in which all pairs are visible.
 
     Equal to ``create_block_mask`` with the span's rule for pairs, which computes a tensor with an
     entry for each pair of tokens. This function computes one entry for each pair of blocks. The
-    host reads no value, so that it may run inside a captured region. Blocks of documents whose keys
-    lie elsewhere than their queries may be listed although no pair in them is visible.
+    host reads no value from the device, so that a CUDA graph can capture the call. With documents
+    and ``keys``, blocks may be listed although no pair in them is visible.
 
     Args:
         span: Description of the attention, laid out or without documents, and without a mask.
         num_sequences: Number of rows (sequences).
         seq_length: Length of the rows of queries (tokens).
         device: Device of the queries.
-        keys: Rows of the keys; None means those of the queries.
+        keys: Rows of the keys; None means the rows of the queries.
     """
     is_whole = keys is None and span.borders is None and span.prefix is None
     if not is_whole or _is_capturing(device):
-        # Memory that a capture allocates belongs to its graph: no other call may use it.
+        # Memory that a capture allocates belongs to its graph, so the cache must not hold it.
         return _blocks(span, num_sequences, seq_length, device, keys)
     return _blocks_of_whole_rows(span.causal, span.window, seq_length, device)
 
@@ -118,7 +119,7 @@ def _both_sides(
     device: torch.device,
     keys: KeyRows | None,
 ) -> tuple[_Tokens, _Tokens]:
-    """Return the tokens that attend, and those that they attend to."""
+    """Return the queries and the keys."""
     if keys is None:
         documents = None
         if span.borders is not None:
@@ -137,9 +138,9 @@ def _both_sides(
 
 
 def _ordered(blocks: Bool[Tensor, "#batch 1 _ _"]) -> tuple[Tensor, Tensor]:
-    """Return for each block of queries the number of its blocks of keys, and these first."""
+    """Return for each block of queries its number of chosen key blocks, and their indices first."""
     numbers = blocks.sum(-1, dtype=torch.int32)
-    # Stable: neighbouring blocks are read one after the other.
+    # A stable sort keeps adjacent blocks in order, so they are read one after the other.
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return numbers, order.to(torch.int32)
 
@@ -147,7 +148,7 @@ def _ordered(blocks: Bool[Tensor, "#batch 1 _ _"]) -> tuple[Tensor, Tensor]:
 def _seen_and_whole(
     span: AttentionSpan, queries: _Tokens, keys: _Tokens
 ) -> tuple[Bool[Tensor, "#batch 1 _ _"], Bool[Tensor, "#batch 1 _ _"]]:
-    """Return which blocks have a visible pair, and which have visible pairs alone."""
+    """Return which blocks may have visible pairs, and which have only visible pairs."""
     first, last = queries.bounds(queries.places)
     key_first, key_last = keys.bounds(keys.places)
     # The nearest and the farthest pair of two blocks, as query minus key.
@@ -180,7 +181,7 @@ def _seen_and_whole(
 def _rule(
     span: AttentionSpan, num_sequences: int, queries: _Tokens, keys: _Tokens
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return the span as a function of row, head, query and key, which a kernel inlines."""
+    """Return the span's rule as a function of row, head, query and key that the kernel inlines."""
     causal = span.causal
     window = span.window
     prefix = span.prefix
@@ -207,5 +208,5 @@ def _rule(
 
 
 def _of_all_rows(num_sequences: int, *values: Tensor) -> tuple[Tensor, ...]:
-    """Return values of tokens for every row, which a kernel reads by row and token."""
+    """Return values of tokens expanded to all rows, which the kernel reads by row and token."""
     return tuple(one.expand(num_sequences, -1).contiguous() for one in values)

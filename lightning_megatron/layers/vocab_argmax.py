@@ -15,9 +15,9 @@ def vocab_parallel_argmax(
 ) -> Int[Tensor, "*tokens"]:
     """Return the id of the largest logit of every token without gathering the logits.
 
-    Equal to ``torch.argmax`` of the full logits without the padded columns. Of equal logits the one
-    with the lowest id counts, on every device and layout. Logits with a NaN have no largest one:
-    their result is ``vocab_size``, which is no id.
+    Equal to ``torch.argmax`` of the full logits without the padded columns. If several logits are
+    the largest, the lowest id is returned, on every device and layout. If a logit is NaN, the
+    result is ``vocab_size``, which is not an id.
 
     Args:
         logits_shard: This rank's columns of the logits.
@@ -29,10 +29,10 @@ def vocab_parallel_argmax(
     width = logits_shard.shape[-1]
     start = mesh.tp.rank * width
     own = logits_shard[..., : min(max(vocab_size - start, 0), width)]
-    # A rank may have columns of padding alone.
+    # All columns of a rank may be padding.
     has_any = own.shape[-1] > 0
     peak = own.amax(-1) if has_any else own.new_full(own.shape[:-1], -torch.inf)
-    # The result of a maximum with a NaN depends on the order, so ranks with a NaN veto below.
+    # A maximum with a NaN depends on the order, so ranks with a NaN set the result to -1 below.
     has_nan = peak.isnan()
     peak = all_reduce_(peak.masked_fill(has_nan, torch.inf), mesh.tp, "max")
     ids = torch.arange(start, start + own.shape[-1], device=own.device)

@@ -1,4 +1,4 @@
-"""Weight gradients that the input half of a backward pass leaves to the weight half."""
+"""Queue of weight gradients that the input half of a backward pass defers to the weight half."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 #: Adds a weight gradient to its gradient slots.
 Add = Callable[[], None]
-#: Starts the communication that a weight gradient needs, and returns what adds the gradient.
+#: Starts the communication of a weight gradient, and returns the function that adds the gradient.
 Start = Callable[[], Add]
 #: Products of one pass, each with the slots that its gradients are added to.
 Products = deque[tuple[Start, Sequence[Hashable]]]
@@ -21,8 +21,8 @@ class WeightGradientQueue:
 
     A backward pass has two halves. The input half computes everything that earlier layers and
     earlier pipeline stages wait for. The weight half computes matrix products that only the
-    optimizer waits for, so that it can fill the time in which a stage would be idle. Layers with
-    large weights ask their gradient slots for the queue. While it is open, they put the products
+    optimizer waits for, so it can fill the time in which a stage would be idle. Layers with large
+    weights get the queue from their gradient slots. While the queue is open, they put the products
     of their weight gradients into it. All other gradients, such as those of norms, biases,
     embeddings and weights without a gradient slot, are part of the input half.
 
@@ -48,7 +48,7 @@ class WeightGradientQueue:
         Nothing is kept if the block raises an error.
 
         Args:
-            key: Name of the weight half that computes them, which :meth:`run` gets.
+            key: Name of the weight half that computes these gradients, the argument of :meth:`run`.
 
         Raises:
             ValueError: If the queue is open, or still has weight gradients of the same name.
@@ -70,11 +70,11 @@ class WeightGradientQueue:
 
     @contextmanager
     def apart(self) -> Iterator[Products]:
-        """Collect the weight gradients of the block apart from those of the input half around it.
+        """Collect the weight gradients of the block separately from the surrounding input half.
 
         Returns:
-            Products of the block, for :func:`compute_products`. Without an input half around it,
-            the block computes all gradients at once, and there are none.
+            Products of the block, for :func:`compute_products`. Outside of an input half the block
+            computes all gradients at once, and there are no products.
         """
         outside = self._open
         collected: Products = deque()
@@ -91,7 +91,7 @@ class WeightGradientQueue:
         Args:
             start: Function that starts the communication that the gradient needs, and returns the
                 function that adds the gradient to its slots.
-            slots: Gradient slots that one gradient each is added to, for :meth:`count_left`.
+            slots: Gradient slots to each of which one gradient is added, for :meth:`count_left`.
         """
         assert self._open is not None, "layers ask whether the queue is open"
         self._open.append((start, slots))
@@ -101,12 +101,12 @@ class WeightGradientQueue:
         return Counter(slot for _, slots in self._left.get(key, ()) for slot in slots)
 
     def run(self, key: Hashable) -> None:
-        """Compute the weight gradients of an input half, in the order in which it left them.
+        """Compute the weight gradients of an input half, in the order in which it deferred them.
 
         The factors of each product are released when it is computed.
 
         Args:
-            key: Name that :meth:`open` got. Without an entry of this name nothing happens.
+            key: Name that :meth:`open` got. Without gradients of this name nothing happens.
 
         Communication: under sequence parallelism all-gathers over tp of the inputs of column
             layers, each overlapped with the product before it.
@@ -114,18 +114,18 @@ class WeightGradientQueue:
         compute_products(self._left.pop(key, deque()))
 
     def discard(self) -> None:
-        """Forget all weight gradients, after a step that an error has ended."""
+        """Discard all weight gradients, after a step that an error has ended."""
         self._left.clear()
 
 
 @torch.no_grad()
 def compute_products(left: Products) -> None:
-    """Compute weight gradients in the order in which an input half left them.
+    """Compute weight gradients in the order in which an input half deferred them.
 
     The factors of each product are released when it is computed.
 
     Args:
-        left: The products; none are left at the end.
+        left: The products; the queue is empty at the end.
 
     Communication: that of the products, each overlapped with the product before it.
     """

@@ -1,4 +1,4 @@
-"""Finished gradient sums as the gradients of main parameters."""
+"""Assignment of reduced gradients to main parameters."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ def assign_gradients(
     dormant: Collection[str],
     gradient_of: Callable[[str], Tensor],
 ) -> None:
-    """Assign every main parameter its part of the finished gradient sums.
+    """Set the gradient of every main parameter to this rank's part of the reduced gradient.
+
+    Main parameters of dormant and of frozen parameters get None.
 
     Args:
         main: Main parameters of this rank.
-        names: Names of the parameters whose sums are finished.
-        dormant: Names of the parameters that have had no gradient on any rank.
-        gradient_of: Function from a name to the gradient sum of the whole local parameter.
+        names: Names of the parameters whose gradients are reduced.
+        dormant: Names of the parameters that have never had a gradient on any rank.
+        gradient_of: Function from a name to the reduced gradient of the whole local parameter.
     """
     slices = main.slices
     has_frozen = not main.are_trainable(names)

@@ -1,4 +1,4 @@
-"""The moment in a step's last backward passes at which each bucket of gradients is complete."""
+"""Start of the reduction of each gradient bucket during a step's last backward passes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lightning_megatron.training.gradient_bucket import GradientBucket
 
 
 class BucketStarts:
-    """Start of each bucket as soon as its last gradient has arrived.
+    """Tracker that starts the reduction of each bucket when its last gradient has arrived.
 
-    Buckets start in an order that is the same on all ranks. A bucket whose gradients are complete
-    waits for those before it in its group.
+    The reductions start in the same order on all ranks: a complete bucket waits for the buckets
+    before it in its group.
 
     Args:
         start: Function that starts the reduction of a bucket, unless it has started already.
@@ -22,8 +22,8 @@ class BucketStarts:
     def __init__(self, start: Callable[[GradientBucket], None], names: Iterable[str] = ()) -> None:
         self._start = start
         self._position = {name: number for number, name in enumerate(names)}
-        #: All buckets, group by group. Within a group the order is that in which a backward pass
-        #: completes them, whatever buffers they belong to.
+        #: All buckets, group by group. Within a group, buckets of all buffers are in the order in
+        #: which a backward pass completes them.
         self.buckets: list[GradientBucket] = []
         #: Bucket of each parameter.
         self.bucket_of: dict[str, GradientBucket] = {}
@@ -33,7 +33,7 @@ class BucketStarts:
         self._left: Mapping[str, int] | None = None
 
     def add(self, buckets: Iterable[GradientBucket]) -> None:
-        """Add the buckets of a buffer, in its order."""
+        """Add the buckets of a buffer."""
         new = list(buckets)
         self.bucket_of |= {name: bucket for bucket in new for name in bucket.names}
         # Every rank starts the buckets in this order.
@@ -48,11 +48,13 @@ class BucketStarts:
             self._seen.update(dict.fromkeys(bucket.names, 0))
 
     def begin_last_weight_half(self, chunk: int, left: Mapping[str, int]) -> None:
-        """Expect the last weight half of a chunk, and start the buckets that it adds nothing to.
+        """Expect the last weight half of a chunk, and start the buckets that are complete already.
+
+        A weight half is the part of a split backward pass that computes weight gradients.
 
         Args:
             chunk: Chunk whose other gradients are complete.
-            left: Number of gradients that the weight half will add for each parameter.
+            left: Number of gradients that the weight half will add to each parameter.
         """
         self._armed.add(chunk)
         self._left = left
@@ -74,7 +76,7 @@ class BucketStarts:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Expect and count at the end of the block what was expected and counted before it."""
+        """Restore the expected and counted gradients when the block ends."""
         armed = set(self._armed)
         seen = dict(self._seen)
         expected = dict(self._expected)
@@ -95,13 +97,13 @@ class BucketStarts:
         """Count gradients that have arrived together, and start the buckets that are complete now.
 
         Raises:
-            RuntimeError: If the bucket of one of them has started already.
+            RuntimeError: If the bucket of one of these parameters has started already.
         """
         # This runs in the backward pass, once for each gradient of each microbatch.
         seen = self._seen
         touched = set(map(self.bucket_of.__getitem__, names))
         # A parameter that the model uses several times gets several gradients. Its bucket starts
-        # after as many as the first steps have counted, so one more comes too late.
+        # after the number that earlier steps have counted, so a further gradient is too late.
         if any(bucket.pending is not None for bucket in touched):
             name = next(name for name in names if self.bucket_of[name].pending is not None)
             raise RuntimeError(
@@ -116,7 +118,7 @@ class BucketStarts:
             self._start_complete_groups(names, touched)
 
     def _turn(self, bucket: GradientBucket) -> tuple[int, int]:
-        """Return a key of the order; the gradient of the parameter used first arrives last."""
+        """Return the sort key of a bucket: parameters used first get their gradients last."""
         return bucket.group, -min((self._position.get(name, 0) for name in bucket.names), default=0)
 
     def _in_group(self, group: int) -> Iterator[GradientBucket]:
@@ -125,11 +127,11 @@ class BucketStarts:
     def _start_complete_groups(
         self, names: Sequence[str], touched: Collection[GradientBucket]
     ) -> None:
-        """Remove complete gradients from their buckets' missing sets, and start complete groups."""
+        """Remove complete gradients from ``missing`` sets, and start buckets that are complete."""
         seen = self._seen
-        # A weight half knows what it will add; of a backward pass the steps before have shown it.
+        # The counts of a weight half are known; those of a backward pass come from earlier steps.
         expected = self._expected if self._left is None else self._left
-        # In the first step nothing is expected yet: `start_all` starts its buckets.
+        # The first step has no counts yet, so `start_all` starts its buckets.
         complete = [name for name in names if seen[name] == expected.get(name)]
         for bucket in touched:
             bucket.missing.difference_update(complete)

@@ -18,8 +18,8 @@ from lightning_megatron.training.shard_granularity import (
     finest_granularity,
 )
 
-#: Groups of buckets in addition to the chunks of a pipeline stage: gradients that need a sum over
-#: another axis first, and parameters outside of the pipelined model.
+#: Bucket groups besides those of the chunks of a pipeline stage: gradients that need a sum over
+#: another axis first, and gradients of parameters outside of the pipelined model.
 LATE_GROUP = -2
 OUTSIDE_GROUP = -1
 
@@ -31,16 +31,16 @@ class DistributedOptimizerConfig:
     Args:
         main_dtype: Dtype of the main parameters of half-precision parameters; None trains the
             parameters themselves.
-        gradient_dtype: Dtype of the accumulated gradients of such parameters; None means
+        gradient_dtype: Dtype of the accumulated gradients of half-precision parameters; None means
             ``main_dtype``.
-        zero: ZeRO stage: 1 gives every data-parallel rank a part of the main parameters, 0 all of
+        zero: ZeRO stage: 1 shards the main parameters over the data-parallel ranks, 0 replicates
             them.
-        slices: Granularity of a part: ``elements``, whole ``parameters``, or ``auto`` by what the
-            optimizer supports.
+        slices: Granularity of a rank's part: ``elements``, whole ``parameters``, or ``auto`` for
+            the finest one that the optimizer supports.
         bucket_size: Approximate size of one gradient message (elements).
         moments_dtype: Dtype of Adam's moments if the fused kernel updates them.
-        exchanges_rows: Whether :class:`RowSums` may exchange gradients of embeddings by rows. It
-            decides on the host in each step, which a captured step cannot do.
+        exchanges_rows: Whether :class:`RowSums` may exchange gradients of embeddings by rows. This
+            needs a decision on the host in each step, which a captured CUDA graph cannot make.
     """
 
     main_dtype: torch.dtype | None = None
@@ -77,16 +77,14 @@ class BufferPlanner:
         self._stack_of = {
             name: (number, stack) for number, stack in enumerate(stacks) for name in stack
         }
-        #: Tied parameters whose bucket holds nothing else, so that both stages cut it in the same
-        #: way.
+        #: Tied parameters that have a bucket each, so that both stages divide it in the same way.
         self.ties_alone: set[str] = set()
 
     def granularity_for(self, optimizer: Optimizer) -> ShardGranularity:
         """Return the granularity at which the ranks divide an optimizer's parameters.
 
         Raises:
-            UnsupportedError: If the optimizer looks at whole parameters where ranks hold parts of
-                them.
+            UnsupportedError: If the optimizer needs whole parameters, but ranks hold parts of them.
         """
         if self._mesh.data.size == 1 and self._mesh.model.size == 1:
             return "model"
@@ -125,7 +123,8 @@ class BufferPlanner:
         if granularity == "elements":
             self.ties_alone.update(tied)
         else:
-            # The stages cut the two copies differently, so whole gradients are added first.
+            # The two stages may divide their copies differently, so the whole gradients are summed
+            # over the stages before the reduction.
             late.update(tied)
         pieces = []
         for name in self._with_neighbours(sizes):
@@ -141,8 +140,8 @@ class BufferPlanner:
     def _with_neighbours(self, names: Collection[str]) -> list[str]:
         """Order names so that the members of a stack are next to each other.
 
-        Buffers are laid out from the last name to the first, so the last row of a stack comes
-        first.
+        Buffers are laid out from the last name to the first, so the member with the last rows of a
+        stack comes first in this order.
         """
         ordered: dict[str, None] = {}
         for name in names:

@@ -19,8 +19,8 @@ def grad_norm(main: MainParameters, names: Collection[str] | None = None) -> Flo
     """Compute the 2-norm of the whole model's gradient.
 
     Equal to the total norm of ``torch.nn.utils.clip_grad_norm_`` over the full tensors of one
-    process. Replicated elements, tied copies and padding rows are counted once or not at all, as in
-    the full tensors. The host does not wait for the device.
+    process: replicated elements count once, tied copies and padding rows do not count. The host
+    does not wait for the device.
 
     The norm is float32, or float64 if any gradient is float64.
 
@@ -40,10 +40,9 @@ def grad_norm(main: MainParameters, names: Collection[str] | None = None) -> Flo
             .square()
             .sum()
         )
-    # A double scalar costs nothing, and makes the message equal on stages that hold different
-    # dtypes.
+    # The scalar is float64 on all ranks, because stages may hold gradients of different dtypes.
     norm = all_reduce_(total, main.mesh.world).sqrt()
-    # A rank may have no part of the gradients, and returns the same dtype as the others.
+    # The buffers decide, because a rank without gradients must return the same dtype as the others.
     is_double = any(buffer.gradients.dtype == torch.float64 for buffer in main.buffers)
     return norm if is_double else norm.float()
 
@@ -117,12 +116,12 @@ def clip_by_value_(
 
 @dataclass(frozen=True)
 class Clipping:
-    """Clipping of some gradients, to be done later.
+    """Gradient clipping that runs later, as a part of the optimizer step.
 
     Args:
         main: Parameters of this rank.
         names: Names of the parameters whose gradients are clipped.
-        algorithm: Whether the norm of all gradients or every element is limited.
+        algorithm: ``norm`` limits the norm of all gradients, ``value`` limits every element.
         limit: Upper limit of the norm, or of the magnitude of the elements.
     """
 
@@ -133,16 +132,16 @@ class Clipping:
 
     @property
     def form(self) -> Hashable:
-        """Return what a capture takes as given; equal where it is the same."""
+        """Return the settings that a captured CUDA graph contains as constants."""
         return self.algorithm, self.limit
 
     def begin(self) -> tuple[Float[Tensor, ""] | None, Float[Tensor, ""] | None]:
-        """Clip by value in place, or compute the norm and the factor that clips by it.
+        """Clip by value in place, or compute the norm and the factor for clipping by norm.
 
         Returns:
-            The norm and the factor, scalar tensors; None by value.
+            The norm and the factor, scalar tensors; (None, None) for clipping by value.
 
-        Communication: that of :func:`clip_coefficient`; none by value.
+        Communication: that of :func:`clip_coefficient`; none for clipping by value.
         """
         if self.algorithm == "norm":
             return clip_coefficient(self.main, self.limit, self.names)

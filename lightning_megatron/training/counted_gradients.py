@@ -33,8 +33,8 @@ class CountedGradients:
 
         Args:
             slices: Slices that this rank trains, after their gradients were summed over the ranks.
-            is_first: Whether this rank counts gradients that other ranks have too: of dense
-                parameters (False) and of experts (True).
+            is_first: Whether this rank is the first of the ranks with the same gradients, and
+                therefore counts them: for dense parameters (False) and for experts (True).
             names: Names of the parameters to count; None means all.
         """
         gradients = [

@@ -1,4 +1,4 @@
-"""Flat buffers of weights whose numbers are kept and gathered in 8 bits."""
+"""Flat buffers of weights that are stored and all-gathered in 8 bits."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from lightning_megatron.plan.buckets import BufferPlan, Slice
 from lightning_megatron.shapes import Float, Shaped
 from lightning_megatron.training.flat_buffer import FlatBuffer
 
-#: Types of main parameters that the kernels read.
+#: Dtypes of main parameters that the kernels read.
 _KERNEL_TYPES = (torch.float32, torch.bfloat16)
 
 
 class EightBitBuffer(FlatBuffer):
-    """Flat buffer whose parameters are weights of linear layers, in 8 bits with one scale for each.
+    """Flat buffer that stores weights of linear layers in 8 bits, with one scale per weight.
 
-    The numbers that are rounded to 8 bits are the main parameters, in their own precision: each
-    rank rounds its slices, with the largest magnitude of the whole weight, and the all-gathers of
-    parameters carry bytes. Layers read them as :meth:`stored_weight`. To other code the members are
+    Each rank quantizes its slices of the main parameters directly, without a cast to the model's
+    dtype in between. The scale follows from the largest magnitude of the whole weight. The
+    all-gathers of parameters transfer 8-bit values. Linear layers read a weight by
+    :meth:`stored_weight`; other code sees the members as
     :class:`~lightning_megatron.layers.fp8.eight_bit_parameter.EightBitParameter`.
 
-    After :meth:`leave_eight_bits` the buffer is an ordinary one.
+    After :meth:`leave_eight_bits` the buffer works like a :class:`FlatBuffer`.
 
-    Shapes: parameters ``(plan.size,)``, bytes; magnitudes ``(weights,)``.
+    Shapes: parameters ``(plan.size,)``, uint8; magnitudes ``(weights,)``.
 
     Args:
         members: As for :class:`FlatBuffer`.
@@ -46,7 +47,7 @@ class EightBitBuffer(FlatBuffer):
         part: As for :class:`FlatBuffer`.
         main_dtype: As for :class:`FlatBuffer`.
         gradient_dtype: As for :class:`FlatBuffer`.
-        weights: Names of the members of which each weight consists, from the first row to the last.
+        weights: Names of the members that form each weight, from the first row to the last.
         wait: Function that waits until all parameters are complete.
     """
 
@@ -70,9 +71,9 @@ class EightBitBuffer(FlatBuffer):
         super().__init__(members, specs, plan, part, main_dtype, gradient_dtype)
         device = self.parameters.device
         shape = len(self._weights)
-        # Bit patterns of the largest magnitudes, as casts use them.
+        # Bit patterns of the largest magnitudes (float32), the form that the casts use.
         self._magnitudes = torch.zeros(shape, dtype=torch.int32, device=device)
-        # Matrix products of GPUs read scales only at multiples of 16 bytes.
+        # Matrix products on GPUs need scales at addresses that are multiples of 16 bytes.
         self._scales = torch.ones(shape, 4, dtype=torch.float32, device=device)
         self._casts = self._slice_casts()
         for name, parameter in members.items():
@@ -82,28 +83,28 @@ class EightBitBuffer(FlatBuffer):
     @property
     @override
     def is_stored_by_update(self) -> bool:
-        # The scales of 8 bits are known when all main parameters are updated.
+        # The scales are known only after all main parameters are updated.
         return not self.is_in_eight_bits
 
     def stored_weight(self, names: tuple[str, ...]) -> StoredWeight:
-        """Return a weight as linear layers read it.
+        """Return a weight in the form that linear layers read: 8-bit parts and their scale.
 
         Args:
-            names: Names of the members of which it consists.
+            names: Names of the members that form the weight.
         """
         number = self._weights.index(names)
         parts = tuple(self._view(name) for name in names)
         return StoredWeight(parts, self._scales[number, :1])
 
     def magnitudes(self) -> dict[str, Float[Tensor, "1"]]:
-        """Return the largest magnitude of the weight of each member, in the type of the members."""
+        """Return by member name the largest magnitude of its weight, in the members' dtype."""
         found = self._magnitudes.view(torch.float32).to(self._dtype).split(1)
         return {name: found[number] for name, number in self._number_of.items()}
 
     @torch.no_grad()
     @override
     def store_main_parameters(self, mesh: ParallelMesh, *, stored: bool = False) -> None:
-        """Round the main parameters into this rank's part of the parameters.
+        """Quantize the main parameters into this rank's part of the parameters.
 
         Communication: an all-reduce of one number for each weight over the data ranks, and one over
             tp.
@@ -119,12 +120,12 @@ class EightBitBuffer(FlatBuffer):
 
     @torch.no_grad()
     def leave_eight_bits(self, mesh: ParallelMesh, *, gathers: bool) -> None:
-        """Give the members memory of their own type again.
+        """Store the members in the model's dtype again.
 
         Args:
             mesh: Process groups of this rank.
-            gathers: Whether they get the main parameters of all ranks, as after a step of an
-                ordinary buffer; else what the 8 bits say.
+            gathers: Whether the members get the rounded main parameters of all ranks, as after a
+                step with a :class:`FlatBuffer`; otherwise they get the dequantized 8-bit values.
 
         Communication: an all-gather of each bucket over the data ranks if ``gathers``.
         """
@@ -137,7 +138,7 @@ class EightBitBuffer(FlatBuffer):
                 whole[place.start : place.stop].copy_(self._numbers(name).flatten())
         self.parameters = whole
         self.is_in_eight_bits = False
-        # It refers to the bytes.
+        # The casts hold a reference to the 8-bit memory.
         del self._casts
         if gathers:
             super().store_main_parameters(mesh)
@@ -152,7 +153,7 @@ class EightBitBuffer(FlatBuffer):
         self._versions = self._count_writes()
 
     def gather(self, mesh: ParallelMesh) -> None:
-        """Gather the parts of all ranks, and wait for them.
+        """Gather the parts of all ranks, and wait until they are complete.
 
         Args:
             mesh: Process groups of this rank.
@@ -174,7 +175,7 @@ class EightBitBuffer(FlatBuffer):
 
     @override
     def adopt_user_writes(self, names: Collection[str] = ()) -> None:
-        # Weights in 8 bits refuse to be written.
+        # Weights in 8 bits raise an error when user code writes to them.
         if not self.is_in_eight_bits:
             super().adopt_user_writes(names)
 
@@ -188,14 +189,14 @@ class EightBitBuffer(FlatBuffer):
 
     @override
     def _take_members(self) -> None:
-        """Leave the members as they are until the main parameters have their numbers."""
+        """Leave the members unchanged, because the main parameters are loaded from them."""
 
     @override
     def _half(self, one: Slice, form: torch.Size) -> Shaped[Tensor, "..."] | None:
         return None if self.is_in_eight_bits else super()._half(one, form)
 
     def _slice_casts(self) -> Any:
-        """Return the casts of this rank's slices, by the kernels where these are available."""
+        """Return the casts of this rank's slices, by fused kernels if these are available."""
         main = self.main_parameters
         assert main is not None, "bytes are no main parameters"
         kernels = None
@@ -213,7 +214,7 @@ class EightBitBuffer(FlatBuffer):
         return self._numbers(name)
 
     def _numbers(self, name: str) -> Float[Tensor, "rows columns"]:
-        """Return the numbers of a member, rounded to 8 bits, in its own type."""
+        """Return the dequantized 8-bit values of a member, in the members' dtype."""
         number = self._number_of[name]
         operand = Operand(self._view(name).view(FORMAT), self._scales[number, :1])
         wide = torch.float64 if self._dtype == torch.float64 else torch.float32

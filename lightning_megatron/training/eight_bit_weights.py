@@ -27,12 +27,12 @@ class EightBitWeights:
 
     @property
     def buffers(self) -> list[EightBitBuffer]:
-        """Return the buffers that hold bytes now."""
+        """Return the buffers that store their weights in 8 bits now."""
         found = (one for one in self._buffers if isinstance(one, EightBitBuffer))
         return [one for one in found if one.is_in_eight_bits]
 
     def among(self, names: Collection[str]) -> list[tuple[str, ...]]:
-        """Return the weights whose parameters are all among these.
+        """Return the weights whose parameters are all among the given names.
 
         Args:
             names: Names of parameters that one optimizer begins to train.
@@ -41,7 +41,7 @@ class EightBitWeights:
         return [weight for weight in self._weights if inside.issuperset(weight)]
 
     def publish(self, mesh: ParallelMesh) -> None:
-        """Round the main parameters of all ranks to 8 bits, and gather them.
+        """Quantize the main parameters to 8 bits, and gather the parts of all ranks.
 
         Args:
             mesh: Process groups of this rank.
@@ -58,10 +58,10 @@ class EightBitWeights:
         return {name: one for buffer in self.buffers for name, one in buffer.magnitudes().items()}
 
     def stored(self, weight: tuple[str, ...]) -> StoredWeight | None:
-        """Return a weight that is kept in 8 bits now; None if it is not.
+        """Return the 8-bit form of a weight; None if the weight is not kept in 8 bits now.
 
         Args:
-            weight: Names of its parameters, from the first row to the last.
+            weight: Names of the weight's parameters, from the first row to the last.
         """
         for buffer in self.buffers:
             if weight[0] in buffer.members:

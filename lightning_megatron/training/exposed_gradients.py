@@ -34,7 +34,7 @@ class ExposedGradients:
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self._mesh = mesh
-        #: Whether gradients are shown at all. Every data-parallel rank then sums whole ones, not
+        #: Whether gradients are shown. Every data-parallel rank then reduces whole gradients, not
         #: only its part.
         self.is_on = False
         self._exposed: dict[str, _ExposedGradient] = {}
@@ -50,7 +50,8 @@ class ExposedGradients:
             )
         if parameter.grad is not entry.shown:
             parameter.grad = None
-            # Sums may be wider than the parameter, and what replaces them narrower.
+            # The dtype of an accumulated gradient may be wider than that of the parameter, and the
+            # dtype of a gradient that user code assigns may be narrower.
             parameter.grad_dtype = None
             parameter.grad = entry.shown
         self._exposed[name] = entry

@@ -29,7 +29,7 @@ class MainSlice:
         is_exclusive: Whether no other rank of the data-parallel axis has these elements.
         counted: Views of ``gradient`` that only this rank of its model-parallel group counts in a
             norm.
-        half: View of the part in the model's own parameter, shaped like ``main``; None if ``main``
+        half: View of the part in the model's parameter, shaped like ``main``; None if ``main``
             shares that memory.
     """
 
@@ -58,7 +58,7 @@ def counted_views(
 
 
 def slice_state(one: MainSlice, parameter: nn.Parameter, state: object) -> object:
-    """Cut and convert existing optimizer state of a parameter like its main parameter."""
+    """Cut and cast a parameter's existing optimizer state so that it fits the main parameter."""
     if not isinstance(state, dict):
         return state
     start = getattr(one.placement, "start", 0)
@@ -136,7 +136,7 @@ class FlatBuffer:
         return flat[start:stop]
 
     def start_gather(self, bucket: int, mesh: ParallelMesh) -> Pending:
-        """Start to gather the parts of all ranks of a bucket of ``parameters``.
+        """Start the all-gather of the parts of one bucket of ``parameters``.
 
         Args:
             bucket: Number of the bucket.
@@ -161,7 +161,7 @@ class FlatBuffer:
 
         Args:
             mesh: Process groups of this rank.
-            stored: Whether the optimizer has rounded them in its step.
+            stored: Whether the optimizer step has already written the rounded values.
         """
         for own, main in () if stored else self._own_parts():
             own.copy_(main)
@@ -170,13 +170,13 @@ class FlatBuffer:
     def adopt_user_writes(self, names: Collection[str] = ()) -> None:
         """Copy values that user code wrote into the model's parameters to the main parameters.
 
-        Such values are loaded or scaled weights, for example. A main parameter keeps its elements
-        that still round to the model's values. A parameter counts as written if its torch version
-        counter has changed since the last call; the training step itself does not change it.
+        Examples are loaded or scaled weights. Elements of a main parameter that still round to the
+        model's values do not change. A parameter counts as written if its torch version counter
+        has changed since the last call; the training step itself does not change the counter.
 
         Args:
-            names: Names of parameters to compare in any case, because the version counter may have
-                missed a write.
+            names: Names of parameters to compare even if the version counter has not changed,
+                because it may have missed a write.
         """
         if self.main_parameters is None:
             return
@@ -207,7 +207,7 @@ class FlatBuffer:
 
     @property
     def still_holds(self) -> bool:
-        """Return whether the parameters are views of this buffer; moving a module ends that."""
+        """Return whether all parameters are views of this buffer; ``module.to`` may end that."""
         return all(map(self.is_view, self.members))
 
     def _count_writes(self) -> list[int]:
@@ -215,7 +215,7 @@ class FlatBuffer:
         return [member._version for member in self._own_members]
 
     def _own_parts(self) -> list[tuple[Tensor, Tensor]]:
-        """Pair this rank's part of every bucket with its main parameters, if these are separate."""
+        """Pair this rank's part of every bucket with its main parameters; none if they are one."""
         if self.main_parameters is None:
             return []
         pairs = []
@@ -227,7 +227,7 @@ class FlatBuffer:
         return pairs
 
     def _stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the type of :attr:`parameters` for members of a type."""
+        """Return the dtype of :attr:`parameters` for members of a dtype."""
         return dtype
 
     def _take_members(self) -> None:
@@ -238,12 +238,12 @@ class FlatBuffer:
             parameter.data = view
 
     def _view(self, name: str) -> Shaped[Tensor, "..."]:
-        """Return the place of a member in :attr:`parameters`, in its shape."""
+        """Return the view of a member in :attr:`parameters`, in the member's shape."""
         place = self.plan.place(name)
         return self.parameters[place.start : place.stop].view(self._shapes[name])
 
     def _half(self, one: Slice, form: torch.Size) -> Shaped[Tensor, "..."] | None:
-        """Return the view of a slice in :attr:`parameters`; None if the main parameter is there."""
+        """Return a slice's view in :attr:`parameters`; None if it is the main parameter itself."""
         if self.main_parameters is None:
             return None
         return self.parameters[one.buffer_start : one.buffer_start + one.size].view(form)

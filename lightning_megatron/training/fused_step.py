@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_megatron.shapes import Float
 
-#: Updates slices of one group in place; its arguments are those of ``kernels.AdamKernel``.
+#: Function that updates slices of one group in place, with the arguments of ``kernels.AdamKernel``.
 Kernel = Callable[..., None]
 
 
@@ -24,7 +24,8 @@ class KernelCall:
         columns: Parameters, gradients, both moments, steps and half-precision views of the slices.
         numbers: Row of the group in :class:`GroupNumbers`.
         has_decay: Whether the group has a weight decay.
-        is_decoupled: Whether the decay shrinks the parameters.
+        is_decoupled: Whether the decay shrinks the parameters (AdamW) instead of being added to
+            the gradients (Adam).
     """
 
     kernel: Kernel
@@ -36,7 +37,7 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class UpdatePiece:
-    """Slices that are updated one after the other, before those of the next piece.
+    """Part of a step: kernel calls that run before the calls of the next piece.
 
     Args:
         calls: Calls of the kernel.
@@ -50,10 +51,10 @@ class UpdatePiece:
     def run(self, coefficient: Float[Tensor, ""] | None) -> None:
         """Update the slices and round them into the model's parameters.
 
-        A CUDA graph can capture it after an ordinary run of a step with the same tensors.
+        A CUDA graph can capture this call after an uncaptured step with the same tensors.
 
         Args:
-            coefficient: Factor for the gradients before they are used; None means 1.
+            coefficient: Factor by which the kernel multiplies the gradients first; None means 1.
         """
         factor = None if coefficient is None else coefficient.float()
         for call in self.calls:
@@ -73,9 +74,9 @@ class FusedStep:
     Args:
         pieces: Parts of the step, at least one, in the order in which the next forward pass reads
             the parameters.
-        tensors: Object that stands for all tensors of the calls: steps with the same object have
+        tensors: Object that identifies the tensors of the calls: steps with the same object use
             the same tensors.
-        is_static: Whether later steps can have the same tensors, because all gradients lie in the
+        is_static: Whether later steps can use the same tensors, because all gradients lie in the
             flat buffers.
     """
 
@@ -95,7 +96,7 @@ class FusedStep:
 
     @property
     def form(self) -> Hashable:
-        """Return what a capture takes as given besides the tensors; equal where it is the same."""
+        """Return the settings that a captured CUDA graph contains as constants, without tensors."""
         return tuple((call.has_decay, call.is_decoupled) for call in self.calls)
 
     def addresses(self) -> Hashable:

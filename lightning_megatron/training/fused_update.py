@@ -49,7 +49,7 @@ class _Taken:
     lasts: bool
 
     def is_of(self, optimizer: Optimizer) -> bool:
-        """Return whether the optimizer still has these very objects."""
+        """Return whether the optimizer still has the same objects."""
         return same_objects(_objects_of(optimizer), self.objects)
 
 
@@ -110,7 +110,7 @@ class FusedUpdate:
             logger.debug("Optimizer steps run in torch's optimizer: %s.", reason)
 
     def check(self, main: MainParameters, optimizers: Iterable[Optimizer]) -> None:
-        """Refuse moments that are not float32 if torch's own step would update them.
+        """Raise an error if moments are not float32 and torch's own step would update them.
 
         Raises:
             UnsupportedError: If moments are not float32 and the kernel cannot update them.
@@ -162,8 +162,8 @@ class FusedUpdate:
             main: Parameters that the optimizer is attached to.
             optimizer: Optimizer for which :meth:`serves` returned True.
         """
-        # The rounded parameters are written in place: what is on its way from the step before must
-        # have arrived.
+        # The kernel writes rounded parameters in place, so the all-gathers of the previous step
+        # must be complete.
         main.wait()
         taken = self._taken.get(optimizer)
         if taken is None or not taken.is_of(optimizer):
@@ -188,7 +188,7 @@ class FusedUpdate:
                 KernelCall(kernel, columns, rows[group], has_decay, are_decoupled[group])
             )
         pieces = [UpdatePiece(calls[piece], names) for piece, names in taken.names.items()]
-        # Clipping belongs to the first piece, also on a rank without slices.
+        # Clipping runs with the first piece, so a rank without slices needs a piece, too.
         pieces = pieces or [UpdatePiece((), ())]
         return FusedStep(pieces, taken, taken.lasts)
 
@@ -224,7 +224,8 @@ class FusedUpdate:
         for name in main.gather.in_order_of_use(rows):
             number, row = rows[name]
             parameter, gradient, *_, half = row
-            # One kernel call handles one dtype each; `serves` has checked that of main parameters.
+            # A kernel call takes one dtype of gradients and one of half views; `serves` has
+            # checked the dtype of main parameters.
             half_dtype = None if half is None else half.dtype
             piece = num_taken // _PIECE
             alike.setdefault((piece, number, gradient.dtype, half_dtype), []).append(row)
@@ -234,13 +235,13 @@ class FusedUpdate:
         return _Taken(_objects_of(optimizer), columns, names, lasts)
 
     def _state_of(self, optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return a parameter's optimizer state, initialized like torch's, in the right dtypes."""
+        """Return a parameter's optimizer state in the kernel's dtypes; initialize it if empty."""
         state = optimizer.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             for name in _MOMENTS:
                 state[name] = torch.zeros_like(parameter, dtype=self.moments_dtype)
-        # A checkpoint, or torch's own load_state_dict, may bring other types.
+        # A checkpoint, or torch's own load_state_dict, may set other dtypes.
         step = state["step"]
         if step.dtype != torch.float32 or step.device != parameter.device:
             state["step"] = step.to(parameter.device, torch.float32)
@@ -252,7 +253,7 @@ class FusedUpdate:
 
 
 def has_step_hooks(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has hooks of its ``step``, which may change its parameters."""
+    """Return whether ``step`` of an optimizer has hooks, which may change its parameters."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     everywhere = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
     return any(getattr(optimizer, name, None) for name in names) or any(

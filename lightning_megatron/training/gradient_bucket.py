@@ -23,7 +23,7 @@ class GradientBucket:
         missing: Names of parameters whose gradients are incomplete while the last backward pass
             runs.
         pending: Reduction over the data-parallel ranks, once it has started.
-        is_summed: Whether the gradients are sums over all axes already, not only over the
+        is_summed: Whether the gradients are summed over all axes already, not only over the
             data-parallel ranks.
     """
 
@@ -47,7 +47,15 @@ class GradientBucket:
         return self.buffer.plan.buckets[self.index].group
 
     def start(self, mesh: ParallelMesh, is_whole: bool) -> None:
-        """Start averaging over the replicas: this rank's part, or the whole bucket."""
+        """Start to average the gradients over the replicas.
+
+        Args:
+            mesh: Process groups of this rank.
+            is_whole: Whether every rank gets the whole bucket instead of its part.
+
+        Communication: one reduce-scatter over the data axis, or over that of experts; an all-reduce
+        if ranks get whole buckets.
+        """
         axis = mesh.copies(self.buffer.is_expert)
         buffer = self.buffer
         planned = buffer.plan.buckets[self.index]

@@ -41,16 +41,16 @@ from lightning_megatron.training.unused import UnusedParameters
 class GradientReducer:
     """Reduction of a step's gradients to the mean over the data-parallel ranks.
 
-    Expert gradients are averaged over the ranks with the same experts. If these are fewer than the
-    ranks with losses, the gradient slots multiply by the missing factor, inside the matrix product
-    if possible.
+    Expert gradients are averaged over the ranks with the same experts. If these ranks are fewer
+    than the data-parallel ranks, gradient slots scale the gradients by the ratio of the two
+    numbers, inside the matrix product if possible.
 
-    Gradients are accumulated over the microbatches in the flat buffers, by the layers' own matrix
+    Gradients are accumulated over the microbatches in the flat buffers, by the layers' matrix
     products or after autograd has computed them. A bucket's reduce-scatter (all-reduce if main
     parameters are replicated) starts when its last gradient is complete, in the order of a backward
     pass, which is the same on all ranks. :class:`RowSums` may exchange an embedding by rows.
-    Partial sums over the tensor axis are added over that axis first. The first stage's embedding
-    and its copy on the last stage are added at the end. A missing gradient contributes zeros.
+    Partial sums over tp are all-reduced over tp first. The gradients of a tied embedding and its
+    copy on the last stage are added at the end. A missing gradient contributes zeros.
 
     Args:
         main: Parameters of this rank, to which optimizers are attached.
@@ -62,9 +62,9 @@ class GradientReducer:
 
     def __init__(self, main: MainParameters) -> None:
         self._main = main
-        #: Callback that gets this rank's own gradients by name before the reduction.
+        #: Callback that gets this rank's gradients by name before the reduction.
         self.before_reduction: Callable[[Mapping[str, Tensor]], None] | None = None
-        #: Weight gradients that input halves of backward passes leave to weight halves.
+        #: Weight gradients that input halves of backward passes defer to weight halves.
         self.weight_gradients = WeightGradientQueue()
         self._slots: dict[str, GradientSlot] = {}
         self._names: dict[Hashable, str] = {}
@@ -75,7 +75,7 @@ class GradientReducer:
         self._hooks: list[RemovableHandle] = []
         self._partial = PartialSums({}, main.mesh)
         self._row_sums = RowSums(main.mesh, main.config.exchanges_rows)
-        #: Whole parameters whose gradients are summed over tp although their specs do not say so.
+        #: Whole parameters whose gradients are partial sums over tp, but not by their shard specs.
         self.used_on_parts: set[str] = set()
 
     def watch(self, buffers: Iterable[FlatBuffer]) -> None:
@@ -198,13 +198,13 @@ class GradientReducer:
         self._copy_apart()
 
     def resume(self, names: Collection[str]) -> None:
-        """Let the next backward pass add to reduced gradients that were not cleared (one rank)."""
+        """Let the next backward pass add to reduced gradients not cleared; only on one rank."""
         for name in self._finished.intersection(names):
             self._slots[name].is_empty = False
         self._finished.difference_update(names)
 
     def take_finished(self, names: Collection[str]) -> dict[str, Shaped[Tensor, "..."]]:
-        """Copy reduced gradients that were not cleared, by name, and free their buffers."""
+        """Return copies of reduced gradients that were not cleared; their buffers may be reused."""
         kept = self._finished.intersection(names)
         self._finished.difference_update(names)
         return {name: self._gradient_of(name).clone() for name in kept}
@@ -242,18 +242,18 @@ class GradientReducer:
     def recording(
         self, state: Literal["empty", "filled"] | None = None, holds_sums: bool = False
     ) -> Iterator[GradientRecorder]:
-        """Note the gradients that arrive inside the block, instead of acting on them.
+        """Record the gradients that arrive inside the block, instead of processing them.
 
         A CUDA graph is captured once and replayed often, and its replays run no Python. The code
         that replays it marks the recorded slots as filled and passes each recorded group to
-        :meth:`arrived`. The slots have their states of before again when the block ends, because a
-        capture adds nothing to them.
+        :meth:`arrived`. The states of the slots are restored when the block ends, because a
+        capture computes no gradients.
 
         Args:
-            state: State that all slots have at the start of the block; None leaves the states that
-                they have. A pass that finds its slots empty overwrites them.
-            holds_sums: Whether sums over the ranks may start inside the block. It must end with
-                :meth:`sum_up`; :meth:`mark_summed` repeats the effect.
+            state: State of all slots at the start of the block; None leaves their states unchanged.
+                A backward pass overwrites empty slots and adds to filled ones.
+            holds_sums: Whether reductions may start inside the block. The block must then end with
+                :meth:`sum_up`, and :meth:`mark_summed` repeats its effect after each replay.
 
         Returns:
             Object whose ``recorded`` is the result when the block has ended.
@@ -289,15 +289,15 @@ class GradientReducer:
 
     @property
     def sums_over_ranks(self) -> bool:
-        """Return whether ranks add gradients of others to their own; the same on all ranks."""
+        """Return whether gradients are summed over several ranks; the same on all ranks."""
         mesh = self._main.mesh
         return mesh.data.size > 1 or mesh.tp.size > 1 or bool(self._main.ties)
 
     def sum_up(self) -> None:
         """Sum all gradients over the ranks now, so that :meth:`finish` need not.
 
-        Sums over tp of parameters that were found to be used on parts of the features stay with
-        :meth:`finish`, because later steps may find more of them.
+        Only the sums over tp of :attr:`used_on_parts` remain for :meth:`finish`, because later
+        steps may add parameters to this set.
 
         Communication: that of :meth:`finish` on the device's groups.
         """
@@ -314,20 +314,20 @@ class GradientReducer:
             bucket.is_summed = True
 
     def arrived(self, names: Sequence[str]) -> None:
-        """Act on gradients that have arrived together, and start the buckets that are complete now.
+        """Process gradients that have arrived together, and start the buckets that are complete.
 
-        Layers call this through their gradient slots. After a replay, the code that replays calls
-        it for each recorded group.
+        Layers call this through their gradient slots. Code that replays a CUDA graph calls it for
+        each recorded group.
 
         Args:
             names: Names of the parameters, whose slots are marked as filled.
 
         Raises:
-            RuntimeError: If the sum of one of them over the ranks has started already.
+            RuntimeError: If the reduction of one of these gradients has started already.
 
         Communication: one reduce-scatter or all-reduce over the data axis for each complete bucket.
         """
-        # A slot that still has the sum of a finished step was not cleared by `zero_grad`.
+        # `zero_grad` did not clear a slot that still holds the reduced gradient of a finished step.
         if self._finished:
             for name in names:
                 self._unused.discard_without_zero_grad(name, self._finished)
@@ -380,7 +380,7 @@ class GradientReducer:
             self._unused.note(name)
 
     def _add_parts(self, names: Collection[str]) -> None:
-        """Add, over tp, gradients that were found to be partial during training.
+        """All-reduce over tp the gradients that training has found to be partial sums.
 
         This runs after the reduction over the data axis. Whole parameters have the same layout in
         the buffers of all tensor-parallel ranks, so each rank adds its slice.

@@ -1,4 +1,4 @@
-"""Numbers of an optimizer's groups on the device, where the kernel of the update reads them."""
+"""Settings of an optimizer's groups in device memory, where the update kernel reads them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_megatron.shapes import Float
 
-# The rows of all groups are aligned alike, so that they need one compiled kernel.
+# Rows of 12 float32 numbers have the same alignment, so that one compiled kernel serves all groups.
 _COLUMNS = 12
 
 
@@ -38,7 +38,7 @@ class GroupNumbers:
 
         Args:
             groups: The optimizer's groups.
-            are_decoupled: Whether the weight decay of each group shrinks the parameters.
+            are_decoupled: Whether the weight decay of each group shrinks the parameters (AdamW).
         """
         values = list(map(numbers_of, groups, are_decoupled))
         if values == self._values:
@@ -47,8 +47,8 @@ class GroupNumbers:
             self._table = torch.empty(len(values), _COLUMNS, device=self._device)
             self.rows = self._table.unbind()
         self._values = values
-        # torch gives pinned memory away again only after the copies from it, so that a later step
-        # cannot overwrite numbers that are still on their way.
+        # torch reuses pinned memory only after copies from it are complete, so a later step cannot
+        # overwrite numbers that are still being copied.
         host = torch.tensor(values, dtype=torch.float32, pin_memory=self._device.type == "cuda")
         self._table.copy_(host, non_blocking=True)
 
@@ -56,8 +56,9 @@ class GroupNumbers:
 def numbers_of(group: Mapping[str, Any], is_decoupled: bool) -> tuple[float, ...]:
     """Return the numbers that an Adam step of a group reads, in the order of its kernel.
 
-    Learning rate; logarithms of both decay rates of moments, each as a sum of two float32 numbers;
-    first decay rate and 1 minus it; the same of the second; eps; factor of the weight decay; 0.
+    They are the learning rate; the logarithms of both decay rates of moments (betas), each as a sum
+    of two float32 numbers; the first beta and 1 minus it; the second beta and 1 minus it; eps; the
+    factor of the weight decay; 0.
 
     Args:
         group: Group of the optimizer.
@@ -78,7 +79,7 @@ def numbers_of(group: Mapping[str, Any], is_decoupled: bool) -> tuple[float, ...
 
 
 def _log(beta: float) -> float:
-    # For 0, a number whose exponential is 0 in float64.
+    # The logarithm of 0 is replaced by a number whose exponential is 0 in float64.
     return math.log(beta) if beta > 0.0 else -1e30
 
 

@@ -85,8 +85,8 @@ class DynamicLossScale:
         """Update the scale after a clean step, or after one skipped by overflow (``found``).
 
         Raises:
-            RuntimeError: If gradients go on overflowing at the lowest scale. It is not a
-                ValueError: no setting is at fault, the numbers of the run are.
+            RuntimeError: If gradients keep overflowing at the lowest scale. This is not a
+                ValueError, because the run has diverged and no setting is invalid.
         """
         if found:
             self._clean_steps = 0

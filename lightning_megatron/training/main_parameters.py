@@ -107,7 +107,7 @@ class MainParameters:
         return self._main_parameters
 
     def parameter(self, name: str) -> nn.Parameter:
-        """Return the model's own parameter."""
+        """Return a parameter of the model."""
         return self._parameters[name]
 
     def main(self, name: str) -> nn.Parameter:
@@ -127,7 +127,7 @@ class MainParameters:
         )
 
     def spec(self, name: str, tp_rank: int | None = None) -> ShardSpec:
-        """Return a parameter's shard spec; without one, it is whole on every rank of tp."""
+        """Return a parameter's shard spec; a parameter without one is whole on every tp rank."""
         return shard_spec_of(
             self._parameters[name], self.mesh.tp.rank if tp_rank is None else tp_rank
         )
@@ -209,8 +209,8 @@ class MainParameters:
             The buffers that were made.
 
         Raises:
-            UnsupportedError: If the optimizer holds a parameter that is not one of these, or looks
-                at whole parameters where ranks hold parts of them.
+            UnsupportedError: If the optimizer holds a parameter that is not registered here, or
+                needs whole parameters where ranks hold parts of them.
 
         Communication: one gather of names over pp at the first call; that of
             :meth:`EightBitWeights.publish`.
@@ -224,7 +224,7 @@ class MainParameters:
             if n in names and n not in self._main_parameters and self._parameters[n].requires_grad
         ]
         if not new:
-            # Parameters that were attached before may be in a group that is new.
+            # A new group may contain parameters that were attached before.
             self._put_main_parameters_into(optimizer)
             return []
         granularity = self.planner.granularity_for(optimizer)
@@ -243,8 +243,8 @@ class MainParameters:
             own = [names for names in weights if names[0] in members] if in_eight_bits else None
             axis = self.mesh.copies(is_expert)
             made.append(self._make_buffer(members, dtype, granularity, axis, own))
-        # Each buffer has given the parameters new memory, but left the objects alone: groups and
-        # state still refer to them, and get the main parameters in their place.
+        # The buffers changed the memory of the parameters, not the objects. Groups and state still
+        # refer to these objects, which the main parameters replace.
         self._put_main_parameters_into(optimizer)
         self.buffers += made
         if weights:
@@ -253,7 +253,7 @@ class MainParameters:
         return made
 
     def leave_eight_bits(self, *, gathers: bool) -> None:
-        """Give weights in 8 bits memory of their own type again, as the method of the buffers."""
+        """Call :meth:`EightBitBuffer.leave_eight_bits` of every buffer with weights in 8 bits."""
         for buffer in self.eight_bits.buffers:
             buffer.leave_eight_bits(self.mesh, gathers=gathers)
             self._slices |= buffer.slices
@@ -263,9 +263,9 @@ class MainParameters:
 
         Args:
             wait: Whether all parameters are complete on return. Otherwise each module given to
-                :meth:`ParameterGather.wait_before` waits for its own before its forward pass, and
-                :meth:`wait` waits for all; with :attr:`ParameterGather.defers` the first of them
-                starts the gathers.
+                :meth:`ParameterGather.wait_before` waits for its parameters before its forward
+                pass, and :meth:`wait` waits for all; with :attr:`ParameterGather.defers` the first
+                of these waits starts the gathers.
             stored: Whether this rank's part of the model's parameters already equals the rounded
                 main parameters.
 
@@ -287,7 +287,7 @@ class MainParameters:
         self.gather.wait()
 
     def continue_from(self, previous: MainParameters) -> None:
-        """Adopt earlier main parameters whose rounded values the model still has.
+        """Copy the main parameters of an earlier object that still round to the model's values.
 
         Communication: that of :meth:`EightBitWeights.publish`.
         """

@@ -44,11 +44,10 @@ class _DuringUpdate:
 
 @dataclass
 class RecordedGather:
-    """What a recorded computation does with the parameters of other ranks.
+    """Record of the all-gathers of a captured computation.
 
     Args:
-        gathers: Whether it starts the all-gathers that were left to the first reader, and waits for
-            all of them.
+        gathers: Whether the computation starts the deferred all-gathers and waits for all of them.
     """
 
     gathers: bool = False
@@ -57,10 +56,10 @@ class RecordedGather:
 class ParameterGather:
     """Pending all-gathers of parameter buckets, in the order of the forward pass.
 
-    With :attr:`defers` the parts of other ranks stay out of date until someone reads parameters:
-    :meth:`begin`, :meth:`wait` and :meth:`wait_for` start all of them at once. A CUDA graph of the
-    next step can then contain them. Without it they can start during the update of the parameters:
-    see :meth:`start_during_update`.
+    With :attr:`defers`, :meth:`start` starts no all-gather. The parts of other ranks stay outdated
+    until the first read of parameters, when :meth:`begin`, :meth:`wait` or :meth:`wait_for` starts
+    all of them, so that a CUDA graph of the next step can contain them. Without :attr:`defers` the
+    all-gathers can start during the update of the parameters: see :meth:`start_during_update`.
 
     Args:
         names: Names of the parameters in the order of the forward pass; they may follow later.
@@ -68,8 +67,8 @@ class ParameterGather:
 
     def __init__(self, names: Collection[str] = ()) -> None:
         self._names = names
-        #: Whether :meth:`start` leaves the all-gathers to the first reader of parameters. All ranks
-        #: must have the same value, and must read at the same place of their programs.
+        #: Whether :meth:`start` defers the all-gathers to the first read of parameters. All ranks
+        #: must have the same value, and must first read parameters at the same point of a step.
         self.defers = False
         self._deferred: tuple[tuple[FlatBuffer, ...], ParallelMesh] | None = None
         self._during_update: _DuringUpdate | None = None
@@ -83,23 +82,23 @@ class ParameterGather:
 
     @property
     def is_deferred(self) -> bool:
-        """Return whether all-gathers are left to the first reader, and none has come yet."""
+        """Return whether all-gathers are deferred and have not started yet."""
         return self._deferred is not None
 
     def start(self, buffers: Sequence[FlatBuffer], mesh: ParallelMesh) -> None:
         """Start one all-gather for every bucket that is partitioned over ranks, or defer them all.
 
-        Buckets with a parameter that no module waits for are complete as soon as the all-gathers
-        have started.
+        If no module waits for one of a bucket's parameters, this method waits for the bucket after
+        it has started all of them.
 
         Communication: one all-gather over the data axis, or over that of experts, for each bucket;
-        with :attr:`defers` at the next :meth:`begin`, :meth:`wait` or :meth:`wait_for`. Those that
-        :meth:`updated` has started do not start again.
+        with :attr:`defers` at the next :meth:`begin`, :meth:`wait` or :meth:`wait_for`. All-gathers
+        that :meth:`updated` has started do not start again.
         """
         if self._during_update is None:
             self.wait()
         # A stage without trained parameters defers, too, so that all ranks choose the same graph.
-        # Experts can have replicas where other parameters have none, if etp is smaller than tp.
+        # If etp is smaller than tp, experts can have replicas although other parameters have none.
         if mesh.data.size > 1 or mesh.edp.size > 1:
             self._deferred = tuple(buffers), mesh
         if not self.defers:
@@ -127,13 +126,13 @@ class ParameterGather:
         self._during_update = _DuringUpdate(buffers, mesh, deque(order), missing)
 
     def updated(self, names: Iterable[str]) -> None:
-        """Start the all-gathers that waited for these parameters only.
+        """Start the all-gathers of buckets that these parameters complete.
 
-        They start in the order of :meth:`start`, which is the same on all ranks: a bucket waits for
-        those before it.
+        The all-gathers start in the order of :meth:`start`, which is the same on all ranks: a
+        complete bucket waits for the buckets before it.
 
         Args:
-            names: Names of parameters whose update the current stream has.
+            names: Names of parameters whose update is enqueued on the current stream.
 
         Communication: one all-gather over the data axis, or over that of experts, for each bucket.
         """
@@ -146,7 +145,7 @@ class ParameterGather:
             self._start_bucket(key, during.buffers, during.mesh)
 
     def begin(self) -> None:
-        """Start the all-gathers that were left to the first reader, if there are any.
+        """Start the deferred all-gathers, if there are any.
 
         Communication: that of :meth:`start`.
         """
@@ -172,12 +171,12 @@ class ParameterGather:
         self.wait_for_started()
 
     def wait_for_started(self) -> None:
-        """Wait for the buckets whose all-gathers have started, and leave deferred ones deferred."""
+        """Wait for the buckets whose all-gathers have started; deferred ones stay deferred."""
         self._complete(tuple(self._pending))
 
     @contextmanager
     def recording(self) -> Iterator[RecordedGather]:
-        """Record the block's all-gathers; afterwards they are pending or deferred as before.
+        """Record the block's all-gathers, and restore the state of all buckets when it ends.
 
         A capture starts nothing on the device. The code that replays it calls
         :meth:`mark_gathered` if the recorded computation gathers.
@@ -212,13 +211,13 @@ class ParameterGather:
         code that replays it calls this method with the parameters that the graph reads.
 
         Args:
-            parameters: Parameters of the buffers that :meth:`wait_before` got last. Parameters of
-                no buffer, such as frozen ones, are complete already.
+            parameters: Parameters of the buffers of the last call of :meth:`wait_before`.
+                Parameters outside of buffers, such as frozen ones, are complete already.
 
         Communication: that of :meth:`begin`.
         """
         self.begin()
-        # In all microbatches but the first nothing is pending.
+        # Nothing is pending after the first microbatch of a step.
         if not self._pending:
             return
         for one in parameters:
@@ -252,8 +251,8 @@ class ParameterGather:
     def release(self) -> None:
         """Remove the hooks from the modules.
 
-        Deferred all-gathers are given up: other ranks may have failed. A run that ends well has
-        waited for all parameters before.
+        Deferred all-gathers are discarded, because other ranks may have failed. A run that ends
+        without an error has waited for all parameters before.
         """
         self._deferred = None
         self._during_update = None
@@ -270,7 +269,7 @@ class ParameterGather:
         return sorted(names, key=lambda name: position.get(name, len(position)))
 
     def _buckets_in_order(self, buffers: Sequence[FlatBuffer]) -> list[_BucketKey]:
-        """List the buckets that ranks share, by the first of their parameters to be read."""
+        """List the partitioned buckets, sorted by the first of their parameters to be read."""
         position = {name: number for number, name in enumerate(self._names)}
         found = [
             (index, number)
@@ -304,7 +303,7 @@ def _names_of(buffers: Sequence[FlatBuffer], key: _BucketKey) -> Iterator[str]:
 
 
 def _missing_of(buffers: Sequence[FlatBuffer], key: _BucketKey, names: Set[str]) -> set[str] | None:
-    """Return which parameters of a bucket are among the names; None if none completes it."""
+    """Return which parameters of a bucket are updated; None if the update does not store them."""
     is_stored = buffers[key[0]].is_stored_by_update
     return set(names).intersection(_names_of(buffers, key)) if is_stored else None
 
@@ -312,7 +311,7 @@ def _missing_of(buffers: Sequence[FlatBuffer], key: _BucketKey, names: Set[str])
 def _waiting(
     wait_for: Callable[[Iterable[Tensor]], None], parameters: tuple[nn.Parameter, ...]
 ) -> Callable[..., None]:
-    # A plain function: a module that is copied keeps it as it is.
+    # The hook is a plain function, because copy.deepcopy of a module does not copy functions.
     def hook(module: nn.Module, args: Any) -> None:
         wait_for(parameters)
 

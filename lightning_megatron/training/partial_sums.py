@@ -1,4 +1,4 @@
-"""Gradients that are partial sums over the tensor axis: norms, copied key and value heads."""
+"""Sums of gradients that are partial over the tensor axis: norms, copied key and value heads."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ GradientOf = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class _Segment:
-    """Rows of a gradient that several ranks have.
+    """Segment of a gradient that several ranks have.
 
     Args:
         name: Name of the parameter.
-        shape: Shape of the piece (elements).
-        dim: Dimension along which the piece is cut; None for a whole gradient.
-        local_start: First row of the piece in this rank's gradient; None if this rank does not have
-            the piece.
+        shape: Shape of the segment (elements).
+        dim: Dimension along which the segment is cut; None for a whole gradient.
+        local_start: First index of the segment along ``dim`` in this rank's gradient; None if this
+            rank does not have the segment.
     """
 
     name: str
@@ -37,7 +37,7 @@ class _Segment:
     local_start: int | None = 0
 
     def of(self, gradient: Tensor) -> Tensor | None:
-        """Return the view of the gradient that this piece covers, if this rank has it."""
+        """Return the view of the gradient that this segment covers; None if it is not here."""
         if self.local_start is None:
             return None
         return (
@@ -48,7 +48,7 @@ class _Segment:
 
 
 class PartialSums:
-    """Sum of partial gradients over the tensor axis, one message for each dtype.
+    """Sums of partial gradients over the tensor axis, in one message for each dtype.
 
     Args:
         specs: Shard specs of this rank's partial parameters, by name.

@@ -1,4 +1,4 @@
-"""Detection of whole parameters that are used on a part of the features."""
+"""Detection of whole (unsharded) parameters that are used on a part of the features."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.models.staged_blocks import StagedBlocks
 
-#: Gradients as this rank has them: complete, this rank's part of a sum or of the features, wrong
-#: because a part is taken for the whole, or not known.
+#: State of a gradient on this rank: ``whole`` if it is complete, ``part`` if it is this rank's part
+#: of a sum or of the features, ``mixed`` if it is wrong because a layer takes a part for the whole,
+#: ``unknown`` if a compiled region or the start of the graph hides its state.
 Region = Literal["whole", "part", "mixed", "unknown"]
 
 
@@ -23,9 +24,10 @@ class PartialUse:
     """Search for whole parameters whose gradients are partial sums over the tensor axis.
 
     A parameter that is used between a ``column`` and a ``row`` layer (a norm of heads, a PReLU)
-    sees only the features of its rank. The graph that autograd records shows this: the layers of
-    this package declare which of their gradients are partial, and the nodes between two layers pass
-    that on. Parameters of this package's models are skipped, because their shard specs declare it.
+    gets gradients from the features of its rank only. The autograd graph shows this: the layers of
+    this package declare which of their gradients are partial, and the nodes between two layers do
+    not change that. Parameters of this package's models are skipped, because their shard specs
+    declare partial gradients.
 
     Args:
         module: Module that is trained.
@@ -98,7 +100,7 @@ class PartialUse:
 
 
 def _leaves(root: Any, start: Region) -> dict[int, tuple[Tensor, set[Region]]]:
-    """Return the parameters below a node, each with the regions of its gradients."""
+    """Return the parameters that a graph reaches, each with the states of its gradients."""
     found: dict[int, tuple[Tensor, set[Region]]] = {}
     seen: set[tuple[Any, Region]] = set()
     waiting: list[tuple[Any, Region]] = [(root, start)]

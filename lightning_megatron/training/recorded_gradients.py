@@ -1,4 +1,4 @@
-"""Gradients that a captured backward pass adds, noted once and repeated at every replay."""
+"""Record of the gradients of a captured backward pass, which every replay repeats."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class RecordedGradients:
     Args:
         groups: Names of the parameters whose gradients arrived together, in the order of arrival. A
             parameter that the model uses twice occurs in two groups.
-        additions: Gradient slot of each name of the groups, in their order. As an argument of
-            ``WeightGradientQueue.put`` they announce a replay of a weight half.
+        additions: Gradient slot of each name of the groups, in their order; the argument of
+            ``WeightGradientQueue.put`` for the replay of a weight half.
         slots: Gradient slots to which the pass added, each once.
         sums: Buckets that the pass sums over the ranks.
-        unused: Slots in these buckets that get zeros, as nothing else arrives, by the names of
-            their parameters.
+        unused: Slots in these buckets that get no gradient and are filled with zeros, by the names
+            of their parameters.
         is_first: Whether the slots were empty before, so that the pass overwrote them. Otherwise it
             added to them.
         rows: Rows of the gradients, for slots that got gradients of rows only.
@@ -40,7 +40,7 @@ class RecordedGradients:
 
 
 class GradientRecorder:
-    """Collector of the notices of gradients that arrive while a recording is active.
+    """Collector of the gradients that arrive while a recording is active.
 
     Args:
         slots: All slots that may get gradients, by the names of their parameters.
@@ -60,14 +60,14 @@ class GradientRecorder:
         self._rows: dict[GradientSlot, tuple[Tensor, ...] | None] = {}
 
     def note(self, names: Sequence[str]) -> None:
-        """Note gradients that have arrived together."""
+        """Record gradients that have arrived together."""
         self._groups.append(tuple(names))
         for slot in map(self._slots.__getitem__, names):
             self._rows[slot] = slot.rows
 
     @property
     def recorded(self) -> RecordedGradients:
-        """Return what has been recorded.
+        """Return the recorded gradients.
 
         Raises:
             RuntimeError: If some of the slots were empty before and others were not.

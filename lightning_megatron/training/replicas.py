@@ -14,24 +14,25 @@ from lightning_megatron.groups.collectives import all_gather_objects, all_reduce
 from lightning_megatron.shapes import Float, Shaped
 from lightning_megatron.training.main_parameters import MainParameters
 
-#: Sums that stand for a tensor. Every such sum takes elements this far apart, which no layer is a
-#: multiple of.
+#: Number of sums that represent a tensor. Each sum adds elements this far apart, a distance that
+#: divides no common layer size.
 _NUM_SUMS = 7
-#: Elements that are added at a time: a multiple of the sums, which bounds the memory (elements).
+#: Number of elements that are added at a time, to bound the memory: a multiple of the number of
+#: sums (elements).
 _PIECE = _NUM_SUMS * 2**20
 #: Relative distance of two gradients, or of parameters trained with them, that rounding does not
-#: explain. Parts of a sum are as far apart as they are large.
+#: explain. Partial sums of one gradient differ by much more: by about their own size.
 _TOLERANCE = 0.05
-#: Parameters that are named in an error.
+#: Number of parameters that an error names.
 _SHOWN = 5
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def whole_everywhere(main: MainParameters) -> tuple[str, ...]:
-    """List the parameters that every rank of tp has whole, without those of experts.
+    """List the parameters that every rank of tp has whole, except parameters of experts.
 
-    The order is that of the model. One rank alone may have all rows of a small vocabulary, so the
-    ranks must agree.
+    The order is that of the model. The ranks must agree, because one rank may hold all rows of a
+    small vocabulary.
 
     Communication: one gather of names over tp.
     """
@@ -47,7 +48,7 @@ def check_loss_replicas(main: MainParameters, loss: Float[Tensor, ""]) -> None:
     """Compare the loss over tp, whose ranks compute it from the same samples.
 
     Args:
-        main: Parameters whose coarsest dtype sets the tolerance.
+        main: Parameters of this rank; their dtype with the lowest precision sets the tolerance.
         loss: Scalar loss of this rank.
 
     Raises:
@@ -66,7 +67,7 @@ def check_loss_replicas(main: MainParameters, loss: Float[Tensor, ""]) -> None:
         math.isclose(one, everyone[0], rel_tol=tolerance, abs_tol=tolerance / 10)
         for one in everyone
     )
-    # Another check refuses losses that are not finite, and names their rank.
+    # Another check raises an error for losses that are not finite, and names their rank.
     if is_alike or not all(map(math.isfinite, everyone)):
         return
     values = ", ".join(
@@ -89,7 +90,7 @@ def check_tensor_replicas(
     Each rank computes both by itself. Kernels without a fixed order of summation may round
     differently on each rank, so the comparison has a tolerance: relative to the gradient, plus the
     rounding error of sums that cancel. A parameter whose gradient is only rounding error is
-    skipped, because an optimizer that divides by the gradient's size moves it at random.
+    skipped, because an optimizer that divides by the gradient's magnitude moves it at random.
 
     Args:
         main: Parameters with finished gradients.
@@ -133,7 +134,7 @@ def check_tensor_replicas(
 def _judge(
     tensors: Mapping[str, Tensor], apart: Tensor, norms: Tensor, rounding: Mapping[str, float]
 ) -> tuple[list[str], set[str]]:
-    """Return the tensors that differ by more than rounding, and those that may be rounding alone.
+    """Return the tensors that differ by more than rounding, and those that may be only rounding.
 
     Args:
         tensors: Tensors of this rank, by name.
@@ -234,7 +235,7 @@ def _numbers_of(tensor: Tensor) -> Tensor:
 def _sums(flat: Tensor, dtype: torch.dtype) -> Tensor:
     """Add the elements that are ``_NUM_SUMS`` apart."""
     sums = flat.new_zeros(_NUM_SUMS, dtype=dtype)
-    # A sum in a wider type may convert all its elements first.
+    # A sum in a wider dtype may cast all its elements first, so pieces bound the memory.
     for piece in flat.split(_PIECE):
         num_rows = piece.numel() // _NUM_SUMS
         rest = piece[num_rows * _NUM_SUMS :]

@@ -1,4 +1,4 @@
-"""Sums over the data-parallel ranks of gradients that are zero outside of a few rows of a table."""
+"""Means over the data-parallel ranks of embedding gradients with few nonzero rows."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class RowSums:
 
     The gradient of a token embedding is zero in the rows of all tokens that a step does not read.
     If the ranks read few rows, exchanging these takes less time than a reduction of the whole
-    table. A table qualifies if it has a bucket of its own and gets gradients of rows only, so a
-    tied embedding on the stage of the head does not.
+    table. A table qualifies if its bucket contains nothing else and if all its gradients come with
+    their rows. A tied embedding on the stage of the head therefore does not qualify.
 
     Args:
         mesh: Process groups of this rank.
@@ -33,7 +33,7 @@ class RowSums:
     def __init__(self, mesh: ParallelMesh, is_on: bool) -> None:
         self._mesh = mesh
         self._is_on = is_on and mesh.data.size > 1
-        #: Whether the first gradient of each bucket was one of rows, on all ranks.
+        #: Whether the first gradient of each bucket had known rows on all ranks.
         self._qualifies: dict[GradientBucket, bool] = {}
 
     def start(self, bucket: GradientBucket, slots: Mapping[str, GradientSlot]) -> bool:
@@ -44,7 +44,7 @@ class RowSums:
             slots: Gradient slots by the names of their parameters.
 
         Returns:
-            Whether the exchange has started, the same on all ranks.
+            Whether the exchange has started; the same on all ranks.
 
         Communication: one all-reduce of a number over the data axis on the CPU, if the table
             qualified in the first step, and that of :func:`start_row_sum`.
@@ -54,17 +54,17 @@ class RowSums:
             return False
         data = self._mesh.data
         slot = slots[bucket.names[0]]
-        # Ranks of other axes have added gradients of other rows to those of the late group.
+        # Sums over other axes have added further rows to the gradients of the late group.
         is_late = bucket.group == LATE_GROUP
         if is_late or bucket.buffer.is_expert or slot.gradient.dim() != 2:
             return False
         num_rows = slot.gradient.shape[0]
         rows = slot.rows
-        # A gradient of unknown rows counts as one of all rows, on all ranks.
+        # A gradient without known rows counts as a gradient of all rows.
         count = num_rows if rows is None else sum(one.numel() for one in rows)
         agreed = int(all_reduce_(torch.tensor(count), self._mesh.data_cpu, "max"))
         self._qualifies.setdefault(bucket, agreed < num_rows)
-        # Each rank receives the rows of all ranks, and reads and writes them again to add them.
+        # Each rank receives the rows of all ranks, and then reads and writes them to add them.
         if rows is None or 2 * agreed * data.size > num_rows:
             return False
         padding = slot.gradient.new_zeros(agreed - count, dtype=torch.long)
@@ -75,14 +75,15 @@ class RowSums:
 def start_row_sum(
     gradient: Float[Tensor, "vocab_local hidden"], rows: Int[Tensor, "rows"], axis: MeshAxis
 ) -> Pending:
-    """Start to average a gradient over the ranks, in place; each rank gives a few of its rows.
+    """Start to average a gradient over the ranks in place, by an exchange of its nonzero rows.
 
     Equal to ``start_all_reduce(gradient, axis, "mean")`` if the gradient is zero in all other rows.
     The ranks add in the same order, so that all of them get the same bits.
 
     Args:
         gradient: Gradient of a table.
-        rows: Rows that may differ from zero, in any order; they may repeat. As many on all ranks.
+        rows: Rows that may differ from zero, in any order and possibly repeated. All ranks must
+            give the same number of rows.
         axis: Ranks that have the same table.
 
     Communication: two all-gathers, of the indices and of the rows.
@@ -106,6 +107,9 @@ def start_row_sum(
 
 
 def _add_in_turn(gradient: Tensor, rows: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Add the rows of each rank; those of one rank are distinct, so the order is fixed."""
+    """Add the mean of the rows rank by rank, so that all ranks get the same bits.
+
+    Repetitions of a row of one rank are zeros, so the order within a rank does not matter.
+    """
     for one, value in zip(rows, values, strict=True):
         gradient.index_add_(0, one, value, alpha=1 / len(rows))

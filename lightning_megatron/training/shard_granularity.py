@@ -24,17 +24,18 @@ _STEPS = 3
 _COARSER: tuple[ShardGranularity, ...] = ("elements", "parameters", "model")
 _SPEED_ONLY = frozenset({"fused", "foreach", "capturable", "differentiable"})
 _CANNOT_RUN = (TypeError, ValueError, RuntimeError, NotImplementedError)
-#: Group entries that are no settings, or that schedulers change: a rate of zero would show nothing.
+#: Group entries that are not settings, or that schedulers change: with a learning rate of zero,
+#: all trials would have equal results.
 _NOT_TRIED = frozenset({"params", "param_names", "lr", "initial_lr", "max_lr", "min_lr"})
 
 
 def finest_granularity(optimizer: Optimizer) -> ShardGranularity:
     """Find the smallest part of a model that an optimizer trains independently of the rest.
 
-    A new optimizer of the same class and settings trains two small matrices: together, each in an
-    optimizer of its own, and cut into flat pieces. The result is the finest division that changes
-    only rounding. State that is not shaped like its parameter, such as one scale per block of
-    elements, cannot be saved in pieces, so parameters stay whole. Groups with different settings
+    New optimizers of the same class and settings train two small matrices: both in one optimizer,
+    each in a separate optimizer, and cut into flat pieces. The result is the finest division that
+    changes only rounding. State that is not shaped like its parameter, such as one scale per block
+    of elements, cannot be saved in pieces, so parameters stay whole. Groups with different settings
     are tried one by one, because a setting may select another algorithm; the coarsest result
     counts.
 
@@ -42,7 +43,7 @@ def finest_granularity(optimizer: Optimizer) -> ShardGranularity:
         optimizer: Optimizer of the user, which does not change.
     """
     if isinstance(optimizer, LBFGS):
-        # Its search direction is one for the whole model, and it needs a closure to step.
+        # L-BFGS has one search direction for the whole model, and its step needs a closure.
         return "model"
     tried: dict[str, ShardGranularity] = {}
     for group in optimizer.param_groups:
@@ -83,7 +84,7 @@ def _granularity_with(optimizer: Optimizer, own: Mapping[str, Any]) -> ShardGran
 
 
 def check_granularity(optimizer: Optimizer, granularity: ShardGranularity, cut: bool) -> None:
-    """Refuse an optimizer that would see only a part of what it needs.
+    """Raise an error if an optimizer needs more of the model than one rank has.
 
     Args:
         optimizer: Optimizer of the user.
@@ -91,7 +92,7 @@ def check_granularity(optimizer: Optimizer, granularity: ShardGranularity, cut: 
         cut: Whether ranks of tensor or pipeline parallelism have parts of the model.
 
     Raises:
-        UnsupportedError: If its result would depend on the layout.
+        UnsupportedError: If the optimizer's result would depend on the layout.
     """
     if granularity != "elements" and cut:
         seen = "whole parameters" if granularity == "parameters" else "the whole model"
@@ -124,7 +125,7 @@ def _own_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 def _train(
     owners: list[list[Tensor]], like: Optimizer, own: Mapping[str, Any]
 ) -> tuple[list[Tensor], bool]:
-    """Train copies of tensors, each inner list in an optimizer of its own.
+    """Train copies of tensors, each inner list in a separate optimizer.
 
     Returns:
         The tensors, and whether all state is shaped like its parameter or a scalar, so that it can
@@ -137,7 +138,8 @@ def _train(
         optimizer = _new(like, parameters, own)
         for step in range(_STEPS):
             for parameter in parameters:
-                # A function of the element's value alone, the same however the tensor is cut.
+                # Each gradient element depends on its parameter element alone, so the gradients do
+                # not depend on how the tensor is cut.
                 parameter.grad = torch.sin(parameter.detach() * (step + 2))
             optimizer.step()
         trained += [parameter.detach() for parameter in parameters]
@@ -164,6 +166,6 @@ def _new(like: Optimizer, parameters: list[nn.Parameter], own: Mapping[str, Any]
         and not isinstance(value, Tensor)
         and (takes_all or key in accepted)
     }
-    # Some optimizers take no groups, so none is made where it would say nothing.
+    # Some optimizers accept no groups, so a group is made only for settings of its own.
     groups = [{"params": parameters, **copy.deepcopy(dict(own))}] if own else parameters
     return type(like)(groups, **settings)

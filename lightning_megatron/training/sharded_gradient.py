@@ -1,4 +1,4 @@
-"""Tensor-parallel gradient shards whose reductions are those of the full gradient."""
+"""Tensor-parallel gradient shards whose reductions equal those of the full gradient."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ class _ShardPlacement:
         """Reduce the full tensor to a scalar; a collective over the ranks that have its shards."""
         of_parts, op = _REDUCTIONS[name]
         local = gradient.as_subclass(Tensor)
-        # Padding is no part of the full tensor, and replicated elements count once.
+        # Padding is not a part of the full tensor, and replicated elements count once.
         counted = [
             view.reshape(-1)
             for box, view in self.spec.local_views(local)
             if not box.copy and view.numel()
         ]
-        # A rank that counts nothing contributes a replicated element, which changes no maximum.
+        # A rank without counted elements contributes a replicated one, which changes neither a
+        # maximum nor a minimum.
         values = torch.cat(counted) if counted else local.reshape(-1)[:1]
         result = of_parts(values)
         if not counted and name == "sum":
@@ -64,15 +65,15 @@ class _ShardPlacement:
 class ShardedGradient(Tensor):
     """Gradient shard that is local element by element and global in reductions to a scalar.
 
-    Norms, sums, means, maxima, minima, ``any`` and ``all`` over all elements are those of the full
-    tensor, on every rank.
+    Norms, sums, means, maxima, minima, ``any`` and ``all`` over all elements equal those of the
+    full tensor, on every rank.
 
     Communication: One all-reduce of a scalar over tp (etp for experts) for each such reduction. All
     ranks must call it.
 
     Raises:
-        UnsupportedError: If norms are joined over parameters, as ``clip_grad_norm_`` does, where
-            other ranks hold other parameters.
+        UnsupportedError: If the norms of several parameters are combined, as in
+            ``torch.nn.utils.clip_grad_norm_``, while other ranks hold other parameters.
     """
 
     placement: _ShardPlacement | None = None
@@ -96,7 +97,7 @@ class ShardedGradient(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run reductions of all elements on the full tensor, and everything else on the shard."""
+        """Run reductions of all elements on the full tensor, and all other operations locally."""
         options = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if func is torch._foreach_norm:

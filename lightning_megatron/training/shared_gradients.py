@@ -1,4 +1,4 @@
-"""Parameters that several ranks have, so that their gradients must be summed."""
+"""Search for parameters that several ranks have, whose gradients must be summed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_megatron.errors import UnsupportedError
 def overlapping_pieces(
     ranges_by_rank: Sequence[Sequence[tuple[int, int]]],
 ) -> list[tuple[int, int]]:
-    """List the row ranges, in order, that more than one rank has.
+    """List the row ranges that more than one rank has, in order.
 
     Args:
         ranges_by_rank: Row ranges [start, stop) of the full tensor that each rank has.

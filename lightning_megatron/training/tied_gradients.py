@@ -1,4 +1,4 @@
-"""Gradients of tied embeddings, which the first and the last stage add."""
+"""Sum of the gradients of tied embeddings over the first and the last stage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_ties_(
 ) -> None:
     """Add the gradients of tied embeddings and of their copies on another stage, in place.
 
-    A tied gradient in a bucket of its own has the same layout on both stages, so that each rank
+    A tied gradient that is alone in its bucket has the same layout on both stages, so each rank
     adds its part after the reduction over the data axis. Otherwise the whole gradients are added
     before that reduction.
 
@@ -30,7 +30,7 @@ def add_ties_(
         buckets: Buckets whose gradients are summed.
         gradient_of: Function from a name to the gradient of the whole local parameter.
         fill: Function that fills the gradients that have not arrived with zeros.
-        alone: Whether to add the gradients in buckets of their own, or the others.
+        alone: Whether to add the gradients that are alone in their buckets, or the others.
 
     Communication: one all-reduce over the embedding axis for each tied embedding.
     """

@@ -1,4 +1,4 @@
-"""Tied embeddings on the first and the last stage, and their training in step."""
+"""Equal training of tied embeddings on the first and the last stage."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ class _Training:
 def naming_copies_as_originals(module: nn.Module) -> Iterator[None]:
     """List copies of tied embeddings under the names of their originals inside the block.
 
-    A single device has no copies, so code that builds parameter groups by names expects only the
-    original's name. With this context it puts the last stage's copy into the group of the first
-    stage's embedding. A copy whose original has no module on this stage keeps its name.
+    On a single device there are no copies, so code that builds parameter groups by names expects
+    only the original's name. Inside this context, such code puts the last stage's copy into the
+    group of the first stage's embedding. A copy whose original has no module on this stage keeps
+    its name.
 
     Args:
         module: Module that is trained.
@@ -56,7 +57,7 @@ def naming_copies_as_originals(module: nn.Module) -> Iterator[None]:
 
 
 def _place_of_original(module: nn.Module, copy: str, tied_to: str) -> tuple[nn.Module, str] | None:
-    """Return the module and key of the original on this stage; None if it is elsewhere."""
+    """Return the module and key of the original on this stage; None if it has no module here."""
     modules = dict(module.named_modules())
     owner_name, _, key = tied_to.rpartition(".")
     parts = copy.split(".")
@@ -105,8 +106,8 @@ def check_ties(optimizer: Optimizer, main: MainParameters) -> None:
 class TiedCopies:
     """Tied copies on the last stage, trained like their originals on the first stage.
 
-    Only on the first stage does the embedding have its own name. Code that freezes by names, or
-    that puts a parameter into an optimizer group, therefore misses the copy.
+    The embedding has its usual name only on the first stage. Code that freezes parameters by name,
+    or puts them into an optimizer group by name, therefore misses the copy.
 
     Args:
         main: Parameters of this rank.
@@ -119,8 +120,8 @@ class TiedCopies:
     def follow(self, optimizers: Sequence[Optimizer]) -> None:
         """Freeze copies and assign them to optimizer groups like their originals.
 
-        A copy does not move if the original's group has no counterpart on its stage;
-        :func:`check_ties` refuses that.
+        A copy does not move if its stage has no group with the number of the original's group;
+        :func:`check_ties` then raises an error.
 
         Args:
             optimizers: Optimizers of the fit, in order.
@@ -145,10 +146,10 @@ class TiedCopies:
                 _move(optimizer, main, copy, original, number)
 
     def check(self) -> None:
-        """Refuse an embedding whose ``requires_grad`` changed on this stage since :meth:`follow`.
+        """Check that no embedding's ``requires_grad`` changed on this stage since :meth:`follow`.
 
         Raises:
-            UnsupportedError: If there is one.
+            UnsupportedError: If ``requires_grad`` of an embedding changed.
         """
         for name, was_trained in self._followed.items():
             if self._main.parameter(name).requires_grad != was_trained:

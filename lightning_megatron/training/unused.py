@@ -18,9 +18,9 @@ _SHOWN = 5
 class UnusedParameters:
     """Tracking of parameters that no rank uses, so that optimizers skip them.
 
-    This matches a single process. A parameter is dormant while no data-parallel rank has ever had a
-    gradient for it. Other parameters without a gradient on this rank contribute zeros in that step,
-    and are logged once.
+    Optimizers in a single process skip them, too. A parameter is dormant while no data-parallel
+    rank has ever had a gradient for it. Other parameters without a gradient on this rank contribute
+    zeros in that step, and are logged once.
 
     Args:
         main: Parameters of this rank.

@@ -13,9 +13,9 @@ from lightning_megatron.training.flat_buffer import FlatBuffer
 class UserWrites:
     """Tracking of user writes, so that the next optimizer step starts from them.
 
-    torch's version counter sees in-place operations on a parameter, but not those through
+    torch's version counter counts in-place operations on a parameter, but not those through
     ``parameter.data``. The code that detects access to that attribute calls :meth:`note`, and the
-    values of that parameter are compared with the main parameter.
+    values of that parameter are later compared with its main parameter.
 
     Args:
         parameters: Parameters of this rank by name.
@@ -58,8 +58,8 @@ class UserWrites:
             all_values: Whether to compare all parameters, not only those known to be written.
 
         Raises:
-            UnsupportedError: If a parameter has another shape than before, or the memory of another
-                one.
+            UnsupportedError: If a parameter has another shape than before, or shares the memory of
+                another parameter.
         """
         noted = self._parameters.keys() if all_values else self._noted
         self._noted = set()
@@ -69,9 +69,9 @@ class UserWrites:
             buffer.adopt_user_writes(noted)
 
     def adopt_in_place(self) -> None:
-        """Adopt values written in place; replaced memory is adopted at the next step.
+        """Adopt values written in place; values in replaced memory are adopted at the next step.
 
-        User code may still have a reference to the old memory and restore it.
+        User code may still have a reference to the old memory and may restore it until then.
         """
         apart = {name for name in self._noted if self.has_replaced_memory(name)}
         for buffer in self._buffers:
@@ -83,7 +83,7 @@ class UserWrites:
         return name in self._noted and bool(self._moved([name]))
 
     def _moved(self, names: Collection[str]) -> list[str]:
-        """List the parameters whose memory is not at their place in the buffers.
+        """List the parameters that are not views of their places in the buffers.
 
         Raises:
             UnsupportedError: As :meth:`adopt`.

@@ -43,7 +43,7 @@ def attend_across(
         query: Queries of this rank's pieces.
         key: Keys of this rank's pieces.
         value: Values of this rank's pieces.
-        span: Description of who attends to whom in whole sequences.
+        span: Description of which tokens attend to which in whole sequences.
         mesh: Process groups of this rank.
         choice: Transport of the layer.
         dropout: Probability that an attention weight is dropped; 0 outside training.
@@ -83,8 +83,8 @@ def cut_documents(
 ) -> AttentionSpan:
     """Return a span with the cut of its documents, if the layers compute attention in parts.
 
-    Every position is then given, because a rank's tokens are no neighbours. Without documents, or
-    with heads divided during the attention by all ranks, rows are cut.
+    The positions of all tokens are then given, because the tokens of a rank are not adjacent.
+    Without documents, or if all ranks divide the heads during attention, whole rows are cut.
 
     Args:
         span: Documents of the rows, laid out.
@@ -119,7 +119,7 @@ def transport_of(
     """Return the transport of a layer over a span, which may need whole rows.
 
     Args:
-        span: Description of who attends to whom in whole sequences.
+        span: Description of which tokens attend to which in whole sequences.
         mesh: Process groups of this rank.
         choice: Transport of the layers.
 
@@ -129,13 +129,13 @@ def transport_of(
     """
     if choice.transport == "all_to_all":
         return "all_to_all"
-    # Keys behind the queries, which the parts leave out: those of a prefix or of a window that
-    # reaches to both sides, and what a mask of all pairs says of them.
+    # The parts omit keys after the queries. A prefix, a window to both sides, and a mask of pairs
+    # may need them.
     needs_rows = span.mask is not None and not hides_keys(span)
     needs_rows |= span.prefix is not None
     needs_rows |= span.window is not None and not span.causal
     if mesh.context.transport == "auto":
-        # A window leaves a rank few keys to wait for, and kernels for whole rows skip the others.
+        # With a window a rank needs few keys, and kernels for whole rows skip all others.
         return "all_to_all" if needs_rows or span.window is not None else choice.transport
     if needs_rows:
         raise UnsupportedError(

@@ -1,6 +1,6 @@
 """Blocks of queries and keys into which context parallelism divides attention, by rank of the keys.
 
-``layers.attention_parts`` computes them.
+``layers.attention_parts`` computes the attention of a block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_megatron.layers.document_cut import DocumentCut
 from lightning_megatron.plan.context import AttentionBlock, ContextCut
 from lightning_megatron.shapes import Bool, Int, Shaped
 
-#: Rows of a part: neighbouring ones, or those whose indices a tensor (batch, rows) has.
+#: Positions of a part: a slice, or a tensor (batch, rows) of indices for each row of the batch.
 Rows = slice | Tensor
 _ALL = slice(None)
 
@@ -26,10 +26,10 @@ class Block:
     """Attention of some of a rank's queries to some keys.
 
     Args:
-        queries: Rows of the queries.
-        keys: Rows of the keys.
-        span: Who attends to whom, with the documents of these queries.
-        key_rows: Rows that the keys form.
+        queries: Positions of the queries in this rank's part.
+        keys: Positions of the keys in the tensor that holds them.
+        span: Which tokens attend to which, with the documents of these queries.
+        key_rows: Description of the rows of these keys.
     """
 
     queries: Rows
@@ -99,12 +99,12 @@ def gathered_blocks(
 
 
 def hides_keys(span: AttentionSpan) -> bool:
-    """Return whether a span is attention in both directions, to the keys that a mask shows.
+    """Return whether a span is bidirectional attention to the keys that a boolean mask shows.
 
-    Its mask says the same for all queries of a row, so parts of the rows need no mask of pairs.
+    Its mask is the same for all queries of a row, so parts of the rows need no mask of pairs.
 
     Args:
-        span: Description of who attends to whom.
+        span: Description of which tokens attend to which.
     """
     mask = span.mask
     if mask is None or mask.dtype != torch.bool or mask.shape[2] != 1:
@@ -113,17 +113,17 @@ def hides_keys(span: AttentionSpan) -> bool:
 
 
 def _visible_keys(span: AttentionSpan) -> Bool[Tensor, "batch seq"]:
-    """Return which keys of whole rows are seen: all of a row without any, as a dense mask does."""
+    """Return which keys of whole rows are visible; a row without visible keys shows all of them."""
     assert span.mask is not None, "a span that hides keys has a mask"
     mask = span.mask[:, 0, 0]
     return mask | ~mask.any(1, keepdim=True)
 
 
 def _of_visible(span: AttentionSpan, visible: Bool[Tensor, "batch _"], num_queries: int) -> Block:
-    """Return the block of all queries of a rank with the visible ones of some keys.
+    """Return the block of all queries of a rank and of the visible keys among some keys.
 
-    The visible keys of a row come first, as a document that all queries of the row are of. The
-    others are a document without queries.
+    The visible keys of a row come first and form one document with all queries of the row. The
+    other keys form a document without queries.
     """
     num_rows, num_keys = visible.shape
     counts = visible.sum(1, keepdim=True)
@@ -140,7 +140,7 @@ def _of_visible(span: AttentionSpan, visible: Bool[Tensor, "batch _"], num_queri
 def _of_whole_documents(
     span: AttentionSpan, cut: DocumentCut, length: int, rank: int
 ) -> list[Block]:
-    """Return the blocks of a rank's queries with the keys of whole rows."""
+    """Return the blocks of a rank's queries and of the keys of whole rows, with cut documents."""
     size = cut.size
     if not span.causal:
         whole = KeyRows(length, span.borders, cut.longest)
@@ -158,11 +158,11 @@ def _of_whole_documents(
 
 
 def taken(tensor: Shaped[Tensor, "seq batch ..."], rows: Rows) -> Shaped[Tensor, "_ batch ..."]:
-    """Return rows of a tensor, each row of the batch having its own.
+    """Return the given positions of a tensor, which may differ between the rows of the batch.
 
     Args:
         tensor: Tensor, sequence first.
-        rows: Rows of the sequence.
+        rows: Positions in the sequence.
     """
     if isinstance(rows, slice):
         return tensor[rows]
@@ -173,12 +173,12 @@ def taken(tensor: Shaped[Tensor, "seq batch ..."], rows: Rows) -> Shaped[Tensor,
 def add_at(
     tensor: Shaped[Tensor, "seq batch ..."], rows: Rows, values: Shaped[Tensor, "_ batch ..."]
 ) -> None:
-    """Add values to rows of a contiguous tensor.
+    """Add values to the given positions of a contiguous tensor, in place.
 
     Args:
         tensor: Tensor, sequence first.
-        rows: Rows of the sequence, each of them once.
-        values: Values of these rows.
+        rows: Positions in the sequence, each of them once.
+        values: Values for these positions.
     """
     if isinstance(rows, slice):
         tensor[rows] += values
@@ -190,12 +190,12 @@ def add_at(
 def put_at(
     tensor: Shaped[Tensor, "seq batch ..."], rows: Rows, values: Shaped[Tensor, "_ batch ..."]
 ) -> None:
-    """Replace rows of a contiguous tensor.
+    """Replace the given positions of a contiguous tensor, in place.
 
     Args:
         tensor: Tensor, sequence first.
-        rows: Rows of the sequence, each of them once.
-        values: Values of these rows.
+        rows: Positions in the sequence, each of them once.
+        values: New values of these positions.
     """
     if isinstance(rows, slice):
         tensor[rows] = values
@@ -205,17 +205,17 @@ def put_at(
 
 
 def in_flat_order(rows: Int[Tensor, "batch seq"]) -> Int[Tensor, "seq batch"]:
-    """Return where rows of each sequence lie in a tensor whose first two dimensions are joined.
+    """Return the indices of positions in a tensor whose first two dimensions are flattened.
 
     Args:
-        rows: Indices of positions for every sequence.
+        rows: Positions of every sequence.
     """
     num_sequences = len(rows)
     return rows.t() * num_sequences + torch.arange(num_sequences, device=rows.device)
 
 
 def _of_rows(span: AttentionSpan, block: AttentionBlock) -> Block:
-    # An offset counts from the starts of the ranges.
+    # The offset is relative to the first query and key, ``behind`` to the last ones.
     behind = block.offset + len(block.queries) - len(block.keys) if block.is_causal else 0
     return Block(
         slice(block.queries.start, block.queries.stop),
@@ -228,7 +228,7 @@ def _of_rows(span: AttentionSpan, block: AttentionBlock) -> Block:
 def _of_documents(
     span: AttentionSpan, cut: DocumentCut, seq_part: int, rank: int, source: int
 ) -> list[Block]:
-    """Return the one block of a source, as in :meth:`ContextCut.ring_blocks`."""
+    """Return the single block for the keys of a source rank: :meth:`ContextCut.ring_blocks`."""
     part = cut.part_borders[rank], 2 * cut.longest_piece
     keys = KeyRows(seq_part, cut.part_borders[source], 2 * cut.longest_piece)
     if not span.causal or source == rank:
@@ -257,7 +257,7 @@ def _places_of(rank: int, cut: ContextCut | DocumentCut, device: torch.device) -
 
 
 def _placed(block: Block, queries: Tensor, keys: Tensor) -> Block:
-    """Return a block that knows the places of its queries and keys, from those of all rows."""
+    """Return a block with the places of its queries and keys, chosen from those of both parts."""
 
     def chosen(places: Tensor, rows: Rows) -> Tensor:
         return places[:, rows] if isinstance(rows, slice) else places.gather(1, rows)

@@ -1,4 +1,4 @@
-"""Attention to a cache whose tokens lie on the ranks that share the rows."""
+"""Attention to a cache whose tokens are distributed over the ranks that share the rows."""
 
 from __future__ import annotations
 
@@ -52,11 +52,12 @@ def attend_to_held(
     layer: int,
     axis: MeshAxis,
 ) -> Float[Tensor, "seq batch heads*value_dim"]:
-    """Store new tokens, which all ranks have, on one rank each, and let them attend to all tokens.
+    """Store each new token on one rank, and compute attention of the new tokens to all tokens.
 
-    Each rank computes the attention to the tokens that it holds, and the results are merged
-    exactly, as in :class:`~lightning_megatron.layers.context_parallel.partial_sum.PartialSum`. No
-    gradients flow to the keys of other ranks.
+    All ranks have all new tokens. Each rank computes attention to the tokens that it holds, and the
+    results are merged exactly, as in
+    :class:`~lightning_megatron.layers.context_parallel.partial_sum.PartialSum`. No gradients flow
+    to the keys of other ranks.
 
     Args:
         query: Queries of the new tokens.

@@ -1,4 +1,4 @@
-"""Cut of rows into windows for groups of the ranks that share them, when no document needs more."""
+"""Cut of rows into windows, one for each group of the ranks that share the rows."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lightning_megatron.shapes import Int
 def group_size(
     lengths: Int[Tensor, "batch documents"], seq_length: int, cp: int, host: HostValues
 ) -> int:
-    """Return the size of the smallest groups that hold all documents whole (ranks).
+    """Return the smallest group size at which no document crosses groups (ranks).
 
-    All ranks with the same rows get the same number, without a word between them. The host waits
-    for the device only if it does not know the lengths.
+    All ranks with the same rows compute the same number, without communication. The host waits for
+    the device only if it does not know the lengths.
 
     Args:
-        lengths: Lengths of the documents of each row. What is left of a row is one more document
+        lengths: Lengths of the documents of each row. The rest of a row is one more document
             (tokens).
         seq_length: Length of the rows (tokens).
-        cp: Ranks that share the rows (ranks).
-        host: Values that the host knows of tensors on the device.
+        cp: Number of ranks that share the rows (ranks).
+        host: Host copies of values of tensors on the device.
     """
     borders = borders_of(host.read(lengths), seq_length)
     return ContextGroups.of(borders.tolist(), seq_length, cp).size
@@ -39,8 +39,8 @@ def in_groups(
 ) -> AttentionSpan:
     """Return the span of the window of a rank's group, with the cut of its documents.
 
-    Every group cuts the documents of its window over its own ranks. The borders of the result are
-    those of the window; positions and the order of tokens remain those of whole rows.
+    Every group cuts the documents of its window over the group's ranks. The borders of the result
+    describe the window; positions and the order of tokens still describe whole rows.
 
     Args:
         span: Documents of the rows, laid out; none of them lies in two windows.
@@ -52,7 +52,7 @@ def in_groups(
     window = groups.window
     place = rank % groups.size
     firsts = torch.arange(0, groups.seq_length, window, device=span.borders.device)
-    # Rows of windows are rows, too: every one has all documents of its row, most of them empty.
+    # A window counts as a row that has all documents of its row, most of them empty.
     borders = _borders_of_windows(span.borders, num_sequences, groups.seq_length, firsts, window)
     num_windows = num_sequences * len(firsts)
     cuts = DocumentCut.of(borders, num_windows, window, groups.size, place)

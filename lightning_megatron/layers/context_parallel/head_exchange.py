@@ -1,4 +1,4 @@
-"""Attention whose heads, instead of its positions, are divided among ranks during a call."""
+"""Attention that divides heads instead of positions among ranks, by all-to-alls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_megatron.layers.document_cut import DocumentCut
 from lightning_megatron.plan.context import ContextCut, kv_heads_of, split_heads_over
 from lightning_megatron.shapes import Float
 
-#: Attention of some heads over the positions that a rank then holds.
+#: Attention of some heads over the positions that a rank holds after the all-to-all.
 Core = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -35,10 +35,10 @@ def exchanged_attention(
 ) -> Float[Tensor, "seq_part batch heads*head_dim"]:
     """Compute attention with the heads divided among the ranks and all positions on each of them.
 
-    An all-to-all gives each rank all positions of its share of the heads, and another one brings
-    the results back. Ranks have equally many heads if their number divides them; otherwise some
-    have one head more, and there may be ranks without a head. Key/value heads travel to each rank
-    whose query heads need them, as copies if there are too few.
+    An all-to-all gives each rank all positions of its share of the heads, and a second one returns
+    the results. All ranks have the same number of heads if the number of ranks divides the heads;
+    otherwise some ranks have one head more, and some may have none. Each rank receives the
+    key/value heads that its query heads need, so several ranks may receive the same ones.
 
     Equal to ``core`` of the whole sequence, bit for bit if it computes heads independently.
 
@@ -68,8 +68,8 @@ def hierarchical_attention(
 ) -> Float[Tensor, "seq_part batch heads*head_dim"]:
     """Compute attention with an all-to-all over neighbours and a ring across them.
 
-    The ranks of ``inner`` divide the heads and join their positions. Joined, they are one rank of
-    the cut over ``outer``, whose ranks form a ring for these heads.
+    The ranks of ``inner`` divide the heads and join their positions. Their joined positions are the
+    part of one rank of the cut over ``outer``, whose ranks form a ring for these heads.
 
     Equal to :func:`~lightning_megatron.layers.context_parallel.ring.ring_attention` over all ranks.
 
@@ -77,9 +77,9 @@ def hierarchical_attention(
         query: Queries of this rank's pieces.
         key: Keys of this rank's pieces.
         value: Values of this rank's pieces.
-        inner: Neighbouring ranks of the cut, such as those of one host.
+        inner: Neighbouring ranks of the cut, such as the ranks of one host.
         outer: Ranks with the same place among their neighbours.
-        span: Who attends to whom in whole rows; a cut of documents has an outer one.
+        span: Which tokens attend to which in whole rows; a cut of documents has an outer cut.
 
     Communication: two all-to-alls over ``inner`` and a ring over ``outer``, forward and backward.
     Source: Fang and Zhao 2024 (unified sequence parallelism).
@@ -99,7 +99,7 @@ def hierarchical_attention(
 
 
 def of_own_heads(span: AttentionSpan, heads: int, axis: MeshAxis) -> AttentionSpan:
-    """Return the span of the heads that this rank has during the attention.
+    """Return the span for the heads that this rank computes during attention.
 
     Args:
         span: Span of all heads.
@@ -130,7 +130,7 @@ def _exchanged(
     own = len(shares[axis.rank])
     own_kv = len(needed[axis.rank])
     all_heads = [*query.unbind(2), *key.unbind(2), *value.unbind(2)]
-    # Heads of queries, keys and values together, by destination, so that one message carries them.
+    # One message carries the heads of queries, keys and values, sorted by destination.
     order = chain.from_iterable(
         [*share, *(heads + one for one in kv), *(heads + kv_heads + one for one in kv)]
         for share, kv in zip(shares, needed, strict=True)
@@ -142,7 +142,7 @@ def _exchanged(
         received.unflatten(0, (axis.size, own + 2 * own_kv)).permute(0, 2, 3, 1, 4).flatten(0, 1)
     )
     mine = in_sequence_order(parts, cut, ranks).split([own, own_kv, own_kv], dim=2)
-    # A rank without heads has nothing to compute, but its backward pass communicates too.
+    # A rank without heads computes no attention, but its backward pass must communicate, too.
     mixed = core(*mine).unflatten(-1, (own, query.shape[3])) if own else sum(mine)
     parts = in_rank_order(mixed, cut, ranks).unflatten(0, (axis.size, query.shape[0]))
     rows = parts.permute(0, 3, 1, 2, 4).flatten(0, 1)

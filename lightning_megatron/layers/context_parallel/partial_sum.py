@@ -47,7 +47,7 @@ class PartialSum:
         out: Float[Tensor, "rows batch heads head_dim"],
         log_sum: Float[Tensor, "batch heads rows"],
     ) -> None:
-        """Add the attention of some queries to keys that are new to them.
+        """Add the attention of some queries to keys that were not added for them before.
 
         Args:
             rows: Rows of the queries.
@@ -57,7 +57,7 @@ class PartialSum:
         before = taken(self._log_sum, rows)
         added = log_sum.permute(2, 0, 1).to(before.dtype)
         total = torch.logaddexp(before, added)
-        # Where no key was seen yet, -inf - -inf would be no number.
+        # For a query without keys so far, -inf - -inf would be NaN.
         shift = total.masked_fill(total.isneginf(), 0.0)
         old = (before - shift).exp().unsqueeze(-1)
         new = (added - shift).exp().unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Modules that may see a part of a sequence: those that compute every position by itself."""
+"""Modules that compute every position separately, and may therefore get a part of a sequence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from lightning_megatron.errors import UnsupportedError
 T = TypeVar("T", bound=nn.Module | type[nn.Module])
 
 _DECLARED = "_computes_positions_separately"
-#: Maximum difference between the outputs of halves and of a whole, relative to the largest element.
+#: Maximum difference between outputs of halves and of all positions, relative to the largest
+#: element.
 _TOLERANCE = 1e-2
 
 _SEPARATE = (
@@ -26,7 +27,7 @@ _SEPARATE = (
     *(nn.LeakyReLU, nn.LogSigmoid, nn.Mish, nn.PReLU, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU),
     *(nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh, nn.Tanhshrink, nn.Threshold),
 )
-#: Modules of torch that mix positions, with what they do.
+#: Modules of torch that mix positions, with a description of how they do so.
 _MIXING: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     (
         (
@@ -49,17 +50,18 @@ _MIXING: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
 )
 #: Functions of torch that mix positions, which the code of a user's module may call.
 _MIXING_FUNCTIONS = ("scaled_dot_product_attention", "multi_head_attention_forward")
-#: Methods of a subclass that do not compute.
+#: Methods that do not change what a subclass computes.
 _PASSIVE = ("__init__", "extra_repr", "reset_parameters", "__repr__")
 
 
 def position_wise(module: T) -> T:
-    """Declare that a module, or every module of a class, computes each position by itself.
+    """Declare that a module, or every module of a class, computes each position separately.
 
     With ``cp`` above 1 the modules inside a decoder get a part of each sequence: two pieces that
-    are no neighbours. Modules of this package know that, and those of torch that compute every
-    position by itself, such as nn.Linear, need not. Other modules must be declared. Their first
-    call computes both halves of its positions apart, and compares them with the whole.
+    are not adjacent. Modules of this package support this, and modules of torch that compute every
+    position separately, such as nn.Linear, are not affected. Other modules must be declared. Their
+    first call also computes both halves of its positions separately, and checks that the results
+    equal those of all positions.
 
     Args:
         module: Module that takes and returns tensors with the positions first, or its class.
@@ -72,7 +74,7 @@ def position_wise(module: T) -> T:
 
 
 def foreign_parts(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """List the modules inside a decoder that may mix positions: their names, and what they do.
+    """List the modules inside a decoder that may mix positions, each with its name and the reason.
 
     Args:
         root: Decoder of this package, or a subclass of one.
@@ -94,7 +96,7 @@ def foreign_parts(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def mixing_of(module: nn.Module) -> str:
-    """Return how a module mixes positions, as far as its class tells; empty if it does not.
+    """Return how a module mixes positions, judged by its class; empty if no mixing is found.
 
     Args:
         module: Module of torch, or of a user.
@@ -119,9 +121,9 @@ def check_declared(root: nn.Module) -> None:
 
 
 def _computes_separately(module: nn.Module) -> bool:
-    """Return whether a module is known to compute positions apart, if its children do."""
+    """Return whether a module is known to compute positions separately if its children do."""
     if hasattr(module, "_orig_mod"):
-        # torch.compile wraps a child.
+        # A wrapper of torch.compile computes what its child computes.
         return True
     for kind in type(module).__mro__:
         if kind.__module__.startswith("lightning_megatron."):
@@ -194,7 +196,7 @@ def _is_separate(
 
 @contextmanager
 def _without_draws(module: nn.Module) -> Iterator[None]:
-    """Let dropout inside a module keep everything, and restore the module's mode afterwards."""
+    """Disable dropout inside a module, and restore the training mode when the block ends."""
     trained = [one for one in module.modules() if one.training]
     for one in trained:
         one.training = False

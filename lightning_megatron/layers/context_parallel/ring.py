@@ -1,4 +1,4 @@
-"""Attention whose keys and values travel around a ring of ranks, or are gathered by all of them."""
+"""Attention whose keys and values go around a ring of ranks, or are all-gathered by them."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def ring_attention(
 
     Each rank holds two pieces of the sequence, as in
     :class:`~lightning_megatron.plan.context.ContextCut`, or of every document, as in
-    :class:`~lightning_megatron.layers.document_cut.DocumentCut`. In ``axis.size`` steps it meets
-    the keys and values of every rank: while it computes with those of one rank, those of the next
-    are on their way. The partial results are summed as in
-    :class:`~lightning_megatron.layers.context_parallel.partial_sum.PartialSum`. Backward sends keys
-    and values around once more, and their gradients after them. Documents with a window gather
-    their keys instead, as :func:`gathered_attention` does, because the distances of queries and
-    keys in a block differ by document.
+    :class:`~lightning_megatron.layers.document_cut.DocumentCut`. In each of ``axis.size`` steps, a
+    rank computes attention to the keys and values of one rank while it receives those for the next
+    step. The partial results are summed as in
+    :class:`~lightning_megatron.layers.context_parallel.partial_sum.PartialSum`. The backward pass
+    sends keys and values around the ring once more, followed by their gradients. Documents with a
+    window all-gather keys and values instead, as :func:`gathered_attention` does, because the
+    distances of queries and keys in a block differ by document.
 
     Equal to ``layers.attention_core.attend`` of the whole sequence, up to the order of sums.
 
@@ -56,8 +56,8 @@ def ring_attention(
         key: Keys of this rank's pieces.
         value: Values of this rank's pieces.
         axis: Ranks that share the sequence, in the order of the cut.
-        span: Who attends to whom in whole rows: causality, window, soft cap, slopes, sinks, scale,
-            and documents with their cut over the axis.
+        span: Which tokens attend to which in whole rows: causality, window, soft cap, slopes,
+            sinks, scale, and documents with their cut over the axis.
 
     Communication: forward ``axis.size - 1`` exchanges with both neighbours, of keys and values;
         backward the same, and ``axis.size`` exchanges of their gradients in at least float32.
@@ -78,15 +78,15 @@ def gathered_attention(
 ) -> Float[Tensor, "seq_part batch heads*head_dim"]:
     """Compute attention of this rank's queries to the gathered keys and values of all ranks.
 
-    Equal to :func:`ring_attention`. It takes one message instead of several, and the memory of the
-    whole sequence's keys and values: good for few key/value heads.
+    Equal to :func:`ring_attention`. It needs one message instead of several, and memory for the
+    keys and values of the whole sequence, which suits few key/value heads.
 
     Args:
         query: Queries of this rank's pieces.
         key: Keys of this rank's pieces.
         value: Values of this rank's pieces.
         axis: Ranks that share the sequence, in the order of the cut.
-        span: Who attends to whom in whole rows, as for :func:`ring_attention`.
+        span: Which tokens attend to which in whole rows, as for :func:`ring_attention`.
 
     Communication: an all-gather of keys and values forward, a reduce-scatter of their gradients
         backward.
@@ -95,7 +95,7 @@ def gathered_attention(
     joined = all_gather_sequence(torch.stack((key, value), dim=2), axis)
     both = in_sequence_order(joined, cut).movedim(2, 0)
     blocks = gathered_blocks(span, query.shape[0], axis.size, axis.rank, query.device)
-    # A ring of one rank, which holds all keys.
+    # The gathered keys are those of a ring of one rank.
     return _attend(query, both, span, MeshAxis(axis.name), [blocks])
 
 
@@ -113,9 +113,9 @@ def _attend(
 class _Ring(torch.autograd.Function):
     """Attention to the keys and values of all ranks of a ring, one rank after the other.
 
-    With the output and the logarithms ``l_i`` of the whole sum, the weights
-    ``p_ij = exp(s_ij - l_i)`` are those of attention over all keys. The gradient through a block is
-    therefore exactly its share::
+    The backward pass uses the output and the log-sum-exps ``l_i`` over all keys, so the weights
+    ``p_ij = exp(s_ij - l_i)`` are those of attention over all keys. Each block therefore yields
+    exactly its share of the gradients::
 
         dv_j += sum_i p_ij do_i
         ds_ij = p_ij (do_i v_j - do_i o_i)
@@ -164,7 +164,7 @@ class _Ring(torch.autograd.Function):
                 add_at(of_query, one.queries, shares[0])
                 add_at(of_both[0], one.keys, shares[1])
                 add_at(of_both[1], one.keys, shares[2])
-            # What the ranks behind this one have added so far for the same keys.
+            # The gradients that the previous ranks have accumulated for the same keys.
             pending.wait()
             if arriving is not None:
                 of_both += arriving
@@ -182,7 +182,7 @@ def _mixed(
     axis: MeshAxis,
     blocks: list[list[Block]],
 ) -> tuple[Tensor, Tensor]:
-    """Return the output, in the dtype of the queries, and the log-sum-exps of the whole sum."""
+    """Return the output, in the dtype of the queries, and the log-sum-exps over all keys."""
     total = PartialSum(query)
     for source, keys, values in _visits(both, axis):
         for one in blocks[source]:
@@ -196,7 +196,7 @@ def _mixed(
 
 
 def _visits(both: Tensor, axis: MeshAxis) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Give the keys and values of every rank, this one's first, while the next ones travel."""
+    """Yield every rank's keys and values, this rank's first, while the next ones are received."""
     for step in range(axis.size):
         arriving = both
         pending = PendingTransfers()
@@ -208,7 +208,7 @@ def _visits(both: Tensor, axis: MeshAxis) -> Iterator[tuple[int, Tensor, Tensor]
 
 
 def _pass_on(tensor: Tensor, axis: MeshAxis) -> tuple[Tensor, PendingTransfers]:
-    """Start to send a tensor to the next rank, and to receive that of the previous one."""
+    """Start to send a tensor to the next rank, and to receive one from the previous rank."""
     if axis.size == 1:
         return tensor, PendingTransfers()
     sent = tensor.contiguous()

@@ -19,8 +19,8 @@ def own_part(
 ) -> Shaped[Tensor, "..."]:
     """Return this rank's two pieces of a whole sequence, or of each of its documents.
 
-    Autograd gives the positions of other ranks the gradient zero: each rank computes its own
-    positions' share, and the mean over the data ranks, which include those of cp, adds the shares.
+    Autograd gives the positions of other ranks the gradient zero: each rank computes the share of
+    its positions, and the mean over the data ranks, which include the ranks of cp, adds the shares.
 
     Args:
         tensor: Tensor with the whole sequence along ``dim``.
@@ -44,9 +44,9 @@ def joined_parts(
 ) -> Shaped[Tensor, "..."]:
     """Return the whole sequence on every rank, from the two pieces that each rank holds.
 
-    Backward sums the gradients that the ranks have for a piece. If all ranks compute the same loss
-    from the result, each piece gets the gradient of that loss ``axis.size`` times, which the mean
-    over the data ranks takes back.
+    The backward pass sums the gradients of all ranks for a piece. If all ranks compute the same
+    loss from the result, each piece gets ``axis.size`` times the gradient of that loss, which the
+    mean over the data ranks divides by ``axis.size``.
 
     Args:
         tensor: This rank's pieces along ``dim``.
@@ -69,7 +69,7 @@ def at_place(
     axis: MeshAxis,
     cut: TokenOrder | None = None,
 ) -> Shaped[Tensor, "batch ..."]:
-    """Return what belongs to one position of each row, on every rank.
+    """Return the vector of one position of each row, on every rank.
 
     Args:
         part: This rank's pieces.
@@ -98,11 +98,11 @@ def at_place(
 def of_first_rank(value: Shaped[Tensor, "..."], axis: MeshAxis) -> Shaped[Tensor, "..."]:
     """Return the value of the rank that holds the first tokens of the rows, on every rank.
 
-    Backward gives that rank the sum of the gradients of all ranks, and the others zeros, as
-    :func:`joined_parts` does.
+    The backward pass gives that rank the sum of the gradients of all ranks, and the other ranks
+    zeros, as in :func:`joined_parts`.
 
     Args:
-        value: What each rank computes from the first of its own tokens.
+        value: Value that each rank computes from the first of its tokens.
         axis: Ranks that share the sequence.
 
     Communication: an all-gather forward, a reduce-scatter backward.
@@ -113,7 +113,7 @@ def of_first_rank(value: Shaped[Tensor, "..."], axis: MeshAxis) -> Shaped[Tensor
 def in_sequence_order(
     joined: Shaped[Tensor, "..."], cut: ContextCut | TokenOrder, ranks: range | None = None
 ) -> Shaped[Tensor, "..."]:
-    """Sort the pieces of ranks whose parts were joined along the first dimension.
+    """Sort joined parts of ranks into the order of the sequence, along the first dimension.
 
     Args:
         joined: Parts of the ranks, one after the other.

@@ -1,4 +1,4 @@
-"""Scales of earlier steps: the largest magnitudes that linear layers have seen in them."""
+"""Delayed scaling: scales from the largest magnitudes of tensors in earlier steps."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ _LARGEST: Final = {"e4m3": 448.0, "e5m2": 57344.0}
 
 
 class DelayedScales:
-    """Scales of the linear layers of a model, from the magnitudes of earlier steps.
+    """Scales of the linear layers of a model, from the largest magnitudes in earlier steps.
 
-    During a step casts note the largest magnitudes. At its end these enter a history, and the
-    largest of the history sets the scales of the next step: all microbatches of a step, and their
-    recomputations, have the same scales. All tensors keep their addresses, and nothing is read by
-    the host.
+    During a step, casts record the largest magnitudes. At its end these enter a history, whose
+    maximum sets the scales of the next step. All microbatches of a step, and their recomputations,
+    therefore use the same scales. All tensors keep their addresses, and the host reads no value
+    from the device.
 
-    Until the first step has ended, tensors have the scales of their own magnitudes. A tensor that
-    was zero in the whole history has the scale 1. A magnitude that is not finite is left out.
+    Until the first step has ended, the scale of a tensor follows from the tensor's magnitude. A
+    tensor that was zero in the whole history has the scale 1. A magnitude that is not finite enters
+    the history as 0.
 
     Shapes: history ``(layers, history, 3)``, the last step first, with the magnitudes of inputs,
         weights and gradients of outputs.
@@ -42,26 +43,27 @@ class DelayedScales:
     def __init__(self, settings: FP8, names: Sequence[str], device: torch.device) -> None:
         self.settings = settings
         self.names = tuple(names)
-        #: Whether no step has ended.
+        #: Whether the first step has not ended yet.
         self.is_fresh = True
         shape = len(self.names), settings.history, len(_USES)
         self.history: Float[Tensor, "layers history 3"] = torch.zeros(
             shape, dtype=torch.float32, device=device
         )
-        # Bit patterns, as casts use them: magnitudes that set the scales, and those of this step.
+        # Bit patterns of magnitudes, the form that casts use: first the magnitudes that set the
+        # scales, then the magnitudes of this step.
         self._bits = torch.zeros((2, shape[0], shape[2]), dtype=torch.int32, device=device)
         forms = "e4m3", "e4m3", settings.gradient_format
         self._largest = torch.tensor([_LARGEST[form] for form in forms], device=device)
-        # What casts of Transformer Engine multiply by.
+        # Factors by which casts of Transformer Engine multiply.
         self._factors = torch.ones((shape[0], shape[2]), dtype=torch.float32, device=device)
 
     def serves(self, settings: FP8, names: Sequence[str], device: torch.device) -> bool:
-        """Return whether a run with these settings and layers may continue from these scales.
+        """Return whether a run with the given settings and layers can continue with these scales.
 
         Args:
             settings: Settings of the run.
-            names: Names of its layers.
-            device: Their device.
+            names: Names of the run's layers.
+            device: Device of the layers.
         """
         is_same = (settings, tuple(names)) == (self.settings, self.names)
         return is_same and torch.empty(0, device=device).device == self.history.device
@@ -70,7 +72,7 @@ class DelayedScales:
         """Return the scales of a layer.
 
         Args:
-            index: Index of its name.
+            index: Index of the layer in :attr:`names`.
         """
         return LayerScales(self, self._bits[0, index], self._bits[1, index], self._factors[index])
 
@@ -83,12 +85,12 @@ class DelayedScales:
     def end_step(self, mesh: ParallelMesh) -> None:
         """Set the scales of the next step.
 
-        A graph may contain this: it only writes tensors that keep their addresses.
+        A CUDA graph can capture the call, which only writes tensors that keep their addresses.
 
         Args:
-            mesh: The groups of this rank.
+            mesh: Process groups of this rank.
 
-        Communication: an all-reduce of three numbers of each layer over tp, and one over dp x cp.
+        Communication: an all-reduce of three numbers per layer over tp, and one over dp x cp.
         """
         self.is_fresh = False
         if not self.names:
@@ -106,12 +108,12 @@ class DelayedScales:
     def start_with(
         self, histories: Sequence[Float[Tensor, "saved 3"]], *, is_complete: bool
     ) -> None:
-        """Continue from saved histories, of which the last steps count.
+        """Continue from the last steps of saved histories.
 
         Args:
             histories: History of each layer, of any length.
-            is_complete: Whether no layer of any stage lacks one; else the first step has the scales
-                of its own tensors.
+            is_complete: Whether all layers of all stages have a history; otherwise the scales of
+                the first step follow from its tensors.
         """
         self.history.zero_()
         for own, saved in zip(self.history, histories, strict=True):
@@ -130,13 +132,13 @@ class DelayedScales:
 
 
 class LayerScales:
-    """Scales of earlier steps, of one layer.
+    """Delayed scales of one layer.
 
     Args:
         model: Scales of all layers.
         magnitudes: Bit patterns of the magnitudes that set the scales, by use.
         seen: Bit patterns of the largest magnitudes of this step, by use.
-        factors: Numbers that bring these magnitudes to the largest number of their formats, by use.
+        factors: Factors that map ``magnitudes`` to the largest number of their formats, by use.
     """
 
     def __init__(
@@ -152,7 +154,7 @@ class LayerScales:
         self._factors = dict(zip(_USES, factors.split(1), strict=True))
 
     def magnitude(self, use: Use) -> Int[Tensor, "1"] | None:
-        """Return the bit pattern of the magnitude that sets a scale; None before the first one.
+        """Return the bit pattern of the magnitude that sets a scale; None in the first step.
 
         Args:
             use: Which factor the tensor is.
@@ -160,7 +162,7 @@ class LayerScales:
         return None if self._model.is_fresh else self._magnitudes[use]
 
     def seen(self, use: Use) -> Int[Tensor, ""]:
-        """Return the bit pattern of the largest magnitude of this step, which casts maximize.
+        """Return the bit pattern of the largest magnitude of this step, which casts update.
 
         Args:
             use: Which factor the tensor is.
@@ -168,7 +170,7 @@ class LayerScales:
         return self._seen[use]
 
     def factor(self, use: Use) -> Float[Tensor, "1"]:
-        """Return the number that a cast multiplies by: the inverse of the scale.
+        """Return the factor by which a cast multiplies: the inverse of the scale.
 
         Args:
             use: Which factor the tensor is.

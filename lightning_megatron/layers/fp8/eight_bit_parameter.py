@@ -1,4 +1,4 @@
-"""Parameters whose numbers are kept in 8 bits, and what code that reads or writes them gets."""
+"""Parameters whose values are stored in 8 bits, with rules for code that reads or writes them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing_extensions import override
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.shapes import Float
 
-#: Returns a new tensor with the numbers of a parameter, in its own type.
+#: Returns a new tensor with the dequantized values of a parameter, in the parameter's dtype.
 ReadNumbers = Callable[[], Float[Tensor, "rows columns"]]
 
-#: Methods that do not look at the numbers.
+#: Methods that do not read the values.
 _PLAIN = frozenset(
     {
         "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride",
@@ -27,19 +27,19 @@ _PLAIN = frozenset(
         "zeros_like", "empty_like", "ones_like", "full_like", "rand_like", "randn_like",
     }
 )  # fmt: skip
-#: Properties that look at them.
+#: Properties that read the values.
 _VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _ADDING = frozenset({f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "mod")})
 
 
 class EightBitWeight(Tensor):
-    """Weight whose numbers are in 8 bits elsewhere, behind a tensor without memory of its own.
+    """Weight whose values are stored in 8 bits in a flat buffer; this tensor takes no memory.
 
-    Shape, type, device, gradient and hooks are those of an ordinary weight in the type of the run.
-    An operation without gradients gets the numbers, rounded to 8 bits, as a copy that refuses to be
-    written. A write, and an operation that autograd would record, are refused: neither would reach
-    the numbers. Linear layers read the 8 bits instead. Operators that do not ask, such as those
-    written in C++, read NaN.
+    Shape, dtype, device, gradient and hooks are those of an ordinary weight in the dtype of the
+    run. An operation without gradients gets a read-only copy of the dequantized values. Writes, and
+    operations that autograd would record, raise an error, because they would not reach the stored
+    values. Linear layers read the 8-bit values directly. Operators that bypass
+    ``__torch_function__``, such as those written in C++, read NaN.
     """
 
     read_numbers: ReadNumbers
@@ -77,7 +77,7 @@ class EightBitWeight(Tensor):
 
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # A copy has nobody who keeps its numbers in 8 bits.
+        # A copy is an ordinary tensor, because no buffer stores its values in 8 bits.
         found = memo[id(self)] = self._copied()
         return found
 
@@ -92,20 +92,20 @@ class EightBitWeight(Tensor):
 
 
 class EightBitParameter(EightBitWeight, nn.Parameter):
-    """Parameter that is an :class:`EightBitWeight`, with the identity that it had before."""
+    """Parameter that became an :class:`EightBitWeight` and is still the same Python object."""
 
 
 def keep_in_eight_bits(parameter: nn.Parameter, read_numbers: ReadNumbers) -> None:
-    """Turn a parameter into one whose numbers are in 8 bits elsewhere, and free its memory.
+    """Turn a parameter in place into an :class:`EightBitParameter`, and free its memory.
 
-    Optimizers, modules and hooks that refer to the parameter keep it.
+    References of optimizers, modules and hooks to the parameter stay valid.
 
     Args:
         parameter: The parameter.
-        read_numbers: Returns its numbers.
+        read_numbers: Function that returns the dequantized values.
 
     Raises:
-        UnsupportedError: If the parameter has a class of its own.
+        UnsupportedError: If the parameter is an instance of a subclass of torch.nn.Parameter.
     """
     if type(parameter) is not nn.Parameter:
         raise UnsupportedError(
@@ -120,11 +120,11 @@ def keep_in_eight_bits(parameter: nn.Parameter, read_numbers: ReadNumbers) -> No
 
 
 def keep_in_memory(parameter: nn.Parameter, memory: Float[Tensor, "rows columns"]) -> None:
-    """Turn a parameter back into an ordinary one.
+    """Turn a parameter back into an ordinary torch.nn.Parameter, in place.
 
     Args:
         parameter: Parameter that :func:`keep_in_eight_bits` has changed.
-        memory: Its numbers from now on.
+        memory: Tensor that becomes the parameter's memory.
     """
     del cast(EightBitParameter, parameter).read_numbers
     parameter.__class__ = nn.Parameter
@@ -132,7 +132,7 @@ def keep_in_memory(parameter: nn.Parameter, memory: Float[Tensor, "rows columns"
 
 
 def placeholder(weight: Float[Tensor, "_ columns"], num_rows: int) -> Float[Tensor, "rows columns"]:
-    """Return a tensor of NaN without memory of its own, with the columns of a weight.
+    """Return a tensor of NaN that takes no memory, with the columns of a weight.
 
     Args:
         weight: Weight in 8 bits.
@@ -151,7 +151,7 @@ def _alias(weight: EightBitWeight) -> EightBitWeight:
 
 
 def _read(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on the numbers, or refuse it."""
+    """Run an operation on the dequantized values; raise an error if it writes or is recorded."""
     name = func.__name__
     is_in_place = (name.endswith("_") and not name.endswith("__")) or name in _ADDING
     is_in_place |= name in ("__setitem__", "__delitem__")
@@ -168,7 +168,7 @@ def _read(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
 
 
 def _numbers(weight: EightBitWeight) -> Tensor:
-    # Tensors of inference cannot be written outside of it, nor can views of them.
+    # Tensors created in inference mode, and their views, cannot be written outside of it.
     with torch.inference_mode():
         return weight.read_numbers()
 

@@ -57,25 +57,26 @@ def fp8_column_linear(
 ) -> Float[Tensor, "seq *batch out_local"]:
     """Enter a tensor-parallel region and multiply by this rank's rows of a weight, in 8 bits.
 
-    Equal to :func:`~lightning_megatron.layers.regions.column_linear` of rounded factors. The
-    rounded input is kept, in 8 bits; under sequence parallelism this rank's positions of it. With
-    scales of rows, columns or blocks, sequence parallelism keeps the input itself.
+    Equal to :func:`~lightning_megatron.layers.regions.column_linear` of the rounded factors. The
+    cast input is kept for the backward pass; under sequence parallelism only this rank's positions
+    of it. If scales belong to rows, columns or blocks, sequence parallelism keeps the input before
+    the cast instead.
 
     Args:
         hidden: The input.
         weight: This rank's rows of the weight.
         bias: This rank's part of the bias; None without one.
         mesh: Process groups of this rank.
-        scaling: How the layer casts.
-        magnitude: Largest magnitude of the input; None finds it.
-        of_gradient: Where the backward pass of the operator that reads the output leaves the
-            magnitude of the gradient; None finds it.
+        scaling: Settings of the layer's casts.
+        magnitude: Largest magnitude of the input; None computes it.
+        of_gradient: Object in which the backward pass of the operator that reads the output stores
+            the magnitude of the output's gradient; None computes it.
 
     Communication: as ``column_linear``, and an all-reduce of magnitudes for each tensor that ranks
-        share, unless scales are those of earlier steps. With one scale the all-gathers of sequence
-        parallelism carry 8 bits.
+        share, unless scales come from earlier steps. With one scale per tensor the all-gathers of
+        sequence parallelism transfer 8-bit values.
     """
-    # Magnitudes of evaluations and trials are not those of a step.
+    # Magnitudes in evaluations and trials do not count as magnitudes of a step.
     scaling = scaling.counting(torch.is_grad_enabled())
     output = _FP8ColumnLinear.apply(hidden, weight, bias, mesh, scaling, magnitude, of_gradient)
     return output.view(-1, *hidden.shape[1:-1], weight.shape[0])
@@ -91,20 +92,20 @@ def fp8_row_linear(
 ) -> Float[Tensor, "seq_local *batch out_features"]:
     """Multiply by this rank's columns of a weight in 8 bits, and leave the tensor-parallel region.
 
-    Equal to :func:`~lightning_megatron.layers.regions.row_linear` of rounded factors. The rounded
-    input is kept, in 8 bits.
+    Equal to :func:`~lightning_megatron.layers.regions.row_linear` of the rounded factors. The cast
+    input is kept for the backward pass.
 
     Args:
         hidden: The input.
         weight: This rank's columns of the weight.
         bias: The bias; None without one.
         mesh: Process groups of this rank.
-        scaling: How the layer casts.
-        magnitude: Largest magnitude of this rank's input; None finds it.
+        scaling: Settings of the layer's casts.
+        magnitude: Largest magnitude of this rank's input; None computes it.
 
     Communication: as ``row_linear``, and an all-reduce of magnitudes for each tensor that ranks
-        share, unless scales are those of earlier steps. With one scale the all-gather of sequence
-        parallelism carries 8 bits.
+        share, unless scales come from earlier steps. With one scale per tensor the all-gather of
+        sequence parallelism transfers 8-bit values.
     """
     scaling = scaling.counting(torch.is_grad_enabled())
     return _FP8RowLinear.apply(hidden, weight, bias, mesh, scaling, magnitude)
@@ -271,7 +272,7 @@ def _save(
 
 
 def _forward_dtype(hidden: Tensor) -> torch.dtype:
-    """Return the type of the outputs."""
+    """Return the dtype of the outputs."""
     kind = hidden.device.type
     is_autocast = torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if is_autocast else hidden.dtype
@@ -285,13 +286,13 @@ def _input_gradient(
     row_axes: Axes,
     column_axes: Axes,
 ) -> Tensor:
-    """Return the gradient of the inputs as rows, in the type of the inputs.
+    """Return the gradient of the inputs as rows, in the dtype of the inputs.
 
     Args:
         ctx: Context of the layer.
         cast: Gradient of the outputs.
         weight: The weight.
-        magnitude: Magnitudes that the forward pass found; None if there are none.
+        magnitude: Magnitudes of the weight that the forward pass found; None if there are none.
         row_axes: Axes whose ranks hold other rows of the weight.
         column_axes: Axes whose ranks hold other columns of the weight.
     """
@@ -302,7 +303,7 @@ def _input_gradient(
 def _weight_columns(
     ctx: Any, weight: Tensor, magnitude: Tensor | None, row_axes: Axes, column_axes: Axes
 ) -> Operand:
-    """Return the operand of the columns of the weight, as :func:`_input_gradient` needs it."""
+    """Return the operand of the columns of the weight, with the arguments of `_input_gradient`."""
     matrix = ctx.scaling.cast_weight(
         weight,
         rows=False,
@@ -317,9 +318,9 @@ def _weight_columns(
 def _gathered_gradients(
     ctx: Any, grad: Tensor, weight: Tensor, magnitude: Tensor | None
 ) -> tuple[Tensor | None, Operand | None]:
-    """Return the input gradient of a row layer, and the gradient of its outputs by columns.
+    """Return the input gradient of a row layer, and its output gradient as operand of columns.
 
-    Each is None if it is not needed. Under sequence parallelism, with one scale.
+    Each is None if it is not needed. This is for sequence parallelism with one scale per tensor.
 
     Args:
         ctx: Context of the layer.

@@ -1,4 +1,4 @@
-"""Largest magnitudes of tensors, found by the operators that compute the tensors."""
+"""Largest magnitudes of tensors, computed by the operators that compute the tensors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_megatron.shapes import Float, Int, Shaped
 
 @dataclass(frozen=True)
 class Magnitude:
-    """Largest magnitude of a tensor, which the operator that computed the tensor has found.
+    """Largest magnitude of a tensor, found by the operator that computed the tensor.
 
-    The layer that calls the operator gives the magnitude to the linear layer that casts the tensor,
-    which then reads the tensor once.
+    The layer that calls the operator passes the magnitude to the linear layer that casts the
+    tensor, which then need not read the tensor a second time to find it.
 
     Args:
         tensor: The tensor.
@@ -33,9 +33,9 @@ class Magnitude:
         object.__setattr__(self, "_version", self.tensor._version)
 
     def of(self, tensor: Shaped[Tensor, "..."]) -> Int[Tensor, "parts"] | None:
-        """Return the bit patterns if they belong to a tensor; None if it may have other numbers.
+        """Return the bit patterns if they belong to a tensor; None if its values may differ.
 
-        They belong to views of all elements in their order, too, until the numbers are written.
+        They also belong to views of all elements in the same order, until a write changes values.
 
         Args:
             tensor: The tensor.
@@ -55,9 +55,9 @@ class Magnitude:
 class GradientMagnitude:
     """Largest magnitude of the gradient of a linear layer's output.
 
-    The layer that calls a linear layer and the operator that reads its output gives this object to
-    both. The backward pass of the operator puts the magnitude in, and that of the linear layer,
-    which casts the gradient, takes it out.
+    The layer that calls a linear layer, and then an operator on its output, passes this object to
+    both. The backward pass of the operator puts the magnitude in. The backward pass of the linear
+    layer, which casts the gradient, takes it out.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class GradientMagnitude:
         self._found = Magnitude(gradient, parts)
 
     def find(self, gradient: Float[Tensor, "..."]) -> None:
-        """Find the magnitude of a gradient in a pass of its own, and keep it."""
+        """Find the magnitude of a gradient in a separate pass over its memory, and keep it."""
         parts = no_magnitude(gradient)
         find_magnitude(gradient, parts)
         self.put(gradient, parts)
@@ -91,11 +91,11 @@ def no_magnitude(like: Shaped[Tensor, "..."]) -> Int[Tensor, "parts"]:
 
 
 def find_magnitude(tensor: Float[Tensor, "..."], seen: Int[Tensor, "parts"]) -> None:
-    """Let bit patterns grow to the largest magnitude of a tensor, in a pass of its own.
+    """Raise bit patterns to the largest magnitude of a tensor, in a separate pass over its memory.
 
     Args:
         tensor: The tensor.
-        seen: The bit patterns.
+        seen: Bit patterns of magnitudes, each of which is raised to the magnitude if it is smaller.
     """
     row = tensor.detach().reshape(1, -1)
     casts = fused_kernels(row) or torch_casts

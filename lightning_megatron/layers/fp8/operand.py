@@ -15,24 +15,24 @@ from lightning_megatron.layers.fp8.torch_casts import Cast
 from lightning_megatron.plan.fp8 import BLOCK
 from lightning_megatron.shapes import Float, Int
 
-#: Oldest compute capability with products in 8 bits.
+#: Lowest compute capability with products in 8 bits.
 _CAPABILITY = (8, 9)
-#: Oldest one with products whose scales belong to blocks.
+#: The compute capability with products whose scales belong to blocks.
 _BLOCK_CAPABILITY = (9, 0)
 
 
 @dataclass(frozen=True)
 class Operand:
-    """Factor of a matrix product in 8 bits, whose rows are summed up by the product.
+    """Factor of a matrix product in 8 bits; the product sums over the elements of its rows.
 
-    Equal to the matrix ``values * scale``, where a scale belongs to all numbers, to a row, to 128
-    neighbours of a row or to a block of 128 x 128.
+    Equal to the matrix ``values * scale``, where a scale belongs to all elements, to a row, to 128
+    adjacent elements of a row, or to a block of 128 x 128.
 
     Shapes: values ``(rows, summed)``; scale ``(1,)``, ``(rows, 1)``, ``(rows, summed/128)`` or
         ``(rows/128, summed/128)``, rounded up.
 
     Args:
-        values: Numbers of 8 bits.
+        values: Values in an 8-bit dtype.
         scale: Scales in float32.
     """
 
@@ -40,7 +40,7 @@ class Operand:
     scale: Tensor
 
     def numbers(self, dtype: torch.dtype) -> Float[Tensor, "rows summed"]:
-        """Return the matrix in another type."""
+        """Return the dequantized matrix in another dtype."""
         rows, summed = self.values.shape
         scale = self.scale.to(dtype)
         if scale.dim() == 2 and len(scale) != rows:
@@ -54,9 +54,10 @@ class Operand:
         return self if factor == 1 else Operand(self.values, self.scale * factor)
 
     def padded(self) -> Operand:
-        """Return the operand with rows of zeros, if its rows have scales of blocks.
+        """Return the operand with its number of rows padded to a multiple of 4 by zeros.
 
-        The products of GPUs read the scales of four rows at a time.
+        Only operands whose rows have several scales need this: products on GPUs read the scales of
+        four rows at a time.
         """
         missing = -len(self.values) % 4
         if not missing or self.scale.dim() == 1 or self.scale.shape[1] == 1:
@@ -68,25 +69,25 @@ class Operand:
         """Return the operands of consecutive rows.
 
         Args:
-            rows: Number of rows of each (rows).
+            rows: Number of rows of each operand (rows).
         """
         values = self.values.split(list(rows))
         if self.scale.numel() == 1:
             return [Operand(part, self.scale) for part in values]
-        # The product reads scales of blocks by columns.
+        # The product reads scales of rows and blocks in column-major order.
         scales = [part.t().contiguous().t() for part in self.scale.split(list(rows))]
         return [Operand(part, scale) for part, scale in zip(values, scales, strict=True)]
 
 
 @dataclass(frozen=True)
 class Operands:
-    """Operands of a matrix; those that were not asked for are None.
+    """Operands of a matrix; an operand that was not requested is None.
 
     Args:
-        rows: Operand with the rows of the matrix, whose elements a product sums up.
-        columns: Operand with its columns, whose length is padded with zeros.
-        magnitude: Bit patterns from which another cast of the same matrix can start; None if the
-            recipe has no use for them.
+        rows: Operand of the rows of the matrix, for products that sum over the elements of a row.
+        columns: Operand of the columns of the matrix, whose length is padded with zeros.
+        magnitude: Bit patterns of magnitudes, which another cast of the same matrix can reuse; None
+            if the recipe does not need them.
     """
 
     rows: Operand | None
@@ -100,7 +101,7 @@ class Operands:
         """Return the operands of a matrix and of its transpose.
 
         Args:
-            casts: Numbers and scales of both; None for what was not asked for.
+            casts: Values and scales of both operands; None for an operand that was not requested.
             magnitude: Bit patterns of magnitudes.
         """
         rows, columns = (None if cast is None else Operand(*cast) for cast in casts)
@@ -108,17 +109,17 @@ class Operands:
 
 
 def needed(operand: Operand | None) -> Operand:
-    """Return an operand that a cast was asked for."""
+    """Return an operand that was requested from a cast, and is therefore not None."""
     assert operand is not None, "the cast was not asked for this operand"
     return operand
 
 
 def transposed(operand: Operand, multiple: int) -> Operand:
-    """Return the operand of the columns of a matrix with one scale, from that of its rows.
+    """Return the operand of the columns of a matrix with one scale, from the operand of its rows.
 
     Args:
         operand: Operand of the rows.
-        multiple: Number that the length of the columns is padded to a multiple of.
+        multiple: The length of the columns is padded to a multiple of this (elements).
     """
     bits = operand.values.view(torch.uint8)
     casts = fused_kernels(bits) or torch_casts
@@ -135,7 +136,7 @@ def has_products(device: torch.device, is_blockwise: bool) -> bool:
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     capability = torch.cuda.get_device_capability(device)
-    # Newer chips have other products with blocks, whose scales are powers of two.
+    # Newer GPUs have products with other blocks, whose scales are powers of two.
     if is_blockwise:
         return capability == _BLOCK_CAPABILITY
     return capability >= _CAPABILITY
@@ -157,10 +158,11 @@ def product(
     Args:
         left: Left factor.
         right: Right factor.
-        dtype: Type of the result.
-        emulate: Whether the factors are multiplied in float32, or in float64 for such a result.
-        fast: Whether the chip may sum up with fewer bits, as it does at full speed.
-        out: Memory of the result, of this type; only without ``emulate``.
+        dtype: Dtype of the result.
+        emulate: Whether the dequantized factors are multiplied in float32, or in float64 for a
+            float64 result, instead of by a product in 8 bits.
+        fast: Whether the GPU may accumulate with fewer bits, which is faster.
+        out: Memory of the result, of this dtype; only without ``emulate``.
     """
     if emulate:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -188,7 +190,7 @@ class ScaledProduct:
         left: Gradient of the outputs, with a row for each output.
         right: Inputs, with a row for each input.
         emulate: As for :func:`product`.
-        dtype: Type in which :meth:`value` returns the gradient.
+        dtype: Dtype in which :meth:`value` returns the gradient.
     """
 
     left: Operand
@@ -203,7 +205,7 @@ class ScaledProduct:
     def add_to(
         self, sums: Float[Tensor, "out_local in_local"], *, is_empty: bool, scale: float
     ) -> bool:
-        """Add the gradient to a sum, whose type the product has; an empty sum is its memory."""
+        """Add the gradient to a sum, in the sum's dtype; the product overwrites an empty sum."""
         left = self.left.times(scale)
         if is_empty and not self.emulate:
             product(left, self.right, sums.dtype, emulate=False, out=sums)

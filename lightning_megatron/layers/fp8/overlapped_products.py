@@ -1,4 +1,4 @@
-"""Products of 8 bits, overlapped with the communication of sequence parallelism or beside it."""
+"""Products in 8 bits that overlap with the communication of sequence parallelism if possible."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lightning_megatron.shapes import Float
 
 
 def gathered(local: Operand, mesh: ParallelMesh) -> Operand:
-    """Return the rows of all tensor-parallel ranks, which have the same scale.
+    """All-gather the rows of the tensor-parallel ranks, which have the same scale.
 
     Args:
         local: This rank's rows.
         mesh: Process groups of this rank.
 
-    Communication: an all-gather of 8 bits over tp.
+    Communication: an all-gather of 8-bit values over tp.
     """
     full, arriving = start_gathering(local.values.view(torch.uint8), mesh)
     arriving.wait()
@@ -40,18 +40,21 @@ def gathered_product(
     emulate: bool,
     fast: bool = False,
 ) -> tuple[Operand, Float[Tensor, "rows columns"]]:
-    """Return the rows of all tensor-parallel ranks, and their product with another matrix.
+    """All-gather the rows of the tensor-parallel ranks, and multiply them by another matrix.
 
     Args:
         local: This rank's rows of the left factor, which has one scale on all ranks.
         right: Right factor, with one scale.
         mesh: Process groups of this rank.
-        dtype: Type of the product.
+        dtype: Dtype of the product.
         emulate: As for :func:`~lightning_megatron.layers.fp8.operand.product`.
         fast: As for ``product``.
 
-    Communication: an all-gather of 8 bits over tp, which overlaps with the product if the tensor
-        axis says so.
+    Returns:
+        The gathered left factor, and the product.
+
+    Communication: an all-gather of 8-bit values over tp, which overlaps with the product if the
+        tensor axis is configured for it.
     """
     if emulate or not overlaps_scaled_products(local.values, dtype, mesh.tp):
         full = gathered(local, mesh)
@@ -72,18 +75,18 @@ def scattered_product(
     emulate: bool,
     fast: bool = False,
 ) -> Float[Tensor, "rows columns"]:
-    """Return this rank's rows of a product that is summed over the tensor-parallel ranks.
+    """Multiply two factors, and return this rank's rows of the sum over the tensor-parallel ranks.
 
     Args:
         left: Left factor.
         right: Right factor.
         mesh: Process groups of this rank.
-        dtype: Type of the product.
+        dtype: Dtype of the product.
         emulate: As for :func:`~lightning_megatron.layers.fp8.operand.product`.
         fast: As for ``product``.
 
-    Communication: a reduce-scatter over tp, which overlaps with the product if the tensor axis says
-        so and both factors have one scale.
+    Communication: a reduce-scatter over tp, which overlaps with the product if the tensor axis is
+        configured for it and both factors have one scale.
     """
     is_single = left.scale.numel() == right.scale.numel() == 1
     if emulate or not is_single or not overlaps_scaled_products(left.values, dtype, mesh.tp):

@@ -1,4 +1,4 @@
-"""Choice of scales: from a matrix to the operands of its products."""
+"""Casts of the factors of linear layers to 8 bits, with the scales of the chosen recipe."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Axes = Sequence[MeshAxis]
 
 @dataclass(frozen=True)
 class Scaling:
-    """How linear layers cast their inputs, weights and gradients to 8 bits.
+    """Settings and state of a linear layer's casts of inputs, weights and gradients to 8 bits.
 
-    Ranks that share a tensor agree on its scales, so that the layout does not change them: with one
-    scale, or with one for each row or column, the largest magnitude is that over all ranks that
-    hold a part of the numbers. Blocks of 128 lie within the part of a rank. Scales of earlier steps
+    Ranks that share a tensor agree on its scales, so that scales do not depend on the layout: with
+    one scale per tensor, row or column, the largest magnitude is taken over all ranks that hold a
+    part of the elements. Blocks of 128 lie within the part of one rank. Scales from earlier steps
     are the same on all ranks of a stage.
 
     Args:
         settings: The user's settings.
-        emulate: Whether products are computed in the precision of the device.
-        scales: Scales of earlier steps, of this layer; None if tensors have their own.
-        counts: Whether casts add to the magnitudes of the current step.
+        emulate: As for :func:`~lightning_megatron.layers.fp8.operand.product`.
+        scales: Scales of this layer from earlier steps; None if scales follow from each tensor.
+        counts: Whether casts update the magnitudes of the current step.
         casts: Casts of the weight that microbatches share; None casts for each product.
         stored: The weight, if it is kept in 8 bits; None casts it.
     """
@@ -49,20 +49,20 @@ class Scaling:
 
     @property
     def has_one_scale(self) -> bool:
-        """Return whether a tensor has one scale; its transpose then has the same numbers."""
+        """Return whether a tensor has one scale; its transpose then has the same 8-bit values."""
         return self.settings.has_one_scale
 
     @property
     def sums_fast(self) -> bool:
-        """Return whether forward products may be summed up with fewer bits, at full speed."""
+        """Return whether forward products may accumulate with fewer bits, which is faster."""
         return self.settings.recipe != "blockwise"
 
     @property
     def reads_magnitudes(self) -> bool:
-        """Return whether casts begin with the largest magnitude of a tensor, which may be known.
+        """Return whether casts need the largest magnitude of a tensor and can take a known one.
 
-        Compiled code finds it itself. Tensors of inference do not count how often they are written,
-        so that it would not be known for sure.
+        Compiled code computes it in the cast. Tensors of inference mode have no version counter,
+        so a known magnitude could be outdated.
         """
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return False
@@ -70,10 +70,10 @@ class Scaling:
         return self.has_one_scale and earlier is None
 
     def counting(self, counts: bool) -> Scaling:
-        """Return the same, with casts that add to the magnitudes of the step, or do not.
+        """Return a copy with another value of ``counts``.
 
         Args:
-            counts: Whether they do.
+            counts: Whether casts update the magnitudes of the current step.
         """
         return self if self.counts == counts else replace(self, counts=counts)
 
@@ -95,11 +95,11 @@ class Scaling:
             columns: Whether the operand of the columns is needed.
             row_axes: Axes whose ranks hold other rows.
             column_axes: Axes whose ranks hold other columns.
-            own: Bit patterns, the largest of which is the magnitude of this rank's inputs; None
-                finds it. Only casts with one scale use it.
+            own: Bit patterns whose maximum is the largest magnitude of this rank's inputs; None
+                computes it. Only casts with one scale use it.
 
-        Communication: an all-reduce of magnitudes over each axis, except by blocks and with scales
-            of earlier steps.
+        Communication: an all-reduce of magnitudes over each axis, except with scales of blocks or
+            from earlier steps.
         """
         return self._cast(matrix, "input", "e4m3", rows, columns, row_axes, column_axes, own=own)
 
@@ -129,8 +129,8 @@ class Scaling:
     ) -> Operands:
         """Cast the weight of a layer, as :meth:`cast_input` casts the inputs.
 
-        Microbatches that share casts read the weight once for each operand. A weight that is kept
-        in 8 bits is read as it is, or copied transposed.
+        Microbatches that share casts cast the weight once for each operand. A weight that is kept
+        in 8 bits is read without a cast, or transposed by a copy.
 
         Args:
             matrix: The weight.
@@ -138,7 +138,7 @@ class Scaling:
             columns: As for :meth:`cast_input`.
             row_axes: As for :meth:`cast_input`.
             column_axes: As for :meth:`cast_input`.
-            magnitude: Magnitudes of an earlier cast of the same weight; None finds them.
+            magnitude: Magnitudes of an earlier cast of the same weight; None computes them.
         """
 
         def cast(rows: bool, columns: bool, magnitude: Tensor | None) -> Operands:
@@ -194,7 +194,7 @@ class Scaling:
                 if own is None:
                     magnitude = casts.magnitude_parts(matrix)
                 else:
-                    # Another cast of the same matrix may need the magnitude of this rank.
+                    # The all-reduce must not change ``own``, which another cast may need.
                     magnitude = own.clone() if axes else own
                 _maximize(magnitude, axes)
             parts = magnitude if earlier is None else earlier

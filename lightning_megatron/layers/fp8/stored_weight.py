@@ -17,14 +17,14 @@ FORMAT = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """Weight in 8 bits with one scale, which its owner changes in place.
+    """Weight in 8 bits with one scale, which the optimizer's buffer updates in place.
 
-    Equal to the matrix of all parts, one below the other, times the scale.
+    Equal to the concatenation of all parts along the rows, times the scale.
 
     Shapes: parts ``(rows_i, columns)``; scale ``(1,)``.
 
     Args:
-        parts: Bit patterns of the numbers, from the first row to the last.
+        parts: Bit patterns of the 8-bit values, from the first row to the last.
         scale: Scale in float32.
     """
 
@@ -33,7 +33,7 @@ class StoredWeight:
 
     @property
     def rows(self) -> Operand:
-        """Return the operand of the rows; without a copy if the parts are neighbours in memory."""
+        """Return the operand of the rows, without a copy if the parts are adjacent in memory."""
         whole = neighbours_as_one(self.parts)
         return Operand((torch.cat(self.parts) if whole is None else whole).view(FORMAT), self.scale)
 
@@ -41,6 +41,6 @@ class StoredWeight:
         """Return the operand of the columns, a copy.
 
         Args:
-            multiple: Number that their length is padded to a multiple of (elements).
+            multiple: The length of the columns is padded to a multiple of this (elements).
         """
         return transposed(self.rows, multiple)

@@ -1,6 +1,6 @@
-"""Casts to 8 bits by operators of torch, with the names and results of the kernels for GPUs.
+"""Casts to 8 bits by operators of torch, with the names and results of the fused kernels.
 
-``kernels.triton.magnitudes`` and ``kernels.triton.eight_bits`` describe the functions.
+``kernels.triton.magnitudes`` and ``kernels.triton.eight_bits`` describe the functions in detail.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from lightning_megatron.plan.fp8 import BLOCK
 from lightning_megatron.shapes import Float, Int, Shaped
 
-#: Smaller magnitudes count as this one, whose inverse is a float32 number.
+#: Smaller magnitudes are replaced by this one, whose inverse is a finite float32 number.
 _LEAST = 1e-30
-#: A matrix of 8 bits, and its scales.
+#: A matrix in an 8-bit dtype, and its scales.
 Cast = tuple[Tensor, Tensor]
 
 
@@ -44,7 +44,7 @@ def cast_by_one_scale(
     multiple: int,
     seen: Int[Tensor, ""] | None = None,
 ) -> tuple[Cast | None, Cast | None]:
-    """Cast with one scale, that of the largest of some magnitudes."""
+    """Cast a matrix with one scale, which follows from the largest of the given magnitudes."""
     if seen is not None:
         seen.copy_(torch.maximum(seen, magnitude_parts(matrix)[0]))
     magnitude = _magnitudes(parts.amax().reshape(1))
@@ -63,7 +63,7 @@ def cast_by_lines(
     *,
     multiple: int,
 ) -> tuple[Cast | None, Cast | None]:
-    """Cast with a scale for each row, and the transposed matrix with one for each of its rows."""
+    """Cast a matrix with a scale for each row, and its transpose with a scale for each row."""
     largest = torch.finfo(dtype).max
     rows = columns = None
     if row_magnitudes is not None:
@@ -84,7 +84,7 @@ def cast_by_blocks(
     columns: bool,
     is_square: bool,
 ) -> tuple[Cast | None, Cast | None]:
-    """Cast with one scale for each block of 128 numbers of a row, or of 128 x 128."""
+    """Cast a matrix with one scale for each block: 128 elements of a row, or 128 x 128 elements."""
     flipped = None
     if columns:
         values, scale = _cast_blocks(matrix.t(), dtype, is_square)
@@ -95,34 +95,34 @@ def cast_by_blocks(
 def padded_transpose(
     matrix: Shaped[Tensor, "rows columns"], multiple: int
 ) -> Shaped[Tensor, "columns padded"]:
-    """Return the transpose of a matrix of 8 bits, whose rows are padded with 0.
+    """Return the transpose of a matrix in an 8-bit dtype, with rows padded by zeros.
 
     Shapes: matrix ``(rows, columns)``; result ``(columns, rows)``, the rows rounded up.
 
     Args:
         matrix: The matrix.
-        multiple: Number that the length of its rows is a multiple of (elements).
+        multiple: The length of the result's rows is a multiple of this (elements).
     """
     bits = matrix.view(torch.uint8).t()
     return F.pad(bits, (0, -len(matrix) % multiple)).contiguous().view(matrix.dtype)
 
 
 def scales_of(magnitudes: Int[Tensor, "weights"], dtype: torch.dtype) -> Float[Tensor, "weights"]:
-    """Return the scales of bit patterns of magnitudes, as casts use them."""
+    """Return the scales with which casts map the given magnitudes to the largest 8-bit number."""
     return _magnitudes(magnitudes) / torch.finfo(dtype).max
 
 
 class SliceCasts:
-    """Casts of slices of weights, each of which has the scale of its whole weight.
+    """Casts of slices of weights, each with the scale of its whole weight.
 
     Equal to the slices of ``cast_by_one_scale`` of the whole weights.
 
     Shapes: main and target one-dimensional; magnitudes ``(weights,)``.
 
     Args:
-        main: Numbers of all slices.
-        target: Bit patterns of 8 bits that :meth:`cast` writes.
-        slices: Start in ``main``, start in ``target``, size and number of the weight of each slice
+        main: Values of all slices.
+        target: Memory into which :meth:`cast` writes the bit patterns of 8-bit values.
+        slices: Start in ``main``, start in ``target``, size and index of the weight of each slice
             (elements).
     """
 
@@ -138,14 +138,14 @@ class SliceCasts:
         ]
 
     def find(self, magnitudes: Int[Tensor, "weights"]) -> None:
-        """Set the bit pattern of each weight's largest magnitude in the slices; 0 without any."""
+        """Set each weight's bit pattern to the largest magnitude in its slices; 0 without any."""
         magnitudes.zero_()
         for numbers, _, weight in self._slices:
             found = magnitude_parts(numbers[None])[0]
             magnitudes[weight] = torch.maximum(magnitudes[weight], found)
 
     def cast(self, magnitudes: Int[Tensor, "weights"], dtype: torch.dtype) -> None:
-        """Cast all slices with the scales of these magnitudes of the whole weights."""
+        """Cast all slices with scales from the given magnitudes of whole weights."""
         for numbers, place, weight in self._slices:
             values = _cast(numbers, _magnitudes(magnitudes[weight]), dtype)
             place.copy_(values.view(torch.uint8))
@@ -160,7 +160,7 @@ def _cast_blocks(matrix: Tensor, dtype: torch.dtype, is_square: bool) -> Cast:
     values = _cast(blocks, magnitude, dtype).view(torch.uint8)
     values = values.flatten(2).flatten(0, 1)[:rows, :columns].contiguous().view(dtype)
     scale = magnitude[:, 0, :, 0] / torch.finfo(dtype).max
-    # Products read scales of single rows by columns.
+    # Products read scales of row blocks in column-major order.
     return values, scale.contiguous() if is_square else scale.t().contiguous().t()
 
 
@@ -176,7 +176,7 @@ def _bits(magnitudes: Tensor) -> Tensor:
 
 def _magnitudes(bits: Tensor) -> Tensor:
     magnitude = bits.view(torch.float32)
-    # A comparison with NaN is false, so that it stays.
+    # A comparison with NaN is false, so NaN is not replaced.
     return torch.where(magnitude < _LEAST, _LEAST, magnitude)
 
 
@@ -184,5 +184,5 @@ def _cast(matrix: Tensor, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     wide = matrix if matrix.dtype == torch.float64 else matrix.float()
     largest = torch.finfo(dtype).max
     scaled = (wide * (largest / magnitude)).clamp(-largest, largest)
-    # An infinite number must not pass for the largest one.
+    # An infinite element becomes NaN, not the largest number.
     return torch.where(wide.isinf(), torch.nan, scaled).to(dtype)

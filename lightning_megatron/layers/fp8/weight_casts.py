@@ -1,4 +1,4 @@
-"""Weights in 8 bits that the microbatches of a batch share."""
+"""Casts of weights to 8 bits that the microbatches of a batch share."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from torch import Tensor, nn
 from lightning_megatron.layers.fp8.operand import Operand, Operands
 from lightning_megatron.shapes import Int
 
-#: Casts a weight: function of whether its rows and its columns are needed, and of magnitudes of
-#: another cast of it.
+#: Function that casts a weight. Its arguments are whether the rows and whether the columns are
+#: needed, and the magnitudes of an earlier cast of the weight.
 _CastWeight = Callable[[bool, bool, Tensor | None], Operands]
 
 
 class _Linear(Protocol):
-    """Linear layer that can name the tensors of its weight."""
+    """Linear layer that returns the tensors of its weight."""
 
     @property
     def weight_parts(self) -> tuple[Tensor, ...]:
-        """Return the tensors of which the weight consists, from the first row to the last."""
+        """Return the tensors that form the weight, from the first row to the last."""
 
 
 class WeightCasts:
-    """Casts of the weights of a model, which the products inside of :meth:`shared` share.
+    """Cache of the casts of a model's weights, for the products inside a block of :meth:`shared`.
 
-    Equal to casts for each product. Outside of the block nothing is kept, so that no update, load
-    or swap of weights between two batches is missed. Inside of it a cast is made again if the
-    version counter of torch shows a write, or if a parameter or its memory was replaced. Writes
-    through ``parameter.data``, which torch does not count, must be named to :meth:`stop`. Weights
-    that are no parameters, such as those of a parametrization, are cast for each product.
+    Equal to a cast for each product. Outside of the block no cast is kept, so that no update, load
+    or swap of weights between two batches is missed. Inside the block a weight is cast again if
+    torch's version counter shows a write, or if a parameter or its memory was replaced. Writes
+    through ``parameter.data``, which torch does not count, must be reported to :meth:`stop`.
+    Weights that are not parameters, such as those of a parametrization, are cast for each product.
     """
 
     def __init__(self) -> None:
@@ -64,8 +64,8 @@ class WeightCasts:
     def shared(self) -> Iterator[None]:
         """Keep casts until the end of the block.
 
-        A capture of a graph must contain the whole block, so that replays cast the weights of
-        their time.
+        The capture of a CUDA graph must contain the whole block, so that each replay casts the
+        current weights.
         """
         self._is_open = True
         try:
@@ -79,7 +79,7 @@ class WeightCasts:
         """Cast a parameter for each product from now on, until the end of the block.
 
         Args:
-            parameter: Parameter that user code may write in ways that torch does not count.
+            parameter: Parameter that user code may write without a change of the version counter.
         """
         if not self._is_open:
             return
@@ -123,7 +123,7 @@ class LayerCasts:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all casts."""
+        """Discard all casts, and allow new ones to be kept."""
         self._version: _Version | None = None
         self._rows: Operand | None = None
         self._columns: Operand | None = None
@@ -132,7 +132,7 @@ class LayerCasts:
         self._is_stopped = False
 
     def stop(self) -> None:
-        """Forget all casts, and keep none until :meth:`clear`."""
+        """Discard all casts, and keep none until :meth:`clear`."""
         self.clear()
         self._is_stopped = True
 
@@ -159,28 +159,29 @@ class LayerCasts:
         counts: bool,
         magnitude: Int[Tensor, "parts"] | None,
     ) -> Operands:
-        """Return the operands of the weight, which are cast unless they are kept.
+        """Return the operands of the weight; cast it only if they are not kept.
 
         Args:
             cast: Function that casts the weight.
             rows: Whether the operand of the rows is needed.
             columns: Whether the operand of the columns is needed.
-            counts: Whether the cast must add to the magnitudes of the step.
-            magnitude: Magnitudes that the forward pass of the product found; None finds them.
+            counts: Whether the cast must update the magnitudes of the step.
+            magnitude: Magnitudes that the product's forward pass found; None computes them.
 
-        Communication: that of ``cast``, if it is called; all ranks that share the weight call it
-            alike.
+        Communication: that of ``cast``, if it is called; all ranks that share the weight make the
+            same calls.
         """
         version = self._current()
         if version is not None and not version.is_same(self._version):
             self.clear()
             self._version = version
-        # Magnitudes of other values than these belong to this product alone.
+        # Magnitudes that this cache has not computed may belong to earlier values of the weight, so
+        # the result is not kept.
         is_foreign = magnitude is not None and self._magnitude is None
         if version is None or is_foreign:
             return cast(rows, columns, magnitude)
         if counts and not self._is_counted:
-            # A kept cast of a pass without gradients has not added to the magnitudes.
+            # A cast kept from a pass without gradients has not updated the magnitudes.
             self._rows = self._columns = None
             self._is_counted = True
         new_rows = rows and self._rows is None

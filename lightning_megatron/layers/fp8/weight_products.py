@@ -27,13 +27,15 @@ def start_inputs(
     mesh: ParallelMesh,
     scaling: Scaling,
 ) -> Inputs:
-    """Start to gather the inputs of a column layer, if ranks kept parts of them.
+    """Start to all-gather the inputs of a column layer, if ranks kept parts of them.
 
     Args:
-        kept: What the forward pass kept.
-        scale: Its scales; None if it is not in 8 bits.
+        kept: Inputs that the forward pass kept.
+        scale: Scales of these inputs; None if they are not in 8 bits.
         mesh: Process groups of this rank.
-        scaling: How the layer casts.
+        scaling: Settings of the layer's casts.
+
+    Communication: under sequence parallelism an all-gather over tp.
     """
     if scale is None:
         full, arriving = start_gathering(kept, mesh)
@@ -58,7 +60,7 @@ def start_inputs(
 
 
 def ready(inputs: Inputs) -> Inputs:
-    """Return inputs that need no communication, or whose communication has started."""
+    """Return inputs without starting communication: none is needed, or it has started."""
     return inputs
 
 
@@ -68,7 +70,7 @@ def _start_product(
     start: Callable[[], Inputs],
     multiply: Callable[[Operand, Operand], ScaledProduct],
 ) -> Add:
-    """Start what the weight half of a backward pass does, and return how it ends."""
+    """Start the communication of a deferred product, and return the function that adds it."""
     inputs = start()
     return lambda: slot.add_computed(multiply(gradient, inputs()))
 
@@ -76,12 +78,16 @@ def _start_product(
 def give_weight_gradient(
     ctx: Any, gradient: Operand | None, start: Callable[[], Inputs]
 ) -> Float[Tensor, "out_local in_local"] | None:
-    """Add the weight gradient to its slot, leave it to the weight half, or return it.
+    """Add the weight gradient to its slot, defer it to the weight half, or return it.
 
     Args:
         ctx: Context of the layer.
-        gradient: Gradient of the outputs by columns.
-        start: Starts what the inputs need, and returns how they are had.
+        gradient: Gradient of the outputs as operand of columns.
+        start: Function that starts the communication of the inputs, and returns the function that
+            waits for them and returns their operand.
+
+    Returns:
+        The gradient if the weight has no slot, else None.
     """
     multiply = partial(ScaledProduct, emulate=ctx.scaling.emulate, dtype=ctx.weight_dtype)
     queue = open_queue(ctx)

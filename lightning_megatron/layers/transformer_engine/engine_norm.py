@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from lightning_megatron.shapes import Float
 
 
-# Compilers cannot look into Transformer Engine.
+# torch.compile cannot trace Transformer Engine.
 @torch.compiler.disable
 def engine_norm(
     hidden: Float[Tensor, "*tokens hidden"],
@@ -31,7 +31,7 @@ def engine_norm(
         weight: Factor of every feature.
         bias: Number that is added to every feature; None means no addition.
         eps: Number that is added to the variance, or to the mean square.
-        is_rms: Whether vectors are divided by their root mean square, without their mean.
+        is_rms: Whether vectors are divided by their root mean square, without subtracting the mean.
         adds_one: Whether the factor is 1 plus the weight.
     """
     found: Tensor = _EngineNorm.apply(hidden, weight, bias, eps, is_rms, adds_one)

@@ -38,11 +38,11 @@ from lightning_megatron.layers.transformer_engine.engine_scaling import (
 from lightning_megatron.layers.weight_gradient_queue import Add
 from lightning_megatron.shapes import Float
 
-#: Waits for the inputs of a layer, and returns them as a factor.
+#: Function that waits for the inputs of a layer, and returns them as a factor.
 _Inputs = Callable[[], Factor]
 
 
-# Compilers cannot look into Transformer Engine.
+# torch.compile cannot trace Transformer Engine.
 @torch.compiler.disable
 def engine_column_linear(
     hidden: Float[Tensor, "seq_local *batch in_features"],
@@ -54,9 +54,10 @@ def engine_column_linear(
     """Enter a tensor-parallel region and multiply by this rank's rows of a weight.
 
     Equal to :func:`~lightning_megatron.layers.regions.column_linear` of the factors that
-    Transformer Engine casts. The cast input is kept; under sequence parallelism the input itself.
+    Transformer Engine casts. The cast input is kept for the backward pass; under sequence
+    parallelism this rank's positions of the input before the cast are kept instead.
 
-    Communication: as ``column_linear``; products do not overlap with it in pieces.
+    Communication: as ``column_linear``, but matrix products are not split to overlap with it.
     """
     counts = torch.is_grad_enabled()
     output = _EngineColumnLinear.apply(hidden, weight, bias, mesh, scaling, counts)
@@ -74,9 +75,9 @@ def engine_row_linear(
     """Multiply by this rank's columns of a weight, and leave the tensor-parallel region.
 
     Equal to :func:`~lightning_megatron.layers.regions.row_linear` of the factors that Transformer
-    Engine casts. The cast input is kept.
+    Engine casts. The cast input is kept for the backward pass.
 
-    Communication: as ``row_linear``; products do not overlap with it in pieces.
+    Communication: as ``row_linear``, but matrix products are not split to overlap with it.
     """
     return _EngineRowLinear.apply(hidden, weight, bias, mesh, scaling, torch.is_grad_enabled())
 
@@ -178,13 +179,13 @@ class _EngineRowLinear(torch.autograd.Function):
 def _forward_product(
     ctx: Any, hidden: Tensor, weight: Tensor, counts: bool, *, keeps: bool
 ) -> tuple[Tensor, Factor]:
-    """Return the outputs as rows, and the inputs that the weight gradient will need.
+    """Return the outputs as rows, and the cast inputs for the weight gradient.
 
     Args:
         ctx: Context of the layer.
         hidden: Inputs at all positions.
         weight: The weight.
-        counts: Whether magnitudes count for the scales of the next step.
+        counts: Whether magnitudes count towards the scales of the next step.
         keeps: Whether the cast inputs are kept.
     """
     scaling: EngineScaling = ctx.scaling
@@ -197,13 +198,13 @@ def _forward_product(
     matrix = scaling.cast(weight.to(ctx.dtype), "weight", columns=False, counts=counts)
     output = scaling.product(matrix, inputs, "forward", ctx.dtype)
     if keeps and scaling.settings is not None:
-        # Only the weight gradient needs the inputs again, and sums up their columns.
+        # Only the weight gradient needs the inputs again, and it sums over their columns.
         inputs.update_usage(rowwise_usage=False, columnwise_usage=True)
     return output[: len(rows)], inputs if keeps else None
 
 
 def _save(ctx: Any, inputs: Factor | None, weight: Tensor) -> None:
-    """Save what the backward pass needs, which may be matrices in 8 bits."""
+    """Save the factors for the backward pass, which may be matrices in 8 bits."""
     needs_hidden, needs_weight = ctx.needs_input_grad[:2]
     engine = import_module("transformer_engine.pytorch")
     kept = inputs if needs_weight else None
@@ -223,14 +224,14 @@ def _cast_gradient(ctx: Any, grad: Tensor, needs_weight: bool) -> Factor:
 
 
 def _input_gradient(ctx: Any, cast: Factor, weight: Tensor, num_rows: int) -> Tensor:
-    """Return the gradient of the inputs as rows, in the type of the inputs."""
+    """Return the gradient of the inputs as rows, in the dtype of the inputs."""
     matrix = ctx.scaling.cast(weight.to(ctx.dtype), "weight", columns=True, counts=True)
     found: Tensor = ctx.scaling.product(matrix, cast, "input gradient", ctx.dtype)
     return found[:num_rows].to(ctx.hidden_dtype)
 
 
 def _start_inputs(ctx: Any, kept: Factor) -> _Inputs:
-    """Start to gather the inputs of a column layer, if ranks kept parts of them."""
+    """Start to all-gather the inputs of a column layer, if ranks kept parts of them."""
     if not ctx.mesh.sequence_parallel:
         return partial(_ready, kept)
     full, arriving = start_gathering(kept.detach(), ctx.mesh)
@@ -253,7 +254,7 @@ def _start_product(
     start: Callable[[], _Inputs],
     multiply: Callable[[Factor, Factor], EngineProduct],
 ) -> Add:
-    """Start what the weight half of a backward pass does, and return how it ends."""
+    """Start the communication of a deferred product, and return the function that adds it."""
     inputs = start()
     return lambda: slot.add_computed(multiply(inputs(), gradient))
 
@@ -261,7 +262,7 @@ def _start_product(
 def _give_weight_gradient(
     ctx: Any, gradient: Factor, start: Callable[[], _Inputs]
 ) -> Tensor | None:
-    """Add the weight gradient to its slot, leave it to the weight half, or return it."""
+    """Add the weight gradient to its slot, defer it to the weight half, or return it."""
     scaling: EngineScaling = ctx.scaling
     dtype = ctx.weight_dtype
 

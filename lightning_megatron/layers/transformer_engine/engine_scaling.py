@@ -16,7 +16,7 @@ from lightning_megatron.layers.fp8.delayed import LayerScales, Use
 from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.shapes import Float
 
-#: A matrix, or Transformer Engine's class for one in 8 bits.
+#: A tensor, or Transformer Engine's class of a matrix in 8 bits.
 Factor = Any
 #: Which of the three products of a linear layer.
 Pass = Literal["forward", "input gradient", "weight gradient"]
@@ -39,16 +39,16 @@ _SETTINGS: Final[dict[Use, str]] = {
 
 @dataclass(frozen=True, eq=False)
 class EngineScaling:
-    """How a linear layer casts and multiplies with Transformer Engine.
+    """Casts and products of a linear layer with Transformer Engine.
 
-    Scales of one tensor, of blocks and of groups of 32 belong to the tensors of a rank. Scales of
+    Scales of tensors, blocks and groups of 32 elements follow from this rank's tensors. Scales from
     earlier steps are those of :class:`~lightning_megatron.layers.fp8.delayed.DelayedScales`, which
-    all ranks of a stage share; the first step has the scales of its own tensors.
+    all ranks of a stage share; in the first step, scales follow from each tensor.
 
     Args:
-        settings: The user's settings; None means products in the type of the inputs.
+        settings: The user's settings; None means products in the dtype of the inputs.
         device: Device of the layer.
-        scales: Scales of earlier steps, of this layer; None if tensors have their own.
+        scales: Scales of this layer from earlier steps; None if scales follow from each tensor.
     """
 
     settings: FP8 | None
@@ -58,13 +58,14 @@ class EngineScaling:
     def cast(
         self, matrix: Float[Tensor, "rows columns"], use: Use, *, columns: bool, counts: bool
     ) -> Factor:
-        """Cast a factor; without settings, return it as it is.
+        """Cast a factor to 8 bits; without settings, return it without a cast.
 
         Args:
             matrix: The factor.
             use: Which factor of the layer's products it is.
-            columns: Whether a product will sum up its columns, besides one that sums up its rows.
-            counts: Whether its largest magnitude counts for the scales of the next step.
+            columns: Whether a product that sums over columns will use it, too, besides the product
+                that sums over rows.
+            counts: Whether the largest magnitude counts towards the scales of the next step.
         """
         matrix = matrix.contiguous()
         if self.settings is None:
@@ -75,7 +76,7 @@ class EngineScaling:
         return quantizer(matrix)
 
     def padded(self, matrix: Float[Tensor, "rows columns"]) -> Float[Tensor, "padded columns"]:
-        """Return a matrix with rows of zeros, as many as the products in 8 bits need."""
+        """Return a matrix with its number of rows padded by zeros to fit products in 8 bits."""
         if self.settings is None:
             return matrix
         missing = -len(matrix) % self.settings.multiple
@@ -98,8 +99,8 @@ class EngineScaling:
             left: The weight; for the weight gradient, the inputs.
             right: The inputs; for the gradients, the gradient of the outputs.
             of: Which product.
-            dtype: Type of the result.
-            out: Memory of the result, of this type.
+            dtype: Dtype of the result.
+            out: Memory of the result, of this dtype.
             adds: Whether the result is added to ``out``.
             scale: Factor of the result.
         """
@@ -119,11 +120,11 @@ class EngineScaling:
 
     @property
     def can_scale(self) -> bool:
-        """Return whether a product can have a factor."""
+        """Return whether :meth:`product` supports a ``scale`` other than 1."""
         return self.settings is None or self.settings.has_one_scale
 
     def _is_accurate(self, of: Pass) -> bool:
-        """Return whether a product adds up in float32 all the time."""
+        """Return whether a product accumulates in full float32 precision."""
         if self.settings is None:
             return False
         accuracy = getattr(self._recipe, _ACCURACIES[of], None)
@@ -145,7 +146,7 @@ class EngineScaling:
 
     @cached_property
     def _own_quantizers(self) -> dict[Use, Any]:
-        """Return the quantizers with scales of the tensors themselves."""
+        """Return the quantizers whose scales follow from each tensor."""
         quantization = import_module("transformer_engine.pytorch.quantization")
         recipe = self._recipe
         if self.scales is not None:
@@ -167,7 +168,7 @@ class EngineScaling:
 
     @cached_property
     def _late_quantizers(self) -> dict[tuple[Use, bool], Any]:
-        """Return the quantizers with scales of earlier steps, by whether they count."""
+        """Return the quantizers with scales from earlier steps, by use and ``counts``."""
         assert self.scales is not None, "only recipes with such scales ask for them"
         make = import_module("transformer_engine.pytorch").Float8Quantizer
         unused = torch.zeros(1, dtype=torch.float32, device=self.device)
@@ -184,7 +185,7 @@ def engine_recipe(settings: FP8 | None) -> Any:
     """Return Transformer Engine's recipe for some settings.
 
     Args:
-        settings: The settings; with ``te_recipe``, that recipe.
+        settings: The settings; their ``te_recipe`` is returned if it is set.
     """
     assert settings is not None, "products in the type of the inputs have no recipe"
     if settings.te_recipe is not None:
@@ -208,10 +209,10 @@ class EngineProduct:
     """Weight gradient of a linear layer that Transformer Engine computes, for gradient slots.
 
     Args:
-        scaling: How the layer multiplies.
+        scaling: Products of the layer.
         inputs: Inputs of the layer.
-        gradient: Gradient of its outputs.
-        dtype: Type in which :meth:`value` returns the gradient.
+        gradient: Gradient of the layer's outputs.
+        dtype: Dtype in which :meth:`value` returns the gradient.
     """
 
     scaling: EngineScaling
@@ -226,7 +227,7 @@ class EngineProduct:
     def add_to(
         self, sums: Float[Tensor, "out_local in_local"], *, is_empty: bool, scale: float
     ) -> bool:
-        """Add the gradient to a sum in its memory, if the product can have the factor."""
+        """Add the gradient to a sum in place; return False if the product cannot write to it."""
         if not sums.is_contiguous() or (scale != 1 and not self.scaling.can_scale):
             return False
         self.scaling.product(
@@ -244,7 +245,7 @@ class EngineProduct:
 
 @dataclass(frozen=True)
 class ComputedProduct:
-    """Part of a weight gradient that is already there.
+    """Part of a weight gradient that is already computed.
 
     Args:
         gradient: The gradient.
@@ -263,5 +264,5 @@ class ComputedProduct:
         return False
 
     def split(self, rows: Sequence[int]) -> list[ComputedProduct]:
-        """Return the gradients of consecutive rows of it."""
+        """Return the gradients of consecutive rows of this part."""
         return [ComputedProduct(part) for part in self.gradient.split(list(rows))]
