@@ -16,9 +16,9 @@ A time is the median of single calls, each after an idle period of the GPU; the 
 TFLOP/s count 2 x rows x n x k for each product. Errors are distances from the float64 result,
 relative to its norm, with random normal operands. The last table of a shape has all products of one
 layer, forward and backward, without the activation: outputs, input gradients and ``weight grad +=``
-of both weights, where one cast of inputs or gradients serves two passes. Skewed groups have multiples of 16
-tokens, which weight gradients in 8 bits need; the groups of a router do not satisfy this by
-themselves.
+of both weights, where one cast of inputs or gradients serves two passes. Skewed groups have
+multiples of 16 tokens, which weight gradients in 8 bits need; the groups of a router do not satisfy
+this by themselves.
 """
 
 from __future__ import annotations
