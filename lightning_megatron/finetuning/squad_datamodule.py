@@ -161,7 +161,7 @@ def encoded_windows(
     doc_stride: int,
     question_length: int,
 ) -> dict[str, npt.NDArray]:
-    """Return the arrays of the windows of questions, and those of :class:`WindowPlaces`.
+    """Encode questions in windows; return their arrays and the arrays of :class:`WindowPlaces`.
 
     Args:
         questions: Questions.
