@@ -75,7 +75,7 @@ def _scales(module: LightningModule) -> Iterator[tuple[DelayedScales, list[str]]
 
 
 def _shape(stored: Stored, name: str, own: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a saved history; its own if there is none of such magnitudes."""
+    """Return the shape of a saved history; that of ``own`` if the saved one does not fit."""
     saved = stored.tensors.get(name)
     shape = tuple(own.shape if saved is None else saved.shape)
     return shape if shape[1:] == own.shape[1:] else tuple(own.shape)

@@ -22,7 +22,7 @@ _QUESTIONS = {
     "blockwise": "is_fp8_block_scaling_available",
     "mxfp8": "is_mxfp8_available",
 }
-#: Names that the layers need besides the public classes.
+#: Names in Transformer Engine that the layers need, apart from its public classes.
 _NEEDED = ("prepare_for_saving", "restore_from_saved", "Float8Quantizer")
 
 

@@ -108,7 +108,7 @@ class StepGradients:
         """Finish the gradients of an optimizer that user code has left unfinished, if any.
 
         Other optimizers may accumulate further. In automatic optimization there are none, unless a
-        hook runs a backward pass of its own.
+        hook runs a backward pass itself.
 
         Raises:
             NonFiniteError: If gradients are checked and one is infinite or not a number.
