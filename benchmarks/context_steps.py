@@ -4,9 +4,9 @@
 
 ``benchmarks/context_parallel.py`` runs this program and prints the table. The training is that of
 ``benchmarks/train_shapes.py``, with one row per step. ``--rows packed`` gives the model the lengths
-of the documents; ``--rows mask`` describes the same documents by a dense mask. ``--rows
-transformers`` trains Hugging Face's model on them in a single process, with the attention that
-``--attention`` names.
+of the documents; ``--rows mask`` describes the same documents by a dense mask. With
+``--rows transformers``, Hugging Face's model trains on them in a single process, with the attention
+that ``--attention`` names.
 """
 
 from __future__ import annotations
