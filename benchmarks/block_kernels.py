@@ -55,8 +55,8 @@ class Case:
         inputs: Inputs of both variants; floating-point inputs get gradients.
         fused: Step with our kernel; returns one tensor or several.
         eager: Step with the operators of torch.
-        forward_bytes: Minimum traffic of the forward pass (bytes).
-        backward_bytes: Minimum traffic of the backward pass (bytes).
+        forward_bytes: Minimum memory traffic of the forward pass (bytes).
+        backward_bytes: Minimum memory traffic of the backward pass (bytes).
     """
 
     name: str

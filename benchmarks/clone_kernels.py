@@ -2,10 +2,11 @@
 
     python -m benchmarks.clone_kernels --out clone_kernels.md
 
-The shapes are those of Qwen3-30B-A3B on 4 ranks with 2 places each. A time is the median of single
-calls, each after an idle period and with a cold cache. Weights and gradients move within one GPU,
-so their speed is an upper limit of that over NVLink. The products compare one launch over homes and
-clones in one stack with one launch for each of both stacks.
+The shapes are those of Qwen3-30B-A3B on 4 ranks with 2 places for clones each. A time is the median
+of single calls, each after an idle period and with a cold cache. Weights and gradients move within
+one GPU, so their speed is an upper bound of the speed over NVLink. "Homes" are a rank's resident
+experts. The products compare one launch over homes and clones in one stack with two launches, one
+for a stack of homes and one for a stack of clones.
 """
 
 from __future__ import annotations
@@ -31,18 +32,21 @@ from lightning_megatron.plan.clone_memory import CloneMemory
 
 RANKS, EXPERTS, PLACES, TOP_K, TOKENS = 4, 128, 2, 8, 4096
 HOMES = EXPERTS // RANKS
-#: Shapes of an expert's matrices.
+#: Shapes of the weight matrices of an expert.
 SHAPES = ((1536, 2048), (2048, 768))
 DEVICE = torch.device("cuda", 0)
 
 
 def median(call: Callable[[], Any], rounds: int) -> float:
-    """Return the median time of a call after two that do not count (µs)."""
+    """Return the median time of a call after two warm-up calls (µs)."""
     return statistics.median([timed(call) for _ in range(rounds + 2)][2:])
 
 
 def routed() -> tuple[Tensor, Tensor]:
-    """Return selections of one rank's tokens, and the counts of all; early experts are busy."""
+    """Return the expert selections of rank 0, and token counts by rank and expert.
+
+    Experts with low indices are the busiest.
+    """
     scores = torch.rand(RANKS, TOKENS, EXPERTS, device=DEVICE)
     popularity = (1.0 + torch.arange(EXPERTS, device=DEVICE)).pow(-0.6)
     selected = (scores.log() / popularity).topk(TOP_K).indices
@@ -51,7 +55,7 @@ def routed() -> tuple[Tensor, Tensor]:
 
 
 def plan_rows(rounds: int) -> list[str]:
-    """Time the plan and the physical experts, which together may take 25 µs."""
+    """Time the placement of clones and the mapping to physical experts (goal: 25 µs for both)."""
     experts, counts = routed()
     row_map = map_rows(experts, 0, EXPERTS)
     clones = place_clones(counts, PLACES)
@@ -65,7 +69,7 @@ def plan_rows(rounds: int) -> list[str]:
 
 
 def move_rows(rounds: int) -> list[str]:
-    """Time the weights that one rank puts, and the gradients that it reads: all places are its."""
+    """Time one rank's puts of weights and reads of gradients for the clone places of all others."""
     owners = torch.arange(RANKS * PLACES, device=DEVICE) % HOMES
     owners[:PLACES] = -1
     num_clones = int((owners >= 0).sum())
@@ -89,10 +93,10 @@ def move_rows(rounds: int) -> list[str]:
 
 
 def direction_rows(rounds: int) -> list[str]:
-    """Time the gradients of clones in both directions: homes read them, or clones write them.
+    """Compare both directions for clone gradients: home ranks read them, or clone ranks write them.
 
-    A home that reads adds at once. Gradients that are written to a home are added there afterwards,
-    and every rank needs room for the gradients of all places.
+    A home rank that reads gradients adds them in the same kernel. Gradients that clone ranks write
+    must be added afterwards, and every rank needs memory for the gradients of all places.
     """
     owners = torch.arange(RANKS * PLACES, device=DEVICE) % HOMES
     owners[:PLACES] = -1
@@ -118,7 +122,7 @@ def direction_rows(rounds: int) -> list[str]:
 
 
 def product_rows(rounds: int) -> list[str]:
-    """Time products of homes and clones in one launch and in two."""
+    """Time grouped products of homes and clones in one launch and in two launches."""
     backend = choose_backend(DEVICE, torch.bfloat16, HOMES, *SHAPES[0][::-1])
     if backend.backend != "bundled":
         return [f"| products | | {backend.reason} |"]
@@ -130,7 +134,7 @@ def product_rows(rounds: int) -> list[str]:
 
 
 def products_of(n: int, k: int, num_rows: int, ends: Tensor, rounds: int) -> list[str]:
-    """Time the three products of one matrix of experts."""
+    """Time the three grouped products of one weight matrix: forward and both gradients."""
     groups = HOMES + PLACES
     rows = torch.randn(num_rows, k, device=DEVICE).bfloat16()
     grad = torch.randn(num_rows, n, device=DEVICE).bfloat16()

@@ -1,4 +1,4 @@
-"""Benchmark of long rows under context parallelism, packed or not, beside another program.
+"""Benchmark of long rows, packed or not, under context parallelism, and of another program.
 
     python -m benchmarks.context_parallel --cases 1 4 4:ring --lengths 4096 32768 131072
     python -m benchmarks.context_parallel --cases 1 --rows whole packed mask transformers \\
@@ -9,13 +9,13 @@
         --options '{"loss_chunk": "forward", "recompute": "full_except_core"}'
 
 ``cp:transport`` names a case, which runs on cp GPUs. The peer is a program as in
-``benchmarks/data_parallel.py`` that also takes ``--cp``, and ``--seq`` for lengths other than that
-of its shape. ``ms in a row`` is the time of a step among ``--row-steps`` steps between which the
-host does not wait for the device. ``transformers`` is Hugging Face's model on the packed rows; the
-name of its attention follows in parentheses. ``exposed communication`` is that of the profiled
-steps, which follow the others. FLOPs count attention by half, the causal rule: a token sees half of
-its document on average. Packed rows therefore count fewer FLOPs than whole ones; compare their
-tokens a second.
+``benchmarks/data_parallel.py`` that also takes ``--cp``, and ``--seq`` for lengths that differ from
+that of the shape. ``ms in a row`` is the time of a step among ``--row-steps`` steps between which
+the host does not wait for the device. ``transformers`` is Hugging Face's model on the packed rows;
+the name of its attention follows in parentheses. ``exposed communication`` is measured in profiled
+steps after all other steps. FLOPs count half of the attention matrix (the causal rule), because a
+token attends to half of its document on average. Packed rows therefore count fewer FLOPs than whole
+rows; compare their tokens per second.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ TABLE = [
 
 @dataclass(frozen=True)
 class ContextCase:
-    """Ranks that share a row, and their transport.
+    """Number of ranks that share a row, and their transport.
 
     Args:
-        cp: Ranks (GPUs).
-        transport: Transport over them.
+        cp: Context-parallel size (GPUs).
+        transport: Transport of keys and values over these ranks.
     """
 
     cp: int
@@ -62,7 +62,7 @@ def case_of(text: str) -> ContextCase:
     """Return the case that ``cp`` or ``cp:transport`` names.
 
     Raises:
-        ArgumentTypeError: If cp is no positive integer, or the transport is unknown.
+        ArgumentTypeError: If cp is not a positive integer, or the transport is unknown.
     """
     cp, _, transport = text.partition(":")
     known = ("auto", *get_args(ContextTransport))
@@ -84,7 +84,7 @@ def run_ours(
         case: Ranks and transport.
         length: Length of a row (tokens).
         rows: Kind of rows.
-        attention: Attention of transformers; without effect on other rows.
+        attention: Attention of transformers; no effect on other kinds of rows.
     """
     suffix = "" if attention == "auto" else f"_{attention}"
     name = f"{args.model}_{case.cp}_{case.transport}_{length}_{rows}{suffix}.json"
@@ -108,7 +108,7 @@ def run_ours(
     if not figures:
         return f"{start} | failed | | | | | | | |"
     profile = figures.get("profile") or {}
-    # A trace without kernels says nothing about communication.
+    # A trace without kernels contains no communication.
     exposed = f"{profile['exposed_ms']:.1f}" if profile.get("kernels") else ""
     return (
         f"{start} | {figures['step_ms']} | {figures['fastest_ms']} | "
@@ -141,7 +141,7 @@ def run_peer(args: argparse.Namespace, case: ContextCase, length: int) -> str:
 
 
 def flop_rule(args: argparse.Namespace) -> list[str]:
-    """Return what a token counts at each length, as lines below the table."""
+    """Return the FLOPs per token for each length, as lines below the table."""
     lines = ["", "GFLOP a token, forward and backward, attention by half:"]
     for length in args.lengths:
         config = shape_of(argparse.Namespace(**{**vars(args), "length": length}))
@@ -201,7 +201,7 @@ def main() -> None:
     for case, length, kind in product(args.cases, args.lengths, args.rows):
         if kind != "transformers":
             rows.append(run_ours(args, case, length, kind))
-        elif case.cp == 1:  # transformers trains on one GPU.
+        elif case.cp == 1:  # transformers trains on one GPU only.
             rows += [run_ours(args, case, length, kind, one) for one in args.attention]
     print("\n".join(TABLE + rows + flop_rule(args)))
 

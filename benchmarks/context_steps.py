@@ -1,11 +1,12 @@
-"""Measured training on long rows under one cp, whole or packed with documents; every rank runs it.
+"""Measured training on long rows, whole or packed; all context-parallel ranks run this program.
 
     torchrun --nproc-per-node 4 -m benchmarks.context_steps --cp 4 --length 32768 --rows packed
 
-``benchmarks/context_parallel.py`` makes the table. The training is that of
-``benchmarks/train_shapes.py``, with one row a step. ``--rows mask`` describes the same documents by
-a dense mask, and ``--rows transformers`` trains Hugging Face's model on them in this process alone,
-with the attention that ``--attention`` names.
+``benchmarks/context_parallel.py`` runs this program and prints the table. The training is that of
+``benchmarks/train_shapes.py``, with one row per step. ``--rows packed`` gives the model the lengths
+of the documents; ``--rows mask`` describes the same documents by a dense mask. With
+``--rows transformers``, Hugging Face's model trains on them in a single process, with the attention
+that ``--attention`` names.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from lightning_megatron import MegatronStrategy
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.models.config import GPTConfig
 
-#: Rows of one document, packed rows by the lengths or by a dense mask, and transformers on them.
+#: Kinds of rows: one document; documents by lengths, by a dense mask, or with transformers.
 ROWS = ("whole", "packed", "mask", "transformers")
-#: Length of the shortest document that is drawn (tokens).
+#: Length of the shortest random document (tokens).
 _SHORTEST = 64
 
 
 def document_lengths(length: int) -> list[int]:
-    """Return lengths that fill a row, drawn evenly by their logarithm up to half of the row."""
+    """Return random log-uniform document lengths up to half of the row, which fill it (tokens)."""
     generator = torch.Generator().manual_seed(length)
     found: list[int] = []
     left = length
@@ -52,7 +53,7 @@ def document_lengths(length: int) -> list[int]:
 
 
 def seen_length(lengths: list[int]) -> int:
-    """Return the length of rows of one document with the same attention for each token."""
+    """Return the length of a single document with equally many attention pairs per token."""
     return round(sum(one * one for one in lengths) / sum(lengths))
 
 
@@ -67,7 +68,7 @@ def shape_of(args: argparse.Namespace) -> GPTConfig:
 
 
 class Rows(Tokens):
-    """Random tokens in rows, with the lengths of their documents."""
+    """Dataset of random token rows, with the lengths of the documents in each row."""
 
     def __init__(self, config: GPTConfig, num_samples: int, lengths: list[int]) -> None:
         super().__init__(config, num_samples)
@@ -78,7 +79,7 @@ class Rows(Tokens):
 
 
 class TrainedOnDocuments(Trained):
-    """GPT that trains on packed rows, described by lengths or by a dense mask."""
+    """GPT that trains on packed rows, whose documents lengths or a dense mask describe."""
 
     def __init__(self, config: GPTConfig, lengths: list[int], has_mask: bool) -> None:
         super().__init__(config)
@@ -189,7 +190,7 @@ def train_transformers(args: argparse.Namespace) -> dict[str, Any]:
         start = time.perf_counter()
         tokens = data[index]["tokens"][None].to(device)
         documents = packed_inputs(lengths, device)
-        # With a key/value cache transformers would not look for documents in the positions.
+        # With a key/value cache, transformers would not detect documents from the positions.
         loss = model(input_ids=tokens, labels=tokens, use_cache=False, **documents).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -6,8 +6,8 @@
 ``benchmarks/train_shapes.py`` defines the training and the timing of a step. The peer is a program
 that torchrun runs with ``--model --tp --mbs --steps --warmup``. It prints a line ``RESULT {json}``
 with ms, tok_s_gpu, tflops_gpu and mem_gib. Both programs use the same tokens, the same FLOP formula
-(causal half) and the same number of measured steps. docs/where_time_goes.md gives the expected time
-of each part of a step.
+(half of the attention matrix counts) and the same number of measured steps.
+docs/where_time_goes.md gives the expected time of each part of a step.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def launch(args: list[str], num_processes: int, variables: dict[str, str], timeo
 
 
 def run_ours(args: Any, extra: list[str]) -> list[str]:
-    """Run our training and return a row of the table."""
+    """Run this package's training and return a row of the table."""
     out = Path(args.out)
     out.unlink(missing_ok=True)
     layout = LAYOUTS[args.layout]

@@ -1,4 +1,4 @@
-"""Settings of the trainings that ``benchmarks.graph_drift`` compares, and what they change."""
+"""Settings of the trainings that ``benchmarks.graph_drift`` compares."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lightning_megatron.strategy.step import segment_captures
 EAGER = "eager"
 _SEGMENTS: Mapping[str, Any] = {"mode": "segments", "on_failure": "error"}
 _FULL: Mapping[str, Any] = {"mode": "full", "on_failure": "error"}
-#: Multiprocessors that sums of gradients and gathers of parameters may take at most.
+#: NCCL option: maximum number of thread blocks for gradient sums and parameter gathers.
 _FEW_BLOCKS = {"data": {"max_ctas": 2}}
 _SCOPES_OF_EXPERTS = (("experts",), ("router", "preprocess"), ("combine",))
 
@@ -41,7 +41,7 @@ def synchronised(after: bool = False) -> Iterator[None]:
     """Let the host wait for the device before each replay inside the block.
 
     Args:
-        after: Whether it waits after each replay, too.
+        after: Whether the host also waits after each replay.
     """
 
     def waiting(replay: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -62,7 +62,7 @@ def synchronised(after: bool = False) -> Iterator[None]:
 
 @contextmanager
 def serial() -> Iterator[None]:
-    """Let each replay and each collective outside of graphs run while nothing else does."""
+    """Run each replay, and each collective outside graphs, while no other work runs."""
     start = CollectiveLauncher.start
 
     def start_and_wait(
@@ -80,19 +80,19 @@ def serial() -> Iterator[None]:
 
 
 def without_cuts() -> AbstractContextManager[Any]:
-    """Let no graph end where a bucket of gradients is complete."""
+    """Do not end graphs where a bucket of gradients is complete."""
     return patch.object(segment_captures, "bucket_cuts", lambda segments, buckets: ())
 
 
 def math_attention() -> AbstractContextManager[Any]:
-    """Let attention run as matrix products and a softmax, whose sums have one order."""
+    """Compute attention by matrix products and a softmax, whose summation order is fixed."""
     choice = CoreChoice("sdpa", (SDPBackend.MATH,), False, True, "sums in one order")
     return patch.object(attention_core, "choose_core", lambda *given, **options: choice)
 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Let torch take deterministic algorithms alone, as ``Trainer(deterministic=True)`` does."""
+    """Allow only deterministic algorithms of torch, as ``Trainer(deterministic=True)`` does."""
     before = torch.are_deterministic_algorithms_enabled()
     with patch.dict(os.environ, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}):
         torch.use_deterministic_algorithms(True)
@@ -104,16 +104,17 @@ def deterministic() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Setting:
-    """One training.
+    """Configuration of one training.
 
     Args:
         name: Name of the setting.
         graphs: Value of ``cuda_graphs``; None without graphs.
         options: Further arguments of the strategy.
-        around: Function that returns a context for the training.
-        has_own_twin: Whether the eager training that it must equal has its options and context,
-            too, because they change the bits.
-        twin: Name of an earlier setting that it must equal in place of the eager training.
+        around: Function that returns a context manager around the training.
+        has_own_twin: Whether the training must equal an eager training with the same options and
+            context, because these change the bits.
+        twin: Name of the earlier setting whose training it must equal, if ``has_own_twin`` is
+            false.
     """
 
     name: str
@@ -125,7 +126,7 @@ class Setting:
 
 
 def settings_of(config: GPTConfig, layout: Layout) -> list[Setting]:
-    """Return all settings for a model and a layout, the most telling ones first."""
+    """Return all settings for a model and a layout, the most informative ones first."""
     found = [
         Setting(EAGER),
         Setting("segments", _SEGMENTS),
@@ -161,11 +162,11 @@ def settings_of(config: GPTConfig, layout: Layout) -> list[Setting]:
 
 
 def chosen_settings(settings: Sequence[Setting], names: Collection[str]) -> list[Setting]:
-    """Return the settings with these names and those that they must equal; all without names.
+    """Return the named settings and their twins; all settings if no name is given.
 
     Args:
-        settings: Settings, each after its twin.
-        names: Names of some of them.
+        settings: All settings; each follows its twin.
+        names: Names of the chosen settings.
 
     Raises:
         ValueError: If a name is unknown.

@@ -1,12 +1,12 @@
 """Grouped products of experts in 8 bits by ``torch._scaled_grouped_mm``, and the casts they need.
 
 All operands are e4m3 with float32 scales, because torch's kernel supports no other types. A product
-sums up the rows of both operands, so each pass needs a cast of its own: rows of tokens for outputs
-and input gradients, columns of tokens for weight gradients, weights as they are for outputs and
-transposed for input gradients.
+sums along the rows of both operands, so each pass needs a separate cast: token rows for outputs and
+input gradients, token columns for weight gradients, weights as they are for outputs, and transposed
+weights for input gradients.
 
-Two kinds of scales are coarser than the kernel would allow, so that the casts of the package serve:
-columns of tokens have one scale for all experts, and so do columns of weights.
+The kernel would allow finer scales in two places, but the casts of this package do not provide
+them: token columns have one scale for all experts, and so do weight columns.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from lightning_megatron.layers.fp8 import torch_casts
 from lightning_megatron.plan.grouped_gemm import Pass
 
 FORMAT = torch.float8_e4m3fn
-#: Sizes of weights and groups must be multiples of this: the kernel loads 16 bytes at once.
+#: Divisor of the sizes of weights and groups, because the kernel loads 16 bytes at once.
 MULTIPLE = 16
-#: Numbers of 8 bits and their scales.
+#: Values in 8 bits, and their scales.
 Cast = tuple[Tensor, Tensor]
 
 
 def cast_kernels(matrix: Tensor) -> ModuleType:
-    """Return the package's Triton kernels, or its operators of torch where these cannot run."""
+    """Return this package's Triton cast kernels, or its torch operators if Triton cannot run."""
     return fused_kernels(matrix) or torch_casts
 
 
 def cast_lines(matrix: Tensor, *, rows: bool, columns: bool) -> tuple[Cast | None, Cast | None]:
-    """Cast a contiguous matrix with a scale for each row, and its transpose likewise.
+    """Cast a contiguous matrix, and its transpose, with one scale for each row of the result.
 
     Shapes: matrix ``(R, C)``; values ``(R, C)`` and scales ``(R, 1)``, values ``(C, R)`` and scales
         ``(C, 1)``.
 
     Args:
         matrix: The matrix.
-        rows: Whether the matrix is needed.
-        columns: Whether the transposed matrix is needed.
+        rows: Whether to cast the matrix.
+        columns: Whether to cast the transposed matrix.
     """
     kernels = cast_kernels(matrix)
     magnitudes = kernels.line_magnitudes(matrix, of_rows=rows, of_columns=columns)
@@ -62,10 +62,10 @@ def cast_weights(weights: Tensor) -> Cast:
 
 
 def cast_transposed_weights(weights: Tensor) -> Cast:
-    """Cast weights ``(E, N, K)`` to ``(E, K, N)``, with the same K scales for all experts."""
+    """Cast weights ``(E, N, K)`` to ``(E, K, N)``, with K scales that all experts share."""
     experts, n, k = weights.shape
     values, scale = given(cast_lines(weights.view(experts * n, k), rows=False, columns=True)[1])
-    # The kernel would take the view; the copy gives each expert's numbers neighbouring addresses.
+    # The kernel would accept the view; the copy makes the values of each expert contiguous.
     words = values.view(torch.int64).view(k, experts, n // 8)
     apart = words.transpose(0, 1).contiguous().view(FORMAT)
     return apart, scale.view(1, k).repeat(experts, 1)
@@ -79,8 +79,8 @@ def cast_tokens(
     Args:
         matrix: Tokens.
         experts: Number of experts.
-        rows: Whether the rows are needed.
-        columns: Whether the columns are needed.
+        rows: Whether to cast with a scale for each row.
+        columns: Whether to cast the transposed matrix, with a scale for each column.
     """
     by_rows, by_columns = cast_lines(matrix, rows=rows, columns=columns)
     if by_columns is not None:
@@ -89,7 +89,7 @@ def cast_tokens(
 
 
 def given(cast: Cast | None) -> Cast:
-    """Return a cast that was asked for."""
+    """Return a cast that must exist."""
     assert cast is not None, "the cast was not asked for"
     return cast
 
@@ -101,9 +101,9 @@ def multiply_rows(rows: Cast, weights: Cast, ends: Tensor, *, fast: bool) -> Ten
 
     Args:
         rows: Rows of all experts.
-        weights: Weights, of which the product sums up rows.
-        ends: Ends of the experts' rows in int32.
-        fast: Whether the chip sums up with fewer bits.
+        weights: Weights; the product sums along their rows.
+        ends: End of each expert's rows, in int32.
+        fast: Whether tensor cores accumulate with reduced precision.
     """
     return torch._scaled_grouped_mm(
         rows[0],
@@ -125,8 +125,8 @@ def multiply_columns(grad: Cast, rows: Cast, ends: Tensor, *, fast: bool) -> Ten
     Args:
         grad: Columns of the gradients of the outputs.
         rows: Columns of the inputs.
-        ends: Ends of the experts' tokens in int32, positive multiples of 16 apart.
-        fast: Whether the chip sums up with fewer bits.
+        ends: End of each expert's tokens, in int32; each expert has a positive multiple of 16.
+        fast: Whether tensor cores accumulate with reduced precision.
     """
     return torch._scaled_grouped_mm(
         grad[0],
@@ -140,7 +140,7 @@ def multiply_columns(grad: Cast, rows: Cast, ends: Tensor, *, fast: bool) -> Ten
 
 
 class EightBits:
-    """The passes of a problem in 8 bits, with casts that are kept until they are dropped.
+    """Passes of a problem in 8 bits, with cached casts.
 
     Args:
         problem: Operands in bfloat16.
@@ -151,40 +151,40 @@ class EightBits:
 
     @cached_property
     def weights(self) -> Cast:
-        """Weights for outputs."""
+        """Cast weights for outputs."""
         return cast_weights(self.problem.weights)
 
     @cached_property
     def transposed_weights(self) -> Cast:
-        """Weights for input gradients."""
+        """Cast transposed weights for input gradients."""
         return cast_transposed_weights(self.problem.weights)
 
     @cached_property
     def rows(self) -> tuple[Cast | None, Cast | None]:
-        """Rows and columns of the inputs."""
+        """Casts of the inputs by rows and by columns."""
         return self._cast(self.problem.rows, rows=True, columns=True)
 
     @cached_property
     def grad(self) -> tuple[Cast | None, Cast | None]:
-        """Rows and columns of the gradients of the outputs."""
+        """Casts of the output gradients by rows and by columns."""
         return self._cast(self.problem.grad, rows=True, columns=True)
 
     def drop_tokens(self) -> None:
-        """Drop the casts of tokens, so that the next products make them anew."""
+        """Drop the cached casts of tokens, so that the next products cast them again."""
         self.__dict__.pop("rows", None)
         self.__dict__.pop("grad", None)
 
     def drop_weights(self) -> None:
-        """Drop the casts of weights."""
+        """Drop the cached casts of weights."""
         self.__dict__.pop("weights", None)
         self.__dict__.pop("transposed_weights", None)
 
     def product(self, which: Pass, *, fast: bool = True) -> Tensor:
-        """Compute a pass from kept casts.
+        """Compute a pass from cached casts.
 
         Args:
             which: The pass.
-            fast: Whether the chip sums up with fewer bits.
+            fast: Whether tensor cores accumulate with reduced precision.
         """
         ends = self.problem.ends
         if which is Pass.FORWARD:
@@ -195,7 +195,7 @@ class EightBits:
         return self._sum(which, multiply_columns(*columns, ends, fast=fast))
 
     def product_with_casts(self, which: Pass) -> Tensor:
-        """Cast the tokens that a pass needs, and compute it with kept weights and fast sums."""
+        """Cast the tokens that a pass needs, and compute it with cached weights and fast sums."""
         ends = self.problem.ends
         if which is Pass.FORWARD:
             rows = given(self._cast(self.problem.rows, rows=True, columns=False)[0])
@@ -210,7 +210,7 @@ class EightBits:
         return self._sum(which, multiply_columns(*columns, ends, fast=True))
 
     def weight_cast(self, which: Pass) -> Callable[[], Cast] | None:
-        """Return the cast of weights that a pass needs once a step; None if it needs none."""
+        """Return a function that casts the weights of a pass; None if it reads no weights."""
         if which is Pass.FORWARD:
             return lambda: cast_weights(self.problem.weights)
         if which is Pass.DATA_GRAD:
@@ -223,5 +223,5 @@ class EightBits:
         return cast_tokens(matrix, len(self.problem.weights), rows=rows, columns=columns)
 
     def _sum(self, which: Pass, gradient: Tensor) -> Tensor:
-        """Return a weight gradient, or the float32 sum to which it is added."""
+        """Return the gradient, or for ``WEIGHT_GRAD_ADD`` the float32 sum after its addition."""
         return self.problem.sums.add_(gradient) if which is Pass.WEIGHT_GRAD_ADD else gradient

@@ -3,21 +3,22 @@
     lightning-megatron kernels build
     python -m benchmarks.expert_eight_bits --out expert_eight_bits.md
 
-The project does not offer experts in 8 bits; these figures say what they would bring. ``bf16`` is
-the project's grouped product, by the bundled kernels if they are built. ``8 bits`` is
+This package has no experts in 8 bits; the figures show the speed that they could have. ``bf16`` is
+this package's grouped product, with the bundled kernels if they are built. ``8 bits`` is
 ``torch._scaled_grouped_mm`` with e4m3 operands and rowwise scales, as ``eight_bit_products.py``
 describes. ``with casts`` adds the casts of tokens that the pass needs: rows of inputs for outputs,
-rows of gradients for input gradients, columns of both for weight gradients. Weights are cast once a
-step, whatever the number of microbatches, so their cast has a column of its own. ``weight grad +=``
-adds to float32 sums: the bundled kernels do so themselves, and the result in 8 bits is added after
-the product.
+rows of gradients for input gradients, columns of both for weight gradients. Weights are cast once
+per step, for any number of microbatches, so their cast has a separate column. ``weight grad +=``
+adds to float32 sums: the bundled kernels add inside the product, and the variant in 8 bits adds its
+result after the product.
 
 A time is the median of single calls, each after an idle period of the GPU; the variants alternate.
-TFLOP/s count 2 x rows x n x k for each product. Errors are distances from float64, relative to its
-norm, with random normal operands. The last table of a shape has all products of one layer, forward
-and backward, without the activation: outputs, input gradients and ``weight grad +=`` of both
-weights, where one cast of inputs or gradients serves two passes. Skewed groups have multiples of 16
-tokens, which weight gradients in 8 bits need; a router does not give them by itself.
+TFLOP/s count 2 x rows x n x k for each product. Errors are distances from the float64 result,
+relative to its norm, with random normal operands. The last table of a shape has all products of one
+layer, forward and backward, without the activation: outputs, input gradients and ``weight grad +=``
+of both weights, where one cast of inputs or gradients serves two passes. Skewed groups have
+multiples of 16 tokens, which weight gradients in 8 bits need; the groups of a router do not satisfy
+this by themselves.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ BF16 = "bf16"
 ALONE = "8 bits"
 CASTS = "8 bits with casts"
 WEIGHTS = "cast of weights"
-#: Variants of the products of one layer, by their casts and by the sums of the chip.
+#: Variants of the products of one layer: which operands are cast, and how sums accumulate.
 LAYER_KINDS = (
     BF16,
     "8 bits, products alone",
@@ -74,7 +75,7 @@ class ExpertShape:
         experts: Experts on the rank.
         hidden: Size of a token (features).
         width: Size between the two products (features).
-        rows: Tokens of all experts, counted once for each expert that has them.
+        rows: Number of token rows of all experts; a token counts once for each of its experts.
     """
 
     experts: int
@@ -98,7 +99,7 @@ class ExpertShape:
         return len(STEP) * sum(map(self.flops, self.products))
 
 
-#: Rows of Qwen3 are 4,096 tokens with 8 experts each, those of Mixtral 8,192 tokens with 2.
+#: The rows of Qwen3 are 4,096 tokens with 8 experts each; Mixtral has 8,192 tokens with 2.
 SHAPES = {
     "Qwen3-30B-A3B, 32 experts": ExpertShape(32, 2048, 768, 32768),
     "Qwen3-30B-A3B, 128 experts": ExpertShape(128, 2048, 768, 32768),
@@ -122,7 +123,7 @@ class Measured:
         name: Name of the pass; empty for a layer.
         flops: FLOPs of one call.
         times: Median time of each variant that ran (ms).
-        failures: First line of the error of each variant that did not.
+        failures: First line of the error of each variant that failed.
         errors: Relative errors of variants.
     """
 
@@ -153,19 +154,19 @@ def why_it_fails(call: Callable[[], object]) -> str | None:
         call()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-    except Exception as error:  # Whatever fails belongs into the row of the table.
+    except Exception as error:  # The row of the table shows any error.
         lines = str(error).strip().splitlines() or [""]
         return f"{type(error).__name__}: {lines[0][:100]}".replace("|", "/")
     return None
 
 
 def gpu_is_lost() -> bool:
-    """Return whether an earlier error, such as a failed assertion, ended the use of the GPU."""
+    """Return whether an earlier error, such as a device assertion, made the GPU unusable."""
     return torch.cuda.is_available() and why_it_fails(torch.cuda.synchronize) is not None
 
 
 def measure(name: str, flops: int, variants: Calls, rounds: int, timer: Timer) -> Measured:
-    """Measure the variants that run, and note the errors of the others."""
+    """Measure the variants that run, and record the errors of the others."""
     failures = {
         variant: error
         for variant, call in variants.items()
@@ -190,7 +191,7 @@ def measure(name: str, flops: int, variants: Calls, rounds: int, timer: Timer) -
 def measure_pass(
     problem: Problem, which: Pass, backend: BackendName, rounds: int, timer: Timer = burst
 ) -> Measured:
-    """Measure one pass of one product, with sums of fewer bits."""
+    """Measure one pass of one product, with accumulation in reduced precision."""
     bits = EightBits(problem)
     products: dict[str, Callable[[], Tensor]] = {
         BF16: calls(problem, which, ours=backend)[OURS],

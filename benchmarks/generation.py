@@ -1,15 +1,14 @@
-"""Speed of text generation: recorded passes, passes that are not, and on one GPU transformers'.
+"""Speed of text generation with and without CUDA graphs, and on one GPU with transformers.
 
     python -m benchmarks.generation --shape llama3_8b --batch 1 8 32 --table runs/generation.md
     torchrun --nproc-per-node 4 -m benchmarks.generation --batch 1 8 32
 
-Random weights of a shape of benchmarks/finetune.py in bfloat16, prompts of ``--prompt`` tokens and
-``--new`` likeliest tokens after each. The time of a token is that between the first new token and
-the last one, divided by their number; the pass over the prompt is told apart. The bound is the time
-in which a GPU's memory gives its weights of all layers and of the head once, and its keys and
-values of the average length, at the speed at which this GPU copies memory here, measured first.
-Several processes share each matrix product (tp).
-Words are compared in tests/gpu/test_gpu_generation.py.
+The model has random bfloat16 weights with a shape of benchmarks/finetune.py. After prompts of
+``--prompt`` tokens, it generates ``--new`` tokens greedily. The time of a token is the mean over
+later new tokens; the pass over the prompt has a separate column. The bound is the time to read this
+GPU's weights of all layers and the head, and keys and values of average length, once, at the speed
+of memory copies, which the program measures first. Several processes divide each matrix product
+(tp). tests/gpu/test_gpu_generation.py compares the generated tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ HEAD = (
 
 
 def copy_speed() -> float:
-    """Return the bytes that the GPU reads and writes in a second in copies of 4 GiB."""
+    """Return the speed of copies of 4 GiB, counting bytes read and written (bytes/s)."""
     source = torch.empty(2**32, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     times = []
@@ -53,7 +52,7 @@ def copy_speed() -> float:
 
 
 def bytes_of_token(gpt: GPT, batch: int, length: float) -> float:
-    """Return what this rank must read for a pass of one token of each row (bytes).
+    """Return the bytes that this rank must read to generate one token of each row (bytes).
 
     Args:
         gpt: The model.
@@ -63,7 +62,7 @@ def bytes_of_token(gpt: GPT, batch: int, length: float) -> float:
     config = gpt.config
     weights = sum(one.nbytes for one in gpt.parameters())
     if gpt.head is not None and gpt.embedding is not None:
-        # Of the embedding a pass reads a line a row.
+        # A pass reads only one row of the embedding for each row of the batch.
         weights -= gpt.embedding.word.weight.nbytes
     heads = max(1, config.kv_heads // gpt.mesh.tp.size)
     width = heads * (config.head_size + config.value_size)
@@ -71,12 +70,12 @@ def bytes_of_token(gpt: GPT, batch: int, length: float) -> float:
 
 
 def timed(tokens: Iterator[list[int | None]]) -> tuple[float, float]:
-    """Return the time to the first token of each row and that of each later one (seconds)."""
+    """Return the time to the first token, and the mean time of each later token (seconds)."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     next(tokens)
     first = time.perf_counter()
-    # Recording counts to no token.
+    # The time to record the CUDA graph is excluded.
     next(tokens)
     next(tokens)
     begun = time.perf_counter()
@@ -91,7 +90,7 @@ def ours(model: Any, prompts: list[list[int]], new: int, record: bool) -> Callab
 
 
 class Clock:
-    """Streamer of transformers' ``generate`` that notes when each token comes."""
+    """Streamer for transformers' ``generate`` that records the time of each token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -104,7 +103,7 @@ class Clock:
 
 
 def theirs(model: Any, prompts: list[list[int]], new: int, how: dict[str, Any]) -> tuple[Any, ...]:
-    """Return no words, and the times of transformers' ``generate`` (seconds)."""
+    """Return the output of transformers' ``generate``, and its times as :func:`timed` (seconds)."""
     rows = torch.tensor(prompts, device="cuda")
     call = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, **how}
     clock = Clock()
@@ -117,15 +116,15 @@ def theirs(model: Any, prompts: list[list[int]], new: int, how: dict[str, Any]) 
     torch.cuda.synchronize()
     end = time.perf_counter()
     if len(rows) > 1:
-        # No streamer serves several rows: the whole time counts, with the prompt.
+        # A streamer supports one row only. The time per token then includes the prompt.
         return found, 0.0, (end - start) / new
-    # The first call hands over the prompt.
+    # The first call of the streamer passes the prompt.
     times = clock.times[1:]
     return found, times[0] - start, (times[-1] - times[2]) / (len(times) - 3)
 
 
 def mesh_of(world: int) -> ParallelMesh:
-    """Return the groups of this process, which shares matrix products with all others."""
+    """Return the groups of this process; all processes form one tensor-parallel group."""
     device = torch.device("cuda", torch.cuda.current_device())
     if world == 1:
         return ParallelMesh.single(device)
@@ -172,7 +171,7 @@ def main() -> None:
     root = torch.nn.ModuleDict({"model": model})
     mesh = mesh_of(world)
     parallelize(root, mesh)
-    # What this rank has no part of is freed.
+    # Free the weights that this rank does not hold.
     del model
     gc.collect()
     torch.cuda.empty_cache()
@@ -208,7 +207,7 @@ def keep(
     first: float,
     each: float,
 ) -> None:
-    """Keep the fastest times of a kind, and print these: a run may be stopped before the table."""
+    """Keep the fastest times of a kind; print the new ones, in case the run ends early."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"batch {key[0]}, {key[1]}: {1e3 * first:.1f} ms, {1e3 * each:.2f} ms", flush=True)
     best = results.get(key, (first, each))

@@ -1,16 +1,17 @@
-"""Checks of CUDA graphs on one GPU, with one row of a table for each demand.
+"""Checks of CUDA graphs on one GPU, with one row of a table for each requirement.
 
     python -m benchmarks.graph_checks
     python -m benchmarks.graph_checks --checks waits launches
 
-* ``bits``: 500 steps of ``tiny``, a validation every 100, saved and loaded in the middle. Graphs
-  have the bits of eager steps wherever two eager trainings agree, and memory does not grow.
-* ``waits``: no step by graphs waits for the device.
-* ``launches``: calls that start work in a step, and the names of kernels launched alone.
-* ``memory``: 64 microbatches need at most 5 % more than 8 in mode segments.
-* ``capture``: seconds of the captures for the shapes of Qwen3, with as many layers as fit.
+* ``bits``: 500 steps of ``tiny`` with a validation every 100 steps, saved and loaded after half of
+  them. Steps by graphs must equal eager steps bit by bit wherever two eager trainings agree, and
+  memory must not grow.
+* ``waits``: in steps by graphs, the host must not wait for the device.
+* ``launches``: number of launches in a step, and names of kernels outside graphs.
+* ``memory``: 64 microbatches may need at most 5 % more memory than 8 in mode segments.
+* ``capture``: time of the captures for the shapes of Qwen3, with as many layers as fit.
 
-All run in one process, in about five minutes. The command ends with the number of failed rows.
+All checks run in one process, in about five minutes. The exit status is the number of failed rows.
 """
 
 from __future__ import annotations
@@ -39,23 +40,23 @@ from lightning_megatron.strategy.callbacks.memory_report import MemoryReport
 
 _MIB = 2**20
 _GIB = 2**30
-#: Steps before those that are measured; the capture is among them.
+#: Number of steps before the measured ones; graphs are captured in them.
 _WARMUP = 8
 _MOST_NAMES = 6
-#: Part of the free memory that a training may take by its estimate.
+#: Fraction of the free memory that the estimate of a training may reach.
 _SHARE = 0.92
 
 
 @dataclass(frozen=True)
 class Row:
-    """One demand and what was found.
+    """Row of the table: a result and its requirement.
 
     Args:
         check: Name of the check.
         setting: Model and mode.
-        found: What was found.
-        demand: What is demanded; empty for a figure alone.
-        is_met: Whether it is.
+        found: Result of the check.
+        demand: Requirement; empty for a figure without one.
+        is_met: Whether the result meets the requirement.
     """
 
     check: str
@@ -65,14 +66,14 @@ class Row:
     is_met: bool = True
 
     def line(self) -> str:
-        """Return the row of the table."""
+        """Format the row in Markdown."""
         word = ("yes" if self.is_met else "NO") if self.demand else ""
         cells = (self.check, self.setting, self.found, self.demand, word)
         return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
 
 
 def check_bits(args: argparse.Namespace) -> Iterator[Row]:
-    """Compare long trainings by graphs with eager ones."""
+    """Compare long trainings by graphs with an eager training."""
     eager = _long_training("eager", args)
     repeated = _long_training("eager", args).differences_from(eager)
     yield Row("bits", f"{args.model} eager again", _words(repeated, args.steps))
@@ -81,7 +82,7 @@ def check_bits(args: argparse.Namespace) -> Iterator[Row]:
         found = _long_training(mode, args)
         wrong = found.differences_from(eager)
         words = f"{_words(wrong, args.steps)}, {found.num_graphs} graphs"
-        # What differs between two eager trainings can differ here, too.
+        # Values that differ between two eager trainings may also differ here.
         is_met = found.num_graphs > 0 and wrong.keys() <= repeated.keys()
         yield Row("bits", f"{args.model} {mode}", words, demand, is_met)
         yield from _growth(f"{args.model} {mode}", found)
@@ -105,7 +106,7 @@ def _long_training(mode: str, args: argparse.Namespace) -> Bits:
 
 
 def _growth(setting: str, bits: Bits) -> Iterator[Row]:
-    """Compare the memory at the first and the last validation after the load."""
+    """Compare the memory of the first and the last of the last three validations."""
     late = sorted(bits.in_use)[-3:]
     if len(late) < 3:
         return
@@ -117,7 +118,7 @@ def _growth(setting: str, bits: Bits) -> Iterator[Row]:
 
 
 def check_waits(args: argparse.Namespace) -> Iterator[Row]:
-    """Let steps raise that wait for the device."""
+    """Check that the host does not wait for the device in steps by graphs."""
     for model in (args.model, args.mixture):
         for mode in args.modes:
             watch = NoWaits(_WARMUP)
@@ -131,7 +132,7 @@ def check_waits(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def check_launches(args: argparse.Namespace) -> Iterator[Row]:
-    """Count the calls that start work in a step."""
+    """Count the launches of a step."""
     num_microbatches = 4
     for mode in args.modes:
         timeline, watch = StepTimeline(_WARMUP), Bits(_WARMUP + 9)
@@ -150,7 +151,7 @@ def check_launches(args: argparse.Namespace) -> Iterator[Row]:
             most = 1 + captures_update
             demand, is_met = f"{most} graphs", found["graphs"] == most
         else:
-            # One slot has three graphs of each segment: the first backward pass has its own.
+            # A slot has three graphs for each segment: forward, first backward and later backward.
             most = 2 * (watch.num_graphs // 3) * num_microbatches + 5
             demand, is_met = f"at most {most} graphs", 0 < found["graphs"] <= most
         calls = ", ".join(f"{number:g} {name}" for name, number in found["calls"].items())
@@ -208,7 +209,7 @@ def check_capture(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def layers_that_fit(config: GPTConfig, graphs: CudaGraphs) -> int:
-    """Return the most layers whose training fits into the free memory of the GPU.
+    """Return the largest number of layers whose training fits into the free memory of the GPU.
 
     Args:
         config: Configuration of the model.
@@ -237,7 +238,7 @@ CHECKS: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {
 
 
 def run(args: argparse.Namespace) -> list[Row]:
-    """Run the chosen checks, and print each row when it is found."""
+    """Run the chosen checks, and print each row as soon as it is known."""
     rows = []
     start = time.perf_counter()
     for name in args.checks:
@@ -246,7 +247,7 @@ def run(args: argparse.Namespace) -> list[Row]:
                 rows.append(row)
                 print(f"{time.perf_counter() - start:6.1f} s {row.line()}", flush=True)
         except Exception as error:
-            # The other checks are as valuable, and time on a GPU is short.
+            # Continue with the other checks, because time on a GPU is limited.
             words = f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"
             rows.append(Row(name, args.model, words, "no error", is_met=False))
             print(rows[-1].line(), flush=True)
@@ -280,7 +281,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run the checks, print the table, and return the number of demands that are not met."""
+    """Run the checks, print the table, and return the number of requirements that are not met."""
     args = parser().parse_args()
     be_quiet()
     rows = run(args)

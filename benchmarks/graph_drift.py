@@ -1,32 +1,33 @@
-"""Search for the first step and tensors in which a training by CUDA graphs leaves the eager one.
+"""Search for the first step and tensors in which training by CUDA graphs differs from eager.
 
     python -m benchmarks.graph_drift
     python -m benchmarks.graph_drift --model tiny --layout single --settings eager segments full
 
-Each setting trains a few steps, and is compared bit by bit with the eager training (its twin): the
-loss, then the gradients, then the updated parameters of each step. All settings run in one process
-of each rank, the most telling ones first; one line follows each.
+Each setting trains a few steps, and the program compares it bit by bit with another training (its
+twin), by default the eager one: the loss, then the gradients, then the updated parameters of each
+step. All settings run in the same process of each rank, the most informative ones first. The
+program prints one line for each setting.
 
-What the lines tell, if ``segments`` differs:
+If ``segments`` differs, the other lines mean:
 
-* ``eager again`` differs: eager steps are not deterministic, so no graph can equal them.
-* ``segments again`` (compared with ``segments``) differs: the order of kernels decides, which means
-  a race or a kernel that sums in the order in which its parts arrive. If it is equal, the graphs
-  compute something else.
-* ``no overlap``, ``no cuts``, ``one bucket`` are equal: the sums of gradients that run while graphs
-  are replayed decide; with ``math attention`` and ``few blocks of NCCL`` also equal, attention's
-  backward pass, whose sums depend on the multiprocessors that it gets. The first line, in which it
-  runs beside other work, shows that directly.
-* ``deterministic`` is equal, in which torch takes deterministic algorithms alone (attention by
-  flash in place of cuDNN): cuDNN's backward pass of attention.
-* ``synchronised`` is equal: a replay begins before something that it reads is complete. Only
-  ``serial`` is equal: collectives and replays disturb each other.
+* ``eager again`` differs: eager steps are not deterministic, so graphs cannot equal them.
+* ``segments again`` (twin: ``segments``) differs: the result depends on the order of kernels, by a
+  race or by a kernel that adds partial sums in their order of arrival. If it is equal, the graphs
+  deterministically compute other values than eager steps.
+* ``no overlap``, ``no cuts`` and ``one bucket`` are equal: the cause is the gradient sums that run
+  during replays. If ``math attention`` and ``few blocks of NCCL`` are also equal, the cause is
+  attention's backward pass, whose order of sums depends on the available multiprocessors. The first
+  lines of the output, with repeats beside other work, show this directly.
+* ``deterministic`` is equal, with only deterministic algorithms of torch (flash attention in place
+  of cuDNN): the cause is cuDNN's backward pass of attention.
+* ``synchronised`` is equal: a replay begins before a tensor that it reads is complete. Only
+  ``serial`` is equal: collectives and replays interfere with each other.
 * ``gathered at once`` is equal: a forward pass reads parameters before they have arrived.
-* ``all-gather`` is equal: the one-sided puts of tokens.
-* ``only ...``: the scope that differs alone.
+* ``all-gather`` is equal: the cause is the one-sided puts of tokens.
+* ``only ...`` differs: the cause is in this scope.
 
-A gradient that differs in single bits (gaps below 1e-4) points to the order of sums; one that
-differs as a whole, to a tensor that was read too early or overwritten.
+A gradient that differs in its last bits (gaps below 1e-4) indicates another order of sums. A
+gradient that differs as a whole indicates a tensor that was read too early or overwritten.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ from lightning_megatron.errors import CaptureError, ParallelPlanError, Unsupport
 from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.models.config import GPTConfig
 
-#: Start of the lines of rank 0 that the program prints again.
+#: Prefix of the lines of rank 0 that the main process prints.
 _MARK = "DRIFT "
 
 
@@ -91,12 +92,12 @@ class Search:
         self._traces: dict[str, list[Trace]] = {}
 
     def run(self, setting: Setting) -> None:
-        """Train with a setting, and print in what it differs from its twin."""
+        """Train with a setting, and print the first difference from its twin."""
         start = time.perf_counter()
         try:
             found = self._compared(setting)
         except (CaptureError, ParallelPlanError, UnsupportedError) as error:
-            # All ranks raise it together, before they communicate further.
+            # All ranks raise these errors together, before further communication.
             found = f"failed: {type(error).__name__}: {str(error).splitlines()[0]}"
         self._say(f"{setting.name}: {found}, {time.perf_counter() - start:.1f} s")
 
@@ -123,7 +124,7 @@ class Search:
         )
 
     def _train(self, setting: Setting) -> Tracer:
-        """Train, keep the traces, and return what has been recorded."""
+        """Train with a setting, keep its traces, and return the callback that recorded them."""
         args = self._args
         layout = LAYOUTS[args.layout]
         batch = layout.batch(args.model)
@@ -225,7 +226,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def lines_of(arguments: Sequence[str]) -> tuple[list[str], str]:
-    """Run the search on all ranks; return its lines, and why it ended early (empty if it did not).
+    """Run the search on all ranks; return its lines, and the reason for an early end or "".
 
     Args:
         arguments: Arguments of the program.

@@ -20,7 +20,7 @@ from lightning_megatron.graphs.static_inputs import StaticInputs
 
 
 class CaptureTimes:
-    """Backend's captures, timed while this object is in place of them."""
+    """Timer of the captures of ``CudaBackend`` between :meth:`install` and :meth:`remove`."""
 
     def __init__(self) -> None:
         self.num_captures = 0
@@ -28,7 +28,7 @@ class CaptureTimes:
         self._original = CudaBackend.capture
 
     def install(self) -> None:
-        """Time captures from now on."""
+        """Start to time captures."""
         original = self._original
 
         def capture(*args: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ class CaptureTimes:
         CudaBackend.capture = capture  # type: ignore[method-assign]
 
     def remove(self) -> None:
-        """Time captures no longer."""
+        """Stop timing captures."""
         CudaBackend.capture = self._original  # type: ignore[method-assign]
 
 
@@ -62,25 +62,25 @@ class GraphFigures(Callback):
         self._capturing: list[int] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Time captures from now on."""
+        """Start to time captures."""
         self._times.install()
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Note a step in which graphs were captured."""
+        """Record whether graphs were captured in this step."""
         if self._times.num_captures > self._num_before:
             self._capturing.append(trainer.global_step)
         self._num_before = self._times.num_captures
 
     def teardown(self, *args: Any, **kwargs: Any) -> None:
-        """Time captures no longer."""
+        """Stop timing captures."""
         self._times.remove()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Read the figures while the graphs exist."""
-        # The strategy excludes some objects from collections, and thereby from the list of objects.
+        # gc.get_objects does not list the objects that the strategy has frozen.
         gc.unfreeze()
         objects = gc.get_objects()
-        # Without waiting, the times of steps are known only at the end of the training.
+        # If the host does not wait in steps, their times are known only at the end of training.
         seconds = self._measure.seconds
         usual = statistics.median(self._measure.counted()) if seconds else 0.0
         extra = [seconds[step - 1] - usual for step in self._capturing if step <= len(seconds)]
@@ -104,12 +104,12 @@ class GraphFigures(Callback):
 
 
 def _of(objects: Iterable[Any], kind: type) -> list[Any]:
-    # isinstance would call code of proxies.
+    # isinstance would run code of proxy objects.
     return [one for one in objects if type(one) is kind]
 
 
 def _pools(trainer: Trainer) -> dict[str, int]:
-    """Return number and size of the private pools of graphs in torch's allocator."""
+    """Return the number and size of the graphs' private pools in torch's allocator."""
     if trainer.strategy.root_device.type != "cuda":
         return {"pools": 0, "pool_bytes": 0, "reserved_bytes": 0}
     private = private_pools(trainer.strategy.root_device)

@@ -1,4 +1,4 @@
-"""Trainings of this process with a mode of CUDA graphs, and callbacks that watch them."""
+"""Trainings in this process with a mode of CUDA graphs, and callbacks that observe them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def train(
     validates_every: int = 0,
     checkpoint: Path | None = None,
 ) -> None:
-    """Train on one device in this process, with microbatches of one sample.
+    """Train on one device in this process, with one sample per microbatch.
 
     Args:
         config: Configuration of the model.
@@ -52,10 +52,10 @@ def train(
         callbacks: Callbacks that measure.
         steps: Number of the last step.
         accelerator: ``cuda`` or ``cpu``, where graphs run on the backend for the CPU.
-        batch: Samples of a step (samples).
-        epoch: Steps of an epoch; 0 makes one epoch of all steps (steps).
-        validates_every: Steps between two validations; 0 validates never (steps).
-        checkpoint: Checkpoint with which the training goes on.
+        batch: Samples per step (samples).
+        epoch: Steps per epoch; 0 means one epoch of all steps (steps).
+        validates_every: Steps between validations; 0 means no validation (steps).
+        checkpoint: Checkpoint from which the training resumes.
     """
     graphs: Any = mode_of(mode)[2]
     if graphs is not None:
@@ -96,7 +96,7 @@ def train(
         )
     finally:
         for callback in callbacks:
-            # Lightning gives callbacks methods of the module, which would keep it.
+            # Lightning adds methods of the module to callbacks, which would keep the module alive.
             vars(callback).pop("log", None)
             vars(callback).pop("log_dict", None)
         del trainer, strategy
@@ -106,29 +106,29 @@ def train(
 
 
 def be_quiet() -> None:
-    """Show no warnings and messages of trainings."""
+    """Suppress warnings and log messages of trainings."""
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 class Bits(Callback):
-    """Callback that keeps losses of all steps, and bits of parameters and memory at validations.
+    """Callback that records losses of all steps, and parameter digests and memory at validations.
 
     Args:
         steps: Number of steps of the whole training.
     """
 
-    #: The digests are those of main parameters.
+    #: The callback digests main parameters and reads no gradients.
     reads_gradients = False
 
     def __init__(self, steps: int) -> None:
-        #: Losses of the validations, and digests of all parameters at their ends.
+        #: Validation losses, and digests of all parameters after each validation.
         self.evaluated: list[float] = []
         self.digests: list[list[int]] = []
-        #: Memory in use, and memory of the device that is not free, by step (bytes).
+        #: Allocated memory, and used memory of the device, by step (bytes).
         self.in_use: dict[int, int] = {}
         self.taken: dict[int, int] = {}
-        #: Most graphs that existed.
+        #: Maximum number of graphs so far.
         self.num_graphs = 0
         self._losses: Tensor | None = None
         self._steps = steps
@@ -141,10 +141,10 @@ class Bits(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any
     ) -> None:
-        """Keep the loss."""
+        """Record the loss."""
         loss = outputs["loss"].detach()
         if self._losses is None:
-            # One tensor for all steps, since new ones would look like a leak.
+            # One tensor for all steps, because a new tensor per step would look like a leak.
             self._losses = torch.zeros(self._steps, device=loss.device)
         self._losses[trainer.global_step - 1] = loss
         graphs = strategy_of(trainer).run.graphs
@@ -153,11 +153,11 @@ class Bits(Callback):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any
     ) -> None:
-        """Keep the loss of the validation."""
+        """Record the validation loss."""
         self.evaluated.append(float(outputs))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the bits of the parameters, and the memory."""
+        """Record digests of the parameters, and the memory."""
         found = [digest(one.main.detach()) for _, one in own_slices(trainer)]
         self.digests.append(torch.stack(found).tolist())
         if trainer.strategy.root_device.type == "cuda":
@@ -167,7 +167,7 @@ class Bits(Callback):
             self.taken[trainer.global_step] = total - free
 
     def differences_from(self, other: Bits) -> dict[str, int]:
-        """Return the number of the first difference in what is not the same bit for bit."""
+        """Return the number of the first bitwise difference, by kind of value that differs."""
         pairs: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
             "losses": (self.losses, other.losses),
             "validation losses": (self.evaluated, other.evaluated),
@@ -186,7 +186,7 @@ class SaveAt(Callback):
 
     Args:
         step: Number of the step.
-        path: The checkpoint.
+        path: Path of the checkpoint.
     """
 
     def __init__(self, step: int, path: Path) -> None:
@@ -194,16 +194,16 @@ class SaveAt(Callback):
         self.path = path
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Save."""
+        """Save the checkpoint after the step."""
         if trainer.global_step == self.step:
             trainer.save_checkpoint(self.path)
 
 
 class NoWaits(Callback):
-    """Callback that lets steps raise if the host waits for the device.
+    """Callback that makes steps raise if the host waits for the device.
 
     Args:
-        first: Number of the step after which they do.
+        first: Number of the step before the first checked one.
     """
 
     #: Nothing reads gradients.
@@ -215,41 +215,41 @@ class NoWaits(Callback):
         self.num_steps = 0
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        """Let the step raise."""
+        """Make waits of the host raise in this step."""
         if trainer.global_step >= self.first and _is_on_gpu(trainer):
             torch.cuda.set_sync_debug_mode("error")
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Permit waits between the steps."""
+        """Permit waits between steps."""
         if _is_on_gpu(trainer):
             torch.cuda.set_sync_debug_mode("default")
         self.num_steps += trainer.global_step > self.first
 
     def on_exception(self, trainer: Trainer, *args: Any) -> None:
-        """Permit waits again."""
+        """Permit waits after an error."""
         if _is_on_gpu(trainer):
             torch.cuda.set_sync_debug_mode("default")
 
 
 class Peak(Callback):
-    """Callback that reads the peak of torch's allocator, and the memory of the graphs' pools."""
+    """Callback that records the peak of torch's allocator, and the size of the graphs' pools."""
 
     #: Nothing reads gradients.
     reads_gradients = False
 
     def __init__(self) -> None:
-        #: Peaks of the memory in use and of the reserved memory, and the pools (bytes).
+        #: Peaks of allocated and reserved memory, and size of the pools (bytes).
         self.in_use = 0
         self.reserved = 0
         self.pools = 0
 
     def on_train_start(self, trainer: Trainer, *args: Any) -> None:
-        """Forget the peak of earlier trainings."""
+        """Reset the peak of earlier trainings."""
         if _is_on_gpu(trainer):
             torch.cuda.reset_peak_memory_stats()
 
     def on_train_end(self, trainer: Trainer, *args: Any) -> None:
-        """Read the figures."""
+        """Record the figures."""
         if _is_on_gpu(trainer):
             self.in_use = torch.cuda.max_memory_allocated()
             self.reserved = torch.cuda.max_memory_reserved()

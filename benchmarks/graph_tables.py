@@ -1,4 +1,4 @@
-"""Tables of the benchmark of CUDA graphs: speed beside the peer's, graphs and memory, host time."""
+"""Tables of the benchmark of CUDA graphs: speed relative to the peer, graphs, memory, host time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LONGEST_NOTE = 500
 
 
 class WorkLike(Protocol):
-    """Work that both programs train."""
+    """Model and layout that both programs train."""
 
     @property
     def config(self) -> GPTConfig:
@@ -64,7 +64,7 @@ class CaseLike(Protocol):
 
     @property
     def mode(self) -> str:
-        """Our mode, or the one that is like the peer's."""
+        """Mode of this package's run, or the mode most similar to the peer's."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class Measured:
     Args:
         case: The case.
         figures: Figures that the program wrote; empty if it failed.
-        failure: Why it failed; empty if it did not.
+        failure: Reason for the failure; empty without one.
         seconds: Time of the whole run (s).
-        said: What our program has logged about its graphs.
+        said: Log messages of this package's program about its graphs.
     """
 
     case: CaseLike
@@ -87,27 +87,27 @@ class Measured:
 
     @property
     def is_ours(self) -> bool:
-        """Return whether our program ran."""
+        """Return whether this package's program ran, not the peer."""
         return self.case.program == "ours"
 
     @property
     def waited(self) -> float:
-        """Median time of a step for which the host waits (ms)."""
+        """Median time of a step after which the host waits for the device (ms)."""
         return float(self.figures["step_ms" if self.is_ours else "ms"])
 
     @property
     def row_mean(self) -> float | None:
-        """Mean time of a step in a row (ms); None if it was not measured."""
+        """Mean time of a step in a row, without waits of the host (ms); None if not measured."""
         return self.figures.get("row_mean_ms" if self.is_ours else "row_ms")
 
     @property
     def tokens_per_ms(self) -> float:
-        """Tokens of a step for each GPU and millisecond of a step that the host waits for."""
+        """Throughput of steps after which the host waits (tokens per millisecond and GPU)."""
         name = "tokens_per_second_per_rank" if self.is_ours else "tok_s_gpu"
         return float(self.figures[name]) / 1e3
 
     def part(self, name: str) -> dict[str, Any]:
-        """Return the figures of one callback; empty without it."""
+        """Return the figures of one callback; empty if the callback did not run."""
         return self.figures.get(name) or {}
 
 
@@ -117,7 +117,7 @@ def tables(found: Sequence[Measured], steps: int, warmup: int) -> str:
     Args:
         found: Figures of all cases.
         steps: Measured steps of each kind (steps).
-        warmup: Steps before them (steps).
+        warmup: Steps before the measured ones (steps).
     """
     ours = [one for one in found if one.is_ours and not one.failure]
     rows = [_speed(one, found) for one in found]
@@ -171,7 +171,7 @@ def _speed(one: Measured, found: Sequence[Measured]) -> str:
 def _ratio(
     one: Measured, found: Sequence[Measured], time_of: Callable[[Measured], float | None]
 ) -> str:
-    """Return our time divided by the peer's, of the same kind of graphs and of its fastest."""
+    """Return this package's time relative to the peer's in the same mode, and to its fastest."""
     own = time_of(one)
     peers = [
         (taken, other.case.mode)
@@ -236,7 +236,7 @@ def _host(one: Measured) -> str:
 
 
 def _names(one: Measured) -> list[str]:
-    """Return the kernels that a step by graphs still launches one by one, by name."""
+    """Return the kernels that a step with graphs still launches one by one, by name."""
     names = one.part("Profile").get("launches", {}).get("names", {})
     if one.case.mode == "eager" or not names:
         return []
@@ -248,7 +248,7 @@ def _names(one: Measured) -> list[str]:
 
 
 def _notes(one: Measured, warmup: int) -> list[str]:
-    """Return what makes the figures of a case differ from those of its mode, and its own log."""
+    """Return notes on a case with graphs: log messages, late captures and missing graphs."""
     if one.case.mode == "eager":
         return []
     found = one.part("GraphFigures")

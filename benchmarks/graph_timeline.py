@@ -3,10 +3,10 @@
     python -m benchmarks.graph_timeline --svg docs/cuda_graphs_step.svg
     python -m benchmarks.graph_timeline --measured runs/graph_timeline.json --svg step.svg
 
-The first line trains a few steps of each mode on one GPU (about a minute), writes the measured
-timelines to ``--measured``, and draws them. If ``--measured`` exists already, nothing is trained.
-Each mode has two rows with one scale of time: the calls with which the host starts work, and what
-runs on the device by class of kernel.
+The first command trains a few steps of each mode on one GPU (about a minute), writes the measured
+timelines to ``--measured``, and draws them. If ``--measured`` already exists, nothing is trained.
+Each mode has two rows on one scale of time: launches by the host, and work on the device by class
+of kernel.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _WIDTH = 860
 _PANEL = 84
 _BAR = 22
 _TOP = 62
-#: Gaps that are shorter than this are drawn as if there were none (pixels).
+#: Length below which gaps are not drawn (pixels).
 _FINEST = 0.4
 
 
@@ -61,7 +61,7 @@ class Panel:
     timeline: Timeline
 
     def title(self) -> str:
-        """Return the mode with its figures."""
+        """Return a title with the mode and its figures."""
         one = self.timeline
         calls = [
             f"{number} {kind if number > 1 else kind.replace('launches', 'launch')}"
@@ -75,7 +75,7 @@ class Panel:
 def measure(
     args: argparse.Namespace, read: Callable[[Sequence[dict[str, Any]]], Timeline] = timeline_of
 ) -> list[Panel]:
-    """Train with each mode and return its step.
+    """Train with each mode and return a step of each.
 
     Args:
         args: Arguments of the program.
@@ -91,7 +91,7 @@ def measure(
 
 
 def picture(panels: Sequence[Panel], title: str) -> str:
-    """Return the steps as SVG, one above the other with one scale of time.
+    """Return an SVG picture of the steps, one below the other on one scale of time.
 
     Args:
         panels: The steps.
@@ -133,7 +133,7 @@ def _legend(panels: Sequence[Panel]) -> list[str]:
 
 
 def _bars(kind: str, spans: Sequence[Interval], top: int, scale: float) -> str:
-    """Return intervals as one path; those that no screen could tell apart are joined."""
+    """Return intervals as one SVG path; intervals with invisible gaps are merged."""
     wide = [(start * scale, max(stop, start) * scale + _FINEST) for start, stop in spans]
     steps = [
         f"M{_LEFT + start:.1f} {top}h{max(stop - start - _FINEST, 0.3):.1f}v{_BAR}"
@@ -144,7 +144,7 @@ def _bars(kind: str, spans: Sequence[Interval], top: int, scale: float) -> str:
 
 
 def _axis(longest: float, scale: float, height: int) -> list[str]:
-    """Return marks of the time below the panels, at most about twelve."""
+    """Return the time axis below the panels, with at most about twelve marks."""
     every = next(step for step in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if longest / step <= 12)
     lines = []
     for number in range(int(longest / every) + 1):
@@ -172,7 +172,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Measure unless that has been done, and draw."""
+    """Measure unless the timelines exist, and draw them."""
     args = parser().parse_args()
     be_quiet()
     path = Path(args.measured)

@@ -1,15 +1,15 @@
-"""Benchmark of training steps by CUDA graphs, compared with eager steps and another program's.
+"""Benchmark of training steps with CUDA graphs, eager steps and steps of another program.
 
     python -m benchmarks.graphs --works tiny:single --peer PROGRAM --peer-path PATHS
     python -m benchmarks.graphs --works tiny_moe:ep2 qwen3_12:ep2:6 --forced-balance --peer PROGRAM
     python -m benchmarks.graphs --works llama8b_half:pp2:8:64 --modes eager segments
 
 A work is ``model:layout:layers:samples``, as in ``benchmarks/train_shapes.py``; the last two are
-optional. A mode is eager, segments, full, one of the last two with ``+update`` (the update of the
-parameters is captured, too), or a JSON object with the fields of ``cuda_graphs``. Every case is one
-run of each rank: steps for which the host waits, then steps in a row, then steps whose host time is
-divided, then profiled steps. A case that fails prints its last error, and the others go on.
-``--seconds`` limits all cases together.
+optional. A mode is eager, segments, full, one of the last two with ``+update`` (the parameter
+update is also captured), or a JSON object with the fields of ``cuda_graphs``. Every case is one run
+of all ranks: steps after which the host waits for the device, then steps in a row without waits,
+then steps whose host time is measured by part, then profiled steps. A case that fails prints its
+last error, and the next cases still run. ``--seconds`` limits the time of all cases together.
 
 The peer is a program as in ``benchmarks/data_parallel.py`` that also takes ``--graph IMPLEMENTATION
 --scope NAMES`` and prints row_ms, the mean time of a step in a row (ms).
@@ -32,14 +32,15 @@ from benchmarks.train_shapes import LAYOUTS, SHAPES, Layout
 from lightning_megatron.models.config import GPTConfig
 
 MODES = ("eager", "segments", "full")
-#: End of a mode whose update of the parameters is captured, too.
+#: Suffix of a mode that also captures the parameter update.
 _UPDATE = "+update"
-#: The peer's graphs for models without and with experts, as implementation and scopes.
+#: Graphs of the peer for models without experts (False) and with experts, as
+#: ``implementation:scopes``.
 PEER_GRAPHS = {
     False: ("full_iteration", "transformer_engine:attn,mlp", "none"),
     True: ("transformer_engine:attn,moe_router,moe_preprocess", "none"),
 }
-#: Our mode that captures as much as the peer's implementation.
+#: Mode of this package that captures as much as an implementation of the peer.
 MODE_OF_PEER = {"none": "eager", "transformer_engine": "segments", "full_iteration": "full"}
 
 
@@ -50,8 +51,8 @@ class Work:
     Args:
         model: Name of a shape.
         layout: Name of a layout.
-        layers: Number of layers; 0 keeps the shape's own.
-        samples: Samples per data-parallel rank and step; 0 keeps the layout's own.
+        layers: Number of layers; 0 means that of the shape.
+        samples: Samples per data-parallel rank and step; 0 means that of the layout.
     """
 
     model: str
@@ -94,7 +95,7 @@ class Case:
         work: The work.
         program: ``ours`` or ``peer``.
         graphs: Name of the mode or of the peer's implementation.
-        mode: Our mode, or the one that is like the peer's.
+        mode: Mode of this package, or the mode most similar to the peer's.
         settings: Arguments of the run: ``cuda_graphs``, or the peer's graph and scopes.
     """
 
@@ -115,7 +116,7 @@ def work_of(text: str) -> Work:
     """Return the work that ``model:layout:layers:samples`` names.
 
     Raises:
-        ArgumentTypeError: If the model or the layout is unknown or a number is none.
+        ArgumentTypeError: If the model or the layout is unknown, or a number is not valid.
     """
     model, _, rest = text.partition(":")
     layout, *numbers = (rest or "single").split(":")
@@ -132,10 +133,10 @@ def work_of(text: str) -> Work:
 
 
 def mode_of(text: str) -> tuple[str, str, Any]:
-    """Return name, mode and value of ``cuda_graphs`` for a mode.
+    """Parse a mode into its name, the mode of the graphs and the value of ``cuda_graphs``.
 
     Raises:
-        ArgumentTypeError: If the mode is neither known nor a JSON object with a known one.
+        ArgumentTypeError: If the text is neither a known mode nor a JSON object with a known mode.
     """
     settings: Any = text
     if text.startswith("{"):
@@ -160,7 +161,7 @@ def mode_of(text: str) -> tuple[str, str, Any]:
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
-    """Return the cases in the order of their runs, each work's peer after ours."""
+    """Return the cases in order: for each work, this package's modes and then the peer's."""
     found = []
     for work in args.works:
         for name, mode, settings in args.modes:
@@ -177,7 +178,7 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
 
 
 def run_case(case: Case, args: argparse.Namespace, timeout: float) -> Measured:
-    """Run one case and return its figures, or why it failed."""
+    """Run one case and return its figures, or the reason for its failure."""
     path = case.file(args.out)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
@@ -193,7 +194,7 @@ def run_case(case: Case, args: argparse.Namespace, timeout: float) -> Measured:
         outcome = run_ranks(our_line(case, args, path), devices, log, timeout)
     failure = outcome.failure
     if path.exists():
-        # A peer whose processes end badly after the result has been measured nevertheless.
+        # The peer's result is valid even if its processes fail after they print it.
         failure = failure if case.program == "ours" else ""
     else:
         failure = failure or "no figures were written"
@@ -202,13 +203,13 @@ def run_case(case: Case, args: argparse.Namespace, timeout: float) -> Measured:
 
 
 def said_of_graphs(output: str) -> tuple[str, ...]:
-    """Return what a training has logged about its graphs, each sentence once."""
+    """Return the log messages of a training about its graphs, without duplicates."""
     found = [line.strip() for line in output.splitlines() if "CUDA graphs" in line]
     return tuple(dict.fromkeys(line[line.index("CUDA graphs") :] for line in found))
 
 
 def our_line(case: Case, args: argparse.Namespace, path: Path) -> list[str]:
-    """Return the arguments of Python for our training."""
+    """Return the Python arguments of this package's training."""
     work = case.work
     options = {**json.loads(args.options), **case.settings}
     line = ["-m", "benchmarks.train_shapes", "--model", work.model, "--layout", work.layout]
@@ -221,7 +222,7 @@ def our_line(case: Case, args: argparse.Namespace, path: Path) -> list[str]:
 
 
 def peer_line(case: Case, args: argparse.Namespace) -> list[str]:
-    """Return the arguments of Python for the peer."""
+    """Return the Python arguments of the peer."""
     work = case.work
     sizes = work.sizes
     line = [args.peer, "--model", work.model, "--tp", str(sizes.tp), "--ep", str(sizes.ep)]

@@ -4,10 +4,10 @@
     python -m benchmarks.grouped_gemm --out grouped_gemm.md
 
 A time is the median of single calls, each after an idle period of the GPU. The variants alternate,
-so that all run at the same temperature. TFLOP/s count 2 x rows x n x k for each product, whatever a
-kernel computes in addition. Operands are random normal. ``weight grad +=`` accumulates in float32:
-our kernels add to the sum themselves, torch's grouped product returns a bfloat16 gradient that is
-added afterwards, and the loop calls ``torch.addmm`` with a float32 result for each group.
+so that all run at the same temperature. TFLOP/s count 2 x rows x n x k for each product, without
+additional work of a kernel. Operands are random normal. ``weight grad +=`` accumulates in float32:
+the bundled kernels add to the sum themselves, torch's grouped product returns a bfloat16 gradient
+that is added afterwards, and the loop calls ``torch.addmm`` with a float32 result for each group.
 Transformer Engine is timed if it is installed.
 """
 

@@ -3,10 +3,10 @@
     python -m benchmarks.headline --estimate-only
     python -m benchmarks.headline --peer path/to/mcore_peer.py --peer-path PATHS --out runs/headline
 
-All 48 layers are trained with ep over all GPUs, eight sequences of 4,096 tokens a GPU and step, and
-gradient sums and moments in bfloat16. Experts have buffers with a limit and places for clones. No
-product is computed again; the inputs of experts are sent again.
-Nothing runs if the estimate exceeds ``--most``.
+The program trains all 48 layers with ep over all GPUs, eight sequences of 4,096 tokens per GPU and
+step, and gradient sums and moments in bfloat16. Expert buffers have a limit on their rows, and
+ranks have places for clones of experts. By default, the backward pass recomputes no matrix product,
+but sends the inputs of experts again. Nothing runs if the estimate exceeds ``--most``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from lightning_megatron.plan.recomputation import Recompute
 from lightning_megatron.plan.stage_memory import StageMemory
 
 SHAPE = "qwen3_48"
-#: Sequences of a GPU and step.
+#: Sequences per GPU and step.
 BATCH = 8
-#: What a step must reach without recomputation: GiB a GPU, and tokens a second and GPU.
+#: Goals without recomputation: maximum GiB per GPU, and minimum tokens per second and GPU.
 MOST_GIB, LEAST_TOKENS = 105.0, 14_000
 
 
@@ -46,7 +46,7 @@ def strategy_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def estimate(args: argparse.Namespace) -> StageMemory:
-    """Return the estimated memory of a GPU."""
+    """Estimate the memory of a GPU."""
     config = SHAPES[SHAPE]
     if args.layers:
         config = GPTConfig(**{**vars(config), "num_layers": args.layers})
@@ -76,7 +76,7 @@ def estimate_line(found: StageMemory) -> str:
 
 
 def case(routing: str, args: argparse.Namespace) -> list[str]:
-    """Run a routing with the peer and with our program, and return the rows of the table."""
+    """Run a routing with the peer and with this package, and return the rows of the table."""
     out = Path(args.out) / f"{routing.replace(':', '_')}.json"
     line = ["--model", SHAPE, "--layout", f"ep{args.devices}", "--batch", str(BATCH)]
     line += ["--steps", str(args.steps), "--out", str(out), "--in-a-row"]

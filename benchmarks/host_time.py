@@ -1,9 +1,9 @@
-"""Callback that divides the host's time of a training step among the parts of its code.
+"""Callback that measures the host time of a training step by part of the code.
 
-Each timed step begins with an idle device and other ranks that have finished, so the host waits
-only for what the step itself reads from the device or from other ranks. The functions of the parts
-are timed directly, without a profiler, which would cost more than short functions do. A function's
-time does not include that of a part inside it.
+Each timed step begins when the device is idle and other ranks have finished, so the host waits only
+for values that the step itself reads from the device or other ranks. The callback times the
+functions of the parts directly, because a profiler would cost more time than short functions take.
+The time of a part excludes the time of other parts that it calls.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.optimization.step_gradients import StepGradients
 from lightning_megatron.strategy.step.training_steps import TrainingSteps
 
-#: Time outside of all other parts: Lightning's loop and its hooks.
+#: Name of the time outside all other parts: Lightning's loop and hooks.
 LOOP = "loop"
-#: Functions of each part, as class and name.
+#: Functions of each part, as class and method name.
 PARTS: dict[str, tuple[tuple[type, str], ...]] = {
     "batch": (
         (data.dataloader._BaseDataLoaderIter, "__next__"),
@@ -57,9 +57,9 @@ PARTS: dict[str, tuple[tuple[type, str], ...]] = {
 
 
 class PartTimes:
-    """Time of each part of the code that runs, where at any time one part runs.
+    """Time of each part of the code; at any time exactly one part is running.
 
-    Autograd may call a part on a thread of its own, while the thread of the step waits for it.
+    Autograd may call a part on another thread, while the main thread of the step waits for it.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class PartTimes:
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Count the time inside the block for a part."""
+        """Add the time inside the block to a part."""
         self._count()
         self._parts.append(part)
         try:
@@ -84,7 +84,7 @@ class PartTimes:
         return self.seconds
 
     def start(self) -> None:
-        """Start again from zero."""
+        """Reset all times to zero."""
         self.seconds = dict.fromkeys((LOOP, *PARTS), 0.0)
         self._since = time.perf_counter()
 
@@ -107,7 +107,7 @@ def timing(times: PartTimes) -> Iterator[None]:
 
 @contextmanager
 def _replaced(owner: type, name: str, part: str, times: PartTimes) -> Iterator[None]:
-    """Let a class have a function that is timed."""
+    """Replace a method of a class by a timed one inside the block."""
     own = owner.__dict__.get(name)
     is_of_class = isinstance(own, classmethod)
     original: Callable[..., Any] = own.__func__ if is_of_class else getattr(owner, name)
@@ -127,7 +127,7 @@ def _replaced(owner: type, name: str, part: str, times: PartTimes) -> Iterator[N
 
 
 class HostTime(Callback):
-    """Callback that times the parts of some steps on the host.
+    """Callback that times the parts of a few steps on the host.
 
     Args:
         first: Number of the step before the timed ones.
@@ -144,7 +144,7 @@ class HostTime(Callback):
         self._undo = ExitStack()
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Start, read or end the timers."""
+        """Start, read or remove the timers."""
         step = trainer.global_step
         if self.first < step <= self.last:
             self._found.append(self._times.take())

@@ -1,8 +1,8 @@
-"""Count of a step's launches on the host: graphs, and kernels one by one with their names.
+"""Launches of a step by the host: CUDA graphs, and single kernels by name.
 
-A launch in a profiler trace has a correlation number, which the kernels that it starts have, too.
-A launch belongs to the step in which its first kernel runs. The kernels of a graph all have the
-number of its launch.
+In a profiler trace, a launch and the kernels that it starts share a correlation number. All kernels
+of a graph have the number of the graph's launch. A launch belongs to the step in which its first
+kernel runs.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 from benchmarks.step_profile import ON_DEVICE, Interval
 
-#: Name of the launch of a graph.
+#: Name of the call that launches a graph.
 GRAPH_LAUNCH = "cudaGraphLaunch"
-#: Beginnings of the names of the calls that launch one kernel.
+#: Prefixes of the names of calls that launch one kernel.
 KERNEL_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchCooperativeKernel")
 
 
@@ -26,8 +26,8 @@ class Launch:
 
     Args:
         call: Name of the call, such as ``cudaGraphLaunch``.
-        start: Start of its first kernel on the device (µs).
-        kernels: Names of its kernels.
+        start: Start of the first launched kernel on the device (µs).
+        kernels: Names of the launched kernels.
     """
 
     call: str
@@ -36,17 +36,17 @@ class Launch:
 
     @property
     def is_graph(self) -> bool:
-        """Return whether it launches a graph."""
+        """Return whether the call launches a graph."""
         return self.call.startswith(GRAPH_LAUNCH)
 
     @property
     def is_kernel(self) -> bool:
-        """Return whether it launches one kernel."""
+        """Return whether the call launches one kernel."""
         return self.call.startswith(KERNEL_LAUNCHES)
 
 
 def launches_of(events: Iterable[dict[str, Any]]) -> list[Launch]:
-    """Return the launches of a trace that started work, in the order of that work.
+    """Return the launches in a trace, ordered by the start of their first kernel.
 
     Args:
         events: Events of a torch.profiler trace.
@@ -70,16 +70,16 @@ def launches_of(events: Iterable[dict[str, Any]]) -> list[Launch]:
 
 
 def count_launches(launches: Sequence[Launch], steps: Sequence[Interval]) -> dict[str, Any]:
-    """Return the launches of a step as the mean over ``steps``.
+    """Count the launches of a step, as the mean over ``steps``.
 
     Args:
         launches: Launches of a trace.
         steps: Start and end of each step on the device (µs).
 
     Returns:
-        ``calls``: number of each call; ``graphs`` and ``kernels``: number of launched graphs and of
-        kernels launched one by one; ``in_graphs``: kernels that graphs launched; ``names``: number
-        of each kernel launched one by one.
+        ``calls``: number of launches by name of the call; ``graphs``: number of graph launches;
+        ``kernels``: number of single-kernel launches; ``in_graphs``: number of kernels inside
+        graphs; ``names``: number of single-kernel launches by kernel name.
     """
     inside = [one for one in launches if any(begin <= one.start < end for begin, end in steps)]
     alone = [one for one in inside if one.is_kernel]

@@ -34,7 +34,7 @@ def layout_of(name: str) -> Layout:
     """Return the layout with a given name.
 
     Raises:
-        ArgumentTypeError: If the name is not of the described form.
+        ArgumentTypeError: If the name has another form.
     """
     parts: Sequence[str] = () if name == "single" else name.split("_")
     sizes = {part[:2]: int(part[2:]) for part in parts if re.fullmatch(r"(tp|pp|dp)[1-9]\d*", part)}

@@ -3,10 +3,10 @@
     python -m benchmarks.long_memory
     python -m benchmarks.long_memory --lengths 32768 131072 --settings stored chunked "full, host"
 
-Layers of Llama 3 8B with its vocabulary train on random tokens, one sequence a step, each setting
-and length in a process of its own. The table has tokens/s, model TFLOP/s (recomputation and logits
-that are computed twice count once) and the peak of the allocator beside the estimate. A setting
-that runs out of memory has a row that says so.
+A few layers of Llama 3 8B with its vocabulary train on random tokens, one sequence per step. Each
+setting and length runs in a separate process. The table has tokens/s, model TFLOP/s (recomputed
+activations and logits count once), the peak of the allocator and its estimate. The row of a setting
+that fails, for example for lack of memory, says so.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _WARMUP = 2
 
 
 def shape_of(length: int, layers: int) -> GPTConfig:
-    """Return the shape of the model for a length of its sequences (tokens)."""
+    """Return the configuration of the model for a sequence length (tokens) and number of layers."""
     sizes = {"vocab_size": 128_256, "max_seq_length": length, "num_layers": layers}
     return GPTConfig(**vars(SHAPES["llama8b_half"]) | sizes)
 
@@ -82,7 +82,7 @@ def train(args: argparse.Namespace, setting: str, length: int, out: Path) -> Non
 
 
 def run_alone(args: argparse.Namespace, setting: str, length: int) -> dict[str, Any] | None:
-    """Train one setting in a process of its own; return its figures, or None if it failed."""
+    """Train one setting in a separate process; return its figures, or None if it failed."""
     out = Path(args.out) / f"{setting.replace(', ', '_').replace(' ', '_')}_{length}.json"
     out.unlink(missing_ok=True)
     line = [sys.executable, "-m", "benchmarks.long_memory", "--one", setting, str(length), str(out)]

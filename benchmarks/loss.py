@@ -1,14 +1,14 @@
-"""Time and memory of the head and the cross entropy: stored logits, chunks, and other libraries.
+"""Time and memory of the head and cross entropy: stored logits, chunks and other libraries.
 
     python -m benchmarks.loss
     PYTHONPATH=folder/with/wheels python -m benchmarks.loss --tokens 8192 65536 --smoothing 0.1
 
-A call is the head of Llama 3 8B (4,096 features, 128,256 tokens), the mean loss of random labels of
-which every eighth is ignored, and the gradients of hidden states and head, in bfloat16. TFLOP/s
-count the three products once, also where logits are computed twice; ``forward`` computes gradients
-in the forward pass, and logits once. Peaks are those of the allocator beyond operands and
-gradients. ``liger-kernel`` and ``cut-cross-entropy`` take part if they can be imported; the second
-one drops small gradients by default, and ``exact`` keeps them.
+A call computes the head of Llama 3 8B (4,096 features, 128,256 tokens), the mean loss of random
+labels of which every eighth is ignored, and the gradients of hidden states and head, in bfloat16.
+TFLOP/s count the three matrix products once, even if a variant computes logits twice. ``forward``
+computes gradients in the forward pass, and logits only once. The peak is that of the allocator
+minus operands and gradients. ``liger-kernel`` and ``cut-cross-entropy`` are measured if they can be
+imported; the latter drops small gradients by default, and its variant ``exact`` keeps them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
 from lightning_megatron.layers.summed_loss import summed_cross_entropy
 
 IGNORED = -100
-#: Mean loss of hidden states (tokens, features), a head (vocabulary, features) and labels.
+#: Function of hidden states (tokens, features), a head (vocabulary, features), labels and label
+#: smoothing that returns the mean loss.
 MeanLoss = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
@@ -109,7 +110,7 @@ def liger_loss() -> MeanLoss:
     """Return the loss of liger-kernel.
 
     Raises:
-        ImportError: If it cannot be imported.
+        ImportError: If liger-kernel cannot be imported.
     """
     room = import_module("liger_kernel.ops.fused_linear_cross_entropy")
     return partial(liger, room.LigerFusedLinearCrossEntropyFunction)
@@ -119,20 +120,20 @@ def cut_loss(*, exact: bool = False) -> MeanLoss:
     """Return the loss of cut-cross-entropy.
 
     Args:
-        exact: Whether small gradients count.
+        exact: Whether to keep small gradients.
 
     Raises:
-        ImportError: If it cannot be imported.
+        ImportError: If cut-cross-entropy cannot be imported.
     """
     function = import_module("cut_cross_entropy").linear_cross_entropy
     return partial(cut, partial(function, filter_eps=None) if exact else function)
 
 
 def variants(chunk: int, smoothing: float) -> tuple[dict[str, MeanLoss], list[str]]:
-    """Return the losses by name, and the libraries that are left out, with the reason.
+    """Return the losses by name, and the omitted libraries with the reason for each.
 
     Args:
-        chunk: Tokens of a chunk (tokens).
+        chunk: Number of tokens per chunk (tokens).
         smoothing: Label smoothing.
     """
     found: dict[str, MeanLoss] = {
@@ -208,10 +209,10 @@ def row(tokens: int, name: str, flops: float, found: Measured | None) -> str:
     """Return a row of the table.
 
     Args:
-        tokens: Tokens of a call (tokens).
+        tokens: Number of tokens per call (tokens).
         name: Name of the variant.
         flops: Floating-point operations of the three products.
-        found: Figures; None if memory was not enough.
+        found: Figures; None if the variant ran out of memory.
     """
     if found is None:
         return f"| {tokens} | {name} | out of memory | | |"

@@ -1,10 +1,10 @@
-"""Benchmark of magnitudes that norms and SwiGLU find for casts to 8 bits, on one GPU.
+"""Benchmark of norms and SwiGLU that also compute magnitudes for casts to 8 bits, on one GPU.
 
     python -m benchmarks.magnitude_passes --out magnitudes.md
 
-A cast with one scale begins with the largest magnitude of its matrix. The kernel that computes the
-matrix finds it in the same pass, or a second pass over the matrix does. Times are those of
-``benchmarks.block_kernels``.
+A cast with one scale needs the largest magnitude of the matrix. Either the kernel that computes the
+matrix also computes the magnitude, or a second pass over the matrix does. The program measures
+times in the same way as ``benchmarks.block_kernels``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ class Passes:
 
     Args:
         name: Label of the row in the table.
-        alone: The operator; returns the matrix.
-        measured: The operator that also finds the magnitude; returns the matrix and bit patterns.
+        alone: Operator without magnitudes; returns the matrix.
+        measured: Operator that also computes magnitudes; returns the matrix and partial
+            magnitudes, as bit patterns.
         dtype: Format of the cast.
     """
 
@@ -43,7 +44,7 @@ class Passes:
 
     @property
     def apart(self) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Return the operator and a pass that finds the magnitude."""
+        """Return a function that runs the operator and a second pass for magnitudes."""
 
         def run() -> tuple[Tensor, Tensor]:
             found = self.alone()
@@ -52,7 +53,7 @@ class Passes:
         return run
 
     def cast_after(self, run: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[], Any]:
-        """Return one of both, followed by the cast of the matrix and its transpose."""
+        """Return a function that runs ``run`` and casts its matrix and the transposed matrix."""
 
         def cast() -> Any:
             matrix, parts = run()
@@ -63,7 +64,7 @@ class Passes:
 
 
 def norm_passes(config: GPTConfig, tokens: int) -> Passes:
-    """Return the norm of a sum of the residual stream and an update, before a linear layer.
+    """Return the case of a norm before a linear layer, with the addition of a residual update.
 
     Args:
         config: Model that gives the kind of norm and its width.
@@ -85,7 +86,7 @@ def norm_passes(config: GPTConfig, tokens: int) -> Passes:
 
 
 def swiglu_passes(tokens: int, features: int) -> tuple[Passes, Passes]:
-    """Return the forward and the backward pass of SwiGLU, between two linear layers.
+    """Return the cases of the forward and the backward pass of SwiGLU, between two linear layers.
 
     Args:
         tokens: Rows of the matrices (tokens).
@@ -116,7 +117,7 @@ def swiglu_passes(tokens: int, features: int) -> tuple[Passes, Passes]:
 
 
 def measure_passes(case: Passes, rounds: int) -> str:
-    """Time an operator with its magnitude in one pass and in two, and return a row of the table."""
+    """Time an operator and its magnitudes in one pass and in two; return a row of the table."""
     calls: dict[str, Callable[[], Any]] = {
         "alone": case.alone,
         "one pass": case.measured,
@@ -135,7 +136,7 @@ def measure_passes(case: Passes, rounds: int) -> str:
 
 
 def report_passes(rounds: int) -> list[str]:
-    """Time norms and SwiGLU with the magnitudes of their results, and return the table."""
+    """Time norms and SwiGLU with magnitudes of their results, and return the table."""
     tokens = 2 * LLAMA.max_seq_length
     lines = [
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}: microseconds\n",
@@ -147,7 +148,7 @@ def report_passes(rounds: int) -> list[str]:
         norm_passes(LLAMA, tokens),
         norm_passes(GPT2, tokens),
         *swiglu_passes(tokens, LLAMA.ffn_size),
-        # Features of a rank with tp 4.
+        # Number of features of a rank with tp=4.
         *swiglu_passes(tokens, LLAMA.ffn_size // 4),
     )
     for case in cases:

@@ -23,7 +23,8 @@ def mark_on_device() -> torch.cuda.Event:
     return event
 
 
-#: Steps in a row before those that count, since the first ones start on an idle device.
+#: Number of unmeasured steps before the measured steps in a row, because the first steps start on
+#: an idle device.
 _ROW_STARTS = 3
 
 
@@ -38,11 +39,11 @@ def _seconds_between(one: Any, other: Any) -> float:
 class Measure(Callback):
     """Callback that writes loss and time of every step, and the peak memory of all ranks, as JSON.
 
-    By default the host waits for the device after every step. With ``in_a_row`` it does not, as in
-    a training that reads nothing from the device. A step is then the time between the ends of two
-    steps on the device's compute stream, and work that overlaps with the next step, such as
-    gathering parameters, counts there. The median omits the first steps, which allocate memory and
-    set up communication.
+    By default, the host waits for the device after every step. With ``in_a_row`` it does not wait,
+    as in a training that reads nothing from the device. The time of a step is then the time between
+    the ends of two steps on the device's compute stream, and work that overlaps with the next step,
+    such as the gathering of parameters, counts in the next step. The median omits the first steps,
+    which allocate memory and set up communication.
 
     Args:
         path: File that rank 0 writes.
@@ -50,9 +51,9 @@ class Measure(Callback):
         warmup: Number of first steps that the median omits.
         steps: Number of steps after those that the median includes; None includes all.
         in_a_row: Whether the host does not wait for the device between the steps.
-        seq_length: Length of a sample (tokens); None uses the largest of the model.
-        row_steps: Steps in a row after the measured steps that the host waits for. No later step
-            is measured.
+        seq_length: Length of a sample, for FLOPs; None means the maximum of the model (tokens).
+        row_steps: Number of measured steps in a row after the steps for which the host waits. Later
+            steps are not measured.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Measure(Callback):
         self.in_a_row = in_a_row
         self.seq_length = seq_length
         self.row_steps = row_steps
-        #: Times of the steps in a row that follow those that the host waits for (s).
+        #: Times of the steps in a row, which follow the steps for which the host waits (s).
         self.row_seconds: list[float] = []
         self._made = time.perf_counter()
         self._to_first_step = 0.0
@@ -140,7 +141,7 @@ class Measure(Callback):
             "fastest_ms": round(min(counted) * 1e3, 2),
             "tokens_per_second_per_rank": round(rate),
         }
-        # The rule counts causal attention, which encoders do not have.
+        # The FLOP rule counts causal attention, which encoders do not have.
         if isinstance(config, GPTConfig):
             flops = flops_per_token(config, self.seq_length or config.max_seq_length)
             self.figures["model_tflops_per_rank"] = round(rate * flops / 1e12, 1)
@@ -159,19 +160,19 @@ class Measure(Callback):
         print(f"{self.label}: {shown}", flush=True)
 
     def counted(self) -> list[float]:
-        """Return the times of the steps in the median (s)."""
+        """Return the times of the steps that the median includes (s)."""
         stop = None if self.steps is None else self.warmup + self.steps
         return self.seconds[self.warmup : stop] or self.seconds
 
     def _end_on_device(self, trainer: Trainer) -> bool:
-        """Record the end of a step on the device unless the host waits; return whether it did."""
+        """Record the end of a step on the device if ``in_a_row`` is set; return whether it did."""
         if not self.in_a_row or trainer.strategy.root_device.type != "cuda":
             return False
         self._ends.append(mark_on_device())
         return True
 
     def _ends_in_row(self, trainer: Trainer) -> bool:
-        """Record the end of a step without waiting, if it is one in a row after the others."""
+        """Record the end of one of the ``row_steps`` without waiting; return whether it is one."""
         if not self.row_steps or self._num_done <= self.warmup + (self.steps or 0):
             return False
         on_gpu = trainer.strategy.root_device.type == "cuda"
@@ -181,7 +182,7 @@ class Measure(Callback):
     def _read_device(self) -> None:
         """Read the times and losses that were recorded on the device."""
         if self._row_ends:
-            # The host waited before the first steps in a row, which do not count.
+            # Omit the first steps in a row, because the host waited for the device before them.
             self.row_seconds = [
                 _seconds_between(one, other)
                 for one, other in zip(self._row_ends, self._row_ends[1:], strict=False)

@@ -3,7 +3,7 @@
     python -m benchmarks.memory --devices 4 --out runs/memory
     python -m benchmarks.memory --devices 1 --cases gpt2 gpt2_full llama4
 
-Each case trains for a few steps in processes of its own. The command fails if the relative error of
+Each case trains for a few steps in separate processes. The command fails if the relative error of
 an estimate is larger than ``--tolerance``. Without GPUs the peak is not measured, and the tables
 show only the estimate.
 """
@@ -87,7 +87,7 @@ CASES: dict[str, Case] = {
 
 
 def train(case: Case, accelerator: str, steps: int) -> list[dict[str, Any]]:
-    """Train one case and return the memory of every stage on rank 0, nothing on other ranks."""
+    """Train one case; return the memory of every stage on rank 0, empty on other ranks."""
     config = SHAPES[case.model]
     if case.layers:
         config = GPTConfig(**{**vars(config), "num_layers": case.layers})
@@ -115,7 +115,7 @@ def train(case: Case, accelerator: str, steps: int) -> list[dict[str, Any]]:
 
 
 def run_case(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Train one case in a process of its own and return its results; nothing if it failed."""
+    """Train one case in a separate process and return its results; empty if it failed."""
     out = Path(args.out) / f"{name}.json"
     out.unlink(missing_ok=True)
     line = [sys.executable, "-m", "benchmarks.memory", "--case", name, "--out", args.out]

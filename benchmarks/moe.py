@@ -5,17 +5,18 @@ r"""Benchmark of training steps with mixtures of experts, compared with another 
     python -m benchmarks.moe --shapes qwen3_12 --routing natural zipf:1.0:random zipf:0.6:ordered \
         --clones 0 1 2 --expert-rows 1.25
 
-Each shape is trained with every routing: in turn (balanced), by its untrained router (natural), or
-with experts drawn by popularity (see ``benchmarks/routing.py``), and with every number of places
-for clones of busy experts. ``benchmarks/train_shapes.py`` defines shapes and timing, and
-``benchmarks/data_parallel.py`` the interface of the peer. The FLOPs of a token include only its
-selected experts.
+The program trains each shape with every routing and every number of places for clones of busy
+experts. Tokens go to experts in turn (balanced), by the untrained router (natural), or to experts
+drawn by popularity (see ``benchmarks/routing.py``). ``benchmarks/train_shapes.py`` defines shapes
+and timing, and ``benchmarks/data_parallel.py`` the interface of the peer. The FLOPs of a token
+include only its selected experts.
 
-With several ranks a second table shows the rows of the busiest rank over the mean, before and after
-clones took some, and the gain of a step over that without clones, measured and predicted. The
-prediction counts the rows that the busiest rank saves and the transfers of its clones, with nothing
-overlapped. With ``--profile`` a third table shows the parts of a step. Its last columns are the
-times of some kernels: barriers between ranks, plans of clones, puts of weights, reads of gradients.
+With several ranks, a second table shows the rows of the busiest rank over the mean, before and
+after clones take over rows, and the time that clones save per step, measured and predicted. The
+prediction counts the rows that the busiest rank saves minus the transfers of clones, without
+overlap. With ``--profile``, a third table shows the parts of a step. Its last columns are the times
+of some kernels: barriers between ranks, placement of clones, puts of weights and reads of
+gradients.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ RANK_TABLE = [
     ),
     "|---|---|---|---|---|---|---|---|---|---|",
 ]
-#: Classes of kernels in each column of the table.
+#: Classes of kernels in each column of the table of parts.
 PARTS = {
     "matmul": ("matmul",),
     "attention": ("attention",),
@@ -60,7 +61,7 @@ def strategy_options(clones: int, options: argparse.Namespace) -> dict[str, Any]
 
 
 def case(shape: str, routing: str, clones: int, options: argparse.Namespace) -> list[str]:
-    """Run one shape with the peer and with our program, and return the rows of the table."""
+    """Run one shape with the peer and with this package, and return the rows of the table."""
     out = figures_of(shape, routing, clones, options)
     layout = "single" if options.devices == 1 else f"ep{options.devices}"
     line = ["--model", shape, "--layout", layout, "--steps", str(options.steps), "--out", str(out)]
@@ -74,7 +75,7 @@ def case(shape: str, routing: str, clones: int, options: argparse.Namespace) -> 
     args.peer_path = options.peer_path
     args.timeout = options.timeout
     args.connections = options.connections
-    # The peer has neither clones nor drawn routings.
+    # The peer supports neither clones nor routings by popularity.
     rows = run_peer(args) if options.peer and not clones and routing in ROUTINGS else []
     rows += run_ours(args, line) if not options.only_peer else []
     name = f"{shape}, {routing}" + (f", {clones} clones" if clones else "")
@@ -88,7 +89,7 @@ def figures_of(shape: str, routing: str, clones: int, options: argparse.Namespac
 
 
 def rank_rows(shape: str, routing: str, options: argparse.Namespace) -> list[str]:
-    """Return the rows of the table of ranks, of all numbers of clones that were measured."""
+    """Return the rows of the table of ranks, one for each measured number of clones."""
     rows: list[str] = []
     plain: float | None = None
     for clones in options.clones:
@@ -117,7 +118,7 @@ def rank_rows(shape: str, routing: str, options: argparse.Namespace) -> list[str
 
 
 def breakdown(folder: Path) -> list[str]:
-    """Return a table of the parts of our steps, with one row for each profile in a folder."""
+    """Return a table of the parts of steps, with one row for each profile in a folder."""
     names = [*PARTS, "exposed communication", "nothing runs", *CLONE_PARTS]
     lines = ["| shape | step | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
     for path in sorted(folder.glob("*.json")):

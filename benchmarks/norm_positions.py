@@ -1,12 +1,12 @@
-"""Figure 7 of the Megatron-LM paper, small: the same deep BERT with both orders of norms.
+"""Figure 7 of the Megatron-LM paper on a small scale: a deep BERT with both orders of norms.
 
-Trains the model on the corpus "speeches" with norms after the residual sums (a, the original BERT)
-and before attention and MLP (b), from the same seed and data, and draws both losses:
+The program trains the model on the corpus "speeches" with norms after the residual sums (a, the
+original BERT) and before attention and MLP (b), with the same seed and data, and draws both losses:
 
     python -m benchmarks.norm_positions --picture docs/bert_norms.png
 
-Sizes and number of steps are those of ``PRESETS``, for one GPU if there is one and for CPUs
-otherwise. ``--learning-rate`` takes several values, each of which is trained in both orders;
+Sizes and number of steps have defaults from ``PRESETS``: for a GPU if there is one, else for CPUs.
+``--learning-rate`` accepts several values, and the program trains both orders with each.
 ``--devices`` divides the batch among GPUs or CPU processes.
 """
 
@@ -29,7 +29,7 @@ from lightning_megatron import BERTDataModule, BERTPretraining, EncoderConfig, M
 from lightning_megatron.errors import NonFiniteError
 
 ORDERS = {"post": "(a) norms after residual sums", "pre": "(b) norms before attention and MLP"}
-#: Options of a machine that are not given.
+#: Defaults of options, by kind of machine.
 PRESETS: dict[str, dict[str, Any]] = {
     "cpu": {
         "layers": 24, "hidden": 64, "heads": 4, "seq_length": 64, "batch": 8, "steps": 300,
@@ -39,7 +39,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpu": {
         "layers": 24, "hidden": 256, "heads": 4, "seq_length": 128, "batch": 128, "steps": 2500,
         "warmup": 100, "learning_rate": [1e-3], "precision": "bf16-mixed", "workers": 8,
-        # The outputs of layers are as large as those of hidden size 2,500 with 0.02.
+        # With this init_std, outputs of layers are as large as with 0.02 and hidden size 2,500.
         "init_std": 0.0625, "scaled_init": False,
     },
 }  # fmt: skip
@@ -53,7 +53,7 @@ class Curve(NamedTuple):
     Args:
         order: Name of the order of norms.
         learning_rate: Peak of the learning rate.
-        losses: Loss of each step, up to the first that is not finite (nats).
+        losses: Loss of each step before the first one that is not finite (nats).
         seconds: Duration of the training (seconds).
     """
 
@@ -72,13 +72,13 @@ class Losses(Callback):
 
     @property
     def values(self) -> list[float]:
-        """Return the losses up to the first that is not finite (nats)."""
+        """Return the losses before the first one that is not finite (nats)."""
         found = torch.stack(self._found).tolist() if self._found else []
         wrong = [at for at, one in enumerate(found) if not math.isfinite(one)]
         return found[: wrong[0]] if wrong else found
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        # A copy on the device, for which the host does not wait.
+        # Copy the loss on the device, so that the host does not wait.
         self._found.append(trainer.callback_metrics["train_loss"].detach().clone())
         if len(self._found) % self.every == 0 and trainer.is_global_zero:
             last = self.values[-self.every :]
@@ -86,7 +86,7 @@ class Losses(Callback):
 
 
 def train(order: str, learning_rate: float, given: argparse.Namespace) -> tuple[Curve, bool]:
-    """Return the losses of one order of norms, and whether this is the first rank."""
+    """Train one order of norms; return its losses, and whether this is the first rank."""
     pl.seed_everything(given.seed, verbose=False)
     config = EncoderConfig.bert(
         norm_position=order,
@@ -137,24 +137,24 @@ def train(order: str, learning_rate: float, given: argparse.Namespace) -> tuple[
     try:
         trainer.fit(module, data)
     except NonFiniteError as error:
-        # The training has diverged, and its curve ends here.
+        # The training has diverged, so its curve ends here.
         print(error, flush=True)
     values = losses.values
     return Curve(order, learning_rate, values, time.perf_counter() - start), trainer.is_global_zero
 
 
 def mean(values: list[float]) -> float:
-    """Return the mean of some values, NaN without any."""
+    """Return the mean of values; NaN without values."""
     return sum(values) / len(values) if values else math.nan
 
 
 def smoothed(values: list[float], span: int) -> list[float]:
-    """Return the means of each value and those before it."""
+    """Return the mean of each value and up to ``span - 1`` values before it."""
     return [mean(values[max(0, at - span + 1) : at + 1]) for at in range(len(values))]
 
 
 def draw(curves: list[Curve], title: str, path: Path) -> None:
-    """Draw the losses of both orders, each learning rate in its own style of lines."""
+    """Draw the losses of both orders, with another line style for each learning rate."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -176,7 +176,7 @@ def draw(curves: list[Curve], title: str, path: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """Return the options, with those of the machine's preset where none are given."""
+    """Parse the options; options that are not given take the preset of the machine."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

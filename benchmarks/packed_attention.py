@@ -2,8 +2,8 @@
 
 Without a dense mask, transformers computes packed documents only through other packages, such as
 flash-attn. :func:`register` adds torch's ``varlen_attn``, a build of flash attention 2, as the
-implementation ``torch_varlen``. As for ``flash_attention_2``, the call of the model passes the
-borders of the documents; :func:`packed_inputs` returns these arguments.
+implementation ``torch_varlen``. As for ``flash_attention_2``, the caller of the model
+passes the boundaries of the documents; :func:`packed_inputs` returns these arguments.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
-#: Attention of torch with a dense mask, torch's flash attention, and that of package flash-attn,
-#: with their names in transformers, which looks for a package if a name contains "flash".
+#: Kinds of attention and their names in transformers: torch with a dense mask, torch's flash
+#: attention, and package flash-attn. The name of torch's flash attention must not contain "flash",
+#: because transformers would then require a package.
 ATTENTIONS = {
     "sdpa": "sdpa",
     "torch_flash": "torch_varlen",
@@ -46,7 +47,7 @@ def choose_attention(requested: str, device: torch.device) -> str:
 
 
 def register() -> None:
-    """Register torch's flash attention with transformers: no mask, unless a row has padding."""
+    """Register torch's flash attention with transformers; only rows with padding get a mask."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
@@ -64,8 +65,8 @@ def attention_by(product: Callable[..., Any]) -> Callable[..., tuple[Tensor, Non
     Args:
         product: ``varlen_attn``, or a function with its parameters.
     """
-    # Since torch 2.12, fewer key/value heads must be announced. torch 2.11 has no such parameter
-    # and passes them to the kernel, which takes them.
+    # Since torch 2.12, enable_gqa must be set if there are fewer key/value heads than query heads.
+    # torch 2.11 has no such parameter, and its kernel accepts fewer key/value heads.
     announces = "enable_gqa" in inspect.signature(product).parameters
     options: dict[str, Any] = {"enable_gqa": True} if announces else {}
 
@@ -102,7 +103,8 @@ def attention_by(product: Callable[..., Any]) -> Callable[..., tuple[Tensor, Non
 def packed_inputs(lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
     """Return the arguments that describe the documents of a row to a model of transformers.
 
-    They are those of ``DataCollatorWithFlattening``. The dense mask follows from the positions.
+    Equal to the arguments from ``DataCollatorWithFlattening``. transformers derives the dense mask
+    from the positions.
 
     Args:
         lengths: Lengths of the documents (tokens).

@@ -1,12 +1,13 @@
-"""Benchmark of pipeline schedules on the same machine, and of another program's in the same run.
+"""Benchmark of pipeline schedules, compared with those of another program on the same machine.
 
     python -m benchmarks.pipeline --layout pp2 --schedules 1f1b interleaved:2 zb-h1 zb-v:2
     python -m benchmarks.pipeline --layout pp4 --schedules zb-v:2 --peer PROGRAM --peer-chunks 1 2
 
 ``name:chunks`` names a schedule and its chunks per stage. Each row trains the same model on the
-same tokens, in microbatches of one sequence. The rules are those of ``benchmarks/train_shapes.py``,
-and the peer is a program as in ``benchmarks/data_parallel.py`` that also takes ``--pp --vp --gbs``.
-The cases ``auto`` run first. The times that they measure give the simulated time of the others.
+same tokens, in microbatches of one sequence. ``benchmarks/train_shapes.py`` defines training and
+timing. The peer is a program as in ``benchmarks/data_parallel.py`` that also takes
+``--pp --vp --gbs``. The ``auto`` cases run first, and the stage times that they measure determine
+the simulated times of the other cases.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def schedule_of(text: str) -> ScheduleCase:
     """Return the case that ``name`` or ``name:chunks`` names.
 
     Raises:
-        ArgumentTypeError: If the number of chunks is no positive integer.
+        ArgumentTypeError: If the number of chunks is not a positive integer.
     """
     name, _, chunks = text.partition(":")
     if chunks and not (chunks.isdecimal() and int(chunks) > 0):
@@ -87,10 +88,10 @@ def run_ours(args: argparse.Namespace, case: ScheduleCase) -> str:
 
 
 def simulated(args: argparse.Namespace, case: ScheduleCase) -> str:
-    """Return a schedule's simulated time and bubble, by the stage times that ``auto`` has measured.
+    """Return a schedule's simulated time and bubble, from the stage times that ``auto`` measured.
 
-    The time of clipping and of the optimizer is added, because a step waits for both. Empty if no
-    case ``auto`` with as many chunks has run before, and for ``auto`` itself.
+    The simulated time includes the measured time of clipping and the optimizer. The cells are empty
+    for ``auto`` itself, and if no ``auto`` case with the same number of chunks has run before.
     """
     measured = Path(args.out) / f"{args.model}_{args.layout}_auto_{case.chunks}.json"
     if case.name == "auto" or not measured.exists():

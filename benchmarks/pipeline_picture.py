@@ -4,8 +4,8 @@
     python -m benchmarks.pipeline_picture --costs runs/pipeline/llama8b_half_pp2_auto_2.json \\
         --recorded runs/pipeline/llama8b_half_pp2_zb-v_2.json --name zb-v --png timeline.png
 
-The simulation takes the times of the stages that ``schedule="auto"`` has measured. The recorded
-timeline is that of one step, from the first forward of its first stage.
+The simulation uses the stage times that ``schedule="auto"`` has measured. The recorded timeline
+shows one step, from the first forward pass of the first stage.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Launch of a program on all ranks of one machine, and the reason if it failed.
+"""Launcher of a program on all ranks of one machine, which reports the reason for a failure.
 
-Unlike torchrun it needs no process of its own, which would import torch first, and it kills ranks
-at once that wait for a failed one.
+Unlike torchrun, the launcher needs no additional process, which would have to import torch first.
+If a rank fails, the launcher soon kills the ranks that wait for it.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from pathlib import Path
 
 import torch
 
-#: Time that the other ranks have to print their errors after one has failed (s).
+#: Time for the other ranks to print their errors after one rank has failed (s).
 _GRACE = 3.0
 _POLL = 0.05
-#: Ports that Linux gives to no program that asks for any.
+#: Range of ports that Linux does not assign to programs that ask for any free port.
 _PORTS = (10_000, 32_000)
 _ERROR = re.compile(r"^(?:\[rank\d+\]:\s*)?((?:\w+\.)*\w*(?:Error|Exception|Interrupt): .*)")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a program printed, and how it ended.
+    """Output and end of a program.
 
     Args:
         output: Output of all ranks.
-        failure: Why it failed, in one line; empty if it did not.
+        failure: Reason for the failure, in one line; empty without a failure.
         seconds: Time until the end of the last rank (s).
     """
 
@@ -49,14 +49,14 @@ def run_ranks(
     timeout: float,
     variables: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Run a Python program on all ranks and return how it ended.
+    """Run a Python program on all ranks and return its outcome.
 
     Args:
-        line: Arguments of Python.
+        line: Arguments of the Python interpreter.
         num_ranks: Number of ranks.
         log: File for the output of all ranks.
         timeout: Time after which the ranks are killed (s).
-        variables: Further environment variables; PYTHONPATH goes before the other folders.
+        variables: Additional environment variables; PYTHONPATH is put before other folders.
     """
     variables = dict(variables or {})
     root = str(Path(__file__).parents[1])
@@ -98,7 +98,7 @@ def run_ranks(
 
 
 def gpu_of(rank: int) -> torch.device:
-    """Return the GPU of a rank of this machine; ranks share GPUs where there are fewer."""
+    """Return the GPU of a rank of this machine; ranks share GPUs if there are fewer GPUs."""
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
@@ -110,7 +110,7 @@ def last_error(output: str) -> str:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool:
-    """Wait until all ranks have ended or one has failed; return whether the time is over."""
+    """Wait until all ranks have ended or one has failed; return whether the deadline passed."""
     while any(one.poll() is None for one in ranks):
         if time.perf_counter() > deadline:
             return True
@@ -124,9 +124,10 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool:
 
 
 def _free_port() -> int:
-    """Return a free port below those that the system hands out.
+    """Return a free port below the range of ports that the system assigns.
 
-    The ranks open theirs seconds later; until then another program could be given any of those.
+    The ranks open the port seconds later. Until then, the system could assign a port of its range
+    to another program.
     """
     numbers = random.SystemRandom()
     while True:

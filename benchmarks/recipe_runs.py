@@ -1,4 +1,4 @@
-"""Trainings of a recipe under several layouts, each in a command of its own, and their losses."""
+"""Trainings of a recipe under several layouts, each by a separate command, and their losses."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from benchmarks.layout_names import Layout
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Add the options of all such benchmarks.
+    """Add the options that all benchmarks of recipes share.
 
     Args:
-        parser: The parser.
+        parser: Parser of a benchmark.
         defaults: Default values of ``steps``, ``batch``, ``tolerance``, ``timeout`` and ``out``.
     """
     add = parser.add_argument
@@ -45,12 +45,12 @@ def options_of_layout(args: argparse.Namespace, layout: Layout) -> dict[str, Any
 
 
 def options_to_measure(args: argparse.Namespace, layout: Layout, **more: Any) -> dict[str, Any]:
-    """Return the options of a recipe that measure its steps, and nothing else.
+    """Return the options that make a recipe measure its steps, without logs or checkpoints.
 
     Args:
         args: Options of the benchmark.
         layout: The layout.
-        more: Further arguments of :class:`benchmarks.measure.Measure`.
+        more: Additional arguments of :class:`benchmarks.measure.Measure`.
     """
     path = f"{args.out}/{layout.name}.json"
     init = {"path": path, "label": layout.name, "warmup": args.warmup, **more}
@@ -67,7 +67,7 @@ def options_to_measure(args: argparse.Namespace, layout: Layout, **more: Any) ->
 
 
 def run_recipe(args: argparse.Namespace, recipe: str, given: Mapping[str, Any]) -> None:
-    """Run a recipe with options, and those after ``--``."""
+    """Run a recipe with the given options, and with the user's options after ``--``."""
     Path(args.out).mkdir(parents=True, exist_ok=True)
     line = [sys.executable, "-m", "lightning_megatron", "fit", "-c", recipe]
     line += [f"--{key}={value}" for key, value in given.items()]

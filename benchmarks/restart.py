@@ -2,8 +2,9 @@
 
     python -m benchmarks.restart --runs 3
 
-A tiny GPT trains on CPU processes and saves every second step; one rank is killed. A time is the
-median of ``--runs``, each measured on the rank that reaches the end of the phase last.
+A tiny GPT trains on CPU processes and saves a checkpoint every second step. The program kills one
+rank. The time of a phase is the median of ``--runs`` runs; a phase of a run ends when the last rank
+has completed it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MOMENTS = {
 
 
 def note(folder: Path, moment: str, when: float | None = None) -> None:
-    """Append a moment of this rank to its log."""
+    """Append a moment to the log of this rank."""
     line = json.dumps([moment, when or time.time(), os.getpid()]) + "\n"
     with (folder / f"rank_{os.environ['RANK']}.jsonl").open("a") as file:
         file.write(line)
@@ -131,7 +132,7 @@ def kill_one(folder: Path, ranks: int, steps: int) -> dict[str, float]:
 
 
 def parts(noted: list[list[tuple[str, float, int]]], killed: float) -> dict[str, float]:
-    """Return the time of each phase of a restart, until the last rank has ended it (s).
+    """Return the time of each phase of a restart; a phase ends when the last rank completes it (s).
 
     Args:
         noted: Logs of all ranks.

@@ -1,10 +1,10 @@
-"""Routing of benchmarks: in turn, by the router, or drawn by popularity; and what ranks get of it.
+"""Routing in benchmarks (in turn, by the router, or by popularity), and the load of ranks.
 
-A name is ``balanced`` (experts in turn), ``natural`` (the untrained router) or
-``zipf:EXPONENT:ORDER``: expert popularity falls as ``(1 + place) ** -EXPONENT``, with the places in
-the order of experts (``ordered``), so that the busiest experts share a rank, or in an order that is
-drawn for each layer (``random``). Tokens draw their experts by popularity without replacement, once
-for all steps and runs.
+The name of a routing is ``balanced`` (experts in turn), ``natural`` (the untrained router) or
+``zipf:EXPONENT:ORDER``, where the popularity of experts falls as ``(1 + place) ** -EXPONENT``. The
+places follow the order of experts (``ordered``), so that the busiest experts share a rank, or a
+random order for each layer (``random``). Tokens draw their experts by popularity without
+replacement; all steps and runs use the same draws.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from lightning_megatron.plan.clone_cost import CloneCost
 
 @dataclass(frozen=True)
 class Popularity:
-    """Popularity of experts that falls as a power of their place.
+    """Popularity of experts, which falls as a power of their place.
 
     Args:
-        exponent: Exponent of the power; 0 makes all experts equally popular.
-        is_ordered: Whether the places are in the order of experts, in all layers.
+        exponent: Negative exponent of the power; 0 makes all experts equally popular.
+        is_ordered: Whether places follow the order of experts in all layers.
     """
 
     exponent: float
     is_ordered: bool
 
     def shares(self, num_experts: int, layer: int) -> Tensor:
-        """Return the popularity of every expert of a layer, in float64; they add up to 1."""
+        """Return the popularity of every expert of a layer, in float64; the sum is 1."""
         places = torch.arange(num_experts, dtype=torch.float64)
         if not self.is_ordered:
             generator = torch.Generator().manual_seed(layer)
@@ -54,17 +54,17 @@ class Popularity:
         """
         generator = torch.Generator(device).manual_seed(1_000_003 * layer + rank)
         noise = torch.empty(num_tokens, num_experts, dtype=torch.float64, device=device)
-        # The largest of log shares with Gumbel noise are draws without replacement.
+        # The largest values of log popularity plus Gumbel noise are a sample without replacement.
         noise.exponential_(generator=generator).log_().neg_()
         noise += self.shares(num_experts, layer).log().to(device)
         return noise.topk(top_k).indices
 
 
 def popularity_of(name: str) -> Popularity | None:
-    """Return the popularity of a routing's name; None if nothing is drawn.
+    """Return the popularity that a routing's name describes; None if nothing is drawn.
 
     Raises:
-        ValueError: For a name that is no routing.
+        ValueError: If the name is not that of a routing.
     """
     if name in ("balanced", "natural"):
         return None
@@ -78,15 +78,16 @@ def popularity_of(name: str) -> Popularity | None:
 
 
 def set_routing(model: GPT, name: str, num_tokens: int, rank: int) -> None:
-    """Route all tokens of a model as a name says.
+    """Set the routing of all tokens of a model.
 
-    Drawn choices replace those of the routers, whose probabilities stay.
+    With a routing by popularity, drawn experts replace the experts that routers select; the
+    probabilities of the routers stay.
 
     Args:
         model: The model.
         name: Name of the routing.
-        num_tokens: Tokens of the rank in a microbatch (tokens).
-        rank: Number of the rank among those that have different tokens.
+        num_tokens: Number of tokens of a rank in a microbatch (tokens).
+        rank: Index of this rank among the ranks with different tokens.
     """
     popularity = popularity_of(name)
     for number, layer in model.mixtures().items():
@@ -95,13 +96,13 @@ def set_routing(model: GPT, name: str, num_tokens: int, rank: int) -> None:
             config = layer.config
             sizes = num_tokens, config.top_k, config.num_experts
             choices = popularity.choices(*sizes, number, rank, layer.mesh.device)
-            # Not a hook, because hooks stay outside of CUDA graphs.
+            # Replace forward instead of adding a hook, because parts with hooks are not captured.
             layer.router.forward = MethodType(_Drawn(choices), layer.router)  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True, eq=False)
 class _Drawn:
-    """Forward pass of a router whose choices are given."""
+    """Forward pass of a router with given experts."""
 
     choices: Tensor
 
@@ -113,11 +114,11 @@ class _Drawn:
 
 
 class RankLoad(Callback):
-    """Callback that counts the rows of ranks in the last step.
+    """Callback that counts the expert rows of each rank in the last step.
 
     Args:
-        parameters: Parameters of an expert on its rank (elements).
-        cost: Speeds, and bytes of a clone, of the model that predicts the gain.
+        parameters: Number of parameters of an expert on its rank (elements).
+        cost: Model that predicts the time that clones save.
     """
 
     def __init__(self, parameters: int, cost: CloneCost) -> None:
@@ -126,7 +127,7 @@ class RankLoad(Callback):
         self.result: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start to count."""
+        """Start to count rows."""
         strategy: Any = trainer.strategy
         strategy.run.mixtures.count_rows()
 
@@ -140,11 +141,11 @@ class RankLoad(Callback):
             self.result = self.figures(layers, strategy.mesh.edp.size)
 
     def figures(self, layers: list[StepRows], num_replicas: int = 1) -> dict[str, Any]:
-        """Return means over layers, and the predicted gain of a step over all of them.
+        """Return means over layers, and the predicted time that clones save per step in all layers.
 
         Args:
             layers: Rows of every layer.
-            num_replicas: Replicas of the experts, which compute at the same time.
+            num_replicas: Number of replicas of the experts, which compute at the same time.
         """
         before = [float(rows.before.max() / rows.before.mean()) for rows in layers]
         after = [float(rows.after.max() / rows.after.mean()) for rows in layers]

@@ -1,4 +1,4 @@
-"""Callback that records when every stage of a pipeline runs which action."""
+"""Callback that records the start and end of every action of all pipeline stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_megatron.plan.stage_costs import StageCosts
 
 
 def measured_costs(figures: dict[str, Any]) -> PipelineCosts:
-    """Return the times (microseconds) and sizes (bytes) that a case ``auto`` has measured.
+    """Return the times (microseconds) and sizes (bytes) that an ``auto`` case has measured.
 
     Args:
         figures: Measurements of the case.
@@ -41,7 +41,7 @@ class StageTimes(Callback):
         self._times: ActionTimes | None = None
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        """Start all ranks together, and record the actions of this step."""
+        """Synchronise all ranks, and record the actions of this step."""
         if trainer.global_step != self.first:
             return
         executor = trainer.strategy.run.executor
@@ -58,7 +58,7 @@ class StageTimes(Callback):
         trainer.strategy.run.executor.__dict__.pop("run", None)
 
     def on_train_end(self, trainer: Trainer, *args: Any) -> None:
-        """Gather the actions of all stages, and what ``schedule="auto"`` has measured."""
+        """Gather the actions of all stages, and the measurements of ``schedule="auto"``."""
         assert self._times is not None, "the recorded step was trained"
         mesh = trainer.strategy.mesh
         own = [

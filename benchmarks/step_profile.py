@@ -55,7 +55,7 @@ _CLASSES: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("memcpy", "memset", "fillfunctor", "copy_kernel", "direct_copy", "catarray"),
     ),
 )
-#: Kernels of the way of tokens to experts and of their clones, by what they do.
+#: Kernels of token transport and of clones of experts, by purpose.
 CLONE_PARTS: dict[str, tuple[str, ...]] = {
     "barriers": ("barrier_kernel",),
     "plan": ("_assign_places", "_divide_over_ranks", "_write_physical", "_put_counts"),
@@ -64,7 +64,7 @@ CLONE_PARTS: dict[str, tuple[str, ...]] = {
 }
 ELEMENTWISE = "elementwise and reductions"
 
-#: Categories of a trace's events on the device.
+#: Categories of trace events that run on the device.
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
 Interval = tuple[float, float]
@@ -96,7 +96,7 @@ class Kernel:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merge overlapping and adjacent intervals, and sort them."""
+    """Sort intervals, and merge overlapping and adjacent ones."""
     joined: list[Interval] = []
     for start, stop in sorted(intervals):
         if joined and start <= joined[-1][1]:
@@ -160,13 +160,13 @@ def find_steps(kernels: Sequence[Kernel]) -> list[Interval]:
 
 
 def whole_window(kernels: Sequence[Kernel]) -> list[Interval]:
-    """Return the interval from the first kernel to the end of the last one; none without kernels.
+    """Return the interval from the start of the first kernel to the end of the last one, if any.
 
-    It is a step if the host waited for the device before and after the step.
+    The interval is one step if the host waited for the device before and after the step.
     """
     if not kernels:
         return []
-    # The end is exclusive, and a kernel may last no time.
+    # The end is exclusive, and a kernel may have a duration of 0.
     stop = max(kernel.stop for kernel in kernels)
     return [(min(kernel.start for kernel in kernels), stop + 1e-3)]
 

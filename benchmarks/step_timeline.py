@@ -1,4 +1,4 @@
-"""Timeline of one training step: the launches of the host, and what runs on the device.
+"""Timeline of one training step: launches by the host, and work on the device.
 
 The host waits for the device before and after each recorded step, so a step begins with an idle
 device at the end of one wait and ends with the next.
@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, Trainer
 from benchmarks.launches import GRAPH_LAUNCH, KERNEL_LAUNCHES
 from benchmarks.step_profile import Interval, kernels_of, length, read_events, union
 
-#: Calls of the host that start work on the device.
+#: Kinds of host calls that start work on the device.
 LAUNCHES = "launches of kernels"
 GRAPHS = "launches of graphs"
 _WAIT = "cudaDeviceSynchronize"
@@ -29,7 +29,7 @@ _COPIES = ("cudaMemcpyAsync", "cudaMemsetAsync")
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step, whose times count from its beginning (ms).
+    """Timeline of one step, with times from its beginning (ms).
 
     Args:
         duration: Time until the device is idle again (ms).
@@ -45,12 +45,12 @@ class Timeline:
 
     @property
     def idle(self) -> float:
-        """Return the time in which nothing runs on the device (ms)."""
+        """Return the time without work on the device (ms)."""
         busy = [one for intervals in self.device.values() for one in intervals]
         return self.duration - length(busy)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what :meth:`of_dict` reads, for a file."""
+        """Return a dictionary for JSON files, which :meth:`of_dict` reads."""
         return {
             "duration": self.duration,
             "host": {kind: list(map(list, found)) for kind, found in self.host.items()},
@@ -60,7 +60,7 @@ class Timeline:
 
     @classmethod
     def of_dict(cls, found: Mapping[str, Any]) -> Timeline:
-        """Return the timeline that :meth:`as_dict` has written."""
+        """Return the timeline from a dictionary of :meth:`as_dict`."""
         host, device = (
             {kind: [(one, other) for one, other in spans] for kind, spans in found[row].items()}
             for row in ("host", "device")
@@ -104,7 +104,7 @@ def timeline_of(events: Iterable[dict[str, Any]]) -> Timeline:
 
 
 def steps_between_waits(events: Iterable[dict[str, Any]]) -> list[Interval]:
-    """Return beginning and end of each step (µs).
+    """Return the beginning and end of each step (µs).
 
     Args:
         events: Events of a torch.profiler trace, in which the host waits around each step.
@@ -129,7 +129,7 @@ def steps_between_waits(events: Iterable[dict[str, Any]]) -> list[Interval]:
 
 
 def _calls_of(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the calls of the host to the driver."""
+    """Return the events of host calls to the CUDA runtime or driver."""
     kinds = ("cuda_runtime", "cuda_driver")
     return [one for one in events if one.get("ph") == "X" and one.get("cat") in kinds]
 
@@ -145,14 +145,14 @@ def _kind_of(call: str) -> str | None:
 
 
 class StepTimeline(Callback):
-    """Callback that records the events of a few steps, around which the host waits.
+    """Callback that records profiler events of a few steps, with host waits around each step.
 
     Args:
-        first: Number of the step before the one in which the profiler warms up.
+        first: Number of the step before the profiler's warm-up step.
         steps: Number of recorded steps.
     """
 
-    #: Nothing reads gradients or parameters.
+    #: The callback reads neither gradients nor parameters.
     reads_gradients = False
 
     def __init__(self, first: int, steps: int = 3) -> None:
@@ -165,7 +165,7 @@ class StepTimeline(Callback):
         self._steps = steps
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Start, advance or end the profiler."""
+        """Start, advance or stop the profiler."""
         step = trainer.global_step
         if not self.first <= step <= self.last:
             return
@@ -176,14 +176,14 @@ class StepTimeline(Callback):
             self._profiler.step()
         if step == self.last:
             self._profiler.stop()
-        # This wait is part of the trace, and the step begins at its end.
+        # The trace contains this wait, and the next step begins at its end.
         wait_for(trainer)
 
     def _start(self, trainer: Trainer) -> None:
         on_gpu = trainer.strategy.root_device.type == "cuda"
         kind = torch.profiler.ProfilerActivity
         self._profiler = torch.profiler.profile(
-            # Operators of the host are not recorded on a GPU, since that would slow the host down.
+            # On a GPU, record no host operators, because recording them slows the host down.
             activities=[kind.CUDA if on_gpu else kind.CPU],
             schedule=torch.profiler.schedule(wait=0, warmup=1, active=self._steps, repeat=1),
             on_trace_ready=self._read,
@@ -198,6 +198,6 @@ class StepTimeline(Callback):
 
 
 def wait_for(trainer: Trainer) -> None:
-    """Let the host wait for the device of a training."""
+    """Wait for the device of a training."""
     if trainer.strategy.root_device.type == "cuda":
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Digests of every step of a training, and the first step and tensors in which two differ."""
+"""Digests of every step of a training, and the first difference between two trainings."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.training.flat_buffer import MainSlice
 
-#: Types of integers that have the bits of a number, by the number's size (bytes).
+#: Integer types by the size of the floating-point type whose bits they view (bytes).
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: Odd number with well mixed bits: the golden ratio times 2^63.
+#: Odd multiplier with well mixed bits: 2^64 divided by the golden ratio, as a signed number.
 _MIX = -7046029254386353131
 _MOST_NAMES = 3
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank computed in each step.
+    """Digests of the values that one rank computed in each step.
 
     Shapes: digests and magnitudes ``(steps, parameters)``.
 
     Args:
         losses: Losses of the steps.
-        names: Parameters of which this rank trains a part, in the order of the backward pass.
-        gradients: Digests of the gradients' bits, after their sums over the ranks.
+        names: Names of parameters of which this rank trains a part, in the order of the backward
+            pass.
+        gradients: Digests of the gradients' bits, after the sums over the ranks.
         magnitudes: Sums of the gradients' absolute values.
         updated: Digests of the main parameters' bits after the update.
     """
@@ -52,10 +53,10 @@ class Difference:
         stage: ``loss``, ``gradients`` or ``parameters``, in the order in which a step computes
             them.
         rank: First rank with a difference.
-        names: Tensors that differ, in the order of the backward pass; none for a loss.
-        num_tensors: Number of tensors that the rank has.
-        gaps: Relative difference for each name: that of the sums of absolute values. For a loss the
-            only number is the difference of the losses.
+        names: Names of differing tensors, in the order of the backward pass; empty for a loss.
+        num_tensors: Number of tensors of the rank.
+        gaps: Relative difference of the gradients' sums of absolute values, for each name. For a
+            loss, the difference of the losses.
     """
 
     step: int
@@ -104,7 +105,7 @@ def _difference(
 ) -> tuple[tuple[str, ...], tuple[float, ...]] | None:
     if stage == "loss":
         gap = other.losses[step] - one.losses[step]
-        # A loss that is no number differs from all others.
+        # The gap of a NaN is not 0, so a NaN differs from every loss.
         return None if gap == 0 else ((), (gap,))
     before, after = (
         (one.gradients, other.gradients) if stage == "gradients" else (one.updated, other.updated)
@@ -118,13 +119,13 @@ def _difference(
 
 
 class Tracer(Callback):
-    """Callback that records the trace of a training, and gathers those of all ranks at its end.
+    """Callback that records the trace of a training, and gathers all ranks' traces at its end.
 
     Args:
         waits: Whether the host waits for the device after each step.
     """
 
-    #: Nothing reads ``parameter.grad``; the digests are those of the sums in the flat buffers.
+    #: The callback does not read ``parameter.grad``; it digests the sums in the flat buffers.
     reads_gradients = False
 
     def __init__(self, waits: bool = True) -> None:
@@ -132,7 +133,7 @@ class Tracer(Callback):
         self.traces: list[Trace] = []
         #: Number of graphs of this rank at the end.
         self.num_graphs = 0
-        #: Transports of tokens to experts.
+        #: Names of the transports of tokens to experts.
         self.transports: tuple[str, ...] = ()
         self._waits = waits
         self._losses: list[Tensor] = []
@@ -141,7 +142,7 @@ class Tracer(Callback):
         self._updated: list[Tensor] = []
 
     def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
-        """Digest the gradients."""
+        """Record digests of the gradients."""
         slices = [one for _, one in own_slices(trainer)]
         self._gradients.append(torch.stack([digest(one.gradient) for one in slices]))
         sums = [one.gradient.abs().sum(dtype=torch.float64) for one in slices]
@@ -150,7 +151,7 @@ class Tracer(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any
     ) -> None:
-        """Digest the updated parameters, and note the loss."""
+        """Record digests of the updated parameters, and the loss."""
         self._losses.append(outputs["loss"].detach().double())
         updated = [digest(one.main.detach()) for _, one in own_slices(trainer)]
         self._updated.append(torch.stack(updated))
@@ -182,7 +183,7 @@ def strategy_of(trainer: Trainer) -> MegatronStrategy:
 
 
 def own_slices(trainer: Trainer) -> list[tuple[str, MainSlice]]:
-    """List this rank's parts of parameters in the order of the backward pass."""
+    """Return this rank's slices of parameters, with names, in the order of the backward pass."""
     main = strategy_of(trainer).run.state.main
     return [(name, main.slices[name]) for name in reversed(main.names) if name in main.slices]
 
@@ -191,5 +192,5 @@ def digest(tensor: Tensor) -> Tensor:
     """Return a number on the device that depends on the bits of all elements."""
     bits = tensor.reshape(-1).view(_BITS[tensor.element_size()])
     bits = bits.to(torch.int64, copy=True).mul_(_MIX)
-    # A plain sum would miss two changes of opposite sign.
+    # A plain sum of bits would miss two changes that cancel each other.
     return bits.bitwise_xor_(bits >> 29).mul_(_MIX).sum()

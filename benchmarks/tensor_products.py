@@ -4,9 +4,9 @@
 
 The table has the times of each layer of a Llama-3-8B block under sequence parallelism (ms):
 forward, and forward and backward with gradient slots. ``alone`` is the same local product without
-communication. ``plain`` overlaps collectives with independent products. ``pipelined`` divides both
-into pieces that overlap through symmetric memory. With ``--fp8`` the products have 8 bits, with one
-scale for each tensor.
+communication. ``plain`` overlaps collectives with independent products. ``pipelined`` divides
+collectives and products into pieces that overlap through symmetric memory. With ``--fp8``, the
+products compute in 8 bits, with one scale for each tensor.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def build(name: str, mesh: ParallelMesh, local: bool, scaling: Scaling | None) -
         name: Name of the layer.
         mesh: Mesh of this rank.
         local: Whether to build only this rank's part, without communication.
-        scaling: How the layer computes in 8 bits; None if it does not.
+        scaling: Settings of products in 8 bits; None for products without 8 bits.
     """
     kind, width, features = LAYERS[name]
     size = mesh.tp.size

@@ -143,9 +143,9 @@ SHAPES: dict[str, GPTConfig] = {
     ),
 }
 
-#: Minimum traffic of the optimizer step for an element (bytes): read gradient, main parameter and
-#: two moments (4 x 4), write the last three (3 x 4), write the model's parameter in bfloat16 (2),
-#: and read the gradient for its norm (4).
+#: Minimum memory traffic of the optimizer step per element (bytes): read gradient, main parameter
+#: and two moments (4 x 4), write the last three (3 x 4), write the model's parameter in bfloat16
+#: (2), and read the gradient for its norm (4).
 OPTIMIZER_BYTES = 4 * 4 + 3 * 4 + 2 + 4
 #: Speed of a device-to-device copy on an H200, counting bytes read and bytes written (bytes/s).
 COPY_RATE = 4.26e12
@@ -215,8 +215,8 @@ class Trained(LightningModule):
     Args:
         config: Configuration of the model.
         forced_balance: Whether tokens are routed to experts in turn, independent of the router.
-        routing: Name of another routing, see ``benchmarks/routing.py``.
-        num_tokens: Tokens of a microbatch, for which such a routing draws experts (tokens).
+        routing: Name of another routing; see ``benchmarks/routing.py``.
+        num_tokens: Number of tokens per microbatch, for routings that draw experts (tokens).
     """
 
     def __init__(
@@ -251,16 +251,16 @@ class Trained(LightningModule):
 class Profile(Callback):
     """Callback that profiles steps on rank 0 and writes an analysis of their time.
 
-    A step lasts from one optimizer step to the next, so that ``num_steps`` steps give one less. A
-    single step lasts from one wait of the host to the next: it needs no step that warms the
-    profiler up, but includes communication that otherwise overlaps with the following step, such as
-    gathers of updated parameters. It suits steps of seconds.
+    The analysis measures from one optimizer step to the next, so that ``num_steps`` steps give one
+    step less. With ``num_steps=1``, it measures from one wait of the host to the next. This needs
+    no warm-up step of the profiler, but includes communication that would otherwise overlap with
+    the following step, such as gathers of updated parameters. It suits steps that take seconds.
 
     Args:
         path: File of the trace (``.json.gz``); the analysis has the same name with ``.txt``.
         first: Number of the step after which the profiler starts.
-        device_only: Whether operators of the host are not recorded, which slows it down less.
-        num_steps: Profiled steps.
+        device_only: Whether to record no host operators, so that the profiler slows the host less.
+        num_steps: Number of profiled steps.
 
     Raises:
         ValueError: If no step is profiled.
@@ -401,9 +401,9 @@ class SaveStall(Callback):
         self._calls: list[float] = []
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        """Start a save; its call counts as part of the next step, because this one was recorded."""
+        """Start a save; its call counts in the next step, because this step is already recorded."""
         if trainer.global_step == self.first + self.steps - 2:
-            # The second save waits for the first. Wait here, in a step that is not measured.
+            # The second save waits for the first one. Wait here instead, in an unmeasured step.
             trainer.strategy.finish_saves()
         if trainer.global_step in (self.first, self.first + self.steps):
             start = time.perf_counter()
@@ -430,12 +430,12 @@ class SaveStall(Callback):
 
 _WITH_RESULTS = (Profile, OptimizerTime, StageTimes, SaveStall, HostTime, GraphFigures, RankLoad)
 
-#: Bytes of a clone, and speeds of grouped products in bfloat16 and of puts between two H200s.
+#: Cost model of clones: speed of grouped products in bfloat16, and bandwidth of puts, on H200s.
 CLONE_COST = CloneCost(products=650e12, bandwidth=350e9)
 
 
 def rank_load(config: GPTConfig) -> list[RankLoad]:
-    """Return the callback that counts rows of ranks, for a model with experts."""
+    """Return the callback that counts expert rows of ranks; empty for a model without experts."""
     experts = config.experts
     if experts is None:
         return []
@@ -587,7 +587,7 @@ if __name__ == "__main__":
     given = parser().parse_args()
     warnings.filterwarnings("ignore", module="lightning")
     warnings.filterwarnings("default", category=SpeedWarning)
-    # The log says what CUDA graphs capture.
+    # Keep the log messages that name the parts that CUDA graphs capture.
     level = logging.INFO if given.time_host else logging.ERROR
     logging.getLogger("lightning.pytorch").setLevel(level)
     run(given)

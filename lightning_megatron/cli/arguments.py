@@ -10,10 +10,13 @@ from lightning_megatron.cli.draw_layout import PICTURE_SUFFIXES
 
 
 def at_least_one(text: str) -> int:
-    """Return the number that an argument gives.
+    """Parse an argument as a whole number of at least 1.
+
+    Args:
+        text: Argument.
 
     Raises:
-        ArgumentTypeError: If it is not a whole number of at least 1.
+        ArgumentTypeError: If the argument is not a whole number of at least 1.
     """
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1: it is {text!r}")
@@ -21,14 +24,14 @@ def at_least_one(text: str) -> int:
 
 
 def new_file(text: str, suffixes: Sequence[str]) -> Path:
-    """Return the path of a file to write that an argument gives.
+    """Parse an argument as the path of a file to write.
 
     Args:
         text: Argument.
-        suffixes: Legal endings of the name.
+        suffixes: Legal extensions of the file, in lower case, such as ``.png``.
 
     Raises:
-        ArgumentTypeError: If the name has another ending, or its folder does not exist.
+        ArgumentTypeError: If the file has another extension, or its folder does not exist.
     """
     path = Path(text)
     if path.suffix.lower() not in suffixes:
@@ -39,5 +42,5 @@ def new_file(text: str, suffixes: Sequence[str]) -> Path:
 
 
 def picture_file(text: str) -> Path:
-    """Return the path of a picture to write, see :func:`new_file`."""
+    """Parse an argument as the path of a picture to write; see :func:`new_file`."""
     return new_file(text, PICTURE_SUFFIXES)

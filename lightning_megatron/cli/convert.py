@@ -1,4 +1,4 @@
-"""The subcommand ``convert``: between checkpoints and Hugging Face folders, in both directions."""
+"""The subcommand ``convert``: conversion between checkpoints and Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def main(args: Sequence[str]) -> None:
     Raises:
         CheckpointMismatchError: If a path is neither a checkpoint nor a folder, or the result
             exists already.
-        UnsupportedError: If a model cannot be written in the other form, or the two differ.
+        UnsupportedError: If the model cannot be converted, options cannot be combined, or
+            ``--verify`` finds that the checkpoint and the folder differ.
     """
     options = convert_parser().parse_args(args)
     dtype = None if options.dtype is None else DTYPES[options.dtype]
@@ -184,14 +185,14 @@ def convert_parser() -> argparse.ArgumentParser:
 
 @torch.no_grad()
 def compare(saved: SavedModel, folder: str) -> float:
-    """Return the largest difference of the results of both forms of a model.
+    """Return the largest difference between the outputs of a checkpoint and a Hugging Face folder.
 
     Args:
-        saved: Model of a checkpoint.
+        saved: Model in the checkpoint.
         folder: Hugging Face folder of the same model.
 
     Returns:
-        Difference in float32, relative to the largest result.
+        Largest absolute difference in float32, divided by the largest absolute output
     """
     library: Any = import_extra("transformers", "hf")
     theirs = (
@@ -203,7 +204,7 @@ def compare(saved: SavedModel, folder: str) -> float:
     full = dict(saved.merged_tensors())
     for key, tensor in (*ours.named_parameters(), *ours.named_buffers()):
         if key in full or isinstance(tensor, nn.Parameter):
-            # Our vocabulary may be padded: the checkpoint fills the first rows only.
+            # This package may pad the vocabulary; the checkpoint has no rows for the padding.
             tensor[: full[key].shape[0]] = full[key]
     config = saved.family.config(saved.config)
     count = min(_NUM_TOKENS, config.max_seq_length)

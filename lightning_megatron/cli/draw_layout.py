@@ -261,7 +261,7 @@ def _draw_panel(
 def _colours(number: int) -> list[str]:
     if number <= len(FEW_COLOURS):
         return list(FEW_COLOURS[:number])
-    # Hues around the whole circle; neighbours also differ in lightness.
+    # The hues divide the colour circle evenly; neighbouring colours also differ in lightness.
     rgb = [
         colorsys.hls_to_rgb(index / number, (0.42, 0.62, 0.78)[index % 3], 0.55)
         for index in range(number)
@@ -272,5 +272,5 @@ def _colours(number: int) -> list[str]:
 def ink_on(colour: str) -> str:
     """Return the colour of text that is legible on a colour such as ``#4477aa``."""
     red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
-    # The usual weights of luma: the eye sees green as brighter than red, and red than blue.
+    # Weights of luma (ITU-R BT.601): green appears brighter than red, and red than blue.
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 135 else "white"

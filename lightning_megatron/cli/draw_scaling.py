@@ -13,11 +13,11 @@ _COLOURS = ("#4477aa", "#228833")
 
 
 def draw_scaling(records: Sequence[Mapping[str, Any]], picture: Path) -> None:
-    """Draw weak scaling as bars, as figure 5 of the paper, and strong scaling as a line.
+    """Draw weak scaling as bars, like figure 5 of the paper, and strong scaling as a line.
 
     Args:
-        records: Records of the rows; those without a result are left out.
-        picture: File of the picture; the extension selects the format.
+        records: Records of the rows; rows without a result are left out.
+        picture: File to write; its extension selects the format.
 
     Raises:
         MissingExtraError: If matplotlib is not installed.

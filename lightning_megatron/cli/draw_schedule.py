@@ -1,4 +1,4 @@
-"""Timelines of schedules, drawn as papers do: a row is a rank, a box is a computation."""
+"""Pictures of the timelines of schedules: a row is a rank, a box is a computation."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ MARGIN = 0.8
 TIMELINE_WIDTHS = (8.5, 26.0)
 BOX_WIDTH = 0.16
 
-#: Share of white in the colour of the first chunk; later chunks have less.
+#: Fraction of white in the colour of the first chunk; later chunks are darker.
 LIGHTEST = 0.55
-#: Width of a digit relative to the size of its font, and the smallest legible size (points).
+#: Width of a digit relative to its font size; smallest legible and largest font size (points).
 DIGIT = 0.62
 SMALLEST_FONT = 3.5
 LARGEST_FONT = 7.5
@@ -42,14 +42,14 @@ def draw_schedules(
 ) -> None:
     """Draw the timelines of schedules below each other, with the memory of every rank beside them.
 
-    All timelines have the same scale of time, and all bars the same scale of memory. A box has the
-    number of its microbatch, counted from 0, unless it is too narrow.
+    All timelines share one scale of time, and all bars share one scale of memory. A box shows the
+    index of its microbatch, from 0, unless the box is too narrow.
 
     Args:
         outcomes: Simulated schedules, at least one.
         path: File to write; its suffix (.png, .svg, .pdf) selects the format.
-        title: Line above the timelines.
-        description: Text that goes into the file beside the picture, where its format has a place.
+        title: Title above the timelines.
+        description: Text for the metadata of the file, if its format has metadata.
 
     Raises:
         MissingExtraError: If matplotlib is not installed.

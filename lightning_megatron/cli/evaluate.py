@@ -19,7 +19,7 @@ EXAMPLE = """examples:
   lightning-megatron evaluate runs/last.ckpt --task lambada --data lambada_test.jsonl \\
       --tokenizer gpt2 --tp 2 --pp 2 --devices 4 --precision bf16-true"""
 
-#: Options of one task alone, with their defaults.
+#: Options that only the task ``wikitext`` has, with their defaults.
 _OF_WIKITEXT = {"stride": 32, "plain": False}
 _DEFAULT_WINDOW = 1024
 
@@ -41,9 +41,9 @@ def main(args: Sequence[str]) -> None:
     model = OpenedModel.at(options.model, dtype_of(options))
     tokenizer = model.tokenizer_name(options.tokenizer)
     data = _data(options, tokenizer)
-    # Faults of the data are raised before other processes start.
+    # Read the data here, so that errors in it are raised before other processes start.
     data.setup("test")
-    # The object alone goes to the standard output.
+    # With --json, the standard output must contain only the JSON object.
     trainer = trainer_for(options, has_progress=not (options.no_progress or options.json))
     trainer.test(EvaluatedLM(model.module), data, ckpt_path=model.checkpoint, verbose=False)
     if trainer.is_global_zero:
@@ -73,7 +73,7 @@ def _described(options: argparse.Namespace, world_size: int) -> dict[str, Any]:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Refuse options of another task, and give those of this one their defaults."""
+    """Refuse options of another task, and set the defaults of options that are not given."""
     for name, default in _OF_WIKITEXT.items():
         if options.task != "wikitext" and getattr(options, name) is not None:
             raise UnsupportedError(

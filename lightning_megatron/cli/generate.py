@@ -1,4 +1,4 @@
-"""The subcommand ``generate``: the continuation of prompts by a language model."""
+"""The subcommand ``generate``: continue prompts with a language model."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ EXAMPLE = """examples:
   lightning-megatron generate --ckpt runs/last.ckpt --tokenizer gpt2 --prompts prompts.txt \\
       --sample --top-p 0.9 --samples 4 --tp 2 --pp 2 --devices 4 --precision bf16-true"""
 
-#: Bytes of a file of prompts that are read at once (bytes).
+#: Number of bytes of the file of prompts that are read at once (bytes).
 _CHUNK_BYTES = 1 << 20
-#: Options that only draws read, with the values that they have without the option.
+#: Options that only sampling uses, with their defaults.
 _OF_DRAWS = {"temperature": 1.0, "top_k": None, "top_p": 1.0}
 
 
@@ -36,7 +36,7 @@ def main(args: Sequence[str]) -> None:
 
     Raises:
         CheckpointMismatchError: If the model is neither a folder nor a checkpoint.
-        UnsupportedError: If options do not fit each other, a prompt is empty, or the model has no
+        UnsupportedError: If options cannot be combined, a prompt is empty, or the model has no
             tokenizer or no GPT.
         CorruptDataError: If a line of the file of prompts is not valid.
         ParallelPlanError: If a value is out of range, a prompt is too long, or the layout does not
@@ -56,7 +56,7 @@ def main(args: Sequence[str]) -> None:
     ]
     settings = _settings(options, model, tokenizer)
     StopStrings(tokenizer.decode, options.stop)
-    # Faults of the prompts are raised before other processes start.
+    # Check the prompts here, so that errors are raised before other processes start.
     check_prompts([prompt.tokens for prompt in prompts], model.module.vocab_size)
     _check_length(prompts, settings.max_new_tokens, model)
     call = TextGeneration(
@@ -91,7 +91,7 @@ def _settings(
 
 
 def _texts(options: argparse.Namespace) -> list[str]:
-    """Return the prompts of the options, none of them empty."""
+    """Return the prompts that the options give; refuse empty prompts."""
     if options.prompt is not None:
         found = [(text, f"--prompt {text!r}") for text in options.prompt]
     else:
@@ -122,7 +122,7 @@ def _texts_of_file(path: Path) -> list[tuple[str, str]]:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Refuse options that nothing would read."""
+    """Refuse options that would have no effect."""
     for name in _OF_DRAWS:
         if not options.sample and getattr(options, name) is not None:
             raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""The subcommand ``harness``: tasks of lm-eval under any layout."""
+"""The subcommand ``harness``: run tasks of lm-eval under any layout."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def main(args: Sequence[str]) -> None:
         ParallelPlanError: If the layout does not fit the model or the devices.
     """
     options = harness_parser().parse_args(args)
-    # Faults of the tasks' names are raised before other processes start.
+    # Check the names of the tasks here, so that errors are raised before other processes start.
     tasks = _manager(options)
     names = _task_names(options.tasks, tasks.all_tasks)
     model = OpenedModel.at(options.model, dtype_of(options))
@@ -78,7 +78,7 @@ def _evaluation(
     tasks: Any,
     names: list[str],
 ) -> Callable[[nn.Module], Any]:
-    """Return the function that runs the tasks with a placed model."""
+    """Return a function that runs the tasks with a model placed under the layout."""
     ends = model.end_tokens or (() if tokenizer.eod is None else (tokenizer.eod,))
     prefix = options.prefix_token
     if prefix is None:
@@ -94,7 +94,7 @@ def _evaluation(
             adds_special=model.folder is not None,
             batch_size=options.batch_size,
         )
-        # The harness prints what it does; the results alone go to the standard output.
+        # The harness prints its progress; the standard output must contain only the results.
         with redirect_stdout(sys.stderr):
             found = library.simple_evaluate(
                 lm,
@@ -105,7 +105,7 @@ def _evaluation(
                 bootstrap_iters=options.bootstrap,
                 log_samples=False,
             )
-        # The harness gives its results to the first rank of each node alone.
+        # The harness returns its results only on the first rank of each node.
         return None if found is None else found["results"]
 
     return run

@@ -1,4 +1,4 @@
-"""Call of a function with a language model that a Trainer has placed under a layout."""
+"""Calls of functions with a language model that a Trainer has placed under a layout."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def trainer_for(options: argparse.Namespace, *, has_progress: bool = False) -> T
 
     Args:
         options: Options of :func:`add_layout`.
-        has_progress: Whether it shows a progress bar.
+        has_progress: Whether the Trainer shows a progress bar.
     """
     sizes: Any = axis_sizes(options)
     return Trainer(
@@ -85,26 +85,28 @@ def trainer_for(options: argparse.Namespace, *, has_progress: bool = False) -> T
 
 
 class _NoRows(IterableDataset):
-    """Data of unknown length without a row."""
+    """Dataset of unknown length that yields no row."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
 
 
 class ModelCall(LightningModule):
-    """Call a function once with the model of another module, between steps of ``Trainer.test``.
+    """Call a function once with the model of another module, under ``Trainer.test``.
 
-    All ranks call it. The function sees the model as a hook of the module would: replaced, sharded,
-    with the weights of the checkpoint and in the Trainer's precision.
+    All ranks call the function. It receives the model as a hook of the module would see it:
+    replaced, sharded, with the weights of the checkpoint and in the Trainer's precision.
 
     Args:
         source: Module that builds the model.
-        call: Function of the model. Its result is ``result`` on each rank.
+        call: Function that receives the model. The attribute ``result`` holds its
+            return value on this rank.
     """
 
     def __init__(self, source: TokenModule, call: Callable[[nn.Module], Any]) -> None:
         super().__init__()
-        # In a tuple it is no submodule: its model is one of this module, under the same name.
+        # The tuple keeps torch from registering the source as a submodule. Its model becomes a
+        # submodule of this module, under the same name.
         self._source = (source,)
         self._call = call
         self.model: nn.Module | None = None
@@ -122,15 +124,15 @@ class ModelCall(LightningModule):
             self.result = self._call(self.model)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Compute nothing: there are no batches, but Lightning asks for this method."""
+        """Do nothing: Lightning requires this method, but the dataset yields no batch."""
 
     def run(self, trainer: Trainer, checkpoint: str | None) -> Any:
-        """Run the function under a Trainer, and return what it returns on this rank.
+        """Run the function under a Trainer, and return its return value on this rank.
 
         Args:
             trainer: Trainer, see :func:`trainer_for`.
             checkpoint: Checkpoint with the weights; None if the source reads them itself.
         """
-        # A Trainer whose data has the length 0 would call no hook.
+        # The Trainer calls no hook for a dataset of length 0, so the dataset has no length.
         trainer.test(self, DataLoader(_NoRows()), ckpt_path=checkpoint, verbose=False)
         return self.result

@@ -18,13 +18,13 @@ from lightning_megatron.models.token_module import TokenModule
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """Language model whose weights are not read yet.
+    """Language model in a checkpoint or Hugging Face folder, before its weights are read.
 
     Args:
-        path: What was opened.
+        path: Path of the checkpoint or folder.
         module: Module that builds the model.
-        checkpoint: Checkpoint with its weights; None if the module reads them itself.
-        folder: Hugging Face folder with its configuration and tokenizer; None for a ``CausalLM``.
+        checkpoint: Checkpoint with the weights; None if the module reads them itself.
+        folder: Hugging Face folder with configuration and tokenizer; None for a ``CausalLM``.
     """
 
     path: str
@@ -34,15 +34,15 @@ class OpenedModel:
 
     @classmethod
     def at(cls, path: str, dtype: str) -> OpenedModel:
-        """Return the model at a path.
+        """Open the model at a path.
 
         Args:
-            path: Hugging Face folder, checkpoint of this library, or one of another strategy.
+            path: Hugging Face folder, or checkpoint of this strategy or of another strategy.
             dtype: Dtype of the weights of a Hugging Face model.
 
         Raises:
-            CheckpointMismatchError: If there is neither.
-            UnsupportedError: If the checkpoint is that of another module than ``CausalLM`` and
+            CheckpointMismatchError: If the path is neither a folder nor a checkpoint.
+            UnsupportedError: If the checkpoint is of another module than ``CausalLM`` or
                 ``HuggingFaceCausalLM``.
         """
         if Path(path, "config.json").is_file():
@@ -71,7 +71,7 @@ class OpenedModel:
 
     @property
     def max_length(self) -> int | None:
-        """Return the longest row that the model reads; None if only its layers know (tokens)."""
+        """Return the maximum length of a row; None if the configuration gives none (tokens)."""
         config: Any = self.module.config
         if self.folder is None:
             return int(config.max_seq_length)
@@ -79,7 +79,7 @@ class OpenedModel:
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """Return the tokens that end texts by the folder's settings of generation, if any."""
+        """Return the end-of-text tokens that the folder names; empty if it names none."""
         if self.folder is None:
             return ()
         file = Path(self.folder, "generation_config.json")
@@ -92,7 +92,9 @@ class OpenedModel:
         return tuple(found) if isinstance(found, list) else (int(found),)
 
     def prefix_token(self, tokenizer: Tokenizer) -> int | None:
-        """Return the token before texts without a context: one that begins or ends texts.
+        """Return the token that precedes texts without a context; None if there is none.
+
+        It is the beginning-of-text token of the folder's tokenizer, or else an end-of-text token.
 
         Args:
             tokenizer: Tokenizer of the model.
@@ -112,10 +114,10 @@ class OpenedModel:
         """Return the name or path of the tokenizer.
 
         Args:
-            given: That of an option; None means the one of the folder.
+            given: Name or path that the user gave; None means the tokenizer of the folder.
 
         Raises:
-            UnsupportedError: If there is neither.
+            UnsupportedError: If ``given`` is None and the model has no folder.
         """
         found = given or self.folder
         if found is None:

@@ -12,7 +12,7 @@ def main(args: Sequence[str]) -> None:
     """Print the name and the first comment line of each recipe.
 
     Args:
-        args: Arguments after the subcommand.
+        args: Arguments after the name of the subcommand.
     """
     parser = argparse.ArgumentParser(
         prog="lightning-megatron recipes",

@@ -1,4 +1,4 @@
-"""Configurations of the scaling studies of Megatron-LM, and their sizes for smaller machines."""
+"""Configurations of the scaling studies of Megatron-LM, in full and reduced sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_megatron.models.config import GPTConfig
 Size = Literal["paper", "small", "tiny"]
 Study = Literal["model", "model+data", "strong", "heads"]
 STUDIES: tuple[Study, ...] = ("model", "model+data", "strong", "heads")
-#: What the studies are, and what the paper found.
+#: Title of each study, with the table and figure of the paper.
 TITLES: dict[Study, str] = {
     "model": "weak scaling, model parallel (table 1, figure 5)",
     "model+data": "weak scaling, model and data parallel (table 1, figure 5)",
@@ -22,17 +22,17 @@ TITLES: dict[Study, str] = {
 #: Rows of table 1: hidden size, heads, layers, and tensor parallel size.
 _TABLE_1 = ((1536, 16, 40, 1), (1920, 20, 54, 2), (2304, 24, 64, 4), (3072, 32, 72, 8))
 _HEADS = (16, 24, 32)
-#: Replicas of the model that the paper trains in model and data parallel.
+#: Number of model replicas in the paper's study of model and data parallelism.
 PAPER_REPLICAS = 64
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a size of the study makes of the paper's.
+    """Reduction of the paper's models to one size of the study.
 
     Args:
-        width: Number by which hidden sizes are divided.
-        depth: Number by which layers are divided.
+        width: Divisor of the hidden size.
+        depth: Divisor of the number of layers.
         seq_length: Length of a sequence (tokens).
         vocab_size: Size of the vocabulary (tokens).
     """
@@ -57,11 +57,11 @@ class ScalingCase:
 
     Args:
         hidden_size: Hidden size of the model (elements).
-        num_heads: Attention heads.
-        num_layers: Layers.
-        tp: Tensor parallel size, the GPUs of one model.
-        dp: Data parallel size, the replicas.
-        batch_size: Samples of a step over all replicas (samples).
+        num_heads: Number of attention heads.
+        num_layers: Number of layers.
+        tp: Tensor-parallel size, the number of GPUs of one replica.
+        dp: Data-parallel size, the number of replicas.
+        batch_size: Samples per step over all replicas (samples).
         seq_length: Length of a sequence (tokens).
         vocab_size: Size of the vocabulary (tokens).
     """
@@ -82,7 +82,7 @@ class ScalingCase:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step over all replicas (tokens)."""
+        """Number of tokens per step over all replicas (tokens)."""
         return self.batch_size * self.seq_length
 
     @property
@@ -98,9 +98,9 @@ class ScalingCase:
 
     @property
     def parameters(self) -> int:
-        """Parameters of the model, with those of the embeddings (elements)."""
+        """Number of parameters of the model, embeddings included (elements)."""
         width = self.hidden_size
-        # Four projections of attention and two of the MLP with biases, and two norms.
+        # A layer has four attention and two MLP projections with biases, and two norms.
         layer = 12 * width**2 + 13 * width
         return self.num_layers * layer + (self.vocab_size + self.seq_length + 2) * width
 
@@ -114,13 +114,13 @@ class ScalingCase:
 
 
 def cases_of(study: Study, size: Size, replicas: int, batch_size: int) -> list[ScalingCase]:
-    """Return the configurations of a study; the others are compared with the first one.
+    """Return the configurations of a study; the first one is the baseline of the others.
 
     Args:
         study: Name of the study.
-        size: Size of its models.
-        replicas: Replicas of each model in the study of model and data parallel.
-        batch_size: Samples of a replica and step (samples).
+        size: Size of the models.
+        replicas: Replicas of each model in the study of model and data parallelism.
+        batch_size: Samples per replica and step (samples).
     """
     table = [_case(row, size, batch_size) for row in _TABLE_1]
     first = table[0]
@@ -135,14 +135,14 @@ def cases_of(study: Study, size: Size, replicas: int, batch_size: int) -> list[S
 
 
 def found_in_paper(study: Study, case: ScalingCase) -> str:
-    """Return what the paper reports of a row: an efficiency, or a speed-up of strong scaling.
+    """Return the paper's result for a configuration: an efficiency, or a speed-up for ``strong``.
 
     Args:
         study: Name of the study.
-        case: Row of it.
+        case: Configuration of the study.
 
     Returns:
-        The text of the number; empty where the paper's text has none.
+        The result as text; empty if the text of the paper gives none
     """
     numbers: dict[Study, dict[Any, str]] = {
         "model": {8: "77 %"},
@@ -156,7 +156,10 @@ def found_in_paper(study: Study, case: ScalingCase) -> str:
 
 
 def check_replicas(replicas: int) -> None:
-    """Raise if there is one replica, which is no data parallel.
+    """Refuse a study of data parallelism with fewer than two replicas.
+
+    Args:
+        replicas: Number of replicas.
 
     Raises:
         UnsupportedError: If ``replicas`` is below 2.

@@ -1,8 +1,9 @@
-"""Program that trains one configuration of a scaling study and writes what it measured.
+"""Program that trains one configuration of a scaling study and writes the measurements.
 
     python -m lightning_megatron.cli.scaling_job --case '{"hidden_size": 96, ...}' --result FILE
 
-Each configuration is a program of its own, so that one without memory does not end the others.
+Each configuration runs in a separate program, so that one that runs out of memory does not end
+the others.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 
 
 class RandomTokens(Dataset):
-    """Rows of random tokens, the same in every run.
+    """Dataset of random token rows, the same in every run.
 
     Args:
-        case: Configuration with the length and the vocabulary of rows.
+        case: Configuration, which sets the length and the vocabulary of the rows.
         num_rows: Number of rows.
     """
 
@@ -50,11 +51,11 @@ class RandomTokens(Dataset):
 
 
 class StepTimer(Callback):
-    """Measure the time of steps in a row, after some that are not counted.
+    """Measure the mean time of consecutive steps after warm-up steps.
 
     Args:
-        warmup: Steps before those that count.
-        steps: Steps that count.
+        warmup: Number of warm-up steps, which are not measured (steps).
+        steps: Number of measured steps (steps).
     """
 
     def __init__(self, warmup: int, steps: int) -> None:
@@ -70,7 +71,8 @@ class StepTimer(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         done = batch_idx + 1
-        # The host waits for the device at both ends only, as in a training.
+        # The host waits for the device only before the first and after the last measured step, so
+        # that steps overlap as in training.
         if done == self._warmup:
             self._start = _now()
         if done == self._warmup + self._steps:

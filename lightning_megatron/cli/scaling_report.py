@@ -1,4 +1,4 @@
-"""Results of a scaling study: efficiencies, tables, and files of them."""
+"""Results of a scaling study: efficiencies, tables and files."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ScalingRow:
         case: Configuration.
         seconds_per_step: Mean time of a step; None if the configuration failed (s).
         peak_gib: Peak memory of rank 0; None on CPUs (GiB).
-        loss: Loss of the last step that was measured.
-        failure: Why there is no result; empty if there is one.
+        loss: Loss of the last measured step.
+        failure: Reason why there is no result; empty if there is a result.
     """
 
     study: Study
@@ -36,36 +36,36 @@ class ScalingRow:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens of all replicas (tokens/s)."""
+        """Throughput of all replicas (tokens/s)."""
         return self.case.tokens / self.seconds_per_step if self.seconds_per_step else None
 
     @property
     def tflops_per_device(self) -> float | None:
-        """Model FLOPs of one device, by the rule of ``flops_per_token`` (TFLOP/s)."""
+        """Model FLOP/s per device, as ``flops_per_token`` counts FLOPs (TFLOP/s)."""
         if self.tokens_per_second is None:
             return None
         flops = flops_per_token(self.case.config, self.case.seq_length)
         return self.tokens_per_second * flops / self.case.devices / 1e12
 
     def efficiency(self, first: ScalingRow) -> float | None:
-        """Return the FLOP/s of a device relative to those of another row.
+        """Return the FLOP/s per device divided by the FLOP/s per device of the baseline.
 
         Args:
-            first: Row that is compared with.
+            first: Baseline.
         """
         return _ratio(self.tflops_per_device, first.tflops_per_device)
 
     def speedup(self, first: ScalingRow) -> float | None:
-        """Return the tokens per second relative to those of another row.
+        """Return the tokens per second divided by the tokens per second of the baseline.
 
         Args:
-            first: Row that is compared with.
+            first: Baseline.
         """
         return _ratio(self.tokens_per_second, first.tokens_per_second)
 
 
 def records_of(rows: Sequence[ScalingRow]) -> list[dict[str, Any]]:
-    """Return plain records of the rows, each compared with the first row of its study.
+    """Return the rows as dictionaries; the first row of each study is its baseline.
 
     Args:
         rows: Rows of all studies, in order.
@@ -122,7 +122,7 @@ def write_files(
 
     Args:
         folder: Folder of the files.
-        settings: What holds for all rows, such as the FLOP rule.
+        settings: Settings that all rows share, such as the FLOP rule; only in the JSON file.
         records: Records of :func:`records_of`.
     """
     text = json.dumps({**settings, "rows": list(records)}, indent=2)

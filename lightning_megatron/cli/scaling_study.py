@@ -50,7 +50,7 @@ def main(args: Sequence[str]) -> None:
     options = study_parser().parse_args(args)
     on_gpu = torch.cuda.is_available()
     options.devices = options.devices or (torch.cuda.device_count() if on_gpu else 2)
-    # The largest model has eight GPUs.
+    # A replica of the largest model needs eight GPUs.
     options.replicas = options.replicas or min(PAPER_REPLICAS, max(2, options.devices // 8))
     check_replicas(options.replicas)
     options.precision = options.precision or ("bf16-mixed" if on_gpu else "32-true")
@@ -62,7 +62,7 @@ def main(args: Sequence[str]) -> None:
     rows = []
     for study in options.studies:
         for case in cases_of(study, options.size, options.replicas, options.batch_size):
-            # Studies share configurations.
+            # A configuration that several studies share runs once.
             if case not in ran:
                 ran[case] = _run(case, options, folder)
             rows.append(_row(study, case, ran[case]))
@@ -120,7 +120,7 @@ def study_parser() -> argparse.ArgumentParser:
 
 
 def _run(case: ScalingCase, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run a configuration as a job of its own, and return its result or its failure."""
+    """Run a configuration as a separate job; return its result or the reason for its failure."""
     if case.devices > options.devices:
         return {"failure": f"needs {case.devices} devices: there are {options.devices}"}
     result, log = (folder / "logs" / f"{case.label}{end}" for end in (".json", ".txt"))
@@ -143,7 +143,11 @@ def _run(case: ScalingCase, options: argparse.Namespace, folder: Path) -> dict[s
 
 
 def _wait(job: subprocess.Popen, timeout: int) -> str | None:
-    """Wait for a job, and end it with its ranks after the timeout or if this program is ended."""
+    """Wait for a job; kill its processes after the timeout, or if this program is interrupted.
+
+    Returns:
+        Reason for the failure if the job timed out, else None
+    """
     try:
         job.wait(timeout)
     except subprocess.TimeoutExpired:
@@ -156,7 +160,7 @@ def _wait(job: subprocess.Popen, timeout: int) -> str | None:
 
 
 def reason_in(text: str, returncode: int) -> str:
-    """Return why a job failed, from what it printed.
+    """Return the reason why a job failed, from its output.
 
     Args:
         text: Output of the job.

@@ -42,8 +42,8 @@ def main(args: Sequence[str] | None = None) -> None:
         args: Arguments after the name of the subcommand; None uses those of this process.
 
     Raises:
-        ParallelPlanError: For sizes, costs and schedules that are not legal.
-        CorruptDataError: For files that cannot be read.
+        ParallelPlanError: If sizes, costs or the schedule are not legal.
+        CorruptDataError: If a file cannot be read.
         MissingExtraError: If ``--png`` is given and matplotlib is not installed.
     """
     parser = argparse.ArgumentParser(prog="lightning-megatron schedule")
@@ -105,11 +105,11 @@ def _draw(path: Path | None, outcomes: Sequence[ScheduleOutcome], text: str) -> 
 
 
 def _sizes(options: argparse.Namespace, own: Schedule | None) -> PipelineSizes:
-    """Return the sizes of the options, or those of the user's own schedule.
+    """Return the sizes that the options give, or the sizes of the schedule in the user's file.
 
     Raises:
-        ParallelPlanError: For sizes below 1, an unknown name, and sizes that the file does not
-            have.
+        ParallelPlanError: If a size is below 1 or differs from that of the file, or if the name of
+            the schedule is unknown.
     """
     if own is None:
         if options.name is not None and options.name not in NAMES:
@@ -126,7 +126,7 @@ def _sizes(options: argparse.Namespace, own: Schedule | None) -> PipelineSizes:
         )
     given = {"pp": options.pp, "microbatches": options.microbatches}
     present = {"pp": own.num_stages, "microbatches": own.num_microbatches}
-    # In a comparison, --chunks is the number of other schedules.
+    # In a comparison, --chunks applies to the named schedules, not to the file.
     if not options.compare:
         given["chunks"] = options.chunks
         present["chunks"] = own.num_chunks
@@ -142,7 +142,7 @@ def _sizes(options: argparse.Namespace, own: Schedule | None) -> PipelineSizes:
 
 
 def _costs(path: Path | None, sizes: PipelineSizes, num_parts: int) -> tuple[PipelineCosts, str]:
-    """Return the costs, and where they are from."""
+    """Return the costs, and a description of their source."""
     if path is not None:
         return read_costs(path, sizes.num_stages), f"times of {path}"
     part = "a stage" if num_parts == 1 else f"1/{num_parts} of a stage"

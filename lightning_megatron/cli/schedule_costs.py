@@ -1,4 +1,4 @@
-"""Times and sizes of the stages of a pipeline, equal ones or those of a file."""
+"""Times and sizes of the stages of a pipeline: equal for all stages, or read from a file."""
 
 from __future__ import annotations
 
@@ -41,8 +41,10 @@ class PipelineCosts:
 
     Args:
         times: Times of the computations and transfers.
-        kept: What a forward keeps for its backward, for each virtual stage (any unit).
-        weight_half_share: Part of it that the weight half needs after the input half.
+        kept: Size of the activations that a forward pass keeps for its backward pass, for each
+            virtual stage (any unit).
+        weight_half_share: Fraction of these activations that the weight half still needs after the
+            input half.
     """
 
     times: StageCosts
@@ -50,7 +52,10 @@ class PipelineCosts:
     weight_half_share: float = WEIGHT_HALF_SHARE
 
     def of(self, num_virtual_stages: int) -> PipelineCosts:
-        """Return the costs of fewer virtual stages, each of which has several consecutive ones.
+        """Return the costs after consecutive virtual stages are merged.
+
+        Args:
+            num_virtual_stages: Number of virtual stages after the merge.
 
         Raises:
             ParallelPlanError: If the virtual stages cannot be merged evenly.
@@ -62,12 +67,17 @@ class PipelineCosts:
         )
 
     def kept_by(self, schedule: Schedule) -> tuple[tuple[float, ...], ...]:
-        """Return what a forward keeps, as ``[stage][chunk]`` of a schedule of these stages."""
+        """Return the size of kept activations as ``[stage][chunk]`` of a schedule."""
         return schedule.placement.by_stage(self.kept)
 
 
 def equal_costs(num_stages: int, num_parts: int) -> PipelineCosts:
-    """Return equal costs: one tick for each computation of a part, and 1 kept by a whole stage."""
+    """Return equal costs: each computation of a part takes one tick, and a whole stage keeps 1.
+
+    Args:
+        num_stages: Pipeline-parallel size.
+        num_parts: Number of equal parts into which each stage is divided.
+    """
     count = num_stages * num_parts
     ticks = (1,) * count
     return PipelineCosts(StageCosts(ticks, ticks, ticks), (1 / num_parts,) * count)
@@ -93,15 +103,15 @@ def read_costs(path: Path, num_stages: int) -> PipelineCosts:
 
     The file has the lists ``forward``, ``input_half`` and ``weight_half`` with the time of each
     virtual stage (whole numbers, in any unit), and may have ``transfer`` (the time of a transfer),
-    ``kept`` (a list of what a forward keeps, any unit; by default stages keep 1 each) and
-    ``weight_half_share``.
+    ``kept`` (a list of the sizes of the activations that a forward pass keeps, in any unit; by
+    default each stage keeps 1) and ``weight_half_share``.
 
     Args:
         path: File of at most ``MAX_COSTS_BYTES``; ``.json`` is JSON, other names are YAML.
         num_stages: Pipeline-parallel size.
 
     Raises:
-        CorruptDataError: If the file cannot be read, is too large, or is no JSON or YAML.
+        CorruptDataError: If the file cannot be read, is too large, or is not valid JSON or YAML.
         ParallelPlanError: If a name or a value is not legal; the message names both.
     """
     content = read_regular_file(path, _REMEDY, MAX_COSTS_BYTES)
@@ -135,7 +145,7 @@ def read_costs(path: Path, num_stages: int) -> PipelineCosts:
 
 
 def _parse_yaml(content: bytes, path: Path) -> Any:
-    """Return the value of a YAML text without references, with the numbers of JSON."""
+    """Parse YAML without references; only numbers in JSON notation become numbers."""
     try:
         text = content.decode("utf-8")
         _check_events(yaml.parse(text, yaml.SafeLoader), path)
@@ -146,10 +156,10 @@ def _parse_yaml(content: bytes, path: Path) -> Any:
 
 
 def _check_events(events: Iterable[yaml.Event], path: Path) -> None:
-    """Check for references and depth, before a value is built.
+    """Refuse references and deep nesting before the value is built.
 
-    References could stand for a value of any size, and the time that YAML takes grows with the
-    square of the depth.
+    References could expand to a value of any size, and the time that the YAML parser takes grows
+    with the square of the depth.
     """
     depth = 0
     for event in events:

@@ -1,4 +1,4 @@
-"""Schedules with their simulated times and memory: one by name, one of a user, or all of them."""
+"""Simulation of schedules, with times and memory: a named one, the user's own, or all of them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ NAMES = (*SCHEDULE_NAMES, AUTOMATIC)
 
 @dataclass(frozen=True)
 class PipelineSizes:
-    """Sizes that a schedule is built for.
+    """Sizes for which a schedule is built.
 
     Args:
         num_stages: Pipeline-parallel size.
         num_microbatches: Microbatches per step.
-        num_chunks: Chunks per stage (vpp); None means those that the schedule needs.
+        num_chunks: Chunks per stage (vpp); None means the number that the schedule needs.
         group_size: Group size of "interleaved", see ``build_schedule``.
     """
 
@@ -50,14 +50,14 @@ class PipelineSizes:
 
 @dataclass(frozen=True)
 class ScheduleOutcome:
-    """Simulation of a schedule, with what its stages keep.
+    """Simulation of a schedule, with the activations that its stages keep.
 
     Args:
         label: Name of the schedule in tables and pictures.
         timeline: Simulated schedule.
-        live: Largest number of microbatches that each stage keeps, counted for each chunk.
-        peaks: Largest size of the activations that each stage keeps.
-        alternatives: For "auto", the named schedules that it was compared with.
+        live: Maximum number of microbatches that each stage keeps, counted once for each chunk.
+        peaks: Maximum size of the activations that each stage keeps (unit of the costs).
+        alternatives: For "auto", the named schedules with which the search compared its result.
     """
 
     label: str
@@ -80,17 +80,17 @@ class ScheduleOutcome:
         return f"{number} chunks in a {'V' if self.schedule.shape == 'v' else 'loop'}"
 
     def fits(self, limit: float) -> bool:
-        """Return whether the activations of all stages are within a limit."""
+        """Return whether the activations of every stage are within a limit (unit of the costs)."""
         return is_within(max(self.peaks), limit)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All schedules at the same sizes and costs.
+    """Outcomes of all schedules for the same sizes and costs.
 
     Args:
-        outcomes: Schedules that can run.
-        refusals: Why the others cannot, by name.
+        outcomes: Simulations of the schedules that can run.
+        refusals: Reasons why the other schedules cannot run, by name.
     """
 
     outcomes: tuple[ScheduleOutcome, ...]
@@ -104,11 +104,12 @@ def simulated(
 
     Args:
         schedule: Order of actions.
-        costs: Times and sizes of its virtual stages, or of equal parts of each.
-        label: Name in tables and pictures; None means that of the schedule.
+        costs: Times and sizes of the virtual stages of the schedule, or of finer virtual stages
+            that can be merged to them.
+        label: Name in tables and pictures; None means the name of the schedule.
 
     Raises:
-        ParallelPlanError: If the costs are for other virtual stages.
+        ParallelPlanError: If the costs cannot be merged to the virtual stages of the schedule.
     """
     own = costs.of(schedule.placement.num_virtual_stages)
     return ScheduleOutcome(
@@ -122,16 +123,19 @@ def simulated(
 def named_outcome(
     name: str, sizes: PipelineSizes, costs: PipelineCosts, limit: float | None
 ) -> ScheduleOutcome:
-    """Build and simulate a named schedule, or search one.
+    """Build and simulate a named schedule, or search for the fastest one ("auto").
 
     Args:
         name: One of ``NAMES``.
         sizes: Sizes of the pipeline.
-        costs: Times and sizes of its virtual stages, or of equal parts of each.
-        limit: Memory of a stage for activations, for "auto"; None means what 1f1b needs.
+        costs: Times and sizes of the virtual stages of the schedule, or of finer virtual stages
+            that can be merged to them.
+        limit: Limit on the activations of a stage, for "auto"; None means the peak of 1f1b (unit
+            of the costs).
 
     Raises:
-        ParallelPlanError: For sizes that the schedule cannot run, and costs of other sizes.
+        ParallelPlanError: If the schedule cannot run with these sizes, or the costs do not fit
+            them.
     """
     if name == AUTOMATIC:
         return _searched(sizes, costs, limit)
@@ -143,7 +147,12 @@ def named_outcome(
 
 
 def parts_of(sizes: PipelineSizes, own: Sequence[Schedule] = ()) -> int:
-    """Return into how many parts a stage must be cut so that every schedule's chunks are some."""
+    """Return the smallest number of parts of a stage such that each chunk has whole parts.
+
+    Args:
+        sizes: Sizes of the pipeline.
+        own: The user's own schedules.
+    """
     chunks = [_own_sizes(name, sizes).chunks_of(name) for name in NAMES]
     return lcm(*chunks, *(schedule.num_chunks for schedule in own))
 
@@ -154,14 +163,15 @@ def compare(
     limit: float | None,
     own: Sequence[Schedule] = (),
 ) -> Comparison:
-    """Simulate all schedules with the same work of each stage.
+    """Simulate all schedules with the same work per stage.
 
     Args:
-        sizes: Sizes of the pipeline; the chunks are those of "interleaved" and "auto", and the
-            group size that of "interleaved".
-        costs: Times and sizes of parts of the stages, see :func:`parts_of`.
-        limit: Memory of a stage for activations, for "auto"; None means what 1f1b needs.
-        own: Further schedules of the same pp and microbatches.
+        sizes: Sizes of the pipeline. The chunks apply to "interleaved" and "auto", and the group
+            size to "interleaved".
+        costs: Times and sizes of equal parts of the stages; see :func:`parts_of`.
+        limit: Limit on the activations of a stage, for "auto"; None means the peak of 1f1b (unit
+            of the costs).
+        own: The user's own schedules, with the same pp and number of microbatches.
     """
     outcomes = [simulated(schedule, costs) for schedule in own]
     refusals = {}
@@ -174,7 +184,7 @@ def compare(
 
 
 def _own_sizes(name: str, sizes: PipelineSizes) -> PipelineSizes:
-    """Return the sizes with which a schedule takes part in a comparison."""
+    """Return the sizes for a named schedule, without given sizes that do not apply to it."""
     num_chunks = sizes.num_chunks if name in ("interleaved", AUTOMATIC) else None
     group_size = sizes.group_size if name == "interleaved" else None
     return PipelineSizes(sizes.num_stages, sizes.num_microbatches, num_chunks, group_size)

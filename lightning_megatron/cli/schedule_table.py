@@ -11,11 +11,11 @@ IN_FLIGHT = "in flight: microbatches whose activations a rank keeps, counted for
 
 
 def describe_outcome(outcome: ScheduleOutcome, source: str) -> str:
-    """Return one row for each rank.
+    """Return a table of a schedule as text, with one row for each rank.
 
     Args:
         outcome: Simulated schedule.
-        source: Where the times are from.
+        source: Description of the source of the times.
     """
     timeline = outcome.timeline
     rows = [["rank", "busy", "idle", "waits", "in flight", "activations"]]
@@ -41,13 +41,14 @@ def describe_outcome(outcome: ScheduleOutcome, source: str) -> str:
 def describe_comparison(
     comparison: Comparison, sizes: PipelineSizes, source: str, limit: float | None
 ) -> str:
-    """Return one row for each schedule, and why others cannot run.
+    """Return a table with one row for each schedule, and the reasons why others cannot run.
 
     Args:
         comparison: Simulated schedules.
         sizes: Sizes of the pipeline.
-        source: Where the times are from.
-        limit: Memory of a stage for activations; schedules above it are marked.
+        source: Description of the source of the times.
+        limit: Limit on the activations of a stage; schedules above it are marked (unit of the
+            costs).
     """
     rows = [["schedule", "chunks", "step", "bubble", "waits", "in flight", "activations"]]
     is_any_above = False

@@ -32,18 +32,18 @@ class SeedRun:
     """Fit with one seed.
 
     Args:
-        seed: Seed of the weights that start at random, of dropout and of the order of rows.
-        folder: Folder of its files.
+        seed: Seed of the initialization, of dropout and of the order of rows.
+        folder: Folder for the files of the fit.
     """
 
     seed: int
     folder: Path
 
     def options(self, given: Sequence[str]) -> list[str]:
-        """Return the options of its fit.
+        """Return the command-line options of this fit.
 
         Args:
-            given: Options of all fits.
+            given: Options that all fits share.
         """
         return [
             *given,
@@ -54,16 +54,16 @@ class SeedRun:
         ]
 
     def fit(self, given: Sequence[str]) -> None:
-        """Run the fit in a process of its own, unless it is finished already.
+        """Run the fit in a separate process, unless it has already finished.
 
-        A fit that was not finished starts again.
+        An interrupted fit starts again from the beginning.
 
         Args:
-            given: Options of all fits.
+            given: Options that all fits share.
 
         Raises:
-            UnsupportedError: If the folder has other files, or the fit fails, whose message is on
-                the standard error.
+            UnsupportedError: If the folder has other files or a fit with other options, or if the
+                fit fails; the output of the fit goes to the standard error.
         """
         started = self.folder / "options.json"
         done = self.folder / "done"
@@ -84,13 +84,13 @@ class SeedRun:
         done.touch()
 
     def test(self, given: Sequence[str]) -> None:
-        """Run the test set with the best checkpoint of the fit.
+        """Test the best checkpoint of the fit on the test set.
 
         Args:
-            given: Options of all fits.
+            given: Options that all fits share.
 
         Raises:
-            CheckpointMismatchError: If the fit has left none or several checkpoints.
+            CheckpointMismatchError: If the fit has saved no checkpoint or several.
             UnsupportedError: If the test fails.
         """
         found = sorted(self.folder.rglob("*.ckpt"))
@@ -102,16 +102,16 @@ class SeedRun:
         self._run("test", [*self.options(given), f"--ckpt_path={found[0]}"])
 
     def scores(self, part: str, monitor: str) -> SavedScores:
-        """Return the scores of its best model.
+        """Return the scores of the best model of the fit.
 
         Args:
             part: ``val`` or ``test``.
-            monitor: Name of the result.
+            monitor: Name of the result that decides which model is the best.
         """
         return best_scores(self.folder / _SCORES, part, monitor)
 
     def data(self) -> TaskDataModule:
-        """Return the data module of its configuration."""
+        """Build the data module from the saved configuration of the fit."""
         [*_, path] = sorted(self.folder.rglob("config.yaml"))
         settings: Any = yaml.safe_load(path.read_text())["data"]
         module, _, name = settings["class_path"].rpartition(".")
@@ -121,7 +121,7 @@ class SeedRun:
 
     def _run(self, name: str, options: Sequence[str]) -> None:
         command = [sys.executable, "-m", "lightning_megatron", name, *options]
-        # The results alone go to the standard output.
+        # The standard output of this command must contain only the results.
         code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
         if code:
             raise UnsupportedError(
@@ -135,8 +135,8 @@ def main(args: Sequence[str]) -> None:
     """Run the subcommand.
 
     Args:
-        args: Arguments after the name of the subcommand; those that are not its own are options of
-            each fit.
+        args: Arguments after the name of the subcommand. Arguments that the subcommand does not
+            know are options of each fit.
 
     Raises:
         CheckpointMismatchError: If scores are missing, or belong to different data.
@@ -170,7 +170,7 @@ def summary(runs: Sequence[SeedRun], part: str, monitor: str) -> dict[str, Any]:
     Args:
         runs: Finished fits.
         part: ``val`` or ``test``.
-        monitor: Name of the result by which a fit's model is chosen, and the median fit.
+        monitor: Name of the result that selects the model of each fit, and the median fit.
     """
     models = [run.scores(part, monitor) for run in runs]
     data = runs[0].data()
@@ -182,7 +182,7 @@ def summary(runs: Sequence[SeedRun], part: str, monitor: str) -> dict[str, Any]:
     return {
         "seeds": {f"seed{run.seed}": one.results for run, one in zip(runs, models, strict=True)},
         "median": {name: statistics.median(one.results[name] for one in models) for name in names},
-        # Of an even number of fits the lower one of the two in the middle.
+        # For an even number of fits, the one with the lower result of the two in the middle.
         "median_run": order[(len(order) - 1) // 2],
         "ensemble": ensemble_results(metric, models),
     }

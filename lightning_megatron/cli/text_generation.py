@@ -1,4 +1,4 @@
-"""Continuation of texts by a placed model, and the printing of what it says."""
+"""Continuation of prompts with a model placed under a layout, and output of the new text."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from lightning_megatron.groups.collectives import all_gather_objects
 
 
 class PromptText(NamedTuple):
-    """Text to continue.
+    """Prompt, as text and as tokens.
 
     Args:
-        text: The text.
-        tokens: Its tokens.
+        text: Text of the prompt.
+        tokens: Token ids of the prompt.
     """
 
     text: str
@@ -31,11 +31,11 @@ class PromptText(NamedTuple):
 
 
 class SampledRow(NamedTuple):
-    """Prompt and the number of its sample.
+    """Row of a batch: one sample of one prompt.
 
     Args:
         prompt: Index of the prompt.
-        sample: Index of the sample.
+        sample: Index of the sample among those of the prompt.
     """
 
     prompt: int
@@ -44,19 +44,19 @@ class SampledRow(NamedTuple):
 
 @dataclass(frozen=True)
 class TextGeneration:
-    """Function that continues prompts with a model and prints them on the first rank.
+    """Function that continues prompts with a model and prints the result on the first rank.
 
-    Rows are divided into batches, which the copies of the model (dp) take in turn. The result
+    Rows are divided into batches, which the data-parallel replicas process in turn. The result
     depends on the batches, not on the layout.
 
     Args:
-        prompts: Texts to continue.
+        prompts: Prompts to continue.
         tokenizer: Tokenizer of the model.
-        settings: Choice of the tokens, and when to stop.
+        settings: Selection of tokens, and when to stop.
         stop_strings: Strings that end a row; they are not printed.
-        num_samples: Rows of each prompt.
-        batch_size: Rows that a copy of the model continues at once (rows).
-        prints_json: Whether each row is printed as a line of JSON.
+        num_samples: Number of samples per prompt.
+        batch_size: Number of rows that a replica continues at once (rows).
+        prints_json: Whether each row is printed as a JSON object on one line.
     """
 
     prompts: Sequence[PromptText]
@@ -68,10 +68,13 @@ class TextGeneration:
     prints_json: bool = False
 
     def __call__(self, model: nn.Module) -> None:
-        """Continue the prompts; all ranks call this.
+        """Continue the prompts and print them; all ranks call this.
 
         Args:
-            model: Model with a GPT.
+            model: Model that contains a GPT.
+
+        Communication: that of the model, and one gather of objects over dp for each round of
+            batches.
         """
         mesh = gpt_of(model).mesh
         prints = mesh.rank == 0
@@ -79,7 +82,8 @@ class TextGeneration:
         for first in range(0, len(batches), mesh.dp.size):
             number = first + mesh.dp.rank
             has_own = number < len(batches)
-            # Copies that share experts compute together, so one without rows repeats others.
+            # Replicas that share experts must all run, so a replica without a batch repeats the
+            # first batch of the round.
             batch = batches[number] if has_own else batches[first]
             found = self._continued(
                 model, batch, number if has_own else first, streams=prints and not self.prints_json
@@ -100,7 +104,7 @@ class TextGeneration:
 
         Args:
             row: The row.
-            tokens: Its new tokens, the stop token included.
+            tokens: New tokens of the row, including the stop token.
         """
         stream = self._stream(row)
         return "".join([*map(stream.push, self._spoken(tokens)), stream.finish()])
@@ -108,7 +112,7 @@ class TextGeneration:
     def _continued(
         self, model: nn.Module, batch: Sequence[SampledRow], number: int, *, streams: bool
     ) -> list[list[int]]:
-        """Return the new tokens of each row of a batch, and print those of the first meanwhile."""
+        """Return the new tokens of each row; with ``streams``, print the first row meanwhile."""
         prompts = [self.prompts[row.prompt].tokens for row in batch]
         settings = replace(self.settings, seed=seed_of_batch(self.settings.seed, number))
         stops = None
@@ -135,7 +139,7 @@ class TextGeneration:
     def _print_rows(
         self, batches: Sequence[Sequence[SampledRow]], found: Sequence[Sequence[Sequence[int]]]
     ) -> None:
-        """Print the rows of a round, of which the first one was printed as it was produced."""
+        """Print the rows of a round; as plain text, all but the first, which was streamed."""
         rows = self._joined(batches, found)
         if not self.prints_json:
             next(rows)
@@ -150,7 +154,7 @@ class TextGeneration:
     def _joined(
         batches: Sequence[Sequence[SampledRow]], found: Sequence[Sequence[Sequence[int]]]
     ) -> Iterator[tuple[SampledRow, Sequence[int]]]:
-        # Copies without rows of their own come last.
+        # Replicas without a batch come last in the round.
         for batch, rows in zip(batches, found, strict=False):
             yield from zip(batch, rows, strict=True)
 
@@ -182,15 +186,15 @@ class TextGeneration:
 
 
 def seed_of_batch(seed: int, number: int) -> int:
-    """Return the seed of the draws of a batch; the first one has the seed itself.
+    """Return the seed for sampling in a batch; batch 0 uses the seed of the run.
 
     Args:
         seed: Seed of the run.
-        number: Number of the batch.
+        number: Index of the batch.
     """
     if number == 0:
         return seed
-    # Half of the 32 bits: seeds of settings are not larger.
+    # The shift drops one bit, because generation settings accept seeds below 2^31.
     return int(np.random.SeedSequence([seed, number]).generate_state(1)[0] >> 1)
 
 

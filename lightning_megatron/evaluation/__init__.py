@@ -1,4 +1,4 @@
-"""Evaluation of language models: metrics, data modules and tasks of lm-eval.
+"""Evaluation of language models: metrics, data modules and an adapter for lm-eval.
 
 Metrics are ``torchmetrics.Metric`` objects that reduce over the data-parallel ranks, so they have
 the same value in every layout. The logits stay sharded over tp.

@@ -1,4 +1,4 @@
-"""Data modules of evaluations: rows of tokens, and the metrics of each task."""
+"""Data modules for evaluation: token rows and metrics of each task."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ from lightning_megatron.plan.settings import Count, coerced_arguments
 
 
 class _FullBatches(Dataset):
-    """Rows of a task, padded with empty rows to the same number of full batches on every rank.
+    """Dataset of a task's rows, padded with empty rows to a multiple of a number of rows.
 
-    Every rank then has equally many batches of the same shape, and no row occurs twice.
+    With a multiple of ranks times batch size, every rank has the same number of full batches, and
+    no row occurs twice.
+
+    Args:
+        rows: Dataset with the property ``window``, the length of a row (tokens).
+        multiple: Divisor of the padded number of rows (rows).
     """
 
     def __init__(self, rows: Any, multiple: int) -> None:
@@ -41,11 +46,11 @@ class _FullBatches(Dataset):
 class EvaluationData(LightningDataModule):
     """Test data of one task for an :class:`EvaluatedLM`.
 
-    Shapes: A batch is {"tokens": (B, S), "labels": (B, S)}. Labels are already shifted; those of
-        -100 are not scored.
+    Shapes: A batch is {"tokens": (B, S), "labels": (B, S)}. Labels are already shifted; labels
+        of -100 are not scored.
     """
 
-    #: Whether the metrics need hits, that is, which labels are the most probable tokens.
+    #: Whether the metrics need hits: for each label, whether it is the most probable token.
     needs_hits = False
     batch_size: int
 
@@ -56,18 +61,18 @@ class EvaluationData(LightningDataModule):
 
     @abstractmethod
     def metrics(self) -> dict[str, Metric]:
-        """Return new metrics by the names under which they are logged; call ``setup`` first."""
+        """Return new metrics by their logged names; ``setup`` must have run."""
 
     @abstractmethod
     def sizes(self) -> dict[str, int]:
-        """Return the sizes that the results depend on, for reports; call ``setup`` first.
+        """Return the sizes on which the results depend, for reports; ``setup`` must have run.
 
-        Units are tokens, words or passages, as the names say.
+        The names of the sizes give their units: tokens, words or passages.
         """
 
     @abstractmethod
     def read(self) -> Any:
-        """Return the rows of the task, as a dataset with the property ``window``."""
+        """Read the rows of the task, as a dataset with the property ``window``."""
 
     def __init__(self, tokenizer: str) -> None:
         super().__init__()
@@ -103,12 +108,12 @@ class WikiTextData(EvaluationData):
             scored with at least ``window - stride`` tokens of context. The published figures use
             32; a stride of ``window`` takes ``window / stride`` times less work and gives higher
             perplexities (tokens).
-        is_plain: Whether the text is plain text that needs no detokenizer.
-        batch_size: Windows per data-parallel rank and batch.
+        is_plain: Whether the text is plain text, which is not detokenized.
+        batch_size: Windows per data-parallel rank and batch (windows).
 
     Raises:
         ParallelPlanError: If a value has another type or is out of its range.
-        UnsupportedError: If there is no such file or tokenizer (the file in ``setup``).
+        UnsupportedError: If the file (in ``setup``) or the tokenizer does not exist.
         CorruptDataError: If the text is not UTF-8 or too short (in ``setup``).
     """
 
@@ -156,19 +161,19 @@ class WikiTextData(EvaluationData):
 class LambadaData(EvaluationData):
     """LAMBADA, or other passages whose last word is predicted.
 
-    The metrics are ``accuracy``, the fraction of last words of which every token is the most
-    probable one, and ``perplexity``, the perplexity of the last words.
+    The metrics are ``accuracy``, the fraction of last words whose tokens are all the most probable
+    ones, and ``perplexity``, the perplexity of the last words.
 
     Args:
         path: File of JSON lines, ``{"text": ...}`` each.
         tokenizer: Tokenizer "bytes", "gpt2", or a path.
         window: Maximum number of tokens that the model reads; None means any number (tokens).
-        batch_size: Passages per data-parallel rank and batch.
+        batch_size: Passages per data-parallel rank and batch (passages).
 
     Raises:
         ParallelPlanError: If a value has another type or is out of its range, or a passage is
             longer than the window (in ``setup``).
-        UnsupportedError: If there is no such file or tokenizer (the file in ``setup``).
+        UnsupportedError: If the file (in ``setup``) or the tokenizer does not exist.
         CorruptDataError: If a line has no passage (in ``setup``).
     """
 

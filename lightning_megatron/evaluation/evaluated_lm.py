@@ -22,8 +22,8 @@ from lightning_megatron.shapes import Int
 class EvaluatedLM(LightningModule):
     """Evaluate a language model on an :class:`EvaluationData` with ``Trainer.test``.
 
-    It runs under MegatronStrategy in any layout, under ``ddp`` and on one device, and loads the
-    checkpoints of the module whose model it evaluates. The results equal those of one process.
+    The module runs under MegatronStrategy in any layout, under ``ddp`` and on one device. It loads
+    checkpoints of ``source``. The results equal the results of a single process.
 
     Args:
         source: ``CausalLM`` or ``HuggingFaceCausalLM`` whose model is evaluated.
@@ -44,7 +44,7 @@ class EvaluatedLM(LightningModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Create the metrics of the task from its data module, which must be set up before.
+        """Create the metrics of the task from the data module, whose ``setup`` must have run.
 
         Raises:
             ParallelPlanError: If the vocabulary of the tokenizer is larger than the model's.

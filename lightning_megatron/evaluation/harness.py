@@ -25,7 +25,7 @@ from lightning_megatron.models.token_module import IGNORED
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-#: Generation settings of tasks by lm-eval's names, besides the length and the stop strings.
+#: Names of generation settings by their names in lm-eval, except length and stop strings.
 _SETTINGS = {
     "do_sample": "sample",
     "temperature": "temperature",
@@ -37,19 +37,19 @@ _SETTINGS = {
 
 
 class Request(Protocol):
-    """Request of the harness, an ``lm_eval.api.instance.Instance``."""
+    """Protocol of the harness's requests, such as ``lm_eval.api.instance.Instance``."""
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """Return the texts and the settings of the request."""
+        """Return the texts and settings of the request."""
 
 
 class ScoredTokens(NamedTuple):
-    """Tokens of which the last ones are scored.
+    """Row of tokens whose last tokens are scored.
 
     Args:
-        tokens: Tokens of the row; the model reads all but the last one.
-        num_scored: Number of tokens at the end that are scored (tokens).
+        tokens: Token ids of the row; the model reads all but the last one.
+        num_scored: Number of scored tokens at the end of the row (tokens).
     """
 
     tokens: list[int]
@@ -57,23 +57,23 @@ class ScoredTokens(NamedTuple):
 
 
 class HarnessAnswers:
-    """Answers to the requests of the harness, equal on all ranks.
+    """Methods with which the harness queries a model; every rank returns the same answers.
 
-    All ranks run the harness in the same way. The data-parallel replicas of the model divide the
-    requests and exchange the answers, so each rank has the answers of a single process.
-    ``harness_lm`` makes an ``lm_eval.api.model.LM`` of this class.
+    All ranks must run the harness in the same way. The data-parallel replicas divide the requests
+    and exchange the answers, so each rank has the answers that a single process would have.
+    ``harness_lm`` combines this class with ``lm_eval.api.model.TemplateLM``.
 
     Args:
         model: Model that contains a GPT, such as that of a ``CausalLM`` or a replaced Hugging Face
             model.
         tokenizer: Tokenizer of the model.
-        prefix_token: Token before texts without a context.
+        prefix_token: Token that precedes texts without a context; None if there is none.
         end_tokens: Tokens that end generated texts.
-        adds_special: Whether texts get the special tokens that the tokenizer adds.
+        adds_special: Whether ``tok_encode`` adds the special tokens of the tokenizer.
         batch_size: Number of rows that a replica of the model reads at once (rows).
         max_new_tokens: Maximum number of new tokens if the task sets no limit (tokens).
 
-    Communication: for each round of batches that of the model, with pp a broadcast of the answers,
+    Communication: for each round of batches, that of the model, a broadcast of the answers over pp
         and one gather of objects over dp.
     """
 
@@ -106,7 +106,11 @@ class HarnessAnswers:
 
     @property
     def eot_token_id(self) -> int:
-        """Return the token that precedes texts without a context."""
+        """Return the token that precedes texts without a context.
+
+        Raises:
+            UnsupportedError: If there is no such token.
+        """
         if self._prefix_token is None:
             raise UnsupportedError(
                 "a text without a context needs a token before it, whose logits score the first "
@@ -117,7 +121,7 @@ class HarnessAnswers:
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the token that precedes texts without a context."""
+        """Return the token that precedes texts without a context, as :attr:`eot_token_id`."""
         return self.eot_token_id
 
     def tok_encode(
@@ -139,11 +143,13 @@ class HarnessAnswers:
     def loglikelihood_rolling(
         self, requests: Sequence[Request], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return the log-likelihood of each text, in windows that do not overlap.
+        """Return the log-likelihood of each text (nats).
+
+        A text longer than a row is divided into windows. Each token is scored once.
 
         Args:
-            requests: Texts.
-            disable_tqdm: Argument of lm-eval without an effect: no progress bar is shown.
+            requests: Requests with one text each.
+            disable_tqdm: Argument of lm-eval without effect, because no progress bar is shown.
         """
         library: Any = import_extra("lm_eval.utils", "harness")
         owners: list[int] = []
@@ -172,12 +178,12 @@ class HarnessAnswers:
         """Return the generated continuation of each context, up to the stop strings of its task.
 
         Args:
-            requests: Contexts and settings.
-            disable_tqdm: Argument of lm-eval without an effect: no progress bar is shown.
+            requests: Requests with a context and generation settings each.
+            disable_tqdm: Argument of lm-eval without effect, because no progress bar is shown.
 
         Raises:
             UnsupportedError: If a task has a generation setting that is not supported.
-            ParallelPlanError: If the maximum answer leaves no room for a context.
+            ParallelPlanError: If the maximum number of new tokens leaves no room for a context.
         """
         kinds: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
@@ -244,13 +250,14 @@ class HarnessAnswers:
         return ScoredTokens(tokens[-(self.max_length + 1) :], len(scored))
 
     def _scores(self, rows: Sequence[ScoredTokens]) -> list[tuple[float, bool]]:
-        """Return each row's log-likelihood, and whether its scored tokens are all most probable."""
+        """Return each row's log-likelihood, and whether all scored tokens are most probable."""
         return self._in_rounds(rows, lambda row: len(row.tokens), self._scores_of_batch)
 
     def _scores_of_batch(
         self, batch: Sequence[ScoredTokens], number: int
     ) -> list[tuple[float, bool]]:
-        # Replicas that share experts need equal shapes, so rows are padded to those of the round.
+        # Replicas that share experts need batches of equal shape, so each replica pads its batch to
+        # the batch size and to the longest row of the round.
         shape = self._batch_size, self._round_length
         tokens = torch.zeros(shape, dtype=torch.long)
         labels = torch.full(shape, IGNORED)
@@ -276,7 +283,13 @@ class HarnessAnswers:
     def _in_rounds(
         self, rows: Sequence[Any], length: Callable[[Any], int], answer: Callable[..., list[T]]
     ) -> list[T]:
-        """Return the answers to rows, whose batches the replicas of the model take in turn."""
+        """Answer all rows in batches, which the data-parallel replicas process in turn.
+
+        Args:
+            rows: Rows of all batches.
+            length: Function that returns the number of tokens of a row.
+            answer: Function of a batch of rows and the index of the batch.
+        """
         dp = self._gpt.mesh.dp
         size = self._batch_size
         order = sorted(range(len(rows)), key=lambda number: -length(rows[number]))
@@ -286,7 +299,7 @@ class HarnessAnswers:
             number = first + dp.rank
             has_own = number < len(batches)
             batch = batches[number] if has_own else batches[first]
-            # Rows are sorted, so the first one of a round is its longest.
+            # Rows are sorted by length, so the first row of a round is its longest.
             self._round_length = length(rows[batches[first][0]]) - 1
             found = answer([rows[one] for one in batch], number if has_own else first)
             own = dict(zip(batch, found, strict=True)) if has_own else {}
@@ -298,8 +311,8 @@ class HarnessAnswers:
 def harness_lm(model: nn.Module, tokenizer: Tokenizer, **settings: Any) -> Any:
     """Return a model as an ``lm_eval.api.model.LM``, for ``lm_eval.simple_evaluate``.
 
-    The results equal those of lm-eval's own model ``hf`` with the same weights, in any layout. All
-    ranks must call ``simple_evaluate`` with it in the same way, between steps.
+    The results equal the results of lm-eval's model ``hf`` with the same weights, in any layout.
+    All ranks must call ``simple_evaluate`` with the same arguments, outside of training steps.
 
     Args:
         model: Model that contains a GPT, such as that of a ``CausalLM`` or a replaced Hugging Face

@@ -41,7 +41,7 @@ def read_passages(path: str | os.PathLike[str]) -> list[Passage]:
         path: File such as ``lambada_test.jsonl``, compressed (.gz) or not.
 
     Raises:
-        UnsupportedError: If there is no such file.
+        UnsupportedError: If the file does not exist.
         CorruptDataError: If a line is not such an object or has fewer than two words, or the file
             has no line. The message names the file and the line.
     """
@@ -68,10 +68,10 @@ def read_passages(path: str | os.PathLike[str]) -> list[Passage]:
 
 
 class ClozeRows(Dataset):
-    """Rows of passages; only the tokens of the last word are labels.
+    """Dataset of passages in which only the tokens of the last word are labels.
 
-    The word is encoded with the space before it, separately from its context, so that the tokens of
-    the context do not depend on the word.
+    The last word, with the space before it, and the context are encoded separately, so that the
+    tokens of the context do not depend on the word.
 
     Shapes: An item is {"tokens": (S,), "labels": (S,)}; S is the length of the longest passage.
 
@@ -82,7 +82,7 @@ class ClozeRows(Dataset):
 
     Raises:
         CorruptDataError: If the context or the word of a passage has no token.
-        ParallelPlanError: If a passage is longer than the window. Messages name file and line.
+        ParallelPlanError: If a passage is longer than the window. Both messages name file and line.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ClozeRows(Dataset):
                     f"{passage.place} has a context of {len(context)} tokens and a last word of "
                     f"{len(word)}: both need one. Remove the line, or use another tokenizer."
                 )
-            # The last token is only a label.
+            # The model does not read the last token, which is only a label.
             length = len(context) + len(word) - 1
             if window is not None and length > window:
                 raise ParallelPlanError(

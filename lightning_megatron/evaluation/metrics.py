@@ -1,4 +1,4 @@
-"""Metrics of language models, computed from the losses and hits of tokens."""
+"""Metrics of language models, computed from the losses and hits of labels."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lightning_megatron.shapes import Bool, Float, Int
 class WordPerplexity(Metric):
     """Perplexity of a text, normalised by the number of words of the original text.
 
-    It is ``exp(sum of losses / number of words)``. Perplexities per word are comparable between
+    It equals ``exp(sum of losses / number of words)``. Perplexities per word are comparable between
     models with different tokenizers; perplexities per token are not. Losses are summed in float64.
 
     Args:
-        num_words: Number of words of the original text, before any detokenizer; None divides by the
-            number of labels, which gives the perplexity per token (words).
+        num_words: Number of words of the original text, before detokenization (words). None means
+            the number of labels, which gives the perplexity per token.
         metric: Arguments of ``torchmetrics.Metric``.
 
     Raises:
@@ -46,11 +46,11 @@ class WordPerplexity(Metric):
 
     @override
     def update(self, losses: Float[Tensor, "batch seq"], labels: Int[Tensor, "batch seq"]) -> None:
-        """Add the losses of some tokens.
+        """Add the losses of a batch of labels.
 
         Args:
-            losses: Loss of each token (nats).
-            labels: Id of each token, or -100 where the loss does not count.
+            losses: Loss of each label (nats).
+            labels: Token id of each label, or -100 where the loss does not count.
         """
         is_counted = labels != IGNORED
         self.loss_sum += losses.detach().double().masked_fill(~is_counted, 0.0).sum()
@@ -58,18 +58,18 @@ class WordPerplexity(Metric):
 
     @override
     def compute(self) -> Float[Tensor, ""]:
-        """Return the perplexity, or NaN if there is no label."""
+        """Return the perplexity; NaN without labels."""
         divisor = self.num_labels if self.num_words is None else self.num_words
         mean = self.loss_sum / divisor
         return mean.exp().masked_fill(self.num_labels == 0, torch.nan)
 
 
 class ClozeAccuracy(Metric):
-    """Fraction of rows of which every label is the model's most probable token.
+    """Fraction of rows in which every label is the model's most probable token.
 
-    A row is a passage whose last word is predicted: its labels are the tokens of that word, and
-    -100 elsewhere. The model reads the passage with the word (teacher forcing), and a row is right
-    only if all tokens of the word are. Rows without labels do not count.
+    A row is a passage whose last word the model predicts: its labels are the tokens of that word,
+    and -100 elsewhere. The model reads the passage including the word (teacher forcing). A row
+    counts as correct only if all tokens of the word are correct. Rows without labels do not count.
 
     Args:
         metric: Arguments of ``torchmetrics.Metric``.
@@ -90,11 +90,11 @@ class ClozeAccuracy(Metric):
 
     @override
     def update(self, hits: Bool[Tensor, "batch seq"], labels: Int[Tensor, "batch seq"]) -> None:
-        """Add some rows.
+        """Add a batch of rows.
 
         Args:
             hits: Whether each label has the largest logit.
-            labels: Id of each token of the word, -100 elsewhere.
+            labels: Token ids of the predicted word, -100 elsewhere.
         """
         is_label = labels != IGNORED
         has_labels = is_label.any(-1)
@@ -103,5 +103,5 @@ class ClozeAccuracy(Metric):
 
     @override
     def compute(self) -> Float[Tensor, ""]:
-        """Return the fraction, or NaN if there is no row with labels."""
+        """Return the fraction of correct rows; NaN without rows with labels."""
         return self.num_right.double() / self.num_rows

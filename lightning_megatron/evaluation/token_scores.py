@@ -1,4 +1,4 @@
-"""Losses of given tokens by any language model, and whether they are the most probable ones."""
+"""Losses of labels under any language model, and whether labels are the most probable tokens."""
 
 from __future__ import annotations
 
@@ -39,18 +39,20 @@ def token_losses(
 ) -> Float[Tensor, "batch seq"]:
     """Return the loss of each label.
 
-    Equal to the cross entropy of the full logits, in float32 (float64 for a float64 model). The
-    logits of a ``GPT`` and of a Hugging Face model that MegatronStrategy has replaced stay sharded.
+    Equal to the cross entropy of the full logits, in float32 (float64 for a float64 model). If the
+    model is a ``GPT`` or a Hugging Face model that MegatronStrategy has replaced, its logits stay
+    sharded over tp.
 
     Args:
         model: A ``GPT``, or a Hugging Face model, replaced or not.
         tokens: Token ids; rows may have any length.
-        labels: Id of the token that follows each token, or -100.
+        labels: Id of the token that follows each token, or -100 for positions without a loss.
 
     Raises:
         StageDone: On pipeline stages that do not compute the result.
 
-    Communication: that of the model, a few numbers per token over tp, and the losses over cp.
+    Communication: that of the model, communication of a few numbers per token over tp, and of the
+        losses over cp.
     """
     gpt = _gpt_of(model)
     if gpt is None:
@@ -61,13 +63,15 @@ def token_losses(
 def token_scores(
     model: nn.Module, tokens: Int[Tensor, "batch seq"], labels: Int[Tensor, "batch seq"]
 ) -> TokenScores:
-    """Return the loss of each label, and whether it is the most probable token.
+    """Return the loss of each label, and whether the label is the most probable token.
 
-    Arguments, errors and losses are those of :func:`token_losses`. Among equal logits, that of the
-    lowest token id counts as the largest. A ``GPT`` computes its head a second time for the hits.
+    Arguments, errors and losses are the same as in :func:`token_losses`. Among equal logits, the
+    logit of the lowest token id counts as the largest. A ``GPT`` computes its head a second time
+    for the hits.
 
-    Communication: that of :func:`token_losses`, two further numbers per token over tp and the hits
-        over cp; under sequence parallelism an all-gather of the last hidden states.
+    Communication: that of :func:`token_losses`, two further numbers per token over tp, and a gather
+        of the most probable tokens over cp; under sequence parallelism also an all-gather of the
+        last hidden states.
     """
     gpt = _gpt_of(model)
     if gpt is None:

@@ -16,8 +16,8 @@ from lightning_megatron.errors import CorruptDataError, ParallelPlanError, Unsup
 from lightning_megatron.models.token_module import IGNORED
 from lightning_megatron.shapes import Int
 
-#: Patterns that WikiText's tokenizer left in a text, and their replacements, in order. The
-#: published perplexities use these rules, so results are comparable with them.
+#: Patterns that the tokenizer of WikiText left in the text, and their replacements, in order. The
+#: published perplexities use the same rules, so that results are comparable.
 _RULES: tuple[tuple[str, str], ...] = (
     (r"s '", "s'"),
     # numbers and compounds
@@ -41,7 +41,7 @@ _COMPILED = tuple((re.compile(pattern), result) for pattern, result in _RULES)
 
 
 def detokenize(text: str) -> str:
-    """Return WikiText as plain text, without the marks and spaces that its tokenizer added.
+    """Convert WikiText to plain text, without the marks and spaces that its tokenizer added.
 
     Args:
         text: Text of WikiText-2 or WikiText-103.
@@ -52,16 +52,19 @@ def detokenize(text: str) -> str:
 
 
 def count_words(text: str) -> int:
-    """Return the number of words of a text, by which its perplexity is normalised (words).
+    """Count the words by which the perplexity of a text is normalised (words).
 
-    The text is that before any detokenizer. Words are separated by spaces. As in the published
-    figures, the end of a line counts as a word; the test set of WikiText-103 has 245,566 words.
+    Spaces separate words. As in the published figures, the end of a line counts as a word; the test
+    set of WikiText-103 has 245,566 words.
+
+    Args:
+        text: Original text, before detokenization.
     """
     return len(text.strip().split(" "))
 
 
 class WikiText(NamedTuple):
-    """Text of a part of WikiText.
+    """Text of one split of WikiText, or another text.
 
     Args:
         text: Text that the model reads.
@@ -73,16 +76,16 @@ class WikiText(NamedTuple):
 
 
 def read_wikitext(path: str | os.PathLike[str], *, is_plain: bool = False) -> WikiText:
-    """Read a part of WikiText, or another text.
+    """Read one split of WikiText, or another text.
 
     Args:
         path: Text file, such as ``wiki.test.tokens`` or ``wiki.test.raw``.
         is_plain: Whether the text is plain text, which is not detokenized.
 
     Raises:
-        UnsupportedError: If there is no such file.
-        CorruptDataError: If a line is not UTF-8, or there is no word. The message names the file
-            and the line.
+        UnsupportedError: If the file does not exist.
+        CorruptDataError: If a line is not UTF-8 (the message names the file and the line), or if
+            the file has no word.
     """
     file = Path(path)
     if not file.is_file():
@@ -105,23 +108,23 @@ def read_wikitext(path: str | os.PathLike[str], *, is_plain: bool = False) -> Wi
 
 
 class SlidingWindows(Dataset):
-    """Windows of a long text in which each token after the first is scored once, with context.
+    """Dataset of windows of a long text that scores each token after the first exactly once.
 
-    In the first window all tokens are scored. Each further window starts ``stride`` tokens later,
-    and only its last ``stride`` tokens are scored, which have at least ``window - stride`` tokens
-    of context. With a stride of ``window`` the windows do not overlap.
+    The first window scores all its labels. Each later window starts ``stride`` tokens after the
+    previous one and scores only its last ``stride`` labels, which have at least ``window - stride``
+    tokens of context. With ``stride`` equal to ``window``, the windows do not overlap.
 
     Shapes: An item is {"tokens": (S,), "labels": (S,)}, with S = ``window``.
 
     Args:
         tokens: Token ids of the whole text.
         window: Length of the windows that the model reads (tokens).
-        stride: Number of tokens by which windows advance; the paper calls it the overlap o = 32
+        stride: Number of tokens by which windows advance; the paper calls it overlap and uses 32
             (tokens).
 
     Raises:
         ParallelPlanError: If the stride is not in [1, window].
-        CorruptDataError: If the text has fewer than two tokens, so that none is predicted.
+        CorruptDataError: If the text has fewer than two tokens, so that no token is predicted.
 
     Source: Shoeybi et al. 2019, appendix E.1.
     """
@@ -143,7 +146,7 @@ class SlidingWindows(Dataset):
 
     @property
     def num_targets(self) -> int:
-        """Number of tokens that are scored, which are all but the first (tokens)."""
+        """Number of scored tokens: all tokens but the first (tokens)."""
         return len(self.tokens) - 1
 
     def __len__(self) -> int:
@@ -162,7 +165,7 @@ class SlidingWindows(Dataset):
 
 
 def empty_row(length: int) -> dict[str, Int[Tensor, "length"]]:
-    """Return a row of padding, which is not scored.
+    """Return a row of padding, whose labels are all -100.
 
     Args:
         length: Length of the row (tokens).

@@ -1,4 +1,4 @@
-"""Base class of the tasks' data modules: encoded rows in batches, and metrics of their scores."""
+"""Base class of the data modules of fine-tuning tasks: encoded rows, batches and metrics."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class TaskDataModule(RowDataModule):
 
     @abstractmethod
     def files(self, part: str) -> list[Path]:
-        """Return the files of a part of the data; the list may be empty.
+        """Return the files of a part of the data; empty if the part has none.
 
         Args:
             part: ``train``, ``val`` or ``test``.
@@ -99,11 +99,11 @@ class TaskDataModule(RowDataModule):
 
     @abstractmethod
     def settings(self) -> dict[str, object]:
-        """Return the settings that the rows depend on, besides tokenizer and ``seq_length``."""
+        """Return the settings on which the rows depend, except tokenizer and ``seq_length``."""
 
     @abstractmethod
     def encode(self, part: str) -> dict[str, npt.NDArray]:
-        """Return the arrays of the encoded rows of a part.
+        """Encode the rows of a part, and return their arrays by name.
 
         Args:
             part: ``train``, ``val`` or ``test``.
@@ -136,7 +136,7 @@ class TaskDataModule(RowDataModule):
                 self.encoded(part)
 
     def encoded(self, part: str) -> TaskRows:
-        """Return the encoded rows of a part, and report how many were cut and left out.
+        """Return the encoded rows of a part; log the numbers of omitted rows and truncated texts.
 
         Args:
             part: ``train``, ``val`` or ``test``.
@@ -171,19 +171,19 @@ class TaskDataModule(RowDataModule):
         self._encoded[part] = rows
         return rows
 
-    #: Names of further arrays that ``encode`` returns and the metric needs.
+    #: Names of additional arrays from ``encode`` that the metric needs.
     further_arrays: tuple[str, ...] = ()
 
     def keep(self, part: str, arrays: dict[str, npt.NDArray]) -> None:
-        """Keep the further arrays of a part.
+        """Keep the additional arrays of a part for its metric.
 
         Args:
             part: ``train``, ``val`` or ``test``.
-            arrays: Further arrays by their names.
+            arrays: Additional arrays by name.
         """
 
     def scores(self, part: str) -> TaskScores | None:
-        """Return a new metric for the rows of a part; None without files.
+        """Return a new metric for the rows of a part; None if the part has no files.
 
         Args:
             part: ``val`` or ``test``.
@@ -221,11 +221,11 @@ def present(what: str, paths: Iterable[Path]) -> None:
     """Raise if a file is missing.
 
     Args:
-        what: Name of the files, as the subject of a sentence.
-        paths: Files.
+        what: Name of the files, as the subject of the error message.
+        paths: Files that must exist.
 
     Raises:
-        UnsupportedError: If one of them is missing.
+        UnsupportedError: If a file is missing.
     """
     for path in paths:
         if not path.is_file():

@@ -12,7 +12,7 @@ from lightning_megatron.strict_json import read_regular_file
 
 GlueName = Literal["mnli", "qqp", "sst2"]
 Malformed = Literal["refuse", "leave_out"]
-#: Limit of a file's size; the largest one of GLUE has 80 megabytes (bytes).
+#: Maximum size of a file; the largest file of GLUE has 80 megabytes (bytes).
 _MOST_BYTES = 1 << 30
 _REMEDY = "Repair the line, or use malformed='leave_out'."
 

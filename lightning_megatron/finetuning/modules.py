@@ -36,7 +36,7 @@ class FineTuning(TokenModule):
         path: Hugging Face folder of a BERT or RoBERTa, or checkpoint of ``BERTPretraining``.
         num_labels: Number of outputs of the head.
         from_scratch: Whether to start from random weights instead of the pretrained ones.
-        dropout: Probability of all dropout layers; None keeps those of the encoder.
+        dropout: Probability of all dropout layers; None keeps the probabilities of the encoder.
         warmup_share: Length of the warm-up as a fraction of all steps, in place of
             ``warmup_steps``.
         scores_dir: Folder for the scores of all rows, written after each validation and test; the
@@ -47,7 +47,7 @@ class FineTuning(TokenModule):
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range.
-        CheckpointMismatchError: If the path holds neither a folder nor a checkpoint to start from.
+        CheckpointMismatchError: If the path is neither a Hugging Face folder nor a checkpoint.
         CorruptDataError: If a file is damaged.
         UnsupportedError: If the model is neither a BERT nor a RoBERTa, or has settings that are not
             supported.
@@ -94,7 +94,7 @@ class FineTuning(TokenModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Create the metrics of the task from its data module, which must be set up before.
+        """Create the metrics of the task from the data module, whose ``setup`` must have run.
 
         Raises:
             ParallelPlanError: If the vocabulary size of the tokenizer or the number of classes

@@ -39,7 +39,7 @@ from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 
 #: Kind of a task: scores of classes, of several options, or of the starts and ends of spans.
 TaskKind = Literal["classes", "choices", "spans"]
-#: Families of the encoders with the head of each kind of task, by the model_type of their folders.
+#: Families of encoders with the head of each kind of task, by the model_type of the folder.
 _FAMILIES: Mapping[str, Mapping[TaskKind, Family]] = {
     "bert": {"classes": BERT_CLASSES, "choices": BERT_CHOICES, "spans": BERT_SPANS},
     "roberta": {"classes": ROBERTA_CLASSES, "choices": ROBERTA_CHOICES, "spans": ROBERTA_SPANS},
@@ -56,7 +56,7 @@ _POOLER = "head.pooler.dense."
 
 @dataclass(frozen=True)
 class PretrainedEncoder:
-    """Pretrained encoder to start from; :meth:`fill` reads its weights.
+    """Pretrained encoder from which fine-tuning starts; :meth:`fill` reads its weights.
 
     Args:
         path: Hugging Face folder, or checkpoint of ``BERTPretraining``.
@@ -112,7 +112,7 @@ class PretrainedEncoder:
 
         Args:
             num_labels: Number of outputs of the head.
-            dropout: Probability of all dropout layers; None keeps those of the encoder.
+            dropout: Probability of all dropout layers; None keeps the probabilities of the encoder.
         """
         config = replace(self.config, num_labels=num_labels)
         if dropout is None:
@@ -135,7 +135,7 @@ class PretrainedEncoder:
                 have other shapes.
             CorruptDataError: If a file is damaged.
 
-        Communication: for a checkpoint one gather of names over tp x pp.
+        Communication: for a checkpoint, one gather of names over tp x pp.
         """
         if self.family is None:
             return self._fill_from_checkpoint(model)
@@ -161,7 +161,7 @@ class PretrainedEncoder:
                 lacking.append(name)
                 continue
             with torch.no_grad():
-                parameter.zero_()  # Padding of the vocabulary has no source.
+                parameter.zero_()  # The checkpoint has no values for the padding of the vocabulary.
             entries[source] = Entry(
                 parameter.detach(), shard_spec_of(parameter, model.mesh.tp.rank)
             )

@@ -27,7 +27,7 @@ class TaskRows:
         first: Number of tokens of type 0, which begin each sequence (tokens).
         labels: Labels of each row, ``(rows,)`` or ``(rows, labels)``.
         groups: Index of the group of each row.
-        counts: Number of malformed rows that were left out, and of texts that were cut.
+        counts: Number of malformed rows that were omitted, and number of truncated texts.
         choices: Number of sequences per row.
         key: Hash of everything that determines the rows.
     """
@@ -59,7 +59,7 @@ def joined(
         types: Type of each token; tokens of type 0 come before those of type 1.
         labels: Labels of each row.
         groups: Index of the group of each row.
-        counts: Number of malformed rows that were left out, and of texts that were cut.
+        counts: Number of malformed rows that were omitted, and number of truncated texts.
     """
     sizes = [0, *map(len, tokens)]
     flat = [np.asarray(one, np.int32) for one in tokens]

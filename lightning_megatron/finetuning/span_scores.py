@@ -48,9 +48,9 @@ class WindowPlaces:
 
     Args:
         question: Index of the question of each window.
-        offsets: First character of each token in its context and the end (exclusive), for all
-            tokens of all windows.
-        contexts: First token of each window's context and the end (exclusive), within the window.
+        offsets: Start and end (exclusive) of each token in its context, for all tokens of all
+            windows (characters).
+        contexts: Start and end (exclusive) of the context within each window (tokens).
     """
 
     question: npt.NDArray
@@ -166,8 +166,8 @@ class SpanScores(TaskScores):
     @staticmethod
     @override
     def combined(tables: Float[Tensor, "models rows seq 2"]) -> Float[Tensor, "rows seq 2"]:
-        # The mean of scores: no-answer scores are compared between windows, and probabilities of
-        # different windows are not comparable.
+        # Average scores, not probabilities: no-answer scores are compared between windows, and
+        # probabilities of different windows are not comparable.
         return tables.mean(0)
 
     def _best_f1(self, answers: dict[int, Answer]) -> tuple[float, float]:
@@ -233,7 +233,7 @@ def best_spans(
 
 
 def _answer(listed: list[tuple[float, str]], without: float, num_best: int) -> Answer:
-    # Sorting is stable: of spans with equal scores, the one of the earlier window is first.
+    # Sorting is stable, so among spans with equal scores the span of the earlier window is first.
     best = sorted(listed, key=lambda one: -one[0])[:num_best]
     return Answer(tuple(text for _, text in best), tuple(value for value, _ in best), without)
 

@@ -14,7 +14,7 @@ from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.strict_json import read_json
 
 SquadVersion = Literal["1.1", "2.0"]
-#: Limit of a file's size; the training set has 42 megabytes (bytes).
+#: Maximum size of a file; the training set has 42 megabytes (bytes).
 _MOST_BYTES = 1 << 30
 _REMEDY = "Copy the file of SQuAD again."
 
@@ -24,7 +24,7 @@ class SquadQuestion:
     """Question on a paragraph.
 
     Args:
-        key: Its ``id`` in the file.
+        key: ``id`` of the question in the file.
         text: Text of the question.
         context: Text of the paragraph.
         answers: Texts of the reference answers; empty if the paragraph has no answer.

@@ -161,7 +161,7 @@ def encoded_windows(
     doc_stride: int,
     question_length: int,
 ) -> dict[str, npt.NDArray]:
-    """Return the arrays of the windows of questions, and those of :class:`WindowPlaces`.
+    """Encode questions in windows; return their arrays and the arrays of :class:`WindowPlaces`.
 
     Args:
         questions: Questions.
@@ -170,7 +170,7 @@ def encoded_windows(
         doc_stride: Overlap of successive windows (tokens).
         question_length: Maximum length of a question (tokens).
     """
-    # Some questions begin with many spaces, which would affect where a pair is cut.
+    # Some questions begin with many spaces, which would change where a pair is truncated.
     texts, num_cut = tokenizer.short([one.text.lstrip() for one in questions], question_length)
     found = tokenizer.windows(texts, [one.context for one in questions], seq_length, doc_stride)
     owners = found["overflow_to_sample_mapping"]
@@ -191,7 +191,7 @@ def encoded_windows(
 
 
 def _context(sequences: Sequence[int | None]) -> range:
-    """Return the places of a window's context, from the text that each token belongs to."""
+    """Return the start and end (exclusive) of a window's context, from the text of each token."""
     length = sequences.count(1)
     first = sequences.index(1) if length else 0
     return range(first, first + length)
@@ -207,10 +207,10 @@ def _label(question: SquadQuestion, context: range, offsets: npt.NDArray) -> tup
     ends = offsets[context.start : context.stop, 1]
     if not len(context) or begins[0] > start or ends[-1] < stop:
         return 0, 0
-    # Bytes of one character are several tokens with the same offsets. An answer has all of them.
+    # Several tokens with equal offsets can be bytes of one character; an answer includes them all.
     begin = begins[np.searchsorted(begins, start, side="right") - 1]
     end = ends[np.searchsorted(ends, stop, side="left")]
-    # The place of a token that is only a space may be empty.
+    # A token that is only a space may have an empty range of characters.
     [first, *_] = np.nonzero((begins == begin) & (ends > begin))[0]
     last = np.searchsorted(ends, end, side="right") - 1
     return context[int(first)], context[int(last)]

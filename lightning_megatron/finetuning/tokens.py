@@ -13,7 +13,7 @@ from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.strict_json import read_json
 
-#: Text of a pair that is truncated: always the one that is longer at the moment, or the second.
+#: Text of a pair that is truncated: token by token the longer one, or always the second one.
 Cut = Literal["longest_first", "only_second"]
 #: Number of pairs that are encoded at once, by the threads of the library (pairs).
 _CHUNK = 1024
@@ -63,7 +63,7 @@ class PairTokenizer:
 
     @property
     def num_separators(self) -> int:
-        """Number of special tokens of a pair: 3 of BERT, 4 of RoBERTa (tokens)."""
+        """Number of special tokens of a pair: 3 for BERT, 4 for RoBERTa (tokens)."""
         return int(self._tokenizer.num_special_tokens_to_add(pair=True))
 
     @property
@@ -88,7 +88,7 @@ class PairTokenizer:
             first: First texts of the pairs, or single texts.
             second: Second texts; None for single texts.
             most: Maximum number of tokens, with the special ones (tokens).
-            cut: Text that is truncated in a pair that is too long.
+            cut: Text to truncate if a pair is too long.
 
         Returns:
             Tokens, their types, and how many texts or pairs were cut
@@ -183,9 +183,10 @@ def _class_of(path: Path) -> str:
 
 
 def _end_of(places: Sequence[tuple[int, int]], most: int) -> int:
-    """Return where a text ends whose first ``most`` tokens are kept, without parts of characters.
+    """Return the end of the longest prefix of a text with at most ``most`` tokens.
 
-    Bytes of one character are several tokens with overlapping places.
+    The prefix ends between characters: several tokens with overlapping offsets can be bytes of one
+    character.
     """
     kept = most
     while kept and places[kept][0] < places[kept - 1][1]:

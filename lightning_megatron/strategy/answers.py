@@ -1,4 +1,4 @@
-"""Answers to Lightning's questions about precision, devices and what this strategy supports."""
+"""Answers to Lightning's queries about precision, devices and supported features."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightning_megatron.swap import building_on_meta
 
 
 class TrainerAnswers(RankStrategy):
-    """Answers to the Trainer's questions that do not depend on the progress of a run."""
+    """Strategy methods with which the Trainer queries precision, device and supported features."""
 
     strategy_name = "megatron"
 
@@ -53,15 +53,17 @@ class TrainerAnswers(RankStrategy):
     def check_device(
         self, module: LightningModule | None = None, trainer: Trainer | None = None
     ) -> None:
-        """Check before any process exists that the device has the graphs and products asked for.
+        """Check that the device supports the requested CUDA graphs and matrix products.
+
+        The launcher calls this before it starts other processes.
 
         Args:
             module: Module that will run; None before it is known.
             trainer: Trainer of the run; None before it is known.
 
         Raises:
-            ParallelPlanError: If it has no products in 8 bits.
-            MissingExtraError: If Transformer Engine is chosen and not installed.
+            ParallelPlanError: If the device has no matrix products in 8 bits.
+            MissingExtraError: If Transformer Engine is requested and not installed.
             UnsupportedError: If the run cannot capture CUDA graphs.
         """
         device_type = self.root_device.type if self._make_backend is None else "cuda"
@@ -80,7 +82,7 @@ class TrainerAnswers(RankStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        # Before modules, hooks and optimizers are made.
+        # The stream must be current before modules, hooks and optimizers are created.
         if self.options.cuda_graphs is not None and self.root_device.type == "cuda":
             self._stream = self._stream or RunStream(self.root_device)
             self._stream.enter()
@@ -128,7 +130,8 @@ class TrainerAnswers(RankStrategy):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        # What the host must know of masks and lengths is then found without waiting for the device.
+        # Note masks and lengths on the host, so that code that needs them later does not wait for
+        # the device.
         with self.mesh.host_values.noting():
             return self._moved(batch, device, dataloader_idx)
 

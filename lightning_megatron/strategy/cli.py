@@ -29,8 +29,8 @@ class MegatronCLI(LightningCLI):
     * ``${...}`` is resolved after all files and command-line options are merged, so that an option
       changes every value that refers to it. A path such as ``${trainer.devices}`` has the same
       meaning in a recipe and under a subcommand.
-    * A model or data module that is named takes its own defaults, and none of those of the default
-      class.
+    * A model or data module that the user names has the defaults of its class, and none of the
+      defaults of the default class.
     * ``-c recipe:NAME`` reads a recipe that comes with the package.
     * The module creates its optimizers, because they need the parameters that ``configure_model``
       creates.
@@ -74,14 +74,14 @@ class MegatronCLI(LightningCLI):
         if isinstance(args, (dict, Namespace)):
             super().parse_arguments(parser, args)
             return
-        # Every rank is started with the command line of the first one, and resolves names itself.
+        # Every rank has the command line of the first one, and resolves names of recipes itself.
         given = list(sys.argv[1:] if args is None else args)
         try:
             resolved = with_recipe_paths(given)
         except UnsupportedError as error:
             parser.error(str(error))
-        # Otherwise another class would take over values of the default class, such as its
-        # seq_length, wherever both have an argument of the same name.
+        # Otherwise the chosen class would inherit the default values of the default class, such as
+        # its seq_length, for every argument that both classes have.
         bases = {
             "model": self.model_class is LightningModule,
             "data": self.datamodule_class is LightningDataModule,
@@ -110,7 +110,8 @@ class MegatronCLI(LightningCLI):
 
     @override
     def instantiate_trainer(self, **options: Any) -> Trainer:
-        # The command prints the message alone if one of our errors is the cause: no rank runs yet.
+        # The command `lightning-megatron` prints only the message of the cause of a ValueError. No
+        # other rank runs yet.
         try:
             return super().instantiate_trainer(**options)
         except (ParallelPlanError, UnsupportedError) as error:

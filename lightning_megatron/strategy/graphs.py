@@ -1,4 +1,4 @@
-"""Graphs of a run in the mode that the user chose, built from the parts of the run."""
+"""Construction of the CUDA graphs of a run, in the mode that the user chose."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def build_graphs(
     make_backend: MakeBackend | None,
     is_final: Callable[[], bool],
 ) -> RunGraphs | None:
-    """Return the graphs of a run; None if nothing of the module can be captured, with a warning.
+    """Build the CUDA graphs of a run; warn and return None if no part can be captured.
 
     Args:
         settings: Settings of the graphs.
@@ -47,11 +47,12 @@ def build_graphs(
         state: Owner of the gradients.
         steps: Training and evaluation steps of the run.
         make_backend: Maker of the backend that captures; None means CUDA itself.
-        is_final: Returns whether the schedule of the steps is final; the same on all ranks.
+        is_final: Function that returns whether the schedule of the steps is final; its result is
+            the same on all ranks.
 
     Raises:
-        UnsupportedError: If the host reads sizes in experts that are to be captured, or if the
-            update is to be captured and cannot be.
+        UnsupportedError: If experts should be captured but the host reads their sizes, or if the
+            update should be captured but cannot be.
     """
     mesh = executor.mesh
     check_static_experts(settings, module)
@@ -74,7 +75,7 @@ def build_graphs(
     captures: StepCaptures
     if settings.mode == "full":
         captures = WholeCaptures(settings, steps, mesh, backend, models, update)
-        # Each form of a step counts its own eager steps.
+        # StepGraphs counts the eager steps of each form of a step itself.
         num_eager = 0
     else:
         captures = SegmentCaptures(settings, models[0], executor, state, backend)
@@ -88,7 +89,7 @@ def _warn(sentence: str) -> None:
 
 
 def _reason_against(settings: CudaGraphs, module: LightningModule) -> str | None:
-    """Return why nothing of a module can be captured; None if something can."""
+    """Return the reason why no part of a module can be captured; None if some part can."""
     if settings.mode == "full":
         hook = why_hooked(module)
         return None if hook is None else hook[0].upper() + hook[1:]

@@ -227,7 +227,7 @@ class MegatronStrategy(TrainerAnswers):
         """Load the module, and the optimizers in a fit; return the entries left for Lightning."""
         self._checkpoints.wait()
         self.run.steps.look_again()
-        # Optimizers of an earlier fit of this trainer are not those of an evaluation.
+        # An evaluation must not load the optimizers of an earlier fit of this trainer.
         optimizers = self.optimizers if self.run.is_fit else ()
         path = self.broadcast(os.fspath(checkpoint_path))
         self._source = self._checkpoints.source_of(path, self.mesh)

@@ -1,4 +1,4 @@
-"""Classes of the model and data module that a command line and its files name."""
+"""Classes of the model and data module that the command line and its config files name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import yaml
 
 
 def named_class(arguments: Sequence[str], key: str) -> str | None:
-    """Return the class path that the last file or option names for a key; None if none does.
+    """Return the class path that the last file or option gives for a key; None without any.
+
+    A class that cannot be imported also gives None.
 
     Args:
-        arguments: Arguments of the command line, with paths of files.
+        arguments: Command-line arguments, with names of recipes resolved to paths.
         key: Name of the setting: ``model`` or ``data``.
     """
     found = None
@@ -38,7 +40,7 @@ def _class_in(path: str, key: str) -> str | None:
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
-        # The parser reads the file again, and says what is wrong with it.
+        # The parser reads the file again and reports the error.
         return None
     given = content.get(key) if isinstance(content, dict) else None
     chosen = given.get("class_path") if isinstance(given, dict) else given
@@ -50,5 +52,5 @@ def _exists(path: str) -> bool:
     try:
         return hasattr(import_module(module), name)
     except (ImportError, ValueError):
-        # The parser reports a class that does not exist.
+        # The parser reports the missing class.
         return False

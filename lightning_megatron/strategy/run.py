@@ -282,7 +282,7 @@ class Run:
         if reader is not None and self.mesh.model.size > 1:
             rank_zero_info(f"{reader} {SEES_PARTS}")
 
-    # ---- the life of a run
+    # ---- start and end of training
 
     @property
     def is_in_stage(self) -> bool:

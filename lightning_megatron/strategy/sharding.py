@@ -36,7 +36,7 @@ def shard_module(
 ) -> Sequence[LayeredModule]:
     """Replace the parts of a module that the mesh shards; return its models of this package.
 
-    The log says which parts, and which options have no effect.
+    The log names the replaced parts, and the options without effect.
 
     Args:
         module: The user's module.
@@ -51,7 +51,7 @@ def shard_module(
     rejoin(module, mesh)
     record_module_names_again(module.trainer)
     if mesh.cp.size > 1:
-        # Modules of configure_model did not exist before the groups.
+        # Modules that configure_model creates could not be checked before the groups existed.
         check_cut(module, mesh.cp.size, options.tensor_parallel_plan)
     earlier = _delayed_scales(module)
     for record in parallelize(
@@ -72,7 +72,7 @@ def shard_module(
     _set_recompute(models, module, options.recompute)
     _set_loss_chunk(models, module, options.loss_chunk)
     for name, model in _named_models(module):
-        # A module that was built in one process has been built again.
+        # The model may be a new object, rebuilt for this layout, that lacks the earlier scales.
         model.delayed_scales = earlier.get(name)
     _set_products(models, module, options, mesh.device)
     for note in notes_on(options, str(module.trainer.precision), mesh.device.type):
@@ -87,7 +87,7 @@ def _named_models(module: LightningModule) -> Iterator[tuple[str, LayeredModule]
 
 
 def _delayed_scales(module: LightningModule) -> dict[str, DelayedScales | None]:
-    """Return the scales of an earlier run of a module, by the name of the model."""
+    """Return the delayed scales that the models have from an earlier run, by model name."""
     return {name: model.delayed_scales for name, model in _named_models(module)}
 
 
@@ -127,7 +127,7 @@ def _set_products(
     options: StrategyOptions,
     device: torch.device,
 ) -> None:
-    """Let the layers of models compute in 8 bits, with Transformer Engine, or in neither way."""
+    """Set whether layers compute in 8 bits, and whether Transformer Engine computes them."""
     settings = options.products
     backend = options.backend
     if not models and (settings is not None or backend == "te"):
@@ -166,8 +166,8 @@ def start_mixtures(
         options: Options of the strategy.
 
     Raises:
-        ParallelPlanError: If ep or etp is set and no model has experts, or if there are more places
-            for clones than experts of other ranks.
+        ParallelPlanError: If ep or etp is set and no model has experts, or if a rank has more
+            places for clones than other ranks have experts.
         UnsupportedError: If ``recompute`` names ``experts`` or ``expert_inputs`` and no model
             has experts.
     """

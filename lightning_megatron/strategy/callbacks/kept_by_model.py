@@ -1,4 +1,4 @@
-"""Activations that the layers of a model keep on its device, for the memory estimate."""
+"""Activations that the layers of a model keep for the backward pass, for the memory estimate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,14 @@ from lightning_megatron.plan.kept_activations import (
 
 
 def kept_by(model: GPT) -> KeptActivations:
-    """Return which activations a model's layers keep on its device: fused kernels keep less."""
+    """Return the activations that layers keep for the backward pass on the model's device.
+
+    The result depends on the kernels that the device supports, since fused kernels keep fewer
+    activations.
+
+    Args:
+        model: Model, already on its device.
+    """
     parameter = next(model.parameters())
     make = fused_activations if fused_kernels(parameter) is not None else eager_activations
     table = make(model.config.memory_shape(), parameter.element_size())
@@ -35,7 +42,7 @@ def kept_by(model: GPT) -> KeptActivations:
     )
     repeats = int(config.kv_heads < config.num_heads and choice.expand_kv)
     found = replace(table, expanded_copies=repeats, padded_values=choice.pads_values)
-    # Attention to parts of the keys keeps no scores: its backward pass recomputes them.
+    # Attention over parts of the keys keeps no scores, because its backward pass recomputes them.
     transport = transport_of(attention_kind(config, 0), model.mesh, model.context)
     in_parts = model.mesh.cp.size > 1 and transport != "all_to_all"
     found = replace(found, stores_scores=choice.core == "operators" and not in_parts)
@@ -43,14 +50,14 @@ def kept_by(model: GPT) -> KeptActivations:
 
 
 def _scores_of(config: GPTConfig) -> AttentionSpan:
-    """Return attention whose scores are those of a model's layers, over whole rows."""
+    """Return the attention span of a model over whole rows, which determines the kind of scores."""
     kind = attention_kind(config, 0)
     sinks = torch.zeros(config.num_heads) if config.attention_sinks else None
     return replace(kind, window=None, sinks=sinks)
 
 
 def _makes_expert_gradients(model: GPT) -> bool:
-    """Return whether new gradients of all experts exist before they are accumulated."""
+    """Return whether the gradients of all experts exist at once before their accumulation."""
     for layer in model.mixtures().values():
         first, *others = layer.experts.weights("down")
         kind = choose_backend(

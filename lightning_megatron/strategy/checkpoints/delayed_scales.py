@@ -1,4 +1,4 @@
-"""Entries of scales of earlier steps, for products in 8 bits: a history for each layer."""
+"""Checkpoint entries of delayed scales for products in 8 bits: one history for each layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_megatron.models.stage import pipelined_modules
 
 
 def scale_tensors(module: LightningModule) -> dict[str, Entry]:
-    """Return the entries of this rank's histories; none before the first step has ended.
+    """Return the checkpoint entries of this rank's histories; empty before the first step ends.
 
     Args:
         module: Module with the layers.
@@ -34,10 +34,10 @@ def scale_tensors(module: LightningModule) -> dict[str, Entry]:
 
 
 def load_scales(stored: Stored, module: LightningModule, mesh: ParallelMesh) -> None:
-    """Continue from the histories of a checkpoint, which may have none or others.
+    """Load histories from a checkpoint, which may lack them or have histories of other lengths.
 
-    Of a longer history the last steps count. If a layer has none, all layers have the scales of
-    their own tensors in the first step.
+    A longer history contributes its last steps. If the checkpoint has no history for some layer,
+    all layers compute the scales of the first step from their current tensors.
 
     Args:
         stored: Checkpoint, saved under any layout and with any recipe.
@@ -66,7 +66,7 @@ def load_scales(stored: Stored, module: LightningModule, mesh: ParallelMesh) -> 
 
 
 def _scales(module: LightningModule) -> Iterator[tuple[DelayedScales, list[str]]]:
-    """Yield the scales of each model, with the names of its entries."""
+    """Yield the delayed scales of each model, with the names of their checkpoint entries."""
     for prefix, model in pipelined_modules(module):
         if isinstance(model, LayeredModule) and model.delayed_scales is not None:
             scales = model.delayed_scales
@@ -75,7 +75,7 @@ def _scales(module: LightningModule) -> Iterator[tuple[DelayedScales, list[str]]
 
 
 def _shape(stored: Stored, name: str, own: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a saved history; its own if there is none of such magnitudes."""
+    """Return the shape of a saved history; that of ``own`` if the saved one does not fit."""
     saved = stored.tensors.get(name)
     shape = tuple(own.shape if saved is None else saved.shape)
     return shape if shape[1:] == own.shape[1:] else tuple(own.shape)

@@ -16,7 +16,7 @@ _SHAPED = frozenset(
     | {"grad_avg", "exp_inf", "prev"}
 )
 
-#: Counts of a fit that decide where it goes on.
+#: Counts in Lightning's checkpoint that decide where a fit resumes.
 _PROGRESS = ("epoch_progress", "epoch_loop.batch_progress")
 
 
@@ -26,7 +26,7 @@ def check_entries(checkpoint: Mapping[str, Any], path: str, *, is_resumed: bool)
     Args:
         checkpoint: Content of the file.
         path: Path of the file, for errors.
-        is_resumed: Whether a fit goes on from the file.
+        is_resumed: Whether a fit resumes from the file.
 
     Raises:
         CorruptDataError: If an entry is missing or has no legal value.
@@ -169,7 +169,7 @@ def _has_counts(progress: Any) -> bool:
 
 
 def _kind_of(key: str, value: Any, parameter: Tensor) -> tuple[Any, ...]:
-    """Return what the states of similar parameters have in common."""
+    """Return the kind of a state value, which similar parameters must share."""
     if not isinstance(value, Tensor):
         return (False,)
     is_like = tuple(value.shape) == tuple(parameter.shape)

@@ -1,4 +1,4 @@
-"""Checks of a batch before it leaves the host: documents that do not fit their rows."""
+"""Checks of a batch before it moves to the device: lengths of documents."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def check_documents(batch: Any, module: LightningModule) -> None:
 
     Args:
         batch: Batch before it moves. Lengths on another device are not read.
-        module: Module that will get the batch. ``lengths`` are known to be those of documents only
-            for a :class:`CausalLM`; ``cu_seq_lens_q`` has the same meaning everywhere.
+        module: Module that will receive the batch. Only for a :class:`CausalLM` does ``lengths``
+            certainly mean lengths of documents; ``cu_seq_lens_q`` has the same meaning everywhere.
 
     Raises:
         ParallelPlanError: If documents do not fit their rows, or are longer than their bound.

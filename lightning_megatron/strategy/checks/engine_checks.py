@@ -15,22 +15,22 @@ from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 
 #: Precisions that are supported with Transformer Engine.
 _PRECISIONS = ("bf16-mixed", "bf16-true")
-#: Functions of Transformer Engine that say whether a device supports a recipe.
+#: Functions of Transformer Engine that return whether a device supports a recipe.
 _QUESTIONS = {
     "tensorwise": "is_fp8_available",
     "delayed": "is_fp8_available",
     "blockwise": "is_fp8_block_scaling_available",
     "mxfp8": "is_mxfp8_available",
 }
-#: Names that the layers need besides the public classes.
+#: Names in Transformer Engine that the layers need, apart from its public classes.
 _NEEDED = ("prepare_for_saving", "restore_from_saved", "Float8Quantizer")
 
 
 def following_plugin(options: StrategyOptions, plugin: Precision) -> StrategyOptions:
-    """Return the options with the recipe of Lightning's plugin for Transformer Engine.
+    """Return the options with the recipe of Lightning's precision plugin for Transformer Engine.
 
-    The plugin would replace modules of torch and enter the recipe around every step. Here the
-    layers of this package use the recipe.
+    Under Lightning, the plugin replaces torch modules and enters the recipe around every step.
+    Under this strategy, the layers of this package use the recipe instead.
 
     Args:
         options: Options of the strategy.
@@ -68,8 +68,8 @@ def check_engine(options: StrategyOptions, device: torch.device, precision: str)
         precision: Precision of the run.
 
     Raises:
-        MissingExtraError: If it is not installed, or too old.
-        ParallelPlanError: If it does not support the run.
+        MissingExtraError: If Transformer Engine is not installed, or too old.
+        ParallelPlanError: If Transformer Engine does not support the device, precision or recipe.
     """
     engine = _installed()
     if precision not in _PRECISIONS:
@@ -93,7 +93,7 @@ def check_engine(options: StrategyOptions, device: torch.device, precision: str)
 
 
 def _installed() -> ModuleType:
-    """Return Transformer Engine."""
+    """Import Transformer Engine; raise if it is missing or too old."""
     try:
         engine = import_module("transformer_engine.pytorch")
     except (ImportError, OSError, RuntimeError, AssertionError) as error:

@@ -10,12 +10,12 @@ from lightning_megatron.layers.fp8.operand import has_products
 from lightning_megatron.layers.segments import is_compiled
 from lightning_megatron.plan.fp8 import FP8
 
-#: Precisions beside which the GPUs' products in 8 bits run.
+#: Precisions that matrix products in 8 bits on a GPU support.
 _PRECISIONS = ("bf16-mixed", "bf16-true")
 
 
 def check_fp8(settings: FP8 | None, device: torch.device, precision: str) -> None:
-    """Refuse products in 8 bits that the device or the precision does not have.
+    """Refuse products in 8 bits that the device or the precision does not support.
 
     Args:
         settings: Settings of the run; None without such products.
@@ -23,7 +23,7 @@ def check_fp8(settings: FP8 | None, device: torch.device, precision: str) -> Non
         precision: Precision of the run.
 
     Raises:
-        ParallelPlanError: If it does not.
+        ParallelPlanError: If the device or the precision does not support them.
     """
     if settings is None:
         return
@@ -42,14 +42,14 @@ def check_fp8(settings: FP8 | None, device: torch.device, precision: str) -> Non
 
 
 def check_not_compiled(module: nn.Module, settings: FP8 | None) -> None:
-    """Refuse compiled modules around weights that are kept in 8 bits.
+    """Refuse compiled modules if weights are kept in 8 bits.
 
     Args:
         module: The sharded module.
         settings: Settings of the run; None without products in 8 bits.
 
     Raises:
-        UnsupportedError: If there is one.
+        UnsupportedError: If weights are kept in 8 bits and the module has a compiled part.
     """
     if settings is None or settings.parameters is None:
         return
@@ -63,15 +63,15 @@ def check_not_compiled(module: nn.Module, settings: FP8 | None) -> None:
 
 
 def emulates(settings: FP8, device: torch.device) -> bool:
-    """Return whether products are computed in the precision of the device.
+    """Return whether products are emulated: rounded to 8 bits, but multiplied in a wider type.
 
     Args:
         settings: Settings of the run.
         device: Device of this process.
 
     Raises:
-        ParallelPlanError: If the device has no products in 8 bits, and the settings do not ask for
-            others.
+        ParallelPlanError: If the device has no products in 8 bits and the settings do not permit
+            emulation.
     """
     if has_products(device, settings.recipe == "blockwise"):
         return False

@@ -45,7 +45,7 @@ def check_graphs(
         trainer: Trainer of the run; None before it is known.
 
     Raises:
-        UnsupportedError: If the run cannot; the message says why, and what to use.
+        UnsupportedError: If the run cannot capture them; the message names the reason and a remedy.
     """
     settings = options.graphs
     if settings is None:
@@ -101,16 +101,14 @@ def check_update(state: TrainingState, trainer: Trainer) -> None:
 
 
 def _reader_before_update(trainer: Trainer | None) -> str | None:
-    """Return a hook that would run inside, or read gradients before, the graph of the update; None
-    without one.
-    """
+    """Return a hook that may read gradients before the captured update or run inside it, if any."""
     if trainer is None or trainer.state.fn != TrainerFn.FITTING:
         return None
     return gradient_reader(trainer) or first_overridden(trainer, ("configure_gradient_clipping",))
 
 
 def own_graph_modes(module: nn.Module) -> tuple[str, ...]:
-    """Return the modes of compiled parts of a module that capture graphs by themselves.
+    """Return the torch.compile modes of parts for which torch.compile captures CUDA graphs.
 
     Args:
         module: Module to search.
@@ -119,9 +117,9 @@ def own_graph_modes(module: nn.Module) -> tuple[str, ...]:
 
 
 def check_static_experts(settings: CudaGraphs, module: nn.Module) -> None:
-    """Check that the host reads no sizes inside experts that graphs are to capture.
+    """Check that the host reads no sizes inside experts that graphs should capture.
 
-    The transport and the grouped products are chosen when the model is built.
+    The check needs the built model, which has chosen the transport and the grouped products.
 
     Args:
         settings: Settings of the graphs.
@@ -149,7 +147,7 @@ def check_static_experts(settings: CudaGraphs, module: nn.Module) -> None:
 
 
 def _check_products(layer: MixtureOfExperts) -> None:
-    """Refuse grouped products on a GPU whose sizes the host reads."""
+    """Refuse grouped products on a GPU if the host reads their sizes."""
     for name in (layer.experts.first_name, "down"):
         weights = layer.experts.weights(name)
         sizes = (weights[0].shape[1], weights[0].shape[0])
@@ -165,7 +163,8 @@ def _check_products(layer: MixtureOfExperts) -> None:
 
 def _captures_itself(part: nn.Module) -> bool:
     """Return whether torch.compile captures CUDA graphs for a module."""
-    # Of the module that torch.compile returned, and of a module whose compile() was called.
+    # dynamo_ctx belongs to a module that torch.compile returned, _compiled_call_impl to a module
+    # whose compile() was called.
     context = getattr(part, "dynamo_ctx", None)
     config = getattr(context, "compiler_config", None)
     compiled: Any = part._compiled_call_impl

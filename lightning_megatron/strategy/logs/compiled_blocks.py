@@ -1,4 +1,4 @@
-"""Log line about parts of compiled blocks whose backward passes no schedule can split."""
+"""Log line about parts of compiled blocks whose backward passes a schedule cannot split."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 
 
 def note_compiled_blocks(module: nn.Module, mesh: ParallelMesh, options: StrategyOptions) -> None:
-    """Log on global rank 0 the parts whose backward passes are not split, if the schedule splits
-    them.
+    """Log the compiled parts whose backward passes stay whole under a schedule that splits them.
 
-    Blocks may be compiled until the training starts, after the table of choices is shown. Other
-    linear layers of compiled blocks run between compiled graphs, and split their backward passes.
+    Global rank 0 logs them when training starts, because user code may compile blocks after the
+    table of choices is shown. Other linear layers of compiled blocks run between compiled graphs,
+    and their backward passes are split.
 
     Args:
         module: The sharded module.
@@ -44,7 +44,7 @@ def note_compiled_blocks(module: nn.Module, mesh: ParallelMesh, options: Strateg
 
 
 def _whole_parts(root: nn.Module) -> Iterator[str]:
-    """Yield the names of the experts and the fused weights in compiled modules of stages."""
+    """Yield the names of experts and fused weights inside compiled modules."""
     for prefix, model in pipelined_modules(root):
         for name, part in model.named_modules(prefix=prefix):
             if is_compiled(part):

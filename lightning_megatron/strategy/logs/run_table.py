@@ -108,7 +108,7 @@ def warn_of_slow(choices: Iterable[Choice]) -> None:
 
 
 def whole_backward_choices(module: nn.Module) -> list[Choice]:
-    """Return a row for each list of blocks whose backward passes no schedule splits.
+    """Return a row for each list of blocks whose backward passes a schedule cannot split.
 
     Args:
         module: The sharded module.
@@ -197,7 +197,7 @@ def _precision_choice(precision: MegatronPrecision, device: torch.device) -> Cho
 
 
 def _cast_choices(module: nn.Module, options: StrategyOptions) -> list[Choice]:
-    """Return rows on weights in 8 bits: where they are kept, and how often they are cast."""
+    """Return rows about weights in 8 bits: their storage, or the number of casts."""
     settings = options.products
     if settings is None or options.backend == "te":
         return []
@@ -216,7 +216,7 @@ def _cast_choices(module: nn.Module, options: StrategyOptions) -> list[Choice]:
 
 
 def _stored_choice(module: nn.Module, options: StrategyOptions) -> Choice:
-    """Return a row on weights that are kept in 8 bits."""
+    """Return the row about weights that are stored in 8 bits."""
     settings = options.products
     assert settings is not None, "the run computes in 8 bits"
     is_manual = isinstance(module, LightningModule) and not module.automatic_optimization
@@ -292,7 +292,7 @@ def _product_choices(
 def product_remedy(
     backend: str, device: torch.device, dtype: torch.dtype, num_groups: int
 ) -> str | None:
-    """Return how to get faster products of experts; None if the backend is the fastest of a device.
+    """Return advice for faster products of experts; None if the backend is the device's fastest.
 
     Args:
         backend: The chosen backend.

@@ -1,4 +1,4 @@
-"""Copies of many small tensors by few launches."""
+"""Copies of many small tensors with few kernel launches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @torch.no_grad()
 def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copy tensors, with one launch for all of a device and dtype.
+    """Return copies of tensors, with one kernel launch for each device and dtype.
 
     Args:
         tensors: Plain strided tensors.
@@ -22,7 +22,7 @@ def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy tensors into others of the same shapes, with one launch for all of a device and dtype.
+    """Copy tensors into targets of equal shapes, with one launch for each device and dtype.
 
     Args:
         targets: Tensors that are written.

@@ -1,4 +1,4 @@
-"""What layers collect during a step, and update at its end."""
+"""State that layers accumulate during a step and update at its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
 
 
 class LayerStates:
-    """Routers, and scales of earlier steps for products in 8 bits.
+    """State that steps accumulate: routers, and delayed scales for products in 8 bits.
+
+    Routers count tokens, and delayed scales record magnitudes for the scales of later steps.
 
     Args:
         mixtures: Mixture-of-experts layers of this rank.
@@ -33,7 +35,7 @@ class LayerStates:
 
     @property
     def is_used(self) -> bool:
-        """Return whether any layer of any stage collects something."""
+        """Return whether any layer of any stage accumulates such state."""
         return self._mixtures.is_used or bool(self._scales)
 
     @property
@@ -41,11 +43,11 @@ class LayerStates:
         return any(scales.is_fresh for scales in self._scales)
 
     def finish_step(self) -> bool:
-        """End the step, unless a graph has done so (:meth:`adopt`).
+        """End the step, unless a graph has already ended it (see :meth:`adopt`).
 
         Returns:
-            Whether graphs from before this step compute something else than the next one needs; the
-            same on all ranks.
+            Whether graphs captured before the end of this step are stale, because layers now use
+            scales of earlier steps; the same on all ranks.
 
         Communication: that of :meth:`end_step`.
         """
@@ -57,9 +59,9 @@ class LayerStates:
         return was_fresh and not self._was_fresh
 
     def end_step(self) -> Mapping[int, StepStatistics]:
-        """Update routers and scales with this step, and start to collect the next one.
+        """Update routers and scales from this step, and reset the state for the next one.
 
-        A graph may contain this: it only writes tensors that keep their addresses.
+        A graph may contain this method, because it only writes tensors that keep their addresses.
 
         Returns:
             The token counts of the routers, by layer index.
@@ -72,20 +74,20 @@ class LayerStates:
         return self._mixtures.end_step()
 
     def adopt(self, statistics: Mapping[int, StepStatistics]) -> None:
-        """Take the result of :meth:`end_step` from a graph, whose next replay overwrites it.
+        """Copy the result of :meth:`end_step` from a graph, whose next replay overwrites it.
 
         Args:
-            statistics: What :meth:`end_step` returned in the capture.
+            statistics: Result of :meth:`end_step` during the capture.
         """
         self._mixtures.adopt(statistics)
         self._has_ended = True
 
     def resume_step(self) -> None:
-        """Go on with a step that a graph has ended (:meth:`adopt`), because it must run again."""
+        """Reopen a step that a graph has ended (see :meth:`adopt`), because it must run again."""
         self._has_ended = False
 
     @property
     def step_tensors(self) -> list[Tensor]:
-        """Return the tensors of this stage's layers that steps write."""
+        """Return the tensors of this stage's layers to which steps write."""
         own = [tensor for scales in self._scales for tensor in scales.step_tensors]
         return self._mixtures.step_tensors + own

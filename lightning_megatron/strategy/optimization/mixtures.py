@@ -36,8 +36,9 @@ class MixtureRuntime:
         models: Models that are trained; layer indices run through all of them.
         mesh: The groups of this rank.
         transport: Transport of tokens over the ranks of ep.
-        rows: Limit on the rows of a rank's experts over an even share; None without one.
-        clones: Places for clones of experts; None without any.
+        rows: Limit on the rows of a rank's experts, as a multiple of the even share; None without
+            a limit.
+        clones: Places for clones of experts; None without clones.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class MixtureRuntime:
             )
 
     def count_rows(self) -> None:
-        """Count the rows of this rank's experts from now on, if other ranks have experts, too."""
+        """Count the rows of this rank's experts from now on, if several ranks share the experts."""
         for layer in self._layers.values():
             layer.rank_rows.is_on = self._mesh.ep.size > 1
 
@@ -106,16 +107,16 @@ class MixtureRuntime:
             epoch: Index of the epoch (epochs).
 
         Raises:
-            UnsupportedError: As :meth:`TrainedExperts.check` says.
+            UnsupportedError: As in :meth:`TrainedExperts.check`.
 
         Communication: that of :meth:`TrainedExperts.check`.
         """
         self._trained.check(epoch)
 
     def end_step(self) -> Mapping[int, StepStatistics]:
-        """Update the routers with the token counts of this step, and start to count the next one.
+        """Update the routers with the token counts of this step, and reset the counts.
 
-        A graph may contain this: it only writes tensors that keep their addresses.
+        A graph may contain this method, because it only writes tensors that keep their addresses.
 
         Returns:
             The token counts, by layer index.
@@ -136,10 +137,10 @@ class MixtureRuntime:
         return found
 
     def adopt(self, statistics: Mapping[int, StepStatistics]) -> None:
-        """Take the result of :meth:`end_step` from a graph, whose next replay overwrites it.
+        """Copy the result of :meth:`end_step` from a graph, whose next replay overwrites it.
 
         Args:
-            statistics: What :meth:`end_step` returned in the capture.
+            statistics: Result of :meth:`end_step` during the capture.
         """
         if statistics:
             sums = torch.stack([one.sums for one in statistics.values()])
@@ -158,18 +159,18 @@ class MixtureRuntime:
 
     @property
     def running(self) -> list[RunningSums]:
-        """Return the statistics of this stage's layers, which the passes of a step add to."""
+        """Return the statistics of this stage's layers, to which the passes of a step add."""
         layers = self._layers.values()
         return [sums for layer in layers for sums in (layer.statistics, layer.rank_rows)]
 
     @property
     def expert_rows(self) -> float | None:
-        """Return the limit as it is now: rows of a buffer over an even share; None without one."""
+        """Return the current limit on rows of a buffer, as a multiple of the even share, if any."""
         return None if self.row_limit is None else self.row_limit.factor
 
     @property
     def clone_places(self) -> int:
-        """Return the places of every rank for clones; 0 if no layer here has any."""
+        """Return the number of places for clones on every rank; 0 if no layer here has any."""
         settings = [layer.clones for layer in self._layers.values()]
         return max((one.places for one in settings if one is not None), default=0)
 

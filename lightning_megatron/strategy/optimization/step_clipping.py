@@ -1,4 +1,4 @@
-"""Clipping of a step's gradients: at once, or together with the fused update."""
+"""Clipping of a step's gradients: immediately, or together with the fused update."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Deferral = Literal["nothing", "scaling", "all"]
 
 @dataclass(frozen=True)
 class DeferredClipping:
-    """Clipping that is left to the update of the parameters.
+    """Clipping that the update of the parameters completes.
 
     Args:
-        clipping: The clipping.
-        norm: Scalar that has the norm once :meth:`receive` has got it; None by value.
-        begun: Norm and factor, if they are computed already.
+        clipping: Kind, limit and parameters of the clipping.
+        norm: Scalar tensor into which :meth:`receive` copies the norm; None for clipping by value.
+        begun: Norm and factor, if they have already been computed.
     """
 
     clipping: Clipping
@@ -34,13 +34,13 @@ class DeferredClipping:
 
     @property
     def form(self) -> Hashable:
-        """Return what a capture of :meth:`begin` takes as given."""
+        """Return the values that a graph of :meth:`begin` treats as constants."""
         return self.clipping.form
 
     def begin(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the norm and the factor that gradients must be multiplied by, if there are any.
+        """Return the norm, and the factor by which gradients must be multiplied; None without them.
 
-        Communication: that of :meth:`Clipping.begin`, unless it has begun already.
+        Communication: that of :meth:`Clipping.begin`, unless the norm has already been computed.
         """
         return self.begun or self.clipping.begin()
 
@@ -53,12 +53,13 @@ class DeferredClipping:
 class StepClipping:
     """Clipping of the gradients of each step.
 
-    The fused update multiplies by the factor of clipping by norm itself. A captured update also
-    computes the norm, or clips by value, so that both are part of its graph.
+    With clipping by norm, the fused update itself multiplies by the factor. The graph of a captured
+    update also includes the computation of the norm, or the clipping by value.
 
     Args:
         main: Parameters of this rank.
-        note: Function that gets the kind and the value of each norm, for a check after the update.
+        note: Function that receives the kind and the value of each norm, for a check after the
+            update.
     """
 
     def __init__(self, main: MainParameters, note: Callable[[str, Tensor], None]) -> None:
@@ -69,10 +70,10 @@ class StepClipping:
 
     @contextmanager
     def deferring(self, deferral: Deferral) -> Iterator[None]:
-        """Leave clipping inside the block to the code that calls :meth:`take`.
+        """Defer clipping inside the block to the code that calls :meth:`take`.
 
         Args:
-            deferral: What of it is left; the rest happens immediately.
+            deferral: Part of the clipping that is deferred; the rest happens immediately.
         """
         self._deferral = deferral
         try:
@@ -89,8 +90,8 @@ class StepClipping:
             max_norm: Upper limit of the norm.
 
         Returns:
-            The norm before clipping. If all of the clipping is deferred, it has its value once the
-            parameters are updated.
+            The norm before clipping. If all of the clipping is deferred, the tensor receives its
+            value with the update of the parameters.
 
         Communication: one all-reduce of a scalar over the world.
         """
@@ -110,7 +111,7 @@ class StepClipping:
         return norm
 
     def by_value(self, optimizer: Optimizer, limit: float) -> None:
-        """Clip every element of an optimizer's gradients to ``-limit`` and ``limit``."""
+        """Clip every element of an optimizer's gradients to ``[-limit, limit]``."""
         self.apply()
         clipping = Clipping(self._main, self._names_of(optimizer), "value", limit)
         if self._deferral == "all":
@@ -119,7 +120,7 @@ class StepClipping:
             clipping.begin()
 
     def apply(self) -> None:
-        """Do now what has been deferred, if anything."""
+        """Complete deferred clipping now, if there is any."""
         deferred = self.take()
         if deferred is None:
             return
@@ -129,7 +130,7 @@ class StepClipping:
             scale_gradients_(self._main, factor, deferred.clipping.names)
 
     def take(self) -> DeferredClipping | None:
-        """Return the deferred clipping, and forget it; None without one."""
+        """Return the deferred clipping and remove it from this object; None without any."""
         deferred = self._deferred
         self._deferred = None
         return deferred

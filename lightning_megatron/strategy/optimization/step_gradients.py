@@ -64,19 +64,20 @@ class StepGradients:
 
     @property
     def may_sum_in_graphs(self) -> bool:
-        """Return whether there are sums over the ranks in this step, and nothing reads this rank's
-        own gradients before them.
+        """Return whether graphs may sum gradients over the ranks.
+
+        The step must need such sums, and no code may read the gradients of this rank before them.
         """
         is_read = self.observer is None or self._reducer.before_reduction is not None
         return not is_read and self._reducer.sums_over_ranks
 
     def sum_up(self) -> None:
-        """Sum all gradients over the ranks now, which :meth:`end_batch` would do otherwise."""
+        """Sum all gradients over the ranks now; :meth:`end_batch` then does not sum them again."""
         self._reducer.sum_up()
 
     @property
     def weight_gradients(self) -> WeightGradientQueue:
-        """Return the queue of weight gradients that are left to weight halves."""
+        """Return the queue of weight gradients that weight halves of backward passes compute."""
         return self._reducer.weight_gradients
 
     # ---- sums
@@ -107,7 +108,7 @@ class StepGradients:
         """Finish the gradients of an optimizer that user code has left unfinished, if any.
 
         Other optimizers may accumulate further. In automatic optimization there are none, unless a
-        hook runs a backward pass of its own.
+        hook runs a backward pass itself.
 
         Raises:
             NonFiniteError: If gradients are checked and one is infinite or not a number.

@@ -1,4 +1,4 @@
-"""Check that experts with clones are trained alike on all ranks."""
+"""Check that all ranks train, or all ranks freeze, the experts of a layer with clones."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _REMEDY = "Train all experts of a layer, or none, or use expert_clones=0."
 
 
 class TrainedExperts:
-    """Layers with clones, whose experts are all trained or all frozen.
+    """Check of layers with clones, whose experts must all be trained or all be frozen.
 
-    A rank computes gradients for other ranks' experts, and they for its own. If some were frozen,
-    their ranks would leave gradients out that others wait for, or send them in another dtype.
+    A rank computes gradients for clones of other ranks' experts. If only some ranks froze their
+    experts, these ranks would omit gradients for which others wait, or send another dtype.
 
     Args:
         layers: The layers with clones, by index in the whole model.
@@ -28,20 +28,21 @@ class TrainedExperts:
         self._ep_cpu = ep_cpu
         self._epoch: int | None = None
         self._parameters = [one for layer in layers.values() for one in layer.experts.parameters()]
-        # Whether each of them was trained at the start of the epoch.
+        # Whether each parameter was trained at the start of the epoch.
         self._was_trained: list[bool] = []
 
     def check(self, epoch: int) -> None:
-        """Check a step of an epoch.
+        """Compare which experts the ranks train, at the first step of each epoch.
 
         Args:
             epoch: Index of the epoch (epochs).
 
         Raises:
             UnsupportedError: If some experts of a layer are trained and others are frozen, or if
-                that changed here within the epoch.
+                an expert of this rank was frozen or unfrozen within the epoch.
 
-        Communication: one gather over ep at the first step of an epoch, if there are clones.
+        Communication: one gather of objects over ep at the first step of an epoch, if there are
+            clones.
         """
         if not self._layers:
             return

@@ -94,7 +94,7 @@ class TrainingState:
         parameters = dict(module.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
         stacks = [tuple(names[id(part)] for part in stack) for stack in self._stacks()]
-        #: Linear layers whose weights are kept in 8 bits, by the names of these.
+        #: Linear layers whose weights are kept in 8 bits, by the names of the weights.
         self._eight_bits = weights_in_eight_bits(module) if optimizers else {}
         self.main = MainParameters(
             parameters,
@@ -161,7 +161,7 @@ class TrainingState:
 
     @property
     def effect_observers(self) -> EffectObservers:
-        """Return what a captured step changes in Python: sums, counts and random streams."""
+        """Return the objects whose Python state a captured step changes, such as counts."""
         mesh = self.mesh
         return EffectObservers(mesh.random, mesh.journal, self._reducer, self.main.gather)
 
@@ -205,16 +205,17 @@ class TrainingState:
         self._tell_layers()
 
     def _tell_layers(self) -> None:
-        """Let linear layers read weights that are kept in 8 bits now, and cast others."""
+        """Let linear layers read the weights that are now kept in 8 bits, and cast all others."""
         for names, part in self._eight_bits.items():
             if isinstance(part.scaling, Scaling):
                 part.scaling = replace(part.scaling, stored=self.main.eight_bits.stored(names))
 
     def leave_eight_bits(self, *, gathers: bool) -> None:
-        """Give weights in 8 bits memory of their own type again.
+        """Convert weights that are kept in 8 bits back to ordinary parameters.
 
         Args:
-            gathers: Whether they get the main parameters of all ranks, else what the 8 bits say.
+            gathers: Whether their values come from the main parameters of all ranks; False
+                converts the values in 8 bits.
 
         Communication: an all-gather of each bucket over the data ranks if ``gathers``.
         """
@@ -301,7 +302,7 @@ class TrainingState:
         return stored
 
     def _clip_and_step(self, step: FusedStep, clipping: DeferredClipping | None) -> None:
-        """Do the deferred clipping and the fused step, by graphs if there are some."""
+        """Complete the deferred clipping and run the fused step, by a graph if there is one."""
         factor: Tensor | None = None
 
         def begin() -> Tensor | None:
@@ -314,7 +315,7 @@ class TrainingState:
             self.main.gather.updated(step.pieces[part].names)
 
         def part_of(piece: UpdatePiece) -> Callable[[], None]:
-            # The factor is known when the first part has run, or is captured.
+            # The first part sets the factor when it runs or is captured.
             return lambda: piece.run(factor)
 
         form = (step.form, None if clipping is None else clipping.form)
@@ -326,7 +327,7 @@ class TrainingState:
             clipping.receive(norm)
 
     def _deferral(self, is_fused: bool) -> Deferral:
-        """Return what of the clipping is left to the update."""
+        """Return the part of the clipping that is deferred to the update."""
         # User code that reads gradients expects clipped ones.
         if not is_fused or self.gradients.are_exposed:
             return "nothing"
@@ -335,7 +336,7 @@ class TrainingState:
     def release(self) -> None:
         """Return gradients to the module's own parameters, without moving parameter values.
 
-        After a run that did not end well, weights in 8 bits get the values that these say.
+        If the run ended with an error, weights in 8 bits are converted from their 8-bit values.
         """
         self.main.gather.release()
         self.leave_eight_bits(gathers=False)
@@ -356,5 +357,5 @@ class TrainingState:
                 if isinstance(part, ParameterStack):
                     yield part.parts
                 elif isinstance(part, GroupedMLP) and part.has_biases:
-                    # Between the weights of experts they would take these whole rows apart.
+                    # Biases between the weights of experts would separate rows of these weights.
                     yield (*part.biases(part.first_name), *part.biases("down"))

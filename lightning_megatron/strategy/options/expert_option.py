@@ -1,4 +1,4 @@
-"""Checks of the options of experts against other options and the kind of training."""
+"""Checks of the options ``expert_rows`` and ``expert_clones`` against other options."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from lightning_megatron.plan.experts import Transport
 
 
 def check_expert_rows(rows: float | None, ep: int, transport: Transport) -> None:
-    """Refuse a limit on the rows of experts where nothing could have one.
+    """Refuse a limit on the rows of experts if no buffer can have one.
 
     Args:
-        rows: Limit on the rows of a rank's experts over an even share; None without one.
+        rows: Limit on the rows of a rank's experts, as a multiple of the even share; None without
+            a limit.
         ep: Ranks that share the experts of a layer (ranks).
         transport: Transport of tokens over ep.
 
@@ -34,10 +35,10 @@ def check_expert_rows(rows: float | None, ep: int, transport: Transport) -> None
 
 
 def check_expert_clones(clones: ExpertClones | None, ep: int, transport: Transport) -> None:
-    """Refuse clones of experts where nothing could have any.
+    """Refuse clones of experts if the layout or the transport cannot have them.
 
     Args:
-        clones: Places for clones of experts; None without any.
+        clones: Places for clones of experts; None without clones.
         ep: Ranks that share the experts of a layer (ranks).
         transport: Transport of tokens over ep.
 
@@ -61,13 +62,13 @@ def check_expert_clones(clones: ExpertClones | None, ep: int, transport: Transpo
 
 
 def check_limited_step(is_automatic: bool) -> None:
-    """Refuse training steps that could not be run again.
+    """Refuse training steps that the strategy cannot run again without the limit on rows.
 
     Args:
         is_automatic: Whether the module uses automatic optimization.
 
     Raises:
-        UnsupportedError: If user code runs backward passes.
+        UnsupportedError: If user code runs the backward passes (manual optimization).
     """
     if not is_automatic:
         raise UnsupportedError(
@@ -78,7 +79,7 @@ def check_limited_step(is_automatic: bool) -> None:
 
 
 def check_limited_sums(changer: str | None) -> None:
-    """Refuse sums of gradients over batches that could not be computed again.
+    """Refuse gradient accumulation that the strategy cannot run again without the limit on rows.
 
     Args:
         changer: Hook that may change gradients between accumulated batches; None without one.

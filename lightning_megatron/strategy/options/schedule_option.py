@@ -1,4 +1,4 @@
-"""Checks of the option ``schedule``: its name, the sizes of a named one, and an own one."""
+"""Checks of the option ``schedule``: a name, the sizes of a named schedule, or a user's order."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning_megatron.plan.settings import shown
 
 
 def check_schedule_name(schedule: Any) -> None:
-    """Check that a text is the name of a schedule, or the path of a file.
+    """Check that a text is the name of a schedule or the path of a CSV file.
 
     Args:
         schedule: Value of the option.
 
     Raises:
-        ParallelPlanError: For another text.
+        ParallelPlanError: If it is another text.
     """
     legal = (*SCHEDULE_NAMES, "auto")
     if not isinstance(schedule, str) or schedule in legal:
@@ -32,7 +32,7 @@ def check_schedule_name(schedule: Any) -> None:
 
 
 def check_own_order(order: OwnOrder, group_size: int | None) -> None:
-    """Check the options beside a schedule of the user's own.
+    """Check that other options agree with a schedule that the user's file or function defines.
 
     Args:
         order: Order of the user's file or function.
@@ -52,17 +52,17 @@ def check_own_order(order: OwnOrder, group_size: int | None) -> None:
 def check_named_schedule(
     schedule: Any, name: ScheduleName, pp: int, vpp: int, group_size: int | None
 ) -> None:
-    """Check the sizes of a named schedule, or of the first one of "auto".
+    """Check the sizes of a named schedule, or of the schedule with which "auto" begins.
 
     Args:
         schedule: Value of the option.
-        name: Name with the default filled in; for "auto" the first one.
+        name: Name with the default filled in; for "auto" the schedule of the first steps.
         pp: Pipeline-parallel size.
         vpp: Chunks per stage.
         group_size: Value of ``microbatch_group_size``.
 
     Raises:
-        ParallelPlanError: For sizes that the schedule cannot run.
+        ParallelPlanError: If the schedule cannot run with these sizes.
     """
     if schedule == "auto" and group_size is not None:
         raise ParallelPlanError(

@@ -12,12 +12,13 @@ def check_sequence_parallel(
 
     Args:
         tp: Tensor-parallel size.
-        sequence_parallel: The option.
-        shards_sequence: What it means, with the default filled in.
-        overlap_tensor_parallel: The option.
+        sequence_parallel: Value of the option.
+        shards_sequence: Whether activations are sharded, with the default filled in.
+        overlap_tensor_parallel: Value of the option.
 
     Raises:
-        ParallelPlanError: If ranks are missing.
+        ParallelPlanError: If ``sequence_parallel`` is set and tp is 1, or if
+            ``overlap_tensor_parallel`` is set and activations are not sharded.
     """
     if sequence_parallel and tp == 1:
         raise ParallelPlanError(

@@ -72,7 +72,7 @@ def check_sizes(
     elif isinstance(module, HuggingFaceCausalLM) and not options.tensor_parallel_plan:
         _check_folder(module, options, layout, seq_length)
     elif layout.cp > 1 and not is_overridden("configure_model", module):
-        # A configure_model may build the decoder, and is called when groups exist.
+        # A module with configure_model may build its decoder there, once groups exist.
         for found in check_cut(module, layout.cp, options.tensor_parallel_plan):
             found.check_layout(layout)
             check_context_transport(found, options, layout)
@@ -98,21 +98,21 @@ def _configs_of(module: LightningModule, options: StrategyOptions) -> Sequence[L
             return ()
         family = find_family(module.architecture or "")
         return () if family is None else [family.config(module.config.to_dict())]
-    # A configure_model may build the models, and is called when groups exist.
+    # A module with configure_model may build its models there, once groups exist.
     if is_overridden("configure_model", module):
         return ()
     return known_configs(module, options.tensor_parallel_plan)
 
 
 def check_places(config: LayeredConfig, options: StrategyOptions) -> None:
-    """Refuse places for clones of experts with biases, and more than other ranks have experts.
+    """Refuse clones of experts with biases, and more places for clones than other ranks' experts.
 
     Args:
         config: Configuration of a model.
         options: Arguments of the strategy.
 
     Raises:
-        ParallelPlanError: If there are more.
+        ParallelPlanError: If a rank has more places for clones than other ranks have experts.
         UnsupportedError: If the experts have biases.
     """
     if options.clones is not None and config.experts is not None:
@@ -156,7 +156,7 @@ def check_context_transport(
         layout: Sizes of the axes.
 
     Raises:
-        UnsupportedError: If a transport was asked for that cannot drop attention weights.
+        UnsupportedError: If the requested transport cannot drop attention weights.
     """
     if layout.cp == 1:
         return

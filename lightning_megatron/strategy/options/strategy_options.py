@@ -101,7 +101,7 @@ class StrategyOptions:
             schedules and dualpipe-v split backward passes, so that weight gradients fill idle time.
             zb-v and dualpipe-v need vpp=2: the second chunks lie on the stages in reverse order.
             "auto" measures the first steps, and then runs the fastest order that fits into memory;
-            with vpp=2 its chunks lie as those of zb-v. A path that ends in .csv names a file with
+            with vpp=2 it places chunks like zb-v. A path that ends in .csv names a file with
             the actions of all stages for one number of microbatches, as "lightning-megatron
             schedule --csv" writes it. In Python, a function of rank, pp, number of microbatches and
             vpp can return the actions of a stage, a list of plan.Action; its chunks lie in a loop.
@@ -152,7 +152,7 @@ class StrategyOptions:
         pipeline_plan: How a model from outside this package is divided into stages:
             {"model.layers": "blocks"} names its nn.ModuleList or nn.Sequential of blocks. Modules
             defined before it belong to the first stage, and modules after it to the last, unless
-            the plan says "first" or "last". None means the own plan of a Hugging Face model.
+            the plan says "first" or "last". None means the plan that a Hugging Face model declares.
         timeout: Seconds that a collective may wait for a rank before the job fails. None means
             torch's default.
         process_group_backend: Communication library: nccl or gloo. None means nccl on GPUs, else
@@ -292,7 +292,7 @@ class StrategyOptions:
 
     @classmethod
     def among(cls, names: Mapping[str, Any]) -> StrategyOptions:
-        """Return the options found among the local names of a function that has them as arguments.
+        """Return the options among the local variables of a function that has them as arguments.
 
         Args:
             names: Values by name, such as ``locals()``; other names are ignored.
@@ -348,7 +348,7 @@ class StrategyOptions:
     def schedule_name(self) -> ScheduleName:
         """Return the name of the schedule with the default filled in; for "auto" the first one.
 
-        An own order has no name among these: see :attr:`pass_order`.
+        A user's own order has no such name; see :attr:`pass_order`.
         """
         named = next((name for name in SCHEDULE_NAMES if name == self.schedule), None)
         if named is not None:

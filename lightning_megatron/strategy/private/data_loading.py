@@ -38,7 +38,7 @@ def training_loader_states(trainer: Trainer) -> list[Any]:
 
 
 def filter_sampler_injection(trainer: Trainer, asks: Callable[[DataLoader], bool]) -> None:
-    """Let Lightning replace a dataloader's sampler only if ``asks`` returns True, too."""
+    """Let Lightning replace a dataloader's sampler only if ``asks`` also returns True."""
     connector = trainer._data_connector
     requires = type(connector)._requires_distributed_sampler
 

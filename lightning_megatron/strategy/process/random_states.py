@@ -58,12 +58,12 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
 class DefaultGenerators:
     """States of torch's, numpy's and Python's default generators, to undo the draws of a step.
 
-    Unlike :func:`random_states` it converts nothing, because every step takes one.
+    Unlike :func:`random_states`, this class converts nothing, because every step records states.
 
     Args:
         device: Device of this rank.
-        states: States of torch's generator of the CPU, numpy's and Python's.
-        of_device: State of the generator of the device; None on a CPU.
+        states: States of torch's CPU generator, numpy's generator and Python's generator.
+        of_device: State of the GPU's generator; None on a CPU.
     """
 
     device: torch.device
@@ -72,7 +72,7 @@ class DefaultGenerators:
 
     @classmethod
     def now(cls, device: torch.device) -> DefaultGenerators:
-        """Return the states as they are now."""
+        """Return the current states."""
         of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         states = torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
         return cls(device, states, of_device)

@@ -1,4 +1,4 @@
-"""CUDA stream of a run, which graphs can capture."""
+"""CUDA stream of a run, on which CUDA graphs can be captured."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 
 
 class RunStream:
-    """Stream of a GPU on which everything between two points of the program runs.
+    """CUDA stream that is current between :meth:`enter` and :meth:`leave`.
 
-    Nothing can be captured on the default stream. A node of autograd that adds up a parameter's
-    gradients, a hook and an optimizer keep the stream on which they were made. So the stream must
-    be current before modules are made.
+    CUDA cannot capture graphs on the default stream. The autograd nodes that accumulate gradients,
+    hooks and optimizers keep the stream on which they were created. The stream must therefore be
+    current before modules are created.
 
     Args:
         device: GPU of the stream.
@@ -21,14 +21,14 @@ class RunStream:
         self._previous: torch.cuda.Stream | None = None
 
     def enter(self) -> None:
-        """Make the stream current in this thread; it first waits for the one that was."""
+        """Make the stream current in this thread, after it waits for the previous stream."""
         if self._previous is None:
             self._previous = torch.cuda.current_stream(self._stream.device)
             self._stream.wait_stream(self._previous)
             torch.cuda.set_stream(self._stream)
 
     def leave(self) -> None:
-        """Make the earlier stream current again; it first waits for this one."""
+        """Make the previous stream current again, after it waits for this stream."""
         if self._previous is not None:
             self._previous.wait_stream(self._stream)
             torch.cuda.set_stream(self._previous)

@@ -1,4 +1,4 @@
-"""Growth of the batches of a run, after which its steps have more microbatches."""
+"""Detection of growing batches, after which steps have more microbatches."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning_megatron.plan.global_batch import GlobalBatch
 
 
 class BatchGrowth:
-    """Watch over the sizes of batches that a data module lets grow.
+    """Detection of growth for data modules whose global batch ramps up.
 
-    All ranks see a growth in the same step, because the number of samples consumed decides it. The
-    smaller last batch of an epoch is none.
+    All ranks detect growth in the same step, because it depends only on the number of consumed
+    samples. A smaller last batch of an epoch does not count as growth.
 
     Args:
-        trainer: The Trainer, whose data module may have a global batch that grows.
+        trainer: The Trainer, whose data module may have a global batch that ramps up.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -27,7 +27,7 @@ class BatchGrowth:
         self._last: int | None = None
 
     def reason(self, batch: Any) -> str | None:
-        """Return how the batch of a step has grown, in words; None if it has not.
+        """Return a description of the growth of a batch since the last one; None without growth.
 
         Args:
             batch: Batch of this data-parallel rank.

@@ -1,4 +1,4 @@
-"""Progress of one kind of steps towards its graphs."""
+"""Progress of one kind of steps from eager execution to replays of graphs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from lightning_megatron.graphs.step_kind import StepKind
 
 @dataclass
 class CapturePhase:
-    """Progress of the steps of one kind: eager steps, then captures, then replays.
+    """Progress of one kind of steps: first eager steps, then captures, then replays.
 
     Args:
         kind: Kind of the steps.
         num_eager_left: Eager steps that must still run before the captures (steps).
         num_capturing: Number of steps that together capture every graph, such as those of one
             optimizer step with accumulated gradients (steps).
-        keys: Agreement with ranks that read other data; None if no graph holds collectives with
-            them.
-        num_capturing_left: Steps after which ranks still exchange failures of captures (steps).
-        addresses: Addresses when the captures began; None before.
+        keys: Agreement with ranks that read other data; None if no graph contains collectives
+            with them.
+        num_capturing_left: Number of next steps after which ranks exchange failures of captures
+            (steps).
+        addresses: Addresses of tensors at the start of the captures; None before.
     """
 
     kind: StepKind
@@ -47,7 +48,7 @@ class CapturePhase:
         self.num_capturing_left = self.num_capturing
 
     def start_again(self) -> None:
-        """Run one eager step before new captures, after the graphs have been released."""
+        """Schedule one eager step before new captures; called after the graphs were released."""
         if self.has_begun:
             self.num_eager_left = 1
         self.addresses = None
@@ -58,10 +59,11 @@ class CapturePhase:
 
         Args:
             shapes: Shapes of this rank's batch.
-            has_changed: Whether what graphs use has changed on this rank since the captures.
+            has_changed: Whether tensors that graphs use have changed on this rank since the
+                captures.
 
         Raises:
-            RankMismatchError: If the step breaks the promise of equal shapes.
+            RankMismatchError: If shapes or parameters change with ``fixed_shapes=True``.
 
         Communication: that of :class:`KeyAgreement`.
         """

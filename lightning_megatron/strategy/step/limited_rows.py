@@ -1,4 +1,4 @@
-"""Steps whose experts have buffers with a limit: a step that needed more rows is run again."""
+"""Steps with a limit on the rows of expert buffers: a step that needs more rows runs again."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from lightning_megatron.strategy.process.random_states import DefaultGenerators
 from lightning_megatron.strategy.step.step_values import BackwardPasses
 
 _Ran = TypeVar("_Ran")
-#: Function that runs a training step with some settings of its backward passes.
+#: Function that runs a training step with given settings of its backward passes.
 _Run = Callable[[BackwardPasses], _Ran]
-#: The limit grows at this failure and at all later ones.
+#: Number of the first failure after which the limit grows; it also grows after later ones.
 _GROWS_FROM = 2
 
 
 class LimitedGraphs(Protocol):
-    """Graphs of steps, whose captured buffers have a limit on their rows."""
+    """CUDA graphs of steps whose captured expert buffers have a limit on their rows."""
 
     def suspend(self) -> None:
         """Run the rest of the current step eagerly; called on all ranks."""
@@ -42,29 +42,28 @@ class LimitedGraphs(Protocol):
         """Capture all graphs again after the current step; called on all ranks.
 
         Args:
-            reason: What has changed.
+            reason: Description of the change.
         """
 
 
 class LimitedRows:
     """Training and evaluation steps whose experts have buffers with a limit on their rows.
 
-    The first run of a step has the limit, eagerly or by graphs. At the end of its last forward
-    pass each rank starts a maximum over all ranks of the rows that were missing. The host reads it
-    when it has queued the backward passes, which the device still runs. If a buffer was too small
-    on any rank, all ranks undo the run and repeat it eagerly and without the limit, in memory
-    outside of the graphs. The random streams of a step are functions of its position, so nothing of
-    them has to be undone.
+    The first run of a step has the limit, eagerly or by graphs. After its last forward pass, each
+    rank starts an all-reduce of the maximum number of missing rows. The host reads the result after
+    it has queued the backward passes, which the device still runs. If a buffer was too small on any
+    rank, all ranks undo the run and repeat the step eagerly without the limit, in memory outside
+    the graphs. The random streams depend only on the position of the step, so they need no undo.
 
-    Gradients of a batch cannot be taken out of a sum with those of earlier batches. Where they
-    accumulate, a second run therefore clears the sum, and runs all batches of the optimizer step
-    again, each from the state of the module that it began with.
+    The gradients of one batch cannot be removed from a sum with the gradients of earlier batches.
+    With gradient accumulation, the second run therefore clears the sum and runs all batches of the
+    optimizer step again, each from the state that the module had before that batch.
 
     Args:
         module: The user's module.
         mesh: The groups of this rank.
         limit: Limit of all layers.
-        states: What layers of this rank collect during a step.
+        states: State that the layers of this rank accumulate during a step.
         executor: Executor of the passes.
         gradients: Gradients of the trained parameters.
     """
@@ -88,26 +87,26 @@ class LimitedRows:
         self._earlier: list[_EarlierBatch] = []
         #: Graphs of the steps; None without any.
         self.graphs: LimitedGraphs | None = None
-        #: Number of steps that were run again.
+        #: Number of steps that ran again.
         self.num_failures = 0
 
     @property
     def factor(self) -> float:
-        """Return the limit as it is now: rows of a buffer over an even share."""
+        """Return the current limit on the rows of a buffer, as a multiple of the even share."""
         return self._limit.factor
 
     def train(self, first: _Run[_Ran], again: _Run[_Ran], passes: BackwardPasses) -> _Ran:
         """Run a training step as :meth:`run` does.
 
-        The hooks that clear the gradients of the previous step run before the first forward pass,
-        once: what they change must not be undone.
+        The hooks that clear the gradients of the previous step run once, before the first forward
+        pass, because a second run must not undo their changes.
 
         Args:
-            first: Function that runs the step with these settings, perhaps by graphs.
-            again: Function that runs it eagerly.
+            first: Function that runs the step with the given settings, with or without graphs.
+            again: Function that runs the step eagerly.
             passes: Settings of the backward passes.
 
-        Communication: that of :meth:`run`; if a buffer was too small also that of all batches of
+        Communication: that of :meth:`run`; if a buffer was too small, also that of all batches of
             this optimizer step.
         """
         passes.clear_gradients()
@@ -134,15 +133,15 @@ class LimitedRows:
         return result
 
     def run(self, first: Callable[[], _Ran], again: Callable[[], _Ran]) -> _Ran:
-        """Run a step with the limit, and once more without it if a buffer was too small.
+        """Run a step with the limit, and again without the limit if a buffer was too small.
 
         Args:
-            first: Function that runs the step, perhaps by graphs.
-            again: Function that runs it eagerly; state of the module and of the routers is again
-                that of before.
+            first: Function that runs the step, with graphs if there are any.
+            again: Function that runs the step eagerly, after the states of the module and the
+                routers were restored.
 
         Returns:
-            The result of the run that counts.
+            The result of the last run.
 
         Communication: one all-reduce of a number over the world on the device; if a buffer was too
             small also one gather of objects on the CPU.
@@ -156,7 +155,7 @@ class LimitedRows:
             result = first()
         if not self._limit.was_too_small():
             return result
-        # Outputs of the first run may be large, and the worst case needs the memory.
+        # The second run may need the memory that the outputs of the first run occupy.
         del result
         if self.graphs is not None:
             self.graphs.suspend()
@@ -183,7 +182,7 @@ class LimitedRows:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Start to read whether rows were missing after the last forward pass inside the block."""
+        """Start to read the number of missing rows after the last forward pass inside the block."""
         self._executor.after_forwards = self._limit.start_read
         try:
             yield
@@ -191,7 +190,7 @@ class LimitedRows:
             self._executor.after_forwards = None
 
     def _warn(self, needs: Sequence[RowNeed]) -> None:
-        """Name the buffer that was too small, and let the limit grow on all ranks alike."""
+        """Warn of the buffer that needed the most rows, and let the limit grow on all ranks."""
         largest = max(needs, key=_over_share, default=None)
         found = [
             (need, rank)
@@ -215,13 +214,13 @@ class LimitedRows:
 
 
 def _over_share(need: RowNeed) -> float:
-    """Return the rows that were needed over an even share."""
+    """Return the needed rows as a multiple of the even share."""
     return need.rows / need.share
 
 
 @dataclass(frozen=True)
 class _Before:
-    """State before a step that a second run starts from, beside gradients and random streams."""
+    """State before a step that a second run restores; without gradients and random streams."""
 
     module: ModuleState
     generators: DefaultGenerators
@@ -237,11 +236,11 @@ class _Before:
 
 @dataclass(frozen=True)
 class _EarlierBatch:
-    """Batch whose gradients are in the sum to which the next batch adds.
+    """Earlier batch of an optimizer step, whose gradients are in the accumulated sum.
 
     Args:
-        before: State that it began with.
-        run: Function that runs it eagerly.
+        before: State before the batch.
+        run: Function that runs the batch eagerly.
     """
 
     before: _Before

@@ -25,7 +25,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.strategy.step.capture_phase import CapturePhase
 
-#: Most sentences about parts that run eagerly; some data has other shapes in every step.
+#: Maximum number of warnings about eager parts, because some data has new shapes in every step.
 _MOST_SENTENCES = 8
 
 
@@ -34,11 +34,11 @@ class StepCaptures(Protocol):
 
     @property
     def joins_other_data(self) -> bool:
-        """Return whether graphs hold collectives with ranks that read other data."""
+        """Return whether graphs contain collectives with ranks that read other data."""
 
     @property
     def is_joint(self) -> bool:
-        """Return whether all ranks capture in the same steps, and exchange failures there."""
+        """Return whether all ranks capture in the same steps, and exchange failures in them."""
 
     @property
     def num_graphs(self) -> int:
@@ -46,43 +46,43 @@ class StepCaptures(Protocol):
 
     @property
     def failure(self) -> str | None:
-        """Return what could not be captured, and why; None if nothing has failed."""
+        """Return the part that could not be captured and the reason; None without a failure."""
 
     @property
     def eager(self) -> Mapping[tuple[str, str], int]:
-        """Return how often a reason made a captured part run eagerly, by part and reason."""
+        """Return the number of eager runs of captured parts, by part and reason."""
 
     def begin(self, kind: StepKind) -> None:
-        """Capture from the next step of a kind on what its microbatches need."""
+        """Start to capture, at the next step of a kind, the graphs that its microbatches need."""
 
     def permit(self, kind: StepKind, replays: bool) -> None:
-        """Permit or forbid captures and replays in the next step, which is of this kind."""
+        """Permit or forbid captures and replays in the next step, which has this kind."""
 
     def end_step(self) -> None:
-        """Undo what permission has changed for the step only."""
+        """Undo the changes that :meth:`permit` made for one step."""
 
     def report(self) -> GraphReport:
-        """Return what is captured now."""
+        """Return a report of the captured parts."""
 
     def release(self) -> None:
         """Free all graphs, and capture no more until the next :meth:`begin`."""
 
     def close(self) -> None:
-        """Free all graphs, and let the model run as before."""
+        """Free all graphs, and restore eager execution of the model."""
 
 
 class RunGraphs:
     """CUDA graphs of one run.
 
-    The first steps of each kind are eager, because they make what a capture cannot make:
-    workspaces, communicators and compiled kernels. The next step captures. If a rank fails, all
-    ranks go on eagerly.
+    The first steps of each kind run eagerly, because they create objects that a capture cannot
+    create: workspaces, communicators and compiled kernels. The next step captures. If the capture
+    fails on any rank, all ranks continue eagerly.
 
-    A load of a checkpoint or a thawed parameter can change what graphs must read and write. Then
-    all ranks capture again after one eager step of each kind. The ranks look for such changes
-    together: after a load, at the first training step of an epoch, at the first batch of an
-    evaluation, and with ``check=True`` before every step. Between these points a rank that sees a
-    change goes on eagerly alone.
+    Loading a checkpoint or unfreezing a parameter can change the tensors that graphs must read and
+    write. All ranks then capture again after one eager step of each kind. The ranks look for such
+    changes together: after a load, at the first training step of an epoch, at the first batch of
+    an evaluation, and before every step with ``check=True``. Between these points, a rank that
+    notices a change switches to eager steps by itself.
 
     Args:
         settings: Settings of the graphs.
@@ -92,10 +92,9 @@ class RunGraphs:
         num_eager: Number of eager steps of each kind before its captures begin (steps).
         num_capturing: Number of training steps that together capture every graph, such as those of
             one optimizer step with accumulated gradients (steps).
-        is_final: Returns whether the schedule of the training steps is final; the same on all
-            ranks.
-        update: Graph of the update of the parameters, which looks for changes itself; None without
-            one.
+        is_final: Function that returns whether the schedule of the training steps is final; its
+            result is the same on all ranks.
+        update: Graph of the parameter update, which itself checks for changes; None without one.
     """
 
     def __init__(
@@ -122,12 +121,12 @@ class RunGraphs:
         self._must_look = False
         self._has_changed = False
         self._epoch = 0
-        # Kind of the step that is running, and what the strategy has changed on all ranks.
+        # Kind of the running step, and the change that the strategy has announced on all ranks.
         self._kind: StepKind | None = None
         self._common_change: str | None = None
         self._said: set[tuple[str, str]] = set()
         self._num_known = 0
-        # Whether the graphs have changed since the line that says what is captured.
+        # Whether the graphs have changed since the last log line about captured parts.
         self._is_unsaid = False
 
     @property
@@ -138,16 +137,19 @@ class RunGraphs:
 
     @property
     def has_training_graphs(self) -> bool:
-        """Return whether graphs of training steps exist, beside those of an evaluation."""
+        """Return whether graphs of training steps exist, not only of evaluation steps."""
         counts = self._captures.report().counts
         return counts.num_graphs > counts.num_evaluating
 
     def look_again(self) -> None:
-        """Look for changes before the next step; called on all ranks, as after a load."""
+        """Look for changes before the next step; called on all ranks, for example after a load."""
         self._must_look = True
 
     def note_change(self) -> None:
-        """Go on eagerly on this rank, whose trained parameters have changed, until all look."""
+        """Note that the trained parameters of this rank have changed.
+
+        This rank runs eagerly until all ranks look for changes.
+        """
         self._has_changed = any(phase.has_begun for phase in self._phases.values())
 
     def suspend(self) -> None:
@@ -164,19 +166,19 @@ class RunGraphs:
         self._common_change = reason
 
     def step(self, shapes: Hashable, epoch: int) -> AbstractContextManager[None]:
-        """Return the context of a training step, which graphs run where they serve it.
+        """Return the context of a training step, in which graphs replace the captured parts.
 
         Args:
             shapes: Shapes of this rank's batch.
             epoch: Index of the epoch (epochs).
 
         Raises:
-            CaptureError: If a rank cannot capture and the user asked for an error.
-            RankMismatchError: If a step breaks the promise of equal shapes.
-            UnsupportedError: If a new shape comes and the user asked for an error.
+            CaptureError: If a capture fails on any rank, with ``on_failure="error"``.
+            RankMismatchError: If shapes or parameters change with ``fixed_shapes=True``.
+            UnsupportedError: If a step has a new shape, with ``on_new_shape="error"``.
 
-        Communication: on the CPU over the world. A gather after each step that captures; an
-            all-reduce of a flag where the ranks look for changes, and after each step with
+        Communication: on the CPU over the world: a gather after each step that captures; an
+            all-reduce of a flag when the ranks look for changes, and after each step with
             ``on_new_shape="capture"``; that of :class:`KeyAgreement`.
         """
         is_new = epoch != self._epoch
@@ -186,7 +188,7 @@ class RunGraphs:
     def evaluation(
         self, key: Sequence[Any], shapes: Hashable, batch: int
     ) -> AbstractContextManager[None]:
-        """Return the context of an evaluation step, which graphs run if the user asked for it.
+        """Return the context of an evaluation step, in which graphs run if ``evaluation`` is set.
 
         Args:
             key: Name of the step, and index of the dataloader if there are several.
@@ -232,7 +234,7 @@ class RunGraphs:
 
     def _phase(self, kind: StepKind) -> CapturePhase:
         if kind not in self._phases:
-            # Without such collectives, ranks with other data may replay other graphs.
+            # Without such collectives, ranks with different data may replay different graphs.
             keys = None
             if self._captures.joins_other_data:
                 keys = KeyAgreement(self._mesh.world_cpu, self._settings.fixed_shapes)
@@ -269,7 +271,7 @@ class RunGraphs:
         return captures_new and is_true_anywhere(has_new, self._mesh.world_cpu)
 
     def _look(self, phase: CapturePhase, looks: bool) -> None:
-        """Release the graphs of all ranks if what those of one rank use has changed."""
+        """Release the graphs of all ranks if tensors that graphs of any rank use have changed."""
         if self._common_change is not None:
             self._release(self._common_change)
         is_shared = self._must_look or self._settings.check or looks
@@ -278,7 +280,7 @@ class RunGraphs:
         assert phase.addresses is not None, "the captures have begun"
         self._must_look = False
         change = Addresses.of(self._module).change_from(phase.addresses)
-        # A capture may have failed after the steps in which ranks exchange failures.
+        # A capture may have failed later than the steps in which ranks exchange failures.
         has_failed = self._captures.failure is not None
         is_changed = self._has_changed or change is not None
         self._has_changed = False
@@ -290,7 +292,7 @@ class RunGraphs:
         self._release(change or "parameters have changed on another rank")
 
     def _release(self, change: str) -> None:
-        """Release all graphs, which are captured again after one eager step of each kind."""
+        """Release all graphs, so that ranks capture again after one eager step of each kind."""
         self._common_change = None
         if not any(phase.has_begun for phase in self._phases.values()):
             return
@@ -311,7 +313,11 @@ class RunGraphs:
             rank_zero_warn(words, category=SpeedWarning)
 
     def _name_eager(self) -> None:
-        """Name what ran eagerly although parts are captured, each with its reason once."""
+        """Warn once for each captured part and reason for which the part ran eagerly.
+
+        Raises:
+            UnsupportedError: With ``on_new_shape="error"``.
+        """
         for part, reason in self._captures.eager:
             if (part, reason) in self._said:
                 continue
@@ -329,7 +335,7 @@ class RunGraphs:
                 )
 
     def _say(self) -> None:
-        """Log what is captured, stage by stage if there are several."""
+        """Log the captured parts of each stage."""
         lines = all_gather_objects(self._captures.report().line(), self._mesh.pp_cpu)
         for stage, line in enumerate(lines):
             rank_zero_info(line if len(lines) == 1 else f"Stage {stage}: {line}")

@@ -81,7 +81,7 @@ class StepRunner:
         self.reads = WeightReads(mesh)
         #: Steps whose experts have a limit on their rows; None without a limit.
         self.limited_rows: LimitedRows | None = None
-        #: Steps as graphs; None runs all steps eagerly.
+        #: Graphs of whole steps; None without such graphs.
         self.whole_steps: WholeSteps | None = None
         self._has_said_size = False
         self._replay = LogReplay(mesh)
@@ -233,7 +233,7 @@ class StepRunner:
             args: Further arguments of the step.
             step: Index of the batch (batches).
             key: Hook and dataloader, which identify the set of log calls.
-            by_graphs: Context in which graphs run what they serve of the microbatches.
+            by_graphs: Context in which graphs replace the captured parts of the microbatches.
 
         Returns:
             The step's output for the batch on the last stage. Every stage receives predictions, and

@@ -36,10 +36,10 @@ _GIB = 2**30
 class ScheduleChoice:
     """Choice of the fastest schedule that fits in memory, for ``schedule="auto"``.
 
-    The first steps run a named schedule with every backward in halves. The measured times and
-    memory of all stages, and the measured time of a transfer between stages, then go into
-    :func:`search_schedule`, on every rank with the same result.
-    Without a known memory limit (on CPUs) a stage may keep as much as under zb-h2.
+    The first steps run a named schedule with every backward pass split into halves. Every rank then
+    runs :func:`search_schedule` with the measured times and memory of all stages and the measured
+    time of a transfer between stages, so that all ranks find the same schedule. Without a known
+    memory limit (on CPUs), a stage may keep as many activations as under zb-h2.
 
     Args:
         mesh: The groups of this rank.
@@ -60,12 +60,12 @@ class ScheduleChoice:
 
     @property
     def measured(self) -> MeasuredStages | None:
-        """Return what the first steps have measured; None before the choice."""
+        """Return the measurements of the first steps; None before the choice."""
         return self._measured
 
     @property
     def times(self) -> ActionTimes | None:
-        """Return the recorder of the step that runs next; None if it is not measured."""
+        """Return the recorder for the next step; None if the next step is not measured."""
         return self._times
 
     def end_step(self, num_microbatches: int) -> None:
@@ -74,8 +74,8 @@ class ScheduleChoice:
         Args:
             num_microbatches: Microbatches of the step.
 
-        Communication: after the last measured step that of :func:`measure_transfer`, and one gather
-        over the world, on the CPU.
+        Communication: after the last measured step, that of :func:`measure_transfer`, and one
+            gather over the world on the CPU.
         """
         if self._measured is not None:
             return
@@ -109,7 +109,7 @@ class ScheduleChoice:
         return build_schedule(self._name, *sizes, forward_only=forward_only)
 
     def _search(self, measured: MeasuredStages, base: Schedule) -> Schedule:
-        # Where nothing is known to be kept, as on CPUs, all forwards count the same.
+        # On CPUs the kept memory is unknown; all forward passes then count as equal.
         kept = [float(size) for size in measured.kept]
         if not any(kept):
             kept = [1.0] * len(kept)
@@ -133,7 +133,7 @@ class ScheduleChoice:
         return found.chosen.schedule
 
     def _free(self, medians: Sequence[ActionMedians], num_microbatches: int) -> int | None:
-        """Return the memory of this rank for what forwards keep; None on a CPU (bytes)."""
+        """Return the memory of this rank that is free for activations; None on a CPU (bytes)."""
         device = self._mesh.device
         if device.type != "cuda":
             return None
@@ -149,7 +149,7 @@ class ScheduleChoice:
 def _described(
     found: SearchResult, num_microbatches: int, limit: float, is_known: bool, transfer: int
 ) -> str:
-    """Return the sentence of the log about a choice, with times in milliseconds."""
+    """Return the log message about a choice, with times in milliseconds."""
 
     def one(candidate: Candidate) -> str:
         text = f"{candidate.schedule.name} {candidate.length / 1e3:.1f} ms"

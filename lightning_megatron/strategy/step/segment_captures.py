@@ -1,4 +1,4 @@
-"""Graphs of the static pieces of a model during a fit, in mode ``segments`` of CUDA graphs."""
+"""CUDA graphs of the static segments of a model during a fit, in mode ``segments``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_megatron.strategy.optimization.training_state import TrainingStat
 
 
 class SegmentCaptures:
-    """Graphs of the static pieces of one model.
+    """CUDA graphs of the static segments of one model.
 
     Args:
         settings: Settings of the graphs.
@@ -71,7 +71,7 @@ class SegmentCaptures:
 
     @property
     def is_joint(self) -> bool:
-        """Return False: stages and ranks with other data capture when they need a graph."""
+        """Return False, because each stage and data rank captures a graph when it needs one."""
         return False
 
     @property
@@ -81,31 +81,32 @@ class SegmentCaptures:
 
     @property
     def failure(self) -> str | None:
-        """Return what could not be captured, and why; None if nothing has failed."""
+        """Return the part that could not be captured and the reason; None without a failure."""
         return self._runner.failure
 
     @property
     def eager(self) -> Mapping[tuple[str, str], int]:
-        """Return how often a reason made a captured part run eagerly, by part and reason."""
+        """Return the number of eager runs of captured parts, by part and reason."""
         return self._runner.eager
 
     def begin(self, kind: StepKind) -> None:
-        """Capture from the next step of a kind on what its microbatches need."""
+        """Start to capture, at the next step of a kind, the graphs that its microbatches need."""
         self._runner.begin(kind)
 
     def permit(self, kind: StepKind, replays: bool) -> None:
-        """Permit or forbid captures and replays in the next step, which is of this kind."""
+        """Permit or forbid captures and replays in the next step, which has this kind."""
         self._runner.permit(kind, replays)
-        # All ranks have the same shapes in this step, as the ranks have agreed or promised.
+        # The ranks have agreed on equal shapes in this step, or the user guarantees them, so token
+        # counts need no comparison.
         self._model.compares_counts = not (replays and self.joins_other_data)
 
     def end_step(self) -> None:
-        """Let other passes run as without graphs, and compare token counts again."""
+        """Run other passes without graphs, and compare token counts again."""
         self._runner.permit(None, False)
         self._model.compares_counts = True
 
     def report(self) -> GraphReport:
-        """Return what is captured now."""
+        """Return a report of the captured parts."""
         scopes = self._segments.scopes
         chunks = self._chunks()
         reasons = [eager_reasons(one, scopes) for one in chunks]
@@ -121,7 +122,7 @@ class SegmentCaptures:
         )
 
     def _chunks(self) -> list[SegmentList]:
-        """Return the segments of all chunks, with the users' hooks that exist now."""
+        """Return the segments of all chunks; segments with hooks of users are not static."""
         return [without_hooked(self._model.segments(one)) for one in range(self._model.num_chunks)]
 
     def release(self) -> None:
@@ -129,7 +130,7 @@ class SegmentCaptures:
         self._runner.release()
 
     def close(self) -> None:
-        """Free all graphs, and let the model run as before."""
+        """Free all graphs, and restore eager execution of the model."""
         self._runner.release()
         self._model.runner = None
         self._executor.actions = None

@@ -1,4 +1,4 @@
-"""Weights in 8 bits that the microbatches of a batch share, in the steps of a run."""
+"""Casts of weights to 8 bits that the microbatches of a batch share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 
 
 class SharedCasts:
-    """Casts of weights to 8 bits that are made once for the microbatches of a batch.
+    """Casts of weights to 8 bits that are computed once for all microbatches of a batch.
 
     Args:
         models: Models of this package in the user's module.
@@ -26,7 +26,9 @@ class SharedCasts:
         self._graphs = options.graph_mode
 
     def around(self, num_microbatches: int) -> AbstractContextManager[None]:
-        """Return the context of the passes of a batch with backward passes.
+        """Return the context for the forward and backward passes of a training batch.
+
+        Inside the context, microbatches share casts if the settings say so.
 
         Args:
             num_microbatches: Microbatches of the batch.
@@ -44,7 +46,7 @@ class SharedCasts:
             yield
 
     def note(self, parameter: nn.Parameter) -> None:
-        """Stop to share the casts of a parameter in this batch: user code may write its memory.
+        """Stop sharing the casts of a parameter in this batch, because user code may write to it.
 
         Args:
             parameter: Parameter whose ``data`` is read or assigned.

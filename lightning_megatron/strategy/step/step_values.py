@@ -29,8 +29,8 @@ class BackwardPasses:
         clear_gradients: Function that clears the previous step's gradients, unless they accumulate.
             It runs between the first forward and the first backward pass, like Lightning's hooks.
             With several stages it runs before all passes, because the hooks may communicate.
-        hide_gradients: Function that takes gradients back which hooks could read as
-            ``parameter.grad``; ``run`` also does this.
+        hide_gradients: Function that removes gradients from ``parameter.grad``, where hooks could
+            read them; ``run`` also does this.
         run: Function that runs the backward pass of one microbatch from its weighted loss.
         adds: Whether gradients of earlier batches are kept and added to; the same on all ranks.
         will_step: Whether the optimizer steps after these passes; the same on all ranks.
@@ -40,8 +40,9 @@ class BackwardPasses:
         loss_weight: Factor of the main loss, for layers that attach losses; None if there are none.
         weight_gradients: Queue of the gradient slots; None if no weight gradient may be left to a
             weight half.
-        states: What layers collect during a step that ends with these passes; None if the optimizer
-            does not step after them, or if they collect nothing. The same on all ranks.
+        states: State that layers accumulate during a step that ends with these passes; None if the
+            optimizer does not step after them, or if there is no such state. None on all ranks or
+            on no rank.
     """
 
     clear_gradients: Callable[[], None]
@@ -58,14 +59,14 @@ class BackwardPasses:
 
 @dataclass(frozen=True)
 class RanMicrobatches:
-    """What the microbatches of a step have returned and logged on this rank.
+    """Outputs and log calls of a step's microbatches on this rank.
 
     Args:
         outputs: Outputs of the step, one for each microbatch; empty before the last stage.
         recorder: Log calls of the step.
         losses: Losses of a training step; None for an evaluation.
-        statistics: Token counts of routers whose step has ended with the microbatches, by layer
-            index; None if it goes on.
+        statistics: Token counts of the routers, by layer index, if the step of the routers ended
+            with the microbatches; else None.
     """
 
     outputs: list[Any]
@@ -95,10 +96,10 @@ class StepResult:
 
 
 def own_outputs(ran: RanStep[RanMicrobatches]) -> list[Any]:
-    """Return the outputs of a step; copies of those that the next replay overwrites.
+    """Return the outputs of a step; copies if the next replay of a graph would overwrite them.
 
     Args:
-        ran: Step that has run, eagerly or by a graph.
+        ran: Completed step, eager or by a graph.
     """
     outputs = ran.result.outputs
     return outputs if ran.graph is None else apply_to_collection(outputs, Tensor, torch.clone)

@@ -1,4 +1,4 @@
-"""Training and evaluation steps of a run: what happens around the user's step."""
+"""Training and evaluation steps of a run, with all work around the user's step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TrainingSteps:
         precision: Precision of the run.
         state: Main parameters and gradients of the run.
         mixtures: Mixture-of-experts layers of this rank.
-        states: What layers of this rank collect during a step.
+        states: State that the layers of this rank accumulate during a step.
         buffers: Buffers that the data-parallel ranks synchronise.
         runner: Runner of the user's steps on microbatches.
         overlaps_gradients: Whether sums of gradients may start during the backward pass.
@@ -82,10 +82,10 @@ class TrainingSteps:
         self._clear_gradients: ClearGradients | None = None
 
     def use(self, graphs: RunGraphs | None) -> None:
-        """Run steps by CUDA graphs from now on, where they serve a step.
+        """Run steps by CUDA graphs from now on, as far as graphs support them.
 
         Args:
-            graphs: The graphs; None without any.
+            graphs: The graphs; None to run all steps eagerly.
         """
         self._graphs = graphs
         if self._runner.limited_rows is not None:
@@ -103,8 +103,8 @@ class TrainingSteps:
         Args:
             backend: Backend that captures.
             settings: Settings of the graphs.
-            agreement: Agreement with the other ranks; None for a rank alone.
-            say: Function that logs a sentence.
+            agreement: Agreement with the other ranks; None without other ranks.
+            say: Function that logs a message.
 
         Returns:
             The graphs, which must be released before the process groups are destroyed.
@@ -168,17 +168,17 @@ class TrainingSteps:
         return result.output
 
     def _by_graphs(self, batch: Any, has_backward: bool) -> AbstractContextManager[None]:
-        """Return the context in which graphs run what they serve of a step."""
+        """Return the context in which graphs replace the captured parts of a step."""
         if self._graphs is None or not has_backward:
             return nullcontext()
         growth = self._growth.reason(batch)
         if growth is not None:
-            # Graphs of whole steps hold their number of microbatches.
+            # Graphs of whole steps have a fixed number of microbatches.
             self._graphs.capture_again(growth)
         return self._graphs.step(signature_of(batch), self._module.trainer.current_epoch)
 
     def look_again(self) -> None:
-        """Look before the next step whether graphs still serve it; called on all ranks."""
+        """Check before the next step whether graphs are still valid; called on all ranks."""
         if self._graphs is not None:
             self._graphs.look_again()
 
@@ -233,12 +233,12 @@ class TrainingSteps:
         return output
 
     def _finish_step(self) -> None:
-        """End the step of the layers."""
+        """End the step of layers with state; capture again if their scales become delayed ones."""
         if self._states.finish_step() and self._graphs is not None:
             self._graphs.capture_again("products in 8 bits have scales of earlier steps now")
 
     def _check_first_batch(self, batch: Any) -> None:
-        """Compare the first batch over the ranks that must see the same one."""
+        """Compare the first batch over the ranks that must read the same batch."""
         axes = (self._mesh.model_cpu, self._mesh.cp_cpu)
         if self._has_checked_batch or all(axis.size == 1 for axis in axes):
             return

@@ -1,4 +1,4 @@
-"""Graphs of whole training steps during a fit, in mode ``full`` of CUDA graphs."""
+"""CUDA graphs of whole steps during a run, in mode ``full``."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from lightning_megatron.strategy.step.training_steps import TrainingSteps
 
 
 class WorldAgreement:
-    """Agreement of all ranks on the graphs of whole steps, which hold collectives of all of them.
+    """Agreement of all ranks on graphs of whole steps, which contain collectives of all ranks.
 
     Args:
         settings: Settings of the graphs.
         mesh: The groups of this rank.
-        models: Models whose forward passes compare token counts, unless the ranks have done so.
-        update: Graph of the update of the parameters; None without one.
+        models: Models whose forward passes compare token counts, unless the ranks have agreed on
+            equal shapes.
+        update: Graph of the parameter update; None without one.
     """
 
     def __init__(
@@ -46,19 +47,22 @@ class WorldAgreement:
         self.permits = True
 
     def is_same(self, key: Hashable) -> bool:
-        """Return whether all ranks would do the same in this step, and none forbids it.
+        """Return whether all ranks have the same key in this step, and all permit graphs.
+
+        Args:
+            key: Properties of the step that must be equal on all ranks.
 
         Raises:
-            RankMismatchError: If this rank forbids it, and equal shapes are promised.
+            RankMismatchError: If this rank forbids graphs, with ``fixed_shapes=True``.
 
-        Communication: one all-reduce on the CPU over the world, unless equal shapes are promised.
+        Communication: one all-reduce on the CPU over the world, unless ``fixed_shapes`` is set.
         """
         is_same = self._is_same(key)
         self.compare_counts(not is_same)
         return is_same
 
     def compare_counts(self, compares: bool) -> None:
-        """Let forward passes compare the token counts of ranks that share experts, or not."""
+        """Set whether forward passes compare the token counts of ranks that share experts."""
         for model in self._models:
             model.compares_counts = compares
 
@@ -74,13 +78,13 @@ class WorldAgreement:
         return self.permits
 
     def failure_of_any(self, failure: str | None) -> str | None:
-        """Return the warning that all ranks go on eagerly; None if no rank has failed.
+        """Return the warning that all ranks continue eagerly; None if no capture has failed.
 
         Args:
-            failure: What this rank could not capture, and why.
+            failure: Part that this rank could not capture, and the reason; None without a failure.
 
         Raises:
-            CaptureError: If a rank has failed and the user asked for an error.
+            CaptureError: If a capture has failed on any rank, with ``on_failure="error"``.
 
         Communication: one gather of objects on the CPU over the world.
         """
@@ -92,7 +96,7 @@ class WorldAgreement:
 
 
 class WholeCaptures:
-    """Graphs of whole steps, which count their own eager steps.
+    """Graphs of whole steps; each form of a step counts its eager steps separately.
 
     Args:
         settings: Settings of the graphs.
@@ -119,12 +123,12 @@ class WholeCaptures:
 
     @property
     def joins_other_data(self) -> bool:
-        """Return False: the ranks compare what they do in another place, step by step."""
+        """Return False, because :class:`WorldAgreement` compares the ranks before every step."""
         return False
 
     @property
     def is_joint(self) -> bool:
-        """Return True: the ranks agree on each capture, and exchange failures there."""
+        """Return True, because all ranks agree on each capture and exchange failures in it."""
         return True
 
     @property
@@ -134,12 +138,12 @@ class WholeCaptures:
 
     @property
     def failure(self) -> str | None:
-        """Return None: the ranks exchange failures at the capture itself."""
+        """Return None, because the ranks exchange failures during the capture itself."""
         return None
 
     @property
     def eager(self) -> Mapping[tuple[str, str], int]:
-        """Return nothing: steps that run eagerly are named when they run."""
+        """Return an empty mapping, because eager steps are logged when they run."""
         return {}
 
     def begin(self, kind: StepKind) -> None:
@@ -154,11 +158,11 @@ class WholeCaptures:
         self._agreement.compare_counts(True)
 
     def report(self) -> GraphReport:
-        """Return what is captured now."""
+        """Return a report of the captured parts."""
         return GraphReport("full", ("whole steps up to the optimizer",), self._graphs.counts)
 
     def release(self) -> None:
-        """Free all graphs; eager steps come before the next captures."""
+        """Free all graphs; steps run eagerly again before the next captures."""
         self._graphs.release()
 
     def close(self) -> None:

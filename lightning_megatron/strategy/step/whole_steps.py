@@ -1,4 +1,4 @@
-"""Steps of a run that graphs capture as a whole, in mode ``full`` of CUDA graphs."""
+"""Steps of a run that CUDA graphs capture as a whole, in mode ``full``."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ RunEvaluation = Callable[[Sequence[Microbatch], tuple[Any, ...]], RanMicrobatche
 
 
 class WholeSteps:
-    """Steps of a run as graphs, with all that the strategy does in Python around them.
+    """Steps of a run as graphs, with the strategy's Python code around them.
 
-    A graph gathers updated parameters at its head, where layers wait for their own. Before the
-    optimizer steps it also sums gradients over the ranks, and updates routers and scales.
-    Parameters are therefore gathered when they are read first, and no longer right after an update:
-    by the next training step, or by whatever reads them before it.
+    A graph starts with the gathers of updated parameters, for which layers wait. If the optimizer
+    steps after the graph, the graph also sums gradients over the ranks, and updates routers and
+    scales. Parameters are therefore not gathered right after an update, but when they are first
+    read: by the next training step, or by other code before it.
 
-    What differs from an eager step: the gradients of the previous step are cleared before the first
+    Unlike an eager step, a graph step clears the gradients of the previous step before the first
     forward pass.
 
     Args:
@@ -191,7 +191,7 @@ class WholeSteps:
         return ran
 
     def _static_factor(self, factor: float) -> float | torch.Tensor:
-        """Return the loss scale as a tensor that all steps write, unless it is always 1."""
+        """Return the loss scale as one tensor for all steps, or as a number if it was always 1."""
         if factor == 1.0 and self._factor is None:
             return factor
         if self._factor is None:
@@ -199,7 +199,7 @@ class WholeSteps:
         return self._factor.fill_(factor)
 
     def _hook_in_backward(self) -> str | None:
-        """Return the hook that reads each microbatch's loss, which would not run at a replay."""
+        """Return a hook that reads each microbatch's loss, if any; replays would not call it."""
         if not self._has_looked_for_reader:
             self._has_looked_for_reader = True
             self._reader = first_overridden(self._module.trainer, ("on_before_backward",))
@@ -211,7 +211,7 @@ class WholeSteps:
         return self._reader
 
     def _name_numbers(self, step: str, ran: RanMicrobatches) -> None:
-        """Name the log calls of numbers, whose values replays repeat."""
+        """Warn of log calls with plain numbers, because replays log the numbers of the capture."""
         numbers = ran.recorder.numbers
         if numbers and self._mesh.dp.rank == 0 and self._mesh.tp.rank == 0:
             log.warning(
@@ -224,9 +224,9 @@ class WholeSteps:
 
 @contextmanager
 def refusing_kept_changes(module: nn.Module, step: str) -> Iterator[None]:
-    """Refuse steps that a replay would not repeat, and undo what they change.
+    """Refuse steps with Python effects that a replay would not repeat, and undo these effects.
 
-    A replay runs no Python: neither hooks on the parts of the module nor changes of attributes.
+    A replay runs no Python code, so it neither calls hooks of modules nor changes attributes.
 
     Args:
         module: Module of the step.
@@ -264,7 +264,7 @@ def refusing_kept_changes(module: nn.Module, step: str) -> Iterator[None]:
 
 
 def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
-    """Return copies of all attribute dictionaries of a module, which keep what a graph reads.
+    """Return copies of all attribute dictionaries, to keep alive the tensors that a graph reads.
 
     A later step may replace, for example, a table of rotary embeddings by one of another length.
     The graph still reads the old one.
@@ -287,7 +287,7 @@ def _is_own_object(value: Any) -> bool:
 
 
 def _unread(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of a step with a batch index that it cannot read."""
+    """Replace the batch index in the arguments by an object whose value the step cannot read."""
     if not args or type(args[0]) is not int:
         return args
     return (CapturedIndex(args[0]), *args[1:])
@@ -298,4 +298,4 @@ def _more(changed: Mapping[str, str]) -> str:
 
 
 def _nothing() -> None:
-    """Do nothing, where the gradients are cleared already."""
+    """Do nothing, because the gradients have already been cleared."""
