@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 
 from lightning_megatron.training.gradient_bucket import GradientBucket
+from lightning_megatron.training.use_order import UseOrder
 
 
 class BucketStarts:
@@ -16,12 +17,12 @@ class BucketStarts:
 
     Args:
         start: Function that starts the reduction of a bucket, unless it has started already.
-        names: Names of the parameters in the order of the forward pass.
+        order: Order in which the forward pass reads the parameters.
     """
 
-    def __init__(self, start: Callable[[GradientBucket], None], names: Iterable[str] = ()) -> None:
+    def __init__(self, start: Callable[[GradientBucket], None], order: UseOrder) -> None:
         self._start = start
-        self._position = {name: number for number, name in enumerate(names)}
+        self._order = order
         #: All buckets, group by group. Within a group, buckets of all buffers are in the order in
         #: which a backward pass completes them.
         self.buckets: list[GradientBucket] = []
@@ -119,7 +120,7 @@ class BucketStarts:
 
     def _turn(self, bucket: GradientBucket) -> tuple[int, int]:
         """Return the sort key of a bucket: parameters used first get their gradients last."""
-        return bucket.group, -min((self._position.get(name, 0) for name in bucket.names), default=0)
+        return bucket.group, -self._order.first(bucket.names)
 
     def _in_group(self, group: int) -> Iterator[GradientBucket]:
         return (bucket for bucket in self.buckets if bucket.group == group)

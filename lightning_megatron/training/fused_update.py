@@ -221,7 +221,7 @@ class FusedUpdate:
         alike: dict[tuple[Any, ...], list[_Row]] = {}
         names: dict[int, list[str]] = {}
         num_taken = 0
-        for name in main.gather.in_order_of_use(rows):
+        for name in main.order.sorted(rows):
             number, row = rows[name]
             parameter, gradient, *_, half = row
             # A kernel call takes one dtype of gradients and one of half views; `serves` has

@@ -68,7 +68,7 @@ class GradientReducer:
         self.weight_gradients = WeightGradientQueue()
         self._slots: dict[str, GradientSlot] = {}
         self._names: dict[Hashable, str] = {}
-        self._starts = BucketStarts(self._start, main.names)
+        self._starts = BucketStarts(self._start, main.order)
         self._recorder: GradientRecorder | None = None
         self._finished: set[str] = set()
         self._unused = UnusedParameters(main)
@@ -200,7 +200,7 @@ class GradientReducer:
     def resume(self, names: Collection[str]) -> None:
         """Let the next backward pass add to reduced gradients not cleared; only on one rank."""
         for name in self._finished.intersection(names):
-            self._slots[name].is_empty = False
+            self._slots[name].note_filled()
         self._finished.difference_update(names)
 
     def take_finished(self, names: Collection[str]) -> dict[str, Shaped[Tensor, "..."]]:

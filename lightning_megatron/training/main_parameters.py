@@ -24,6 +24,7 @@ from lightning_megatron.training.flat_buffer import FlatBuffer, MainSlice, slice
 from lightning_megatron.training.parameter_gather import ParameterGather
 from lightning_megatron.training.shard_granularity import ShardGranularity
 from lightning_megatron.training.shared_gradients import resolve_ties
+from lightning_megatron.training.use_order import UseOrder
 from lightning_megatron.training.user_writes import UserWrites
 
 
@@ -65,20 +66,19 @@ class MainParameters:
         self.ties: list[tuple[str, str]] | None = None
         #: Weights that are kept in 8 bits.
         self.eight_bits = EightBitWeights(eight_bits, self.buffers)
-        self._parameters: dict[str, nn.Parameter] = {}
-        self.gather = ParameterGather(self._parameters)
-        seen: set[int] = set()
+        self._names_by_id: dict[int, str] = {}
         for name, parameter in named_parameters.items():
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                self._parameters[name] = parameter
+            self._names_by_id.setdefault(id(parameter), name)
+        self._parameters = {name: named_parameters[name] for name in self._names_by_id.values()}
+        #: Order in which the forward pass reads the parameters.
+        self.order = UseOrder(self._parameters)
+        self.gather = ParameterGather(self.order)
         #: Tracking of user writes into the parameters.
         self.user_writes = UserWrites(self._parameters, self.buffers, self.wait)
         self._main_parameters: dict[str, nn.Parameter] = {}
         self._slices: dict[str, MainSlice] = {}
         self._main_ids: set[int] = set()
         self._counted = CountedGradients()
-        self._names_by_id = {id(parameter): name for name, parameter in self._parameters.items()}
 
     @property
     def names(self) -> tuple[str, ...]:

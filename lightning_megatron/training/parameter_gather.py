@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,8 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.pending import Pending
 from lightning_megatron.shapes import Shaped
 from lightning_megatron.training.flat_buffer import FlatBuffer
+from lightning_megatron.training.same_objects import same_objects
+from lightning_megatron.training.use_order import UseOrder
 
 #: A bucket: (index of its buffer, index in the buffer).
 _BucketKey = tuple[int, int]
@@ -62,11 +64,13 @@ class ParameterGather:
     all-gathers can start during the update of the parameters: see :meth:`start_during_update`.
 
     Args:
-        names: Names of the parameters in the order of the forward pass; they may follow later.
+        order: Order in which the forward pass reads the parameters.
     """
 
-    def __init__(self, names: Collection[str] = ()) -> None:
-        self._names = names
+    def __init__(self, order: UseOrder) -> None:
+        self._order = order
+        # The buffers that were ordered last, and their buckets in order.
+        self._ordered: tuple[Sequence[FlatBuffer], list[_BucketKey]] = (), []
         #: Whether :meth:`start` defers the all-gathers to the first read of parameters. All ranks
         #: must have the same value, and must first read parameters at the same point of a step.
         self.defers = False
@@ -157,8 +161,7 @@ class ParameterGather:
             self._recorded.gathers = True
         during = self._during_update
         self._during_update = None
-        order = self._buckets_in_order(buffers)
-        for key in order if during is None else during.left:
+        for key in self._buckets_in_order(buffers) if during is None else during.left:
             self._start_bucket(key, buffers, mesh)
         self._complete([bucket for bucket in self._pending if bucket not in self._awaited])
 
@@ -263,26 +266,18 @@ class ParameterGather:
         self._awaited.clear()
         self._buckets_of = {}
 
-    def in_order_of_use(self, names: Iterable[str]) -> list[str]:
-        """Return names of parameters in the order in which the forward pass reads them."""
-        position = {name: number for number, name in enumerate(self._names)}
-        return sorted(names, key=lambda name: position.get(name, len(position)))
-
     def _buckets_in_order(self, buffers: Sequence[FlatBuffer]) -> list[_BucketKey]:
-        """List the partitioned buckets, sorted by the first of their parameters to be read."""
-        position = {name: number for number, name in enumerate(self._names)}
-        found = [
-            (index, number)
-            for index, buffer in enumerate(buffers)
-            if buffer.plan.num_parts > 1
-            # Buckets are laid out in the order of the backward pass.
-            for number in reversed(range(len(buffer.plan.buckets)))
-        ]
-        firsts = {
-            key: min(position.get(name, len(position)) for name in _names_of(buffers, key))
-            for key in found
-        }
-        return sorted(found, key=firsts.__getitem__)
+        """List the buckets that ranks share, by the first of their parameters to be read."""
+        if not same_objects(buffers, self._ordered[0]):
+            shared = [
+                (index, number)
+                for index, buffer in enumerate(buffers)
+                if buffer.plan.num_parts > 1
+                for number in range(len(buffer.plan.buckets))
+            ]
+            shared.sort(key=lambda key: self._order.first(_names_of(buffers, key)))
+            self._ordered = tuple(buffers), shared
+        return self._ordered[1]
 
     def _start_bucket(
         self, key: _BucketKey, buffers: Sequence[FlatBuffer], mesh: ParallelMesh
@@ -304,8 +299,9 @@ def _names_of(buffers: Sequence[FlatBuffer], key: _BucketKey) -> Iterator[str]:
 
 def _missing_of(buffers: Sequence[FlatBuffer], key: _BucketKey, names: Set[str]) -> set[str] | None:
     """Return which parameters of a bucket are updated; None if the update does not store them."""
-    is_stored = buffers[key[0]].is_stored_by_update
-    return set(names).intersection(_names_of(buffers, key)) if is_stored else None
+    if not buffers[key[0]].is_stored_by_update:
+        return None
+    return {name for name in _names_of(buffers, key) if name in names}
 
 
 def _waiting(

@@ -14,6 +14,7 @@ from lightning_megatron.graphs.addresses import Addresses
 from lightning_megatron.graphs.user_hooks import modules_with_user_hooks, user_hook_of
 from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.training.parameter_gather import ParameterGather
+from lightning_megatron.training.use_order import UseOrder
 
 
 def net() -> nn.Module:
@@ -80,7 +81,7 @@ def test_hooks_that_come_and_go_are_changes() -> None:
 
 def test_hooks_of_users_are_found_and_those_of_the_package_are_not() -> None:
     module = net()
-    ParameterGather().wait_before([module], [])
+    ParameterGather(UseOrder()).wait_before([module], [])
     assert modules_with_user_hooks(module) == {}
 
     def see(module: nn.Module, args: Any) -> None: ...

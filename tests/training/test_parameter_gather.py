@@ -187,6 +187,6 @@ def _order_of_use(rank: int, size: int) -> list[str]:
     main.publish(wait=False)
     keys = list(main.gather._pending)
     main.wait()
-    assert main.gather.in_order_of_use(reversed(list(named))) == list(named)
+    assert main.order.sorted(reversed(list(named))) == list(named)
     buckets = [main.buffers[index].plan.buckets[number] for index, number in keys]
     return [placed.name for bucket in buckets for placed in bucket.placed]
