@@ -351,7 +351,8 @@ class TransformerBlock(nn.Module):
         return self._update(self.attention(hidden, *how, **given), self.attention_output_norm)
 
     def _normalise(self, stream: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
-        stream, normed, _ = normalised_for(self.mlp, self.mlp_norm, stream, update)
+        # The MLP runs in a segment of its own, which gets tensors only.
+        stream, normed, _ = normalised_for(None, self.mlp_norm, stream, update)
         return stream, normed
 
     def _mlp(self, hidden: Tensor) -> Tensor:

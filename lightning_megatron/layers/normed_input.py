@@ -9,7 +9,7 @@ from lightning_megatron.shapes import Float
 
 
 def normalised_for(
-    reader: nn.Module,
+    reader: nn.Module | None,
     norm: nn.Module | None,
     hidden: Float[Tensor, "*tokens hidden"],
     update: Float[Tensor, "*tokens hidden"] | None = None,
@@ -21,7 +21,8 @@ def normalised_for(
         layer: ``magnitude`` if its attribute ``reads_magnitude`` is true.
 
     Args:
-        reader: Layer that reads the normalised vectors.
+        reader: Layer that is called with the normalised vectors; None if the caller does not call
+            it, so that nobody could use the magnitude.
         norm: The norm; None means that the layer reads the stream itself.
         hidden: The residual stream.
         update: Tensor that is added to the stream; None means no addition.
