@@ -4,14 +4,15 @@ find; ``test_gpu_kernels.py`` checks the kernels themselves.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.train_shapes import SHAPES
 from lightning_megatron import CudaGraphs
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.gpu.shared_gpu import gpu_of, require_gpus
@@ -22,18 +23,8 @@ from tests.world import run_world
 
 #: Layers of Llama 3 8B and of GPT-2 1.2B.
 REAL = {
-    "llama": GPTConfig.llama(
-        vocab_size=1024,
-        max_seq_length=4096,
-        num_layers=1,
-        hidden_size=4096,
-        num_heads=32,
-        num_kv_heads=8,
-        ffn_hidden_size=14336,
-    ),
-    "gpt2": GPTConfig.gpt2(
-        vocab_size=1024, max_seq_length=1024, num_layers=1, hidden_size=1536, num_heads=16
-    ),
+    name: replace(SHAPES[shape], vocab_size=1024, num_layers=1)
+    for name, shape in {"llama": "llama8b_half", "gpt2": "gpt2_1_2b"}.items()
 }
 
 
