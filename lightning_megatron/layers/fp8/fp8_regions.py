@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from lightning_megatron.groups.collectives import all_gather_sequence, all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.pending import Pending
+from lightning_megatron.layers.deferred_product import ready
 from lightning_megatron.layers.fp8.magnitude import GradientMagnitude, Magnitude
 from lightning_megatron.layers.fp8.operand import (
     Operand,
@@ -30,7 +31,6 @@ from lightning_megatron.layers.fp8.scaling import Axes, Scaling
 from lightning_megatron.layers.fp8.weight_products import (
     Inputs,
     give_weight_gradient,
-    ready,
     start_inputs,
 )
 from lightning_megatron.layers.regions import (

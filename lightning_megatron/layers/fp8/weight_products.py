@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.deferred_product import give_product
 from lightning_megatron.layers.fp8.operand import Operand, ScaledProduct, needed, transposed
 from lightning_megatron.layers.fp8.scaling import Scaling
-from lightning_megatron.layers.gradient_slot import GradientSlot, StackedSlot
-from lightning_megatron.layers.regions import as_rows, open_queue, start_gathering
-from lightning_megatron.layers.weight_gradient_queue import Add
+from lightning_megatron.layers.regions import as_rows, start_gathering
 from lightning_megatron.shapes import Float, Shaped
 
 #: Waits for the inputs of a layer, and returns the operand of their columns.
@@ -59,22 +58,6 @@ def start_inputs(
     return transpose_all
 
 
-def ready(inputs: Inputs) -> Inputs:
-    """Return inputs without starting communication: none is needed, or it has started."""
-    return inputs
-
-
-def _start_product(
-    slot: GradientSlot | StackedSlot,
-    gradient: Operand,
-    start: Callable[[], Inputs],
-    multiply: Callable[[Operand, Operand], ScaledProduct],
-) -> Add:
-    """Start the communication of a deferred product, and return the function that adds it."""
-    inputs = start()
-    return lambda: slot.add_computed(multiply(gradient, inputs()))
-
-
 def give_weight_gradient(
     ctx: Any, gradient: Operand | None, start: Callable[[], Inputs]
 ) -> Float[Tensor, "out_local in_local"] | None:
@@ -89,14 +72,5 @@ def give_weight_gradient(
     Returns:
         The gradient if the weight has no slot, else None.
     """
-    multiply = partial(ScaledProduct, emulate=ctx.scaling.emulate, dtype=ctx.weight_dtype)
-    queue = open_queue(ctx)
-    slot = ctx.weight_slot
-    if queue is not None:
-        queue.put(partial(_start_product, slot, needed(gradient), start, multiply), slot.slots)
-        return None
-    found = multiply(needed(gradient), start()())
-    if slot is None:
-        return found.value()
-    slot.add_computed(found)
-    return None
+    settings = {"emulate": ctx.scaling.emulate, "dtype": ctx.weight_dtype}
+    return give_product(ctx, start, partial(ScaledProduct, needed(gradient), **settings))

@@ -18,7 +18,7 @@ from lightning_megatron.groups.collectives import (
 )
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.pending import Pending
-from lightning_megatron.layers.gradient_slot import GradientSlot, StackedSlot
+from lightning_megatron.layers.deferred_product import give_product, ready
 from lightning_megatron.layers.regions import (
     add_bias,
     as_rows,
@@ -35,7 +35,6 @@ from lightning_megatron.layers.transformer_engine.engine_scaling import (
     EngineScaling,
     Factor,
 )
-from lightning_megatron.layers.weight_gradient_queue import Add
 from lightning_megatron.shapes import Float
 
 #: Function that waits for the inputs of a layer, and returns them as a factor.
@@ -114,7 +113,7 @@ class _EngineColumnLinear(torch.autograd.Function):
         start: Callable[[], _Inputs] = partial(_start_inputs, ctx, kept)
         if needs_weight and open_queue(ctx) is None:
             # The inputs arrive while the gradient of the inputs is computed.
-            start = partial(_ready, start())
+            start = partial(ready, start())
         cast = _cast_gradient(ctx, grad, needs_weight)
         grad_hidden = None
         leaving = Pending()
@@ -171,7 +170,7 @@ class _EngineRowLinear(torch.autograd.Function):
             grad_hidden = _input_gradient(ctx, cast, weight, len(rows)).view(ctx.hidden_shape)
         grad_weight = None
         if needs_weight:
-            start = partial(_ready, partial(_ready, kept))
+            start = partial(ready, partial(ready, kept))
             grad_weight = _give_weight_gradient(ctx, cast, start)
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
@@ -233,7 +232,7 @@ def _input_gradient(ctx: Any, cast: Factor, weight: Tensor, num_rows: int) -> Te
 def _start_inputs(ctx: Any, kept: Factor) -> _Inputs:
     """Start to all-gather the inputs of a column layer, if ranks kept parts of them."""
     if not ctx.mesh.sequence_parallel:
-        return partial(_ready, kept)
+        return partial(ready, kept)
     full, arriving = start_gathering(kept.detach(), ctx.mesh)
 
     def cast_all() -> Factor:
@@ -244,38 +243,10 @@ def _start_inputs(ctx: Any, kept: Factor) -> _Inputs:
     return cast_all
 
 
-def _ready(found: Any) -> Any:
-    return found
-
-
-def _start_product(
-    slot: GradientSlot | StackedSlot,
-    gradient: Factor,
-    start: Callable[[], _Inputs],
-    multiply: Callable[[Factor, Factor], EngineProduct],
-) -> Add:
-    """Start the communication of a deferred product, and return the function that adds it."""
-    inputs = start()
-    return lambda: slot.add_computed(multiply(inputs(), gradient))
-
-
 def _give_weight_gradient(
     ctx: Any, gradient: Factor, start: Callable[[], _Inputs]
 ) -> Tensor | None:
     """Add the weight gradient to its slot, defer it to the weight half, or return it."""
     scaling: EngineScaling = ctx.scaling
     dtype = ctx.weight_dtype
-
-    def multiply(inputs: Factor, cast: Factor) -> EngineProduct:
-        return EngineProduct(scaling, inputs, cast, dtype)
-
-    queue = open_queue(ctx)
-    slot = ctx.weight_slot
-    if queue is not None:
-        queue.put(partial(_start_product, slot, gradient, start, multiply), slot.slots)
-        return None
-    found = multiply(start()(), gradient)
-    if slot is None:
-        return found.value()
-    slot.add_computed(found)
-    return None
+    return give_product(ctx, start, lambda inputs: EngineProduct(scaling, inputs, gradient, dtype))

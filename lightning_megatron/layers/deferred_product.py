@@ -1,0 +1,58 @@
+"""Weight gradients that are added to their slots at once, or deferred to the weight half."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from lightning_megatron.layers.gradient_product import GradientProduct
+from lightning_megatron.layers.gradient_slot import GradientSlot, StackedSlot
+from lightning_megatron.layers.regions import open_queue
+from lightning_megatron.layers.weight_gradient_queue import Add
+from lightning_megatron.shapes import Float
+
+T = TypeVar("T")
+
+
+def ready(found: T) -> T:
+    """Return an argument: with ``partial``, a function that has nothing to start or to wait for."""
+    return found
+
+
+def give_product(
+    ctx: Any, start: Callable[[], Callable[[], T]], multiply: Callable[[T], GradientProduct]
+) -> Float[Tensor, "out_local in_local"] | None:
+    """Add a weight gradient to its slot, defer it to the weight half, or return it.
+
+    Args:
+        ctx: Context of the layer.
+        start: Function that starts the communication of the inputs, and returns the function that
+            waits for them and returns them.
+        multiply: Function that returns the product with the inputs.
+
+    Returns:
+        The gradient if the weight has no slot, else None.
+    """
+    queue = open_queue(ctx)
+    slot = ctx.weight_slot
+    if queue is not None:
+        queue.put(partial(_start_product, slot, start, multiply), slot.slots)
+        return None
+    product = multiply(start()())
+    if slot is None:
+        return product.value()
+    slot.add_computed(product)
+    return None
+
+
+def _start_product(
+    slot: GradientSlot | StackedSlot,
+    start: Callable[[], Callable[[], T]],
+    multiply: Callable[[T], GradientProduct],
+) -> Add:
+    """Start the communication of a deferred product, and return the function that adds it."""
+    inputs = start()
+    return lambda: slot.add_computed(multiply(inputs()))
