@@ -147,3 +147,31 @@ def test_one_replica_is_no_data_parallel(
     with pytest.raises(SystemExit):
         main([*TINY, "--replicas", "1", "--output", str(tmp_path)])
     assert "--replicas must be at least 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"sequence": true}', "got ['sequence']"),
+        ('{"tp": 2}', "got ['tp']"),
+        ("[1]", "--strategy must hold a JSON object"),
+    ],
+)
+def test_options_of_the_strategy_are_checked(
+    tmp_path: Path, text: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*TINY, "--strategy", text, "--output", str(tmp_path)])
+    assert reason in capsys.readouterr().err
+
+
+def test_options_reach_the_strategy(tmp_path: Path) -> None:
+    given = '{"zero": 0, "sequence_parallel": true}'
+    options = ["--devices", "2", "--studies", "strong", "--strategy", given]
+    main([*TINY, *options, "--output", str(tmp_path)])
+    found = json.loads((tmp_path / "study.json").read_text())
+    assert found["strategy"] == json.loads(given)
+    # One device has no tokens to divide: the strategy refuses sequence parallelism there.
+    failure = found["rows"][0]["failure"]
+    assert "sequence_parallel" in failure
+    assert found["rows"][1]["failure"] == ""

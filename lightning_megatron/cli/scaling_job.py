@@ -97,7 +97,9 @@ def main(args: Sequence[str] | None = None) -> None:
         accelerator=options.accelerator,
         devices=case.devices,
         precision=options.precision,
-        strategy=MegatronStrategy(tp=case.tp, recompute=options.recompute),
+        strategy=MegatronStrategy(
+            tp=case.tp, recompute=options.recompute, **json.loads(options.strategy)
+        ),
         max_steps=num_steps,
         gradient_clip_val=1.0,
         callbacks=[timer],
@@ -128,6 +130,7 @@ def job_parser() -> argparse.ArgumentParser:
     add("--precision", required=True, help="precision of the Trainer")
     add("--accelerator", required=True, help="accelerator of the Trainer")
     add("--recompute", help="activations that are recomputed")
+    add("--strategy", default="{}", help="further options of the strategy as JSON")
     return parser
 
 

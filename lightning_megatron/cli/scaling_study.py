@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import signal
@@ -27,14 +28,18 @@ from lightning_megatron.cli.scaling_cases import (
     check_replicas,
 )
 from lightning_megatron.cli.scaling_report import ScalingRow, records_of, table_of, write_files
-from lightning_megatron.errors import MissingExtraError
+from lightning_megatron.errors import MissingExtraError, UnsupportedError
 from lightning_megatron.models.model_flops import FLOP_RULE
+from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
+from lightning_megatron.strict_json import parse_object
 
 EXAMPLE = """examples:
   lightning-megatron scaling-study --output scaling
   lightning-megatron scaling-study --size tiny --devices 2 --studies model strong --output tiny"""
 
 _JOB = "lightning_megatron.cli.scaling_job"
+#: Options of the strategy that a study sets itself.
+_SET_BY_STUDY = {"tp", "recompute"}
 _MEMORY = ("outofmemory", "out of memory", "can't allocate memory", "cannot allocate memory")
 
 
@@ -45,7 +50,9 @@ def main(args: Sequence[str]) -> None:
         args: Arguments after the name of the subcommand.
 
     Raises:
-        UnsupportedError: If there are fewer than two replicas.
+        CorruptDataError: If the options of the strategy are not a JSON object.
+        UnsupportedError: If there are fewer than two replicas, or an option of the strategy is
+            unknown or set by the study.
     """
     options = study_parser().parse_args(args)
     on_gpu = torch.cuda.is_available()
@@ -53,6 +60,7 @@ def main(args: Sequence[str]) -> None:
     # A replica of the largest model needs eight GPUs.
     options.replicas = options.replicas or min(PAPER_REPLICAS, max(2, options.devices // 8))
     check_replicas(options.replicas)
+    options.strategy = strategy_options(options.strategy)
     options.precision = options.precision or ("bf16-mixed" if on_gpu else "32-true")
     options.accelerator = "cuda" if on_gpu else "cpu"
     folder = Path(options.output)
@@ -110,6 +118,12 @@ def study_parser() -> argparse.ArgumentParser:
         help="activations that are recomputed; full as published (default: none)",
     )
     add(
+        "--strategy",
+        default="{}",
+        metavar="JSON",
+        help='further options of MegatronStrategy, for example {"cuda_graphs": "segments"}',
+    )
+    add(
         "--timeout",
         type=at_least_one,
         default=1800,
@@ -117,6 +131,26 @@ def study_parser() -> argparse.ArgumentParser:
         help="seconds after which a job is ended (default: 1800)",
     )
     return parser
+
+
+def strategy_options(text: str) -> dict[str, Any]:
+    """Return the options of ``MegatronStrategy`` that a JSON text gives.
+
+    Args:
+        text: JSON object of names and values.
+
+    Raises:
+        CorruptDataError: If the text is not a JSON object.
+        UnsupportedError: If the strategy has no option of that name, or the study sets it.
+    """
+    found = parse_object(text.encode(), "--strategy", 'Pass {"cuda_graphs": "segments"}.')
+    legal = set(inspect.signature(MegatronStrategy).parameters) - _SET_BY_STUDY
+    if unknown := sorted(found.keys() - legal):
+        raise UnsupportedError(
+            f"--strategy must hold options of MegatronStrategy that the study does not set: got "
+            f"{unknown}. Use some of {sorted(legal)}."
+        )
+    return found
 
 
 def _run(case: ScalingCase, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -129,6 +163,7 @@ def _run(case: ScalingCase, options: argparse.Namespace, folder: Path) -> dict[s
     command += ["--result", str(result), "--steps", str(options.steps)]
     command += ["--warmup", str(options.warmup), "--precision", options.precision]
     command += ["--accelerator", options.accelerator]
+    command += ["--strategy", json.dumps(options.strategy)]
     command += ["--recompute", options.recompute] if options.recompute else []
     with log.open("wb") as file:
         job = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
@@ -200,6 +235,7 @@ def _report(
         "devices": options.devices,
         "precision": options.precision,
         "recompute": options.recompute,
+        "strategy": options.strategy,
         "steps": options.steps,
         "warmup": options.warmup,
         "torch": torch.__version__,
