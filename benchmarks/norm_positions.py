@@ -7,7 +7,12 @@ original BERT) and before attention and MLP (b), with the same seed and data, an
 
 Sizes and number of steps have defaults from ``PRESETS``: for a GPU if there is one, else for CPUs.
 ``--learning-rate`` accepts several values, and the program trains both orders with each.
-``--devices`` divides the batch among GPUs or CPU processes.
+``--devices`` divides the batch among GPUs or CPU processes. ``--orders`` selects one of the orders,
+and ``--draw`` only draws the losses of such runs together:
+
+    python -m benchmarks.norm_positions --orders post --losses post.json
+    python -m benchmarks.norm_positions --orders pre --losses pre.json
+    python -m benchmarks.norm_positions --draw post.json pre.json --picture docs/bert_norms.png
 """
 
 from __future__ import annotations
@@ -192,6 +197,8 @@ def arguments() -> argparse.Namespace:
     add("--scaled-init", action=argparse.BooleanOptionalAction)
     add("--workers", type=int, help="processes of a rank that prefetch batches")
     add("--seed", type=int, default=1234)
+    add("--orders", nargs="+", choices=list(ORDERS), default=list(ORDERS))
+    add("--draw", type=Path, nargs="+", metavar="FILE", help="files of --losses to draw together")
     add("--every", type=int, default=20, help="steps between two printed losses")
     add("--data-dir", default="runs/data")
     add("--losses", type=Path, default=Path("norm_positions.json"))
@@ -204,30 +211,54 @@ def arguments() -> argparse.Namespace:
     return given
 
 
-def main() -> None:
-    """Train both orders, write their losses and draw them."""
-    given = arguments()
-    warnings.filterwarnings("ignore")
-    curves: list[Curve] = []
-    is_first = True
-    for rate in given.learning_rate:
-        for order in ORDERS:
-            curve, is_first = train(order, rate, given)
-            curves.append(curve)
-    if not is_first:
-        return
-    settings = {name: value for name, value in vars(given).items() if not isinstance(value, Path)}
+def save(curves: list[Curve], given: argparse.Namespace) -> None:
+    """Write the losses with the options of the training."""
+    settings = {
+        name: value
+        for name, value in vars(given).items()
+        if name not in ("draw", "losses", "picture")
+    }
     content = {"settings": settings, "curves": [curve._asdict() for curve in curves]}
     given.losses.write_text(json.dumps(content))
-    rates = ", ".join(f"{rate:g}" for rate in given.learning_rate)
-    title = f"{given.layers} layers of {given.hidden}, learning rate {rates}"
-    draw(curves, title, given.picture)
+
+
+def read(files: list[Path]) -> tuple[list[Curve], dict[str, Any]]:
+    """Return the curves of all files, and the options of the first one."""
+    contents = [json.loads(file.read_text()) for file in files]
+    curves = [Curve(**curve) for content in contents for curve in content["curves"]]
+    return curves, contents[0]["settings"]
+
+
+def report(curves: list[Curve], layers: int, hidden: int, picture: Path) -> None:
+    """Draw the curves, and print their last losses."""
+    rates = ", ".join(f"{rate:g}" for rate in sorted({curve.learning_rate for curve in curves}))
+    draw(curves, f"{layers} layers of {hidden}, learning rate {rates}", picture)
     for curve in curves:
         last = curve.losses[-SPAN:]
         print(
             f"{ORDERS[curve.order]}, rate {curve.learning_rate:g}: {len(curve.losses)} steps in "
             f"{curve.seconds:.0f} s, last {len(last)} steps {mean(last):.3f} nats"
         )
+
+
+def main() -> None:
+    """Train the orders, write their losses and draw them; or draw losses of earlier runs."""
+    given = arguments()
+    if given.draw:
+        curves, settings = read(given.draw)
+        report(curves, settings["layers"], settings["hidden"], given.picture)
+        return
+    warnings.filterwarnings("ignore")
+    curves = []
+    for rate in given.learning_rate:
+        for order in given.orders:
+            curve, is_first = train(order, rate, given)
+            curves.append(curve)
+            if is_first:
+                # After each training, so that an interruption loses no finished one.
+                save(curves, given)
+    if is_first:
+        report(curves, given.layers, given.hidden, given.picture)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import pytest
 from lightning_megatron.cli.main import main
 from lightning_megatron.cli.scaling_cases import SIZES, STUDIES, cases_of, found_in_paper
 from lightning_megatron.cli.scaling_report import ScalingRow, records_of, table_of
-from lightning_megatron.cli.scaling_study import reason_in
+from lightning_megatron.cli.separate_job import reason_in
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.model_flops import flops_per_token
 from tests.sweeps import chosen

@@ -65,6 +65,9 @@ COMMANDS = {
     "scaling-study": Command(
         "lightning_megatron.cli.scaling_study", "measure weak and strong scaling, as published"
     ),
+    "tune": Command(
+        "lightning_megatron.cli.tune", "find the fastest communication settings of a recipe"
+    ),
     "harness": Command("lightning_megatron.cli.harness", "run tasks of lm-eval under any layout"),
     "generate": Command(
         "lightning_megatron.cli.generate", "continue prompts with a model, as text appears"

@@ -11,19 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import time
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from typing_extensions import override
 
 from lightning_megatron.cli.scaling_cases import ScalingCase
+from lightning_megatron.cli.step_timer import StepTimer
 from lightning_megatron.models.causal_lm import CausalLM
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 
@@ -50,38 +47,8 @@ class RandomTokens(Dataset):
         return {"tokens": tokens[:-1], "labels": tokens[1:]}
 
 
-class StepTimer(Callback):
-    """Measure the mean time of consecutive steps after warm-up steps.
-
-    Args:
-        warmup: Number of warm-up steps, which are not measured (steps).
-        steps: Number of measured steps (steps).
-    """
-
-    def __init__(self, warmup: int, steps: int) -> None:
-        self._warmup = warmup
-        self._steps = steps
-        self._start = 0.0
-        #: Mean time of a step (s).
-        self.seconds = 0.0
-        self.loss = float("nan")
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        done = batch_idx + 1
-        # The host waits for the device only before the first and after the last measured step, so
-        # that steps overlap as in training.
-        if done == self._warmup:
-            self._start = _now()
-        if done == self._warmup + self._steps:
-            self.seconds = (_now() - self._start) / self._steps
-            self.loss = float(outputs["loss"])
-
-
 def main(args: Sequence[str] | None = None) -> None:
-    """Train the configuration and let rank 0 write the result.
+    """Train the configuration; rank 0 writes the result.
 
     Args:
         args: Arguments; None uses those of this process.
@@ -91,7 +58,7 @@ def main(args: Sequence[str] | None = None) -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     seed_everything(1234, verbose=False)
-    timer = StepTimer(options.warmup, options.steps)
+    timer = StepTimer(options.warmup, options.steps, options.result)
     num_steps = options.warmup + options.steps
     trainer = Trainer(
         accelerator=options.accelerator,
@@ -110,13 +77,6 @@ def main(args: Sequence[str] | None = None) -> None:
     )
     rows = RandomTokens(case, case.batch_size * num_steps)
     trainer.fit(CausalLM(case.config), DataLoader(rows, case.batch_size // case.dp))
-    if trainer.is_global_zero:
-        found: dict[str, Any] = {"seconds_per_step": timer.seconds, "loss": timer.loss}
-        found |= {"peak_gib": None, "device": "CPU"}
-        if _on_gpu():
-            found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            found["device"] = torch.cuda.get_device_name()
-        Path(options.result).write_text(json.dumps(found))
 
 
 def job_parser() -> argparse.ArgumentParser:
@@ -132,16 +92,6 @@ def job_parser() -> argparse.ArgumentParser:
     add("--recompute", help="activations that are recomputed")
     add("--strategy", default="{}", help="further options of the strategy as JSON")
     return parser
-
-
-def _on_gpu() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
-
-
-def _now() -> float:
-    if _on_gpu():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 if __name__ == "__main__":

@@ -5,9 +5,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -28,6 +25,7 @@ from lightning_megatron.cli.scaling_cases import (
     check_replicas,
 )
 from lightning_megatron.cli.scaling_report import ScalingRow, records_of, table_of, write_files
+from lightning_megatron.cli.separate_job import run_job
 from lightning_megatron.errors import MissingExtraError, UnsupportedError
 from lightning_megatron.models.model_flops import FLOP_RULE
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
@@ -40,7 +38,6 @@ EXAMPLE = """examples:
 _JOB = "lightning_megatron.cli.scaling_job"
 #: Options of the strategy that a study sets itself.
 _SET_BY_STUDY = {"tp", "recompute"}
-_MEMORY = ("outofmemory", "out of memory", "can't allocate memory", "cannot allocate memory")
 
 
 def main(args: Sequence[str]) -> None:
@@ -165,49 +162,13 @@ def _run(case: ScalingCase, options: argparse.Namespace, folder: Path) -> dict[s
     command += ["--accelerator", options.accelerator]
     command += ["--strategy", json.dumps(options.strategy)]
     command += ["--recompute", options.recompute] if options.recompute else []
-    with log.open("wb") as file:
-        job = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
-        failure = _wait(job, options.timeout)
-    if failure is None and result.is_file():
-        found: dict[str, Any] = {**json.loads(result.read_text()), "failure": ""}
-    else:
-        found = {"failure": failure or reason_in(log.read_text(errors="replace"), job.returncode)}
+    failure = run_job(command, log, options.timeout)
+    found: dict[str, Any] = {"failure": failure}
+    if failure is None:
+        found = {**json.loads(result.read_text()), "failure": ""}
     said = found["failure"] or f"{found['seconds_per_step']:.4g} s a step"
     print(f"{case.label}: {said}", file=sys.stderr, flush=True)
     return found
-
-
-def _wait(job: subprocess.Popen, timeout: int) -> str | None:
-    """Wait for a job; kill its processes after the timeout, or if this program is interrupted.
-
-    Returns:
-        Reason for the failure if the job timed out, else None
-    """
-    try:
-        job.wait(timeout)
-    except subprocess.TimeoutExpired:
-        return f"took longer than {timeout} s (--timeout)"
-    finally:
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
-    return None
-
-
-def reason_in(text: str, returncode: int) -> str:
-    """Return the reason why a job failed, from its output.
-
-    Args:
-        text: Output of the job.
-        returncode: Exit code of its first process; negative for a signal.
-    """
-    if any(word in text.lower() for word in _MEMORY):
-        return "out of memory"
-    if returncode < 0:
-        return f"ended by {signal.Signals(-returncode).name}, perhaps for lack of host memory"
-    errors = [line for line in text.splitlines() if "Error: " in line and line[:1].isalpha()]
-    said = errors or [line for line in text.splitlines() if line.strip()] or ["no output"]
-    return f"exit code {returncode}: {said[-1].strip()[:300]}"
 
 
 def _row(study: Study, case: ScalingCase, found: dict[str, Any]) -> ScalingRow:

@@ -1,0 +1,51 @@
+"""Training jobs that a subcommand runs as separate programs, which may fail alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+_MEMORY = ("outofmemory", "out of memory", "can't allocate memory", "cannot allocate memory")
+
+
+def run_job(command: Sequence[str], log: Path, timeout: int) -> str | None:
+    """Run a program until it ends; kill its processes after the timeout or an interruption.
+
+    Args:
+        command: The program and its arguments.
+        log: File that receives its standard output and standard error.
+        timeout: Longest duration of the program (seconds).
+
+    Returns:
+        Reason why the program failed; None after exit code 0.
+    """
+    with log.open("wb") as file:
+        job = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+        try:
+            job.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return f"took longer than {timeout} s (--timeout)"
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
+    return reason_in(log.read_text(errors="replace"), job.returncode) if job.returncode else None
+
+
+def reason_in(text: str, returncode: int) -> str:
+    """Return the reason why a job failed, from its output.
+
+    Args:
+        text: Output of the job.
+        returncode: Exit code of its first process; negative for a signal.
+    """
+    if any(word in text.lower() for word in _MEMORY):
+        return "out of memory"
+    if returncode < 0:
+        return f"ended by {signal.Signals(-returncode).name}, perhaps for lack of host memory"
+    errors = [line for line in text.splitlines() if "Error: " in line and line[:1].isalpha()]
+    said = errors or [line for line in text.splitlines() if line.strip()] or ["no output"]
+    return f"exit code {returncode}: {said[-1].strip()[:300]}"

@@ -1,0 +1,242 @@
+"""The subcommand ``tune``: the fastest communication settings of a recipe on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_megatron.cli.arguments import at_least_one
+from lightning_megatron.cli.separate_job import run_job
+from lightning_megatron.cli.tune_candidates import Candidates, Machine, candidates_of
+from lightning_megatron.errors import UnsupportedError
+
+EXAMPLE = """example:
+  lightning-megatron tune -c recipe:finetune_hf --model.path FOLDER --trainer.strategy.tp 2"""
+_STRATEGY = "lightning_megatron.MegatronStrategy"
+_TIMER = "lightning_megatron.cli.step_timer.StepTimer"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One measured run.
+
+    Args:
+        settings: Options of the strategy that differ from the recipe.
+        seconds: Mean time of a step (s); None if the run failed.
+        peak_gib: Largest memory of rank 0 (GiB); None on CPUs and after a failure.
+        failure: Reason for the failure; empty if the run succeeded.
+    """
+
+    settings: Mapping[str, Any]
+    seconds: float | None
+    peak_gib: float | None
+    failure: str
+
+
+@dataclass
+class Tuning:
+    """Search for the fastest settings, one option after the other.
+
+    Args:
+        given: Options of ``lightning-megatron fit`` that describe the job.
+        folder: Folder for the results and outputs of the runs.
+        steps: Number of measured steps of a run (steps).
+        warmup: Number of steps before them (steps).
+        timeout: Longest duration of a run (seconds).
+        gain: Part of the time of a step that a setting must save to be chosen.
+        trials: Runs so far.
+    """
+
+    given: Sequence[str]
+    folder: Path
+    steps: int
+    warmup: int
+    timeout: int
+    gain: float
+    trials: list[Trial] = field(default_factory=list)
+
+    def search(self, strategy: Mapping[str, Any]) -> Trial:
+        """Measure the recipe and all candidates; return the fastest run.
+
+        The candidates of an option keep the best values of the options before it.
+
+        Args:
+            strategy: Options of the strategy in the recipe.
+
+        Raises:
+            UnsupportedError: If the recipe itself does not run.
+        """
+        best = self._measure({})
+        if best.seconds is None:
+            raise UnsupportedError(
+                f"the recipe must run before it can be tuned: {best.failure}. Its output is in "
+                f"{self._path(0, '.txt')}."
+            )
+        for candidates in candidates_of(strategy, self._machine()):
+            best = self._best_of(candidates, best)
+        return best
+
+    def _best_of(self, candidates: Candidates, best: Trial) -> Trial:
+        for value in candidates.values:
+            trial = self._measure({**best.settings, candidates.option: value})
+            assert best.seconds is not None, "the best run so far did not fail"
+            if trial.seconds is not None and trial.seconds < best.seconds * (1 - self.gain):
+                best = trial
+        return best
+
+    def _measure(self, settings: Mapping[str, Any]) -> Trial:
+        number = len(self.trials)
+        result = self._path(number, ".json")
+        result.unlink(missing_ok=True)
+        timer = {"warmup": self.warmup, "steps": self.steps, "path": str(result)}
+        command = [sys.executable, "-m", "lightning_megatron", "fit", *self.given]
+        command += _options_to_measure(self.warmup + self.steps, timer)
+        command += [f"--trainer.strategy.{name}={_text(one)}" for name, one in settings.items()]
+        failure = run_job(command, self._path(number, ".txt"), self.timeout) or ""
+        if not failure and not result.is_file():
+            failure = f"the data ended before {self.warmup + self.steps} steps"
+        measured = {} if failure else json.loads(result.read_text())
+        trial = Trial(settings, measured.get("seconds_per_step"), measured.get("peak_gib"), failure)
+        self.trials.append(trial)
+        print(_line(trial), file=sys.stderr, flush=True)
+        return trial
+
+    def _machine(self) -> Machine:
+        measured = json.loads(self._path(0, ".json").read_text())
+        return Machine(measured["peak_gib"] is not None, measured["num_ranks"])
+
+    def _path(self, number: int, suffix: str) -> Path:
+        return self.folder / f"run{number}{suffix}"
+
+
+def main(args: Sequence[str]) -> None:
+    """Run the subcommand.
+
+    Args:
+        args: Arguments after the name of the subcommand. Arguments that the subcommand does not
+            know are options of ``fit``.
+
+    Raises:
+        UnsupportedError: If the recipe uses another strategy, or does not run.
+    """
+    options, given = tune_parser().parse_known_args(args)
+    strategy = strategy_of(given)
+    options.output.mkdir(parents=True, exist_ok=True)
+    tuning = Tuning(
+        given, options.output, options.steps, options.warmup, options.timeout, options.gain / 100
+    )
+    best = tuning.search(strategy)
+    print(table_of(tuning.trials))
+    print(f"\n{advice_of(best)}")
+
+
+def strategy_of(given: Sequence[str]) -> dict[str, Any]:
+    """Return the options of the strategy that the options of ``fit`` lead to.
+
+    Args:
+        given: Options of ``fit``.
+
+    Raises:
+        UnsupportedError: If ``fit`` refuses the options, or the strategy is another one.
+    """
+    command = [sys.executable, "-m", "lightning_megatron", "fit", *given, "--print_config"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    if found.returncode:
+        # Warnings of other packages may come first.
+        said = found.stderr[max(found.stderr.find("error:"), 0) :].strip()
+        raise UnsupportedError(f"tune must get options that fit accepts: {said}")
+    strategy = yaml.safe_load(found.stdout)["trainer"]["strategy"]
+    if not isinstance(strategy, dict) or strategy["class_path"] != _STRATEGY:
+        raise UnsupportedError(
+            f"tune must get a recipe with MegatronStrategy: its strategy is {strategy!r}. Set "
+            f"trainer.strategy.class_path to {_STRATEGY}."
+        )
+    settings: dict[str, Any] = strategy["init_args"]
+    return settings
+
+
+def table_of(trials: Sequence[Trial]) -> str:
+    """Return all runs as a Markdown table, in the order in which they ran."""
+    rows = ["| settings | ms a step | relative to the recipe | GiB |", "|---|---|---|---|"]
+    first = trials[0].seconds
+    for trial in trials:
+        name = _shown(trial.settings)
+        if trial.seconds is None or first is None:
+            rows.append(f"| {name} | {trial.failure} | | |")
+            continue
+        memory = "" if trial.peak_gib is None else f"{trial.peak_gib:.1f}"
+        rows.append(
+            f"| {name} | {trial.seconds * 1e3:.1f} | {trial.seconds / first:.3f} | {memory} |"
+        )
+    return "\n".join(rows)
+
+
+def advice_of(best: Trial) -> str:
+    """Return the fastest settings as YAML, or a sentence if the recipe is the fastest."""
+    if not best.settings:
+        return "No setting is faster than the recipe's own."
+    content = {"trainer": {"strategy": {"init_args": dict(best.settings)}}}
+    return f"Set in the recipe:\n\n{yaml.safe_dump(content, sort_keys=False)}".rstrip()
+
+
+def tune_parser() -> argparse.ArgumentParser:
+    """Build the parser of the subcommand's options."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-megatron tune",
+        usage="lightning-megatron tune [options] -c RECIPE [options of fit]",
+        description="Train a recipe for a few steps with several bucket sizes, NCCL channels and "
+        "kinds of overlap, and print the fastest settings on this machine. No setting changes "
+        "what is computed, except for the order of sums.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--steps", type=at_least_one, default=12, help="measured steps of a run (12)")
+    add("--warmup", type=at_least_one, default=6, help="steps before them (6)")
+    add(
+        "--gain",
+        type=float,
+        default=1.0,
+        metavar="PERCENT",
+        help="part of a step that a setting must save (1)",
+    )
+    add("--timeout", type=at_least_one, default=900, metavar="S", help="seconds of a run (900)")
+    add("--output", type=Path, default=Path("runs/tune"), help="folder of results and outputs")
+    return parser
+
+
+def _options_to_measure(steps: int, timer: Mapping[str, Any]) -> list[str]:
+    """Return options that train for some steps, with the timer as the only callback."""
+    callbacks = [{"class_path": _TIMER, "init_args": dict(timer)}]
+    given = {
+        "max_steps": steps,
+        "limit_val_batches": 0,
+        "callbacks": callbacks,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return [f"--trainer.{name}={_text(value)}" for name, value in given.items()]
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _shown(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{name}={_text(one)}`" for name, one in settings.items()) or "the recipe's"
+
+
+def _line(trial: Trial) -> str:
+    said = trial.failure or f"{(trial.seconds or 0.0) * 1e3:.1f} ms a step"
+    return f"{_shown(trial.settings)}: {said}"

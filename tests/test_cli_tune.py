@@ -1,0 +1,147 @@
+"""The subcommand `tune`: the search, the options that it tries, and real runs of a recipe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_megatron.cli import tune
+from lightning_megatron.cli.main import main
+from lightning_megatron.cli.tune import Trial, Tuning, advice_of, table_of
+from lightning_megatron.cli.tune_candidates import Machine, candidates_of
+from lightning_megatron.errors import UnsupportedError
+
+STRATEGY: dict[str, Any] = {
+    "tp": 1,
+    "pp": 1,
+    "zero": 1,
+    "sequence_parallel": None,
+    "bucket_size": 40_000_000,
+    "overlap_parameters": None,
+    "overlap_tensor_parallel": False,
+    "cuda_graphs": None,
+    "nccl_options": None,
+}
+
+
+def tried(machine: Machine, **changed: Any) -> dict[str, Sequence[Any]]:
+    found = candidates_of({**STRATEGY, **changed}, machine)
+    return {one.option: one.values for one in found}
+
+
+def test_options_are_tried_where_they_matter() -> None:
+    buckets = [10_000_000, 20_000_000, 80_000_000, 160_000_000]
+    assert tried(Machine(False, 1)) == {}
+    assert tried(Machine(True, 1)) == {"cuda_graphs": ["segments"]}
+    assert tried(Machine(False, 4)) == {"bucket_size": buckets, "overlap_parameters": [True, False]}
+    assert tried(Machine(False, 4), zero=0) == {}
+    assert tried(Machine(False, 4), tp=2, pp=2) == {"overlap_tensor_parallel": [True]}
+    assert tried(Machine(False, 4), tp=4, sequence_parallel=False) == {}
+
+
+def test_nccl_keeps_the_other_settings() -> None:
+    given = {"tp": {"max_ctas": 2}, "data": {"high_priority": True, "max_ctas": 8}}
+    found = tried(Machine(True, 2), nccl_options=given)["nccl_options"]
+    assert [one["data"] for one in found] == [
+        {"high_priority": True, "max_ctas": 4},
+        {"high_priority": True, "max_ctas": 16},
+    ]
+    assert all(one["tp"] == {"max_ctas": 2} for one in found)
+    assert "nccl_options" not in tried(Machine(True, 2), nccl_options="settings.yaml")
+
+
+def tuning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[dict[str, Any]], float | str]
+) -> Tuning:
+    """A tuning whose runs take times that a function gives, or fail for a reason that it gives."""
+
+    def run(command: Sequence[str], log: Path, timeout: int) -> str | None:
+        start = "--trainer.strategy."
+        texts = (text[len(start) :].split("=") for text in command if text.startswith(start))
+        settings = {name: yaml.safe_load(value) for name, value in texts}
+        found = seconds(settings)
+        if isinstance(found, str):
+            return found
+        content = {"seconds_per_step": found, "peak_gib": None, "num_ranks": 4}
+        log.with_suffix(".json").write_text(json.dumps(content))
+        return None
+
+    monkeypatch.setattr(tune, "run_job", run)
+    return Tuning([], folder, steps=2, warmup=1, timeout=60, gain=0.01)
+
+
+def test_the_search_keeps_the_best_values_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seconds(settings: dict[str, Any]) -> float | str:
+        bucket = settings.get("bucket_size", 40_000_000)
+        if bucket == 160_000_000:
+            return "out of memory"
+        found = 1.0 if bucket == 40_000_000 else 0.9 if bucket == 80_000_000 else 1.1
+        # Less than the gain that counts.
+        return found * (0.995 if settings.get("overlap_parameters") else 1.0)
+
+    search = tuning(tmp_path, monkeypatch, seconds)
+    best = search.search(STRATEGY)
+    assert best.settings == {"bucket_size": 80_000_000}
+    assert [trial.settings for trial in search.trials[-2:]] == [
+        {"bucket_size": 80_000_000, "overlap_parameters": True},
+        {"bucket_size": 80_000_000, "overlap_parameters": False},
+    ]
+    table = table_of(search.trials)
+    assert "| the recipe's | 1000.0 | 1.000 |  |" in table
+    assert "| `bucket_size=80000000` | 900.0 | 0.900 |  |" in table
+    assert "| `bucket_size=160000000` | out of memory | | |" in table
+    advice = advice_of(best).removeprefix("Set in the recipe:\n\n")
+    assert yaml.safe_load(advice) == {
+        "trainer": {"strategy": {"init_args": {"bucket_size": 80_000_000}}}
+    }
+
+
+def test_a_recipe_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    search = tuning(tmp_path, monkeypatch, lambda settings: "out of memory")
+    with pytest.raises(UnsupportedError, match="recipe must run .* out of memory"):
+        search.search(STRATEGY)
+
+
+def test_the_recipe_itself_may_be_the_fastest() -> None:
+    assert advice_of(Trial({}, 1.0, 2.0, "")) == "No setting is faster than the recipe's own."
+
+
+@pytest.mark.parametrize(
+    ("trainer", "reason"),
+    [
+        ({"max_step": 3}, "options that fit accepts: error:"),
+        ({"strategy": "ddp"}, "its strategy is 'ddp'"),
+    ],
+)
+def test_other_jobs_are_refused(
+    tmp_path: Path, trainer: dict[str, Any], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "job.yaml"
+    model = {"class_path": "lightning.pytorch.demos.boring_classes.BoringModel"}
+    path.write_text(yaml.safe_dump({"trainer": trainer, "model": model}))
+    with pytest.raises(SystemExit):
+        main(["tune", "-c", str(path)])
+    assert reason in capsys.readouterr().err
+
+
+def test_a_recipe_is_tuned_with_real_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = ["-c", "recipe:gpt_speeches_cpu", "--trainer.devices=2", "--trainer.strategy.pp=1"]
+    job += [f"--data.data_dir={tmp_path / 'data'}", "--trainer.strategy.sequence_parallel=true"]
+    main(["tune", "--steps=2", "--warmup=1", "--output", str(tmp_path / "tune"), *job])
+    printed = capsys.readouterr().out
+    results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("tune/*.json"))]
+    assert [one["num_ranks"] for one in results] == [2, 2]
+    # The overlap does not change the training.
+    assert results[0]["loss"] == pytest.approx(results[1]["loss"], rel=1e-5)
+    assert f"| the recipe's | {results[0]['seconds_per_step'] * 1e3:.1f} | 1.000 |" in printed
+    assert "| `overlap_tensor_parallel=true` | " in printed
+    assert "Set in the recipe" in printed or "No setting is faster" in printed
