@@ -12,7 +12,7 @@ import yaml
 
 from lightning_megatron.cli import tune
 from lightning_megatron.cli.main import main
-from lightning_megatron.cli.tune import Trial, Tuning, advice_of, table_of
+from lightning_megatron.cli.tune import TunedRun, Tuning, advice_of, table_of
 from lightning_megatron.cli.tune_candidates import Machine, candidates_of
 from lightning_megatron.errors import UnsupportedError
 
@@ -110,7 +110,7 @@ def test_a_recipe_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_recipe_itself_may_be_the_fastest() -> None:
-    assert advice_of(Trial({}, 1.0, 2.0, "")) == "No setting is faster than the recipe's own."
+    assert advice_of(TunedRun({}, 1.0, 2.0, "")) == "No setting is faster than the recipe's own."
 
 
 @pytest.mark.parametrize(

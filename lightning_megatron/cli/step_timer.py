@@ -49,13 +49,13 @@ class StepTimer(Callback):
 
 def _measured(trainer: Trainer, seconds: float, outputs: Any) -> dict[str, Any]:
     has_loss = isinstance(outputs, Mapping) and outputs.get("loss") is not None
-    return {
-        "seconds_per_step": seconds,
-        "loss": float(outputs["loss"]) if has_loss else None,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if _on_gpu() else None,
-        "device": torch.cuda.get_device_name() if _on_gpu() else "CPU",
-        "num_ranks": trainer.world_size,
-    }
+    found: dict[str, Any] = {"seconds_per_step": seconds, "num_ranks": trainer.world_size}
+    found["loss"] = float(outputs["loss"]) if has_loss else None
+    found |= {"peak_gib": None, "device": "CPU"}
+    if _on_gpu():
+        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        found["device"] = torch.cuda.get_device_name()
+    return found
 
 
 def _on_gpu() -> bool:

@@ -15,7 +15,7 @@ import yaml
 
 from lightning_megatron.cli.arguments import at_least_one
 from lightning_megatron.cli.separate_job import run_job
-from lightning_megatron.cli.tune_candidates import Candidates, Machine, candidates_of
+from lightning_megatron.cli.tune_candidates import CandidateValues, Machine, candidates_of
 from lightning_megatron.errors import UnsupportedError
 
 EXAMPLE = """example:
@@ -25,7 +25,7 @@ _TIMER = "lightning_megatron.cli.step_timer.StepTimer"
 
 
 @dataclass(frozen=True)
-class Trial:
+class TunedRun:
     """One measured run.
 
     Args:
@@ -61,9 +61,9 @@ class Tuning:
     warmup: int
     timeout: int
     gain: float
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[TunedRun] = field(default_factory=list)
 
-    def search(self, strategy: Mapping[str, Any]) -> Trial:
+    def search(self, strategy: Mapping[str, Any]) -> TunedRun:
         """Measure the recipe and all candidates; return the fastest run.
 
         The candidates of an option keep the best values of the options before it.
@@ -84,7 +84,7 @@ class Tuning:
             best = self._best_of(candidates, best)
         return best
 
-    def _best_of(self, candidates: Candidates, best: Trial) -> Trial:
+    def _best_of(self, candidates: CandidateValues, best: TunedRun) -> TunedRun:
         for value in candidates.values:
             trial = self._measure({**best.settings, candidates.option: value})
             assert best.seconds is not None, "the best run so far did not fail"
@@ -92,7 +92,7 @@ class Tuning:
                 best = trial
         return best
 
-    def _measure(self, settings: Mapping[str, Any]) -> Trial:
+    def _measure(self, settings: Mapping[str, Any]) -> TunedRun:
         number = len(self.trials)
         result = self._path(number, ".json")
         result.unlink(missing_ok=True)
@@ -104,7 +104,9 @@ class Tuning:
         if not failure and not result.is_file():
             failure = f"the data ended before {self.warmup + self.steps} steps"
         measured = {} if failure else json.loads(result.read_text())
-        trial = Trial(settings, measured.get("seconds_per_step"), measured.get("peak_gib"), failure)
+        trial = TunedRun(
+            settings, measured.get("seconds_per_step"), measured.get("peak_gib"), failure
+        )
         self.trials.append(trial)
         print(_line(trial), file=sys.stderr, flush=True)
         return trial
@@ -163,7 +165,7 @@ def strategy_of(given: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def table_of(trials: Sequence[Trial]) -> str:
+def table_of(trials: Sequence[TunedRun]) -> str:
     """Return all runs as a Markdown table, in the order in which they ran."""
     rows = ["| settings | ms a step | relative to the recipe | GiB |", "|---|---|---|---|"]
     first = trials[0].seconds
@@ -179,7 +181,7 @@ def table_of(trials: Sequence[Trial]) -> str:
     return "\n".join(rows)
 
 
-def advice_of(best: Trial) -> str:
+def advice_of(best: TunedRun) -> str:
     """Return the fastest settings as YAML, or a sentence if the recipe is the fastest."""
     if not best.settings:
         return "No setting is faster than the recipe's own."
@@ -237,6 +239,6 @@ def _shown(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"`{name}={_text(one)}`" for name, one in settings.items()) or "the recipe's"
 
 
-def _line(trial: Trial) -> str:
+def _line(trial: TunedRun) -> str:
     said = trial.failure or f"{(trial.seconds or 0.0) * 1e3:.1f} ms a step"
     return f"{_shown(trial.settings)}: {said}"

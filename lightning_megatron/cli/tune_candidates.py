@@ -26,7 +26,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Candidates:
+class CandidateValues:
     """Values of one option of the strategy, which are tried one after the other.
 
     Args:
@@ -38,7 +38,7 @@ class Candidates:
     values: Sequence[Any]
 
 
-def candidates_of(strategy: Mapping[str, Any], machine: Machine) -> list[Candidates]:
+def candidates_of(strategy: Mapping[str, Any], machine: Machine) -> list[CandidateValues]:
     """Return the options that can change the speed of a job, in the order in which they are tried.
 
     Args:
@@ -46,16 +46,16 @@ def candidates_of(strategy: Mapping[str, Any], machine: Machine) -> list[Candida
         machine: Kind of device and number of ranks of the job.
     """
     data_ranks = machine.num_ranks // (strategy["tp"] * strategy["pp"])
-    found: list[Candidates] = []
+    found: list[CandidateValues] = []
     if strategy["tp"] > 1 and strategy["sequence_parallel"] is not False:
-        found.append(Candidates("overlap_tensor_parallel", (True, False)))
+        found.append(CandidateValues("overlap_tensor_parallel", (True, False)))
     if machine.on_gpu:
-        found.append(Candidates("cuda_graphs", (None, "segments")))
+        found.append(CandidateValues("cuda_graphs", (None, "segments")))
     if data_ranks > 1 and strategy["zero"] == 1:
-        found.append(Candidates("bucket_size", _BUCKET_SIZES))
-        found.append(Candidates("overlap_parameters", (True, False)))
+        found.append(CandidateValues("bucket_size", _BUCKET_SIZES))
+        found.append(CandidateValues("overlap_parameters", (True, False)))
     if data_ranks > 1 and machine.on_gpu and not isinstance(strategy["nccl_options"], str):
-        found.append(Candidates("nccl_options", _channels(strategy["nccl_options"] or {})))
+        found.append(CandidateValues("nccl_options", _channels(strategy["nccl_options"] or {})))
     return [_without(one, strategy[one.option]) for one in found]
 
 
@@ -65,6 +65,6 @@ def _channels(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{**options, "data": {**data, "max_ctas": most}} for most in _MAX_CTAS]
 
 
-def _without(candidates: Candidates, current: Any) -> Candidates:
+def _without(candidates: CandidateValues, current: Any) -> CandidateValues:
     values = [value for value in candidates.values if value != current]
-    return Candidates(candidates.option, values)
+    return CandidateValues(candidates.option, values)
