@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lightning_megatron.layers.gradient_product import GradientProduct
 from lightning_megatron.layers.gradient_slot import GradientSlot, StackedSlot
-from lightning_megatron.layers.regions import open_queue
-from lightning_megatron.layers.weight_gradient_queue import Add
+from lightning_megatron.layers.weight_gradient_queue import Add, WeightGradientQueue
 from lightning_megatron.shapes import Float
 
 T = TypeVar("T")
@@ -20,6 +19,12 @@ T = TypeVar("T")
 def ready(found: T) -> T:
     """Return an argument: with ``partial``, a function that has nothing to start or to wait for."""
     return found
+
+
+def open_queue(ctx: Any) -> WeightGradientQueue | None:
+    """Return the queue that the weight gradient is deferred to; None if it is computed at once."""
+    slot = ctx.weight_slot
+    return None if slot is None or not ctx.needs_input_grad[1] else slot.open_queue
 
 
 def give_product(
@@ -34,7 +39,7 @@ def give_product(
         multiply: Function that returns the product with the inputs.
 
     Returns:
-        The gradient if the weight has no slot, else None.
+        The gradient in the dtype of the weight if the weight has no slot, else None.
     """
     queue = open_queue(ctx)
     slot = ctx.weight_slot
@@ -43,7 +48,7 @@ def give_product(
         return None
     product = multiply(start()())
     if slot is None:
-        return product.value()
+        return product.value().to(ctx.weight_dtype)
     slot.add_computed(product)
     return None
 

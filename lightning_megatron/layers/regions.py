@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,8 +26,9 @@ from lightning_megatron.groups.pending import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from lightning_megatron.layers.gradient_slot import GradientSlot, StackedSlot, slot_of
-from lightning_megatron.layers.weight_gradient_queue import Add, WeightGradientQueue
+from lightning_megatron.layers.deferred_product import give_product, open_queue, ready
+from lightning_megatron.layers.gradient_product import MatrixProduct
+from lightning_megatron.layers.gradient_slot import slot_of
 from lightning_megatron.shapes import Float, Shaped
 
 
@@ -134,24 +136,20 @@ class _ColumnLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
         grad = grads[0]
-        full = hidden
-        arriving = Pending()
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         leaving = Pending()
         grad_hidden = None
         grad_weight = None
-        queue = open_queue(ctx)
-        if ctx.needs_input_grad[1] and ctx.mesh.sequence_parallel and queue is None:
-            full, arriving = start_gathering(hidden, ctx.mesh)
-        if ctx.needs_input_grad[0]:
+        start = partial(_start_inputs, hidden, ctx.mesh)
+        if needs_weight and open_queue(ctx) is None:
+            # The all-gather overlaps with the input gradient.
+            start = partial(ready, start())
+        if needs_hidden:
             grad_hidden, leaving = start_summing(_input_gradient(grad, weight), ctx.mesh)
         # The bias and weight gradients overlap with the sum of the input gradient.
         grad_bias = bias_gradient(ctx, grad)
-        if queue is not None:
-            gathers_over = ctx.mesh if ctx.mesh.sequence_parallel else None
-            _leave_weight_gradient(queue, ctx.weight_slot, grad, hidden, gathers_over)
-        elif ctx.needs_input_grad[1]:
-            arriving.wait()
-            grad_weight = _weight_gradient(ctx, grad, full)
+        if needs_weight:
+            grad_weight = _give_weight_gradient(ctx, grad, start)
         leaving.wait()
         return (
             None if grad_hidden is None else grad_hidden.to(ctx.hidden_dtype),
@@ -207,11 +205,9 @@ class _RowLinear(torch.autograd.Function):
             if grad_hidden is None:
                 grad_hidden = _input_gradient(full, weight)
             grad_hidden = grad_hidden.to(ctx.hidden_dtype)
-        queue = open_queue(ctx)
-        if queue is not None:
-            _leave_weight_gradient(queue, ctx.weight_slot, full, hidden, None)
-        elif needs_weight:
-            grad_weight = _weight_gradient(ctx, full, hidden)
+        if needs_weight:
+            inputs = partial(ready, hidden.detach())
+            grad_weight = _give_weight_gradient(ctx, full, partial(ready, inputs))
         return grad_hidden, grad_weight, grad_bias, None
 
 
@@ -297,59 +293,30 @@ def _input_gradient(grad: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(as_rows(grad), weight.to(grad.dtype)).view(*grad.shape[:-1], weight.shape[1])
 
 
-def _weight_gradient(ctx: Any, grad: Tensor, hidden: Tensor) -> Tensor | None:
-    rows = as_rows(grad)
-    inputs = as_rows(hidden).to(grad.dtype)
-    if ctx.weight_slot is not None:
-        ctx.weight_slot.add_product(rows, inputs)
-        return None
-    return torch.mm(rows.t(), inputs).to(ctx.weight_dtype)
+def _start_inputs(hidden: Tensor, mesh: ParallelMesh) -> Callable[[], Tensor]:
+    """Start to gather the inputs of a column layer; return the function that waits for them."""
+    # Detached, because a deferred product would keep the graph alive that computed the inputs.
+    hidden = hidden.detach()
+    if not mesh.sequence_parallel:
+        return partial(ready, hidden)
+    full, arriving = start_gathering(hidden, mesh)
+
+    def wait() -> Tensor:
+        arriving.wait()
+        return full
+
+    return wait
 
 
-def open_queue(ctx: Any) -> WeightGradientQueue | None:
-    """Return the queue that the weight gradient is deferred to; None if it is computed at once."""
-    slot = ctx.weight_slot
-    return None if slot is None or not ctx.needs_input_grad[1] else slot.open_queue
+def _give_weight_gradient(
+    ctx: Any, grad: Tensor, start: Callable[[], Callable[[], Tensor]]
+) -> Tensor | None:
+    rows = as_rows(grad.detach())
 
+    def multiply(inputs: Tensor) -> MatrixProduct:
+        return MatrixProduct(rows, as_rows(inputs).to(rows.dtype))
 
-def _leave_weight_gradient(
-    queue: WeightGradientQueue,
-    slot: GradientSlot | StackedSlot,
-    grad: Tensor,
-    hidden: Tensor,
-    gathers_over: ParallelMesh | None,
-) -> None:
-    """Defer a weight gradient to the weight half.
-
-    Args:
-        queue: Queue of the weight half.
-        slot: Gradient slot of the weight.
-        grad: Gradient of the output.
-        hidden: The input, or this rank's positions of it.
-        gathers_over: Mesh over which the weight half gathers the input; None if the input is whole.
-    """
-    # Tensors are detached, because the input would keep the graph that computed it alive.
-    product = partial(_start_product, slot, grad.detach(), hidden.detach(), gathers_over)
-    queue.put(product, slot.slots)
-
-
-def _start_product(
-    slot: GradientSlot | StackedSlot,
-    grad: Tensor,
-    hidden: Tensor,
-    gathers_over: ParallelMesh | None,
-) -> Add:
-    arriving = Pending()
-    if gathers_over is not None:
-        hidden, arriving = start_gathering(hidden, gathers_over)
-    return partial(_finish_product, slot, grad, hidden, arriving)
-
-
-def _finish_product(
-    slot: GradientSlot | StackedSlot, grad: Tensor, hidden: Tensor, arriving: Pending
-) -> None:
-    arriving.wait()
-    slot.add_product(as_rows(grad), as_rows(hidden).to(grad.dtype))
+    return give_product(ctx, start, multiply)
 
 
 def bias_gradient(

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from lightning_megatron.groups.collectives import all_gather_sequence, all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.pending import Pending
-from lightning_megatron.layers.deferred_product import ready
+from lightning_megatron.layers.deferred_product import open_queue, ready
 from lightning_megatron.layers.fp8.magnitude import GradientMagnitude, Magnitude
 from lightning_megatron.layers.fp8.operand import (
     Operand,
@@ -38,7 +38,6 @@ from lightning_megatron.layers.regions import (
     as_rows,
     bias_gradient,
     column_border,
-    open_queue,
     remember,
     row_border,
     start_summing,

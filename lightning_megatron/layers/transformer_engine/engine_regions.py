@@ -18,13 +18,12 @@ from lightning_megatron.groups.collectives import (
 )
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.pending import Pending
-from lightning_megatron.layers.deferred_product import give_product, ready
+from lightning_megatron.layers.deferred_product import give_product, open_queue, ready
 from lightning_megatron.layers.regions import (
     add_bias,
     as_rows,
     bias_gradient,
     column_border,
-    open_queue,
     remember,
     row_border,
     start_gathering,
