@@ -10,8 +10,8 @@ same for all variants.
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch._functorch.config
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.device_time import median_times
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.kernels import triton as kernels
 from lightning_megatron.layers import choose_kernels
@@ -180,18 +181,15 @@ def cross_entropy_case(tokens: int, vocab_size: int) -> Case:
     return Case(name, (drawn(tokens, 1, vocab_size), labels), fused, eager, elements, 2 * elements)
 
 
-def timed(call: Callable[[], Any]) -> float:
-    """Return the device time of one call with a cold cache (ms)."""
-    torch.empty(2**28, dtype=torch.int8, device="cuda").zero_()
-    torch.cuda.synchronize()
-    # The host queues the whole call while the device sleeps, so that launches are not measured.
-    torch.cuda._sleep(4_000_000)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Let all operators run without the fused kernels."""
+    served = choose_kernels.is_served
+    choose_kernels.is_served = lambda tensor: False
+    try:
+        yield
+    finally:
+        choose_kernels.is_served = served
 
 
 def passes(
@@ -220,14 +218,8 @@ def measure(case: Case, rounds: int) -> str:
     for index, (kind, moved) in enumerate(
         (("forward", case.forward_bytes), ("backward", case.backward_bytes))
     ):
-        found: dict[str, list[float]] = {name: [] for name in calls}
-        for turn in range(rounds + 3):
-            for name, both in calls.items():
-                milliseconds = timed(both[index])
-                if turn >= 3:
-                    found[name].append(milliseconds)
-        medians = {name: statistics.median(times) for name, times in found.items()}
-        cells = [f"{1e3 * ms:.0f} ({moved / ms / 1e9:.2f})" for ms in medians.values()]
+        medians = median_times({name: both[index] for name, both in calls.items()}, rounds)
+        cells = [f"{time:.0f} ({moved / time / 1e6:.2f})" for time in medians.values()]
         rows.append(f"| {case.name} | {kind} | {moved / 1e6:.0f} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
@@ -241,16 +233,12 @@ def measure_model(config: GPTConfig, shape: tuple[int, int], rounds: int) -> str
         model.zero_grad(set_to_none=True)
         model(tokens[:, :-1], tokens[:, 1:]).mean().backward()
 
-    served = choose_kernels.is_served
-    found: dict[str, list[float]] = {"fused": [], "eager": []}
-    for turn in range(rounds + 3):
-        for name, times in found.items():
-            choose_kernels.is_served = served if name == "fused" else lambda tensor: False
-            milliseconds = timed(step)
-            if turn >= 3:
-                times.append(milliseconds)
-    choose_kernels.is_served = served
-    cells = [f"{1e3 * statistics.median(times):.0f}" for times in found.values()]
+    def eager_step() -> None:
+        with without_kernels():
+            step()
+
+    medians = median_times({"fused": step, "eager": eager_step}, rounds)
+    cells = [f"{time:.0f}" for time in medians.values()]
     name = f"{config.num_layers} layers, embedding and loss, D {config.hidden_size}"
     return f"| {name} | both | | " + " | ".join(cells) + " | |"
 

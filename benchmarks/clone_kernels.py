@@ -12,7 +12,6 @@ for a stack of homes and one for a stack of clones.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.expert_kernels import timed
+from benchmarks.device_time import median_times
 from lightning_megatron.experts.compute.backends import Bundled
 from lightning_megatron.experts.compute.choose_backend import choose_backend
 from lightning_megatron.experts.transport.cloning import place_clones, to_physical
@@ -38,8 +37,8 @@ DEVICE = torch.device("cuda", 0)
 
 
 def median(call: Callable[[], Any], rounds: int) -> float:
-    """Return the median time of a call after two warm-up calls (µs)."""
-    return statistics.median([timed(call) for _ in range(rounds + 2)][2:])
+    """Return the median time of a call (µs)."""
+    return median_times({"": call}, rounds)[""]
 
 
 def routed() -> tuple[Tensor, Tensor]:
@@ -159,12 +158,7 @@ def products_of(n: int, k: int, num_rows: int, ends: Tensor, rounds: int) -> lis
     }
     found = []
     for what, (one, two) in pairs.items():
-        alone: list[float] = []
-        twice: list[float] = []
-        for _ in range(rounds + 2):
-            alone.append(timed(one))
-            twice.append(timed(two))
-        first, second = (statistics.median(times[2:]) for times in (alone, twice))
+        first, second = median_times({"one": one, "two": two}, rounds).values()
         more = 100 * (second / first - 1)
         found.append(
             f"| {what} {n, k}, one and two launches | {first:.1f}, {second:.1f} | {more:+.1f} % |"

@@ -11,8 +11,6 @@ call.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.block_kernels import without_kernels
+from benchmarks.device_time import host_time, median_times
 from lightning_megatron.experts.compute.grouped_linear import weighted_activation
 from lightning_megatron.experts.routing.exact_linear import exact_linear
 from lightning_megatron.experts.routing.router import Router
 from lightning_megatron.experts.transport.permute import map_rows, permute_both, unpermute
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers import choose_kernels
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.plan.experts import ExpertsConfig
 
@@ -152,37 +151,6 @@ def cases_of(shape: Shape) -> list[Case]:
     ]
 
 
-def timed(call: Callable[[], Any], head_start: int = 4_000_000) -> float:
-    """Return the device time of one call with a cold cache (µs).
-
-    Args:
-        call: Function to time.
-        head_start: Time for the host to queue the call before the device starts (cycles).
-    """
-    torch.empty(2**28, dtype=torch.int8, device="cuda").zero_()
-    torch.cuda.synchronize()
-    # The host queues the whole call while the device sleeps, so that launches are not measured.
-    torch.cuda._sleep(head_start)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return 1e3 * start.elapsed_time(end)
-
-
-def host_time(call: Callable[[], Any]) -> float:
-    """Return the time that the host needs to queue one call (µs)."""
-    torch.cuda.synchronize()
-    torch.cuda._sleep(40_000_000)
-    start = time.perf_counter()
-    for _ in range(10):
-        call()
-    taken = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return 1e5 * taken
-
-
 def passes(step: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Callable[[], Any]]:
     """Return functions that run the forward pass of a step and, if any, the backward pass."""
     outputs = step(*inputs)
@@ -199,32 +167,25 @@ def passes(step: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Callabl
 
 def measure(case: Case, rounds: int) -> list[str]:
     """Time a case alternately with and without kernels, and return its rows of the table."""
-    served = choose_kernels.is_served
-    choices: dict[str, Callable[[Tensor], bool]] = {"fused": served, "torch": lambda tensor: False}
-    calls = {}
-    for name, step in (("fused", case.step), ("torch", case.plain or case.step)):
-        choose_kernels.is_served = choices[name]
-        calls[name] = passes(step, case.inputs)
+    fused = passes(case.step, case.inputs)
+    with without_kernels():
+        plain = passes(case.plain or case.step, case.inputs)
     rows = []
-    for index, kind in enumerate(("forward", "backward")[: len(calls["fused"])]):
-        found: dict[str, list[float]] = {name: [] for name in calls}
-        hosts: dict[str, float] = {}
-        for turn in range(rounds + 2):
-            for name, both in calls.items():
-                choose_kernels.is_served = choices[name]
-                microseconds = timed(both[index])
-                if turn >= 2:
-                    found[name].append(microseconds)
-                elif turn == 1:
-                    hosts[name] = host_time(both[index])
-        fused, plain = (statistics.median(times) for times in found.values())
+    for index, kind in enumerate(("forward", "backward")[: len(fused)]):
+
+        def plain_call(call: Callable[[], Any] = plain[index]) -> None:
+            with without_kernels():
+                call()
+
+        calls = {"fused": fused[index], "torch": plain_call}
+        medians = median_times(calls, rounds)
+        hosts = {name: host_time(call) for name, call in calls.items()}
         least = 1e6 * case.moved[index] / COPY_SPEED
         rows.append(
-            f"| {case.name} | {kind} | {case.moved[index] / 1e6:.1f} | {fused:.1f} | {plain:.1f} "
-            f"| {plain / fused:.1f} "
-            f"| {least:.1f} | {least / fused:.2f} | {hosts['fused']:.0f} | {hosts['torch']:.0f} |"
+            f"| {case.name} | {kind} | {case.moved[index] / 1e6:.1f} | {medians['fused']:.1f} "
+            f"| {medians['torch']:.1f} | {medians['torch'] / medians['fused']:.1f} | {least:.1f} "
+            f"| {least / medians['fused']:.2f} | {hosts['fused']:.0f} | {hosts['torch']:.0f} |"
         )
-    choose_kernels.is_served = served
     return rows
 
 

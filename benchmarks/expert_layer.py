@@ -16,6 +16,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -23,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.expert_kernels import DTYPE, timed
+from benchmarks.device_time import device_time
+from benchmarks.expert_kernels import DTYPE
 from benchmarks.step_profile import Kernel
 from lightning_megatron.experts.layer import MixtureOfExperts
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -122,8 +124,8 @@ def measure(num_experts: int, num_tokens: int, rounds: int, inputs: str) -> list
         backward(layer(hidden))
     kept = kept_bytes(lambda: layer(hidden))
     outputs: list[Tensor] = []
-    device = [timed(lambda: outputs.append(layer(hidden)), HEAD_START) for _ in range(rounds)]
-    device_back = [timed(lambda output=output: backward(output), HEAD_START) for output in outputs]
+    device = [device_time(lambda: outputs.append(layer(hidden)), HEAD_START) for _ in range(rounds)]
+    device_back = [device_time(partial(backward, output), HEAD_START) for output in outputs]
     outputs.clear()
     host = host_times(lambda: layer(hidden), backward, rounds)
     found = by_kernel(lambda: backward(layer(hidden)), rounds)

@@ -4,13 +4,12 @@
 
 A cast with one scale needs the largest magnitude of the matrix. Either the kernel that computes the
 matrix also computes the magnitude, or a second pass over the matrix does. The program measures
-times in the same way as ``benchmarks.block_kernels``.
+times as ``benchmarks.device_time`` describes.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.block_kernels import DTYPE, GPT2, LLAMA, drawn, timed
+from benchmarks.block_kernels import DTYPE, GPT2, LLAMA, drawn
+from benchmarks.device_time import median_times
 from lightning_megatron.kernels import triton as kernels
 from lightning_megatron.layers.fp8.magnitude import no_magnitude
 from lightning_megatron.models.config import GPTConfig
@@ -125,13 +125,7 @@ def measure_passes(case: Passes, rounds: int) -> str:
         "one pass and cast": case.cast_after(case.measured),
         "two passes and cast": case.cast_after(case.apart),
     }
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 3):
-        for name, call in calls.items():
-            milliseconds = timed(call)
-            if turn >= 3:
-                found[name].append(milliseconds)
-    cells = [f"{1e3 * statistics.median(times):.0f}" for times in found.values()]
+    cells = [f"{time:.0f}" for time in median_times(calls, rounds).values()]
     return f"| {case.name} | " + " | ".join(cells) + " |"
 
 

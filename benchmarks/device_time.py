@@ -1,0 +1,65 @@
+"""Times of single calls on a GPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+#: Calls of each variant that warm up and are not measured.
+WARMUP = 3
+
+
+def device_time(call: Callable[[], Any], head_start: int = 4_000_000) -> float:
+    """Return the device time of one call with a cold cache (µs).
+
+    Args:
+        call: Function to time.
+        head_start: Time for the host to queue the call before the device starts (cycles).
+    """
+    torch.empty(2**28, dtype=torch.int8, device="cuda").zero_()
+    torch.cuda.synchronize()
+    # The host queues the whole call while the device sleeps, so that launches are not measured.
+    torch.cuda._sleep(head_start)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    return 1e3 * start.elapsed_time(end)
+
+
+def median_times(
+    calls: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    timer: Callable[[Callable[[], Any]], float] = device_time,
+) -> dict[str, float]:
+    """Return the median times of several variants, which run in turn.
+
+    All variants therefore run at the same temperature of the GPU.
+
+    Args:
+        calls: Variants by name.
+        rounds: Number of measured calls of each variant.
+        timer: Function that measures one call.
+    """
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(WARMUP + rounds):
+        for name, call in calls.items():
+            found[name].append(timer(call))
+    return {name: statistics.median(times[WARMUP:]) for name, times in found.items()}
+
+
+def host_time(call: Callable[[], Any]) -> float:
+    """Return the time that the host needs to queue one call (µs)."""
+    torch.cuda.synchronize()
+    torch.cuda._sleep(40_000_000)
+    start = time.perf_counter()
+    for _ in range(10):
+        call()
+    taken = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return 1e5 * taken
