@@ -236,13 +236,11 @@ def store_columns(
 
 
 @triton.jit
-def scaled_into(values: tl.tensor, factor: tl.tensor, largest: tl.tensor) -> tl.tensor:
+def scaled_into(values: tl.tensor, factor: tl.tensor, largest: tl.constexpr) -> tl.tensor:
     """Return numbers in the range of a format, infinite ones as NaN."""
-    found = values * factor
-    # Comparisons with NaN are false, so that it stays.
-    found = tl.where(found > largest, largest, found)
-    found = tl.where(found < -largest, -largest, found)
-    return tl.where(tl.abs(values) == float("inf"), float("nan"), found)
+    # Equal to the numbers, except that infinity times 0 is NaN.
+    values = tl.fma(values, 0.0, values)
+    return tl.clamp(values * factor, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -257,16 +255,17 @@ def _cast_by_one_scale(
     columns: tl.tensor,
     padded: tl.tensor,
     count: tl.tensor,
-    largest: tl.tensor,
+    largest: tl.constexpr,
     has_rows: tl.constexpr,
     has_columns: tl.constexpr,
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
+    # The tile is loaded first, so that it arrives while the magnitudes are combined.
+    values, row, column = load_tile(matrix, rows, columns, TILE)
     part = tl.arange(0, PARTS)
     bits = tl.max(tl.load(parts + part, mask=part < count, other=0), 0)
     magnitude = magnitude_of(bits)
-    values, row, column = load_tile(matrix, rows, columns, TILE)
     if seen is not None:
         tl.atomic_max(seen, tl.max(tl.max(magnitude_bits(values), 1), 0))
     values = scaled_into(values, largest / magnitude, largest)
@@ -290,7 +289,7 @@ def _cast_by_lines(
     rows: tl.tensor,
     columns: tl.tensor,
     padded: tl.tensor,
-    largest: tl.tensor,
+    largest: tl.constexpr,
     has_rows: tl.constexpr,
     has_columns: tl.constexpr,
     TILE: tl.constexpr,
@@ -322,7 +321,7 @@ def _cast_by_blocks(
     rows: tl.tensor,
     columns: tl.tensor,
     padded: tl.tensor,
-    largest: tl.tensor,
+    largest: tl.constexpr,
     has_rows: tl.constexpr,
     has_columns: tl.constexpr,
     IS_SQUARE: tl.constexpr,

@@ -111,7 +111,7 @@ def _cast(
     target: tl.tensor,
     table: tl.tensor,
     magnitudes: tl.tensor,
-    largest: tl.tensor,
+    largest: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
     row = table + tl.program_id(0) * _ROW
