@@ -19,11 +19,15 @@ from tests.kernels.program import report_checks
 FORMAT = torch.float8_e4m3fn
 #: Start in the numbers, start in the bytes, size and weight of each slice (elements).
 SLICES = [(64, 0, 2000, 1), (2064, 3000, 900, 0), (3000, 2048, 5, 1), (3100, 5000, 800, 3)]
+#: Slices at multiples of 16, which the kernels read and write by several elements.
+ALIGNED = [(64, 0, 2000, 1), (2064, 3008, 912, 0), (3008, 2048, 16, 1), (3104, 5008, 800, 3)]
 # Small programs, so that a slice has several.
 weight_slices._BLOCK = 256
 
 
-def check_slices(dtype: torch.dtype, strange: float) -> None:
+def check_slices(
+    slices: list[tuple[int, int, int, int]], dtype: torch.dtype, strange: float
+) -> None:
     """Compare with the kernel for whole matrices, and magnitudes with those of torch."""
     generator = torch.Generator().manual_seed(3)
     main = torch.randn(4000, generator=generator).to(dtype)
@@ -31,13 +35,13 @@ def check_slices(dtype: torch.dtype, strange: float) -> None:
     target = torch.full((6000,), 7, dtype=torch.uint8)
     magnitudes = torch.full((4,), 7, dtype=torch.int32)
     expected = torch.full((4,), 7, dtype=torch.int32)
-    casts = weight_slices.SliceCastKernel(main, target, SLICES)
+    casts = weight_slices.SliceCastKernel(main, target, slices)
     casts.find(magnitudes)
     casts.cast(magnitudes, FORMAT)
-    torch_casts.SliceCasts(main, target.clone(), SLICES).find(expected)
+    torch_casts.SliceCasts(main, target.clone(), slices).find(expected)
     assert torch.equal(magnitudes, expected), (magnitudes, expected)
     written = torch.zeros(6000, dtype=torch.bool)
-    for start, place, size, weight in SLICES:
+    for start, place, size, weight in slices:
         matrix = main[start : start + size].view(1, size)
         parts = magnitudes[weight : weight + 1]
         whole, _ = cast_by_one_scale(matrix, parts, FORMAT, rows=True, columns=False, multiple=16)
@@ -63,7 +67,8 @@ def main() -> None:
     """Run all checks."""
     report_checks(
         {
-            f"{dtype}, {strange}": partial(check_slices, dtype, strange)
+            f"{slices[1]}, {dtype}, {strange}": partial(check_slices, slices, dtype, strange)
+            for slices in (SLICES, ALIGNED)
             for dtype in (torch.float32, torch.bfloat16)
             for strange in (1.0, float("inf"), float("nan"))
         }

@@ -49,6 +49,8 @@ class SliceCastKernel:
             for first in range(0, size, _BLOCK)
         ]
         self._table = torch.tensor(blocks, dtype=torch.int64, device=main.device)
+        #: Whether 16 neighbours always lie together, so that a thread reads and writes several.
+        self._is_aligned = all(number % 16 == 0 for slice in slices for number in slice[:3])
 
     def find(self, magnitudes: Int[Tensor, "weights"]) -> None:
         """Set the bit pattern of each weight's largest magnitude in the slices; 0 without any."""
@@ -56,7 +58,12 @@ class SliceCastKernel:
         if len(self._table):
             with on_device_of(self._main):
                 _find[(len(self._table),)](
-                    self._main, self._table, magnitudes, BLOCK=_BLOCK, num_warps=8
+                    self._main,
+                    self._table,
+                    magnitudes,
+                    IS_ALIGNED=self._is_aligned,
+                    BLOCK=_BLOCK,
+                    num_warps=8,
                 )
 
     def cast(self, magnitudes: Int[Tensor, "weights"], dtype: torch.dtype) -> None:
@@ -69,6 +76,7 @@ class SliceCastKernel:
                     self._table,
                     magnitudes,
                     LARGEST[dtype],
+                    IS_ALIGNED=self._is_aligned,
                     BLOCK=_BLOCK,
                     num_warps=8,
                 )
@@ -97,12 +105,26 @@ def padded_transpose(
 
 
 @triton.jit
-def _find(main: tl.tensor, table: tl.tensor, magnitudes: tl.tensor, BLOCK: tl.constexpr) -> None:
-    row = table + tl.program_id(0) * _ROW
+def _entry(table: tl.tensor, column: tl.constexpr, IS_ALIGNED: tl.constexpr) -> tl.tensor:
+    """Return an entry of this program's row of the table."""
+    found = tl.load(table + tl.program_id(0) * _ROW + column)
+    return tl.multiple_of(found, 16) if IS_ALIGNED else found
+
+
+@triton.jit
+def _find(
+    main: tl.tensor,
+    table: tl.tensor,
+    magnitudes: tl.tensor,
+    IS_ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
     at = tl.arange(0, BLOCK)
-    numbers = tl.load(main + tl.load(row) + at, mask=at < tl.load(row + 2), other=0.0)
+    inside = at < _entry(table, 2, IS_ALIGNED)
+    numbers = tl.load(main + _entry(table, 0, IS_ALIGNED) + at, mask=inside, other=0.0)
     # A maximum does not depend on the order of the programs.
-    tl.atomic_max(magnitudes + tl.load(row + 3), tl.max(magnitude_bits(numbers), 0))
+    weight = _entry(table, 3, False)
+    tl.atomic_max(magnitudes + weight, tl.max(magnitude_bits(numbers), 0))
 
 
 @triton.jit
@@ -112,15 +134,16 @@ def _cast(
     table: tl.tensor,
     magnitudes: tl.tensor,
     largest: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    row = table + tl.program_id(0) * _ROW
     at = tl.arange(0, BLOCK)
-    inside = at < tl.load(row + 2)
-    numbers = tl.load(main + tl.load(row) + at, mask=inside, other=0.0).to(tl.float32)
-    magnitude = magnitude_of(tl.load(magnitudes + tl.load(row + 3)))
+    inside = at < _entry(table, 2, IS_ALIGNED)
+    start = main + _entry(table, 0, IS_ALIGNED)
+    numbers = tl.load(start + at, mask=inside, other=0.0).to(tl.float32)
+    magnitude = magnitude_of(tl.load(magnitudes + _entry(table, 3, False)))
     values = scaled_into(numbers, largest / magnitude, largest)
-    place = target + tl.load(row + 1) + at
+    place = target + _entry(table, 1, IS_ALIGNED) + at
     tl.store(place, values.to(target.dtype.element_ty), mask=inside)
 
 
