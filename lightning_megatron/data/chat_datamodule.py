@@ -6,22 +6,10 @@ from typing import Annotated, Literal, cast
 
 from typing_extensions import override
 
-from lightning_megatron.data.chat_samples import (
-    ChatBatches,
-    ChatSamples,
-    ConversationSamples,
-    EncodedConversations,
-)
-from lightning_megatron.data.chat_stream import streamed_samples
+from lightning_megatron.data.chat_samples import ChatBatches, ChatSamples, ConversationSamples
+from lightning_megatron.data.chat_stream import StreamedConversations
 from lightning_megatron.data.conversation_datamodule import ConversationDataModule
-from lightning_megatron.data.conversation_encoder import ConversationEncoder
-from lightning_megatron.data.loader import TokenLoader
-from lightning_megatron.data.row_datamodule import log_row_counts
-from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.samples import Samples
-from lightning_megatron.data.stream_checks import check_stream_settings
-from lightning_megatron.data.stream_loader import StreamLoader
-from lightning_megatron.data.streamed_samples import StreamedSamples
 from lightning_megatron.data.streaming import Streaming
 from lightning_megatron.data.window_packing import check_context_windows
 from lightning_megatron.errors import UnsupportedError
@@ -29,7 +17,7 @@ from lightning_megatron.plan.global_batch import RampUp
 from lightning_megatron.plan.settings import Count, Elements, Index, Range, coerced_arguments
 
 
-class ChatDataModule(ConversationDataModule[EncodedConversations]):
+class ChatDataModule(ConversationDataModule):
     """Batches of conversations whose labels are the answers of the assistant, for fine-tuning.
 
     Each row of a file has ``messages`` (``role`` and ``content``), or ``prompt`` and ``completion``
@@ -129,10 +117,8 @@ class ChatDataModule(ConversationDataModule[EncodedConversations]):
             )
         check_context_windows(given["context_windows"], given["seq_length"], is_whole=True)
         self.context_windows: int = given["context_windows"]
-        self.streaming: Streaming | None = given["streaming"]
         if self.streaming is not None:
-            self.streamed_parts = ("train",)
-            check_stream_settings(self.streaming, given)
+            self.streaming.most_pieces(self.seq_length, self.context_windows)
         #: Whether rows have several conversations, as ``documents`` of ``TokenDataModule`` says it.
         self.documents: Literal["joined", "whole"] = "whole" if packing else "joined"
 
@@ -140,16 +126,12 @@ class ChatDataModule(ConversationDataModule[EncodedConversations]):
     def training_samples(self, num_samples: int | None) -> ConversationSamples:
         if self.streaming is None:
             return self._samples("train", self.seed, num_samples)
-        return streamed_samples(
-            self.files["train"],
-            ConversationEncoder(self.tokenizer, self.seq_length, self.too_long),
-            self.streaming,
-            self._num_windows,
-            self.seed,
-            self.num_workers,
-            log_row_counts,
-            num_samples,
-        )
+        packing = {
+            "num_windows": self._num_windows,
+            "most_pieces": self.streaming.most_pieces(self.seq_length, self._num_windows),
+        }
+        options = self.stream_options(num_samples, packing, is_packed=True)
+        return StreamedConversations(**packing, **options)
 
     @override
     def evaluation_samples(self, part: str) -> ChatSamples:
@@ -157,10 +139,8 @@ class ChatDataModule(ConversationDataModule[EncodedConversations]):
         return self._samples(part, 0, None)
 
     @override
-    def loader_of(self, samples: Samples, sampler: TokenBatchSampler) -> TokenLoader:
-        batches = ChatBatches(cast(ConversationSamples, samples), self._is_packed)
-        kind = StreamLoader if isinstance(samples, StreamedSamples) else TokenLoader
-        return kind(batches, sampler, self.num_workers, self.pin_memory)
+    def batches_of(self, samples: Samples) -> ChatBatches:
+        return ChatBatches(cast(ConversationSamples, samples), self._is_packed)
 
     @property
     def _is_packed(self) -> bool:
@@ -169,12 +149,6 @@ class ChatDataModule(ConversationDataModule[EncodedConversations]):
     @property
     def _num_windows(self) -> int:
         return self.context_windows if self._is_packed else 0
-
-    @override
-    def _encode(self, part: str) -> EncodedConversations:
-        return EncodedConversations(
-            self.files[part], self.tokenizer, self.seq_length, self.too_long, self.cache_dir
-        )
 
     def _samples(self, part: str, seed: int, num_samples: int | None) -> ChatSamples:
         return ChatSamples(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -11,8 +10,6 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from lightning_megatron.data.conversation_encoder import ConversationEncoder, EncodedText
-from lightning_megatron.data.conversations import read_conversations
 from lightning_megatron.data.encoded_rows import EncodedRows
 from lightning_megatron.data.index_cache import cache_key
 from lightning_megatron.data.loader import IGNORE_INDEX, WindowBatches
@@ -21,7 +18,7 @@ from lightning_megatron.data.samples import NO_TOKEN, Samples
 
 
 class Texts(Protocol):
-    """Tokens of several conversations, such as ``TextTokens``."""
+    """Tokens of several conversations, such as ``RowTokens``."""
 
     @property
     def tokens(self) -> npt.NDArray:
@@ -45,33 +42,6 @@ class ConversationSamples(Samples, Protocol):
         Args:
             index: Number of the row.
         """
-
-
-class EncodedConversations(EncodedRows):
-    """Tokens of all conversations of some files, each at most as long as a row.
-
-    Args:
-        paths: Files of conversations.
-        tokenizer: Tokenizer with its chat template.
-        seq_length: Tokens that a row predicts; a conversation has at most one more (tokens).
-        too_long: Treatment of longer conversations: cut their end, leave them out, or raise an
-            error.
-        cache_dir: Folder of the encoded tokens; None keeps them in memory.
-
-    Raises:
-        CorruptDataError: If a row is not a conversation, a conversation is too long and
-            ``too_long`` is "refuse", or no conversation is left.
-    """
-
-    plural = "conversations"
-
-    @override
-    def _encode(
-        self, path: Path, encoder: ConversationEncoder
-    ) -> Iterator[list[EncodedText] | None]:
-        for conversation in read_conversations(path):
-            text = encoder.encode(conversation)
-            yield None if text is None else [text]
 
 
 class ConversationRows:
@@ -131,7 +101,7 @@ class ChatSamples(ConversationRows):
 
     def __init__(
         self,
-        encoded: EncodedConversations,
+        encoded: EncodedRows,
         seq_length: int,
         seed: int | None,
         num_windows: int,

@@ -1,82 +1,81 @@
-"""Samples of conversations that are read as a stream."""
+"""Packed rows of conversations or documents that are read as a stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
-from lightning_megatron.data.conversation_encoder import ConversationEncoder
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from lightning_megatron.data.chat_samples import ConversationRows
 from lightning_megatron.data.encoded_rows import no_rows_error
-from lightning_megatron.data.row_files import sizes_of
-from lightning_megatron.data.stream_sections import RowStream
-from lightning_megatron.data.streamed_samples import StreamCounts, StreamedSamples
-from lightning_megatron.data.streaming import Streaming
+from lightning_megatron.data.packing import pack_once
+from lightning_megatron.data.row_tokens import RowTokens
+from lightning_megatron.data.stream_counts import StreamCounts
+from lightning_megatron.data.streamed_samples import StreamedSamples
 from lightning_megatron.errors import CorruptDataError
 
 
+@dataclass(frozen=True)
 class ConversationMessages:
-    """Log and error messages about a stream of conversations."""
+    """Log and error messages about a stream of conversations or pairs of them.
+
+    Args:
+        plural: Plural noun for the rows.
+        is_packed: Whether samples are packed rows, so that messages say how full they are.
+    """
+
+    plural: str
+    is_packed: bool = True
 
     def summary(self, counts: StreamCounts, seq_length: int) -> str:
-        """Return how many conversations were read, cut and left out."""
-        return (
-            f"{counts.num_read} conversations read, {counts.num_cut} cut after {seq_length + 1} "
+        """Return how many rows were read, cut and left out."""
+        line = (
+            f"{counts.num_read} {self.plural} read, {counts.num_cut} cut after {seq_length + 1} "
             f"tokens (seq_length + 1), {counts.num_left_out} left out as too long; "
             f"{counts.num_tokens} tokens, {counts.num_answers} of them in answers"
         )
+        return f"{line}, {counts.fill(seq_length)}" if self.is_packed else line
 
     def empty_error(self, names: str, counts: StreamCounts, seq_length: int) -> CorruptDataError:
-        """Return the error for files whose conversations are all too long."""
-        return no_rows_error(
-            "conversations", names, seq_length, counts.num_read, counts.num_left_out
-        )
+        """Return the error for files whose rows are all too long."""
+        return no_rows_error(self.plural, names, seq_length, counts.num_read, counts.num_left_out)
 
 
-def streamed_samples(
-    files: tuple[Path, ...],
-    encoder: ConversationEncoder,
-    streaming: Streaming,
-    num_windows: int,
-    seed: int,
-    num_workers: int,
-    report: Callable[[str, bool], None],
-    num_samples: int | None,
-) -> StreamedSamples:
-    """Return the samples of files that are read as a stream.
+class StreamedConversations(StreamedSamples[ConversationRows]):
+    """Packed rows of a stream of conversations or documents.
 
     Args:
-        files: Files of conversations.
-        encoder: Encoder of conversations.
-        streaming: Settings of the stream.
-        num_windows: Windows of a packed row; 0 puts one conversation into each row.
-        seed: Seed of the order.
-        num_workers: Processes that encode; 0 encodes in this process.
-        report: Function that takes a line about the rows that were read, and whether rows were cut
-            or left out.
-        num_samples: Samples of the run; None means that the run has a number of passes instead
-            (samples).
+        num_windows: Windows of a packed row; 0 puts one conversation or document into each row.
+        most_pieces: Largest number of conversations or documents, and gaps, in a packed row.
+        options: Arguments of ``StreamedSamples`` except ``most_documents``.
     """
-    order = seed if streaming.shuffle else None
-    most_pieces = streaming.most_pieces(encoder.seq_length, num_windows)
-    key = {
-        # The contents are unknown until the stream has been read, so sizes identify the files.
-        "files": [sizes_of(path) for path in files],
-        "tokenizer": encoder.tokenizer.fingerprint,
-        "seq_length": encoder.seq_length,
-        "too_long": encoder.too_long,
-        "section_size": streaming.shuffle_buffer,
-        "seed": order,
-        "num_windows": num_windows,
-        "most_pieces": most_pieces,
-    }
-    stream = RowStream(files, encoder.encode_row, streaming.shuffle_buffer, order, num_workers)
-    return StreamedSamples(
-        stream,
-        ConversationMessages(),
-        encoder.seq_length,
-        num_windows,
-        most_pieces,
-        key,
-        report,
-        num_samples,
-    )
+
+    def __init__(self, *, num_windows: int, most_pieces: int, **options: Any) -> None:
+        super().__init__(most_documents=most_pieces if num_windows else 1, **options)
+        self._num_windows = num_windows
+
+    def is_answer(self, index: int) -> npt.NDArray[np.bool_]:
+        """Return a mask of the tokens of a row that belong to answers.
+
+        Args:
+            index: Number of the row.
+        """
+        rows, number = self.in_section(index)
+        return rows.is_answer(number)
+
+    @override
+    def _samples_of(
+        self, rows: RowTokens, random: np.random.RandomState | None
+    ) -> ConversationRows:
+        index = pack_once(
+            np.diff(rows.bounds),
+            self.seq_length,
+            random,
+            self._num_windows > 0,
+            max(self._num_windows, 1),
+            self.most_documents,
+        )
+        return ConversationRows(rows, index)

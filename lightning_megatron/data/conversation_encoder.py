@@ -2,65 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from lightning_megatron.data.chat_template import ChatTokenizer
 from lightning_megatron.data.conversations import Conversation, conversation_of
 from lightning_megatron.data.row_files import FileRow
+from lightning_megatron.data.row_tokens import EncodedText
 from lightning_megatron.errors import CorruptDataError
 
 TooLong = Literal["cut", "leave_out", "refuse"]
 
 
-class EncodedText(NamedTuple):
-    """Tokens of a conversation, at most as many as fit into a row.
-
-    Args:
-        tokens: Token ids.
-        is_answer: 1 for tokens of answers, 0 for other tokens.
-        was_cut: Whether the end of the conversation was cut off.
-    """
-
-    tokens: npt.NDArray
-    is_answer: npt.NDArray
-    was_cut: bool
-
-
-class TextTokens(NamedTuple):
-    """Concatenated tokens of several conversations.
-
-    Args:
-        tokens: Token ids.
-        is_answer: 1 for tokens of answers, 0 for other tokens.
-        bounds: Index of the first token of each conversation, and the total number of tokens.
-    """
-
-    tokens: npt.NDArray
-    is_answer: npt.NDArray
-    bounds: npt.NDArray
-
-    @classmethod
-    def of(cls, texts: Sequence[EncodedText]) -> TextTokens:
-        """Concatenate conversations.
-
-        Args:
-            texts: Conversations.
-        """
-        return cls(
-            np.concatenate([np.zeros(0, np.int32), *(text.tokens for text in texts)]),
-            np.concatenate([np.zeros(0, np.uint8), *(text.is_answer for text in texts)]),
-            np.cumsum([0, *(len(text.tokens) for text in texts)], dtype=np.int64),
-        )
-
-
 @dataclass(frozen=True)
 class ConversationEncoder:
-    """Encoder of conversations with a chat template and a maximum length.
+    """Encoder of the rows of files as conversations, with a chat template and a maximum length.
+
+    A subclass reads other rows, with several conversations in each.
 
     Args:
         tokenizer: Tokenizer with its chat template.
@@ -73,16 +33,22 @@ class ConversationEncoder:
     seq_length: int
     too_long: TooLong
 
-    def encode_row(self, row: FileRow) -> EncodedText | None:
-        """Return the tokens of the conversation of a row; None if it is left out as too long.
+    #: Plural noun for the rows in messages.
+    plural: ClassVar[str] = "conversations"
+    #: Number of conversations of each row.
+    num_texts: ClassVar[int] = 1
+
+    def encode_row(self, row: FileRow) -> tuple[EncodedText, ...] | None:
+        """Return the tokens of the conversations of a row; None if it is left out as too long.
 
         Args:
             row: Row of a file.
 
         Raises:
-            CorruptDataError: If the row is not a conversation, and as for :meth:`encode`.
+            CorruptDataError: If the row has another form, and as for :meth:`encode`.
         """
-        return self.encode(conversation_of(row))
+        text = self.encode(conversation_of(row))
+        return None if text is None else (text,)
 
     def encode(self, conversation: Conversation) -> EncodedText | None:
         """Return the tokens of a conversation; None if it is left out as too long.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning_megatron.data.dataset_folders import is_dataset_folder
-from lightning_megatron.data.row_files import REMEDY, FileRow, read_rows
+from lightning_megatron.data.row_files import REMEDY, FileRow
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.plan.legal_values import join_or
 
@@ -77,19 +77,6 @@ def find_conversations(
 
 def _is_row_file(path: Path) -> bool:
     return is_dataset_folder(path) or (path.is_file() and path.name.endswith(_SUFFIXES))
-
-
-def read_conversations(path: Path) -> Iterator[Conversation]:
-    """Yield the conversations of a file in order.
-
-    Args:
-        path: File of JSON lines (also ``.gz``) or Parquet, or folder of ``save_to_disk``.
-
-    Raises:
-        CorruptDataError: If a row is not a conversation; the message names file and row.
-        MissingExtraError: If pyarrow or datasets is needed and not installed.
-    """
-    yield from map(conversation_of, read_rows(path))
 
 
 def conversation_of(row: FileRow) -> Conversation:

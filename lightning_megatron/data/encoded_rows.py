@@ -3,76 +3,60 @@
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_megatron.data.chat_template import ChatTokenizer
-from lightning_megatron.data.conversation_encoder import (
-    ConversationEncoder,
-    EncodedText,
-    TextTokens,
-    TooLong,
-)
+from lightning_megatron.data.conversation_encoder import ConversationEncoder
 from lightning_megatron.data.dataset_folders import files_of
 from lightning_megatron.data.index_cache import cache_key, load_or_build
+from lightning_megatron.data.row_tokens import RowTokens
 from lightning_megatron.errors import CorruptDataError
 
-_NAMES = ("tokens", "is_answer", "bounds", "counts")
+_NAMES = ("tokens", "is_answer", "bounds", "numbers", "counts")
 
 
-class EncodedRows(ABC):
+class EncodedRows:
     """Tokens of all rows of some files. A row has one or several conversations.
 
     Args:
         paths: Files of rows.
-        tokenizer: Tokenizer with its chat template.
-        seq_length: Tokens that are predicted; a conversation has at most one more (tokens).
-        too_long: Treatment of longer conversations: cut their end, leave them out, or raise an
-            error.
+        encoder: Encoder of the rows.
         cache_dir: Folder of the encoded tokens; None keeps them in memory.
 
     Raises:
-        CorruptDataError: If a row does not have the form that a subclass reads, a conversation is
+        CorruptDataError: If a row does not have the form that the encoder reads, a conversation is
             too long and ``too_long`` is "refuse", or no row is left.
     """
 
-    #: Plural noun for the rows in messages, such as "conversations".
-    plural: str
-    #: Number of conversations of each row.
-    num_texts = 1
-
     def __init__(
-        self,
-        paths: Sequence[Path],
-        tokenizer: ChatTokenizer,
-        seq_length: int,
-        too_long: TooLong,
-        cache_dir: Path | None,
+        self, paths: Sequence[Path], encoder: ConversationEncoder, cache_dir: Path | None
     ) -> None:
         self.names = ", ".join(map(str, paths))
-        self.seq_length = seq_length
+        self.seq_length = encoder.seq_length
+        self._plural = encoder.plural
         fields = {
             "files": [_sha256(path) for path in paths],
-            "tokenizer": tokenizer.fingerprint,
-            "seq_length": seq_length,
-            "too_long": too_long,
+            "tokenizer": encoder.tokenizer.fingerprint,
+            "seq_length": encoder.seq_length,
+            "too_long": encoder.too_long,
         }
-        if self.num_texts > 1:
-            fields["num_texts"] = self.num_texts
+        if encoder.num_texts > 1:
+            fields["num_texts"] = encoder.num_texts
         self.key = cache_key(fields)
 
         def build() -> dict[str, npt.NDArray]:
-            return self._encode_all(paths, ConversationEncoder(tokenizer, seq_length, too_long))
+            return _encode_all(paths, encoder)
 
         found = build() if cache_dir is None else load_or_build(cache_dir, fields, build, _NAMES)
         self.tokens = found["tokens"]
         self.is_answer = found["is_answer"]
         #: Index of the first token of each conversation, and the total number of tokens.
         self.bounds = found["bounds"]
+        #: Number of each row that was not left out.
+        self.numbers = found["numbers"]
         counts = found["counts"].tolist()
         #: Number of rows that were read, cut, and left out.
         self.num_read: int = counts[0]
@@ -80,45 +64,20 @@ class EncodedRows(ABC):
         self.num_left_out: int = counts[2]
         if not len(self):
             raise no_rows_error(
-                self.plural, self.names, seq_length, self.num_read, self.num_left_out
+                self._plural, self.names, self.seq_length, self.num_read, self.num_left_out
             )
 
     def __len__(self) -> int:
-        return (len(self.bounds) - 1) // self.num_texts
+        return len(self.numbers)
 
-    @abstractmethod
-    def _encode(
-        self, path: Path, encoder: ConversationEncoder
-    ) -> Iterator[list[EncodedText] | None]:
-        """Yield the conversations of each row of a file; None for a row that is left out."""
-
-    def summary(self, seq_length: int) -> str:
-        """Return a line with the numbers of rows that were read, cut and left out.
-
-        Args:
-            seq_length: Tokens that a row predicts (tokens).
-        """
+    def summary(self) -> str:
+        """Return a line with the numbers of rows that were read, cut and left out."""
         return (
-            f"{self.plural.capitalize()} of {self.names}: {self.num_read} read, {self.num_cut} cut "
-            f"after {seq_length + 1} tokens (seq_length + 1), {self.num_left_out} left out as too "
-            f"long; {int(self.bounds[-1])} tokens, {int(self.is_answer.sum())} of them in answers."
+            f"{self._plural.capitalize()} of {self.names}: {self.num_read} read, {self.num_cut} "
+            f"cut after {self.seq_length + 1} tokens (seq_length + 1), {self.num_left_out} left "
+            f"out as too long; {int(self.bounds[-1])} tokens, {int(self.is_answer.sum())} of them "
+            "in answers."
         )
-
-    def _encode_all(
-        self, paths: Sequence[Path], encoder: ConversationEncoder
-    ) -> dict[str, npt.NDArray]:
-        kept: list[EncodedText] = []
-        num_read = 0
-        num_cut = 0
-        for path in paths:
-            for texts in self._encode(path, encoder):
-                num_read += 1
-                if texts is not None:
-                    num_cut += any(text.was_cut for text in texts)
-                    kept.extend(texts)
-        num_left_out = num_read - len(kept) // self.num_texts
-        counts = np.array([num_read, num_cut, num_left_out], np.int64)
-        return {**TextTokens.of(kept)._asdict(), "counts": counts}
 
 
 def no_rows_error(
@@ -138,6 +97,19 @@ def no_rows_error(
         f"{seq_length + 1} tokens: {num_read} were read, and {num_left_out} left out as too long. "
         "Use a larger seq_length or other files."
     )
+
+
+def _encode_all(paths: Sequence[Path], encoder: ConversationEncoder) -> dict[str, npt.NDArray]:
+    """Return the tokens of all rows of files, and the numbers of rows read, cut and left out."""
+    found = RowTokens.of_files(paths, encoder.encode_row)
+    counts = np.array([found.num_read, found.num_cut, found.num_left_out], np.int64)
+    return {
+        "tokens": found.tokens,
+        "is_answer": found.is_answer,
+        "bounds": found.bounds,
+        "numbers": found.numbers,
+        "counts": counts,
+    }
 
 
 def _sha256(path: Path) -> str:

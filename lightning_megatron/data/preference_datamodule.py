@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal, cast
 
 from typing_extensions import override
 
 from lightning_megatron.data.conversation_datamodule import ConversationDataModule
+from lightning_megatron.data.index_cache import cache_key
 from lightning_megatron.data.loader import TokenLoader
-from lightning_megatron.data.preference_samples import EncodedPairs, PairBatches, PairSamples
-from lightning_megatron.data.sampler import TokenBatchSampler
+from lightning_megatron.data.preference_encoder import PairEncoder
+from lightning_megatron.data.preference_samples import PairBatches, PairSamples, PreferenceSamples
+from lightning_megatron.data.preference_stream import StreamedPairs
 from lightning_megatron.data.samples import Samples
+from lightning_megatron.data.stream_loader import OnePassLoader, OnePassSampler
+from lightning_megatron.data.streaming import Streaming
+from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.plan.global_batch import RampUp
 from lightning_megatron.plan.settings import Count, Elements, Index, Range, coerced_arguments
 
+#: Field by which keys of streams of pairs differ from those of conversations.
+_STREAM_KEY = {"num_texts": PairEncoder.num_texts}
 
-class PreferenceDataModule(ConversationDataModule[EncodedPairs]):
+
+class PreferenceDataModule(ConversationDataModule):
     """Batches of pairs of a chosen and a rejected answer to the same prompt, for ``DPO``.
 
     Each row of a file has ``prompt``, ``chosen`` and ``rejected`` as texts or lists of messages, or
@@ -26,7 +35,8 @@ class PreferenceDataModule(ConversationDataModule[EncodedPairs]):
     Shapes:
         A batch is {"tokens": (B, 2, S), "labels": (B, 2, S), "pairs": (B,)}. The chosen
         conversation of each pair comes first. Labels are shifted by one token, and -100 where the
-        next token does not belong to an answer. ``pairs`` is the number of each pair in the files.
+        next token does not belong to an answer. ``pairs`` is the number of each pair: its line or
+        row in its file, counted from 0, plus 2^40 times the index of the file.
 
     Args:
         train: Files of JSON lines (.jsonl, also .gz) or Parquet, folders of them, or globs.
@@ -51,6 +61,9 @@ class PreferenceDataModule(ConversationDataModule[EncodedPairs]):
         seed: Seed of the order of training pairs.
         train_samples: Training pairs per epoch over all ranks; None means ``max_steps`` batches if
             the Trainer stops by steps alone, and one pass otherwise.
+        streaming: Settings to read and encode the training files during training, as in
+            ``ChatDataModule``; ``most_conversations`` must be left out. ``DPO`` first reads all
+            files once, for the reference model.
         cache_dir: Folder of the encoded pairs; None uses ``index_cache`` next to the first file.
         pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
 
@@ -62,7 +75,8 @@ class PreferenceDataModule(ConversationDataModule[EncodedPairs]):
         MissingExtraError: If transformers is not installed, or pyarrow for Parquet files.
     """
 
-    order_settings = "files, tokenizer, template, seq_length, too_long or seed"
+    encoder_class = PairEncoder
+    order_settings = "files, tokenizer, template, seq_length, too_long, streaming or seed"
 
     def __init__(
         self,
@@ -80,16 +94,24 @@ class PreferenceDataModule(ConversationDataModule[EncodedPairs]):
         num_workers: Index = 0,
         seed: Annotated[int, Range(least=0, most=2**32 - 1)] = 1234,
         train_samples: Elements | None = None,
+        streaming: Streaming | None = None,
         cache_dir: str | None = None,
         pin_memory: bool | None = None,
     ) -> None:
         given = coerced_arguments(PreferenceDataModule.__init__, locals())
         super().__init__({"train": train, "val": val, "test": test}, given)
         self.length_multiple: int | None = given["length_multiple"]
+        if self.streaming is not None and self.streaming.most_conversations is not None:
+            raise UnsupportedError(
+                f"streaming.most_conversations ({self.streaming.most_conversations}) cannot be "
+                "used with pairs, because each pair has its own row. Leave it out."
+            )
 
     @override
-    def training_samples(self, num_samples: int | None) -> PairSamples:
-        return PairSamples(self.encoded("train"), self.seed, num_samples)
+    def training_samples(self, num_samples: int | None) -> PreferenceSamples:
+        if self.streaming is None:
+            return PairSamples(self.encoded("train"), self.seed, num_samples)
+        return StreamedPairs(**self.stream_options(num_samples, _STREAM_KEY, is_packed=False))
 
     @override
     def evaluation_samples(self, part: str) -> PairSamples:
@@ -97,9 +119,8 @@ class PreferenceDataModule(ConversationDataModule[EncodedPairs]):
         return PairSamples(self.encoded(part), 0)
 
     @override
-    def loader_of(self, samples: Samples, sampler: TokenBatchSampler) -> TokenLoader:
-        batches = PairBatches(cast(PairSamples, samples), self.length_multiple)
-        return TokenLoader(batches, sampler, self.num_workers, self.pin_memory)
+    def batches_of(self, samples: Samples) -> PairBatches:
+        return PairBatches(cast(PreferenceSamples, samples), self.length_multiple)
 
     def each_pair_once(self, part: str) -> TokenLoader:
         """Build a loader of all pairs of a part in the order of the files, divided among ranks.
@@ -107,10 +128,23 @@ class PreferenceDataModule(ConversationDataModule[EncodedPairs]):
         Args:
             part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
         """
-        return self.evaluation_loader(PairSamples(self.encoded(part), None))
+        if not self.is_streamed(part):
+            return self.evaluation_loader(PairSamples(self.encoded(part), None))
+        options = self.stream_options(None, _STREAM_KEY, is_packed=False)
+        # The training itself reports how many pairs were read, cut and left out.
+        options |= {"stream": replace(options["stream"], seed=None), "report": lambda *_: None}
+        samples = StreamedPairs(**options)
+        dp_rank, dp_size = self.data_parallel()
+        sampler = OnePassSampler(samples, self._rows_of_rank(dp_size), dp_rank, dp_size)
+        batches = self.batches_of(samples)
+        return OnePassLoader(batches, sampler, self.num_workers, self.pin_memory)
 
-    @override
-    def _encode(self, part: str) -> EncodedPairs:
-        return EncodedPairs(
-            self.files[part], self.tokenizer, self.seq_length, self.too_long, self.cache_dir
-        )
+    def pairs_key(self, part: str) -> str:
+        """Return a hash of everything that determines the pairs of a part, except their order.
+
+        Args:
+            part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
+        """
+        if not self.is_streamed(part):
+            return self.encoded(part).key
+        return cache_key({**self.stream_key, **_STREAM_KEY})

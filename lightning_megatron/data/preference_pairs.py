@@ -1,14 +1,13 @@
-"""Reading and validation of preference pairs in files of JSON lines or Parquet."""
+"""Reading and validation of preference pairs in the rows of files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lightning_megatron.data.conversations import Conversation, messages_of, side_of, tools_of
-from lightning_megatron.data.row_files import REMEDY, read_rows
+from lightning_megatron.data.row_files import REMEDY, FileRow
 from lightning_megatron.errors import CorruptDataError
 
 
@@ -24,24 +23,17 @@ class PreferencePair:
     chosen: Conversation
     rejected: Conversation
 
-    @property
-    def place(self) -> str:
-        """File and row, for errors."""
-        return self.chosen.place
 
-
-def read_pairs(path: Path) -> Iterator[PreferencePair]:
-    """Yield the preference pairs of a file in order.
+def pair_of(row: FileRow) -> PreferencePair:
+    """Return the preference pair of a row.
 
     Args:
-        path: File of JSON lines (also ``.gz``) or Parquet.
+        row: Row of a file.
 
     Raises:
-        CorruptDataError: If a row is not a pair; the message names file and row.
-        MissingExtraError: If pyarrow is needed and not installed.
+        CorruptDataError: If the row is not a pair; the message names file and row.
     """
-    for row in read_rows(path):
-        yield _pair(row.fields(), row.place)
+    return _pair(row.fields(), row.place)
 
 
 def _pair(row: Mapping[str, Any], place: str) -> PreferencePair:

@@ -2,70 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from typing_extensions import override
 
-from lightning_megatron.data.conversation_encoder import ConversationEncoder, EncodedText
+from lightning_megatron.data.chat_samples import Texts
 from lightning_megatron.data.encoded_rows import EncodedRows
 from lightning_megatron.data.index_cache import cache_key
 from lightning_megatron.data.loader import IGNORE_INDEX, SampleBatches
-from lightning_megatron.data.packing import index_packed
-from lightning_megatron.data.preference_pairs import read_pairs
+from lightning_megatron.data.packing import PackedIndex, index_packed
+from lightning_megatron.data.samples import Samples
 
 
-class EncodedPairs(EncodedRows):
-    """Tokens of all preference pairs of some files, the chosen conversation of each pair first.
+class PreferenceSamples(Samples, Protocol):
+    """Preference pairs in the order of training."""
 
-    A pair is left out if one of its conversations is left out, or if truncation makes both equal.
+    def pair(self, index: int) -> int:
+        """Return the number of the pair of a sample, which is that of its row in the files.
 
-    Args:
-        paths: Files of pairs.
-        tokenizer: Tokenizer with its chat template.
-        seq_length: Tokens that are predicted; a conversation has at most one more (tokens).
-        too_long: Treatment of pairs with a longer conversation: cut its end, leave the pair out, or
-            raise an error.
-        cache_dir: Folder of the encoded tokens; None keeps them in memory.
+        Args:
+            index: Number of the sample.
+        """
 
-    Raises:
-        CorruptDataError: If a row is not a pair, a conversation is too long and ``too_long`` is
-            "refuse", or no pair is left.
-    """
-
-    plural = "pairs"
-    num_texts = 2
-
-    @override
-    def _encode(
-        self, path: Path, encoder: ConversationEncoder
-    ) -> Iterator[list[EncodedText] | None]:
-        for pair in read_pairs(path):
-            chosen = encoder.encode(pair.chosen)
-            rejected = encoder.encode(pair.rejected)
-            if chosen is None or rejected is None:
-                yield None
-                continue
-            was_cut = chosen.was_cut or rejected.was_cut
-            are_equal = np.array_equal(chosen.tokens, rejected.tokens)
-            yield None if was_cut and are_equal else [chosen, rejected]
-
-    def text(self, pair: int, side: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    def text(self, index: int, side: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Return the tokens of a conversation, and a mask of those that belong to answers.
 
         Args:
-            pair: Number of the pair.
+            index: Number of the sample.
             side: 0 for the chosen conversation, 1 for the rejected one.
         """
-        start, stop = self.bounds[2 * pair + side : 2 * pair + side + 2]
-        return self.tokens[start:stop].astype(np.int64), self.is_answer[start:stop].astype(np.bool_)
 
 
-class PairSamples:
-    """Preference pairs in shuffled order; each pair is a window of two documents.
+class PairTexts(Texts, Protocol):
+    """Tokens of pairs, the chosen conversation of each pair first, such as ``RowTokens``."""
+
+    @property
+    def numbers(self) -> npt.NDArray:
+        """Number of the row of each pair."""
+
+
+class PairRows:
+    """Preference pairs in some order; each pair is a window of two documents.
+
+    Args:
+        texts: Tokens of the pairs.
+        index: Index of the pair of each sample, as its only piece.
+    """
+
+    most_documents = 2
+
+    def __init__(self, texts: PairTexts, index: PackedIndex) -> None:
+        self._texts = texts
+        self._order = index.parts[:, 0]
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
+        return np.concatenate([self.text(index, side)[0] for side in (0, 1)])
+
+    def lengths(self, index: int) -> list[int]:
+        """Return the number of tokens of the chosen and of the rejected conversation."""
+        return [len(self.text(index, side)[0]) for side in (0, 1)]
+
+    def pair(self, index: int) -> int:
+        """Return the number of the pair of a sample, which is that of its row in the files.
+
+        Args:
+            index: Number of the sample.
+        """
+        return int(self._texts.numbers[self._order[index]])
+
+    def text(self, index: int, side: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Return the tokens of a conversation, and a mask of those that belong to answers.
+
+        Args:
+            index: Number of the sample.
+            side: 0 for the chosen conversation, 1 for the rejected one.
+        """
+        first = 2 * int(self._order[index]) + side
+        start, stop = self._texts.bounds[first : first + 2]
+        tokens = self._texts.tokens[start:stop].astype(np.int64)
+        return tokens, self._texts.is_answer[start:stop].astype(np.bool_)
+
+
+class PairSamples(PairRows):
+    """Preference pairs of some files in shuffled order.
 
     Args:
         encoded: Tokens of the pairs.
@@ -73,38 +97,27 @@ class PairSamples:
         num_samples: Number of pairs, over as many passes as needed; None makes one pass (pairs).
     """
 
-    most_documents = 2
-
     def __init__(
-        self, encoded: EncodedPairs, seed: int | None, num_samples: int | None = None
+        self, encoded: EncodedRows, seed: int | None, num_samples: int | None = None
     ) -> None:
-        self.encoded = encoded
         self.seq_length = encoded.seq_length
-        # In the index, a document of two tokens, which fills a row, represents each pair.
-        lengths = np.full(len(encoded), 2)
-        index = index_packed(lengths, 1, num_samples, seed, is_packed=False)
-        self._numbers = index.parts[: index.num_windows, 0]
+        super().__init__(
+            encoded, index_packed(one_row_each(len(encoded)), 1, num_samples, seed, is_packed=False)
+        )
         self.order_key = cache_key(
             {"pairs": encoded.key, "seed": seed, "is_pass": num_samples is None}
         )
 
-    def __len__(self) -> int:
-        return len(self._numbers)
 
-    def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        return np.concatenate([self.encoded.text(self.pair(index), side)[0] for side in (0, 1)])
+def one_row_each(num_pairs: int) -> npt.NDArray[np.int64]:
+    """Return the lengths of documents that represent pairs in an index, each in its own row.
 
-    def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of the chosen and of the rejected conversation."""
-        return [len(self.encoded.text(self.pair(index), side)[0]) for side in (0, 1)]
+    A document of two tokens fills a row that predicts one token (tokens).
 
-    def pair(self, index: int) -> int:
-        """Return the number that the pair of a sample has in the files.
-
-        Args:
-            index: Number of the sample.
-        """
-        return int(self._numbers[index])
+    Args:
+        num_pairs: Number of pairs.
+    """
+    return np.full(num_pairs, 2)
 
 
 class PairBatches(SampleBatches):
@@ -113,9 +126,9 @@ class PairBatches(SampleBatches):
     Shapes:
         An item is {"tokens": (B, 2, S), "labels": (B, 2, S), "pairs": (B,)}. The chosen
         conversation of each pair comes first. Labels are shifted by one token, and -100 where the
-        next token does not belong to an answer. ``pairs`` is the number of each pair in the files.
-        Padding has token 0 and label -100. A sample with number -1 is only padding, and the number
-        of its pair is -1.
+        next token does not belong to an answer. ``pairs`` is the number of each pair, see
+        ``PreferenceDataModule``. Padding has token 0 and label -100. A sample with number -1 is
+        only padding, and the number of its pair is -1.
 
     Args:
         samples: Pairs in order.
@@ -123,19 +136,19 @@ class PairBatches(SampleBatches):
             of this number and at most ``seq_length``; None means ``seq_length`` (tokens).
     """
 
-    samples: PairSamples
+    samples: PreferenceSamples
 
-    def __init__(self, samples: PairSamples, multiple: int | None) -> None:
+    def __init__(self, samples: PreferenceSamples, multiple: int | None) -> None:
         self.samples = samples
         self.multiple = multiple
 
     def __getitem__(self, numbers: list[int]) -> dict[str, torch.Tensor]:
         pairs = [-1 if number < 0 else self.samples.pair(number) for number in numbers]
         texts = {
-            (row, side): self.samples.encoded.text(pair, side)
-            for row, pair in enumerate(pairs)
+            (row, side): self.samples.text(number, side)
+            for row, number in enumerate(numbers)
             for side in (0, 1)
-            if pair >= 0
+            if number >= 0
         }
         length = self.samples.seq_length
         if self.multiple is not None:

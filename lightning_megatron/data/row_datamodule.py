@@ -18,7 +18,12 @@ from lightning_megatron.data.sampler import TokenBatchSampler, check_position, i
 from lightning_megatron.data.samples import Samples
 from lightning_megatron.data.stream_loader import PassSampler
 from lightning_megatron.data.streamed_samples import SectionStart, StreamedSamples
-from lightning_megatron.data.train_position import position_after, samples_of_steps, stops_by_steps
+from lightning_megatron.data.train_position import (
+    position_after,
+    samples_of_steps,
+    steps_of_epochs,
+    stops_by_steps,
+)
 from lightning_megatron.plan.global_batch import GlobalBatch, RampUp
 
 
@@ -123,8 +128,11 @@ class RowDataModule(LightningDataModule):
 
     def train_dataloader(self) -> TokenLoader:
         """Build a loader of training batches that starts at the restored position."""
-        if self._train_loader is not None and self._train_loader.sampler.stream:
-            # After `reload_dataloaders_every_n_epochs`, continue where the last loader stopped.
+        loader = self._train_loader
+        if loader is not None and (loader.sampler.stream or not loader.sampler.has_started):
+            # After `reload_dataloaders_every_n_epochs`, continue where the last loader stopped. One
+            # that has not started may have a restored position, since `configure_optimizers` can
+            # build it to count steps, before the Trainer knows its epoch.
             self._restored = self._restored or self.state_dict()
         self._train_loader = self._build_train_loader()
         if self._train_loader.sampler.balance is not None:
@@ -268,6 +276,18 @@ class RowDataModule(LightningDataModule):
             num_batches * self._rows_of_rank(dp_size) * dp_size
         )
         return samples_of_steps(state, trainer.max_steps, batch)
+
+    def steps_of_epochs(self) -> int | None:
+        """Return the optimizer steps of all epochs of the Trainer if batches grow (steps).
+
+        Epochs then differ in their number of batches. Without growth, or if the Trainer stops by
+        steps alone, the result is None: the Trainer's own estimate holds.
+        """
+        trainer: Any = self.trainer
+        loader = self._train_loader
+        if loader is None or loader.sampler.stream or loader.sampler.global_batch.ramp_up is None:
+            return None
+        return steps_of_epochs(trainer, loader.sampler)
 
     def _num_finished(self) -> int:
         return 0 if self.trainer is None else self._progress().total.processed

@@ -103,8 +103,18 @@ class TokenBatchSampler:
     def num_left(self) -> int:
         """Number of batches from ``consumed`` to the end of the epoch."""
         if self.drop_last:
-            return self.global_batch.count(self._passed, self._passed_before + self.num_samples)
+            return self.batches_of_epoch(self.epoch, self.consumed)
         return -(-max(self.num_samples - self.consumed, 0) // self.global_batch_size)
+
+    def batches_of_epoch(self, epoch: int, consumed: int = 0) -> int:
+        """Return the number of full global batches of an epoch (batches).
+
+        Args:
+            epoch: Number of the epoch.
+            consumed: Samples of the epoch before the first batch (samples).
+        """
+        start = epoch * self.num_samples
+        return self.global_batch.count(start + consumed, start + self.num_samples)
 
     @property
     def _passed_before(self) -> int:
@@ -160,6 +170,11 @@ class TokenBatchSampler:
             self.load_state_dict(self.state_dict())
         elif not self.stream and epoch != self.epoch:
             self.load_state_dict({"epoch": epoch, "consumed": 0})
+
+    @property
+    def has_started(self) -> bool:
+        """Whether iteration from the current position has begun."""
+        return self._finished_before is not None
 
     @property
     def num_finished(self) -> int:

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from lightning_megatron.data.streaming import Streaming
 from lightning_megatron.errors import UnsupportedError
 
 
-def check_stream_settings(streaming: Streaming, given: Mapping[str, Any]) -> None:
-    """Check that a stream supports the settings of a data module.
+def check_no_sample_number(train_samples: int | None) -> None:
+    """Check that a stream has no number of samples.
 
     Args:
-        streaming: Settings of the stream.
-        given: Other arguments of the data module by name.
+        train_samples: Number of training samples that the user gave (samples).
 
     Raises:
-        UnsupportedError: If ``train_samples`` is set.
-        ParallelPlanError: If ``most_conversations`` is too small for the windows of a row.
+        UnsupportedError: If a number is given.
     """
-    if given.get("train_samples") is not None:
+    if train_samples is not None:
         raise UnsupportedError(
-            f"train_samples ({given['train_samples']}) cannot be used with streaming, because the "
+            f"train_samples ({train_samples}) cannot be used with streaming, because the "
             "number of samples of a stream is unknown. Use max_steps of the Trainer, and "
             "limit_train_batches for shorter epochs."
         )
-    streaming.most_pieces(given["seq_length"], given["context_windows"])
 
 
 def check_stream_trainer(trainer: Any) -> None:

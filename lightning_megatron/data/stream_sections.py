@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_megatron.data.conversation_encoder import EncodedText, TextTokens
 from lightning_megatron.data.row_files import BEGINNING, FilePosition, FileRow, read_rows
+from lightning_megatron.data.row_tokens import EncodedRow, EncodeRow, RowTokens, row_number
 from lightning_megatron.data.worker_pool import map_in_order
 
-EncodeRow = Callable[[FileRow], EncodedText | None]
 #: Number of rows that a process encodes at a time (rows).
 _PIECE = 64
 
@@ -46,30 +45,12 @@ class Section:
     Args:
         start: Position of the first row.
         end: Position of the next section.
-        texts: Tokens of the rows that were not left out.
-        num_read: Number of rows that were read (rows).
-        num_cut: Number of rows whose end was cut off (rows).
+        rows: Tokens of the rows.
     """
 
     start: SectionPosition
     end: SectionPosition
-    texts: TextTokens
-    num_read: int
-    num_cut: int
-
-    @classmethod
-    def of(
-        cls, start: SectionPosition, end: SectionPosition, found: Sequence[EncodedText | None]
-    ) -> Section:
-        """Return the section of encoded rows.
-
-        Args:
-            start: Position of the first row.
-            end: Position of the next section.
-            found: Tokens of each row; None for a row that is left out.
-        """
-        kept = [text for text in found if text is not None]
-        return cls(start, end, TextTokens.of(kept), len(found), sum(text.was_cut for text in kept))
+    rows: RowTokens
 
     @property
     def ends_pass(self) -> bool:
@@ -78,9 +59,9 @@ class Section:
 
 
 class _Piece(NamedTuple):
-    """Rows that are encoded together, and the position after them if they end a section."""
+    """Numbered rows to encode together, and the position after them if they end a section."""
 
-    rows: tuple[FileRow, ...]
+    rows: tuple[tuple[int, FileRow], ...]
     end: SectionPosition | None
 
 
@@ -90,7 +71,7 @@ class RowStream:
 
     Args:
         files: Files of rows.
-        encode: Function that returns the tokens of a row, or None to leave the row out. It must be
+        encode: Function that returns the texts of a row, or None to leave the row out. It must be
             picklable.
         section_size: Rows of a section; the last section of a pass may have fewer (rows).
         seed: Seed of the order of the files in each pass; None keeps their order.
@@ -113,27 +94,27 @@ class RowStream:
         Raises:
             CorruptDataError: If a row cannot be encoded; the message names file and row.
         """
-        texts: list[EncodedText | None] = []
+        rows: list[EncodedRow] = []
         encoded = map_in_order(
             partial(_encoded, encode=self.encode), self._pieces(start, stop), self.num_workers
         )
         for found, end in encoded:
-            texts += found
+            rows += found
             if end is not None:
-                yield Section.of(start, end, texts)
+                yield Section(start, end, RowTokens.of(rows))
                 start = end
-                texts = []
+                rows = []
 
     def _pieces(self, start: SectionPosition, stop: Event) -> Iterator[_Piece]:
         while not stop.is_set():
-            rows: list[FileRow] = []
+            rows: list[tuple[int, FileRow]] = []
             num_read = 0
             sections = start.sections
             order = self._order(start.passes)
-            for at, path in enumerate(order[start.files :], start.files):
+            for at, file in enumerate(order[start.files :], start.files):
                 first = FilePosition(start.number, start.offset) if at == start.files else BEGINNING
-                for row in read_rows(path, first):
-                    rows.append(row)
+                for row in read_rows(self.files[file], first):
+                    rows.append((row_number(file, row), row))
                     num_read += 1
                     ends = num_read == self.section_size
                     if ends or len(rows) == _PIECE:
@@ -147,12 +128,11 @@ class RowStream:
             start = SectionPosition(start.passes + 1)
             yield _Piece(tuple(rows), start)
 
-    def _order(self, number: int) -> list[Path]:
-        """Return the files in the order of a pass."""
+    def _order(self, number: int) -> list[int]:
+        """Return the indices of the files in the order of a pass."""
         if self.seed is None:
-            return list(self.files)
-        random = np.random.RandomState([self.seed, number, 5])
-        return [self.files[at] for at in random.permutation(len(self.files))]
+            return list(range(len(self.files)))
+        return np.random.RandomState([self.seed, number, 5]).permutation(len(self.files)).tolist()
 
 
 class SectionReader:
@@ -187,7 +167,5 @@ class SectionReader:
         self._sections.close()  # type: ignore[attr-defined]
 
 
-def _encoded(
-    piece: _Piece, encode: EncodeRow
-) -> tuple[list[EncodedText | None], SectionPosition | None]:
-    return [encode(row) for row in piece.rows], piece.end
+def _encoded(piece: _Piece, encode: EncodeRow) -> tuple[list[EncodedRow], SectionPosition | None]:
+    return [EncodedRow(number, encode(row)) for number, row in piece.rows], piece.end

@@ -2,94 +2,20 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from lightning_megatron.data.chat_samples import ConversationRows
 from lightning_megatron.data.index_cache import cache_key
-from lightning_megatron.data.packing import pack_once
-from lightning_megatron.data.stream_sections import (
-    RowStream,
-    Section,
-    SectionPosition,
-    SectionReader,
-)
-from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError
-
-
-class StreamCounts(NamedTuple):
-    """Counts of the rows, tokens and samples of a pass over a stream so far.
-
-    Args:
-        num_read: Rows of files that were read (rows).
-        num_cut: Rows of files whose end was cut off (rows).
-        num_left_out: Rows of files that were too long or too short, and were left out (rows).
-        num_tokens: Tokens of the remaining rows (tokens).
-        num_answers: Tokens of answers among them (tokens).
-        num_samples: Packed rows of these tokens (samples).
-    """
-
-    num_read: int = 0
-    num_cut: int = 0
-    num_left_out: int = 0
-    num_tokens: int = 0
-    num_answers: int = 0
-    num_samples: int = 0
-
-    def after(self, section: Section, num_samples: int) -> StreamCounts:
-        """Return the counts after one more section.
-
-        Args:
-            section: The section.
-            num_samples: Number of packed rows of the section (samples).
-        """
-        texts = section.texts
-        num_kept = len(texts.bounds) - 1
-        added = (
-            section.num_read,
-            section.num_cut,
-            section.num_read - num_kept,
-            int(texts.bounds[-1]),
-            int(texts.is_answer.sum()),
-            num_samples,
-        )
-        return StreamCounts(*(one + more for one, more in zip(self, added, strict=True)))
-
-    def with_samples(self, summary: str, seq_length: int) -> str:
-        """Return a summary of the rows of files, with the number of packed rows added.
-
-        Args:
-            summary: Numbers of rows that were read and left out.
-            seq_length: Tokens that a packed row predicts (tokens).
-        """
-        full = self.num_tokens / max(self.num_samples * (seq_length + 1), 1)
-        return f"{summary}, in {self.num_samples} rows, which are {full:.1%} full"
-
-
-class RowMessages(Protocol):
-    """Log and error messages about the rows of a stream."""
-
-    def summary(self, counts: StreamCounts, seq_length: int) -> str:
-        """Return how many rows were read and left out.
-
-        Args:
-            counts: Counts of a pass.
-            seq_length: Tokens that a row predicts (tokens).
-        """
-
-    def empty_error(self, names: str, counts: StreamCounts, seq_length: int) -> CorruptDataError:
-        """Return the error for a pass without any row to train on.
-
-        Args:
-            names: Names of the files.
-            counts: Counts of the pass.
-            seq_length: Tokens that a row predicts (tokens).
-        """
+from lightning_megatron.data.row_tokens import RowTokens
+from lightning_megatron.data.stream_counts import RowMessages, StreamCounts
+from lightning_megatron.data.stream_sections import RowStream, SectionPosition, SectionReader
+from lightning_megatron.errors import CheckpointMismatchError
 
 
 @dataclass(frozen=True)
@@ -137,25 +63,40 @@ class SectionStart:
         )
 
 
-class _LoadedSection(NamedTuple):
-    """Section in memory: the number of its first sample, and its packed rows."""
+class SectionSamples(Protocol):
+    """Samples of the rows of a section, numbered from 0."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> npt.NDArray[np.int64]: ...
+
+    def lengths(self, index: int) -> list[int]:
+        """Return the number of tokens of each part of a sample, in order."""
+
+
+Found = TypeVar("Found", bound=SectionSamples)
+
+
+@dataclass(frozen=True, eq=False)
+class _LoadedSection(Generic[Found]):
+    """Section in memory: the number of its first sample, and its samples."""
 
     first: int
-    rows: ConversationRows
+    samples: Found
 
 
-class StreamedSamples:
-    """Packed rows of a stream, which are read with ascending numbers.
+class StreamedSamples(ABC, Generic[Found]):
+    """Samples of a stream, which are read with ascending numbers.
 
     Sample n depends only on the files, the seed and n. A smaller number than the last one can be
-    read again, which rereads the stream from the start of its section.
+    read again, which rereads the stream from the start of its section. A subclass makes samples of
+    the rows of a section.
 
     Args:
-        stream: Stream of rows of files; each row is a conversation or a document.
+        stream: Stream of rows of files.
         messages: Log and error messages about these rows.
-        seq_length: Tokens that a packed row predicts (tokens).
-        num_windows: Windows of a packed row; 0 puts one conversation or document into each row.
-        most_pieces: Largest number of conversations or documents, and gaps, in a packed row.
+        seq_length: Tokens that a row of a batch predicts (tokens).
+        most_documents: Largest number of documents of a sample.
         key: Fields that identify files, tokenizer and options.
         report: Function that takes a line about the rows that were read, and whether rows were cut
             or left out.
@@ -168,23 +109,21 @@ class StreamedSamples:
         stream: RowStream,
         messages: RowMessages,
         seq_length: int,
-        num_windows: int,
-        most_pieces: int,
+        most_documents: int,
         key: Mapping[str, Any],
         report: Callable[[str, bool], None],
         num_samples: int | None = None,
     ) -> None:
         self.seq_length = seq_length
-        self.most_documents = most_pieces if num_windows else 1
+        self.most_documents = most_documents
         self.order_key = cache_key({"stream": dict(key)})
         self._stream = stream
         self._messages = messages
-        self._num_windows = num_windows
         self._report = report
         self._num_samples = num_samples
         #: Starts of the sections that were read, and of the next one.
         self._starts = [SectionStart()]
-        self._loaded: list[_LoadedSection] = []
+        self._loaded: list[_LoadedSection[Found]] = []
         self._reader: SectionReader | None = None
         #: Number of passes whose end was reported.
         self._num_reported = 0
@@ -197,22 +136,27 @@ class StreamedSamples:
         return self._num_samples
 
     def __getitem__(self, index: int) -> npt.NDArray[np.int64]:
-        found = self._section_of(index)
-        return found.rows[index - found.first]
+        samples, number = self.in_section(index)
+        return samples[number]
 
     def lengths(self, index: int) -> list[int]:
-        """Return the number of tokens of each conversation and gap in a row, in order."""
-        found = self._section_of(index)
-        return found.rows.lengths(index - found.first)
+        """Return the number of tokens of each document of a sample, in order."""
+        samples, number = self.in_section(index)
+        return samples.lengths(number)
 
-    def is_answer(self, index: int) -> npt.NDArray[np.bool_]:
-        """Return a mask of the tokens of a row that belong to answers.
+    def in_section(self, index: int) -> tuple[Found, int]:
+        """Return the samples of the section that has a sample, and its number among them.
 
         Args:
-            index: Number of the row.
+            index: Number of the sample.
         """
-        found = self._section_of(index)
-        return found.rows.is_answer(index - found.first)
+        if index < (self._loaded[0].first if self._loaded else self._starts[-1].first):
+            self.close()
+            del self._starts[bisect_right(self._starts, index, key=lambda one: one.first) :]
+        while index >= self._starts[-1].first:
+            self._read_next()
+        found = self._loaded[bisect_right(self._loaded, index, key=lambda one: one.first) - 1]
+        return found.samples, index - found.first
 
     def pass_of(self, index: int) -> int:
         """Return the number of the pass over the files to which a row belongs.
@@ -291,13 +235,14 @@ class StreamedSamples:
     def _start_of(self, index: int) -> SectionStart:
         return self._starts[bisect_right(self._starts, index, key=lambda one: one.first) - 1]
 
-    def _section_of(self, index: int) -> _LoadedSection:
-        if index < (self._loaded[0].first if self._loaded else self._starts[-1].first):
-            self.close()
-            del self._starts[bisect_right(self._starts, index, key=lambda one: one.first) :]
-        while index >= self._starts[-1].first:
-            self._read_next()
-        return self._loaded[bisect_right(self._loaded, index, key=lambda one: one.first) - 1]
+    @abstractmethod
+    def _samples_of(self, rows: RowTokens, random: np.random.RandomState | None) -> Found:
+        """Return the samples of a section.
+
+        Args:
+            rows: Rows of the section.
+            random: Random number generator that shuffles rows and samples; None keeps their order.
+        """
 
     def _read_next(self) -> None:
         start = self._starts[-1]
@@ -310,20 +255,12 @@ class StreamedSamples:
             # The first section of a pass is shuffled like a pass without streaming.
             key = [self._stream.seed, position.passes, 4, position.sections]
             random = np.random.RandomState(key if position.sections else key[:3])
-        index = pack_once(
-            np.diff(section.texts.bounds),
-            self.seq_length,
-            random,
-            self._num_windows > 0,
-            max(self._num_windows, 1),
-            self.most_documents,
-        )
-        rows = ConversationRows(section.texts, index)
-        counts = start.counts.after(section, len(rows))
+        samples = self._samples_of(section.rows, random)
+        counts = start.counts.after(section.rows, len(samples))
         self._report_counts(position, section.ends_pass, counts)
-        self._loaded.append(_LoadedSection(start.first, rows))
+        self._loaded.append(_LoadedSection(start.first, samples))
         after = StreamCounts() if section.ends_pass else counts
-        self._starts.append(SectionStart(section.end, start.first + len(rows), after))
+        self._starts.append(SectionStart(section.end, start.first + len(samples), after))
 
     def _report_counts(
         self, position: SectionPosition, ends_pass: bool, counts: StreamCounts
@@ -341,7 +278,7 @@ class StreamedSamples:
         self._reported_loss = self._reported_loss or has_loss
 
     def _summary(self, counts: StreamCounts) -> str:
-        return counts.with_samples(self._messages.summary(counts, self.seq_length), self.seq_length)
+        return self._messages.summary(counts, self.seq_length)
 
     def _pass_name(self, passes: int) -> str:
         return f"Pass {passes + 1} over {self._names}"

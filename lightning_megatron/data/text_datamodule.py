@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from typing_extensions import override
 
+from lightning_megatron.data.chat_stream import StreamedConversations
 from lightning_megatron.data.conversations import find_conversations
 from lightning_megatron.data.loader import TokenLoader, WindowBatches
 from lightning_megatron.data.preprocess import EncodingOptions, tokenizer_of
@@ -15,7 +16,7 @@ from lightning_megatron.data.row_datamodule import RowDataModule, log_row_counts
 from lightning_megatron.data.row_files import sizes_of
 from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.samples import Samples
-from lightning_megatron.data.stream_checks import check_stream_settings, check_stream_trainer
+from lightning_megatron.data.stream_checks import check_stream_trainer
 from lightning_megatron.data.stream_loader import StreamLoader
 from lightning_megatron.data.stream_sections import RowStream
 from lightning_megatron.data.streamed_samples import StreamedSamples
@@ -96,9 +97,9 @@ class TextDataModule(RowDataModule):
         given = coerced_arguments(TextDataModule.__init__, locals())
         super().__init__(**row_arguments(given))
         self.streaming: Streaming = given["streaming"] or Streaming()
-        check_stream_settings(self.streaming, given)
         check_context_windows(given["context_windows"], given["seq_length"], is_whole=True)
         self.context_windows: int = given["context_windows"]
+        self.streaming.most_pieces(self.seq_length, self.context_windows)
         parts = {"train": train, "val": val, "test": test}
         #: Files of each part with data.
         self.files: dict[str, tuple[Path, ...]] = {
@@ -137,7 +138,7 @@ class TextDataModule(RowDataModule):
                 self.evaluation_samples(part)
 
     @override
-    def training_samples(self, num_samples: int | None) -> StreamedSamples:
+    def training_samples(self, num_samples: int | None) -> StreamedConversations:
         seed = self.seed if self.streaming.shuffle else None
         most_pieces = self.streaming.most_pieces(self.seq_length, self.context_windows)
         files = self.files["train"]
@@ -153,15 +154,15 @@ class TextDataModule(RowDataModule):
             "most_pieces": most_pieces,
         }
         encode = self._encoder.encode_row
-        return StreamedSamples(
-            RowStream(files, encode, self.streaming.shuffle_buffer, seed, self.num_workers),
-            DocumentMessages(),
-            self.seq_length,
-            self.context_windows,
-            most_pieces,
-            key,
-            lambda line, _: log_row_counts(line, False),
-            num_samples,
+        return StreamedConversations(
+            num_windows=self.context_windows,
+            most_pieces=most_pieces,
+            stream=RowStream(files, encode, self.streaming.shuffle_buffer, seed, self.num_workers),
+            messages=DocumentMessages(),
+            seq_length=self.seq_length,
+            key=key,
+            report=lambda line, _: log_row_counts(line, False),
+            num_samples=num_samples,
         )
 
     def evaluation_samples(self, part: str) -> TextSamples:

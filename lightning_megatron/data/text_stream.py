@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 
 from lightning_megatron.data.chat_samples import ConversationRows
-from lightning_megatron.data.conversation_encoder import EncodedText, TextTokens
 from lightning_megatron.data.documents import parse_text, text_under
 from lightning_megatron.data.encoded_document import encode_document
 from lightning_megatron.data.index_cache import cache_key
 from lightning_megatron.data.packing import pack_once
 from lightning_megatron.data.preprocess import EncodingOptions, tokenizer_of
-from lightning_megatron.data.row_files import FileRow, read_rows, sizes_of
-from lightning_megatron.data.streamed_samples import StreamCounts
+from lightning_megatron.data.row_files import FileRow, sizes_of
+from lightning_megatron.data.row_tokens import EncodedText, RowTokens
+from lightning_megatron.data.stream_counts import StreamCounts
 from lightning_megatron.errors import CorruptDataError
 
 #: Smallest number of tokens of a document in which one token can be predicted (tokens).
@@ -33,7 +33,7 @@ class TextEncoder:
 
     options: EncodingOptions
 
-    def encode_row(self, row: FileRow) -> EncodedText | None:
+    def encode_row(self, row: FileRow) -> tuple[EncodedText, ...] | None:
         """Return the tokens of a document; None for fewer than two tokens, which predict nothing.
 
         Args:
@@ -52,7 +52,7 @@ class TextEncoder:
         tokens = [one for piece in encode_document(text, tokenizer, False, end) for one in piece]
         if len(tokens) < _MIN_TOKENS:
             return None
-        return EncodedText(np.array(tokens, np.int32), np.ones(len(tokens), np.uint8), False)
+        return (EncodedText(np.array(tokens, np.int32), np.ones(len(tokens), np.uint8), False),)
 
 
 class DocumentMessages:
@@ -62,7 +62,7 @@ class DocumentMessages:
         """Return how many documents were read and left out."""
         return (
             f"{counts.num_read} documents read, {counts.num_left_out} left out with fewer than "
-            f"{_MIN_TOKENS} tokens; {counts.num_tokens} tokens"
+            f"{_MIN_TOKENS} tokens; {counts.num_tokens} tokens, {counts.fill(seq_length)}"
         )
 
     def empty_error(self, names: str, counts: StreamCounts, seq_length: int) -> CorruptDataError:
@@ -90,13 +90,12 @@ class TextSamples(ConversationRows):
         self, files: Sequence[Path], encoder: TextEncoder, seq_length: int, num_windows: int
     ) -> None:
         self.seq_length = seq_length
-        found = [encoder.encode_row(row) for path in files for row in read_rows(path)]
-        texts = TextTokens.of([text for text in found if text is not None])
-        if len(texts.bounds) == 1:
+        rows = RowTokens.of_files(files, encoder.encode_row)
+        if not len(rows.numbers):
             names = ", ".join(map(str, files))
-            raise DocumentMessages().empty_error(names, StreamCounts(len(found)), seq_length)
+            raise DocumentMessages().empty_error(names, StreamCounts(rows.num_read), seq_length)
         # This key gives the fixed order of `TokenDataModule`.
         random = np.random.RandomState([0, 0, 4])
-        lengths = np.diff(texts.bounds)
-        super().__init__(texts, pack_once(lengths, seq_length, random, True, num_windows, None))
+        lengths = np.diff(rows.bounds)
+        super().__init__(rows, pack_once(lengths, seq_length, random, True, num_windows, None))
         self.order_key = cache_key({"files": [sizes_of(path) for path in files]})

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_megatron.data.loader import TokenLoader
+from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.streamed_samples import StreamedSamples
 from lightning_megatron.plan.global_batch import GlobalBatch
 
@@ -54,6 +55,26 @@ def samples_of_steps(state: Mapping[str, Any], max_steps: int, batch: GlobalBatc
         return state["num_samples"]
     steps = max(max_steps - state.get("steps", 0), 1)
     return batch.after(state.get("consumed", 0), steps)
+
+
+def steps_of_epochs(trainer: Any, sampler: TokenBatchSampler) -> int | None:
+    """Return the number of optimizer steps of a Trainer with a limit of epochs (steps).
+
+    Epochs with growing batches have different numbers of them.
+
+    Args:
+        trainer: The Trainer.
+        sampler: Order of the samples.
+
+    Returns:
+        Number of steps; None if the Trainer has no limit of epochs.
+    """
+    if trainer.max_epochs in (None, -1):
+        return None
+    limit = trainer.limit_train_batches
+    batches = map(sampler.batches_of_epoch, range(trainer.max_epochs))
+    steps = sum(min(limit, one) if isinstance(limit, int) else int(limit * one) for one in batches)
+    return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
 
 def stops_by_steps(trainer: Any) -> bool:

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_megatron.data.index_cache import cache_key, load_or_build
 from lightning_megatron.data.loader import TokenLoader
-from lightning_megatron.data.row_datamodule import RowDataModule
+from lightning_megatron.data.row_datamodule import RowDataModule, row_arguments
 from lightning_megatron.data.sampler import TokenBatchSampler
 from lightning_megatron.data.samples import Samples
 from lightning_megatron.errors import UnsupportedError
@@ -27,6 +27,7 @@ from lightning_megatron.finetuning.rows import (
 )
 from lightning_megatron.finetuning.scores import TaskScores
 from lightning_megatron.finetuning.tokens import PairTokenizer
+from lightning_megatron.plan.global_batch import RampUp
 from lightning_megatron.plan.settings import Count, Elements, Index, Range, coerced_arguments
 
 #: Seed of the order of training samples.
@@ -42,6 +43,7 @@ class TaskDataModule(RowDataModule):
         batch_size: Rows per data-parallel rank and batch; 1 if no size is given.
         global_batch_size: Rows of each optimizer step over all data-parallel ranks, in place of
             ``batch_size``.
+        ramp_up: Growth of ``global_batch_size`` at the start, as in ``TokenDataModule``.
         num_workers: Worker processes per rank that prefetch batches.
         seed: Seed of the order of training rows.
         train_samples: Training rows per epoch over all ranks; None means ``max_steps`` batches if
@@ -67,6 +69,7 @@ class TaskDataModule(RowDataModule):
         seq_length: Count = 128,
         batch_size: Count | None = None,
         global_batch_size: Count | None = None,
+        ramp_up: RampUp | None = None,
         num_workers: Index = 0,
         seed: Seed = 1234,
         train_samples: Elements | None = None,
@@ -74,17 +77,7 @@ class TaskDataModule(RowDataModule):
         pin_memory: bool | None = None,
     ) -> None:
         given = coerced_arguments(TaskDataModule.__init__, locals())
-        super().__init__(
-            seq_length=given["seq_length"],
-            batch_size=given["batch_size"],
-            global_batch_size=given["global_batch_size"],
-            ramp_up=None,
-            num_workers=given["num_workers"],
-            seed=given["seed"],
-            train_samples=given["train_samples"],
-            balance_attention=False,
-            pin_memory=given["pin_memory"],
-        )
+        super().__init__(**row_arguments(given))
         self.tokenizer_folder: str = given["tokenizer"]
         self.cache_dir: str | None = given["cache_dir"]
         self._encoded: dict[str, TaskRows] = {}

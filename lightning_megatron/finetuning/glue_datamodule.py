@@ -38,8 +38,8 @@ class GlueDataModule(TaskDataModule):
         malformed: Handling of malformed lines: ``refuse`` raises with the file and the line,
             ``leave_out`` leaves them out and reports their number at the start of a run.
         options: Arguments of ``TaskDataModule``: ``seq_length``, ``batch_size``,
-            ``global_batch_size``, ``num_workers``, ``seed``, ``train_samples``, ``cache_dir``,
-            ``pin_memory``.
+            ``global_batch_size``, ``ramp_up``, ``num_workers``, ``seed``, ``train_samples``,
+            ``cache_dir``, ``pin_memory``.
 
     Raises:
         ParallelPlanError: If a value has another type or is out of its range.

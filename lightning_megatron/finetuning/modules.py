@@ -20,6 +20,7 @@ from lightning_megatron.finetuning.saved_scores import SavedScores
 from lightning_megatron.finetuning.scores import TaskScores, labelled
 from lightning_megatron.models.encoder import Encoder, EncoderInput
 from lightning_megatron.models.module_mesh import advance_streams, mesh_of_module
+from lightning_megatron.models.step_count import total_steps
 from lightning_megatron.models.token_module import IGNORED, TokenModule
 from lightning_megatron.plan.settings import Count, Probability, Range, coerced_arguments
 from lightning_megatron.shapes import Float, Int, Shaped
@@ -235,7 +236,7 @@ class FineTuning(TokenModule):
         return super()._lr_scheduler(optimizer)
 
     def _all_steps(self) -> int:
-        known = self.trainer.estimated_stepping_batches
+        known = total_steps(self.trainer)
         if not 0 < known < float("inf"):
             raise UnsupportedError(
                 f"warmup_share ({self.warmup_share}) needs a finite number of training steps, "

@@ -36,8 +36,8 @@ class RaceDataModule(TaskDataModule):
         question_length: Maximum length of a question with its option, which is cut at its end
             (tokens).
         options: Arguments of ``TaskDataModule``: ``seq_length``, ``batch_size``,
-            ``global_batch_size``, ``num_workers``, ``seed``, ``train_samples``, ``cache_dir``,
-            ``pin_memory``.
+            ``global_batch_size``, ``ramp_up``, ``num_workers``, ``seed``, ``train_samples``,
+            ``cache_dir``, ``pin_memory``.
 
     Raises:
         ParallelPlanError: If a value has another type or is out of its range.

@@ -40,7 +40,8 @@ class SquadDataModule(TaskDataModule):
         threshold: The prediction for a question of version 2.0 is no answer if the no-answer score
             exceeds the score of the best span by more than this.
         options: Arguments of ``TaskDataModule``: ``batch_size``, ``global_batch_size``,
-            ``num_workers``, ``seed``, ``train_samples``, ``cache_dir``, ``pin_memory``.
+            ``ramp_up``, ``num_workers``, ``seed``, ``train_samples``, ``cache_dir``,
+            ``pin_memory``.
 
     Raises:
         ParallelPlanError: If a value has another type or is out of its range, or a window has no

@@ -20,6 +20,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.evaluated_set import EvaluatedSet, log_means_of_all_sets
 from lightning_megatron.models.learning_rate import WarmupSchedule
 from lightning_megatron.models.scheduler_settings import SchedulerSettings
+from lightning_megatron.models.step_count import total_steps
 from lightning_megatron.plan.settings import (
     Count,
     Index,
@@ -293,7 +294,7 @@ class TokenModule(LightningModule):
             return self.max_steps
         if self.schedule == "constant":
             return None
-        known = self.trainer.estimated_stepping_batches
+        known = total_steps(self.trainer)
         return int(known) if math.isfinite(known) and known > 0 else None
 
 

@@ -19,10 +19,17 @@ from lightning_megatron.shapes import Float, Int
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Log-probabilities of the pairs of one part of the data, and the key of their tokens."""
+    """Log-probabilities of the pairs of one part of the data.
+
+    Args:
+        key: Hash of everything that determines the pairs.
+        pairs: Number of each pair, in ascending order.
+        values: Log-probabilities of the chosen and the rejected answer of each pair (nats).
+    """
 
     key: str
-    values: Tensor
+    pairs: Int[Tensor, " pairs"]
+    values: Float[Tensor, "pairs 2"]
 
 
 class ReferenceLogProbs:
@@ -43,15 +50,21 @@ class ReferenceLogProbs:
 
         Args:
             part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
-            pairs: Indices of the pairs in the part. The result for index -1, a sample that only
+            pairs: Numbers of the pairs in the part. The result for number -1, a sample that only
                 fills a batch, is arbitrary.
+
+        Returns:
+            Log-probabilities; NaN for a pair that a stream has read after its file changed.
         """
-        return self._parts[part].values[pairs]
+        known = self._parts[part]
+        at = torch.searchsorted(known.pairs, pairs).clamp(max=len(known.pairs) - 1)
+        is_known = (known.pairs[at] == pairs) | (pairs < 0)
+        return known.values[at].where(is_known[:, None], torch.nan)
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Return the log-probabilities of all parts, on the CPU."""
         return {
-            name: {"key": part.key, "values": part.values.cpu()}
+            name: {"key": part.key, "pairs": part.pairs.cpu(), "values": part.values.cpu()}
             for name, part in self._parts.items()
         }
 
@@ -60,8 +73,18 @@ class ReferenceLogProbs:
 
         Args:
             state: Return value of :meth:`state`.
+
+        Raises:
+            CheckpointMismatchError: If a part lacks the numbers of its pairs.
         """
-        self._parts = {name: _Part(part["key"], part["values"]) for name, part in state.items()}
+        for name, part in state.items():
+            if set(part) != {"key", "pairs", "values"}:
+                raise CheckpointMismatchError(
+                    f"the reference log-probabilities of the {name} pairs in a checkpoint must "
+                    f"have key, pairs and values: they have {sorted(part)}. Use a checkpoint of "
+                    "this version."
+                )
+        self._parts = {name: _Part(**part) for name, part in state.items()}
 
     def prepare(self, module: LightningModule, data: PreferenceDataModule, part: str) -> None:
         """Move a part's log-probabilities to the module's device; compute them if missing.
@@ -81,14 +104,15 @@ class ReferenceLogProbs:
         Communication: if the values are missing, that of the prediction steps and two all-gathers
             over data-parallel ranks.
         """
-        key = data.encoded(part).key
+        key = data.pairs_key(part)
         known = self._parts.get(part)
         if known is not None and known.key == key:
-            self._parts[part] = _Part(key, known.values.to(module.device))
+            device = module.device
+            self._parts[part] = _Part(key, known.pairs.to(device), known.values.to(device))
             return
         if self.was_trained and not _has_adapter(module):
             _refuse(part, known is not None)
-        self._parts[part] = _Part(key, _computed(module, data, part))
+        self._parts[part] = _Part(key, *_computed(module, data, part))
 
 
 def _refuse(part: str, has_others: bool) -> None:
@@ -108,11 +132,14 @@ def _refuse(part: str, has_others: bool) -> None:
     )
 
 
-def _computed(module: Any, data: PreferenceDataModule, part: str) -> Tensor:
-    """Compute the log-probabilities of all pairs of a part, and return them on every rank."""
+def _computed(module: Any, data: PreferenceDataModule, part: str) -> tuple[Tensor, Tensor]:
+    """Compute the log-probabilities of all pairs of a part.
+
+    Returns:
+        The number of each pair in ascending order, and the log-probabilities, on every rank.
+    """
     strategy = module.trainer.strategy
-    num_pairs = len(data.encoded(part))
-    rank_zero_info(f"Computing the reference log-probabilities of {num_pairs:,} {part} pairs.")
+    rank_zero_info(f"Computing the reference log-probabilities of the {part} pairs.")
     numbers: list[Tensor] = []
     values: list[Tensor] = []
     # Training steps cannot use tensors of inference mode, in which Lightning runs evaluations.
@@ -129,10 +156,12 @@ def _computed(module: Any, data: PreferenceDataModule, part: str) -> Tensor:
         # All ranks have the same number of samples, so they can gather them.
         all_numbers = module.all_gather(torch.cat(numbers)).flatten()
         all_values = module.all_gather(torch.cat(values)).reshape(-1, 2)
-        found = all_values.new_zeros(num_pairs, 2)
-        is_pair = all_numbers >= 0
-        found[all_numbers[is_pair]] = all_values[is_pair]
-    return found
+        # The number -1 fills batches.
+        pairs, place = all_numbers.unique(return_inverse=True)
+        found = all_values.new_empty(len(pairs), 2)
+        found[place] = all_values
+        is_pair = pairs >= 0
+    return pairs[is_pair], found[is_pair]
 
 
 @contextmanager

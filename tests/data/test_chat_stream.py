@@ -345,7 +345,7 @@ def test_the_log_counts_unused_rows(
     tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    for module in ("chat_datamodule", "row_datamodule"):
+    for module in ("conversation_datamodule", "row_datamodule"):
         monkeypatch.setattr(
             f"lightning_megatron.data.{module}.log_row_counts", lambda line, _: lines.append(line)
         )

@@ -13,6 +13,8 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lightning_megatron.data.datamodule import TokenDataModule
 from lightning_megatron.data.token_file import TokenFileWriter
+from lightning_megatron.models.step_count import total_steps
+from lightning_megatron.plan.global_batch import RampUp
 from tests.data.recorder import SEQ_LENGTH, Recorder, make_trainer, run
 
 
@@ -20,7 +22,7 @@ class EarlyAsker(Recorder):
     """Module that reads the number of steps in configure_optimizers, before loops are restored."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        self.num_steps = self.trainer.estimated_stepping_batches
+        self.num_steps = total_steps(self.trainer)
         return super().configure_optimizers()
 
 
@@ -63,6 +65,40 @@ def test_a_killed_run_continues_with_the_next_sample(
         assert first == whole[:stop]
         rest = run(module_class(), data(), make_trainer(tmp_path, **limits), path)
         assert first + rest == whole
+
+
+@pytest.mark.parametrize("module_class", [Recorder, EarlyAsker])
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"limit_train_batches": 7}, {"limit_train_batches": 0.5}, {"max_steps": 30}],
+    ids=str,
+)
+def test_growing_batches_continue_in_any_epoch(
+    tmp_path: Path, corpus: str, limits: dict[str, Any], module_class: type[Recorder]
+) -> None:
+    def trained(*callbacks: Callback, ckpt_path: Path | None = None) -> list[list[int]]:
+        module = module_class()
+        data = TokenDataModule(
+            corpus, seq_length=SEQ_LENGTH, global_batch_size=9, ramp_up=RampUp(3, 3, 60)
+        )
+        trainer = make_trainer(tmp_path, *callbacks, **{"max_epochs": 3, **limits})
+        found = run(module, data, trainer, ckpt_path)
+        if isinstance(module, EarlyAsker):
+            counts.append(module.num_steps)
+        return found
+
+    counts: list[float] = []
+    whole = trained()
+    sizes = [len(one) for one in whole]
+    # The first ten batches have 3 samples up to sample 29, the next five 6, and all others 9.
+    assert sizes[:7] == [3] * 7
+    assert sizes[-1] == 9
+    killed = tmp_path / "killed.ckpt"
+    for stop in (2, 8, len(whole) - 3, len(whole) - 1):
+        first = trained(StopAfter(stop, killed))
+        assert first == whole[:stop]
+        assert first + trained(ckpt_path=killed) == whole
+    assert set(counts) <= {len(whole)}
 
 
 @pytest.mark.parametrize("batch_size", [4, 16])

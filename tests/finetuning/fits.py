@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def module_and_data(kind: str, folder: str) -> tuple[Any, Any]:
-    """Return the module and the data of a kind of task, from the files of a test's folder."""
+def module_and_data(kind: str, folder: str, **batches: Any) -> tuple[Any, Any]:
+    """Return the module and the data of a kind of task, from the files of a test's folder.
+
+    Args:
+        kind: Kind of the task.
+        folder: Folder of the test.
+        batches: Arguments of the data module that replace those of all tests.
+    """
     model = os.path.join(folder, kind)
     options: dict[str, Any] = {
         "learning_rate": RATE, "schedule": "linear", "min_lr_ratio": 0.0, "max_steps": STEPS + 1,
@@ -44,7 +51,7 @@ def module_and_data(kind: str, folder: str) -> tuple[Any, Any]:
     }  # fmt: skip
     data: dict[str, Any] = {
         "folder": os.path.join(folder, f"{kind}_files"), "tokenizer": model, "seq_length": LENGTH,
-        "global_batch_size": BATCH, "seed": 7,
+        "global_batch_size": BATCH, "seed": 7, **batches,
     }  # fmt: skip
     if kind == "classes":
         return BERTClassifier(model, 3, **options), GlueDataModule("mnli", **data)
@@ -135,8 +142,14 @@ def loss_of(kind: str, model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Te
     return result.loss, scores
 
 
-def twin(kind: str, folder: str) -> tuple[Report, Tensor]:
-    """Train transformers' model in a plain loop; return also its scores of the validation rows."""
+def twin(kind: str, folder: str, sizes: Sequence[int] = (BATCH,) * STEPS) -> tuple[Report, Tensor]:
+    """Train transformers' model in a plain loop; return also its scores of the validation rows.
+
+    Args:
+        kind: Kind of the task.
+        folder: Folder of the test.
+        sizes: Rows of the batch of each step.
+    """
     model = theirs(kind, folder)
     _, data = module_and_data(kind, folder)
     data.setup("fit")
@@ -147,10 +160,11 @@ def twin(kind: str, folder: str) -> tuple[Report, Tensor]:
         lr=RATE, betas=(0.9, 0.999),
     )  # fmt: skip
     report = Report()
-    samples = data.training_samples(STEPS * BATCH)
+    samples = data.training_samples(sum(sizes))
     batches = data.loader_of(samples, None).batches
-    for step in range(STEPS):
-        batch = batches[list(range(step * BATCH, (step + 1) * BATCH))]
+    for step, size in enumerate(sizes):
+        start = sum(sizes[:step])
+        batch = batches[list(range(start, start + size))]
         rate = RATE * ((step + 1) / 3 if step < 2 else (STEPS + 1 - step) / (STEPS + 1 - 2))
         for group in optimizer.param_groups:
             group["lr"] = rate

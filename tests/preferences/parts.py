@@ -44,6 +44,7 @@ def measured(
     with torch.no_grad():
         values = module.log_probs(batch)
     module.reference = ReferenceLogProbs()
-    module.reference.load_state({"train": {"key": "", "values": values}})
+    pairs = torch.arange(len(values))
+    module.reference.load_state({"train": {"key": "", "pairs": pairs, "values": values}})
     module.model = model
     return module._loss_and_rewards(batch, "train")

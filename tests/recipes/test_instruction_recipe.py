@@ -1,4 +1,6 @@
-"""Recipes for conversations and for pairs train a small folder on two processes like on one."""
+"""Recipes for conversations and for pairs train a small folder on two processes like on one, also
+on streams.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,14 @@ import pytest
 from lightning_megatron.cli.main import main
 from tests.chat_folder import conversations, preferences, save_chat_llama, write_lines
 from tests.recipes.test_recipes import losses
-from tests.sweeps import all_run
+from tests.sweeps import chosen
+
+#: Options by which recipes read their training files as a stream, and none.
+READING = {
+    "stream": ["--data.streaming.shuffle_buffer=5", "--data.num_workers=1"],
+    "encoded before": [],
+}
+reading = pytest.mark.parametrize("reading", chosen(list(READING), "stream"))
 
 
 def options_of(tmp_path: Path, train: list, val: list, batch: int) -> list[str]:
@@ -23,6 +32,12 @@ def options_of(tmp_path: Path, train: list, val: list, batch: int) -> list[str]:
         "--trainer.accelerator=cpu",
         "--trainer.precision=32-true",
     ]
+
+
+def check_encoded_before(tmp_path: Path, reading: str) -> None:
+    """Check that the folder of encoded rows has the training set only if it was not a stream."""
+    found = [path for path in (tmp_path / "index_cache").iterdir() if path.is_dir()]
+    assert len(found) == (1 if reading == "stream" else 2)
 
 
 def check_two_like_one(
@@ -40,11 +55,13 @@ def check_two_like_one(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not all_run(), reason="a sweep: pytest --sweeps")
-def test_conversations_train_on_two_processes_like_on_one(tmp_path: Path) -> None:
+@reading
+def test_conversations_train_on_two_processes_like_on_one(tmp_path: Path, reading: str) -> None:
     pytest.importorskip("transformers")
     options = options_of(tmp_path, conversations(60), conversations(20, seed=2), 4)
+    options += READING[reading]
     check_two_like_one(tmp_path, "sft_hf.yaml", "tp", options)
+    check_encoded_before(tmp_path, reading)
 
 
 @pytest.mark.slow
@@ -61,9 +78,11 @@ def test_adapters_train_on_two_processes_like_on_one_and_become_a_folder(tmp_pat
 
 
 @pytest.mark.slow
-def test_pairs_train_on_two_processes_like_on_one(tmp_path: Path) -> None:
+@reading
+def test_pairs_train_on_two_processes_like_on_one(tmp_path: Path, reading: str) -> None:
     pytest.importorskip("transformers")
     options = options_of(tmp_path, preferences(12), preferences(5, seed=2), 4)
-    options += ["--model.learning_rate=0.003", "--model.warmup_steps=0"]
+    options += ["--model.learning_rate=0.003", "--model.warmup_steps=0", *READING[reading]]
     two = check_two_like_one(tmp_path, "dpo_hf.yaml", "tp", options)
+    check_encoded_before(tmp_path, reading)
     assert two["train_loss"][-1] < two["train_loss"][0] - 0.01

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from typing_extensions import override
 
+from lightning_megatron.models.step_count import total_steps
 from lightning_megatron.plan.settings import Index, coerced_arguments
 from lightning_megatron.strategy.logs.log_replay import DeferredReader
 from lightning_megatron.strategy.logs.token_count import count_tokens
@@ -149,5 +150,5 @@ class TokensProgressBar(TQDMProgressBar, DeferredReader):
 
 def count_steps(trainer: Trainer) -> int | None:
     """Return the optimizer steps of the whole ``fit``; None if they depend on the data's end."""
-    num_steps = trainer.estimated_stepping_batches
+    num_steps = total_steps(trainer)
     return None if math.isinf(num_steps) or num_steps < 0 else int(num_steps)

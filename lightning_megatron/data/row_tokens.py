@@ -1,0 +1,114 @@
+"""Tokens of the rows of files: one document or conversation per row, or two of a pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_megatron.data.row_files import FileRow, read_rows
+
+#: Factor of the file's index in the number of a row (rows).
+_ROWS_PER_FILE = 2**40
+
+
+class EncodedText(NamedTuple):
+    """Tokens of a conversation or document.
+
+    Args:
+        tokens: Token ids.
+        is_answer: 1 for tokens of answers, 0 for other tokens.
+        was_cut: Whether the end was cut off.
+    """
+
+    tokens: npt.NDArray
+    is_answer: npt.NDArray
+    was_cut: bool
+
+
+#: Function that returns the texts of a row; None leaves the row out.
+EncodeRow = Callable[[FileRow], tuple[EncodedText, ...] | None]
+
+
+class EncodedRow(NamedTuple):
+    """Row of a file after tokenization.
+
+    Args:
+        number: Number of the row among all rows of all files.
+        texts: Texts of the row, as many in each row; None for a row that is left out.
+    """
+
+    number: int
+    texts: tuple[EncodedText, ...] | None
+
+
+class RowTokens(NamedTuple):
+    """Concatenated tokens of several rows.
+
+    Args:
+        tokens: Token ids.
+        is_answer: 1 for tokens of answers, 0 for other tokens.
+        bounds: Index of the first token of each text, and the total number of tokens.
+        numbers: Number of each row that was not left out.
+        num_read: Rows that were read (rows).
+        num_cut: Rows of which the end of a text was cut off (rows).
+    """
+
+    tokens: npt.NDArray
+    is_answer: npt.NDArray
+    bounds: npt.NDArray
+    numbers: npt.NDArray
+    num_read: int
+    num_cut: int
+
+    @classmethod
+    def of(cls, rows: Sequence[EncodedRow]) -> RowTokens:
+        """Concatenate the texts of rows.
+
+        Args:
+            rows: Rows in order.
+        """
+        kept = [(row.number, row.texts) for row in rows if row.texts is not None]
+        texts = [text for _, found in kept for text in found]
+        return cls(
+            np.concatenate([np.zeros(0, np.int32), *(text.tokens for text in texts)]),
+            np.concatenate([np.zeros(0, np.uint8), *(text.is_answer for text in texts)]),
+            np.cumsum([0, *(len(text.tokens) for text in texts)], dtype=np.int64),
+            np.array([number for number, _ in kept], np.int64),
+            len(rows),
+            sum(any(text.was_cut for text in found) for _, found in kept),
+        )
+
+    @classmethod
+    def of_files(cls, paths: Sequence[Path], encode: EncodeRow) -> RowTokens:
+        """Encode all rows of files, and concatenate their texts.
+
+        Args:
+            paths: Files of rows.
+            encode: Function that returns the texts of a row.
+        """
+        return cls.of(
+            [
+                EncodedRow(row_number(file, row), encode(row))
+                for file, path in enumerate(paths)
+                for row in read_rows(path)
+            ]
+        )
+
+    @property
+    def num_left_out(self) -> int:
+        """Number of rows that were left out (rows)."""
+        return self.num_read - len(self.numbers)
+
+
+def row_number(file: int, row: FileRow) -> int:
+    """Return the number of a row: its position in its file, plus 2^40 times the file's index.
+
+    Args:
+        file: Index of the file among all files.
+        row: Row of the file.
+    """
+    return file * _ROWS_PER_FILE + row.end.number - 1
