@@ -123,7 +123,7 @@ def _train(
     options = {**layout, "fp8": fp8, "microbatch_size": 1}
     callbacks = (check,) if fp8.parameters is not None else ()
     job = Job("fp8", "bf16-mixed", layout=options, compares=False, callbacks=callbacks)
-    return train(job, size, "gpu", folder, steps=STEPS), check.num_checked
+    return train(job, size, "gpu", folder, steps=STEPS), check.found.num_checked
 
 
 def _world(rank: int, size: int) -> dict[str, tuple[Report, int]]:
