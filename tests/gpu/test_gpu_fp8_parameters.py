@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -246,13 +247,12 @@ def test_captured_updates_are_followed_by_new_bytes(recipe: Any) -> None:
         "num_samples": 64,
         "layout": {"fp8": FP8(recipe, parameters="fp8")},
     }
-    eager = run_updates(None, module=UpdatedLM(hidden_size=64, num_heads=4), **options)
-    repeated = differences(
-        run_updates(None, module=UpdatedLM(hidden_size=64, num_heads=4), **options), eager
-    )
+    make = partial(UpdatedLM, hidden_size=64, num_heads=4)
+    eager = run_updates(None, module=make(), **options)
+    repeated = differences(run_updates(None, module=make(), **options), eager)
     for mode in ("segments", "full"):
         settings = CudaGraphs(mode, optimizer=True, on_failure="error")  # type: ignore[arg-type]
-        found = run_updates(settings, module=UpdatedLM(hidden_size=64, num_heads=4), **options)
+        found = run_updates(settings, module=make(), **options)
         assert found[0].num_graphs[-1] > 0, mode
         assert set(differences(found, eager)) <= set(repeated), mode
 

@@ -79,7 +79,9 @@ class Scaling:
         return self if self.counts == counts else replace(self, counts=counts)
 
     def reading(self, stored: StoredWeight | None) -> Scaling:
-        """Return a copy that reads the weight where the optimizer keeps it.
+        """Return a copy that reads the weight where the optimizer keeps it, or casts it again.
+
+        From now on the history of :attr:`scales` gets the weight's magnitude from the same place.
 
         Args:
             stored: The weight in 8 bits; None casts it.
