@@ -37,7 +37,9 @@ class PieceBackward:
     @property
     def state(self) -> SlotState | None:
         """Return the state that the gradient sums must get; None if they may keep theirs."""
-        slots = [slot for one in self._leaves if (slot := slot_of(one.tensor)) is not None]
+        found = [slot for one in self._leaves if (slot := slot_of(one.tensor)) is not None]
+        # A fused weight has the slots of several parameters.
+        slots = [slot for one in found for slot in one.slots]
         # A graph cannot overwrite some sums and add to others.
         return "filled" if state_of(slots) == "mixed" else None
 

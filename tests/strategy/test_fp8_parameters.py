@@ -29,6 +29,7 @@ from lightning_megatron import (
 )
 from lightning_megatron.checkpoint.stored import Stored
 from lightning_megatron.errors import NonFiniteError, UnsupportedError
+from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.layers.fp8.eight_bit_parameter import EightBitParameter
 from lightning_megatron.strategy.logs.run_table import _cast_choices
 from lightning_megatron.training.eight_bit_buffer import EightBitBuffer
@@ -50,9 +51,12 @@ def trainer_of(
     layout: dict[str, Any], steps: int, callbacks: tuple[Callback, ...] = (), **options: Any
 ) -> Trainer:
     seed_everything(3, verbose=False)
+    strategy = MegatronStrategy(**layout, check_microbatches=False)
+    if layout.get("cuda_graphs") is not None:
+        strategy._make_backend = lambda mesh: TapeBackend(mesh.launcher)
     return Trainer(
         **{"precision": "bf16-mixed", "accelerator": "cpu", "devices": 1, **options},
-        strategy=MegatronStrategy(**layout, check_microbatches=False),
+        strategy=strategy,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

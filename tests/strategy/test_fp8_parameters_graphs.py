@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -12,17 +13,20 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from lightning_megatron import FP8, CudaGraphs
+from lightning_megatron import FP8, CudaGraphs, HuggingFaceCausalLM
 from lightning_megatron.graphs.step_graph import StepGraph
 from lightning_megatron.layers.fp8.eight_bit_parameter import EightBitParameter
 from lightning_megatron.models.layered import layered_modules
 from lightning_megatron.training.main_parameters import MainParameters
 from tests.strategy.graph_fits import Fit, fit, strategy_of
+from tests.strategy.test_fp8_parameters import Losses, trainer_of
 from tests.strategy.tiny import TinyLM
 from tests.strategy.update_fits import UpdatedLM, differences
 from tests.strategy.update_fits import run as run_updates
 from tests.sweeps import chosen
+from tests.tiny_llama import rows, save_tiny_llama
 from tests.world import run_world
 
 STORED = FP8(emulate=True, parameters="fp8")
@@ -122,6 +126,26 @@ def test_captured_updates_are_followed_by_new_bytes(recipe: Any) -> None:
         assert differences(found, eager) == [], graphs.mode
         assert found[1].num_calls[-1] < eager[1].num_calls[-1], "updates are replayed"
         assert noted.addresses == noted.addresses[:1] * 7
+
+
+@pytest.mark.parametrize("fp8", [STORED, None], ids=["in 8 bits", "in the type of the run"])
+def test_fused_weights_of_several_parameters_are_captured(fp8: FP8 | None, tmp_path: Path) -> None:
+    """Queries, keys and values of a Hugging Face model are parameters of one product."""
+    save_tiny_llama(tmp_path / "model")
+    samples = [{"tokens": row[:-1], "labels": row[1:]} for row in rows]
+    losses = []
+    for graphs in (None, *MODES):
+        # The host reads token counts that are on the CPU.
+        options: dict[str, Any] = {"schedule": "constant", "token_weighted": False}
+        module = HuggingFaceCausalLM(str(tmp_path / "model"), learning_rate=1e-2, **options)
+        noted = Losses()
+        layout = {"fp8": fp8, "microbatch_size": 1, "cuda_graphs": graphs}
+        trainer = trainer_of(layout, 5, (noted,), max_epochs=-1)
+        # The capture would raise if it failed.
+        trainer.fit(module, DataLoader(samples, batch_size=4))
+        losses.append(noted.found)
+    assert len(set(losses[0])) == 5
+    assert losses[1:] == [losses[0]] * 2
 
 
 class Thaws(TinyLM):
