@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.graphs.piece_inputs import OutputGradients
@@ -30,28 +32,31 @@ class PieceBackward:
         self._inputs = inputs
         self._wanted = [one for one in inputs if one.requires_grad]
         own = set(map(id, inputs))
-        self._leaves = [leaf for leaf in _leaves_of(outputs) if id(leaf) not in own]
+        self._leaves = [one for one in _leaves_of(outputs) if id(one.tensor) not in own]
 
     @property
     def state(self) -> SlotState | None:
         """Return the state that the gradient sums must get; None if they may keep theirs."""
-        slots = [slot for one in self._leaves if (slot := slot_of(one)) is not None]
+        found = [slot for one in self._leaves if (slot := slot_of(one.tensor)) is not None]
+        # A fused weight has the slots of several parameters.
+        slots = [slot for one in found for slot in one.slots]
         # A graph cannot overwrite some sums and add to others.
         return "filled" if state_of(slots) == "mixed" else None
 
     def __call__(self) -> list[Tensor | None]:
         """Add the gradients of parameters to their slots, and return those of inputs."""
         # If this runs in a capture that fails, it runs once more.
+        wanted = [get_gradient_edge(one) for one in self._wanted]
         found = torch.autograd.grad(
             self._outputs,
-            [*self._wanted, *self._leaves],
+            [*wanted, *(one.edge for one in self._leaves)],
             self.gradients.tensors,
             retain_graph=True,
             allow_unused=True,
         )
         for leaf, gradient in zip(self._leaves, found[len(self._wanted) :], strict=True):
             if gradient is not None:
-                _add(leaf, gradient)
+                _add(leaf.tensor, gradient)
         # A gradient that passes unchanged, or as a view of a part, lies in memory that other passes
         # fill.
         filled = {_memory_of(one) for one in self.gradients.tensors}
@@ -70,13 +75,24 @@ def _memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
+@dataclass(frozen=True)
+class _Leaf:
+    """Leaf of a graph, and the edge at which its gradient arrives.
+
+    A parameter in 8 bits, which refuses operations that autograd records, is named by its edge.
+    """
+
+    tensor: Tensor
+    edge: GradientEdge
+
+
+def _leaves_of(outputs: Sequence[Tensor]) -> list[_Leaf]:
     """List the leaves for which a backward pass from these outputs may compute a gradient.
 
     Args:
         outputs: Tensors with a graph.
     """
-    found: dict[int, Tensor] = {}
+    found: dict[int, _Leaf] = {}
     seen = set[object]()
     nodes = [output.grad_fn for output in outputs]
     while nodes:
@@ -86,7 +102,7 @@ def _leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
         seen.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
-            found[id(variable)] = variable
+            found[id(variable)] = _Leaf(variable, GradientEdge(node, 0))
         nodes += [following for following, _ in node.next_functions]
     return list(found.values())
 

@@ -27,8 +27,6 @@ _HISTORY = 1024
 _OTHER_SCALES = "Its weights have other scales by rows than by columns, which one copy cannot have."
 #: Why a recipe cannot have weights that are kept in 8 bits.
 _WHY_NOT_STORED = {
-    "delayed": "Weights are rounded once, when they are updated, and then their own magnitude is "
-    "known.",
     "rowwise": _OTHER_SCALES,
     "blockwise": "Slices of data ranks do not end where blocks of 128 x 128 end.",
     "mxfp8": _OTHER_SCALES,
@@ -68,12 +66,13 @@ class FP8:
             microbatches, unless graphs of segments or Transformer Engine compute them.
         parameters: ``fp8`` keeps trained weights of these layers in 8 bits during a fit, rounded
             from the main parameters, and gathers them over the data ranks in 8 bits; for
-            ``tensorwise``. None keeps and gathers them in the precision of the run.
+            ``tensorwise`` and ``delayed``, in which these weights have the scale of their own
+            magnitude. None keeps and gathers them in the precision of the run.
 
     Raises:
         ParallelPlanError: If a value has the wrong type or is out of its range, if ``history`` or
             ``margin`` is set for another recipe, if ``parameters`` is set for another recipe than
-            tensorwise, or if a setting contradicts ``te_recipe``.
+            tensorwise and delayed, or if a setting contradicts ``te_recipe``.
         UnsupportedError: If ``te_recipe`` has a setting without a counterpart here.
 
     Source: Micikevicius et al. 2022 (formats, delayed); DeepSeek-AI 2024 (https://arxiv.org/abs/2412.19437),
@@ -102,10 +101,10 @@ class FP8:
                 f"recipe='delayed': {self.recipe} computes scales from the tensors themselves. "
                 "Change the recipe, or leave them out."
             )
-        if self.parameters is not None and self.recipe != "tensorwise":
+        if self.parameters is not None and not self.has_one_scale:
             raise ParallelPlanError(
-                f"fp8.parameters ({self.parameters!r}) needs recipe='tensorwise': it is "
-                f"{self.recipe!r}. {_WHY_NOT_STORED[self.recipe]} Change the recipe, or leave "
+                f"fp8.parameters ({self.parameters!r}) needs recipe='tensorwise' or 'delayed': it "
+                f"is {self.recipe!r}. {_WHY_NOT_STORED[self.recipe]} Change the recipe, or leave "
                 "fp8.parameters out."
             )
 
@@ -237,7 +236,7 @@ def check_fp8_products(
     if settings is not None and settings.cast_weights == "batch":
         _check_shared_casts(backend, graphs)
     if settings is not None and settings.parameters is not None:
-        _check_stored_weights(backend, graphs, zero)
+        _check_stored_weights(backend, zero)
     if backend == "te":
         _check_engine(settings, overlap_tensor_parallel, graphs is not None)
         return
@@ -268,15 +267,10 @@ def _check_shared_casts(backend: Backend, graphs: GraphMode | None) -> None:
         )
 
 
-def _check_stored_weights(backend: Backend, graphs: GraphMode | None, zero: int) -> None:
+def _check_stored_weights(backend: Backend, zero: int) -> None:
     reason = None
     if backend == "te":
         reason = "backend 'te', which reads weights of 16 or 32 bits. Use backend='own'"
-    elif graphs is not None:
-        reason = (
-            f"cuda_graphs ({graphs!r}), which do not capture the rounding of updated weights. Use "
-            "cuda_graphs=None"
-        )
     elif zero == 0:
         reason = "zero=0, which gathers no parameters: every rank has all of them. Use zero=1"
     if reason is not None:

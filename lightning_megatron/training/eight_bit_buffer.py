@@ -32,7 +32,8 @@ class EightBitBuffer(FlatBuffer):
 
     Each rank quantizes its slices of the main parameters directly, without a cast to the model's
     dtype in between. The scale follows from the largest magnitude of the whole weight. The
-    all-gathers of parameters transfer 8-bit values. Linear layers read a weight by
+    all-gathers of parameters transfer 8-bit values. Values and scales keep their addresses, so that
+    CUDA graphs can read them. Linear layers read a weight by
     :meth:`stored_weight`; other code sees the members as
     :class:`~lightning_megatron.layers.fp8.eight_bit_parameter.EightBitParameter`.
 
@@ -94,7 +95,8 @@ class EightBitBuffer(FlatBuffer):
         """
         number = self._weights.index(names)
         parts = tuple(self._view(name) for name in names)
-        return StoredWeight(parts, self._scales[number, :1])
+        own = slice(number, number + 1)
+        return StoredWeight(parts, self._scales[number, :1], self._magnitudes[own])
 
     def magnitudes(self) -> dict[str, Float[Tensor, "1"]]:
         """Return by member name the largest magnitude of its weight, in the members' dtype."""

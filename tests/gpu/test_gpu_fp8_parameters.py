@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_megatron import CudaGraphs
 from lightning_megatron.layers.choose_kernels import choose_kernels
 from lightning_megatron.layers.fp8 import torch_casts
 from lightning_megatron.layers.fp8.stored_weight import FORMAT
@@ -19,6 +21,11 @@ from tests.proof import training
 from tests.proof.test_fp8 import CONFIGS
 from tests.proof.test_fp8_parameters import CheckBytes, cast_whole
 from tests.proof.training import Job, Report, train
+from tests.strategy.graph_fits import Fit
+from tests.strategy.test_fp8_parameters_graphs import Stored
+from tests.strategy.test_fp8_parameters_graphs import run as run_graphs
+from tests.strategy.update_fits import UpdatedLM, differences
+from tests.strategy.update_fits import run as run_updates
 from tests.world import run_world
 
 #: Start in the numbers, start in the bytes, size and weight of each slice (elements).
@@ -39,6 +46,13 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
         "tp2 pp2": {"tp": 2, "pp": 2},
         "cp2 dp2": {"cp": 2},
     },
+}
+#: Layouts of two ranks whose steps are captured.
+CAPTURED: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "dp2, late gathers": {"overlap_parameters": True, "bucket_size": 5000},
+    "tp2+sp": {"tp": 2},
+    "pp2 zb-h1": {"pp": 2, "schedule": "zb-h1"},
 }
 STEPS = 4
 
@@ -123,7 +137,7 @@ def _train(
     options = {**layout, "fp8": fp8, "microbatch_size": 1}
     callbacks = (check,) if fp8.parameters is not None else ()
     job = Job("fp8", "bf16-mixed", layout=options, compares=False, callbacks=callbacks)
-    return train(job, size, "gpu", folder, steps=STEPS), check.num_checked
+    return train(job, size, "gpu", folder, steps=STEPS), check.found.num_checked
 
 
 def _world(rank: int, size: int) -> dict[str, tuple[Report, int]]:
@@ -178,3 +192,73 @@ def test_layouts_train_as_one_gpu(size: int) -> None:
             # In four steps tp2+sp comes to differ by 0.038 from one GPU, and with casts in the
             # place of weights in 8 bits by 0.028.
             _assert_near(report.losses, twin.losses, 8e-2 if "tp" in name else 3e-2)
+
+
+def _on_gpu(
+    graphs: CudaGraphs | None, recipe: Any, size: int, layout: dict[str, Any]
+) -> tuple[Fit, Stored]:
+    """Train twelve steps with weights in 8 bits, eagerly or by graphs."""
+    options: dict[str, Any] = {
+        "accelerator": "gpu",
+        "max_steps": 12,
+        "num_samples": 128,
+        "num_evaluated": 16,
+        "model": {"hidden_size": 64, "num_heads": 4},
+    }
+    settings = FP8(recipe, parameters="fp8")
+    return run_graphs(graphs, size, {**layout, "fp8": settings, "microbatch_size": 1}, **options)
+
+
+def _compare_graphs(rank: int, size: int, recipe: Any, layouts: dict[str, dict[str, Any]]) -> int:
+    """Demand the bits of eager steps wherever two eager trainings agree; return the comparisons."""
+    number = 0
+    for name, layout in layouts.items():
+        eager, noted = _on_gpu(None, recipe, size, layout)
+        again, _ = _on_gpu(None, recipe, size, layout)
+        repeated = set(again.differences_from(eager))
+        for mode in ("segments", "full"):
+            settings = CudaGraphs(mode, evaluation=True, on_failure="error")  # type: ignore[arg-type]
+            found, own = _on_gpu(settings, recipe, size, layout)
+            what = f"{name}, {mode}"
+            assert found.num_graphs[-1] > 0, what
+            assert set(found.differences_from(eager)) <= repeated, what
+            assert own.addresses == own.addresses[:1] * len(own.addresses), what
+            assert own.addresses[0].keys() == noted.addresses[0].keys(), what
+            if not repeated:
+                pairs = zip(own.bytes[-1], noted.bytes[-1], strict=True)
+                assert all(torch.equal(*both) for both in pairs), what
+            number += 1
+    return number
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_graphs_have_the_bits_of_eager_steps(recipe: str) -> None:
+    assert _compare_graphs(0, 1, recipe, LAYOUTS[1]) == 2 * len(LAYOUTS[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_captured_updates_are_followed_by_new_bytes(recipe: Any) -> None:
+    options: dict[str, Any] = {
+        "accelerator": "gpu",
+        "precision": "bf16-mixed",
+        "max_steps": 12,
+        "num_samples": 64,
+        "layout": {"fp8": FP8(recipe, parameters="fp8")},
+    }
+    make = partial(UpdatedLM, hidden_size=64, num_heads=4)
+    eager = run_updates(None, module=make(), **options)
+    repeated = differences(run_updates(None, module=make(), **options), eager)
+    for mode in ("segments", "full"):
+        settings = CudaGraphs(mode, optimizer=True, on_failure="error")  # type: ignore[arg-type]
+        found = run_updates(settings, module=make(), **options)
+        assert found[0].num_graphs[-1] > 0, mode
+        assert set(differences(found, eager)) <= set(repeated), mode
+
+
+@pytest.mark.gpu2
+def test_graphs_of_two_ranks_have_the_bits_of_eager_steps() -> None:
+    require_gpus(2, needs_nccl="a capture on several ranks has collectives in it")
+    numbers = run_world(_compare_graphs, 2, "delayed", CAPTURED, backend="nccl")
+    assert numbers == [2 * len(CAPTURED)] * 2

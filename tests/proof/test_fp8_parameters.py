@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from lightning_megatron import FP8, MegatronStrategy
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.layers.fp8 import torch_casts
 from lightning_megatron.layers.fp8.stored_weight import FORMAT
+from lightning_megatron.models.layered import layered_modules
+from lightning_megatron.plan.fp8 import FP8Recipe
 from lightning_megatron.training.main_parameters import MainParameters
 from tests.oracles import assert_equal
 from tests.proof import training
@@ -30,37 +33,44 @@ pytestmark = pytest.mark.slow
 STEPS = 4
 #: Every microbatch has one sample: scales of inputs belong to microbatches. "accumulated" is the
 #: number of batches of a step.
-LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = chosen(
-    {
-        "dp4": ("fp8", {}),
-        "dp4, late gathers": ("fp8", {"overlap_parameters": True}),
-        "dp4, small buckets, accumulated": (
-            "fp8, gpt2",
-            {"bucket_size": 5000, "overlap_parameters": True, "accumulated": 2},
-        ),
-        "dp4, whole parameters": ("fp8", {"optimizer_slices": "parameters"}),
-        "tp2+sp dp2": ("fp8", {"tp": 2}),
-        "tp2 dp2, recomputed": (
-            "fp8, gpt2",
-            {"tp": 2, "sequence_parallel": False, "recompute": "full"},
-        ),
-        "tp4": ("fp8, gpt2", {"tp": 4}),
-        "tp2 pp2": ("fp8, gpt2", {"tp": 2, "pp": 2, "sequence_parallel": False}),
-        "pp2 dp2, halves": (
-            "fp8",
-            {"pp": 2, "vpp": 2, "schedule": "zb-v", "overlap_parameters": True},
-        ),
-        "cp2 tp2+sp, recomputed": ("fp8", {"cp": 2, "tp": 2, "recompute": "full"}),
-        "cp2 dp2": ("fp8", {"cp": 2}),
-    },
-    "dp4, small buckets, accumulated",
-    "pp2 dp2, halves",
-    "cp2 tp2+sp, recomputed",
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dp4": ("fp8", {}),
+    "dp4, late gathers": ("fp8", {"overlap_parameters": True}),
+    "dp4, small buckets, accumulated": (
+        "fp8, gpt2",
+        {"bucket_size": 5000, "overlap_parameters": True, "accumulated": 2},
+    ),
+    "dp4, whole parameters": ("fp8", {"optimizer_slices": "parameters"}),
+    "tp2+sp dp2": ("fp8", {"tp": 2}),
+    "tp2 dp2, recomputed": (
+        "fp8, gpt2",
+        {"tp": 2, "sequence_parallel": False, "recompute": "full"},
+    ),
+    "tp4": ("fp8, gpt2", {"tp": 4}),
+    "tp2 pp2": ("fp8, gpt2", {"tp": 2, "pp": 2, "sequence_parallel": False}),
+    "pp2 dp2, halves": (
+        "fp8",
+        {"pp": 2, "vpp": 2, "schedule": "zb-v", "overlap_parameters": True},
+    ),
+    "cp2 tp2+sp, recomputed": ("fp8", {"cp": 2, "tp": 2, "recompute": "full"}),
+    "cp2 dp2": ("fp8", {"cp": 2}),
+}
+RECIPES: tuple[FP8Recipe, ...] = ("tensorwise", "delayed")
+#: Cases of the sweep: the recipe and the name of the layout.
+CASES: list[tuple[FP8Recipe, str]] = chosen(
+    [(recipe, name) for recipe in RECIPES for name in LAYOUTS],
+    ("tensorwise", "dp4, small buckets, accumulated"),
+    ("tensorwise", "pp2 dp2, halves"),
+    ("tensorwise", "cp2 tp2+sp, recomputed"),
+    ("delayed", "dp4, small buckets, accumulated"),
+    ("delayed", "tp2 pp2"),
+    ("delayed", "cp2 tp2+sp, recomputed"),
 )
 
 
-def settings() -> FP8:
-    return FP8(emulate=True, last_bf16=1, keep=("layers.0.mlp.*",), parameters="fp8")
+def settings(recipe: FP8Recipe) -> FP8:
+    keep = ("layers.0.mlp.*",)
+    return FP8(recipe, emulate=True, last_bf16=1, keep=keep, parameters="fp8")
 
 
 def full(main: MainParameters, slices: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -83,6 +93,21 @@ def full(main: MainParameters, slices: Mapping[str, Tensor]) -> dict[str, Tensor
     return found
 
 
+@dataclass
+class Found:
+    """What :class:`CheckBytes` has found on this rank.
+
+    Args:
+        gradients: Full gradients of the last step, by name.
+        histories: Histories of scales of earlier steps, by layer.
+        num_checked: Number of compared parameters.
+    """
+
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    histories: dict[str, Tensor] = field(default_factory=dict)
+    num_checked: int = 0
+
+
 class CheckBytes(pl.Callback):
     """Compare the stored bytes and scales with the cast of the main parameters of all ranks."""
 
@@ -90,13 +115,12 @@ class CheckBytes(pl.Callback):
     rounding = 0.0
 
     def __init__(self) -> None:
-        self.gradients: dict[str, Tensor] = {}
-        self.num_checked = 0
+        self.found = Found()
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
         main = strategy_of(trainer).run.state.main
         slices = {name: one.main.grad for name, one in main.slices.items()}
-        self.gradients = full(main, slices)  # type: ignore[arg-type]
+        self.found.gradients = full(main, slices)  # type: ignore[arg-type]
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         main = strategy_of(trainer).run.state.main
@@ -113,7 +137,14 @@ class CheckBytes(pl.Callback):
                 main.spec(name).copy_from_full(expected, values.float())
                 torch.testing.assert_close(own.view(FORMAT).float(), expected, rtol=0.0, atol=0.0)
                 torch.testing.assert_close(stored.scale, scale, rtol=self.rounding, atol=0.0)
-                self.num_checked += 1
+                self.found.num_checked += 1
+
+    def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        for model in layered_modules(module):
+            scales = model.delayed_scales
+            if scales is not None:
+                both = zip(scales.names, scales.history.clone(), strict=True)
+                self.found.histories |= dict(both)
 
     def cast(self, matrix: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the numbers of 8 bits of a matrix, and their scale."""
@@ -131,25 +162,31 @@ def strategy_of(trainer: pl.Trainer) -> MegatronStrategy:
 
 
 def run(
-    kind: str, layout: dict[str, Any], size: int, folder: str | None
-) -> tuple[Report, dict[str, Tensor], int]:
-    """Train; return the report, the gradients of the last step and the number of checked weights."""
+    kind: str, recipe: FP8Recipe, layout: dict[str, Any], size: int, folder: str | None
+) -> tuple[Report, Found]:
+    """Train; return the report, and what the callback has found."""
     training.KINDS.update(CONFIGS)
     check = CheckBytes()
-    options = {**layout, "fp8": settings(), "microbatch_size": 1}
+    options = {**layout, "fp8": settings(recipe), "microbatch_size": 1}
     trainer = {"accumulate_grad_batches": options.pop("accumulated", 1)}
     job = Job(kind, layout=options, trainer=trainer, compares=False, callbacks=(check,))
     report = train(job, size, "cpu", folder, steps=STEPS)
-    return report, check.gradients, check.num_checked
+    return report, check.found
 
 
-def run_all(rank: int, size: int, folder: Path) -> dict[str, Any]:
+def run_all(rank: int, size: int, folder: Path) -> dict[Any, Any]:
     """Run everything on four processes."""
-    found: dict[str, Any] = {
-        name: run(kind, layout, size, str(folder / str(number)))
-        for number, (name, (kind, layout)) in enumerate(LAYOUTS.items())
-    }
-    return {**found, "resumed": resumed(size, folder)}
+    found: dict[Any, Any] = {}
+    for number, (recipe, name) in enumerate(CASES):
+        kind, layout = LAYOUTS[name]
+        found[recipe, name] = run(kind, recipe, layout, size, str(folder / str(number)))
+    for recipe in RECIPES:
+        found[recipe] = resumed(size, folder / recipe, settings_of_resume(recipe))
+    return found
+
+
+def settings_of_resume(recipe: FP8Recipe) -> FP8:
+    return FP8(recipe, emulate=True, parameters="fp8")
 
 
 @pytest.fixture(scope="module")
@@ -169,32 +206,47 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Train every kind in this process, with as many batches of a step."""
     folder = tmp_path_factory.mktemp("one")
     found = {}
-    for kind, accumulated in {twin_of(*case) for case in LAYOUTS.values()}:
-        path = str(folder / f"{kind} {accumulated}")
-        found[kind, accumulated] = run(kind, {"accumulated": accumulated}, 1, path)
+    for kind, recipe, accumulated in {twin_of(*case) for case in CASES}:
+        path = str(folder / f"{kind} {recipe} {accumulated}")
+        options = {"accumulated": accumulated}
+        found[kind, recipe, accumulated] = run(kind, recipe, options, 1, path)
     return found
 
 
-def twin_of(kind: str, layout: dict[str, Any]) -> tuple[str, int]:
-    return kind, layout.get("accumulated", 1)
+def twin_of(recipe: FP8Recipe, name: str) -> tuple[str, FP8Recipe, int]:
+    kind, layout = LAYOUTS[name]
+    return kind, recipe, layout.get("accumulated", 1)
 
 
-@pytest.mark.parametrize("name", list(LAYOUTS))
-def test_every_layout_trains_as_one_process(name: str, ranks: Any, twins: Any) -> None:
-    twin, gradients, num_checked = twins[twin_of(*LAYOUTS[name])]
+@pytest.mark.parametrize(("recipe", "name"), CASES)
+def test_every_layout_trains_as_one_process(
+    recipe: FP8Recipe, name: str, ranks: Any, twins: Any
+) -> None:
+    twin, expected = twins[twin_of(recipe, name)]
+    gradients = expected.gradients
     assert twin.losses[-1] < twin.losses[0]
     steps = STEPS * LAYOUTS[name][1].get("accumulated", 1)
-    assert num_checked == steps * _num_in_eight_bits(gradients)
+    assert expected.num_checked == steps * _num_in_eight_bits(gradients)
+    assert bool(expected.histories) == (recipe == "delayed")
     seen = set()
+    histories: dict[str, Tensor] = {}
     for found in ranks:
-        report, own, _ = found[name]
+        report, seen_here = found[recipe, name]
+        own = seen_here.gradients
+        for key, history in seen_here.histories.items():
+            assert float(history[:STEPS].min()) > 0, key
+            assert torch.equal(histories.setdefault(key, history), history), "ranks agree"
+            # Gradients of a rank's microbatches are divided by their number after the casts.
+            both = history[:, :2], expected.histories[key][:, :2]
+            torch.testing.assert_close(*both, rtol=1e-6, atol=0.0)
         assert report.losses == pytest.approx(twin.losses, abs=1e-10, rel=0)
         assert report.norms == pytest.approx(twin.norms, abs=1e-10, rel=0)
         for key, value in own.items():
             assert_equal(value, gradients[key], f"gradient of {key}")
         seen |= own.keys()
     assert seen == gradients.keys()
-    weights = ranks[0][name][0].weights
+    assert histories.keys() == expected.histories.keys()
+    weights = ranks[0][recipe, name][0].weights
     assert weights.keys() == twin.weights.keys()
     for key, value in weights.items():
         assert_equal(value, twin.weights[key], key)
@@ -210,17 +262,22 @@ def _num_in_eight_bits(names: Iterable[str]) -> int:
     )
 
 
-def test_an_interrupted_fit_goes_on_with_the_same_bits(ranks: Any, folder: Path) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_interrupted_fit_goes_on_with_the_same_bits(
+    recipe: FP8Recipe, ranks: Any, folder: Path
+) -> None:
     for found in ranks:
-        whole, interrupted = found["resumed"]
+        whole, interrupted = found[recipe]
         assert interrupted == whole
-    check_same_saved(folder)
+    saved = check_same_saved(folder / recipe)
+    assert any(name.startswith("fp8.") for name in saved) == (recipe == "delayed")
 
 
 def test_without_rounding_of_parameters_both_ways_are_the_same(twins: Any) -> None:
     """In float64 the parameters are the main parameters: casts of them give the same bytes."""
     kind = "fp8"
+    recipe = "tensorwise"
     options = {"fp8": FP8(emulate=True, last_bf16=1, keep=("layers.0.mlp.*",))}
     layout = {**options, "microbatch_size": 1}
     other = train(Job(kind, layout=layout), 1, "cpu", steps=STEPS)
-    assert twins[kind, 1][0].losses == pytest.approx(other.losses, abs=1e-10, rel=0)
+    assert twins[kind, recipe, 1][0].losses == pytest.approx(other.losses, abs=1e-10, rel=0)

@@ -16,6 +16,7 @@ from lightning_megatron.shapes import Float, Int, Shaped
 #: Which factor of a layer's products a tensor is.
 Use = Literal["input", "weight", "gradient"]
 _USES: Final[tuple[Use, ...]] = ("input", "weight", "gradient")
+_WEIGHT: Final = _USES.index("weight")
 _LARGEST: Final = {"e4m3": 448.0, "e5m2": 57344.0}
 
 
@@ -30,6 +31,9 @@ class DelayedScales:
     Until the first step has ended, the scale of a tensor follows from the tensor's magnitude. A
     tensor that was zero in the whole history has the scale 1. A magnitude that is not finite enters
     the history as 0.
+
+    A weight that is kept in 8 bits has a scale of its own, computed by the optimizer. Only its
+    magnitude enters the history, so that a run that casts the weight can continue with it.
 
     Shapes: history ``(layers, history, 3)``, the last step first, with the magnitudes of inputs,
         weights and gradients of outputs.
@@ -56,6 +60,8 @@ class DelayedScales:
         self._largest = torch.tensor([_LARGEST[form] for form in forms], device=device)
         # Factors by which casts of Transformer Engine multiply.
         self._factors = torch.ones((shape[0], shape[2]), dtype=torch.float32, device=device)
+        # Bit patterns of the magnitudes of weights that are kept in 8 bits, by index of the layer.
+        self._stored: dict[int, Int[Tensor, "1"]] = {}
 
     def serves(self, settings: FP8, names: Sequence[str], device: torch.device) -> bool:
         """Return whether a run with the given settings and layers can continue with these scales.
@@ -74,7 +80,21 @@ class DelayedScales:
         Args:
             index: Index of the layer in :attr:`names`.
         """
-        return LayerScales(self, self._bits[0, index], self._bits[1, index], self._factors[index])
+        magnitudes, seen = self._bits[:, index].unbind()
+        return LayerScales(self, index, magnitudes, seen, self._factors[index])
+
+    def follow_weight(self, index: int, magnitude: Int[Tensor, "1"] | None) -> None:
+        """Let the magnitude of a layer's weight enter the history, without casts of the weight.
+
+        Args:
+            index: Index of the layer in :attr:`names`.
+            magnitude: Bit pattern of the magnitude, at an address that stays the same; None if
+                casts record it.
+        """
+        if magnitude is None:
+            self._stored.pop(index, None)
+        else:
+            self._stored[index] = magnitude
 
     @property
     def step_tensors(self) -> list[Shaped[Tensor, "..."]]:
@@ -96,6 +116,9 @@ class DelayedScales:
         if not self.names:
             return
         seen = self._bits[1]
+        places = [seen[index, _WEIGHT : _WEIGHT + 1] for index in self._stored]
+        if places:
+            torch._foreach_copy_(places, list(self._stored.values()))
         for axis in (mesh.tp, mesh.data):
             all_reduce_(seen, axis, "max")
         magnitudes = seen.view(torch.float32)
@@ -136,6 +159,7 @@ class LayerScales:
 
     Args:
         model: Scales of all layers.
+        index: Index of the layer.
         magnitudes: Bit patterns of the magnitudes that set the scales, by use.
         seen: Bit patterns of the largest magnitudes of this step, by use.
         factors: Factors that map ``magnitudes`` to the largest number of their formats, by use.
@@ -144,11 +168,13 @@ class LayerScales:
     def __init__(
         self,
         model: DelayedScales,
+        index: int,
         magnitudes: Int[Tensor, "3"],
         seen: Int[Tensor, "3"],
         factors: Float[Tensor, "3"],
     ) -> None:
         self._model = model
+        self._index = index
         self._magnitudes = dict(zip(_USES, magnitudes.split(1), strict=True))
         self._seen = dict(zip(_USES, seen.unbind(), strict=True))
         self._factors = dict(zip(_USES, factors.split(1), strict=True))
@@ -176,3 +202,11 @@ class LayerScales:
             use: Which factor the tensor is.
         """
         return self._factors[use]
+
+    def follow_weight(self, magnitude: Int[Tensor, "1"] | None) -> None:
+        """Let the weight's magnitude enter the history: :meth:`DelayedScales.follow_weight`.
+
+        Args:
+            magnitude: Bit pattern of the magnitude; None if casts record it.
+        """
+        self._model.follow_weight(self._index, magnitude)

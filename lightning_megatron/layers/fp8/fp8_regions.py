@@ -265,8 +265,9 @@ class _FP8RowLinear(torch.autograd.Function):
 def _save(
     ctx: Any, kept: tuple[Tensor | None, Tensor | None], weight: Tensor, matrix: Operands
 ) -> None:
-    needs_hidden = ctx.needs_input_grad[0]
-    own = (weight, matrix.magnitude) if needs_hidden else (None, None)
+    # A weight that is kept in 8 bits is read from the memory of the optimizer.
+    needs_weight = ctx.needs_input_grad[0] and ctx.scaling.stored is None
+    own = (weight, matrix.magnitude) if needs_weight else (None, None)
     ctx.save_for_backward(*kept, *own)
 
 
@@ -280,7 +281,7 @@ def _forward_dtype(hidden: Tensor) -> torch.dtype:
 def _input_gradient(
     ctx: Any,
     cast: Operands,
-    weight: Tensor,
+    weight: Tensor | None,
     magnitude: Tensor | None,
     row_axes: Axes,
     column_axes: Axes,
@@ -290,7 +291,7 @@ def _input_gradient(
     Args:
         ctx: Context of the layer.
         cast: Gradient of the outputs.
-        weight: The weight.
+        weight: The weight; None if it is kept in 8 bits.
         magnitude: Magnitudes of the weight that the forward pass found; None if there are none.
         row_axes: Axes whose ranks hold other rows of the weight.
         column_axes: Axes whose ranks hold other columns of the weight.
@@ -300,7 +301,7 @@ def _input_gradient(
 
 
 def _weight_columns(
-    ctx: Any, weight: Tensor, magnitude: Tensor | None, row_axes: Axes, column_axes: Axes
+    ctx: Any, weight: Tensor | None, magnitude: Tensor | None, row_axes: Axes, column_axes: Axes
 ) -> Operand:
     """Return the operand of the columns of the weight, with the arguments of `_input_gradient`."""
     matrix = ctx.scaling.cast_weight(
@@ -315,7 +316,7 @@ def _weight_columns(
 
 
 def _gathered_gradients(
-    ctx: Any, grad: Tensor, weight: Tensor, magnitude: Tensor | None
+    ctx: Any, grad: Tensor, weight: Tensor | None, magnitude: Tensor | None
 ) -> tuple[Tensor | None, Operand | None]:
     """Return the input gradient of a row layer, and its output gradient as operand of columns.
 
@@ -324,7 +325,7 @@ def _gathered_gradients(
     Args:
         ctx: Context of the layer.
         grad: Gradient of the outputs at this rank's positions.
-        weight: The weight.
+        weight: The weight; None if it is kept in 8 bits.
         magnitude: Magnitudes of the weight that the forward pass found; None if there are none.
     """
     mesh = ctx.mesh

@@ -37,7 +37,8 @@ class Scaling:
         scales: Scales of this layer from earlier steps; None if scales follow from each tensor.
         counts: Whether casts update the magnitudes of the current step.
         casts: Casts of the weight that microbatches share; None casts for each product.
-        stored: The weight, if it is kept in 8 bits; None casts it.
+        stored: The weight, if it is kept in 8 bits, with a scale of its own magnitude in every
+            recipe; None casts it.
     """
 
     settings: FP8
@@ -76,6 +77,18 @@ class Scaling:
             counts: Whether casts update the magnitudes of the current step.
         """
         return self if self.counts == counts else replace(self, counts=counts)
+
+    def reading(self, stored: StoredWeight | None) -> Scaling:
+        """Return a copy that reads the weight where the optimizer keeps it, or casts it again.
+
+        From now on the history of :attr:`scales` gets the weight's magnitude from the same place.
+
+        Args:
+            stored: The weight in 8 bits; None casts it.
+        """
+        if self.scales is not None:
+            self.scales.follow_weight(None if stored is None else stored.magnitude)
+        return replace(self, stored=stored)
 
     def cast_input(
         self,
@@ -119,7 +132,7 @@ class Scaling:
 
     def cast_weight(
         self,
-        matrix: Float[Tensor, "rows columns"],
+        matrix: Float[Tensor, "rows columns"] | None,
         *,
         rows: bool,
         columns: bool,
@@ -133,7 +146,7 @@ class Scaling:
         in 8 bits is read without a cast, or transposed by a copy.
 
         Args:
-            matrix: The weight.
+            matrix: The weight; it may be None if the weight is kept in 8 bits.
             rows: As for :meth:`cast_input`.
             columns: As for :meth:`cast_input`.
             row_axes: As for :meth:`cast_input`.
@@ -142,6 +155,7 @@ class Scaling:
         """
 
         def cast(rows: bool, columns: bool, magnitude: Tensor | None) -> Operands:
+            assert matrix is not None, "a weight that is cast was kept"
             axes = row_axes, column_axes
             return self._cast(matrix, "weight", "e4m3", rows, columns, *axes, magnitude)
 

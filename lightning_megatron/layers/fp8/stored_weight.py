@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_megatron.layers.fp8.operand import Operand, transposed
 from lightning_megatron.layers.parameter_stack import neighbours_as_one
-from lightning_megatron.shapes import Float, Shaped
+from lightning_megatron.shapes import Float, Int, Shaped
 
 #: Format of weights.
 FORMAT = torch.float8_e4m3fn
@@ -21,15 +21,19 @@ class StoredWeight:
 
     Equal to the concatenation of all parts along the rows, times the scale.
 
-    Shapes: parts ``(rows_i, columns)``; scale ``(1,)``.
+    All tensors keep their addresses, so that CUDA graphs can read them.
+
+    Shapes: parts ``(rows_i, columns)``; scale and magnitude ``(1,)``.
 
     Args:
         parts: Bit patterns of the 8-bit values, from the first row to the last.
         scale: Scale in float32.
+        magnitude: Bit pattern of the largest magnitude (float32), from which the scale follows.
     """
 
     parts: tuple[Shaped[Tensor, "_ columns"], ...]
     scale: Float[Tensor, "1"]
+    magnitude: Int[Tensor, "1"]
 
     @property
     def rows(self) -> Operand:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -208,7 +207,7 @@ class TrainingState:
         """Let linear layers read the weights that are now kept in 8 bits, and cast all others."""
         for names, part in self._eight_bits.items():
             if isinstance(part.scaling, Scaling):
-                part.scaling = replace(part.scaling, stored=self.main.eight_bits.stored(names))
+                part.scaling = part.scaling.reading(self.main.eight_bits.stored(names))
 
     def leave_eight_bits(self, *, gathers: bool) -> None:
         """Convert weights that are kept in 8 bits back to ordinary parameters.
