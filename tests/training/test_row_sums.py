@@ -138,8 +138,7 @@ def weights_after(
             else:
                 training.step(lengths, seed, kind == "replayed")
     return {
-        name: one.detach().to("cpu", copy=True)
-        for name, one in training.model.named_parameters()
+        name: one.detach().to("cpu", copy=True) for name, one in training.model.named_parameters()
     }, exchanges
 
 
