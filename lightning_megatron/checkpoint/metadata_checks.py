@@ -26,7 +26,7 @@ CURRENT = "current_model_state."
 SCALES = "fp8."
 
 #: A vocabulary is padded to at most twice its rows plus this number (rows).
-_MOST_PADDING = 1 << 20
+_MAX_PADDING = 1 << 20
 
 
 def _is_number(value: Any) -> bool:
@@ -229,9 +229,7 @@ def check_names(
     _same("a name occurs twice", _twice(names), where)
     for name, rows in one_process["padded_rows"].items():
         shape = shapes.get(f"{MODEL}{name}")
-        if shape is not None and (
-            not shape or not shape[0] <= rows <= 2 * shape[0] + _MOST_PADDING
-        ):
+        if shape is not None and (not shape or not shape[0] <= rows <= 2 * shape[0] + _MAX_PADDING):
             raise _damaged(where, f"{name} of shape {tuple(shape)} cannot be padded to {rows} rows")
     for optimizer, numbering in zip(optimizers, one_process["numbering"], strict=False):
         if not isinstance(numbering, str):

@@ -18,11 +18,11 @@ from lightning_megatron.checkpoint.parameter_groups import (
     check_saved_groups,
     hyperparameters_of,
 )
-from lightning_megatron.checkpoint.stored import SavedTensor, Source, Stored, opened
+from lightning_megatron.checkpoint.stored import OpenCheckpoint, SavedTensor, Source, opened
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import FlatSlice, Placement, ShardSpec, whole_spec
+from lightning_megatron.groups.shard_spec import FlatSlice, Placement, ShardSpec, replicated_spec
 from lightning_megatron.training.main_parameters import MainParameters
 from lightning_megatron.training.shared_gradients import original_name
 
@@ -239,7 +239,7 @@ def _placement(
 
 
 def _whole(shape: tuple[int, ...], spec: ShardSpec, key: str, copy: int = 0) -> ShardSpec:
-    whole = whole_spec(torch.empty(shape, device="meta"), copy)
+    whole = replicated_spec(torch.empty(shape, device="meta"), copy)
     return replace(whole, tied_to=_tied_state(spec, key), is_expert=spec.is_expert)
 
 
@@ -276,7 +276,7 @@ def _join_stage(groups: list[dict[str, Any]], values: dict[str, Any], mesh: Para
                     group[key] = list(dict.fromkeys([*group[key], *more[key]]))
 
 
-def _saved_state(stored: Stored, index: int) -> dict[str, dict[str, SavedTensor]]:
+def _saved_state(stored: OpenCheckpoint, index: int) -> dict[str, dict[str, SavedTensor]]:
     """Return shape and dtype of the saved states, by parameter and key."""
     found: dict[str, dict[str, SavedTensor]] = {}
     for entry, saved in stored.tensors.items():

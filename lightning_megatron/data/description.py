@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.errors import CorruptDataError
-from lightning_megatron.strict_json import MAX_BYTES, parse_json, read_regular_file, read_start
+from lightning_megatron.strict_json import (
+    MAX_BYTES,
+    parse_json,
+    read_first_bytes,
+    read_regular_file,
+)
 
 FORMAT = "lightning_megatron.corpus"
 VERSION = 2
@@ -159,7 +164,7 @@ def _start_of(path: Path) -> bytes | None:
     """Return the first bytes of a regular file; None if it cannot be read."""
     try:
         # A file with this name may be the raw text of the corpus, and larger than the memory.
-        return read_start(path, MAX_BYTES)
+        return read_first_bytes(path, MAX_BYTES)
     except CorruptDataError:
         return None
 

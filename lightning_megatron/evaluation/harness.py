@@ -220,11 +220,11 @@ class HarnessAnswers:
                 room,
                 most,
             )
-        stops = StopStrings(self._tokenizer.decode, until) if until else None
+        stop = StopStrings(self._tokenizer.decode, until) if until else None
 
         def answer(batch: Sequence[list[int]], number: int) -> list[str]:
             own = GenerationSettings(**settings, seed=self._num_draws + number)
-            found = generate(self._model, batch, own, stops)
+            found = generate(self._model, batch, own, stop)
             return [before_stop(self._text(row), until) for row in found]
 
         answers = self._in_rounds(cut, len, answer)

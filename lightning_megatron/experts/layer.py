@@ -20,7 +20,12 @@ from lightning_megatron.experts.transport.choose_transport import (
 )
 from lightning_megatron.experts.transport.rank_rows import RankRows
 from lightning_megatron.experts.transport.row_limit import LayerRows
-from lightning_megatron.experts.transport.transit import Dispatched, Prepared, Returned, Sent
+from lightning_megatron.experts.transport.transit import (
+    ExpertInput,
+    ExpertOutput,
+    PreparedTokens,
+    TokensInTransit,
+)
 from lightning_megatron.groups.collectives import gather_from_axis, split_to_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import Initializer
@@ -237,13 +242,13 @@ class MixtureOfExperts(nn.Module):
             self._own_share(routing.experts, fill=-1),
         )
 
-    def _prepare(self, tokens: Tensor, probabilities: Tensor, selected: Tensor) -> Prepared:
+    def _prepare(self, tokens: Tensor, probabilities: Tensor, selected: Tensor) -> PreparedTokens:
         return self.transport_choice.dispatcher.prepare(tokens, probabilities, selected)
 
-    def _send(self, prepared: Prepared) -> Sent:
+    def _send(self, prepared: PreparedTokens) -> TokensInTransit:
         return self.transport_choice.dispatcher.send(prepared)
 
-    def _receive(self, sent: Sent) -> Dispatched:
+    def _receive(self, sent: TokensInTransit) -> ExpertInput:
         dispatched = self.transport_choice.dispatcher.receive(sent)
         if not (self.sends_inputs_again and torch.is_grad_enabled()):
             dispatched = replace(dispatched, tokens=None)
@@ -252,7 +257,7 @@ class MixtureOfExperts(nn.Module):
             self.rank_rows.add_(*here)
         return dispatched
 
-    def _compute(self, dispatched: Dispatched) -> Tensor:
+    def _compute(self, dispatched: ExpertInput) -> Tensor:
         clones = None
         if dispatched.clones is not None:
             sources = self.transport_choice.clone_sources
@@ -266,10 +271,10 @@ class MixtureOfExperts(nn.Module):
             else self.experts(*arguments)
         )
 
-    def _send_back(self, rows: Tensor, dispatched: Dispatched) -> Returned:
+    def _send_back(self, rows: Tensor, dispatched: ExpertInput) -> ExpertOutput:
         return self.transport_choice.dispatcher.send_back(rows, dispatched)
 
-    def _combine(self, returned: Returned, hidden: Tensor) -> Tensor:
+    def _combine(self, returned: ExpertOutput, hidden: Tensor) -> Tensor:
         output = self.transport_choice.dispatcher.combine(returned)
         if self._is_shared_out:
             output = gather_from_axis(output, self.mesh.tp, dim=0)[

@@ -15,7 +15,7 @@ from lightning_megatron.strict_json import read_json
 
 SquadVersion = Literal["1.1", "2.0"]
 #: Maximum size of a file; the training set has 42 megabytes (bytes).
-_MOST_BYTES = 1 << 30
+_MAX_FILE_BYTES = 1 << 30
 _REMEDY = "Copy the file of SQuAD again."
 
 
@@ -49,7 +49,7 @@ def read_squad(path: Path, version: SquadVersion) -> list[SquadQuestion]:
         CorruptDataError: If the file has another structure, or an answer is not at its position in
             the context; the message names the file and the question.
     """
-    found = read_json(path, _REMEDY, _MOST_BYTES)
+    found = read_json(path, _REMEDY, _MAX_FILE_BYTES)
     articles = found.get("data") if isinstance(found, dict) else None
     questions = list(_questions(path, articles, version))
     if not questions:

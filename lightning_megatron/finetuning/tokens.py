@@ -18,7 +18,7 @@ Cut = Literal["longest_first", "only_second"]
 #: Number of pairs that are encoded at once, by the threads of the library (pairs).
 _CHUNK = 1024
 #: Largest size of a tokenizer.json (bytes).
-_MOST_BYTES = 1 << 26
+_MAX_TOKENIZER_BYTES = 1 << 26
 
 
 class PairTokenizer:
@@ -177,7 +177,7 @@ def _class_of(path: Path) -> str:
     """Return the class of transformers that reads a ``tokenizer.json``, by its kind of tokens."""
     if not path.is_file():
         return "BertTokenizerFast"
-    content = read_json(path, "Copy it again.", _MOST_BYTES)
+    content = read_json(path, "Copy it again.", _MAX_TOKENIZER_BYTES)
     is_bytes = isinstance(content, dict) and content.get("model", {}).get("type") == "BPE"
     return "RobertaTokenizerFast" if is_bytes else "BertTokenizerFast"
 

@@ -20,8 +20,8 @@ _REMEDY = "Start every rank with the same command, environment and files."
 #: Time for which rank 0, which may run the store, waits until the others have read the failure.
 _READING = timedelta(seconds=30)
 #: Shortest and longest interval between reads of the store by a waiting rank (seconds).
-_FIRST_PAUSE = 0.002
-_LONGEST_PAUSE = 0.5
+_MIN_PAUSE_SECONDS = 0.002
+_MAX_PAUSE_SECONDS = 0.5
 
 
 def check_same_everywhere(world: MeshAxis, fields: Fields, remedy: str = _REMEDY) -> None:
@@ -120,7 +120,7 @@ class _Waiting:
 
     def read(self, store: dist.Store, key: str, others: Sequence[int]) -> str:
         """Return the value of a key that one of ``others`` writes."""
-        pause = _FIRST_PAUSE
+        pause = _MIN_PAUSE_SECONDS
         # Ask instead of waiting in the store, whose client logs each wait that ends without a key.
         while not store.check([key]):
             for other in others:
@@ -133,7 +133,7 @@ class _Waiting:
                     "MegatronStrategy(timeout=...)."
                 )
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, _MAX_PAUSE_SECONDS)
         return store.get(key).decode()
 
     def _check_layout_of(self, other: int) -> None:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 #: Largest ratio of a storage to a part of it for which the whole storage is read.
-_MOST_PARTS = 1024
+_MAX_RATIO = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,11 @@ class HostValues:
         self._known.clear()
         has_gradients = torch.is_grad_enabled()
         # Outside of inference mode gradients would be enabled.
-        with torch.inference_mode(False), torch.set_grad_enabled(has_gradients), _NotedMoves(self):
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(has_gradients),
+            _RecordedMoves(self),
+        ):
             yield
 
     def note(self, tensor: Tensor, values: Tensor) -> None:
@@ -105,7 +109,7 @@ class HostValues:
             return tensor if found is None else found
         self.num_reads += 1
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
-        if type(tensor) is not Tensor or not 0 < size <= _MOST_PARTS * tensor.numel():
+        if type(tensor) is not Tensor or not 0 < size <= _MAX_RATIO * tensor.numel():
             return tensor.cpu()
         whole = tensor.as_strided((size,), (1,), 0)
         self.note(whole, whole.cpu())
@@ -113,7 +117,7 @@ class HostValues:
         return tensor.cpu() if found is None else found
 
 
-class _NotedMoves(TorchFunctionMode):
+class _RecordedMoves(TorchFunctionMode):
     """Note the results of moves of integer tensors from the host."""
 
     def __init__(self, host: HostValues) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.groups.device_word import DeviceWord
+from lightning_megatron.groups.device_counter import DeviceCounter
 
 #: End of the names under which exchanges between the neighbours on an axis are counted.
 NEIGHBOURS = " neighbours"
@@ -68,7 +68,7 @@ class Journal:
         self._recorded: list[RecordedCall] | None = None
         self._label = ""
         #: Counter that captured parts advance on the device; None if it is not read.
-        self.device: DeviceWord | None = None
+        self.device: DeviceCounter | None = None
         #: Descriptions of the parts that the recording has marked; a new list in each recording.
         self.parts: list[str] = []
 

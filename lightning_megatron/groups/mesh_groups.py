@@ -23,7 +23,7 @@ from lightning_megatron.groups.nccl_options import (
     read_nccl_options,
     torch_options,
 )
-from lightning_megatron.groups.sources import own_sources
+from lightning_megatron.groups.sources import package_hash
 from lightning_megatron.plan.context_groups import context_group_sizes
 from lightning_megatron.plan.layout import ParallelLayout
 
@@ -133,7 +133,7 @@ class GroupBuilder:
         (ranks,) = self._all_ranks()
         if len(ranks) > 1:
             fields = asdict(self.layout) | {"sequence_parallel": sequence_parallel}
-            fields |= {"options": repr(self.options), "lightning-megatron sources": own_sources()}
+            fields |= {"options": repr(self.options), "lightning-megatron sources": package_hash()}
             patience = max(self.timeout or DEFAULT_TIMEOUTS["cpu"], DEFAULT_TIMEOUTS["cpu"])
             return check_same_in_store(default_store(), self.rank, ranks, fields, patience)
         return 0

@@ -11,7 +11,7 @@ import yaml
 
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError
 from lightning_megatron.plan.settings import Count, Index, Range, coerced, shown
-from lightning_megatron.strict_json import read_start
+from lightning_megatron.strict_json import read_first_bytes
 
 #: Axes with a process group.
 GROUP_NAMES = (
@@ -55,7 +55,7 @@ _SETTINGS: Mapping[str, Any] = {
 }
 _MEGATRON_SETTINGS = {"is_high_priority_stream": "high_priority"}
 #: Size limit of a file; one with every axis and setting has less than a tenth of it (bytes).
-_MOST_BYTES = 100_000
+_MAX_FILE_BYTES = 100_000
 
 NcclOptions = Mapping[str, Mapping[str, Any]]
 
@@ -160,10 +160,11 @@ def _settings(axis: str, values: Any) -> dict[str, Any]:
 def _read(path: str) -> Mapping[Any, Any]:
     """Read the mapping in a YAML file, or raise."""
     try:
-        content = read_start(Path(path), _MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
+        content = read_first_bytes(Path(path), _MAX_FILE_BYTES + 1)
+        if len(content) > _MAX_FILE_BYTES:
             raise ParallelPlanError(
-                f"nccl_options must be a file of at most {_MOST_BYTES:,} bytes: {path!r} has more."
+                f"nccl_options must be a file of at most {_MAX_FILE_BYTES:,} bytes: {path!r} has "
+                "more."
             )
         _check_keys(yaml.compose(content, yaml.SafeLoader), path)
         found = yaml.safe_load(content)

@@ -15,7 +15,7 @@ from torch._C._autograd import DeviceType
 from torch._C._distributed_c10d import _SymmetricMemory
 
 #: Size of the allocation that tests whether memory can be shared (bytes).
-_TRIAL = 16
+_TEST_BYTES = 16
 #: Maximum number of cached views of a region; the number of tokens may differ from step to step.
 _REMEMBERED_VIEWS = 1024
 
@@ -81,7 +81,7 @@ class PeerMemory:
         self._kept: list[PeerRegion] = []
         self._verdict: tuple[str | None] | None = None
 
-    def why_not(
+    def reason_unavailable(
         self, group: dist.ProcessGroup | None, device: torch.device, missing: str | None = None
     ) -> str | None:
         """Return why the ranks of a group cannot write into each other's memory; None if they can.
@@ -107,7 +107,7 @@ class PeerMemory:
 
     def _try(self, group: dist.ProcessGroup, device: torch.device) -> str | None:
         try:
-            self.reserve(group, _TRIAL, device)
+            self.reserve(group, _TEST_BYTES, device)
         except RuntimeError as error:
             return f"torch's symmetric memory fails ({str(error).splitlines()[0]})"
         return None

@@ -113,7 +113,7 @@ def choose_part(
         behind: Number of tokens by which the last query follows the last key (tokens).
         head_dim: Size of a head (elements).
     """
-    obstacle = obstacle_to_flash(device, dtype, span, head_dim=head_dim)
+    obstacle = reason_against_flash(device, dtype, span, head_dim=head_dim)
     if behind < 0 or (span.window is not None and behind >= span.window):
         # The kernel takes a negative bound as no bound.
         obstacle = "flash attention lets the last query see a key"
@@ -122,7 +122,7 @@ def choose_part(
         found = choose_flash(device, head_dim, plain)
         why = f"parts of the keys need the log-sum-exps that it returns; {found.reason}"
         return CoreChoice("flash", (), False, False, why, package=found.kernel.name)
-    obstacle_to_a_kernel = obstacle_to_flex(device, dtype, span, head_dim=head_dim)
+    obstacle_to_a_kernel = reason_against_flex(device, dtype, span, head_dim=head_dim)
     if obstacle_to_a_kernel is None:
         why = f"a kernel compiled for parts of the keys, because {obstacle}"
         return CoreChoice("flex", (), False, False, why)
@@ -150,14 +150,14 @@ def _choose_kernel(
     plain = is_plain(span, 2**62 if seq_length is None else seq_length)
     if plain and not _has_own_scores(span) and span.sinks is None:
         return _plain(device, dtype, dropout)
-    obstacle = obstacle_to_flash(device, dtype, span, dropout, head_dim)
+    obstacle = reason_against_flash(device, dtype, span, dropout, head_dim)
     if obstacle is None:
         found = choose_flash(device, head_dim)
         why = f"documents, windows and sinks need no mask; {found.reason}"
         return CoreChoice("flash", (), False, False, why, package=found.kernel.name)
     if not _has_own_scores(span) and span.sinks is None and span.prefix is None:
         return _masked(device, obstacle, span)
-    obstacle_to_a_kernel = obstacle_to_flex(device, dtype, span, dropout, head_dim)
+    obstacle_to_a_kernel = reason_against_flex(device, dtype, span, dropout, head_dim)
     if obstacle_to_a_kernel is None:
         return CoreChoice("flex", (), False, False, f"a kernel compiled for it, because {obstacle}")
     if span.soft_cap is not None:
@@ -191,7 +191,7 @@ def _plain(device: torch.device, dtype: torch.dtype, dropout: float) -> CoreChoi
     return CoreChoice("sdpa", _FUSED, False, False, why)
 
 
-def obstacle_to_flash(
+def reason_against_flash(
     device: torch.device,
     dtype: torch.dtype,
     span: AttentionSpan,
@@ -224,7 +224,7 @@ def obstacle_to_flash(
     return None
 
 
-def obstacle_to_flex(
+def reason_against_flex(
     device: torch.device,
     dtype: torch.dtype,
     span: AttentionSpan,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.groups.collectives import Border, all_reduce_
+from lightning_megatron.groups.collectives import BoundaryGradients, all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.shapes import Bool, Float, Int
@@ -106,9 +106,9 @@ def _outside(ids: Tensor, vocab_size: int, ignore_index: int | None) -> Tensor:
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def border(ctx: Any) -> Border:
+    def border(ctx: Any) -> BoundaryGradients:
         """Return the border of the tensor-parallel region: every rank has its own logits."""
-        return Border((True,), takes_parts=False)
+        return BoundaryGradients((True,), takes_parts=False)
 
     @staticmethod
     def forward(
@@ -256,9 +256,9 @@ class RowStatistics(NamedTuple):
 
 class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def border(ctx: Any) -> Border | None:
+    def border(ctx: Any) -> BoundaryGradients | None:
         """Return the border of the tensor-parallel region: every rank has its own logits."""
-        return None if ctx.terms.tp.size == 1 else Border((True,), takes_parts=False)
+        return None if ctx.terms.tp.size == 1 else BoundaryGradients((True,), takes_parts=False)
 
     @staticmethod
     def forward(

@@ -22,7 +22,7 @@ Base: TypeAlias = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
 """A layer that supports low-rank updates."""
 
 #: Name of the random stream of the dropout masks.
-_PURPOSE = "low rank"
+_DROPOUT_STREAM = "low rank"
 
 
 class LowRank(nn.Module):
@@ -108,7 +108,7 @@ class LowRank(nn.Module):
     def forward(self, hidden: Float[Tensor, "... in_local"]) -> Float[Tensor, "... out_local"]:
         """Return the update of the outputs."""
         if self.training and self.dropout > 0.0:
-            with self.mesh.random.fork(self.stream, _PURPOSE):
+            with self.mesh.random.fork(self.stream, _DROPOUT_STREAM):
                 hidden = F.dropout(hidden, self.dropout, training=True)
         product: Tensor = self.b(self.a(hidden.to(self.a.get_parameter("weight").dtype)))
         return product * self.scale

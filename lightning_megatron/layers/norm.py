@@ -14,7 +14,7 @@ from lightning_megatron.layers.fp8.magnitude import find_magnitude
 from lightning_megatron.layers.gradient_slot import slot_of
 from lightning_megatron.layers.init import ONES, ZEROS, Initializer, sharded_parameter
 from lightning_megatron.layers.transformer_engine.engine_norm import engine_norm
-from lightning_megatron.plan.shards import whole_range
+from lightning_megatron.plan.shards import full_range
 from lightning_megatron.shapes import Float, Int
 
 
@@ -195,7 +195,7 @@ def _replicated(
     partial = mesh.sequence_parallel if partial is None else partial
     return sharded_parameter(
         (size,),
-        [whole_range(size, mesh.tp.rank)],
+        [full_range(size, mesh.tp.rank)],
         initializer,
         partial=partial,
     )

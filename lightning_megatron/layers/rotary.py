@@ -20,7 +20,7 @@ from lightning_megatron.shapes import Float, Int
 _TableKey: TypeAlias = tuple[int, torch.dtype, torch.device]
 
 #: Maximum number of cached tables.
-_MOST_KEPT = 8
+_MAX_CACHED_TABLES = 8
 
 
 def rotary_tables(
@@ -173,7 +173,7 @@ class RotaryTables:
             if tables is None:
                 tables = self._new_tables(seq_length, hidden)
             # The tuple is new, because captured steps hold the old one with the tables they read.
-            self._kept = ((key, tables), *list(kept.items())[: _MOST_KEPT - 1])
+            self._kept = ((key, tables), *list(kept.items())[: _MAX_CACHED_TABLES - 1])
         return self._kept[0][1]
 
     def _new_tables(self, seq_length: int, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,9 @@ _IN_PLACE = frozenset(
     {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"},
 )
 #: Functions whose result is the same for a shard and for the full tensor.
-_COMMON = frozenset({"__get__", "__set__", "dim", "is_floating_point", "is_complex", "get_device"})
+_SHARD_INVARIANT = frozenset(
+    {"__get__", "__set__", "dim", "is_floating_point", "is_complex", "get_device"}
+)
 
 
 class SequenceShard(Tensor):
@@ -93,7 +95,7 @@ class SequenceShard(Tensor):
             if len(args) > 1:
                 return shape[args[1]]
             return shape[kwargs["dim"]] if kwargs else shape
-        if name in _COMMON:
+        if name in _SHARD_INVARIANT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         # In-place functions end in one underscore, special methods in two.
@@ -106,7 +108,7 @@ class SequenceShard(Tensor):
         axis = next(leaf.axis for leaf in leaves if isinstance(leaf, cls))
         parts = _parts((*args, *kwargs.values()), axis) if name in _BY_POSITION else None
         if parts is None:
-            args, kwargs = pytree.tree_map(whole_of, (args, kwargs))
+            args, kwargs = pytree.tree_map(gathered, (args, kwargs))
             return func(*args, **kwargs)
         return cls.of(
             func(*parts[: len(args)], **dict(zip(kwargs, parts[len(args) :], strict=True))),
@@ -114,7 +116,7 @@ class SequenceShard(Tensor):
         )
 
 
-def whole_of(value: Any) -> Any:
+def gathered(value: Any) -> Any:
     """Return the full tensor of a sequence shard, and other values unchanged."""
     return value.whole() if isinstance(value, SequenceShard) else value
 

@@ -27,7 +27,7 @@ Ratio = Annotated[float, Range(least=0, most=1)]
 
 # Attributes that a scheduler saves. They do not include settings: a resumed training uses the
 # current ones.
-_STATE = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
+_STATE_NAMES = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
 
 
 class StepScheduler(LRScheduler):
@@ -39,11 +39,11 @@ class StepScheduler(LRScheduler):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {key: self.__dict__[key] for key in _STATE}
+        return {key: self.__dict__[key] for key in _STATE_NAMES}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.__dict__.update({key: state_dict[key] for key in _STATE})
+        self.__dict__.update({key: state_dict[key] for key in _STATE_NAMES})
 
 
 class WarmedUpScheduler(StepScheduler):

@@ -15,7 +15,17 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 #: Types whose values can be part of a cache key.
-_PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.Size, type(None), type(Ellipsis))
+_HASHABLE_TYPES = (
+    bool,
+    int,
+    float,
+    str,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    type(None),
+    type(Ellipsis),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,4 +224,4 @@ def _key_of(leaf: Any) -> Any:
             if all(isinstance(one, (int, type(None))) for one in bounds)
             else None
         )
-    return (type(leaf), leaf) if isinstance(leaf, _PLAIN) else None
+    return (type(leaf), leaf) if isinstance(leaf, _HASHABLE_TYPES) else None

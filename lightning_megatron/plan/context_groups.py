@@ -17,7 +17,7 @@ from lightning_megatron.plan.legal_values import (
 )
 
 #: Ranks of cp that share a document: all of them, or the smallest groups that documents allow.
-ContextGroupsChoice = Literal["whole", "documents"]
+ContextGroupsChoice = Literal["all", "documents"]
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def check_groups_option(
         ParallelPlanError: If ``cp`` is not a power of two of at least 2.
         UnsupportedError: If the transport is hierarchical, or steps are captured.
     """
-    if groups == "whole":
+    if groups == "all":
         return
     try:
         context_group_sizes(cp)
@@ -138,7 +138,7 @@ def check_groups_option(
         raise UnsupportedError(
             f"cp_groups ({groups!r}) cannot be used with cuda_graphs, because a captured step "
             "repeats the communication of its capture, and other documents need other groups. Use "
-            "cp_groups='whole', or leave cuda_graphs out."
+            "cp_groups='all', or leave cuda_graphs out."
         )
 
 

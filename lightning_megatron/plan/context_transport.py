@@ -23,14 +23,14 @@ class ContextLinks:
         inner: Neighbouring ranks that exchange heads in a hierarchical transport; 1 if there is no
             such transport (ranks).
         is_one_host: Whether all ranks that share a sequence are on one host.
-        groups: Ranks that share a document: "whole" means all that share a sequence, "documents"
+        groups: Ranks that share a document: "all" means all that share a sequence, "documents"
             the smallest groups that the documents of a batch allow.
     """
 
     transport: ContextTransport | Literal["auto"] = "auto"
     inner: int = 1
     is_one_host: bool = True
-    groups: ContextGroupsChoice = "whole"
+    groups: ContextGroupsChoice = "all"
 
     @classmethod
     def of(
@@ -38,7 +38,7 @@ class ContextLinks:
         transport: ContextTransport | Literal["auto"],
         layout: ParallelLayout,
         ranks_per_host: int,
-        groups: ContextGroupsChoice = "whole",
+        groups: ContextGroupsChoice = "all",
     ) -> ContextLinks:
         """Find the links of a layout.
 
@@ -53,7 +53,7 @@ class ContextLinks:
         """
         cp = layout.cp
         neighbours = min(_neighbours(ranks, ranks_per_host) for ranks in layout.groups("cp"))
-        inner = neighbours if 1 < neighbours < cp and groups == "whole" else 1
+        inner = neighbours if 1 < neighbours < cp and groups == "all" else 1
         if transport == "hierarchical" and inner == 1:
             # On one host every division is possible. The largest inner group sends the least.
             inner = divisors(cp)[-2] if neighbours == cp and cp > 1 else 1

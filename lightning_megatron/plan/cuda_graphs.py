@@ -26,7 +26,7 @@ GraphScope = Literal[
 ]
 """Part of a model that mode "segments" captures, as :class:`CudaGraphs` describes it."""
 
-_OWN_GRAPHS = ("reduce-overhead", "max-autotune")
+_GRAPH_COMPILE_MODES = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that capture CUDA graphs themselves."""
 
 #: Precisions whose main parameters are float32, and whose updates need no value on the host.
@@ -252,7 +252,7 @@ def _reasons(graphs: CudaGraphs, conditions: GraphConditions) -> Iterator[str]:
             "results of the attention core are kept between the graphs of two passes over a block. "
             "Use recompute of full or selective, or leave cuda_graphs out."
         )
-    modes = [mode for mode in conditions.compile_modes if mode in _OWN_GRAPHS]
+    modes = [mode for mode in conditions.compile_modes if mode in _GRAPH_COMPILE_MODES]
     if modes:
         yield (
             f"cuda_graphs ({graphs.mode}) cannot be used with torch.compile(mode={modes[0]!r}), "

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 
-Backend = Literal["own", "te"]
+Backend = Literal["native", "te"]
 """Library whose matrix products and norms the layers of this package use."""
 
 #: Methods by which recipes name their kind, with the names of that kind in this package.

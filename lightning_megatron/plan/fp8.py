@@ -20,13 +20,13 @@ BLOCK = 128
 #: casts read all of them, and several, because programs with the same one wait for each other.
 MAGNITUDE_PARTS = 64
 #: Recipes with one scale for all numbers of a tensor.
-_OF_TENSORS = ("tensorwise", "delayed")
+_PER_TENSOR_RECIPES = ("tensorwise", "delayed")
 #: Neighbours that share a scale with mxfp8 (elements).
 _GROUP = 32
 _HISTORY = 1024
 _OTHER_SCALES = "Its weights have other scales by rows than by columns, which one copy cannot have."
 #: Why a recipe cannot have weights that are kept in 8 bits.
-_WHY_NOT_STORED = {
+_REASONS_AGAINST_STORAGE = {
     "delayed": "Weights are rounded once, when they are updated, and then their own magnitude is "
     "known.",
     "rowwise": _OTHER_SCALES,
@@ -105,8 +105,8 @@ class FP8:
         if self.parameters is not None and self.recipe != "tensorwise":
             raise ParallelPlanError(
                 f"fp8.parameters ({self.parameters!r}) needs recipe='tensorwise': it is "
-                f"{self.recipe!r}. {_WHY_NOT_STORED[self.recipe]} Change the recipe, or leave "
-                "fp8.parameters out."
+                f"{self.recipe!r}. {_REASONS_AGAINST_STORAGE[self.recipe]} Change the recipe, or "
+                "leave fp8.parameters out."
             )
 
     def _follow(self, settings: dict[str, Any]) -> None:
@@ -142,14 +142,14 @@ class FP8:
     @property
     def has_one_scale(self) -> bool:
         """Return whether a tensor has one scale; its transpose then has the same numbers."""
-        return self.recipe in _OF_TENSORS
+        return self.recipe in _PER_TENSOR_RECIPES
 
     @property
     def multiple(self) -> int:
         """Return the number that tokens are padded to a multiple of (tokens)."""
         return {"blockwise": BLOCK, "mxfp8": _GROUP}.get(self.recipe, 16)
 
-    def feature_multiple(self, backend: Backend = "own") -> int:
+    def feature_multiple(self, backend: Backend = "native") -> int:
         """Return the number that features of a rank must be a multiple of (elements).
 
         Our products on GPUs read the scales of square blocks four at a time.
@@ -183,7 +183,7 @@ class FP8:
         return is_inside and not any(fnmatchcase(name, pattern) for pattern in self.keep)
 
     def check_sizes(
-        self, name: str, out_features: int, in_features: int, backend: Backend = "own"
+        self, name: str, out_features: int, in_features: int, backend: Backend = "native"
     ) -> None:
         """Refuse a linear layer whose sizes on a rank do not fit.
 
@@ -210,7 +210,7 @@ class FP8:
 def check_fp8_products(
     settings: FP8 | None,
     overlap_tensor_parallel: bool,
-    backend: Backend = "own",
+    backend: Backend = "native",
     graphs: GraphMode | None = None,
     zero: int = 1,
 ) -> None:
@@ -271,7 +271,7 @@ def _check_shared_casts(backend: Backend, graphs: GraphMode | None) -> None:
 def _check_stored_weights(backend: Backend, graphs: GraphMode | None, zero: int) -> None:
     reason = None
     if backend == "te":
-        reason = "backend 'te', which reads weights of 16 or 32 bits. Use backend='own'"
+        reason = "backend 'te', which reads weights of 16 or 32 bits. Use backend='native'"
     elif graphs is not None:
         reason = (
             f"cuda_graphs ({graphs!r}), which do not capture the rounding of updated weights. Use "
@@ -303,10 +303,10 @@ def _check_engine(settings: FP8 | None, overlap_tensor_parallel: bool, has_graph
         raise ParallelPlanError(
             "fp8.recipe with backend='te' must be tensorwise, delayed, blockwise or mxfp8: it is "
             "'rowwise', which Transformer Engine does not have. Change the recipe, or use "
-            "backend='own'."
+            "backend='native'."
         )
     if settings.emulate:
         raise ParallelPlanError(
             "fp8.emulate cannot be used with backend='te': Transformer Engine computes on GPUs "
-            "alone. Leave emulate out, or use backend='own'."
+            "alone. Leave emulate out, or use backend='native'."
         )

@@ -40,7 +40,7 @@ class GreedyRule:
 
 
 @dataclass(frozen=True)
-class _Outlet:
+class _Destination:
     """Destination of the result of an action.
 
     Args:
@@ -163,15 +163,15 @@ class GreedyConstruction:
         self._inputs = placement.by_stage(inputs)
         self._gradients = placement.by_stage(gradients)
 
-        def outlet(virtual: int, step: int, arrivals: list[list[int]]) -> _Outlet | None:
+        def outlet(virtual: int, step: int, arrivals: list[list[int]]) -> _Destination | None:
             after = virtual + step
             if not 0 <= after < count:
                 return None
             peer, _ = placement.owner(after)
             delay = transfer if peer != placement.owner(virtual)[0] else 0
-            return _Outlet(peer, arrivals[after], delay)
+            return _Destination(peer, arrivals[after], delay)
 
-        self._outlets: dict[Kind, tuple[tuple[_Outlet | None, ...], ...]] = {
+        self._outlets: dict[Kind, tuple[tuple[_Destination | None, ...], ...]] = {
             "F": placement.by_stage([outlet(one, 1, inputs) for one in range(count)]),
             "I": placement.by_stage([outlet(one, -1, gradients) for one in range(count)]),
         }

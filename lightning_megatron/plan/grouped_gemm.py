@@ -44,21 +44,21 @@ class VariantChoice:
 
 
 _COOPERATIVE = "cooperative_128x256_1x1"
-_WIDE = "pingpong_128x192_1x2"
+_WIDE_PAIR_TILE = "pingpong_128x192_1x2"
 _SQUARE = "pingpong_128x128_1x2"
-_WIDE_ALONE = "pingpong_128x192_1x1"
+_WIDE_TILE = "pingpong_128x192_1x1"
 
 #: Every variant that the rule can return; the bundled library contains exactly these.
 VARIANTS: tuple[str, ...] = (
-    *(f"forward_{tile}" for tile in (_COOPERATIVE, _WIDE, _SQUARE)),
-    *(f"forward_swiglu_{tile}" for tile in (_WIDE_ALONE, _SQUARE)),
+    *(f"forward_{tile}" for tile in (_COOPERATIVE, _WIDE_PAIR_TILE, _SQUARE)),
+    *(f"forward_swiglu_{tile}" for tile in (_WIDE_TILE, _SQUARE)),
     *(
         f"{kind}_{tile}"
         for kind in ("data_grad", "weight_grad_bf16")
-        for tile in (_COOPERATIVE, _WIDE, _SQUARE)
+        for tile in (_COOPERATIVE, _WIDE_PAIR_TILE, _SQUARE)
     ),
-    *(f"weight_grad_fp32_{tile}" for tile in (_WIDE, _SQUARE)),
-    *(f"weight_grad_add_reduce_{tile}" for tile in (_WIDE, _SQUARE)),
+    *(f"weight_grad_fp32_{tile}" for tile in (_WIDE_PAIR_TILE, _SQUARE)),
+    *(f"weight_grad_add_reduce_{tile}" for tile in (_WIDE_PAIR_TILE, _SQUARE)),
     f"weight_grad_add_read_{_SQUARE}",
 )
 
@@ -88,10 +88,10 @@ _TOO_LONG_FOR_SWIGLU = 6144
 # product takes longer than the reduce-adds and hides them.
 _ROWS_FOR_REDUCE_ADD = 1024
 # A cluster has two tiles of 192 columns, or one.
-_WIDE_COLUMNS = 384
-_WIDE_ALONE_COLUMNS = 192
+_WIDE_PAIR_COLUMNS = 384
+_WIDE_TILE_COLUMNS = 192
 # Largest share of padded columns that wide tiles may waste.
-_WIDE_WASTE = 0.035
+_MAX_PADDED_SHARE = 0.035
 
 
 def choose_variant(
@@ -164,7 +164,7 @@ def reason_against_fusion(n: int, k: int) -> str | None:
         )
     if k >= _TOO_LONG_FOR_SWIGLU:
         return f"the reduction over {k} is at least {_TOO_LONG_FOR_SWIGLU}"
-    fits, reason = _fills(n, _WIDE_ALONE_COLUMNS)
+    fits, reason = _fills(n, _WIDE_TILE_COLUMNS)
     if k >= _LONG_REDUCTION and not fits:
         return f"the reduction over {k} is at least {_LONG_REDUCTION}, and {reason}"
     return None
@@ -200,9 +200,9 @@ def _choose_swiglu(rows: int, n: int, k: int) -> VariantChoice:
     if rows < _FEW_ROWS:
         reason = f"{rows} rows a group are fewer than {_FEW_ROWS}"
         return VariantChoice(f"{Pass.FORWARD_SWIGLU}_{_SQUARE}", False, band, reason)
-    fits, reason = _fills(n, _WIDE_ALONE_COLUMNS)
+    fits, reason = _fills(n, _WIDE_TILE_COLUMNS)
     return VariantChoice(
-        f"{Pass.FORWARD_SWIGLU}_{_WIDE_ALONE if fits else _SQUARE}", False, band, reason
+        f"{Pass.FORWARD_SWIGLU}_{_WIDE_TILE if fits else _SQUARE}", False, band, reason
     )
 
 
@@ -229,13 +229,13 @@ def _choose_weight_grad(which: Pass, rows: int, n: int, k: int) -> VariantChoice
 
 
 def _tile_of_columns(columns: int) -> tuple[str, str]:
-    fits, reason = _fills(columns, _WIDE_COLUMNS)
-    return _WIDE if fits else _SQUARE, reason
+    fits, reason = _fills(columns, _WIDE_PAIR_COLUMNS)
+    return _WIDE_PAIR_TILE if fits else _SQUARE, reason
 
 
 def _fills(columns: int, unit: int) -> tuple[bool, str]:
     padded = -(-columns // unit) * unit
-    fits = padded <= columns * (1 + _WIDE_WASTE)
+    fits = padded <= columns * (1 + _MAX_PADDED_SHARE)
     return fits, f"{columns} columns {'fill' if fits else 'do not fill'} multiples of {unit}"
 
 

@@ -19,7 +19,7 @@ from typing import get_args
 
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError
 from lightning_megatron.plan.actions import Action
-from lightning_megatron.plan.own_schedule import own_schedule
+from lightning_megatron.plan.custom_schedule import custom_schedule
 from lightning_megatron.plan.placement import Placement, PlacementShape
 from lightning_megatron.plan.schedule import Schedule
 from lightning_megatron.plan.settings import shown
@@ -75,7 +75,7 @@ def parse_schedule(text: str, name: str) -> Schedule:
     Raises:
         CorruptDataError: If the text is not valid CSV.
         ParallelPlanError: If a cell is not an action, the virtual stages do not lie in a loop or a
-            V, or the schedule is not legal, as for ``own_schedule``.
+            V, or the schedule is not legal, as for ``custom_schedule``.
     """
     try:
         table = [row for row in csv.reader(io.StringIO(text), strict=True) if row]
@@ -104,7 +104,7 @@ def parse_schedule(text: str, name: str) -> Schedule:
             for virtual, kind, microbatch in cells[rank]
         ]
 
-    return own_schedule(
+    return custom_schedule(
         row_of,
         placement.num_stages,
         _num_microbatches(cells, name),

@@ -93,7 +93,7 @@ def uneven_range(size: int, parts: int, index: int) -> ShardRange:
     return ShardRange(size * index // parts, size * (index + 1) // parts)
 
 
-def whole_range(size: int, copy: int = 0) -> ShardRange:
+def full_range(size: int, copy: int = 0) -> ShardRange:
     """Return the full range of a dimension that is not sharded, as copy ``copy``."""
     return ShardRange(0, size, copy)
 

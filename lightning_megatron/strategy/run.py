@@ -39,7 +39,7 @@ from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
 from lightning_megatron.strategy.optimization.parameter_data import seeing_data
 from lightning_megatron.strategy.optimization.parameter_readers import (
-    SEES_PARTS,
+    SHARDED_GRADIENTS_WARNING,
     gradient_reader,
     parameter_reader,
 )
@@ -123,7 +123,7 @@ class Run:
             self.executor = PipelineExecutor(
                 mesh,
                 pipelined_module(module, mesh),
-                options.own_order.build if options.own_order else options.schedule_name,
+                options.custom_order.build if options.custom_order else options.schedule_name,
                 options.microbatch_group_size,
             )
             self._casts = SharedCasts(layered_modules(module), options)
@@ -280,7 +280,7 @@ class Run:
         if reader is not None or not self.module.automatic_optimization:
             self.state.gradients.expose()
         if reader is not None and self.mesh.model.size > 1:
-            rank_zero_info(f"{reader} {SEES_PARTS}")
+            rank_zero_info(f"{reader} {SHARDED_GRADIENTS_WARNING}")
 
     # ---- start and end of training
 

@@ -147,7 +147,7 @@ def _set_products(
         if settings is None:
             unset_fp8(model, device, backend)
             continue
-        emulate = backend == "own" and emulates(settings, device)
+        emulate = backend == "native" and emulates(settings, device)
         names = set_fp8(model, settings, emulate, device, backend)
         rank_zero_info(
             f"fp8: {len(names)} linear layers of {type(model).__name__} on this rank compute in 8 "

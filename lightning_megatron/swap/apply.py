@@ -12,9 +12,9 @@ from lightning_megatron.groups.collectives import broadcast_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import (
     num_elements,
+    replicated_spec,
     set_shard_spec,
     shard_spec_of,
-    whole_spec,
 )
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.staged_blocks import StagedBlocks
@@ -162,7 +162,7 @@ def install(plan: SwapPlan, swaps: Swaps) -> list[SwapRecord]:
             setattr(site.parent, site.key, targets[id(site.module)])
     for name in plan.partial:
         for parameter in plan.root.get_submodule(name).parameters():
-            set_shard_spec(parameter, whole_spec(parameter, plan.mesh.tp.rank, partial=True))
+            set_shard_spec(parameter, replicated_spec(parameter, plan.mesh.tp.rank, partial=True))
     if plan.stages is not None:
         records.append(plan.stages.install(plan.root))
     bind_methods(plan.root, [model.site.module for model in plan.own_code])

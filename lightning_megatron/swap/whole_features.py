@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import gather_from_axis
-from lightning_megatron.layers.sequence_shard import SequenceShard, whole_of
+from lightning_megatron.layers.sequence_shard import SequenceShard, gathered
 from lightning_megatron.swap.decide.kinds import SWAPPED_AS
 
 #: Kinds of layers that produce or consume sharded features, and of modules sharded with them.
 _CUT = ("column", "row", "features")
 #: Size limit of the sample of a call's input (elements). A sample has some positions, each with
 #: all of this rank's features.
-_KEPT = 2**16
+_MAX_SAMPLE_ELEMENTS = 2**16
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _note(
     hidden = given[0]
     takes_part = is_whole and layer.kind == "row"
     if takes_part:
-        hidden = whole_of(hidden)
+        hidden = gathered(hidden)
         width = int(module.weight.shape[1])  # type: ignore[index]
         if hidden.shape[-1] == width * axis.size:
             hidden = hidden[..., axis.rank * width : (axis.rank + 1) * width]
@@ -146,7 +146,7 @@ def _note(
 def _sample(hidden: Tensor) -> Tensor:
     part = (hidden.part if isinstance(hidden, SequenceShard) else hidden).detach()
     rows = part.reshape(-1, part.shape[-1]) if part.dim() else part.reshape(1, 1)
-    count = max(1, _KEPT // max(1, rows.shape[1]))
+    count = max(1, _MAX_SAMPLE_ELEMENTS // max(1, rows.shape[1]))
     # Clone the sample, because a view would keep the whole input in memory.
     return rows[:: max(1, -(-rows.shape[0] // count))].clone()
 

@@ -25,14 +25,14 @@ from lightning_megatron.training.same_objects import same_objects
 logger = logging.getLogger(__name__)
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_STATE = (*_MOMENTS, "step")
+_STATE_NAMES = (*_MOMENTS, "step")
 _Row = tuple[nn.Parameter, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 #: Size of a piece of a step: about half a millisecond of an H200 (elements).
 _PIECE = 64_000_000
 
 
 @dataclass(frozen=True)
-class _Taken:
+class _KernelArguments:
     """Cached kernel arguments of an optimizer, valid while its tensors are the same objects.
 
     Args:
@@ -86,7 +86,7 @@ class FusedUpdate:
         self._kernels: WeakKeyDictionary[Optimizer, dict[tuple[Any, ...], Kernel]] = (
             WeakKeyDictionary()
         )
-        self._taken: WeakKeyDictionary[Optimizer, _Taken] = WeakKeyDictionary()
+        self._taken: WeakKeyDictionary[Optimizer, _KernelArguments] = WeakKeyDictionary()
         self._numbers: WeakKeyDictionary[Optimizer, GroupNumbers] = WeakKeyDictionary()
         self._said: set[str] = set()
 
@@ -202,7 +202,7 @@ class FusedUpdate:
             kernel = kernels[key] = make()
         return kernel
 
-    def _take(self, main: MainParameters, optimizer: Optimizer) -> _Taken:
+    def _take(self, main: MainParameters, optimizer: Optimizer) -> _KernelArguments:
         """Collect the kernel's arguments for each slice, by piece, group and dtypes."""
         name_of = {id(one.main): name for name, one in main.slices.items()}
         rows: dict[str, tuple[int, _Row]] = {}
@@ -215,7 +215,9 @@ class FusedUpdate:
                     continue
                 one = main.slices[name]
                 lasts &= gradient is one.gradient
-                average, square, step = itemgetter(*_STATE)(self._state_of(optimizer, parameter))
+                average, square, step = itemgetter(*_STATE_NAMES)(
+                    self._state_of(optimizer, parameter)
+                )
                 row = (parameter, gradient.contiguous(), average, square, step, one.half)
                 rows[name] = number, row
         alike: dict[tuple[Any, ...], list[_Row]] = {}
@@ -232,7 +234,7 @@ class FusedUpdate:
             names.setdefault(piece, []).append(name)
             num_taken += parameter.numel()
         columns = {key: tuple(zip(*same, strict=True)) for key, same in alike.items()}
-        return _Taken(_objects_of(optimizer), columns, names, lasts)
+        return _KernelArguments(_objects_of(optimizer), columns, names, lasts)
 
     def _state_of(self, optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return a parameter's optimizer state in the kernel's dtypes; initialize it if empty."""

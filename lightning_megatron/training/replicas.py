@@ -24,11 +24,11 @@ _PIECE = _NUM_SUMS * 2**20
 #: explain. Partial sums of one gradient differ by much more: by about their own size.
 _TOLERANCE = 0.05
 #: Number of parameters that an error names.
-_SHOWN = 5
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NUM_SHOWN = 5
+_INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def whole_everywhere(main: MainParameters) -> tuple[str, ...]:
+def replicated_over_tp(main: MainParameters) -> tuple[str, ...]:
     """List the parameters that every rank of tp has whole, except parameters of experts.
 
     The order is that of the model. The ranks must agree, because one rank may hold all rows of a
@@ -128,7 +128,9 @@ def check_tensor_replicas(
     strange, _ = _judge(parameters, apart[count:], norms[count:], rounding)
     wrong += [("parameters", name) for name in strange if name not in noisy]
     if wrong:
-        _refuse(wrong, {"gradients": gradients, "parameters": parameters}, axis, _WAY_OUT_OF_PARTS)
+        _refuse(
+            wrong, {"gradients": gradients, "parameters": parameters}, axis, _REMEDY_FOR_GRADIENTS
+        )
 
 
 def _judge(
@@ -201,7 +203,7 @@ def _check_bits(main: MainParameters, names: Sequence[str], axis: MeshAxis) -> N
         for name, *sums in zip(names, *everyone, strict=True)
         if any(s != sums[0] for s in sums)
     ]
-    _refuse(wrong, {"parameters": tensors}, axis, _WAY_OUT_OF_WRITES)
+    _refuse(wrong, {"parameters": tensors}, axis, _REMEDY_FOR_PARAMETERS)
 
 
 def _gradient(main: MainParameters, name: str) -> Tensor:
@@ -224,7 +226,7 @@ def _float_sums(tensor: Shaped[Tensor, "..."]) -> Float[Tensor, "8"]:
 
 def _bit_sums(tensor: Tensor) -> Tensor:
     flat = _numbers_of(tensor)
-    return _sums(flat.view(_WORDS[flat.element_size()]), torch.int64)
+    return _sums(flat.view(_INTEGER_DTYPES[flat.element_size()]), torch.int64)
 
 
 def _numbers_of(tensor: Tensor) -> Tensor:
@@ -248,9 +250,9 @@ def _refuse(
     wrong: Sequence[tuple[str, str]],
     tensors: Mapping[str, Mapping[str, Tensor]],
     axis: MeshAxis,
-    way_out: str,
+    remedy: str,
 ) -> None:
-    shown = wrong[:_SHOWN]
+    shown = wrong[:_NUM_SHOWN]
     mine = [float(torch.linalg.vector_norm(tensors[what][name].double())) for what, name in shown]
     everyone = all_gather_objects(mine, axis)
     found = []
@@ -260,20 +262,20 @@ def _refuse(
             for rank, one in zip(axis.ranks, everyone, strict=True)
         )
         found.append(f"the {what} {name!r} ({what.removesuffix('s')} norm {values})")
-    more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    more = f" and {len(wrong) - _NUM_SHOWN} more" if len(wrong) > _NUM_SHOWN else ""
     raise ReplicaMismatchError(
         f"the ranks of {axis.name} must hold equal copies of a parameter, and update them equally: "
-        f"they differ in {'; '.join(found)}{more}. {way_out}"
+        f"they differ in {'; '.join(found)}{more}. {remedy}"
     )
 
 
-_WAY_OUT_OF_PARTS = (
+_REMEDY_FOR_GRADIENTS = (
     "The copies would diverge. If the parameter is used between a 'column' and a 'row' layer, each "
     "rank has a part of its gradient: give its module the kind 'partial' in tensor_parallel_plan, "
     "or the layers around it the kind 'replicate'. If your code writes into parameters or "
     "gradients, make the same change on every rank."
 )
-_WAY_OUT_OF_WRITES = (
+_REMEDY_FOR_PARAMETERS = (
     "The copies would diverge. A training step alone keeps them equal: look for code that writes "
     "into parameters on some ranks only, or with different values, and make the same change on "
     "every rank."

@@ -23,10 +23,10 @@ ShardGranularity = Literal["elements", "parameters", "model"]
 _STEPS = 3
 _COARSER: tuple[ShardGranularity, ...] = ("elements", "parameters", "model")
 _SPEED_ONLY = frozenset({"fused", "foreach", "capturable", "differentiable"})
-_CANNOT_RUN = (TypeError, ValueError, RuntimeError, NotImplementedError)
+_STEP_ERRORS = (TypeError, ValueError, RuntimeError, NotImplementedError)
 #: Group entries that are not settings, or that schedulers change: with a learning rate of zero,
 #: all trials would have equal results.
-_NOT_TRIED = frozenset({"params", "param_names", "lr", "initial_lr", "max_lr", "min_lr"})
+_EXCLUDED_SETTINGS = frozenset({"params", "param_names", "lr", "initial_lr", "max_lr", "min_lr"})
 
 
 def finest_granularity(optimizer: Optimizer) -> ShardGranularity:
@@ -58,7 +58,7 @@ def _granularity_with(optimizer: Optimizer, own: Mapping[str, Any]) -> ShardGran
     try:
         together, is_cut_alike = _train([_matrices()], optimizer, own)
         apart, _ = _train([[matrix] for matrix in _matrices()], optimizer, own)
-    except (*_CANNOT_RUN, KeyError, AttributeError, AssertionError) as error:
+    except (*_STEP_ERRORS, KeyError, AttributeError, AssertionError) as error:
         logger.info(
             "%s could not be tested (%s): its state is divided by whole parameters.",
             type(optimizer).__name__,
@@ -73,7 +73,7 @@ def _granularity_with(optimizer: Optimizer, own: Mapping[str, Any]) -> ShardGran
         pieces, _ = _train(
             [[matrix.flatten()[:5], matrix.flatten()[5:]] for matrix in _matrices()], optimizer, own
         )
-    except (*_CANNOT_RUN, IndexError, AssertionError):
+    except (*_STEP_ERRORS, IndexError, AssertionError):
         return "parameters"
     joined = [torch.cat(pieces[i : i + 2]) for i in (0, 2)]
     return (
@@ -113,7 +113,9 @@ def _matrices() -> list[Tensor]:
 
 def _own_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's settings that differ from the optimizer's defaults."""
-    own = {key: value for key, value in group.items() if key not in _NOT_TRIED | _SPEED_ONLY}
+    own = {
+        key: value for key, value in group.items() if key not in _EXCLUDED_SETTINGS | _SPEED_ONLY
+    }
     return {
         key: value
         for key, value in own.items()

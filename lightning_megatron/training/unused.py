@@ -12,7 +12,7 @@ from lightning_megatron.training.main_parameters import MainParameters
 
 logger = logging.getLogger(__name__)
 
-_SHOWN = 5
+_NUM_SHOWN = 5
 
 
 class UnusedParameters:
@@ -83,5 +83,5 @@ class UnusedParameters:
         new = [name for name in names if name not in self._named]
         if new:
             self._named.update(new)
-            shown = ", ".join(new[:_SHOWN]) + (", ..." if len(new) > _SHOWN else "")
+            shown = ", ".join(new[:_NUM_SHOWN]) + (", ..." if len(new) > _NUM_SHOWN else "")
             logger.warning("%d parameter(s) %s: %s.", len(new), what, shown)

@@ -51,7 +51,7 @@ def test_parts_of_a_region_are_made_once_and_not_remembered_without_end(
 
 
 def test_cpus_write_into_no_memory_of_others() -> None:
-    assert PeerMemory().why_not(None, CPU) == "ranks are on cpu"
+    assert PeerMemory().reason_unavailable(None, CPU) == "ranks are on cpu"
 
 
 @pytest.mark.parametrize(

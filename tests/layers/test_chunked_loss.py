@@ -18,7 +18,7 @@ from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.loss_chunks import MOST_STORED, tokens_of_chunk
+from lightning_megatron.plan.loss_chunks import MAX_STORED_BYTES, tokens_of_chunk
 from tests.live_memory import LiveMemory
 from tests.oracles import assert_equal
 from tests.world import run_world
@@ -191,7 +191,7 @@ def test_auto_divides_only_large_logits_and_forward_all() -> None:
     assert tokens_of_chunk(None, 10**6, 10**6, 2) is None
     assert tokens_of_chunk(100, 10, 10, 2) == 100
     rows = 128_256
-    most = MOST_STORED // (2 * rows)
+    most = MAX_STORED_BYTES // (2 * rows)
     assert tokens_of_chunk("auto", most, rows, 2) is None
     # 512 MiB of logits in half precision, rounded to a multiple of 256 tokens.
     assert tokens_of_chunk("auto", most + 1, rows, 2) == 2048

@@ -22,7 +22,7 @@ from lightning_megatron.plan import (
     read_schedule,
     simulate,
 )
-from tests.plan.test_own_schedule import Node, Rows, own_rows, schedule_of
+from tests.plan.test_custom_schedule import Node, Rows, own_rows, schedule_of
 from tests.plan.test_split_schedules import run_one_by_one, schedules
 from tests.plan.test_transfers import execute
 

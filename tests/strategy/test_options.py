@@ -315,12 +315,12 @@ def test_a_schedule_may_be_a_file_or_a_function(tmp_path: Path) -> None:
         return list(build_schedule("1f1b", pp, num_microbatches).actions(rank))
 
     options = MegatronStrategy(pp=2, schedule=mine, microbatch_size=1).options
-    assert options.pass_order is options.own_order
+    assert options.pass_order is options.custom_order
     layout = ParallelLayout(2, pp=2)
     assert options.microbatches(layout).count_for(6) == 6
     check_batch_size(6, options, layout)
     named = MegatronStrategy(pp=2, schedule="zb-h1").options
-    assert (named.own_order, named.pass_order) == (None, "zb-h1")
+    assert (named.custom_order, named.pass_order) == (None, "zb-h1")
 
 
 def test_batches_that_a_file_cannot_order_are_refused_before_processes_start(

@@ -92,9 +92,10 @@ def choose_swiglu(
     if product.backend != "bundled":
         choice = SwiGLUChoice(False, f"the product is by {product.backend}")
     else:
-        why_not = reason_against_fusion(out_features, in_features)
+        reason = reason_against_fusion(out_features, in_features)
         choice = SwiGLUChoice(
-            why_not is None, why_not or "it saves a pass over the product's result"
+            reason is None,
+            reason or "it saves a pass over the product's result",
         )
     _log.info(
         "SwiGLU of experts %s: %s",

@@ -22,7 +22,11 @@ from lightning_megatron.experts.transport.peer_clones import (
     PeerSource,
 )
 from lightning_megatron.experts.transport.peer_cloning import PeerCloningDispatcher
-from lightning_megatron.experts.transport.peer_transfer import Puts, transfer_over, why_no_puts
+from lightning_megatron.experts.transport.peer_transfer import (
+    Puts,
+    reason_against_puts,
+    transfer_over,
+)
 from lightning_megatron.experts.transport.row_limit import LayerRows
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -98,8 +102,9 @@ def choose_transport(
         UnsupportedError: If puts are requested, or "auto" with clones, and the GPUs have no peer
             access.
 
-    Communication: that of :func:`~lightning_megatron.experts.transport.peer_transfer.why_no_puts`,
-        where puts may be chosen.
+    Communication: that of
+        :func:`~lightning_megatron.experts.transport.peer_transfer.reason_against_puts`, where puts
+        may be chosen.
     """
     here = even_range(num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep")
     if clones is not None and transport == "auto" and mesh.ep.size > 1:
@@ -153,7 +158,7 @@ def _innermost(dispatcher: Dispatcher) -> Dispatcher:
 
 def _transport_of_clones(mesh: ParallelMesh) -> tuple[ChosenTransport, str]:
     """Return the transport over ep with clones, and the reason for it."""
-    reason = why_no_puts(mesh.ep, mesh.device) if mesh.device.type == "cuda" else None
+    reason = reason_against_puts(mesh.ep, mesh.device) if mesh.device.type == "cuda" else None
     if reason is not None:
         raise UnsupportedError(
             "expert_clones needs GPUs that write into each other's memory: "
@@ -179,7 +184,7 @@ def _transport(
     # A put cannot overlap with the shared expert, an all-gather can.
     reason: str | None = "an all-gather overlaps with the shared expert"
     if not has_shared:
-        reason = why_no_puts(mesh.ep, mesh.device)
+        reason = reason_against_puts(mesh.ep, mesh.device)
     if reason is None:
         why += ", and these GPUs write into each other's memory"
     else:

@@ -130,7 +130,7 @@ class _ToExperts(torch.autograd.Function):
         clones: CloneRound | None,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor, RowMap]:
-        buffer = transfer.spread(hidden, probabilities, experts)
+        buffer = transfer.dispatch(hidden, probabilities, experts)
         assert buffer.scales is not None, "probabilities were sent"
         assert buffer.experts is not None, "selected experts were sent"
         row_map = map_within(limit, buffer.experts, here.start, here.size)
@@ -174,11 +174,11 @@ class _FromExperts(torch.autograd.Function):
         if tokens is not None:
             # After the first barrier, which every rank reaches after it has sorted the previous
             # tokens.
-            ctx.transfer.spread_again(tokens, experts)
+            ctx.transfer.dispatch_again(tokens, experts)
         if ctx.clones is not None:
             # Again, because another layer or microbatch has used the places since.
             ctx.clones.put_weights(owners)
-        rows = permute(ctx.transfer.spread(grads[0], None, experts).rows, row_map)
+        rows = permute(ctx.transfer.dispatch(grads[0], None, experts).rows, row_map)
         return rows, None, None, None, None, None
 
 

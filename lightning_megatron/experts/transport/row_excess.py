@@ -12,7 +12,7 @@ from lightning_megatron.groups.pending import start_all_reduce
 from lightning_megatron.shapes import Int
 
 #: Value of the host's copy before the device has written it; no number of rows is so small.
-_UNREAD = torch.iinfo(torch.int32).min
+_NOT_WRITTEN = torch.iinfo(torch.int32).min
 #: Interval between reads of the host's copy (seconds).
 _PAUSE = 20e-6
 
@@ -43,7 +43,7 @@ class RowExcess:
     def clear(self) -> None:
         """Reset before the next run; the host must have waited for the last result."""
         self._most.zero_()
-        self._on_host.fill_(_UNREAD)
+        self._on_host.fill_(_NOT_WRITTEN)
 
     def forget_limit(self) -> None:
         """Allow another limit from the next pass on; no captured graph may be replayed again."""
@@ -97,7 +97,7 @@ class RowExcess:
         Raises:
             RuntimeError: If the device has failed.
         """
-        while (found := int(self._on_host)) == _UNREAD:
+        while (found := int(self._on_host)) == _NOT_WRITTEN:
             # Raises the errors of the device, after which the result would never come.
             torch.cuda.current_stream().query()
             sleep(_PAUSE)

@@ -17,7 +17,7 @@ from lightning_megatron.checkpoint.model import STATE_DICT
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import ShardSpec, whole_spec
+from lightning_megatron.groups.shard_spec import ShardSpec, replicated_spec
 from lightning_megatron.strategy.checks.run_checks import digest_of
 from lightning_megatron.training.main_parameters import MainParameters
 
@@ -119,7 +119,7 @@ def weights_to_save(
         # Several stages may have added the same tensor: only one of them saves it.
         if owners.pp == mesh.pp.rank and mesh.tp.is_first and mesh.data.is_first:
             tensors[f"{STATE_DICT}{name}"] = Entry(
-                given[name].detach(), whole_spec(given[name]), is_exclusive=True
+                given[name].detach(), replicated_spec(given[name]), is_exclusive=True
             )
     removed = frozenset().union(*(report.removed for report in first.values()))
     return SavedWeights(tensors, removed, tuple(sorted(added)))
@@ -253,7 +253,9 @@ def _is_equal(value: Tensor, other: Any) -> bool:
 
 
 def _placement(name: str, value: Tensor, now: Tensor, main: MainParameters) -> ShardSpec:
-    spec = main.spec(name) if main.holds(name) else whole_spec(now)
+    spec = main.spec(name) if main.holds(name) else replicated_spec(now)
     return (
-        spec if value.shape == now.shape else replace(whole_spec(value), is_expert=spec.is_expert)
+        spec
+        if value.shape == now.shape
+        else replace(replicated_spec(value), is_expert=spec.is_expert)
     )

@@ -15,10 +15,10 @@ from lightning_megatron.checkpoint.consolidate import CURRENT
 from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.load import load_stored
 from lightning_megatron.checkpoint.model import STATE_DICT
-from lightning_megatron.checkpoint.stored import Stored
+from lightning_megatron.checkpoint.stored import OpenCheckpoint
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import FlatSlice, whole_spec
+from lightning_megatron.groups.shard_spec import FlatSlice, replicated_spec
 from lightning_megatron.strategy.checkpoints.saved_weights import first_names
 from lightning_megatron.strategy.optimization.parameter_data import memory_of
 from lightning_megatron.strategy.private.callback_patches import (
@@ -35,7 +35,7 @@ def averaging_callback(trainer: Trainer) -> WeightAveraging | None:
 
 
 def load_averages(
-    stored: Stored,
+    stored: OpenCheckpoint,
     metadata: dict[str, Any],
     module: LightningModule,
     main: MainParameters,
@@ -64,7 +64,7 @@ def load_averages(
     for name, first in names.items():
         if name == first and f"{STATE_DICT}{name}" in saved:
             average = own[name].detach().to(saved[f"{STATE_DICT}{name}"].dtype, copy=True)
-            spec = main.spec(name) if main.holds(name) else whole_spec(average)
+            spec = main.spec(name) if main.holds(name) else replicated_spec(average)
             entries[f"{STATE_DICT}{name}"] = Entry(average, spec)
     load_stored(stored, entries, mesh, strict=False, prefix=STATE_DICT)
     metadata["state_dict"] = {

@@ -19,7 +19,7 @@ _HOOKS = (
     *("on_validation_epoch_end", "on_validation_end", "on_before_zero_grad", "optimizer_zero_grad"),
     *("on_after_backward", "on_before_backward"),
 )
-_OURS = ("lightning_megatron", "lightning")
+_LIBRARY_PACKAGES = ("lightning_megatron", "lightning")
 
 
 def only_steps_change_weights(module: LightningModule, trainer: Trainer) -> bool:
@@ -53,4 +53,4 @@ def _is_ours(part: object) -> bool:
 
 
 def _is_in_ours(name: str) -> bool:
-    return name.partition(".")[0] in _OURS
+    return name.partition(".")[0] in _LIBRARY_PACKAGES

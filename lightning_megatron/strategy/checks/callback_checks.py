@@ -29,7 +29,7 @@ from lightning_megatron.strategy.private.callback_patches import (
 from lightning_megatron.strategy.private.loops import may_accumulate
 
 #: Callbacks that need the whole model, and the part of the error message that names the reason.
-_KEEPS = {
+_WHOLE_MODEL_CALLBACKS = {
     WeightAveraging: "makes its copy of the model",
     StochasticWeightAveraging: "makes its copy of the model",
     ModelPruning: "chooses the weights that it prunes",
@@ -66,7 +66,7 @@ def check_callbacks(
                 "alone, which would wait for the other ranks. Use log_graph=False."
             )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for kind, keeps in _KEEPS.items():
+        for kind, keeps in _WHOLE_MODEL_CALLBACKS.items():
             if isinstance(callback, kind):
                 raise UnsupportedError(
                     f"{type(callback).__name__} needs the whole model on every rank: tp is "
@@ -78,7 +78,7 @@ def check_callbacks(
 
 def _check_no_writer(trainer: Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, tuple(_KEEPS)):
+        if isinstance(callback, tuple(_WHOLE_MODEL_CALLBACKS)):
             raise UnsupportedError(
                 f"fp8.parameters ('fp8') cannot be used with {type(callback).__name__}, which "
                 "writes weights of the model: those in 8 bits cannot be written. Leave "

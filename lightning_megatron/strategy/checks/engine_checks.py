@@ -75,11 +75,11 @@ def check_engine(options: StrategyOptions, device: torch.device, precision: str)
     if precision not in _PRECISIONS:
         raise ParallelPlanError(
             f"backend ('te') needs precision {' or '.join(_PRECISIONS)}: it is {precision}. "
-            "Change the precision, or use backend='own'."
+            "Change the precision, or use backend='native'."
         )
     if device.type != "cuda" or torch.version.hip is not None:
         raise ParallelPlanError(
-            f"backend ('te') needs an NVIDIA GPU: the device is {device}. Use backend='own'."
+            f"backend ('te') needs an NVIDIA GPU: the device is {device}. Use backend='native'."
         )
     settings = options.products
     if settings is None:
@@ -100,12 +100,12 @@ def _installed() -> ModuleType:
         raise MissingExtraError(
             "backend ('te') needs Transformer Engine, which cannot be imported "
             f"({type(error).__name__}: {error}). Install the extra, such as with "
-            "pip install 'lightning-megatron[te]', or use backend='own'."
+            "pip install 'lightning-megatron[te]', or use backend='native'."
         ) from error
     missing = [name for name in _NEEDED if not hasattr(engine, name)]
     if missing:
         raise MissingExtraError(
             "backend ('te') needs Transformer Engine 2.20 or newer: the installed one has no "
-            f"{', '.join(missing)}. Upgrade it, or use backend='own'."
+            f"{', '.join(missing)}. Upgrade it, or use backend='native'."
         )
     return engine

@@ -62,7 +62,7 @@ def check_graphs(
             is_automatic=module is None or bool(getattr(module, "automatic_optimization", True)),
             offloads=any(one.offload for one in recomputations),
             keeps_core=any("full_except_core" in one.parts for one in recomputations),
-            compile_modes=() if module is None else own_graph_modes(module),
+            compile_modes=() if module is None else compile_graph_modes(module),
             environment=os.environ,
             precision=precision,
             gradient_dtype=options.gradient_dtype,
@@ -107,7 +107,7 @@ def _reader_before_update(trainer: Trainer | None) -> str | None:
     return gradient_reader(trainer) or first_overridden(trainer, ("configure_gradient_clipping",))
 
 
-def own_graph_modes(module: nn.Module) -> tuple[str, ...]:
+def compile_graph_modes(module: nn.Module) -> tuple[str, ...]:
     """Return the torch.compile modes of parts for which torch.compile captures CUDA graphs.
 
     Args:

@@ -69,12 +69,12 @@ def pipelined_module(module: LightningModule, mesh: ParallelMesh) -> PipelinedMo
         raise UnsupportedError(
             f"pp ({mesh.pp.size}) above 1 needs exactly one model that can be cut into stages: "
             f"{type(module).__name__} has {names}. "
-            f"{_way_out(module, mesh) if not found else 'Use pp=1.'}"
+            f"{_remedy(module, mesh) if not found else 'Use pp=1.'}"
         )
     return found[0][1]
 
 
-def _way_out(module: LightningModule, mesh: ParallelMesh) -> str:
+def _remedy(module: LightningModule, mesh: ParallelMesh) -> str:
     """Describe how the user can divide a module into stages."""
     plan = suggested_plan(module, mesh.layout)
     if plan is None:

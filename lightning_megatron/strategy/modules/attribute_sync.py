@@ -44,7 +44,7 @@ _Location = tuple[str, bool, str]
 
 
 #: Exceptions of pickling for objects that cannot be sent, such as locks, generators and open files.
-_NOT_SENDABLE = (
+_PICKLING_ERRORS = (
     *(
         pickle.PicklingError,
         TypeError,
@@ -195,7 +195,7 @@ class AttributeSync:
             return None
         try:
             return pack(_AttributeChanges(changed, removed), self._module)
-        except _NOT_SENDABLE:
+        except _PICKLING_ERRORS:
             # The error does not name the value, so each value is tried separately.
             sendable = {
                 location: change
@@ -207,7 +207,7 @@ class AttributeSync:
     def _is_sendable(self, location: _Location, change: _AttributeChange) -> bool:
         try:
             pack(change, self._module)
-        except _NOT_SENDABLE as error:
+        except _PICKLING_ERRORS as error:
             if location not in self._warned:
                 self._warned.add(location)
                 log.warning(

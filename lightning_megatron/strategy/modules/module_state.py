@@ -165,7 +165,7 @@ def _dictionaries(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[_Attribute
     for name, part in parts:
         prefix = f"self.{name}" if name else "self"
         is_watched = not isinstance(part, Metric) and not type(part).__module__.startswith(_PACKAGE)
-        skipped = _OF_LIGHTNING if isinstance(part, LightningModule) else _OF_MODULES
+        skipped = _LIGHTNING_ATTRIBUTES if isinstance(part, LightningModule) else _MODULE_ATTRIBUTES
         for held, left_out in ((vars(part), skipped), (part._buffers, frozenset[str]())):
             yield _Attributes(prefix, held, left_out, is_watched, _values(held, left_out))
 
@@ -307,5 +307,5 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] 
     np.random.RandomState: (lambda one: one.get_state(), lambda one, state: one.set_state(state)),
 }
 #: Attributes of every module, which torch, the Trainer and the strategy manage.
-_OF_MODULES = frozenset(vars(nn.Module()))
-_OF_LIGHTNING = frozenset({*vars(LightningModule()), "_device_mesh", "log"})
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_LIGHTNING_ATTRIBUTES = frozenset({*vars(LightningModule()), "_device_mesh", "log"})

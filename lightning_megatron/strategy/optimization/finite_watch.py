@@ -18,12 +18,12 @@ from lightning_megatron.strategy.private.loops import searches_learning_rate
 #: first.
 KINDS = ("weight", "loss", "gradient", "gradient norm")
 #: Number of values that are kept between two checks. Older values are replaced by their sums.
-_KEPT = 1024
-_SHOWN = 5
+_MAX_KEPT = 1024
+_NUM_SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Finding:
+class NonFiniteValue:
     """A value that is not finite: its name, rank and step.
 
     Args:
@@ -109,7 +109,7 @@ class FiniteWatch:
             kind: One of ``KINDS``.
             value: The scalar.
         """
-        if len(self._seen) > _KEPT:
+        if len(self._seen) > _MAX_KEPT:
             self._seen = _summed(self._seen)
         self._seen.append(_Seen(self._step, kind, ("",), value.detach()))
 
@@ -155,7 +155,7 @@ class FiniteWatch:
             return
         names = [(one.step, one.kind, name) for one in seen for name in one.names]
         mine = [
-            Finding(step, kind, self._mesh.rank, name, str(value))
+            NonFiniteValue(step, kind, self._mesh.rank, name, str(value))
             for (step, kind, name), value in zip(names, values.tolist(), strict=True)
             if not -float("inf") < value < float("inf")
         ]
@@ -176,7 +176,7 @@ def _summed(seen: Sequence[_Seen]) -> list[_Seen]:
     return sums + [one for one in seen if one.names != ("",)]
 
 
-def describe(found: Sequence[Finding]) -> str:
+def describe(found: Sequence[NonFiniteValue]) -> str:
     """Describe the values that are not finite: the first one, its origin and how many follow.
 
     Args:
@@ -200,13 +200,13 @@ def describe(found: Sequence[Finding]) -> str:
     )
 
 
-def _listed(found: Sequence[Finding]) -> str:
+def _listed(found: Sequence[NonFiniteValue]) -> str:
     shown = [
         f"the {one.kind}{f' {one.name}' if one.name else ''} of rank {one.rank} ({one.value})"
         for one in found
     ]
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return ", ".join(shown[:_SHOWN]) + more
+    more = f" and {len(found) - _NUM_SHOWN} more" if len(found) > _NUM_SHOWN else ""
+    return ", ".join(shown[:_NUM_SHOWN]) + more
 
 
 def _ranks(ranks: Sequence[int]) -> str:

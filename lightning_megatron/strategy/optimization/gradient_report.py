@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_SHOWN = 5
+_NUM_SHOWN = 5
 
 
 def describe_nonfinite(found: Sequence[tuple[int, str, int, int]], step: int) -> str:
@@ -17,9 +17,9 @@ def describe_nonfinite(found: Sequence[tuple[int, str, int, int]], step: int) ->
     """
     places = [
         f"{name} on rank {rank} ({_counts(nans, infinities)})"
-        for rank, name, nans, infinities in found[:_SHOWN]
+        for rank, name, nans, infinities in found[:_NUM_SHOWN]
     ]
-    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    more = f"; and {len(found) - _NUM_SHOWN} more" if len(found) > _NUM_SHOWN else ""
     ranks = sorted({rank for rank, *_ in found})
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
     return (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.own_order import CSV_SUFFIX, OwnOrder
+from lightning_megatron.plan.custom_order import CSV_SUFFIX, CustomOrder
 from lightning_megatron.plan.schedule import SCHEDULE_NAMES, ScheduleName, shape_of
 from lightning_megatron.plan.settings import shown
 
@@ -31,7 +31,7 @@ def check_schedule_name(schedule: Any) -> None:
         )
 
 
-def check_own_order(order: OwnOrder, group_size: int | None) -> None:
+def check_own_order(order: CustomOrder, group_size: int | None) -> None:
     """Check that other options agree with a schedule that the user's file or function defines.
 
     Args:

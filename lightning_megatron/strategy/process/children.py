@@ -20,10 +20,10 @@ _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 5.0
 #: Time that other processes may run after this process has finished, before they are killed
 #: (seconds).
-_PATIENCE_SECONDS = 300.0
+_EXIT_TIMEOUT_SECONDS = 300.0
 
 
-class Children:
+class ChildProcesses:
     """Launched processes: the launcher waits for them and exits if one of them fails.
 
     Without this supervision a script would report success if another rank fails late, such as in
@@ -84,7 +84,7 @@ class Children:
         if self._is_over.is_set():
             return
         self._is_over.set()
-        patience = _GRACE_SECONDS if _has_raised() else _PATIENCE_SECONDS
+        patience = _GRACE_SECONDS if _has_raised() else _EXIT_TIMEOUT_SECONDS
         deadline = time.monotonic() + patience
         while any(process.poll() is None for process in self._processes):
             code = self.failed()
@@ -144,4 +144,4 @@ def _has_raised() -> bool:
 
 def _grace(code: int) -> float:
     # Ranks that save and exit after a signal have not failed, and exit at different times.
-    return _PATIENCE_SECONDS if code == EXIT_CODE else _GRACE_SECONDS
+    return _EXIT_TIMEOUT_SECONDS if code == EXIT_CODE else _GRACE_SECONDS

@@ -24,7 +24,7 @@ from lightning_megatron.strategy.process.parent_watch import watch_launcher
 from lightning_megatron.strategy.process.rank_status import RankStatus, start_time_of
 
 #: Exceptions that end a run without a failure of this rank.
-_ORDERLY = (KeyboardInterrupt, SystemExit, SIGTERMException, TunerExitException)
+_NORMAL_EXITS = (KeyboardInterrupt, SystemExit, SIGTERMException, TunerExitException)
 
 _POLL_SECONDS = 0.25
 #: Interval at which one rank of each machine checks the job's store for failures of other machines
@@ -107,7 +107,7 @@ class FailureWatch:
         ).start()
         try:
             yield
-        except _ORDERLY:
+        except _NORMAL_EXITS:
             raise
         except BaseException as error:
             self.report(error)

@@ -14,10 +14,10 @@ from lightning_megatron.strategy.process.rank_status import start_time_of
 
 #: Age after its last change at which any job folder is removed, even if its processes are not
 #: visible from this machine. Running ranks write to their folder all the time (seconds).
-_OLD_SECONDS = 7 * 24 * 3600.0
+_REMOVE_AFTER_SECONDS = 7 * 24 * 3600.0
 #: Age after its last change up to which a folder is kept, because its ranks may still be joining
 #: (seconds).
-_YOUNG_SECONDS = 60.0
+_KEEP_SECONDS = 60.0
 
 
 class JobFolder:
@@ -68,6 +68,6 @@ def _remove_forgotten(parent: Path, prefix: str) -> None:
         for folder in parent.glob(f"{prefix}*"):
             age = time.time() - folder.stat().st_mtime
             files = list(folder.glob("process_*"))
-            is_dead = age > _YOUNG_SECONDS and files and not any(map(_may_live, files))
-            if is_dead or age > _OLD_SECONDS:
+            is_dead = age > _KEEP_SECONDS and files and not any(map(_may_live, files))
+            if is_dead or age > _REMOVE_AFTER_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)

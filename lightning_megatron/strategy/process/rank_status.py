@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from lightning_megatron.groups.device_word import DevicePlace
+from lightning_megatron.groups.device_counter import DevicePlace
 from lightning_megatron.groups.journal import Call, Journal
 
 _PACKAGE = str(Path(__file__).parents[2])
-_NOT_THE_USERS = (
+_LIBRARY_PATHS = (
     _PACKAGE,
     sysconfig.get_path("stdlib"),
     sysconfig.get_path("purelib"),
@@ -119,7 +119,7 @@ def _main_frames() -> Iterator[FrameType]:
 def _interesting_lines(frames: Iterable[FrameType]) -> tuple[str, ...]:
     frames = list(frames)
     users = [
-        frame for frame in frames if not frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<"))
+        frame for frame in frames if not frame.f_code.co_filename.startswith((*_LIBRARY_PATHS, "<"))
     ]
     chosen = frames[:1] + [frame for frame in users if frame is not frames[0]][: _NUM_LINES - 1]
     return tuple(

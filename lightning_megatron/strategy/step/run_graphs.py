@@ -26,7 +26,7 @@ from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.strategy.step.capture_phase import CapturePhase
 
 #: Maximum number of warnings about eager parts, because some data has new shapes in every step.
-_MOST_SENTENCES = 8
+_MAX_WARNINGS = 8
 
 
 class StepCaptures(Protocol):
@@ -328,7 +328,7 @@ class RunGraphs:
                     "samples, or on_new_shape of eager or capture."
                 )
             self._said.add((part, reason))
-            if len(self._said) <= _MOST_SENTENCES:
+            if len(self._said) <= _MAX_WARNINGS:
                 rank_zero_warn(
                     f"CUDA graphs: {part}, {reason}: run eagerly (said once for each shape)",
                     category=SpeedWarning,

@@ -30,22 +30,22 @@ from lightning_megatron.strategy.logs.merge import (
     total_weight,
 )
 from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
+from lightning_megatron.strategy.step.custom_order_check import CustomOrderCheck
 from lightning_megatron.strategy.step.limited_rows import LimitedRows
 from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses
-from lightning_megatron.strategy.step.own_order_check import OwnOrderCheck
 from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
 from lightning_megatron.strategy.step.step_values import (
     BackwardPasses,
-    RanMicrobatches,
+    MicrobatchOutputs,
     StepResult,
-    own_outputs,
+    step_outputs,
 )
 from lightning_megatron.strategy.step.token_counting import TokenCounting
 from lightning_megatron.strategy.step.weight_reads import WeightReads
 from lightning_megatron.strategy.step.whole_steps import WholeSteps
 from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
 from lightning_megatron.strategy.trials.microbatch_check import MicrobatchTrials
-from lightning_megatron.strategy.trials.uncut_modules import naming_uncut_modules
+from lightning_megatron.strategy.trials.unsharded_modules import naming_uncut_modules
 from lightning_megatron.strategy.trials.weight_writes import keeping_state
 
 
@@ -77,7 +77,7 @@ class StepRunner:
         self._kept = kept
         self._trials = trials
         self._choice = choice
-        self._order_check = OwnOrderCheck(mesh, rule.schedule)
+        self._order_check = CustomOrderCheck(mesh, rule.schedule)
         self.reads = WeightReads(mesh)
         #: Steps whose experts have a limit on their rows; None without a limit.
         self.limited_rows: LimitedRows | None = None
@@ -160,7 +160,7 @@ class StepRunner:
         mean: Any = loss.to(losses.dtype)
         merged = None
         if returns_more:
-            merged = self._merged(own_outputs(ran), microbatches, counts)
+            merged = self._merged(step_outputs(ran), microbatches, counts)
         if replayed.returns_more:
             merged = self._kept.outputs_after("training_step", merged)
         return replace(
@@ -176,7 +176,7 @@ class StepRunner:
         passes: BackwardPasses | None,
         divisor: int,
         factor: float,
-    ) -> RanStep[RanMicrobatches]:
+    ) -> RanStep[MicrobatchOutputs]:
         """Run the microbatches of a training step, eagerly or by a graph."""
         token_scale = self._counting.scale(microbatches)
 
@@ -185,20 +185,20 @@ class StepRunner:
             factor: float | Tensor,
             passes: BackwardPasses | None,
             args: tuple[Any, ...],
-        ) -> RanMicrobatches:
+        ) -> MicrobatchOutputs:
             losses = MicrobatchLosses(parts, factor, divisor, token_scale)
             guard = self.reads.guard(module, "training_step")
             with self._replay.record(module) as own:
                 outputs = self._run(
                     module, "training_step", list(parts), args, own, step, losses, passes, guard
                 )
-            return RanMicrobatches(outputs, own, losses)
+            return MicrobatchOutputs(outputs, own, losses)
 
         graphs = self.whole_steps
         limited = self.limited_rows
         is_choosing = self._choice is not None and self._choice.measured is None
 
-        def eagerly(passes: BackwardPasses | None) -> RanStep[RanMicrobatches]:
+        def eagerly(passes: BackwardPasses | None) -> RanStep[MicrobatchOutputs]:
             if graphs is not None:
                 graphs.begin_gather()
             return RanStep(run(microbatches, factor, passes, args))
@@ -207,7 +207,7 @@ class StepRunner:
             once = partial(eagerly, None)
             with torch.no_grad():
                 return once() if limited is None else limited.run(once, once)
-        first: Callable[[BackwardPasses], RanStep[RanMicrobatches]] = eagerly
+        first: Callable[[BackwardPasses], RanStep[MicrobatchOutputs]] = eagerly
         if graphs is not None and not is_choosing:
             by_graph = partial(graphs.train, microbatches, args, run=run, step=step)
             first = partial(by_graph, factor=factor, divisor=divisor)
@@ -244,13 +244,13 @@ class StepRunner:
             self._try(module, key, batch, microbatches, args, step)
         self._kept.begin()
 
-        def run(parts: Sequence[Microbatch], args: tuple[Any, ...]) -> RanMicrobatches:
+        def run(parts: Sequence[Microbatch], args: tuple[Any, ...]) -> MicrobatchOutputs:
             guard = self.reads.guard(module, name)
             with self._replay.record(module) as own:
                 outputs = self._run(module, name, list(parts), args, own, step, guard=guard)
-            return RanMicrobatches(outputs, own)
+            return MicrobatchOutputs(outputs, own)
 
-        def eagerly() -> RanStep[RanMicrobatches]:
+        def eagerly() -> RanStep[MicrobatchOutputs]:
             return RanStep(run(microbatches, args))
 
         graphs = self.whole_steps
@@ -260,7 +260,7 @@ class StepRunner:
             first = partial(graphs.evaluate, key, microbatches, args, run, step=step)
         with by_graphs:
             ran = first() if limited is None else limited.run(first, eagerly)
-        outputs = own_outputs(ran)
+        outputs = step_outputs(ran)
         recorder = ran.result.recorder
         counts = None if name == "predict_step" else token_counts_in(outputs)
         merged = self._merged(outputs, microbatches, counts)

@@ -29,7 +29,7 @@ WARMUP_STEPS = 2
 """First steps, which allocate memory and compile kernels, and are not measured."""
 MEASURED_STEPS = 3
 """Steps after them whose actions are measured."""
-_USABLE = 0.95
+_USABLE_MEMORY_SHARE = 0.95
 _GIB = 2**30
 
 
@@ -143,7 +143,7 @@ class ScheduleChoice:
         used = peak_activations(schedule, self._mesh.pp.rank, kept, share)
         total = torch.cuda.get_device_properties(device).total_memory
         others = torch.cuda.max_memory_allocated(device) - used
-        return int(_USABLE * total - others)
+        return int(_USABLE_MEMORY_SHARE * total - others)
 
 
 def _described(

@@ -37,7 +37,7 @@ from lightning_megatron.strategy.step.runner import StepRunner
 from lightning_megatron.strategy.step.scheduled_loop import ClearGradients
 from lightning_megatron.strategy.step.step_values import BackwardPasses, StepResult
 from lightning_megatron.strategy.step.whole_steps import WholeSteps
-from lightning_megatron.strategy.trials.uncut_modules import naming_uncut_modules
+from lightning_megatron.strategy.trials.unsharded_modules import naming_uncut_modules
 
 
 class TrainingSteps:

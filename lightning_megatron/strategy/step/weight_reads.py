@@ -64,9 +64,9 @@ _METADATA = frozenset(
         "is_shared",
     }
 )
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_OURS = f"{Path(__file__).parents[2]}{os.sep}"
-_CALL = nn.Module._call_impl.__code__
+_TORCH_PATH = f"{Path(torch.__file__).parent}{os.sep}"
+_PACKAGE_PATH = f"{Path(__file__).parents[2]}{os.sep}"
+_MODULE_CALL = nn.Module._call_impl.__code__
 
 
 class WeightReads:
@@ -159,16 +159,16 @@ class _Guard(TorchFunctionMode):
             frame = frame.f_back
         while (
             frame is not None
-            and frame.f_code.co_filename.startswith(_TORCH)
-            and frame.f_code is not _CALL
+            and frame.f_code.co_filename.startswith(_TORCH_PATH)
+            and frame.f_code is not _MODULE_CALL
         ):
             frame = frame.f_back
         reader = frame
-        while reader is not None and reader.f_code.co_filename.startswith(_TORCH):
+        while reader is not None and reader.f_code.co_filename.startswith(_TORCH_PATH):
             reader = reader.f_back
         if (
             reader is None
-            or reader.f_code.co_filename.startswith(_OURS)
+            or reader.f_code.co_filename.startswith(_PACKAGE_PATH)
             or self._is_by_owner(parameter, frame)
         ):
             return
@@ -191,7 +191,7 @@ class _Guard(TorchFunctionMode):
         """Return whether a module that may read the parameter is being called."""
         is_cut = shard_spec_of(parameter).full_shape != tuple(parameter.shape)
         while frame is not None:
-            if frame.f_code is _CALL:
+            if frame.f_code is _MODULE_CALL:
                 module: nn.Module = frame.f_locals["self"]
                 if module is self._root:
                     return False

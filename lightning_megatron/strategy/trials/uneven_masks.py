@@ -15,7 +15,7 @@ from lightning_megatron.pipeline.microbatch import Microbatch, tensors_in
 
 #: Number of first batches that are always examined, and the interval of later ones (batches). It
 #: matters where an examination communicates or lets the host wait for a device.
-_FIRST = 8
+_NUM_FIRST_BATCHES = 8
 _INTERVAL = 16
 _IGNORED = -100
 
@@ -80,7 +80,7 @@ class UnevenMasks:
         watch.num_batches += 1
         found = _uneven(batch, parts, watch.tried)
         is_free = data.size == 1 and all(flag.device.type == "cpu" for flag in found.values())
-        is_due = watch.num_batches < _FIRST or watch.num_batches % _INTERVAL == 0
+        is_due = watch.num_batches < _NUM_FIRST_BATCHES or watch.num_batches % _INTERVAL == 0
         if not (is_free or is_due or watch.is_armed):
             for name, flag in found.items():
                 watch.seen[name] = watch.seen[name] | flag if name in watch.seen else flag

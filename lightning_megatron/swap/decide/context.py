@@ -22,7 +22,7 @@ from lightning_megatron.swap.decide.kinds import (
 from lightning_megatron.swap.families import find_family
 
 #: Largest number of modules that an error names.
-_SHOWN = 4
+_NUM_SHOWN = 4
 
 
 def check_cut(
@@ -106,5 +106,5 @@ def _why_own_code(kind: str, reason: str) -> str:
 
 def _listed(reasons: Iterator[str]) -> str:
     found = list(reasons)
-    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return f": {'; '.join(found[:_SHOWN])}{more}" if found else ""
+    more = f"; and {len(found) - _NUM_SHOWN} more" if len(found) > _NUM_SHOWN else ""
+    return f": {'; '.join(found[:_NUM_SHOWN])}{more}" if found else ""

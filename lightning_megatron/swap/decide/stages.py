@@ -32,11 +32,11 @@ KINDS: Mapping[str, str] = {
     "first": "a module that runs before the blocks",
     "last": "a module that runs after the blocks",
 }
-_SHOWN = 5
+_NUM_SHOWN = 5
 
 
 @dataclass(frozen=True)
-class End:
+class OuterModule:
     """Module outside the list of blocks, on the first or the last stage.
 
     Args:
@@ -72,7 +72,7 @@ class Stages:
 
     blocks: ModuleSite
     partition: LayerPartition
-    ends: tuple[End, ...]
+    ends: tuple[OuterModule, ...]
     loose: tuple[tuple[nn.Module, str, str], ...]
     ties: Mapping[str, str]
     twins: tuple[nn.Module, ...]
@@ -95,7 +95,7 @@ class Stages:
             f"{name}.".startswith(f"{end.site.name}.") for end in self.ends if not self._holds(end)
         )
 
-    def _holds(self, end: End) -> bool:
+    def _holds(self, end: OuterModule) -> bool:
         return self.mesh.pp.is_first if end.is_before else self.mesh.has_loss
 
     def install(self, root: nn.Module) -> SwapRecord:
@@ -250,7 +250,7 @@ def _find_blocks(sites: Sequence[ModuleSite], plan: Mapping[str, str]) -> Module
         raise ParallelPlanError(
             "pipeline_plan must give exactly one nn.ModuleList or nn.Sequential the kind 'blocks', "
             f"because its blocks are divided among the stages: {named} has this kind. Use "
-            f"{join_or([repr(name) for name in lists[:_SHOWN]]) if lists else 'pp=1'}."
+            f"{join_or([repr(name) for name in lists[:_NUM_SHOWN]]) if lists else 'pp=1'}."
         )
     return found[0]
 
@@ -266,7 +266,7 @@ def _around(root: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
 
 def _ends(
     around: Sequence[tuple[str, nn.Module]], blocks: ModuleSite, plan: Mapping[str, str]
-) -> Iterator[End]:
+) -> Iterator[OuterModule]:
     for prefix, module in around:
         is_before = True
         for key, child in module._modules.items():
@@ -279,11 +279,14 @@ def _ends(
                 explicit = [kind for pattern, kind in plan.items() if fnmatchcase(name, pattern)]
                 runs_before = explicit[-1] == "first" if explicit else is_before
                 site = ModuleSite(name, module, key, child)
-                yield End(site, runs_before, bool(explicit), runs_before != is_before)
+                yield OuterModule(site, runs_before, bool(explicit), runs_before != is_before)
 
 
 def _check_sides(
-    sites: Sequence[ModuleSite], blocks: ModuleSite, ends: Sequence[End], plan: Mapping[str, str]
+    sites: Sequence[ModuleSite],
+    blocks: ModuleSite,
+    ends: Sequence[OuterModule],
+    plan: Mapping[str, str],
 ) -> None:
     known = [end.site.name for end in ends]
     bare = {site.name for site in sites if next(site.module.parameters(), None) is None}
@@ -299,7 +302,7 @@ def _check_sides(
 
 
 def _check_moved_ends(
-    ends: Sequence[End],
+    ends: Sequence[OuterModule],
     partition: LayerPartition,
     layers: Sequence[Sequence[range]],
     layout: ParallelLayout,
@@ -331,7 +334,7 @@ class _Owners:
 
     blocks: str
     layers: Sequence[Sequence[range]]
-    ends: Sequence[End]
+    ends: Sequence[OuterModule]
     around: frozenset[int]
     loss_stage: int
 
@@ -349,7 +352,7 @@ class _Owners:
             return 0 if end.is_before else self.loss_stage
         return 0 if id(owner) in self.around else None
 
-    def end_of(self, path: str) -> End | None:
+    def end_of(self, path: str) -> OuterModule | None:
         """Return the module next to the blocks that contains a module; None if there is none."""
         return next((end for end in self.ends if f"{path}.".startswith(f"{end.site.name}.")), None)
 

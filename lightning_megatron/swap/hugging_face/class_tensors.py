@@ -218,7 +218,7 @@ def class_states(
     }
 
 
-def own_state(
+def state_from_class(
     model: ClassTensors | None, name: str, key: str, value: Any, shape: Sequence[int]
 ) -> Any:
     """Return the optimizer state of a replaced model's parameter from that of its class.

@@ -16,7 +16,7 @@ from lightning_megatron.layers.init import initialize_
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.families.family import Family
-from lightning_megatron.swap.pretrained.untouched import ModuleDescription
+from lightning_megatron.swap.pretrained.unchanged_models import ModuleDescription
 from lightning_megatron.swap.tensors.mapping import Slices, TensorReader
 from lightning_megatron.swap.tensors.packed import pack
 from lightning_megatron.swap.weights.load import reader_of

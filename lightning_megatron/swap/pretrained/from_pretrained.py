@@ -24,7 +24,7 @@ from lightning_megatron.swap.pretrained.deferred import (
     read_deferred,
 )
 from lightning_megatron.swap.pretrained.late_import import when_imported
-from lightning_megatron.swap.pretrained.untouched import describe_modules
+from lightning_megatron.swap.pretrained.unchanged_models import describe_modules
 from lightning_megatron.swap.pretrained.without_weights import without_weights
 from lightning_megatron.swap.tensors.low_rank import plain_name
 from lightning_megatron.swap.weights.safetensors_folder import QUANTIZATION, SafetensorsFolder
@@ -226,7 +226,7 @@ def _from_config(cls: Any, build: Callable[..., Any], config: Any, kwargs: dict[
 def _is_replaced(cls: Any, config: Any) -> bool:
     """Return whether a model will be replaced, unless a plan excludes it."""
     family = find_family(cls.__name__)
-    return family is not None and not family.refusal_of(config.to_dict())
+    return family is not None and not family.unsupported_reason(config.to_dict())
 
 
 def _deferred(model: Any, folder: str | None) -> Any:

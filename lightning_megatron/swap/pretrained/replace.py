@@ -34,7 +34,7 @@ from lightning_megatron.swap.pretrained.deferred import (
     origin_of,
 )
 from lightning_megatron.swap.pretrained.from_pretrained import folder_of
-from lightning_megatron.swap.pretrained.untouched import (
+from lightning_megatron.swap.pretrained.unchanged_models import (
     built_settings,
     check_settings,
     check_tie,
@@ -44,8 +44,8 @@ from lightning_megatron.swap.pretrained.untouched import (
 from lightning_megatron.swap.tensors.low_rank import without_adapters
 from lightning_megatron.swap.tensors.mapping import named
 from lightning_megatron.swap.weights.load import (
-    Loading,
     RenamedTensors,
+    WeightLoading,
     check_tensors,
     plan_loading,
     reader_of,
@@ -142,7 +142,7 @@ def build_swapped_model(
     return SwappedModel(model, fill, install)
 
 
-def _copy(loading: Loading, note: str) -> str:
+def _copy(loading: WeightLoading, note: str) -> str:
     """Fill a model with the values of a complete model."""
     loading.run()
     return note

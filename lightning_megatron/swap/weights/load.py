@@ -62,7 +62,7 @@ def load_from(
 
 
 @dataclass(frozen=True)
-class Loading:
+class WeightLoading:
     """Checked loading of foreign tensors into this rank's part of a model.
 
     Args:
@@ -106,7 +106,7 @@ def plan_loading(
     family: Family,
     *,
     may_lack: bool = False,
-) -> Loading:
+) -> WeightLoading:
     """Check the names and shapes of foreign tensors, and change nothing.
 
     Args:
@@ -124,7 +124,7 @@ def plan_loading(
         reader, table.values(), family, model.config.tie_embeddings, may_lack=may_lack
     )
     _check_parameters(model, table)
-    return Loading(model, reader, family, table, tuple(sorted(missing)))
+    return WeightLoading(model, reader, family, table, tuple(sorted(missing)))
 
 
 def fill(

@@ -34,7 +34,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 #: Size of the field before the header, which contains the header's length (bytes).
 LENGTH_BYTES = 8
-_LARGEST_HEADER = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        if not 2 <= length <= min(_LARGEST_HEADER, size - LENGTH_BYTES):
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - LENGTH_BYTES):
             raise CorruptDataError(
                 f"a safetensors file must begin with the length of its header: {path} ({size} "
                 f"bytes) gives {length}. The file is truncated or has another format. Copy it "

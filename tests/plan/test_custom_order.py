@@ -10,16 +10,16 @@ import pytest
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan import Action, Placement, build_schedule, format_schedule, simulate
 from lightning_megatron.plan.budget import TrainingShape, estimate_memory
-from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.microbatches import MicrobatchRule
-from lightning_megatron.plan.model_shape import ModelShape
-from lightning_megatron.plan.own_order import (
-    OwnOrder,
+from lightning_megatron.plan.custom_order import (
+    CustomOrder,
     order_from_file,
     order_from_function,
     order_may_split,
     shape_of_order,
 )
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.microbatches import MicrobatchRule
+from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.schedule import forward_schedule
 
 
@@ -112,7 +112,7 @@ def test_ranks_compare_the_rows_of_files_and_not_their_paths(tmp_path: Path) -> 
     assert repr(other) != repr(first)
 
 
-def rule_of(order: OwnOrder, size: int | None = None) -> MicrobatchRule:
+def rule_of(order: CustomOrder, size: int | None = None) -> MicrobatchRule:
     return MicrobatchRule(size, order, order.placement.num_stages, order.placement.num_chunks, None)
 
 

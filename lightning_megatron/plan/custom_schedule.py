@@ -18,7 +18,7 @@ RowFunction = Callable[[int, int, int, int], Iterable[Action]]
 """Function of rank, pp, number of microbatches and vpp that returns the actions of a stage."""
 
 
-def own_schedule(
+def custom_schedule(
     row_of: RowFunction,
     num_stages: int,
     num_microbatches: int,
@@ -46,7 +46,7 @@ def own_schedule(
     """
     require_positive("num_microbatches", num_microbatches)
     Placement(shape, num_stages, num_chunks)
-    title = name or str(getattr(row_of, "__name__", "own"))
+    title = name or str(getattr(row_of, "__name__", "custom"))
     sizes = (num_stages, num_microbatches, num_chunks)
     # There are four kinds of actions. One more is a repetition, which `validate` finds, so a
     # function that never ends is not read further.

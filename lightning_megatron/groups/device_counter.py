@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 #: Launches whose parts are stored; a host is fewer launches ahead of its device.
-_NUM_REMEMBERED = 4096
+_MAX_LAUNCHES = 4096
 
 
 class DevicePlace(NamedTuple):
@@ -30,7 +30,7 @@ class DevicePlace(NamedTuple):
         return f"the device has begun {self.begun} of {self.launched} captured parts{part}"
 
 
-class DeviceWord:
+class DeviceCounter:
     """Counter on the device that captured parts advance, with a copy that the host can always read.
 
     The host runs ahead of a GPU, and no watchdog sees the collectives of a graph. A captured part
@@ -48,7 +48,7 @@ class DeviceWord:
         # Read by another thread, in which torch functions may be intercepted.
         self._seen = self._copy.numpy()
         self._num_launched = 0
-        self._launches: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=_NUM_REMEMBERED)
+        self._launches: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=_MAX_LAUNCHES)
 
     @torch.no_grad()
     def advance(self) -> None:

@@ -9,7 +9,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning_megatron.errors import UnsupportedError
 
 
-class HeldPort:
+class ReservedPort:
     """Listening socket on the port that the other ranks are told to connect to.
 
     The ranks start seconds before rank 0 opens its store. Without a socket on the port, another

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError
-from lightning_megatron.plan.own_schedule import RowFunction, own_schedule
+from lightning_megatron.plan.custom_schedule import RowFunction, custom_schedule
 from lightning_megatron.plan.placement import Placement, PlacementShape
 from lightning_megatron.plan.schedule import (
     Schedule,
@@ -25,7 +25,7 @@ CSV_SUFFIX = ".csv"
 
 
 @dataclass(frozen=True, eq=False)
-class OwnOrder:
+class CustomOrder:
     """Order of passes that the user has given, with the placement of the chunks.
 
     A file orders one number of microbatches, and a function any number. Without backwards, as in
@@ -96,7 +96,7 @@ class OwnOrder:
         placement = self.placement
         sizes = (placement.num_stages, num_microbatches, placement.num_chunks)
         try:
-            return own_schedule(self.row_of, *sizes, shape=placement.shape, name=self.name)
+            return custom_schedule(self.row_of, *sizes, shape=placement.shape, name=self.name)
         except ParallelPlanError:
             raise
         except Exception as error:
@@ -108,11 +108,11 @@ class OwnOrder:
             ) from error
 
 
-OrderOfPasses = ScheduleName | OwnOrder
+OrderOfPasses = ScheduleName | CustomOrder
 """Named schedule, or the user's own order."""
 
 
-def order_from_file(path: str, num_stages: int, num_chunks: int) -> OwnOrder:
+def order_from_file(path: str, num_stages: int, num_chunks: int) -> CustomOrder:
     """Read an order from a CSV file, such as ``lightning-megatron schedule --csv`` writes.
 
     Args:
@@ -147,10 +147,10 @@ def order_from_file(path: str, num_stages: int, num_chunks: int) -> OwnOrder:
     def row_of(rank: int, *sizes: int) -> Any:
         return table.rows[rank]
 
-    return OwnOrder(path, row_of, table.placement, table)
+    return CustomOrder(path, row_of, table.placement, table)
 
 
-def order_from_function(row_of: RowFunction, num_stages: int, num_chunks: int) -> OwnOrder:
+def order_from_function(row_of: RowFunction, num_stages: int, num_chunks: int) -> CustomOrder:
     """Return the order of passes of a function; several chunks lie in a loop.
 
     Args:
@@ -160,7 +160,7 @@ def order_from_function(row_of: RowFunction, num_stages: int, num_chunks: int) -
         num_chunks: Chunks per stage (vpp).
     """
     name = str(getattr(row_of, "__qualname__", type(row_of).__name__))
-    return OwnOrder(name, row_of, Placement("loop", num_stages, num_chunks))
+    return CustomOrder(name, row_of, Placement("loop", num_stages, num_chunks))
 
 
 def digest_of(schedule: Schedule) -> str:
@@ -187,16 +187,16 @@ def build_order(
     Raises:
         ParallelPlanError: For sizes that the order cannot run.
     """
-    if isinstance(order, OwnOrder):
+    if isinstance(order, CustomOrder):
         return order.build(num_microbatches)
     return build_schedule(order, num_stages, num_microbatches, num_chunks, group_size)
 
 
 def shape_of_order(order: OrderOfPasses) -> PlacementShape:
     """Return how an order places chunks on the stages."""
-    return order.placement.shape if isinstance(order, OwnOrder) else shape_of(order)
+    return order.placement.shape if isinstance(order, CustomOrder) else shape_of(order)
 
 
 def order_may_split(order: OrderOfPasses) -> bool:
     """Return whether an order runs some backward passes in halves."""
-    return order.may_split if isinstance(order, OwnOrder) else splits_backward(order)
+    return order.may_split if isinstance(order, CustomOrder) else splits_backward(order)

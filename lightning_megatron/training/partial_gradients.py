@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.groups.collectives import Border
+from lightning_megatron.groups.collectives import BoundaryGradients
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.stage import pipelined_modules
@@ -20,7 +20,7 @@ from lightning_megatron.models.staged_blocks import StagedBlocks
 Region = Literal["whole", "part", "mixed", "unknown"]
 
 
-class PartialUse:
+class PartialGradientSearch:
     """Search for whole parameters whose gradients are partial sums over the tensor axis.
 
     A parameter that is used between a ``column`` and a ``row`` layer (a norm of heads, a PReLU)
@@ -124,7 +124,7 @@ def _leaves(root: Any, start: Region) -> dict[int, tuple[Tensor, set[Region]]]:
 def _regions_of_inputs(node: Any, region: Region, count: int) -> list[Region]:
     function = getattr(type(node), "_forward_cls", None)
     describe = getattr(function, "border", None)
-    border: Border | None = None if describe is None else describe(node)
+    border: BoundaryGradients | None = None if describe is None else describe(node)
     if border is None:
         # A compiled region is one opaque node, so its uses are not known.
         return ["unknown" if "Compiled" in type(node).__name__ else region] * count
