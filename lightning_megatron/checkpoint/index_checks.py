@@ -161,8 +161,8 @@ def _overlap(boxes: Sequence[_Box]) -> bool:
     return False
 
 
-def _intersect(one: _Box, other: _Box) -> bool:
-    parts = zip(*one, *other, strict=True)
+def _intersect(first: _Box, second: _Box) -> bool:
+    parts = zip(*first, *second, strict=True)
     return all(
         start < start2 + size2 and start2 < start + size for start, size, start2, size2 in parts
     )

@@ -245,7 +245,7 @@ class _Background:
 
     save: CollectiveSave
     failure: BaseException | None = None
-    _asked: int = 0
+    _num_queries: int = 0
     _over_at: int | None = None
     _exchanging: bool = False
     _changes: list[_DeferredChange] | None = field(default_factory=list)
@@ -260,9 +260,9 @@ class _Background:
     def is_over(self) -> bool:
         """Return whether the save has ended; the n-th call returns the same on all ranks."""
         with self._changed:
-            self._asked += 1
+            self._num_queries += 1
             self._changed.wait_for(lambda: not self._exchanging)
-            over = self._over_at is not None and self._asked >= self._over_at
+            over = self._over_at is not None and self._num_queries >= self._over_at
         if over:
             self.join()
         return over
@@ -324,7 +324,7 @@ class _Background:
             all_gather_objects(None, axis)
             with self._changed:
                 self._exchanging = True
-                most = self._asked
+                most = self._num_queries
             most = max(all_gather_objects(most, axis))
         with self._changed:
             self._exchanging = False

@@ -196,9 +196,9 @@ class HarnessAnswers:
                 answers[number] = text
         return answers
 
-    def _generated(self, contexts: Sequence[str], given: dict[str, Any]) -> list[str]:
+    def _generated(self, contexts: Sequence[str], arguments: dict[str, Any]) -> list[str]:
         library: Any = import_extra("lm_eval.models.utils", "harness")
-        kwargs = library.normalize_gen_kwargs(given, self._max_new_tokens)
+        kwargs = library.normalize_gen_kwargs(arguments, self._max_new_tokens)
         until = [one for one in kwargs.pop("until") if one]
         most = kwargs.pop("max_gen_toks")
         room = self.max_length - most
@@ -336,7 +336,9 @@ def _summed(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     return torch.stack((-losses.double().sum(1), is_best.double()), 1)
 
 
-def _settings_of(kwargs: dict[str, Any], most: int, end_tokens: tuple[int, ...]) -> dict[str, Any]:
+def _settings_of(
+    kwargs: dict[str, Any], max_tokens: int, end_tokens: tuple[int, ...]
+) -> dict[str, Any]:
     unknown = sorted(set(kwargs) - set(_SETTINGS))
     if unknown:
         raise UnsupportedError(
@@ -348,4 +350,4 @@ def _settings_of(kwargs: dict[str, Any], most: int, end_tokens: tuple[int, ...])
         # Tasks set a temperature of 0 for greedy decoding.
         for name in ("temperature", "top_k", "top_p"):
             found.pop(name, None)
-    return {**found, "max_new_tokens": most, "stop_tokens": end_tokens}
+    return {**found, "max_new_tokens": max_tokens, "stop_tokens": end_tokens}

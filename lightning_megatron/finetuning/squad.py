@@ -69,17 +69,17 @@ def _questions(path: Path, articles: Any, version: SquadVersion) -> Iterator[Squ
 
 
 def _question(
-    place: str, one: Mapping[str, Any], context: Any, version: SquadVersion
+    place: str, record: Mapping[str, Any], context: Any, version: SquadVersion
 ) -> SquadQuestion:
-    key = one.get("id")
-    text = one.get("question")
+    key = record.get("id")
+    text = record.get("question")
     if not (isinstance(key, str) and isinstance(text, str) and isinstance(context, str)):
         raise CorruptDataError(
             f"{place} must have an id, a question and the context of its paragraph, all texts. "
             f"{_REMEDY}"
         )
-    answers = list(_mappings(one.get("answers")))
-    if one.get("is_impossible"):
+    answers = list(_mappings(record.get("answers")))
+    if record.get("is_impossible"):
         answers = []  # The plausible answers to unanswerable questions do not count.
     if not answers and version == "1.1":
         raise CorruptDataError(

@@ -46,7 +46,7 @@ class DeviceCounter:
             self._counter = torch.zeros((), dtype=torch.int64, device=device)
             self._copy = torch.zeros((), dtype=torch.int64, pin_memory=device.type == "cuda")
         # Read by another thread, in which torch functions may be intercepted.
-        self._seen = self._copy.numpy()
+        self._host_view = self._copy.numpy()
         self._num_launched = 0
         self._launches: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=_MAX_LAUNCHES)
 
@@ -72,7 +72,7 @@ class DeviceCounter:
         """
         if self._num_launched == 0:
             return None
-        begun = int(self._seen)
+        begun = int(self._host_view)
         part = ""
         for first, parts in reversed(tuple(self._launches)):
             if first < begun <= first + len(parts):

@@ -128,24 +128,25 @@ class _Waiting:
             if time.monotonic() > self._deadline:
                 raise RankMismatchError(
                     f"all ranks must join the job: rank {others[0]} did not join within "
-                    f"{self._patience.total_seconds():g} s. It has failed, or another machine has "
-                    "not been started. Look for the first failure, or allow more time with "
+                    f"{self._patience.total_seconds():g} s. It failed, or another machine was not "
+                    "started. Look for the first failure, or allow more time with "
                     "MegatronStrategy(timeout=...)."
                 )
             time.sleep(pause)
             pause = min(2 * pause, _MAX_PAUSE_SECONDS)
         return store.get(key).decode()
 
-    def _check_layout_of(self, other: int) -> None:
+    def _check_layout_of(self, rank: int) -> None:
         """Raise if another rank waits for this rank with another layout."""
-        if not self._store.check([f"open/{other}"]):
+        if not self._store.check([f"open/{rank}"]):
             return
-        ends = json.loads(self._store.get(f"open/{other}"))
+        ends = json.loads(self._store.get(f"open/{rank}"))
         if ends and ends != self._ends and ends[0] <= self._rank <= ends[1]:
             raise RankMismatchError(
-                f"all ranks of a layout must have the same layout: the layout of rank {self._rank} "
-                f"has ranks {self._ends[0]} to {self._ends[1]}, the layout of rank {other} has "
-                f"ranks {ends[0]} to {ends[1]}. Give both the same world_size and rank_offset."
+                "all ranks of a layout must create the same layout: the layout of rank "
+                f"{self._rank} has ranks {self._ends[0]} to {self._ends[1]}, the layout of rank "
+                f"{rank} has ranks {ends[0]} to {ends[1]}. Give both the same world_size and "
+                "rank_offset."
             )
 
 

@@ -18,7 +18,7 @@ _MAX_RATIO = 1024
 
 
 @dataclass(frozen=True, eq=False)
-class _Known:
+class _CachedValues:
     """Values of a storage, and the versions of both tensors to which they belong."""
 
     storage: StorageWeakRef
@@ -39,7 +39,7 @@ class HostValues:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}
+        self._cache: dict[int, _CachedValues] = {}
         #: Number of reads for which the host waited for a device.
         self.num_reads = 0
 
@@ -50,7 +50,7 @@ class HostValues:
         Those of the last batch are discarded. Results are not inference tensors, because these have
         no version counters that show a later write.
         """
-        self._known.clear()
+        self._cache.clear()
         has_gradients = torch.is_grad_enabled()
         # Outside of inference mode gradients would be enabled.
         with (
@@ -72,9 +72,9 @@ class HostValues:
             return
         storage = StorageWeakRef(tensor.untyped_storage())
         values = values.contiguous().view(-1)
-        known = _Known(storage, values, tensor._version, values._version)
-        self._known = {key: one for key, one in self._known.items() if not one.storage.expired()}
-        self._known[storage.cdata] = known
+        known = _CachedValues(storage, values, tensor._version, values._version)
+        self._cache = {key: one for key, one in self._cache.items() if not one.storage.expired()}
+        self._cache[storage.cdata] = known
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Return the values of a tensor on the host; None if the host would have to read them.
@@ -86,7 +86,7 @@ class HostValues:
             return None
         if tensor.is_inference():
             return tensor if _is_on_host(tensor) else None
-        known = self._known.get(StorageWeakRef(tensor.untyped_storage()).cdata)
+        known = self._cache.get(StorageWeakRef(tensor.untyped_storage()).cdata)
         if known is None:
             return tensor if _is_on_host(tensor) else None
         versions = tensor._version, known.values._version

@@ -111,8 +111,8 @@ class GroupBuilder:
         wanted = self.layout.world_size + self.layout.rank_offset
         if found < wanted:
             raise ParallelPlanError(
-                f"the initialised process group has {found} ranks, the layout needs {wanted}. "
-                f"Start {wanted} processes or change the layout."
+                f"the initialised process group has {found} ranks, and the layout needs {wanted}. "
+                f"Start {wanted} processes, or change the layout."
             )
         (ranks,) = self._all_ranks()
         rank = dist.get_rank()

@@ -60,11 +60,11 @@ _MAX_FILE_BYTES = 100_000
 NcclOptions = Mapping[str, Mapping[str, Any]]
 
 
-def read_nccl_options(given: Mapping[str, Any] | str | None) -> dict[str, dict[str, Any]]:
+def read_nccl_options(options: Mapping[str, Any] | str | None) -> dict[str, dict[str, Any]]:
     """Return NCCL settings by axis, with this package's names.
 
     Args:
-        given: Settings by axis, such as ``{"pp": {"max_ctas": 4}}``, or the path of a YAML file
+        options: Settings by axis, such as ``{"pp": {"max_ctas": 4}}``, or the path of a YAML file
             with such a mapping. Files for Megatron-LM's ``nccl_communicator_config_path`` are
             accepted: its names of axes and settings are translated. None means no settings.
 
@@ -74,11 +74,11 @@ def read_nccl_options(given: Mapping[str, Any] | str | None) -> dict[str, dict[s
     """
     found: dict[str, dict[str, Any]] = {}
     names: dict[str, str] = {}
-    if given is None:
-        given = {}
-    elif isinstance(given, str):
-        given = _read(given)
-    for name, values in given.items():
+    if options is None:
+        options = {}
+    elif isinstance(options, str):
+        options = _read(options)
+    for name, values in options.items():
         axis = _axis(name)
         if axis in found:
             raise ParallelPlanError(

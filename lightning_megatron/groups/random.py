@@ -212,7 +212,7 @@ class RandomStreams:
         """
         if self._recorder is not None:
             raise RuntimeError(
-                "recordings of random draws must not be nested: a draw would belong to two "
+                "recordings of random draws must not be nested, because a draw would belong to two "
                 "captured computations. End the first recording before the next one starts."
             )
         self._recorder = DrawRecorder(pool, self.position)
@@ -368,10 +368,9 @@ def _check_not_drawn(seeded: torch.Tensor) -> None:
     """Refuse draws of a captured step from torch's generator of the CPU."""
     if not torch.equal(torch.default_generator.get_state(), seeded):
         raise UnsupportedError(
-            "a captured step must not draw random numbers on the host: torch's generator of the "
-            "CPU has drawn. A replay runs no Python, so that it would repeat the numbers of the "
-            "capture. Draw on the device, as in torch.rand(..., device=self.device), or in the "
-            "dataset."
+            "a captured step must not draw random numbers on the host: the step used torch's CPU "
+            "generator. A replay runs no Python, so it would repeat the numbers of the capture. "
+            "Draw on the device, as in torch.rand(..., device=self.device), or in the dataset."
         )
 
 

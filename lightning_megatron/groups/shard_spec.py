@@ -182,9 +182,9 @@ class FlatSlice:
         )
         if not fits:
             raise ValueError(
-                f"a local tensor must have at least the {self.spec.local_extent} rows of its spec "
-                f"along dimension {dim}, and the sizes of the full shape {full} along the others: "
-                f"its shape is {self.local_shape}."
+                f"a local tensor must have at least {self.spec.local_extent} rows (those of its "
+                f"spec) along dimension {dim}, and the sizes of the full shape {full} along the "
+                f"other dimensions: its shape is {self.local_shape}."
             )
         size = prod(self.local_shape)
         if not 0 <= self.start <= self.stop <= size:

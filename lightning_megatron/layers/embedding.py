@@ -201,8 +201,8 @@ class PositionEmbedding(nn.Module):
         if offset + seq_length > self.weight.shape[0]:
             raise ParallelPlanError(
                 f"seq_length ({offset + seq_length}) must not exceed max_seq_length "
-                f"({self.weight.shape[0]}), because later positions have no embedding. Use at most "
-                f"{self.weight.shape[0]} tokens or a larger max_seq_length."
+                f"({self.weight.shape[0]}), because the position table has no further rows. Use at "
+                f"most {self.weight.shape[0]} tokens or a larger max_seq_length."
             )
         if self.mesh.sequence_parallel:
             seq_length //= self.mesh.tp.size

@@ -216,8 +216,8 @@ class KeyValueCache:
         last = self.length + key.shape[0]
         if last > self.max_length:
             raise ParallelPlanError(
-                f"rows must not have more tokens than their cache ({self.max_length}): they would "
-                f"have {last}. The memory of a cache does not grow. Use a cache with a larger "
+                f"rows must fit into their cache of {self.max_length} tokens: they would have "
+                f"{last} tokens. The size of a cache is fixed. Use a cache with a larger "
                 "max_length."
             )
         new = key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)

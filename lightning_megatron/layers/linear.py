@@ -64,8 +64,8 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         if gather_output and ranges is not None:
             raise ValueError(
-                "gather_output needs equal parts of the outputs: ranges were given. Leave out "
-                "gather_output or ranges.",
+                "gather_output needs equal parts of the outputs on all ranks: ranges were given, "
+                "whose sizes may differ. Leave out gather_output or ranges.",
             )
         self.in_features = in_features
         self.out_features = out_features

@@ -89,8 +89,8 @@ def _check_ids(ids: Tensor, vocab_size: int, ignore_index: int | None) -> None:
     outside = _outside(ids, vocab_size, ignore_index)
     if outside.any():
         raise IndexError(
-            f"token ids must lie in [0, {vocab_size}): found {int(ids[outside][0])}. The embedding "
-            "has no row for it. Check that data and model use the same tokenizer."
+            f"token ids must lie in [0, {vocab_size}): an id is {int(ids[outside][0])}, for which "
+            "the embedding has no row. Check that data and model use the same tokenizer."
         )
 
 
@@ -285,8 +285,9 @@ class _FusedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.overwritten:
             raise RuntimeError(
-                "the backward pass of the loss ran twice: its first run overwrote the logits with "
-                "the gradient. Compute the loss again before each backward pass."
+                "the backward pass of a loss must run once: it ran a second time, after the first "
+                "one overwrote the logits with their gradient. Compute the loss again before each "
+                "backward pass."
             )
         logits, index, normaliser, ignored = ctx.saved_tensors
         terms: LossTerms = ctx.terms

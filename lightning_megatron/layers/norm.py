@@ -35,7 +35,7 @@ class _Norm(nn.Module):
         hidden: Float[Tensor, "*tokens hidden"],
         update: Float[Tensor, "*tokens hidden"] | None = None,
         with_stream: Literal[False] = False,
-        seen: Int[Tensor, "parts"] | None = None,
+        magnitudes: Int[Tensor, "parts"] | None = None,
     ) -> Float[Tensor, "*tokens hidden"]: ...
 
     @overload
@@ -44,7 +44,7 @@ class _Norm(nn.Module):
         hidden: Float[Tensor, "*tokens hidden"],
         update: Float[Tensor, "*tokens hidden"] | None,
         with_stream: Literal[True],
-        seen: Int[Tensor, "parts"] | None = None,
+        magnitudes: Int[Tensor, "parts"] | None = None,
     ) -> tuple[Float[Tensor, "*tokens hidden"], Float[Tensor, "*tokens hidden"]]: ...
 
     def forward(
@@ -52,7 +52,7 @@ class _Norm(nn.Module):
         hidden: Float[Tensor, "*tokens hidden"],
         update: Float[Tensor, "*tokens hidden"] | None = None,
         with_stream: bool = False,
-        seen: Int[Tensor, "parts"] | None = None,
+        magnitudes: Int[Tensor, "parts"] | None = None,
     ) -> (
         Float[Tensor, "*tokens hidden"]
         | tuple[Float[Tensor, "*tokens hidden"], Float[Tensor, "*tokens hidden"]]
@@ -64,8 +64,8 @@ class _Norm(nn.Module):
             update: Tensor that is added to ``hidden`` before the norm; None means no addition.
             with_stream: Whether to return ``(hidden + update, normalised)``. A layer that uses both
                 results should get them from one call, so that one kernel adds both gradients.
-            seen: Bit patterns of magnitudes, whose maximum is raised to the largest magnitude of
-                the normalised vectors; None computes no magnitude.
+            magnitudes: Bit patterns of magnitudes, whose maximum is raised to the largest magnitude
+                of the normalised vectors; None computes no magnitude.
         """
         kernels = None if self.uses_engine else fused_kernels(hidden)
         if self.uses_engine and hidden.numel() and self.offset in (0.0, 1.0):
@@ -84,14 +84,14 @@ class _Norm(nn.Module):
                 self.eps,
                 self.is_rms,
                 *sinks,
-                seen,
+                magnitudes,
             )
-            seen = None
+            magnitudes = None
         else:
             stream = hidden if update is None else hidden + update
             normalised = self._normalise(stream)
-        if seen is not None:
-            find_magnitude(normalised, seen)
+        if magnitudes is not None:
+            find_magnitude(normalised, magnitudes)
         return (stream, normalised) if with_stream else normalised
 
     def scale(self) -> Float[Tensor, "hidden"]:

@@ -101,8 +101,9 @@ class SequenceShard(Tensor):
         # In-place functions end in one underscore, special methods in two.
         if "out" in kwargs or name in _IN_PLACE or name.endswith("_") != name.endswith("__"):
             raise UnsupportedError(
-                f"{name} writes into an activation that is cut along the sequence, but this rank "
-                "has only a part of it. Compute a new tensor, or leave 'sequence' out of the plan."
+                "an activation that is sharded along the sequence must not be written in place, "
+                f"because this rank has only a part of it: {name} writes into it. Compute a new "
+                "tensor, or leave 'sequence' out of the plan."
             )
         leaves = pytree.tree_leaves((args, kwargs))
         axis = next(leaf.axis for leaf in leaves if isinstance(leaf, cls))

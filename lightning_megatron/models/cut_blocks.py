@@ -92,12 +92,12 @@ class CutBlocks(PipelinedModule):
         self.boundaries.receive_extras(self.cursor, self.virtual_stage)
         return self.cursor
 
-    def parameter_of(self, index: int, path: str, found: nn.Parameter) -> Tensor:
+    def parameter_of(self, index: int, path: str, parameter: nn.Parameter) -> Tensor:
         """Return a parameter of a block, or a placeholder if another stage has the block."""
         if self.cursor is None or (not self.cursor.probe and str(index) in self._modules):
-            return found
+            return parameter
         name = f"the parameter '{self.name}.{index}.{path}', which is read at {line_of_user()},"
-        return RemoteTensor.of(found.detach(), self, name)
+        return RemoteTensor.of(parameter.detach(), self, name)
 
     def infer_outputs(
         self, name: str, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

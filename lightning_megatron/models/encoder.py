@@ -275,15 +275,15 @@ class Encoder(LayeredModule):
         hidden: Tensor = self.embedding(*parts)
         return hidden
 
-    def _positions(self, rows: EncoderInput, given: Tensor) -> Tensor:
+    def _positions(self, rows: EncoderInput, inputs: Tensor) -> Tensor:
         if self.config.positions == "tokens" and rows.tokens is not None:
             padding = self.config.padding_id
             assert padding is not None, "a configuration with token positions has a padding token"
             counted = (rows.tokens != padding).long()
             return counted.cumsum(1) * counted + padding
         first = self.config.first_position
-        num_sequences, length = given.shape[:2]
-        return torch.arange(first, first + length, device=given.device).expand(
+        num_sequences, length = inputs.shape[:2]
+        return torch.arange(first, first + length, device=inputs.device).expand(
             num_sequences, length
         )
 

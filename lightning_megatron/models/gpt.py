@@ -241,13 +241,13 @@ class GPT(LayeredModule):
             return self.absent(() if sums else shape, wide, "the losses")
         return self.absent((*shape, self.config.vocab_size), self.dtype, "the logits")
 
-    def _stream_like(self, given: Tensor, embeddings: Tensor | None) -> Tensor:
+    def _stream_like(self, inputs: Tensor, embeddings: Tensor | None) -> Tensor:
         """Return an empty tensor with the dtype and on the device of the embedding's output."""
         assert self.embedding is not None, "the first virtual stage holds the embedding"
         dtype = self.embedding.word.weight.dtype if embeddings is None else embeddings.dtype
         if self.embedding.position is not None:
             dtype = torch.promote_types(dtype, self.embedding.position.weight.dtype)
-        return given.new_empty(0, dtype=dtype)
+        return inputs.new_empty(0, dtype=dtype)
 
     @property
     @override

@@ -320,13 +320,13 @@ class InverseSqrtSchedule(WarmedUpScheduler):
         return max(floor, peak * math.sqrt(self.timescale / past))
 
 
-def _decay_of(given: dict[str, Any]) -> int:
+def _decay_of(arguments: dict[str, Any]) -> int:
     """Return the length of a decay that begins at the end of the warm-up."""
-    steps = int(given["num_steps"] - given["warmup_steps"])
+    steps = int(arguments["num_steps"] - arguments["warmup_steps"])
     if steps < 1:
         raise ParallelPlanError(
-            f"warmup_steps ({given['warmup_steps']}) must be below num_steps "
-            f"({given['num_steps']}), because the decay follows the warm-up. Use warmup_steps from "
-            f"0 to {given['num_steps'] - 1}, or a larger num_steps."
+            f"warmup_steps ({arguments['warmup_steps']}) must be below num_steps "
+            f"({arguments['num_steps']}), because the decay follows the warm-up. Use warmup_steps "
+            f"from 0 to {arguments['num_steps'] - 1}, or a larger num_steps."
         )
     return steps

@@ -53,7 +53,7 @@ class ShapeInference:
 
     def __init__(self) -> None:
         self._mode: FakeTensorMode | None = None
-        self._known: dict[Any, OutputSpec] = {}
+        self._cache: dict[Any, OutputSpec] = {}
         #: Indices of the argument leaves into which a block writes in place, by block index.
         self.written: dict[int, tuple[int, ...]] = {}
 
@@ -63,7 +63,7 @@ class ShapeInference:
 
     def clear(self) -> None:
         """Clear the cache, because modules have changed."""
-        self._known.clear()
+        self._cache.clear()
 
     def of_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> OutputSpec:
         """Return the specification of the outputs of a function.
@@ -111,15 +111,15 @@ class ShapeInference:
             for value in vars(part).values()
         ):
             # The module has stored a tensor of this call, on whose shape later calls may depend.
-            self._known.clear()
+            self._cache.clear()
         return spec
 
     def _of(self, name: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> OutputSpec:
         leaves, structure = flatten((args, kwargs))
         parts = [_key_of(leaf) for leaf in leaves]
         key = None if any(part is None for part in parts) else (name, structure, tuple(parts))
-        if key is not None and key in self._known:
-            return self._known[key]
+        if key is not None and key in self._cache:
+            return self._cache[key]
         self._mode = self._mode or FakeTensorMode(allow_non_fake_inputs=True)
         draws = _Draws()
         with torch.no_grad(), self._mode, draws:
@@ -133,7 +133,7 @@ class ShapeInference:
         ]
         spec = OutputSpec(tuple(found), result, draws.found, problem, tuple(written))
         if key is not None:
-            self._known[key] = spec
+            self._cache[key] = spec
         return spec
 
 
@@ -165,8 +165,8 @@ def _with_items(kind: type, items: Iterable[Any], names: tuple[str, ...]) -> Any
     return result
 
 
-def _problem_of_change(taken: Sequence[Any], structure: pytree.TreeSpec, given: Any) -> str:
-    leaves, now = flatten(given)
+def _problem_of_change(taken: Sequence[Any], structure: pytree.TreeSpec, value: Any) -> str:
+    leaves, now = flatten(value)
     if now == structure and all(one is other for one, other in zip(leaves, taken, strict=True)):
         return ""
     return (

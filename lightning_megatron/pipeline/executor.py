@@ -226,9 +226,9 @@ class PipelineExecutor:
         own = self.mesh.layout.placement
         if schedule.placement != own:
             raise ParallelPlanError(
-                "a schedule must place chunks as the layout does, which has placed the layers: "
-                f"schedule {schedule.name!r} has {schedule.placement}, the layout has {own}. Give "
-                "the layout the shape and sizes of the schedule."
+                "a schedule must place chunks as the layout does, because the layers are already "
+                f"placed: schedule {schedule.name!r} has {schedule.placement}, the layout has "
+                f"{own}. Give the layout the shape and sizes of the schedule."
             )
 
     @property

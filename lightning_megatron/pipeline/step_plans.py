@@ -47,7 +47,7 @@ class StepPlans:
         self, call: Callable[[StepFn, Microbatch, StageCursor | None], tuple[Any, bool]]
     ) -> None:
         self.call = call
-        self._known: dict[Hashable, StepPlan] = {}
+        self._plans: dict[Hashable, StepPlan] = {}
         #: Names of steps that ask for computations of all stages.
         self._asking: set[Hashable] = set()
         #: Results of these computations in the running step, by the identity of its microbatches.
@@ -69,7 +69,7 @@ class StepPlans:
             UnsupportedError: If the step does not call the model, or a stage reads a value that
                 cannot be sent between stages.
         """
-        if trial.name is None or trial.name not in self._known:
+        if trial.name is None or trial.name not in self._plans:
             cursor = StageCursor(chunk=0, probe=True, plan=None)
             with trial.keeps(), torch.no_grad():
                 with self._collecting([microbatch]):
@@ -81,10 +81,10 @@ class StepPlans:
                     raise UnsupportedError(wrong_calls(1, 0))
                 model.cursor = cursor
                 try:
-                    self._known[trial.name] = model.plan_of(cursor, result)
+                    self._plans[trial.name] = model.plan_of(cursor, result)
                 finally:
                     model.cursor = None
-        return self._known[trial.name]
+        return self._plans[trial.name]
 
     def collect(
         self,

@@ -95,8 +95,8 @@ def search_schedule(
     count = costs.num_virtual_stages
     if count % num_stages or len(kept) != count:
         raise ParallelPlanError(
-            "costs and sizes must name every virtual stage, equally many for each stage: costs "
-            f"name {count}, kept names {len(kept)}, pp is {num_stages}. Use pp x vpp of each."
+            f"costs and sizes must have one value for each virtual stage: costs name {count}, kept "
+            f"names {len(kept)}, pp is {num_stages}. Use lists of pp x vpp values."
         )
     num_chunks = count // num_stages
 
@@ -121,9 +121,9 @@ def search_schedule(
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
         raise ParallelPlanError(
-            f"activations must fit in memory: the limit is {limit:g}, one microbatch in all chunks "
-            f"of the fullest stage keeps {_least(num_stages, num_chunks, kept, shapes):g}. Use a "
-            "limit of that or more, or smaller microbatches."
+            f"activations must fit into memory: the limit is {limit:g}, one microbatch in all "
+            f"chunks of the fullest stage keeps {_least(num_stages, num_chunks, kept, shapes):g}. "
+            "Raise the limit to at least that, or use smaller microbatches."
         )
     # Of equal values `min` takes the first, and named schedules come first.
     chosen = min(fitting, key=lambda candidate: (candidate.length, candidate.peak))

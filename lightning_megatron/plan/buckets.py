@@ -320,13 +320,13 @@ def _checked(pieces: Iterable[FlatParameter], num_parts: int, **sizes: int) -> l
     for piece in pieces:
         if piece.name in checked:
             raise ParallelPlanError(
-                f"a buffer holds each parameter once: {piece.name!r} is listed twice. List a "
+                f"a buffer must hold each parameter once: {piece.name!r} is listed twice. List a "
                 "shared parameter once."
             )
         if piece.size < 0:
             raise ParallelPlanError(
-                f"a parameter has 0 elements or more: {piece.name!r} has {piece.size}. Use its "
-                "number of elements."
+                f"a parameter must have 0 elements or more: {piece.name!r} has {piece.size}. Use "
+                "its number of elements."
             )
         checked[piece.name] = piece
     return list(checked.values())

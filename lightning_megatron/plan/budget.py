@@ -376,6 +376,6 @@ def _check(layout: ParallelLayout, training: TrainingShape) -> None:
     if training.seq_length % shards:
         raise ParallelPlanError(
             f"seq_length ({training.seq_length}) must be a multiple of {shards}, because {shards} "
-            "ranks hold equal parts of the sequence. Use a seq_length of "
+            "ranks hold equal parts of each sequence. Use a seq_length of "
             f"{-(-training.seq_length // shards) * shards}."
         )

@@ -51,13 +51,14 @@ class ExpertPlaces:
         if self.num_experts % self.num_ranks:
             raise ParallelPlanError(
                 f"num_experts ({self.num_experts}) must be a multiple of num_ranks "
-                f"({self.num_ranks}), because every rank has equally many. Change one of them."
+                f"({self.num_ranks}), because every rank has the same number of experts. Change "
+                "one of them."
             )
         others = self.num_experts - self.homes
         if self.places > others:
             raise ParallelPlanError(
                 f"places ({self.places}) must be at most {others}, because other ranks have only "
-                f"{others} of the {self.num_experts} experts. Change places."
+                f"{others} of the {self.num_experts} experts. Use fewer places."
             )
 
     @property

@@ -59,10 +59,10 @@ class ContextLinks:
             inner = divisors(cp)[-2] if neighbours == cp and cp > 1 else 1
             if inner == 1:
                 raise ParallelPlanError(
-                    f"cp_transport 'hierarchical' needs a cp of two levels: cp is {cp}, and "
-                    f"{neighbours} of its ranks are neighbours on a host. The inner ranks exchange "
-                    "heads, the outer ones form a ring. Use a cp that is not prime, 'ring' or "
-                    "'all_to_all'."
+                    "cp_transport 'hierarchical' needs a cp that can be divided into two levels: "
+                    f"cp is {cp}, and {neighbours} of its ranks are neighbours on a host. Ranks of "
+                    "the inner level exchange heads, and those of the outer level form a ring. Use "
+                    "a cp that is not prime, 'ring' or 'all_to_all'."
                 )
         return cls(transport, inner, neighbours == cp, groups)
 
@@ -117,8 +117,8 @@ def choose_context_transport(
     if asked not in ("auto", "all_to_all") and dropout > 0.0:
         raise UnsupportedError(
             f"cp_transport {asked!r} cannot be used with attention dropout ({dropout}), because "
-            "its ranks add up partial results, whose weights are not known when they are dropped. "
-            "Use 'all_to_all' or 'auto', or an attention dropout of 0."
+            "its ranks add up partial results before the softmax weights, which dropout acts on, "
+            "are known. Use 'all_to_all' or 'auto', or an attention dropout of 0."
         )
     if asked != "auto":
         return ContextChoice(asked, "asked for")

@@ -87,10 +87,10 @@ class CustomOrder:
             if num_microbatches != self.table.num_microbatches:
                 raise ParallelPlanError(
                     f"schedule {self.name!r} orders {self.table.num_microbatches} microbatches: a "
-                    f"step has {num_microbatches}. The rows of a file are for one number of "
-                    f"microbatches. Use batches of {self.table.num_microbatches} x microbatch_size "
-                    "samples on each data-parallel rank, with drop_last=True if the last batch of "
-                    "an epoch is smaller; or a function, which can order any number."
+                    f"step has {num_microbatches}. A file is valid for one number of microbatches. "
+                    f"Use batches of {self.table.num_microbatches} x microbatch_size samples on "
+                    "each data-parallel rank, with drop_last=True if the last batch of an epoch is "
+                    "smaller; or a function, which can order any number of microbatches."
                 )
             return self.table
         placement = self.placement
@@ -103,8 +103,8 @@ class CustomOrder:
             raise ParallelPlanError(
                 f"the function of schedule {self.name!r} must return the rows of every number of "
                 f"microbatches that a step has: for pp {sizes[0]}, {num_microbatches} microbatches "
-                f"and vpp {sizes[2]} it raised {type(error).__name__}: {error}. Use numbers that "
-                "it can order, or a named schedule."
+                f"and vpp {sizes[2]} it raised {type(error).__name__}: {error}. Use a number of "
+                "microbatches that it supports, or a named schedule."
             ) from error
 
 
@@ -128,20 +128,20 @@ def order_from_file(path: str, num_stages: int, num_chunks: int) -> CustomOrder:
         table = read_schedule(Path(path))
     except CorruptDataError as error:
         raise ParallelPlanError(
-            f"schedule must be the name of one, or a CSV file with its rows: {error}"
+            f"schedule must be the name of a schedule, or a CSV file with its rows: {error}"
         ) from error
     found = (table.num_stages, table.num_chunks)
     if found != (num_stages, num_chunks):
         raise ParallelPlanError(
-            f"schedule {path!r} must have a row for each stage, and the chunks of each: it has "
-            f"{found[0]} rows with vpp of {found[1]}, pp is {num_stages}, vpp is {num_chunks}. Use "
-            f"pp={found[0]} with vpp={found[1]}, or another file."
+            f"schedule {path!r} must have pp rows with vpp chunks each: it has {found[0]} rows "
+            f"with {found[1]} chunks, pp is {num_stages}, vpp is {num_chunks}. Use pp={found[0]} "
+            f"with vpp={found[1]}, or another file."
         )
     if table.forward_only:
         raise ParallelPlanError(
-            f"schedule {path!r} must have backwards: its cells are all forwards (F). A training "
-            "runs a B, or an I and a W, after each F. Use a file with them; evaluation orders its "
-            "forwards itself."
+            f"schedule {path!r} must have backward passes: all its cells are forward passes (F). "
+            "Training needs a B, or an I and a W, after each F. Use a file with backward passes; "
+            "evaluation needs no schedule file."
         )
 
     def row_of(rank: int, *sizes: int) -> Any:

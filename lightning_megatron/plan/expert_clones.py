@@ -77,6 +77,6 @@ class ExpertClones:
         if self.places > others:
             raise ParallelPlanError(
                 f"expert_clones ({self.places}) must be at most {others}: with ep ({ep}) the other "
-                f"ranks have {others} of the {num_experts} experts, and a place holds one of "
-                f"theirs. Use at most {others}."
+                f"ranks have {others} of the {num_experts} experts, and a place holds a clone of "
+                f"one of them. Use at most {others}."
             )

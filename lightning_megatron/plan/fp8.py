@@ -231,8 +231,8 @@ def check_fp8_products(
     if settings is not None and overlap_tensor_parallel and not settings.has_one_scale:
         raise ParallelPlanError(
             f"fp8 ({settings.recipe}) cannot be used with overlap_tensor_parallel: scales of rows, "
-            "columns and blocks belong to the gathered tensor, so that its pieces cannot be cast "
-            "before they are sent. Use the recipe tensorwise or delayed, or leave one of them out."
+            "columns and blocks depend on the gathered tensor, so its pieces cannot be cast before "
+            "they are sent. Use the recipe tensorwise or delayed, or leave one of them out."
         )
     if settings is not None and settings.cast_weights == "batch":
         _check_shared_casts(backend, graphs)
@@ -247,8 +247,8 @@ def check_fp8_products(
     ):
         if is_used:
             raise ParallelPlanError(
-                f"fp8 with {name} needs backend='te': Transformer Engine alone has its products. "
-                "Set backend='te', or use the recipe tensorwise, delayed, rowwise or blockwise."
+                f"fp8 with {name} needs backend='te': only Transformer Engine implements it. Set "
+                "backend='te', or use the recipe tensorwise, delayed, rowwise or blockwise."
             )
 
 
@@ -289,13 +289,13 @@ def _check_engine(settings: FP8 | None, overlap_tensor_parallel: bool, has_graph
     if has_graphs:
         raise ParallelPlanError(
             "backend ('te') cannot be used with cuda_graphs: replays of captured steps with "
-            "Transformer Engine ended in invalid numbers or memory accesses on GPUs. Leave one of "
+            "Transformer Engine gave wrong values or invalid memory accesses on GPUs. Leave one of "
             "them out."
         )
     if overlap_tensor_parallel:
         raise ParallelPlanError(
-            "backend ('te') cannot be used with overlap_tensor_parallel, whose products of pieces "
-            "are those of this package. Leave one of them out."
+            "backend ('te') cannot be used with overlap_tensor_parallel, because the overlapped "
+            "products of pieces are those of this package. Leave one of them out."
         )
     if settings is None:
         return
@@ -307,6 +307,6 @@ def _check_engine(settings: FP8 | None, overlap_tensor_parallel: bool, has_graph
         )
     if settings.emulate:
         raise ParallelPlanError(
-            "fp8.emulate cannot be used with backend='te': Transformer Engine computes on GPUs "
-            "alone. Leave emulate out, or use backend='native'."
+            "fp8.emulate cannot be used with backend='te': Transformer Engine computes only on "
+            "GPUs. Leave emulate out, or use backend='native'."
         )

@@ -42,8 +42,8 @@ class Placement:
         require_positive("vpp", self.num_chunks)
         if self.shape not in ("loop", "v"):
             raise ParallelPlanError(
-                f"shape of a placement must be one that exists: it is {self.shape!r}. Use 'loop' "
-                "or 'v'."
+                f"shape of a placement must be 'loop' or 'v': it is {self.shape!r}. Use one of the "
+                "two."
             )
 
     @property

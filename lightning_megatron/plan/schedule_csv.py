@@ -88,8 +88,8 @@ def parse_schedule(text: str, name: str) -> Schedule:
     for rank, row in enumerate(cells):
         if not row:
             raise ParallelPlanError(
-                f"{name} must give every rank its actions: row {rank} of {len(cells)} has none. "
-                f"{_REMEDY}"
+                f"{name} must give every rank at least one action: row {rank} of {len(cells)} has "
+                f"none. {_REMEDY}"
             )
     if not cells:
         raise ParallelPlanError(f"{name} must have a row for each rank: it has none. {_REMEDY}")
@@ -131,7 +131,8 @@ def _parsed(cell: str, name: str, rank: int) -> _Cell:
         raise ParallelPlanError(
             f"{name}, row {rank}: a cell is a virtual stage, a kind (F, B, I or W) and a "
             f"microbatch, such as 0F3: it is {shown(cell)}. Use one cell for each computation, in "
-            "order; transfers, and what else torch writes into its files, are planned from them."
+            "order, and leave out transfers and torch's other actions, which are planned from the "
+            "computations."
         )
     return int(match[1]), match[2], int(match[3])
 
@@ -152,9 +153,9 @@ def _placement(cells: Sequence[Sequence[_Cell]], name: str) -> Placement:
     rank = max(rank for rank in wrong if rank is not None)
     loop, v = (_stages_of(placement, rank) for placement in placements)
     raise ParallelPlanError(
-        f"{name}: virtual stages must lie on the {len(cells)} ranks in a loop or in a V, equally "
-        f"many on each: row {rank} has {shown(found[rank])}. Use {shown(loop)} in a loop, or "
-        f"{shown(v)} in a V."
+        f"{name}: virtual stages must lie on the {len(cells)} ranks in a loop or in a V, the same "
+        f"number on each rank: row {rank} has {shown(found[rank])}. Use {shown(loop)} in a loop, "
+        f"or {shown(v)} in a V."
     )
 
 

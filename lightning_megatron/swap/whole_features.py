@@ -95,7 +95,7 @@ def recording_inputs(
 
 
 def _hooks(
-    layer: CutLayer, axis: MeshAxis, seen: list[LayerInput], is_whole: bool
+    layer: CutLayer, axis: MeshAxis, inputs: list[LayerInput], is_whole: bool
 ) -> Iterator[Any]:
     module = layer.module
     if layer.kind == "features":
@@ -108,7 +108,9 @@ def _hooks(
         return
     if is_whole and layer.kind == "column":
         yield module.register_forward_hook(partial(_gather_output, axis=axis), prepend=True)
-    note: Callable[..., Any] = partial(_note, layer=layer, axis=axis, seen=seen, is_whole=is_whole)
+    note: Callable[..., Any] = partial(
+        _note, layer=layer, axis=axis, inputs=inputs, is_whole=is_whole
+    )
     yield module.register_forward_pre_hook(note, with_kwargs=True)
 
 
@@ -119,7 +121,7 @@ def _note(
     *,
     layer: CutLayer,
     axis: MeshAxis,
-    seen: list[LayerInput],
+    inputs: list[LayerInput],
     is_whole: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Keep a sample of an input, and cut the complete input of a row layer."""
@@ -133,7 +135,7 @@ def _note(
         width = int(module.weight.shape[1])  # type: ignore[index]
         if hidden.shape[-1] == width * axis.size:
             hidden = hidden[..., axis.rank * width : (axis.rank + 1) * width]
-    seen.append(LayerInput(layer, _sample(hidden)))
+    inputs.append(LayerInput(layer, _sample(hidden)))
     if not takes_part:
         return None
     return (

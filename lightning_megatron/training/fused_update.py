@@ -86,15 +86,15 @@ class FusedUpdate:
         self._kernels: WeakKeyDictionary[Optimizer, dict[tuple[Any, ...], Kernel]] = (
             WeakKeyDictionary()
         )
-        self._taken: WeakKeyDictionary[Optimizer, _KernelArguments] = WeakKeyDictionary()
+        self._arguments: WeakKeyDictionary[Optimizer, _KernelArguments] = WeakKeyDictionary()
         self._numbers: WeakKeyDictionary[Optimizer, GroupNumbers] = WeakKeyDictionary()
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def serves(self, main: MainParameters, optimizer: Optimizer) -> bool:
         """Return whether the kernel can update all slices of an optimizer; warn once if not."""
         reason = self.reason_against(main, optimizer)
-        if reason is not None and reason not in self._said:
-            self._said.add(reason)
+        if reason is not None and reason not in self._warned:
+            self._warned.add(reason)
             self._tell(reason, main, optimizer)
         return reason is None
 
@@ -165,12 +165,12 @@ class FusedUpdate:
         # The kernel writes rounded parameters in place, so the all-gathers of the previous step
         # must be complete.
         main.wait()
-        taken = self._taken.get(optimizer)
+        taken = self._arguments.get(optimizer)
         if taken is None or not taken.is_of(optimizer):
             taken = self._take(main, optimizer)
-            self._taken.pop(optimizer, None)
+            self._arguments.pop(optimizer, None)
             if taken.lasts:
-                self._taken[optimizer] = taken
+                self._arguments[optimizer] = taken
         groups = optimizer.param_groups
         are_decoupled = [
             bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)))

@@ -37,7 +37,7 @@ class PartialGradientSearch:
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh, whole: Collection[str]) -> None:
         self._mesh = mesh
-        self._whole = frozenset(whole)
+        self._replicated = frozenset(whole)
         models = [one for _, one in pipelined_modules(module)]
         own = {
             id(p) for one in models if not isinstance(one, StagedBlocks) for p in one.parameters()
@@ -72,7 +72,7 @@ class PartialGradientSearch:
 
     def _judge(self, name: str, parameter: Tensor, regions: set[Region]) -> None:
         spec = shard_spec_of(parameter)
-        is_whole = name in self._whole
+        is_whole = name in self._replicated
         if "mixed" in regions or (is_whole and len(regions) > 1):
             raise ParallelPlanError(
                 "all values between a 'column' and a 'row' layer must come from 'column' layers: a "

@@ -134,13 +134,13 @@ def check_tensor_replicas(
 
 
 def _judge(
-    tensors: Mapping[str, Tensor], apart: Tensor, norms: Tensor, rounding: Mapping[str, float]
+    tensors: Mapping[str, Tensor], distances: Tensor, norms: Tensor, rounding: Mapping[str, float]
 ) -> tuple[list[str], set[str]]:
     """Return the tensors that differ by more than rounding, and those that may be only rounding.
 
     Args:
         tensors: Tensors of this rank, by name.
-        apart: Distance of each tensor between the ranks.
+        distances: Distance of each tensor between the ranks.
         norms: Largest norm of each tensor.
         rounding: Relative rounding error of sums that cancel, by name.
     """
@@ -149,7 +149,7 @@ def _judge(
     strange = []
     noisy = set()
     for (name, tensor), distance, norm in zip(
-        tensors.items(), apart.tolist(), norms.tolist(), strict=True
+        tensors.items(), distances.tolist(), norms.tolist(), strict=True
     ):
         floor = rounding[name] * typical * tensor.numel() ** 0.5
         if norm <= floor:

@@ -53,11 +53,13 @@ def finest_granularity(optimizer: Optimizer) -> ShardGranularity:
     return max(tried.values(), key=_COARSER.index)
 
 
-def _granularity_with(optimizer: Optimizer, own: Mapping[str, Any]) -> ShardGranularity:
+def _granularity_with(
+    optimizer: Optimizer, changed_settings: Mapping[str, Any]
+) -> ShardGranularity:
     """Find the finest granularity of an optimizer with the settings of one of its groups."""
     try:
-        together, is_cut_alike = _train([_matrices()], optimizer, own)
-        apart, _ = _train([[matrix] for matrix in _matrices()], optimizer, own)
+        together, is_cut_alike = _train([_matrices()], optimizer, changed_settings)
+        apart, _ = _train([[matrix] for matrix in _matrices()], optimizer, changed_settings)
     except (*_STEP_ERRORS, KeyError, AttributeError, AssertionError) as error:
         logger.info(
             "%s could not be tested (%s): its state is divided by whole parameters.",
@@ -71,7 +73,9 @@ def _granularity_with(optimizer: Optimizer, own: Mapping[str, Any]) -> ShardGran
         return "parameters"
     try:
         pieces, _ = _train(
-            [[matrix.flatten()[:5], matrix.flatten()[5:]] for matrix in _matrices()], optimizer, own
+            [[matrix.flatten()[:5], matrix.flatten()[5:]] for matrix in _matrices()],
+            optimizer,
+            changed_settings,
         )
     except (*_STEP_ERRORS, IndexError, AssertionError):
         return "parameters"
@@ -125,7 +129,7 @@ def _own_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 
 
 def _train(
-    owners: list[list[Tensor]], like: Optimizer, own: Mapping[str, Any]
+    owners: list[list[Tensor]], like: Optimizer, changed_settings: Mapping[str, Any]
 ) -> tuple[list[Tensor], bool]:
     """Train copies of tensors, each inner list in a separate optimizer.
 
@@ -137,7 +141,7 @@ def _train(
     is_cut_alike = True
     for tensors in owners:
         parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
-        optimizer = _new(like, parameters, own)
+        optimizer = _new(like, parameters, changed_settings)
         for step in range(_STEPS):
             for parameter in parameters:
                 # Each gradient element depends on its parameter element alone, so the gradients do
@@ -157,7 +161,9 @@ def _is_like(value: object, parameter: Tensor) -> bool:
     return not isinstance(value, Tensor) or value.shape in (parameter.shape, (), (1,))
 
 
-def _new(like: Optimizer, parameters: list[nn.Parameter], own: Mapping[str, Any]) -> Optimizer:
+def _new(
+    like: Optimizer, parameters: list[nn.Parameter], changed_settings: Mapping[str, Any]
+) -> Optimizer:
     """Create an optimizer of the same class, without settings that only affect speed."""
     accepted = inspect.signature(type(like)).parameters
     takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values())
@@ -169,5 +175,9 @@ def _new(like: Optimizer, parameters: list[nn.Parameter], own: Mapping[str, Any]
         and (takes_all or key in accepted)
     }
     # Some optimizers accept no groups, so a group is made only for settings of its own.
-    groups = [{"params": parameters, **copy.deepcopy(dict(own))}] if own else parameters
+    groups = (
+        [{"params": parameters, **copy.deepcopy(dict(changed_settings))}]
+        if changed_settings
+        else parameters
+    )
     return type(like)(groups, **settings)

@@ -91,7 +91,9 @@ def test_files_of_other_sizes_and_without_backwards_are_refused(tmp_path: Path) 
     ):
         order_from_file(str(path), 2, 1)
     path.write_text("0F0,0F1\n1F0,1F1\n")
-    with pytest.raises(ParallelPlanError, match="must have backwards: its cells are all forwards"):
+    with pytest.raises(
+        ParallelPlanError, match="must have backward passes: all its cells are forward"
+    ):
         order_from_file(str(path), 2, 1)
     path.write_text("0F0,0B0\n1F0\n")
     with pytest.raises(ParallelPlanError, match="on stage 1, F of microbatch 0 in chunk 0 must"):

@@ -182,7 +182,10 @@ ONCE = "A stage runs each microbatch of each chunk once: F, then B, or I and lat
     ("row", "message"),
     [
         (None, "the row must be a sequence of actions: the function returned None. Use a list of"),
-        ([("F", 0, 0)], "a row consists of actions, with whole numbers as chunk and microbatch"),
+        (
+            [("F", 0, 0)],
+            "a row must consist of actions whose chunk and microbatch are whole numbers",
+        ),
         ([Action("F", 0, 1.0)], "it has Action(kind='F', chunk=0, microbatch=1.0)"),  # type: ignore[arg-type]
         ([Action("F", True, 1)], "Use Action(kind, chunk, microbatch)."),
         (

@@ -128,7 +128,7 @@ def test_schedules_of_torch_are_read(
         ("0F0,0F٣\n", "it is '0F٣'"),
         (
             "0F0,2F0,0B0,2B0\n1F0,1B0\n",
-            "mine.csv: virtual stages must lie on the 2 ranks in a loop or in a V, equally many on each: row 1 has [1]. "
+            "mine.csv: virtual stages must lie on the 2 ranks in a loop or in a V, the same number on each rank: row 1 has [1]. "
             "Use [1, 3] in a loop, or [1, 2] in a V.",
         ),
         (

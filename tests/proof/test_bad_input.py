@@ -331,7 +331,7 @@ def test_a_world_that_the_layout_does_not_divide_is_refused_by_the_trainer() -> 
 def test_a_layout_whose_grids_disagree_on_stages_is_refused() -> None:
     with pytest.raises(
         ParallelPlanError,
-        match="the dense and the expert grid must agree on the stages.*Put pp last",
+        match="the dense and the expert grid must have the same stages.*Put pp last",
     ):
         ParallelLayout(16, tp=4, pp=2, etp=1, ep=2, order="tp-cp-ep-pp-dp")
 
@@ -403,8 +403,8 @@ DOCUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
             "attention_mask": torch.ones(1, 8),
         },
         UnsupportedError,
-        "a batch takes either attention_mask or cu_seq_lens_q: both were given. Packed rows have no padding but the "
-        "rest of the row. Leave one of them out.",
+        "a batch must have either attention_mask or cu_seq_lens_q: both were given. Packed rows have padding only at "
+        "their end. Leave one of them out.",
     ),
 }
 

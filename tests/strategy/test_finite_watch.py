@@ -182,7 +182,7 @@ def test_many_steps_are_kept_as_one_sum_that_is_finite_only_if_all_are() -> None
     for step in range(3000):
         watch.begin(step, looks=False)
         watch.note("loss", torch.tensor(1.0 if step != 100 else torch.nan))
-    assert len(watch._seen) < 1100
+    assert len(watch._recorded) < 1100
     with pytest.raises(NonFiniteError, match="at training batch 0 the loss of rank 0"):
         watch.check()
     watch.check()

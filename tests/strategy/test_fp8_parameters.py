@@ -530,7 +530,9 @@ def test_unknown_values_are_refused() -> None:
     ids=["averages", "pruning"],
 )
 def test_callbacks_that_write_weights_are_refused(callback: Callback) -> None:
-    message = re.escape(f"cannot be used with {type(callback).__name__}, which writes weights")
+    message = re.escape(
+        f"cannot be used with {type(callback).__name__}, because the callback writes weights"
+    )
     with pytest.raises(UnsupportedError, match=message):
         trained(TinyLM(), IN_FP8, 1, callbacks=(callback,))
 

@@ -69,18 +69,18 @@ def magnitude_bits(values: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def note_magnitude(
-    seen: tl.tensor,
+    magnitudes: tl.tensor,
     bits: tl.tensor,
     program: tl.tensor,
 ) -> None:
     """Let one of ``MAGNITUDE_PARTS`` bit patterns grow to the largest one of a program.
 
     Args:
-        seen: The bit patterns that grow.
+        magnitudes: The bit patterns that grow.
         bits: Bit patterns of a block of magnitudes, which has one dimension.
         program: Number of the program.
     """
-    tl.atomic_max(seen + program % _PARTS, tl.max(bits, 0), sem="relaxed")
+    tl.atomic_max(magnitudes + program % _PARTS, tl.max(bits, 0), sem="relaxed")
 
 
 @triton.jit

@@ -149,10 +149,11 @@ def _check_first_call(name: str, module: nn.Module) -> None:
             handle.remove()
             if not _is_separate(module, args, kwargs, length):
                 raise UnsupportedError(
-                    f"{name!r} ({type(module).__name__}) is declared position_wise, but its result "
-                    f"for {length} positions differs from its results for their halves, and with "
-                    "cp above 1 it would see a part of the positions. Use cp=1, or call it outside "
-                    "of the model, where sequences are whole."
+                    "a module declared position_wise must compute each position separately, "
+                    "because with cp above 1 it gets a part of the positions: the result of "
+                    f"{name!r} ({type(module).__name__}) for {length} positions differs from its "
+                    "results for their halves. Use cp=1, or call the module outside of the model, "
+                    "where it gets whole sequences."
                 )
 
     handle = module.register_forward_hook(check, with_kwargs=True)

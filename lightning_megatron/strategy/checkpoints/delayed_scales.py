@@ -74,8 +74,8 @@ def _scales(module: LightningModule) -> Iterator[tuple[DelayedScales, list[str]]
             yield scales, [f"{start}{name}" for name in scales.names]
 
 
-def _shape(stored: OpenCheckpoint, name: str, own: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a saved history; that of ``own`` if the saved one does not fit."""
+def _shape(stored: OpenCheckpoint, name: str, current: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a saved history; that of ``current`` if the saved one does not fit."""
     saved = stored.tensors.get(name)
-    shape = tuple(own.shape if saved is None else saved.shape)
-    return shape if shape[1:] == own.shape[1:] else tuple(own.shape)
+    shape = tuple(current.shape if saved is None else saved.shape)
+    return shape if shape[1:] == current.shape[1:] else tuple(current.shape)

@@ -66,8 +66,8 @@ def find_last(
     if damages:
         raise CorruptDataError(
             f"ckpt_path='last' needs an undamaged checkpoint: all {len(damages)} in "
-            f"{', '.join(folders)} are damaged. The newest: {damages[0]} Pass the path of one to "
-            "try it, or ckpt_path=None to begin anew."
+            f"{', '.join(folders)} are damaged. The error of the newest one: {damages[0]} Pass the "
+            "path of one to try to load it, or ckpt_path=None to start from the beginning."
         )
     rank_zero_warn(
         f"ckpt_path='last' finds no complete checkpoint in {', '.join(folders) or 'any folder'}: "

@@ -113,7 +113,7 @@ def naming_damaged_states(where: str) -> Iterator[None]:
 
 def _damaged(where: str, reason: str) -> CorruptDataError:
     return CorruptDataError(
-        f"the state of a rank in a checkpoint must be as it was written: the state of {where} is "
-        f"not: {reason}. The fit would continue with other random numbers or data. Use another "
-        "checkpoint."
+        "the state of a rank in a checkpoint must be unchanged since it was saved: that of "
+        f"{where} is damaged: {reason}. The fit would continue with other random numbers or data. "
+        "Use another checkpoint."
     )

@@ -71,8 +71,8 @@ def check_training_states(
     if len(optimizers) != len(states):
         raise CheckpointMismatchError(
             f"a module must have the optimizers that were saved: {len(states)} were saved, "
-            f"configure_optimizers returns {len(optimizers)}. Each state would be loaded into "
-            "another optimizer. Restore configure_optimizers as it was, or load only the weights."
+            f"configure_optimizers returns {len(optimizers)}. States would be loaded into the "
+            "wrong optimizers. Restore configure_optimizers as it was, or load only the weights."
         )
     _check_schedulers(schedulers, checkpoint.get("lr_schedulers", ()))
 
@@ -184,9 +184,9 @@ def _is_alike(value: Tensor, parameter: Tensor) -> bool:
     )
 
 
-def _are_rates(value: Any, own: Sequence[Any]) -> bool:
+def _are_rates(value: Any, current: Sequence[Any]) -> bool:
     return (
         isinstance(value, list)
-        and len(value) == len(own)
+        and len(value) == len(current)
         and all(isinstance(one, (int, float, Tensor)) for one in value)
     )

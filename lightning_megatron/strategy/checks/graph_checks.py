@@ -140,9 +140,9 @@ def check_static_experts(settings: CudaGraphs, module: nn.Module) -> None:
             what = "mode full" if settings.mode == "full" else "scope experts"
             raise UnsupportedError(
                 f"cuda_graphs with {what} needs messages of static size: the transport of experts "
-                f"is {choice.transport} ({choice.reason}), for which the host reads in every layer "
-                "how many tokens each rank gets. Use expert_transport of one_sided or all_gather, "
-                "or mode segments without scope experts."
+                f"is {choice.transport} ({choice.reason}), with which the host reads in every "
+                "layer how many tokens each rank gets. Use expert_transport of one_sided or "
+                "all_gather, or mode segments without scope experts."
             )
 
 
@@ -155,9 +155,9 @@ def _check_products(layer: MixtureOfExperts) -> None:
         choice = choose_backend(device, weights[0].dtype, len(weights), *sizes)
         if device.type == "cuda" and choice.backend == "loop":
             raise UnsupportedError(
-                "cuda_graphs needs grouped products of experts that read sizes on the device: they "
-                f"run one by one ({choice.reason}). Use a half precision such as bf16-mixed, or "
-                "scopes without experts."
+                "cuda_graphs needs grouped products of experts that read sizes on the device: here "
+                f"they run as a loop over experts ({choice.reason}). Use a half precision such as "
+                "bf16-mixed, or scopes without experts."
             )
 
 

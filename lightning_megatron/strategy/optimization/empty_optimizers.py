@@ -98,6 +98,6 @@ def check_trained_somewhere(
             raise UnsupportedError(
                 "a parameter group must have the same hyperparameters on all pipeline stages to be "
                 f"saved: {key!r} of group {group} of optimizer {number} ({name}) is {values} by "
-                "stage. A checkpoint merges groups by number, and states of schedulers as well, so "
-                f"a resumed fit would train all stages with the values of one stage. {_REMEDY}"
+                "stage. A checkpoint merges groups and states of schedulers by number, so a "
+                f"resumed fit would train all stages with the values of one stage. {_REMEDY}"
             )

@@ -46,8 +46,8 @@ class ReplicaCheck:
         self._reducer = reducer
         self._interval = interval
         self._has_copies = main.mesh.world.size > main.mesh.pp.size
-        self._whole = replicated_over_tp(main)
-        self._use = PartialGradientSearch(module, main.mesh, self._whole)
+        self._replicated = replicated_over_tp(main)
+        self._search = PartialGradientSearch(module, main.mesh, self._replicated)
         # Number of steps by trained parameters, because optimizers may alternate.
         self._num_steps: Counter[frozenset[str]] = Counter()
         #: Loss of the last backward pass; None if user code runs the backward pass.
@@ -56,7 +56,9 @@ class ReplicaCheck:
     @property
     def inspector(self) -> Callable[[Any, bool], None] | None:
         """Return the inspector of graphs if the next step compares replicas, else None."""
-        return self._use.inspect if self._is_due(min(self._num_steps.values(), default=0)) else None
+        return (
+            self._search.inspect if self._is_due(min(self._num_steps.values(), default=0)) else None
+        )
 
     def before_sums(self, names: frozenset[str]) -> bool:
         """Exchange the findings of this step's graphs; return whether replicas are compared.
@@ -69,7 +71,7 @@ class ReplicaCheck:
         if not self._is_due(self._num_steps[names]):
             self._num_steps[names] += 1
             return False
-        everyone = all_gather_objects(sorted(self._use.found), self._main.mesh.tp)
+        everyone = all_gather_objects(sorted(self._search.found), self._main.mesh.tp)
         found = {name for one in everyone for name in one} - self._reducer.used_on_parts
         if found:
             self._reducer.used_on_parts |= found
@@ -100,7 +102,7 @@ class ReplicaCheck:
             if self.loss is not None and self._main.mesh.tp.size > 1:
                 check_loss_replicas(self._main, self.loss)
             check_data_replicas(self._main)
-            check_tensor_replicas(self._main, self._whole, names)
+            check_tensor_replicas(self._main, self._replicated, names)
 
     def _is_due(self, num_steps: int) -> bool:
         return self._has_copies and (

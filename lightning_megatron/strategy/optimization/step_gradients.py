@@ -303,8 +303,8 @@ class StepGradients:
 
 def _needs_manual_backward(loss_scale: DynamicLossScale) -> UnsupportedError:
     return UnsupportedError(
-        "precision 16-mixed needs self.manual_backward(loss): found gradients of a plain "
-        f"loss.backward(), which does not multiply the loss by the scale ({loss_scale.scale:g}). "
-        "Small gradients would vanish. Call self.manual_backward(loss), or use precision "
-        "bf16-mixed or 32-true."
+        "precision 16-mixed needs self.manual_backward(loss): the step called loss.backward(), "
+        f"which does not multiply the loss by its scale ({loss_scale.scale:g}), so that small "
+        "gradients would become 0. Call self.manual_backward(loss), or use precision bf16-mixed or "
+        "32-true."
     )

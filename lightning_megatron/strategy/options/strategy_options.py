@@ -287,8 +287,8 @@ class StrategyOptions:
         object.__setattr__(self, "nccl_options", read_nccl_options(self.nccl_options))
         if self.nccl_options and self.process_group_backend == "gloo":
             raise ParallelPlanError(
-                "nccl_options cannot be used with process_group_backend 'gloo', which does not "
-                "have these settings. Use 'nccl', or leave nccl_options out."
+                "nccl_options cannot be used with process_group_backend 'gloo', which has no such "
+                "settings. Use 'nccl', or leave nccl_options out."
             )
 
     @classmethod

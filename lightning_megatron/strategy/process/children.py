@@ -42,7 +42,7 @@ class ChildProcesses:
         self._first_rank = first_rank
         self._end = end
         self._is_over = threading.Event()
-        self._said: set[int] = set()
+        self._reported: set[int] = set()
 
     def watch(self) -> None:
         """Start watching, until this process exits."""
@@ -113,8 +113,8 @@ class ChildProcesses:
     def _say_killed(self) -> None:
         for number, process in enumerate(self._processes):
             code = process.poll()
-            if code is not None and code < 0 and number not in self._said:
-                self._said.add(number)
+            if code is not None and code < 0 and number not in self._reported:
+                self._reported.add(number)
                 name = signal.Signals(-code).name
                 rank = self._first_rank + number
                 sys.stderr.write(

@@ -71,10 +71,10 @@ def seed_dataloader(dataloader: object, seed: int, data_rank: int) -> object:
     return dataloader
 
 
-def _start_worker(then: Callable[[int], None] | None, worker: int) -> None:
+def _start_worker(init: Callable[[int], None] | None, worker: int) -> None:
     survive_one_sigterm()
-    if then is not None:
-        then(worker)
+    if init is not None:
+        init(worker)
 
 
 def survive_one_sigterm() -> None:

@@ -65,7 +65,7 @@ class FailureWatch:
         self._stop.set()
         self._cleanup_timer: threading.Timer | None = None
         self._watches_launcher = False
-        self._left: JobFolder | None = None
+        self._left_folder: JobFolder | None = None
 
     @property
     def _folder(self) -> Path | None:
@@ -122,13 +122,13 @@ class FailureWatch:
         joined = self._joined
         self._joined = None
         if joined is not None:
-            self._left = joined
+            self._left_folder = joined
             joined.leave()
 
     def leave_after_others(self) -> None:
         """Remove the files of all ranks of this machine after they have been killed."""
-        if self._left is not None:
-            self._left.leave()
+        if self._left_folder is not None:
+            self._left_folder.leave()
 
     def end(self, code: int) -> None:
         """Exit this process immediately."""

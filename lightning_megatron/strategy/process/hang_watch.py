@@ -129,14 +129,14 @@ class HangWatch:
     def _path(self, rank: int) -> Path:
         return self._folder / f"status_{rank}.json"
 
-    def _ask(self, own: RankStatus, since: float, timeout: float) -> None:
+    def _ask(self, own_status: RankStatus, since: float, timeout: float) -> None:
         """Read all statuses twice, and report a hang if this rank made no progress in between.
 
         A rank whose status has the same number in both readings is silent: its process has
         probably stopped.
 
         Args:
-            own: Last status of this rank.
+            own_status: Last status of this rank.
             since: Time at which this rank last made progress, on the monotonic clock (seconds).
             timeout: Timeout of the collective for which this rank waits (seconds).
         """
@@ -149,7 +149,7 @@ class HangWatch:
             if self._stop.wait(self._period):
                 return
             now = self._publish()
-            if now.progress != own.progress:
+            if now.progress != own_status.progress:
                 self._release()
                 return
         statuses = {**self._read(), self._rank: now}

@@ -37,15 +37,15 @@ class JobFolder:
         self.path = Path(tempfile.gettempdir()) / f"{prefix}{job}"
         _remove_forgotten(self.path.parent, prefix)
         self.path.mkdir(exist_ok=True)
-        self._own = self.path / f"process_{rank}"
-        self._own.write_text(
+        self._own_file = self.path / f"process_{rank}"
+        self._own_file.write_text(
             f"{os.getpid()} {start_time_of(os.getpid())} {socket.gethostname()}", encoding="utf-8"
         )
 
     def leave(self) -> None:
         """Remove this rank's file, and the folder if no other rank is left."""
         with suppress(OSError):
-            self._own.unlink(missing_ok=True)
+            self._own_file.unlink(missing_ok=True)
             if not any(_may_live(file) for file in self.path.glob("process_*")):
                 shutil.rmtree(self.path, ignore_errors=True)
 

@@ -119,7 +119,7 @@ def check_has_file(program: str) -> None:
     if program in {"-c", "-", ""}:
         source = "python -c" if program == "-c" else "standard input"
         raise UnsupportedError(
-            f"a program that starts one process for each device must be a file: it comes from "
-            f"{source}. Every process runs the program from its beginning. Save it as a file and "
+            "a program that starts one process for each device must be a file, because every "
+            f"process runs it from its beginning: it comes from {source}. Save it as a file and "
             "run `python train.py`."
         )

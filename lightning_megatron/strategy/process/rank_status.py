@@ -180,9 +180,9 @@ def _has_arrived(status: RankStatus, call: Call) -> bool:
     return status.waits if call.is_exchange else status.counts.get(call.axis, 0) >= call.number
 
 
-def is_ahead(own: RankStatus, statuses: Mapping[int, RankStatus]) -> bool:
+def is_ahead(waiting: RankStatus, statuses: Mapping[int, RankStatus]) -> bool:
     """Return whether a rank has started a collective that a rank of its group has not."""
-    call = own.call
+    call = waiting.call
     if call is None or call.is_exchange:
         return False
     return any(not _has_arrived(statuses[rank], call) for rank in call.ranks if rank in statuses)

@@ -62,8 +62,8 @@ class RankStrategy(MeshCommunication, ABC):
         """
         if self._mesh is None:
             raise RuntimeError(
-                "the mesh exists only while the Trainer runs, from the `setup` hook to the "
-                "`teardown` hook."
+                "the mesh must be used while the Trainer runs, from the `setup` hook to the "
+                "`teardown` hook: no run is in progress."
             )
         return self._mesh
 
@@ -125,7 +125,7 @@ class RankStrategy(MeshCommunication, ABC):
             raise UnsupportedError(
                 "Trainer(sync_batchnorm=True) cannot be used with this strategy: the statistics of "
                 "microbatches and stages would differ from the statistics of the batch. Use norms "
-                "without batch statistics."
+                "without batch statistics, such as GroupNorm."
             )
         check_backend(self.options.process_group_backend, self.root_device)
         assert self.cluster_environment is not None, "the Trainer sets the cluster environment"
@@ -191,8 +191,8 @@ class RankStrategy(MeshCommunication, ABC):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         raise UnsupportedError(
-            f"a CheckpointIO plugin cannot be used with this strategy: {type(io).__name__}. Every "
-            "rank writes its own shards, which the plugin would not see. Remove it from "
+            "a CheckpointIO plugin cannot be used with this strategy, because every rank writes "
+            f"its own shards: the plugin is {type(io).__name__}. Remove it from "
             "Trainer(plugins=...)."
         )
 

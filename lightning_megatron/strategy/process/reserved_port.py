@@ -39,7 +39,7 @@ class ReservedPort:
             raise UnsupportedError(
                 f"the ranks must meet at a free port of this machine: port {port} cannot be used "
                 f"({error.strerror}). Set the environment variable MASTER_PORT to a free port, or "
-                "unset it and a free one is taken."
+                "unset it to use any free port."
             ) from error
 
     def hand_over(self) -> int | None:

@@ -24,7 +24,7 @@ class CustomOrderCheck:
     def __init__(self, mesh: ParallelMesh, order: OrderOfPasses) -> None:
         self._axis = mesh.model_cpu
         self._order = order
-        self._seen: set[int] = set()
+        self._checked_counts: set[int] = set()
 
     def check(self, num_microbatches: int) -> None:
         """Check the schedule of a step.
@@ -39,7 +39,7 @@ class CustomOrderCheck:
         Communication: for a new number of microbatches of a function, one gather over tp x pp on
         the CPU.
         """
-        if not isinstance(self._order, CustomOrder) or num_microbatches in self._seen:
+        if not isinstance(self._order, CustomOrder) or num_microbatches in self._checked_counts:
             return
         failure: ParallelPlanError | None = None
         try:
@@ -52,4 +52,4 @@ class CustomOrderCheck:
             check_same_everywhere(self._axis, {name: rows}, _REMEDY)
         if failure is not None:
             raise failure
-        self._seen.add(num_microbatches)
+        self._checked_counts.add(num_microbatches)

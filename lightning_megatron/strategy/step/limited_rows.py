@@ -119,7 +119,7 @@ class LimitedRows:
         def restore() -> None:
             self._gradients.discard()
             for batch in self._earlier:
-                batch.before.restore()
+                batch.state.restore()
                 batch.run()
             before.restore()
             self._states.resume_step()
@@ -239,9 +239,9 @@ class _EarlierBatch:
     """Earlier batch of an optimizer step, whose gradients are in the accumulated sum.
 
     Args:
-        before: State before the batch.
+        state: State before the batch.
         run: Function that runs the batch eagerly.
     """
 
-    before: _Before
+    state: _Before
     run: Callable[[], object]

@@ -124,7 +124,7 @@ class RunGraphs:
         # Kind of the running step, and the change that the strategy has announced on all ranks.
         self._kind: StepKind | None = None
         self._common_change: str | None = None
-        self._said: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
         self._num_known = 0
         # Whether the graphs have changed since the last log line about captured parts.
         self._is_unsaid = False
@@ -319,16 +319,16 @@ class RunGraphs:
             UnsupportedError: With ``on_new_shape="error"``.
         """
         for part, reason in self._captures.eager:
-            if (part, reason) in self._said:
+            if (part, reason) in self._logged:
                 continue
             if self._settings.on_new_shape == "error":
                 raise UnsupportedError(
-                    f"cuda_graphs with on_new_shape='error' needs the captured shapes in every "
-                    f"step: {part}, {reason}. Use drop_last=True and one length for all "
-                    "samples, or on_new_shape of eager or capture."
+                    "with cuda_graphs and on_new_shape='error' every step must have captured "
+                    f"shapes: {part}, {reason}. Use drop_last=True and one length for all samples, "
+                    "or on_new_shape of eager or capture."
                 )
-            self._said.add((part, reason))
-            if len(self._said) <= _MAX_WARNINGS:
+            self._logged.add((part, reason))
+            if len(self._logged) <= _MAX_WARNINGS:
                 rank_zero_warn(
                     f"CUDA graphs: {part}, {reason}: run eagerly (said once for each shape)",
                     category=SpeedWarning,

@@ -74,7 +74,7 @@ class StepRunner:
         self._mesh = mesh
         self._executor = executor
         self._rule = rule
-        self._kept = kept
+        self._attribute_sync = kept
         self._trials = trials
         self._choice = choice
         self._order_check = CustomOrderCheck(mesh, rule.schedule)
@@ -121,7 +121,7 @@ class StepRunner:
         """
         microbatches = self._cut_to_train(batch, passes is not None)
         self._try(module, ("training_step",), batch, microbatches, args, step)
-        self._kept.begin()
+        self._attribute_sync.begin()
         with self._replay.record(module) as recorder:
             for name, value in values_to_log.items():
                 module.log(name, value, on_step=True, on_epoch=False)
@@ -149,7 +149,7 @@ class StepRunner:
             returns_more,
             is_repeated=ran.is_repeated,
         )
-        self._kept.share_after("training_step")
+        self._attribute_sync.share_after("training_step")
         has_loss = not (self._mesh.has_loss and losses.is_empty)
         if has_loss:
             self._counting.check(replayed.is_counted)
@@ -162,7 +162,7 @@ class StepRunner:
         if returns_more:
             merged = self._merged(step_outputs(ran), microbatches, counts)
         if replayed.returns_more:
-            merged = self._kept.outputs_after("training_step", merged)
+            merged = self._attribute_sync.outputs_after("training_step", merged)
         return replace(
             result, output={**merged, "loss": mean} if isinstance(merged, Mapping) else mean
         )
@@ -242,7 +242,7 @@ class StepRunner:
         microbatches = self._cut(batch)
         if name != "predict_step":
             self._try(module, key, batch, microbatches, args, step)
-        self._kept.begin()
+        self._attribute_sync.begin()
 
         def run(parts: Sequence[Microbatch], args: tuple[Any, ...]) -> MicrobatchOutputs:
             guard = self.reads.guard(module, name)
@@ -268,9 +268,9 @@ class StepRunner:
             self._replay.replay(
                 module, recorder, (*key, ran.graph), counts=counts, is_repeated=ran.is_repeated
             )
-            self._kept.share_after(name)
-            return self._kept.outputs_after(name, merged)
-        self._kept.share_after(name)
+            self._attribute_sync.share_after(name)
+            return self._attribute_sync.outputs_after(name, merged)
+        self._attribute_sync.share_after(name)
         pp_cpu = self._mesh.pp_cpu
         if pp_cpu.size == 1:
             return merged
@@ -354,7 +354,7 @@ class StepRunner:
             with (
                 guard,
                 naming_uncut_modules(module, self._mesh),
-                self._kept.trial() if self._executor.is_repeated else nullcontext(),
+                self._attribute_sync.trial() if self._executor.is_repeated else nullcontext(),
             ):
                 # A step may remove entries from its batch, and another run needs them again.
                 return step_fn(own_containers(data) if is_repeated else data, *args)

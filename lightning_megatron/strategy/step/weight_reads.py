@@ -82,7 +82,7 @@ class WeightReads:
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self._mesh = mesh
-        self._seen: set[str] = set()
+        self._checked_steps: set[str] = set()
 
     def guard(self, module: nn.Module, step: str) -> AbstractContextManager[Any]:
         """Return a context for a step, which watches the first call only.
@@ -91,9 +91,9 @@ class WeightReads:
             module: User's module.
             step: Name of the step.
         """
-        if step in self._seen or self._mesh.tp.size * self._mesh.pp.size == 1:
+        if step in self._checked_steps or self._mesh.tp.size * self._mesh.pp.size == 1:
             return nullcontext()
-        self._seen.add(step)
+        self._checked_steps.add(step)
         # torch.compile would trace the guard's mode into the compiled code.
         if any(
             part._compiled_call_impl is not None or hasattr(part, "_orig_mod")

@@ -124,9 +124,9 @@ class WholeSteps:
             gather.begin()
             return run(microbatches, factor, passes, args)
 
-        def run_in_graph(given: Sequence[Microbatch]) -> MicrobatchOutputs:
+        def run_in_graph(microbatches: Sequence[Microbatch]) -> MicrobatchOutputs:
             gather.begin()
-            ran = run(given, scale, in_graph, _unread(args))
+            ran = run(microbatches, scale, in_graph, _unread(args))
             gather.wait()
             if sums:
                 gradients.sum_up()
@@ -239,7 +239,7 @@ def refusing_kept_changes(module: nn.Module, step: str) -> Iterator[None]:
     """
     hook = why_hooked(module)
     if hook is not None:
-        raise UnsupportedError(f"a captured {step} must call no hooks of users: {hook}")
+        raise UnsupportedError(f"a captured {step} must not call user hooks: {hook}")
     state = ModuleState(module)
     metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
     updates = {name: metric._update_count for name, metric in metrics.items()}
@@ -257,9 +257,9 @@ def refusing_kept_changes(module: nn.Module, step: str) -> Iterator[None]:
         name, kind = next(iter(changed.items()))
         raise UnsupportedError(
             f"a captured {step} must not change attributes of the module: it changes {name} "
-            f"({kind}){_more(changed)}. A replay runs no Python, so that they would keep the "
-            "values of the capture. Return such values from the step, log them as tensors, or "
-            "change them in hooks such as on_train_batch_end."
+            f"({kind}){_more(changed)}. A replay runs no Python, so they would keep the values of "
+            "the capture. Return such values from the step, log them as tensors, or change them in "
+            "hooks such as on_train_batch_end."
         )
 
 

@@ -265,9 +265,12 @@ class _MicrobatchTrial:
         return any(all_gather_objects(is_so, self._mesh.world_cpu))
 
     def _judge(
-        self, found: Mapping[str, tuple[float, float, int]], changed: Mapping[str, str], size: int
+        self,
+        differences: Mapping[str, tuple[float, float, int]],
+        changed: Mapping[str, str],
+        size: int,
     ) -> None:
-        texts = [_text_of_values(self._step, found, size)] if found else []
+        texts = [_text_of_values(self._step, differences, size)] if differences else []
         counted = sorted(name for name, kind in changed.items() if kind in ("number", "tensor"))
         if counted and self._tried.is_training:
             texts.append(_text_of_state(self._step, counted))
@@ -313,17 +316,17 @@ def _groups(num_parts: int) -> list[range]:
 
 
 def _differences(
-    together: Sequence[StepResults],
+    on_all: Sequence[StepResults],
     groups: Sequence[range],
-    alone: Sequence[StepResults],
+    separate: Sequence[StepResults],
     tolerance: float,
 ) -> dict[str, tuple[float, float, int]]:
     """Return each name's largest difference: combined value, separate value and group size."""
     found: dict[str, tuple[float, float, int]] = {}
-    for results, group in zip(together, groups, strict=False):
+    for results, group in zip(on_all, groups, strict=False):
         for name, (value, weight) in results.values.items():
             single = [
-                alone[number].values[name] for number in group if name in alone[number].values
+                separate[number].values[name] for number in group if name in separate[number].values
             ]
             if (
                 len(single) < len(group)
@@ -341,11 +344,13 @@ def _differences(
     return found
 
 
-def _text_of_values(step: str, found: Mapping[str, tuple[float, float, int]], size: int) -> str:
+def _text_of_values(
+    step: str, differences: Mapping[str, tuple[float, float, int]], size: int
+) -> str:
     listed = "; ".join(
         f"{name} of {'two' if count == 2 else 'three'} microbatches is {whole:.7g} in one call and "
         f"{parts:.7g} in separate calls"
-        for name, (whole, parts, count) in found.items()
+        for name, (whole, parts, count) in differences.items()
     )
     return (
         f"{step} must give the same values for microbatches and for their batch, because it is "

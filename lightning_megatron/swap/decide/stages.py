@@ -131,7 +131,7 @@ class Stages:
             set_shard_spec(parameter, shard_spec_of(parameter, self.mesh.tp.rank).tied(original))
         return self._record(before, sum(p.numel() for p in staged.parameters()))
 
-    def _record(self, before: int, now: int) -> SwapRecord:
+    def _record(self, old: int, new: int) -> SwapRecord:
         held = ", ".join(
             f"{layers.start} to {layers.stop - 1}" if layers else "none"
             for layers in self.layers[self.mesh.pp.rank]
@@ -147,9 +147,7 @@ class Stages:
             f"last: {last}."
         )
         source = type(self.blocks.module).__name__
-        return SwapRecord(
-            self.blocks.name, "blocks", source, StagedBlocks.__name__, before, now, note
-        )
+        return SwapRecord(self.blocks.name, "blocks", source, StagedBlocks.__name__, old, new, note)
 
 
 def plan_stages(

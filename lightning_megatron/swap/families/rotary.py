@@ -185,21 +185,21 @@ def _rule(
     return rule
 
 
-def _agreed(values: Values, name: str | None, other: str) -> Any:
+def _agreed(values: Values, name: str | None, second_name: str) -> Any:
     # Earlier configurations may give a number under two names.
     first = None if name is None else values[name]
-    second = values[other]
+    second = values[second_name]
     if None not in (first, second) and first != second:
-        raise _refusal(other, second, f"equal to {name} ({first})", "both set the same value")
+        raise _refusal(second_name, second, f"equal to {name} ({first})", "both set the same value")
     return second if first is None else first
 
 
-def _scaling(kind: Any, given: Mapping[str, Any], values: Values) -> RotaryScaling:
+def _scaling(kind: Any, parameters: Mapping[str, Any], values: Values) -> RotaryScaling:
     longest = values["max_position_embeddings"]
     # A field of the configuration itself goes before one inside the mapping.
     length = (
         values["original_max_position_embeddings"]
-        or given.get("original_max_position_embeddings")
+        or parameters.get("original_max_position_embeddings")
         or longest
     )
     needed = {
@@ -208,20 +208,20 @@ def _scaling(kind: Any, given: Mapping[str, Any], values: Values) -> RotaryScali
     }.get(kind, ())
     needed = ("short_factor", "long_factor") if kind == "longrope" else needed
     for name in needed:
-        if given.get(name) is None:
+        if parameters.get(name) is None:
             raise _refusal(
                 f"rope_parameters.{name}",
                 None,
                 "given",
                 f"{kind} positions cannot be computed without it",
             )
-    factor = given.get("factor")
+    factor = parameters.get("factor")
     factor = float(longest / length if factor is None else factor)
     if kind == "linear":
         return RotaryScaling(kind=kind, factor=factor)
     if kind == "llama3":
-        low = float(given["low_freq_factor"])
-        high = float(given["high_freq_factor"])
+        low = float(parameters["low_freq_factor"])
+        high = float(parameters["high_freq_factor"])
         return RotaryScaling(
             kind=kind,
             factor=factor,
@@ -229,30 +229,30 @@ def _scaling(kind: Any, given: Mapping[str, Any], values: Values) -> RotaryScali
             low_frequency_factor=low,
             high_frequency_factor=high,
         )
-    attention = given.get("attention_factor")
+    attention = parameters.get("attention_factor")
     if kind == "longrope":
         return RotaryScaling(
             kind=kind,
             factor=factor,
             original_length=length,
-            short_factors=tuple(given["short_factor"]),
-            long_factors=tuple(given["long_factor"]),
+            short_factors=tuple(parameters["short_factor"]),
+            long_factors=tuple(parameters["long_factor"]),
             attention_factor=attention,
         )
     return RotaryScaling(
         kind=kind,
         factor=factor,
         original_length=length,
-        beta_fast=float(given.get("beta_fast") or 32),
-        beta_slow=float(given.get("beta_slow") or 1),
-        truncate=bool(given.get("truncate", True)),
-        attention_factor=_yarn_attention(factor, given) if attention is None else attention,
+        beta_fast=float(parameters.get("beta_fast") or 32),
+        beta_slow=float(parameters.get("beta_slow") or 1),
+        truncate=bool(parameters.get("truncate", True)),
+        attention_factor=_yarn_attention(factor, parameters) if attention is None else attention,
     )
 
 
-def _yarn_attention(factor: float, given: Mapping[str, Any]) -> float | None:
-    mscale = given.get("mscale")
-    mscale_all = given.get("mscale_all_dim")
+def _yarn_attention(factor: float, parameters: Mapping[str, Any]) -> float | None:
+    mscale = parameters.get("mscale")
+    mscale_all = parameters.get("mscale_all_dim")
     if not mscale or not mscale_all:
         return None
     if factor <= 1.0:

@@ -275,8 +275,8 @@ class HuggingFaceLM(ReplacedModel):
             broadcast_(loss, pp, loss_stage)
         return CausalLMOutput(loss if has_labels else None, lambda: logits)
 
-    def _laid_out(self, span: AttentionSpan | None, given: Tensor) -> AttentionSpan | None:
-        return laid_out(span, given, self.gpt.mesh, self.gpt.context)
+    def _laid_out(self, span: AttentionSpan | None, inputs: Tensor) -> AttentionSpan | None:
+        return laid_out(span, inputs, self.gpt.mesh, self.gpt.context)
 
     def _padding(self, num_sequences: int, length: int, multiple: int) -> tuple[int, int]:
         """Return the numbers of rows and positions to append."""

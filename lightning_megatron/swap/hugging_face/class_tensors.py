@@ -266,10 +266,10 @@ def _class_state(models: Sequence[ClassTensors], key: str, states: Mapping[str, 
     return value
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
+def _is_same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
+    return bool(first == second)
 
 
 def _other_shape(key: str, name: str, value: Tensor, shape: Sequence[int]) -> UnsupportedError:

@@ -93,11 +93,11 @@ class GeneratingLM(HuggingFaceLM):
         arguments = signature(inherited.prepare_inputs_for_generation).parameters
         return "cache" if "cache" in arguments else "past_key_values"
 
-    def _check_cache(self, config: Any, given: Mapping[str, Any], mode: Any) -> None:
+    def _check_cache(self, config: Any, arguments: Mapping[str, Any], mode: Any) -> None:
         name = self._cache_argument
-        if given.get(name) is not None:
+        if arguments.get(name) is not None:
             raise UnsupportedError(
-                f"generate takes no {name}: {type(given[name]).__name__} was given. The keys "
+                f"generate takes no {name}: {type(arguments[name]).__name__} was given. The keys "
                 "and values lie in a cache of this rank's layers, which generate makes. Leave it "
                 "out, and pass all tokens."
             )

@@ -149,12 +149,12 @@ def _copy(loading: WeightLoading, note: str) -> str:
 
 
 def _reading(
-    model: GPT | Encoder, family: Family, folder: str, given: RenamedTensors, shows_progress: bool
+    model: GPT | Encoder, family: Family, folder: str, weights: RenamedTensors, shows_progress: bool
 ) -> Callable[[], str]:
     """Return a function that fills a model with values of a folder and of user code."""
     files = reader_of(SafetensorsFolder(folder), family)
     loading = plan_loading(
-        model, OverlayReader(given, files) if given.own else files, family, may_lack=True
+        model, OverlayReader(weights, files) if weights.own else files, family, may_lack=True
     )
 
     def fill() -> str:
@@ -162,7 +162,7 @@ def _reading(
         note = ""
         if loading.missing:
             note = f"{named(loading.missing)} are not in {folder} and keep their initial values."
-        return _with_given(note, given)
+        return _with_given(note, weights)
 
     return fill
 
@@ -171,12 +171,12 @@ def _draw(
     model: GPT | Encoder,
     origin: Origin | None,
     family: Family,
-    own: RenamedTensors,
-    given: RenamedTensors,
+    drawn: RenamedTensors,
+    weights: RenamedTensors,
 ) -> str:
     """Fill a model with initial values, except for those that user code changed."""
     initialize_(model, model.mesh.device, torch.initial_seed())
-    changed = set(given.names())
+    changed = set(weights.names())
     table = [
         tensor
         for tensor in family.tensors(model.config)
@@ -184,20 +184,20 @@ def _draw(
     ]
     if table and origin is not None:
         # Draw again the tensors that one layer joins with them.
-        shapes = {name: own.shape(name) for tensor in table for name in tensor.source_shapes}
+        shapes = {name: drawn.shape(name) for tensor in table for name in tensor.source_shapes}
         fill_from(
             model,
             {tensor.target: tensor for tensor in table},
-            OverlayReader(given, DrawnTensors(origin, shapes)),
+            OverlayReader(weights, DrawnTensors(origin, shapes)),
             family,
         )
-    return _with_given("", given)
+    return _with_given("", weights)
 
 
-def _with_given(note: str, given: RenamedTensors) -> str:
-    if not given.own:
+def _with_given(note: str, weights: RenamedTensors) -> str:
+    if not weights.own:
         return note
-    count = f"{len(given.own)} tensors" if len(given.own) > 4 else named(given.own)
+    count = f"{len(weights.own)} tensors" if len(weights.own) > 4 else named(weights.own)
     return f"{count} keep the values from configure_model. {note}".strip()
 
 
