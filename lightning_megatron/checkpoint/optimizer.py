@@ -154,7 +154,7 @@ def load_optimizer(
     saved = _saved_state(stored, index)
     check_states(index, metadata["groups"], saved, stored.checkpoint.path)
     expected = {
-        f"{_prefix(index)}{name}.{key}": _whole(one.shape, main.spec(name), key)
+        f"{_prefix(index)}{name}.{key}": _replicated_spec(one.shape, main.spec(name), key)
         for name in original
         for key, one in saved.get(original[name], {}).items()
     }
@@ -235,10 +235,10 @@ def _placement(
     # Data ranks with slices of the same parameter have equal scalars. The rank with the first
     # element saves them, and the others count as copies.
     is_copy = isinstance(placement, FlatSlice) and placement.start > 0
-    return _whole(shape, spec, key, copy=1 if is_copy else 0)
+    return _replicated_spec(shape, spec, key, copy=1 if is_copy else 0)
 
 
-def _whole(shape: tuple[int, ...], spec: ShardSpec, key: str, copy: int = 0) -> ShardSpec:
+def _replicated_spec(shape: tuple[int, ...], spec: ShardSpec, key: str, copy: int = 0) -> ShardSpec:
     whole = replicated_spec(torch.empty(shape, device="meta"), copy)
     return replace(whole, tied_to=_tied_state(spec, key), is_expert=spec.is_expert)
 

@@ -133,7 +133,7 @@ class CheckpointWriter:
             CheckpointSaveError: On all ranks.
         """
         if self._running is not None and self._running.is_over():
-            self._settle()
+            self._finish_change()
 
     def wait(self) -> None:
         """Wait until a background save has ended.
@@ -143,7 +143,7 @@ class CheckpointWriter:
         """
         if self._running is not None:
             self._running.join()
-            self._settle()
+            self._finish_change()
 
     def close(self) -> None:
         """Wait until a background save has ended, and release the host memory.
@@ -191,7 +191,7 @@ class CheckpointWriter:
         ):
             change.make()
 
-    def _settle(self) -> None:
+    def _finish_change(self) -> None:
         running = self._running
         self._running = None
         self._will_exist = {}

@@ -227,7 +227,7 @@ class HarnessAnswers:
             found = generate(self._model, batch, own, stop)
             return [before_stop(self._text(row), until) for row in found]
 
-        answers = self._in_rounds(cut, len, answer)
+        answers = self._answer_all(cut, len, answer)
         self._num_draws += len(cut) if settings["sample"] else 0
         return answers
 
@@ -251,7 +251,7 @@ class HarnessAnswers:
 
     def _scores(self, rows: Sequence[ScoredTokens]) -> list[tuple[float, bool]]:
         """Return each row's log-likelihood, and whether all scored tokens are most probable."""
-        return self._in_rounds(rows, lambda row: len(row.tokens), self._scores_of_batch)
+        return self._answer_all(rows, lambda row: len(row.tokens), self._scores_of_batch)
 
     def _scores_of_batch(
         self, batch: Sequence[ScoredTokens], number: int
@@ -280,7 +280,7 @@ class HarnessAnswers:
         found = broadcast_(found, mesh.pp, mesh.layout.loss_stage)
         return [(score, bool(is_best)) for score, is_best in found[: len(batch)].tolist()]
 
-    def _in_rounds(
+    def _answer_all(
         self, rows: Sequence[Any], length: Callable[[Any], int], answer: Callable[..., list[T]]
     ) -> list[T]:
         """Answer all rows in batches, which the data-parallel replicas process in turn.

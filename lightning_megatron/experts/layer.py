@@ -237,9 +237,9 @@ class MixtureOfExperts(nn.Module):
         tokens = hidden.flatten(0, 1)
         return (
             hidden,
-            self._own_share(tokens),
-            self._own_share(probabilities),
-            self._own_share(routing.experts, fill=-1),
+            self._local_share(tokens),
+            self._local_share(probabilities),
+            self._local_share(routing.experts, fill=-1),
         )
 
     def _prepare(self, tokens: Tensor, probabilities: Tensor, selected: Tensor) -> PreparedTokens:
@@ -276,20 +276,20 @@ class MixtureOfExperts(nn.Module):
 
     def _combine(self, returned: ExpertOutput, hidden: Tensor) -> Tensor:
         output = self.transport_choice.dispatcher.combine(returned)
-        if self._is_shared_out:
+        if self._is_divided:
             output = gather_from_axis(output, self.mesh.tp, dim=0)[
                 : hidden.shape[0] * hidden.shape[1]
             ]
         return output.view(hidden.shape)
 
     @property
-    def _is_shared_out(self) -> bool:
+    def _is_divided(self) -> bool:
         # The groups of ep and etp span tp ranks, and dispatchers need different tokens on every
         # rank.
         return self.mesh.tp.size > 1 and not self.mesh.sequence_parallel
 
-    def _own_share(self, rows: Tensor, fill: float = 0.0) -> Tensor:
-        if not self._is_shared_out:
+    def _local_share(self, rows: Tensor, fill: float = 0.0) -> Tensor:
+        if not self._is_divided:
             return rows
         missing = -rows.shape[0] % self.mesh.tp.size
         padded = F.pad(rows, (0, 0, 0, missing), value=fill) if missing else rows

@@ -39,7 +39,7 @@ def check_same_everywhere(world: MeshAxis, fields: Fields, remedy: str = _REMEDY
     Communication: one gather of objects over ``world``.
     """
     everyone = all_gather_objects(dict(fields), world)
-    complaint = _complaint(everyone, [f"rank {rank}" for rank in world.ranks], remedy)
+    complaint = _describe_differences(everyone, [f"rank {rank}" for rank in world.ranks], remedy)
     if complaint is not None:
         raise RankMismatchError(complaint)
 
@@ -84,7 +84,7 @@ def check_same_in_store(
             f"rank {r}" + ("" if one_host else f" on {host}")
             for r, host in zip(ranks, hosts, strict=True)
         ]
-        complaint = _complaint([values for _, values in found], names)
+        complaint = _describe_differences([values for _, values in found], names)
         for other in ranks:
             own.set(f"result/{other}/{number}", complaint or "")
         if complaint is not None:
@@ -167,7 +167,7 @@ def _is_timeout(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistStoreError) or "timeout" in str(error).lower()
 
 
-def _complaint(
+def _describe_differences(
     everyone: Sequence[Fields], ranks: Sequence[str], remedy: str = _REMEDY
 ) -> str | None:
     """Return a description of the values that differ between ranks, None if all are equal."""

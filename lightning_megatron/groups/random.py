@@ -92,7 +92,7 @@ class RandomStreams:
         """
         self._runs.clear()
         self._repeats.clear()
-        self._go(StreamPosition(step, microbatch))
+        self._move_to(StreamPosition(step, microbatch))
         if self._recorder is not None:
             self._recorder.move("begin", self.position, in_backward=False)
 
@@ -111,7 +111,7 @@ class RandomStreams:
         if position is None:
             self._enter(layer, in_backward)
         else:
-            self._go(replace(position, layer=layer))
+            self._move_to(replace(position, layer=layer))
         if self._recorder is not None:
             kind: MoveKind = "enter"
             if position is not None:
@@ -122,9 +122,9 @@ class RandomStreams:
     def _enter(self, layer: int, in_backward: bool) -> None:
         base = self.position
         run = base.run if base.is_replay else self._next_run(layer, in_backward)
-        self._go(replace(base, layer=layer, run=run))
+        self._move_to(replace(base, layer=layer, run=run))
 
-    def _go(self, position: StreamPosition) -> None:
+    def _move_to(self, position: StreamPosition) -> None:
         self.position = position
         self._states.clear()
 
@@ -325,10 +325,10 @@ class RandomStreams:
         elif move.kind == "replay":
             # The forward pass may have been a later run of the layer than the captured one.
             run = there.run + origin.run
-            self._go(StreamPosition(origin.step, microbatch, there.layer, True, run))
+            self._move_to(StreamPosition(origin.step, microbatch, there.layer, True, run))
         elif move.kind == "return":
             before = replace(there, step=origin.step) if move.is_own else interrupted
-            self._go(before)
+            self._move_to(before)
 
     def _seed_generator(self, draw: Draw) -> None:
         """Set a generator to the state in which the default generator would draw now."""

@@ -260,7 +260,7 @@ class InputEmbedding(nn.Module):
             vectors: Full tensor that replaces the token vectors.
         """
         self.mesh.random.seek(0)
-        hidden = self.word(tokens) if vectors is None else self._own_part(vectors)
+        hidden = self.word(tokens) if vectors is None else self._local_part(vectors)
         if self.scale != 1.0 and (vectors is None or self.scales_vectors):
             hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype, device="cpu").item()
         if self.position is not None:
@@ -271,7 +271,7 @@ class InputEmbedding(nn.Module):
             hidden = self.norm(hidden)
         return hidden_dropout(hidden, self.dropout, self.training, self.mesh)
 
-    def _own_part(self, vectors: Tensor) -> Tensor:
+    def _local_part(self, vectors: Tensor) -> Tensor:
         hidden = vectors.transpose(0, 1).contiguous()
         return split_to_axis(hidden, self.mesh.tp, dim=0) if self.mesh.sequence_parallel else hidden
 

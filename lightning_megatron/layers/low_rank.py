@@ -142,7 +142,7 @@ class LowRankUpdates(nn.ModuleDict):
             return output
         pieces = []
         end = 0
-        for update in self._in_order():
+        for update in self._updates_in_order():
             outputs = update.outputs
             here = output[..., outputs.start : outputs.stop]
             pieces += [output[..., end : outputs.start], here + update(hidden).to(output.dtype)]
@@ -150,7 +150,7 @@ class LowRankUpdates(nn.ModuleDict):
         pieces = [piece for piece in [*pieces, output[..., end:]] if piece.shape[-1]]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
 
-    def _in_order(self) -> list[LowRank]:
+    def _updates_in_order(self) -> list[LowRank]:
         updates = [update for update in self.values() if isinstance(update, LowRank)]
         return sorted(updates, key=lambda update: update.outputs.start)
 

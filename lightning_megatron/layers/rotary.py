@@ -165,7 +165,7 @@ class RotaryTables:
                 scaling=self.scaling,
                 dtype=hidden.dtype,
             )
-            return self._own(whole, cut)
+            return self._local_tables(whole, cut)
         key = (seq_length, hidden.dtype, hidden.device)
         if not self._cache or self._cache[0][0] != key:
             kept = dict(self._cache)
@@ -188,9 +188,9 @@ class RotaryTables:
                 dtype=hidden.dtype,
                 device=hidden.device,
             )
-            return self._own(whole)
+            return self._local_tables(whole)
 
-    def _own(
+    def _local_tables(
         self, tables: tuple[Tensor, Tensor], cut: TokenOrder | None = None
     ) -> tuple[Tensor, Tensor]:
         # Scalings may depend on the largest position, so whole tables are computed and then cut.

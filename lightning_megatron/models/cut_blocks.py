@@ -87,7 +87,7 @@ class CutBlocks(PipelinedModule):
 
     def current(self) -> StageCursor:
         """Return the cursor of the running step, or raise if no step runs."""
-        self.check_callable_whole()
+        self.check_has_all_stages()
         assert self.cursor is not None, "lists are cut only if there are several stages"
         self.boundaries.receive_extras(self.cursor, self.virtual_stage)
         return self.cursor

@@ -162,7 +162,7 @@ class Encoder(LayeredModule):
         """
         given = rows.tokens_or_vectors
         check_present(rows.tokens, rows.vectors, rows.valid, rows.positions, rows.token_types)
-        self.check_callable_whole()
+        self.check_has_all_stages()
         # A row may be longer than the position table if its positions are given or skip padding.
         has_row_positions = rows.positions is None and (
             self.config.positions == "row" or rows.tokens is None

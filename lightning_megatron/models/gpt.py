@@ -196,7 +196,7 @@ class GPT(LayeredModule):
         """Run the model and return the result of :meth:`_run_head`; see :meth:`forward`."""
         given = tokens_or_embeddings(tokens, embeddings)
         check_present(tokens, embeddings)
-        self.check_callable_whole()
+        self.check_has_all_stages()
         parts = 1 if continues_cache(span) else self.mesh.cp.size
         shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
         self.config.check_seq_length(given.shape[1], shards, parts)

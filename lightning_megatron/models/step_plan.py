@@ -57,14 +57,14 @@ class ProbeFindings:
         origins: Origins of the values that can be sent between stages, by name.
         needs: Pairs of a virtual stage and the name of a value of an earlier stage that it reads.
         bound: Tensors that a virtual stage receives as inputs of its first block, by virtual stage.
-        seen: Tensors whose uses have already been recorded, by virtual stage and identity.
+        recorded_uses: Tensors whose uses have already been recorded, by virtual stage and identity.
     """
 
     inputs: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     origins: dict[str, ValueOrigin] = field(default_factory=dict)
     needs: set[tuple[int, str]] = field(default_factory=set)
     bound: dict[int, dict[int, object]] = field(default_factory=dict)
-    seen: dict[tuple[int, int], object] = field(default_factory=dict)
+    recorded_uses: dict[tuple[int, int], object] = field(default_factory=dict)
 
 
 def wrong_calls(expected: int, count: object) -> str:

@@ -80,7 +80,7 @@ class PipelineExecutor:
         self.after_forwards: Callable[[], Callable[[], None]] | None = None
         #: Function from the number of microbatches to the context of the passes of a run with
         #: backward passes.
-        self.around_passes: Callable[[int], AbstractContextManager[None]] = _nothing_around
+        self.around_passes: Callable[[int], AbstractContextManager[None]] = _no_context
 
     def run(
         self,
@@ -278,7 +278,7 @@ class PipelineExecutor:
             self.model.side_calls = None
 
 
-def _nothing_around(num_microbatches: int) -> AbstractContextManager[None]:
+def _no_context(num_microbatches: int) -> AbstractContextManager[None]:
     return nullcontext()
 
 

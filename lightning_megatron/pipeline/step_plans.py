@@ -73,7 +73,7 @@ class StepPlans:
             cursor = StageCursor(chunk=0, probe=True, plan=None)
             with trial.keeps(), torch.no_grad():
                 with self._collecting([microbatch]):
-                    result = self._try_out(step_fn, microbatch, cursor)
+                    result = self._run_probe(step_fn, microbatch, cursor)
                 self._asking.discard(trial.name)
                 if self._collected[id(microbatch)]:
                     self._asking.add(trial.name)
@@ -111,7 +111,7 @@ class StepPlans:
         with trial.keeps(), torch.no_grad(), self._collecting(microbatches):
             for number, microbatch in enumerate(microbatches):
                 seek(number)
-                self._try_out(step_fn, microbatch, StageCursor(chunk=0, probe=True, plan=None))
+                self._run_probe(step_fn, microbatch, StageCursor(chunk=0, probe=True, plan=None))
 
     def side_calls_of(self, microbatch: Microbatch) -> SideCalls:
         """Return what the running step has asked of all stages for a microbatch.
@@ -130,7 +130,7 @@ class StepPlans:
         finally:
             self._is_collecting = False
 
-    def _try_out(self, step_fn: StepFn, microbatch: Microbatch, cursor: StageCursor) -> Any:
+    def _run_probe(self, step_fn: StepFn, microbatch: Microbatch, cursor: StageCursor) -> Any:
         try:
             return self.call(step_fn, microbatch, cursor)[0]
         except Exception as error:

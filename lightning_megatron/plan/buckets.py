@@ -30,8 +30,8 @@ class FlatParameter:
         name: Name of the parameter, unique in the buffer.
         size: Number of elements (elements).
         group: Group of the parameter; all pieces of a bucket have the same group.
-        alone: Whether the piece needs its own bucket. Tied weights do, because their gradients are
-            first summed over another process group.
+        own_bucket: Whether the piece needs its own bucket. Tied weights do, because their gradients
+            are first summed over another process group.
         stack: Key that pieces share if one matrix product reads them together. They stay
             neighbours, and no bucket ends between them. None for an independent piece.
     """
@@ -39,7 +39,7 @@ class FlatParameter:
     name: str
     size: int
     group: int = 0
-    alone: bool = False
+    own_bucket: bool = False
     stack: int | None = None
 
 
@@ -238,9 +238,9 @@ def plan_by_elements(
         )
         is_full = filled >= bucket_size and not is_inside_stack
         is_table = piece is firsts[piece.group] and piece.size >= bucket_size
-        is_alone = piece.alone or (is_table and not is_inside_stack)
+        is_alone = piece.own_bucket or (is_table and not is_inside_stack)
         if pending and (
-            is_full or is_alone or pending[-1].alone or piece.group != pending[0].group
+            is_full or is_alone or pending[-1].own_bucket or piece.group != pending[0].group
         ):
             close()
         filled = _align(filled, alignment) + piece.size if pending else piece.size
@@ -270,7 +270,7 @@ def plan_by_parameters(pieces: Iterable[FlatParameter], num_parts: int) -> Buffe
     for group in groups:
         members = [piece for piece in reversed(pieces) if piece.group == group]
         start = buckets[-1].stop if buckets else 0
-        parts = [_placed(part, ALIGNMENT) for part in _deal(members, num_parts)]
+        parts = [_placed(part, ALIGNMENT) for part in _distribute(members, num_parts)]
         extent = max(_align(part[-1].stop if part else 0, _BUCKET_MULTIPLE) for part in parts)
         placed = tuple(
             ParameterRange(
@@ -283,7 +283,7 @@ def plan_by_parameters(pieces: Iterable[FlatParameter], num_parts: int) -> Buffe
     return BufferPlan(num_parts, tuple(buckets))
 
 
-def _deal(pieces: Sequence[FlatParameter], num_parts: int) -> list[list[FlatParameter]]:
+def _distribute(pieces: Sequence[FlatParameter], num_parts: int) -> list[list[FlatParameter]]:
     # Loads count aligned sizes, because the padding between parameters takes memory, too.
     loads = [0] * num_parts
     owners: dict[str, int] = {}

@@ -67,7 +67,7 @@ class GraphSlots:
         Raises:
             ParallelPlanError: If the step has no such unit.
         """
-        found = self._booked.get(unit)
+        found = self._slot_of_unit.get(unit)
         if found is None:
             raise ParallelPlanError(
                 f"a slot must belong to a unit of the step: {unit} does not exist. Use chunks of 0 "
@@ -102,7 +102,7 @@ class GraphSlots:
         return tuple(first.get(chunk) for chunk in range(self.schedule.num_chunks))
 
     @cached_property
-    def _booked(self) -> dict[PipelineUnit, int]:
+    def _slot_of_unit(self) -> dict[PipelineUnit, int]:
         row = self.schedule.actions(self.rank)
         if self.schedule.forward_only:
             return {action.unit: 0 for action in row}

@@ -46,6 +46,6 @@ def require_index(name: str, index: int, size_name: str, size: int) -> None:
     """
     if not 0 <= index < size:
         raise ParallelPlanError(
-            f"{name} must be an index on its axis: it is {index}, {size_name} is {size}. Use "
+            f"{name} must be a position on its axis: it is {index}, {size_name} is {size}. Use "
             f"{name} of 0 to {size - 1}."
         )

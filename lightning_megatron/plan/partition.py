@@ -182,16 +182,16 @@ def _filled(costs: LayerCosts, placement: Placement, minimum: Sequence[int]) -> 
     ]
     last = placement.num_virtual_stages - 1
 
-    def reluctance(numbers: Sequence[int]) -> int:
+    def tie_break(numbers: Sequence[int]) -> int:
         return 2 if 0 in numbers else int(last in numbers)
 
     totals = _fill(
         len(costs.layers),
         [sum(minimum[number] for number in numbers) for numbers in chunks],
-        [(sum(extras[number] for number in numbers), reluctance(numbers)) for numbers in chunks],
+        [(sum(extras[number] for number in numbers), tie_break(numbers)) for numbers in chunks],
     )
     for numbers, total in zip(chunks, totals, strict=True):
-        parts = [(extras[number], reluctance([number])) for number in numbers]
+        parts = [(extras[number], tie_break([number])) for number in numbers]
         found = _fill(total, [minimum[number] for number in numbers], parts)
         for number, count in zip(numbers, found, strict=True):
             counts[number] = count
@@ -204,13 +204,13 @@ def _fill(total: int, minimum: Sequence[int], parts: Sequence[tuple[float, int]]
     # addition to layers and its reluctance, the lower one of which wins at equal cost.
     counts = list(minimum)
 
-    def price(part: int) -> tuple[float, int, int]:
-        cost, reluctance = parts[part]
+    def cost_with(part: int) -> tuple[float, int, int]:
+        cost, tie_break = parts[part]
         # At equal cost and reluctance later stages come first, because they keep fewer activations.
-        return round(cost + counts[part], 9), reluctance, -part
+        return round(cost + counts[part], 9), tie_break, -part
 
     for _ in range(total - sum(minimum)):
-        counts[min(range(len(parts)), key=price)] += 1
+        counts[min(range(len(parts)), key=cost_with)] += 1
     return counts
 
 
@@ -247,11 +247,15 @@ def _check_enough_layers(num_layers: int, num_stages: int, num_chunks: int) -> N
         return
     legal = []
     if num_layers >= num_chunks:
-        legal.append(f"pp of {join_or(_up_to(num_layers // num_chunks))} with vpp {num_chunks}")
+        legal.append(
+            f"pp of {join_or(_legal_up_to(num_layers // num_chunks))} with vpp {num_chunks}"
+        )
     if num_chunks > 1 and num_layers >= num_stages:
-        legal.append(f"vpp of {join_or(_up_to(num_layers // num_stages))} with pp {num_stages}")
+        legal.append(
+            f"vpp of {join_or(_legal_up_to(num_layers // num_stages))} with pp {num_stages}"
+        )
     if not legal:
-        legal = [f"pp of {join_or(_up_to(num_layers))} with vpp 1"]
+        legal = [f"pp of {join_or(_legal_up_to(num_layers))} with vpp 1"]
     raise ParallelPlanError(
         f"num_layers ({num_layers}) must be at least pp x vpp ({num_stages} x {num_chunks} = "
         f"{num_stages * num_chunks}), because every virtual stage holds at least one layer. Use "
@@ -259,5 +263,5 @@ def _check_enough_layers(num_layers: int, num_stages: int, num_chunks: int) -> N
     )
 
 
-def _up_to(largest: int) -> list[object]:
+def _legal_up_to(largest: int) -> list[object]:
     return list(range(1, largest + 1)) if largest <= 4 else [f"1 to {largest}"]

@@ -157,7 +157,7 @@ def _deadlock(
     ]
     text = ", ".join(waits)
     return ParallelPlanError(
-        f"schedule {schedule.name!r} is not legal: its stages wait for each other (a deadlock). "
+        f"schedule {schedule.name!r} is not legal: its stages wait for each other. "
         f"{text[0].upper()}{text[1:]}. Order the actions so that a stage computes what other "
         "stages wait for before it waits for them."
     )

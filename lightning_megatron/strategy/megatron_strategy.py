@@ -226,7 +226,7 @@ class MegatronStrategy(TrainerAnswers):
     ) -> dict[str, Any]:
         """Load the module, and the optimizers in a fit; return the entries left for Lightning."""
         self._checkpoints.wait()
-        self.run.steps.look_again()
+        self.run.steps.recheck()
         # An evaluation must not load the optimizers of an earlier fit of this trainer.
         optimizers = self.optimizers if self.run.is_fit else ()
         path = self.broadcast(os.fspath(checkpoint_path))

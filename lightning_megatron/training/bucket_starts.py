@@ -38,7 +38,7 @@ class BucketStarts:
         new = list(buckets)
         self.bucket_of |= {name: bucket for bucket in new for name in bucket.names}
         # Every rank starts the buckets in this order.
-        self.buckets = sorted([*self.buckets, *new], key=self._turn)
+        self.buckets = sorted([*self.buckets, *new], key=self._sort_key)
 
     def begin_last_backward(self, chunk: int) -> None:
         """Expect the last backward pass of a chunk before the optimizer step."""
@@ -118,7 +118,7 @@ class BucketStarts:
         if self._armed:
             self._start_complete_groups(names, touched)
 
-    def _turn(self, bucket: GradientBucket) -> tuple[int, int]:
+    def _sort_key(self, bucket: GradientBucket) -> tuple[int, int]:
         """Return the sort key of a bucket: parameters used first get their gradients last."""
         return bucket.group, -self._order.first(bucket.names)
 

@@ -152,7 +152,7 @@ class FlatBuffer:
     @torch.no_grad()
     def load_main_parameters(self) -> None:
         """Copy this rank's part of the model's parameters into the main parameters."""
-        for own, main in self._own_parts():
+        for own, main in self._local_parts():
             main.copy_(own)
 
     @torch.no_grad()
@@ -163,7 +163,7 @@ class FlatBuffer:
             mesh: Process groups of this rank.
             stored: Whether the optimizer step has already written the rounded values.
         """
-        for own, main in () if stored else self._own_parts():
+        for own, main in () if stored else self._local_parts():
             own.copy_(main)
 
     @torch.no_grad()
@@ -214,7 +214,7 @@ class FlatBuffer:
         """List torch's version counters of the parameters of which this rank has a part."""
         return [member._version for member in self._own_members]
 
-    def _own_parts(self) -> list[tuple[Tensor, Tensor]]:
+    def _local_parts(self) -> list[tuple[Tensor, Tensor]]:
         """Pair this rank's part of every bucket with its main parameters; none if they are one."""
         if self.main_parameters is None:
             return []

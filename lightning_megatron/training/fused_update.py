@@ -95,11 +95,11 @@ class FusedUpdate:
         reason = self.reason_against(main, optimizer)
         if reason is not None and reason not in self._warned:
             self._warned.add(reason)
-            self._tell(reason, main, optimizer)
+            self._log_reason(reason, main, optimizer)
         return reason is None
 
     @staticmethod
-    def _tell(reason: str, main: MainParameters, optimizer: Optimizer) -> None:
+    def _log_reason(reason: str, main: MainParameters, optimizer: Optimizer) -> None:
         if main.mesh.device.type == "cuda" and type(optimizer) in (Adam, AdamW):
             warn_of_slow_path(
                 f"Optimizer steps run without the fused kernel: {reason}. Use "
@@ -167,7 +167,7 @@ class FusedUpdate:
         main.wait()
         taken = self._arguments.get(optimizer)
         if taken is None or not taken.is_of(optimizer):
-            taken = self._take(main, optimizer)
+            taken = self._collect_arguments(main, optimizer)
             self._arguments.pop(optimizer, None)
             if taken.lasts:
                 self._arguments[optimizer] = taken
@@ -202,7 +202,7 @@ class FusedUpdate:
             kernel = kernels[key] = make()
         return kernel
 
-    def _take(self, main: MainParameters, optimizer: Optimizer) -> _KernelArguments:
+    def _collect_arguments(self, main: MainParameters, optimizer: Optimizer) -> _KernelArguments:
         """Collect the kernel's arguments for each slice, by piece, group and dtypes."""
         name_of = {id(one.main): name for name, one in main.slices.items()}
         rows: dict[str, tuple[int, _Row]] = {}

@@ -338,12 +338,12 @@ class GradientReducer:
         late = [name for bucket in buckets if bucket.group == LATE_GROUP for name in bucket.names]
         self._fill(late)
         self._partial.add(late, self._gradient_of)
-        add_ties_(self._main, buckets, self._gradient_of, self._fill, alone=False)
+        add_ties_(self._main, buckets, self._gradient_of, self._fill, own_bucket=False)
         for bucket in buckets:
             self._start(bucket)
         for bucket in buckets:
             bucket.wait()
-        add_ties_(self._main, buckets, self._gradient_of, self._fill, alone=True)
+        add_ties_(self._main, buckets, self._gradient_of, self._fill, own_bucket=True)
         for bucket in buckets:
             bucket.is_summed = True
 

@@ -68,9 +68,9 @@ class PartialGradientSearch:
         for parameter, regions in _leaves(node, start).values():
             name = self._names.get(id(parameter))
             if name is not None and "unknown" not in regions:
-                self._judge(name, parameter, regions)
+                self._classify(name, parameter, regions)
 
-    def _judge(self, name: str, parameter: Tensor, regions: set[Region]) -> None:
+    def _classify(self, name: str, parameter: Tensor, regions: set[Region]) -> None:
         spec = shard_spec_of(parameter)
         is_whole = name in self._replicated
         if "mixed" in regions or (is_whole and len(regions) > 1):

@@ -63,12 +63,12 @@ def check_loss_replicas(main: MainParameters, loss: Float[Tensor, ""]) -> None:
     )
     tolerance = min(_TOLERANCE, 10 * spacing**0.5)
     everyone = all_gather_objects(float(loss), axis)
-    is_alike = all(
+    has_same_form = all(
         math.isclose(one, everyone[0], rel_tol=tolerance, abs_tol=tolerance / 10)
         for one in everyone
     )
     # Another check raises an error for losses that are not finite, and names their rank.
-    if is_alike or not all(map(math.isfinite, everyone)):
+    if has_same_form or not all(map(math.isfinite, everyone)):
         return
     values = ", ".join(
         f"{one:.9g} on rank {rank}" for rank, one in zip(axis.ranks, everyone, strict=True)
@@ -123,9 +123,9 @@ def check_tensor_replicas(
     norms = highest[:, _NUM_SUMS]
     rounding = {name: torch.finfo(main.parameter(name).dtype).eps ** 0.5 for name in whole}
     count = len(gradients)
-    strange, noisy = _judge(gradients, apart[:count], norms[:count], rounding)
+    strange, noisy = _split_by_rounding(gradients, apart[:count], norms[:count], rounding)
     wrong = [("gradients", name) for name in strange if name not in noisy]
-    strange, _ = _judge(parameters, apart[count:], norms[count:], rounding)
+    strange, _ = _split_by_rounding(parameters, apart[count:], norms[count:], rounding)
     wrong += [("parameters", name) for name in strange if name not in noisy]
     if wrong:
         _refuse(
@@ -133,7 +133,7 @@ def check_tensor_replicas(
         )
 
 
-def _judge(
+def _split_by_rounding(
     tensors: Mapping[str, Tensor], distances: Tensor, norms: Tensor, rounding: Mapping[str, float]
 ) -> tuple[list[str], set[str]]:
     """Return the tensors that differ by more than rounding, and those that may be only rounding.

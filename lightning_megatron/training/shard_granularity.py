@@ -47,7 +47,7 @@ def finest_granularity(optimizer: Optimizer) -> ShardGranularity:
         return "model"
     tried: dict[str, ShardGranularity] = {}
     for group in optimizer.param_groups:
-        own = _own_settings(group, optimizer.defaults)
+        own = _changed_settings(group, optimizer.defaults)
         if repr(own) not in tried:
             tried[repr(own)] = _granularity_with(optimizer, own)
     return max(tried.values(), key=_COARSER.index)
@@ -115,7 +115,7 @@ def _matrices() -> list[Tensor]:
     ]
 
 
-def _own_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _changed_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's settings that differ from the optimizer's defaults."""
     own = {
         key: value for key, value in group.items() if key not in _EXCLUDED_SETTINGS | _SPEED_ONLY

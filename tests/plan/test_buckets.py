@@ -101,15 +101,15 @@ def test_buckets_are_in_reverse_order_and_close_in_time(
     firsts = {piece.group: piece for piece in reversed(pieces)}
     tables = [one for one in firsts.values() if one.size >= bucket_size and one.stack is None]
     by_name = {piece.name: piece for piece in pieces}
-    by_name |= {one.name: replace(one, alone=True) for one in tables}
+    by_name |= {one.name: replace(one, own_bucket=True) for one in tables}
     for bucket in plan.buckets:
-        if any(by_name[placed.name].alone for placed in bucket.placed):
+        if any(by_name[placed.name].own_bucket for placed in bucket.placed):
             assert len(bucket.placed) == 1
         assert all(placed.stop - bucket.start < bucket_size for placed in bucket.placed[:-1])
     for bucket, after in zip(plan.buckets, plan.buckets[1:], strict=False):
         last, first = by_name[bucket.placed[-1].name], by_name[after.placed[0].name]
         full = bucket.placed[-1].stop - bucket.start >= bucket_size
-        assert full or last.alone or first.alone or last.group != first.group
+        assert full or last.own_bucket or first.own_bucket or last.group != first.group
 
 
 @given(some_pieces(), PARTS)
@@ -155,7 +155,7 @@ def test_the_layout_is_that_of_megatron_core() -> None:
     assert [(bucket.start, bucket.stop) for bucket in plan.buckets] == [(0, 384), (384, 768)]
     assert [bucket.placed[-1].stop - bucket.start for bucket in plan.buckets] == [300, 356]
     pieces = [
-        FlatParameter("tied", 1000, alone=True),
+        FlatParameter("tied", 1000, own_bucket=True),
         FlatParameter("a", 64),
         FlatParameter("b", 65),
         FlatParameter("c", 10),

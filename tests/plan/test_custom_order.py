@@ -45,10 +45,10 @@ def test_a_file_runs_its_number_of_microbatches_only(tmp_path: Path) -> None:
     with pytest.raises(ParallelPlanError) as error:
         order.build(6)
     assert str(error.value) == (
-        f"schedule {str(path)!r} orders 8 microbatches: a step has 6. The rows of a file are for "
+        f"schedule {str(path)!r} orders 8 microbatches: a step has 6. A file is valid for "
         "one number of microbatches. Use batches of 8 x microbatch_size samples on each "
         "data-parallel rank, with drop_last=True if the last batch of an epoch is smaller; or a "
-        "function, which can order any number."
+        "function, which can order any number of microbatches."
     )
     # Evaluation has no rows in the file, and may have any number.
     assert order.build(5, forward_only=True).rows == (
@@ -66,7 +66,8 @@ def test_a_function_runs_every_number_that_it_can_order() -> None:
     assert str(error.value) == (
         "the function of schedule 'last_first' must return the rows of every number of "
         "microbatches that a step has: for pp 4, 5 microbatches and vpp 1 it raised "
-        "ZeroDivisionError: odd. Use numbers that it can order, or a named schedule."
+        "ZeroDivisionError: odd. Use a number of microbatches that it supports, or a named "
+        "schedule."
     )
     assert order.build(5, forward_only=True).num_microbatches == 5
 
@@ -87,7 +88,7 @@ def test_files_of_other_sizes_and_without_backwards_are_refused(tmp_path: Path) 
     path = file_of(tmp_path, "interleaved", 4, 8, 2)
     with pytest.raises(
         ParallelPlanError,
-        match=r"it has 4 rows with vpp of 2, pp is 2, vpp is 1\. Use pp=4 with vpp=2",
+        match=r"it has 4 rows with 2 chunks, pp is 2, vpp is 1\. Use pp=4 with vpp=2",
     ):
         order_from_file(str(path), 2, 1)
     path.write_text("0F0,0F1\n1F0,1F1\n")

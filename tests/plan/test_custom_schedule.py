@@ -228,10 +228,10 @@ def test_a_deadlock_names_the_stages_that_wait_for_each_other() -> None:
     with pytest.raises(ParallelPlanError) as error:
         custom_schedule(lambda rank, *_: rows[rank], 3, 2, name="crossed")
     assert str(error.value) == (
-        "schedule 'crossed' is not legal: its stages wait for each other. Stage 1 waits for the "
-        "input of B of microbatch 0 in chunk 0 from stage 2, stage 2 waits for the input of F of "
-        "microbatch 1 in chunk 0 from stage 1. A stage must compute what others wait for before it "
-        "waits for them."
+        "schedule 'crossed' is not legal: its stages wait for each other. Stage 1 "
+        "waits for the input of B of microbatch 0 in chunk 0 from stage 2, stage 2 waits for the "
+        "input of F of microbatch 1 in chunk 0 from stage 1. Order the actions so that a stage "
+        "computes what other stages wait for before it waits for them."
     )
 
 

@@ -168,8 +168,8 @@ def test_gpipe_is_refused(number: int) -> None:
         GraphSlots(build_schedule("gpipe", 2, number), 1)
     assert str(error.value) == (
         "CUDA graphs need a schedule whose stages keep a limited number of microbatches: schedule "
-        f"'gpipe' keeps all {number} of the step at once on stage 0, and each of them needs graphs "
-        "and memory of its own. Use schedule '1f1b', or 'interleaved' with groups of pp "
+        f"'gpipe' keeps all {number} of the step at once on stage 0, and each of them needs its "
+        "own graphs and memory. Use schedule '1f1b', or 'interleaved' with groups of pp "
         "microbatches."
     )
 

@@ -115,12 +115,15 @@ def test_schedules_of_torch_are_read(
     ("text", "message"),
     [
         ("", "mine.csv must have a row for each rank: it has none. Use comma-separated"),
-        ("0F0,0B0\n,,\n", "mine.csv must give every rank its actions: row 1 of 2 has none."),
+        (
+            "0F0,0B0\n,,\n",
+            "mine.csv must give every rank at least one action: row 1 of 2 has none.",
+        ),
         (
             "0F0,0SEND_F0\n",
             "mine.csv, row 0: a cell is a virtual stage, a kind (F, B, I or W) and a microbatch, such as 0F3: it is "
-            "'0SEND_F0'. Use one cell for each computation, in order; transfers, and what else torch writes into its "
-            "files, are planned from them.",
+            "'0SEND_F0'. Use one cell for each computation, in order, and leave out transfers and torch's other "
+            "actions, which are planned from the computations.",
         ),
         ("0F0,0B\n", "it is '0B'"),
         ("0F0,(0F1;0B0)W\n", "it is '(0F1;0B0)W'"),

@@ -97,7 +97,7 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
         (
             {"pp": 2, "schedule": print, "microbatch_group_size": 2},
             ParallelPlanError,
-            "microbatch_group_size .2. must be None with a schedule of your own .print.",
+            "microbatch_group_size .2. must be None with a custom schedule .print.",
         ),
         (
             {"microbatch_size": 0},
@@ -334,7 +334,7 @@ def test_batches_that_a_file_cannot_order_are_refused_before_processes_start(
     check_last_batch(7, options, layout)
     with pytest.raises(ParallelPlanError, match="orders 4 microbatches: a step has 2"):
         check_batch_size(4, options, layout)
-    with pytest.raises(ParallelPlanError, match="6 samples, which make 3.*Use drop_last=True"):
+    with pytest.raises(ParallelPlanError, match="6 samples, which are 3.*Use drop_last=True"):
         check_last_batch(6, options, layout)
 
 

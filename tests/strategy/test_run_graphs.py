@@ -108,7 +108,7 @@ def test_a_moved_parameter_is_found_after_a_load_and_at_an_epoch() -> None:
         module.weight.data = module.weight.data.clone()
         assert steps(graphs, captures) == [True], "nobody looks within an epoch"
         if load:
-            graphs.look_again()
+            graphs.recheck()
         # One eager step, then new graphs.
         assert steps(graphs, captures, 3, epoch=epoch) == [False, True, True]
         assert captures.calls == ["begin", "release", "begin"]
@@ -125,7 +125,7 @@ def test_a_load_that_moves_nothing_keeps_the_graphs() -> None:
     graphs, captures, module = built()
     steps(graphs, captures, 3)
     module.load_state_dict(nn.Linear(2, 2).state_dict())
-    graphs.look_again()
+    graphs.recheck()
     assert steps(graphs, captures, 2, epoch=1) == [True, True]
     assert captures.calls == ["begin"]
 
@@ -268,7 +268,7 @@ def _on_two_ranks(rank: int, size: int) -> dict[str, Any]:
     found["moved on one"] = steps(graphs, captures, 2, epoch=1)
     if rank == 0:
         captures.failure = "layers 0..1, forward: RuntimeError: no"
-    graphs.look_again()
+    graphs.recheck()
     module.bias.requires_grad_(False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

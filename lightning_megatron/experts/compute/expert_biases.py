@@ -63,7 +63,7 @@ class _AddBiases(torch.autograd.Function):
         ctx.columns = slice(first_column, first_column + len(biases[0]))
         ctx.mark_dirty(rows)
         shares = _shares(members(ends, len(rows)), factors, rows.dtype)
-        return rows.addmm_(shares, _whole(biases, ctx.slots, rows, first_column))
+        return rows.addmm_(shares, _joined_biases(biases, ctx.slots, rows, first_column))
 
     @staticmethod
     @once_differentiable
@@ -111,7 +111,7 @@ def _stacked(biases: Sequence[Tensor], slots: Sequence[GradientSlot | None]) -> 
     return torch.stack(tuple(biases)) if view is None else view
 
 
-def _whole(
+def _joined_biases(
     biases: Sequence[Tensor],
     slots: Sequence[GradientSlot | None],
     rows: Tensor,
@@ -162,6 +162,6 @@ def _compiled(
     member = members(ends, len(rows))
     shares = _shares(member, factors, rows.dtype)
     none = [None] * len(biases)
-    total = torch.addmm(rows, shares, _whole(biases, none, rows, first_column))
+    total = torch.addmm(rows, shares, _joined_biases(biases, none, rows, first_column))
     # The gradients of rows past the last end stay behind this choice.
     return torch.where(member.any(-1, keepdim=True), total, rows)

@@ -106,14 +106,16 @@ def choose_transport(
         :func:`~lightning_megatron.experts.transport.peer_transfer.reason_against_puts`, where puts
         may be chosen.
     """
-    here = even_range(num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep")
+    local_experts = even_range(
+        num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep"
+    )
     if clones is not None and transport == "auto" and mesh.ep.size > 1:
         resolved, why = _transport_of_clones(mesh)
     else:
         resolved, why = _transport(top_k, mesh, transport, has_shared, limit is not None)
     sources = None
     if clones is None:
-        dispatcher, what = _over_ep(here, num_experts, mesh, resolved, limit)
+        dispatcher, what = _over_ep(local_experts, num_experts, mesh, resolved, limit)
     else:
         layout = ExpertPlaces(mesh.ep.size, num_experts, clones.places)
         size = layout.homes + layout.places
@@ -142,7 +144,7 @@ def _with_clones(
         peers = PeerClones(ep, num_experts, settings.places, matrices, kernels)
         return (
             PeerCloningDispatcher(
-                inner.here, inner.transfer, inner.limit, peers=peers, settings=settings
+                inner.local_experts, inner.transfer, inner.limit, peers=peers, settings=settings
             ),
             lambda clones: peers.sources(),
         )
@@ -194,18 +196,20 @@ def _transport(
 
 
 def _over_ep(
-    here: ShardRange,
+    local_experts: ShardRange,
     num_experts: int,
     mesh: ParallelMesh,
     transport: ChosenTransport,
     limit: LayerRows | None,
 ) -> tuple[Dispatcher, str]:
-    local = LocalDispatcher(here, limit)
+    local = LocalDispatcher(local_experts, limit)
     ep = mesh.ep
     if transport == "none":
         return local, "no dispatch"
     if transport == "one_sided":
-        puts = OneSidedDispatcher(here, transfer_over(ep, here.size, mesh.device), limit)
+        puts = OneSidedDispatcher(
+            local_experts, transfer_over(ep, local_experts.size, mesh.device), limit
+        )
         return puts, "one-sided puts over ep, of static sizes"
     if transport == "all_gather":
         return GatherDispatcher(local, ep), "all-gather over ep, of static sizes"

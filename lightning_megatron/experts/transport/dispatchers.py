@@ -107,11 +107,11 @@ class LocalDispatcher:
     Sizes are static, and nothing is copied from the device to the host.
 
     Args:
-        here: Experts of this rank. Selections of other experts are ignored.
+        local_experts: Experts of this rank. Selections of other experts are ignored.
         limit: Limit on the rows of these experts; None without one.
     """
 
-    here: ShardRange
+    local_experts: ShardRange
     limit: LayerRows | None = None
 
     @property
@@ -142,7 +142,7 @@ class LocalDispatcher:
     def receive(self, sent: TokensInTransit) -> ExpertInput:
         """Sort the tokens of this rank's experts."""
         experts = sent.experts.wait()
-        row_map = map_within(self.limit, experts, self.here.start, self.here.size)
+        row_map = map_within(self.limit, experts, self.local_experts.start, self.local_experts.size)
         hidden = sent.hidden.wait()
         rows = permute_both(hidden, sent.probabilities.wait(), row_map)
         return ExpertInput(*rows, row_map, tokens=hidden.detach())

@@ -32,7 +32,7 @@ class OneSidedDispatcher:
     between :meth:`send` and :meth:`receive` does not overlap with them.
 
     Args:
-        here: Experts of this rank; all ranks have the same number.
+        local_experts: Experts of this rank; all ranks have the same number.
         transfer: Transfer of tokens and of sums of outputs.
         limit: Limit on the rows of this rank's experts; None without one.
 
@@ -41,7 +41,7 @@ class OneSidedDispatcher:
         again if the rows of experts were not kept. A barrier precedes and follows each transfer.
     """
 
-    here: ShardRange
+    local_experts: ShardRange
     transfer: PeerTransfer
     limit: LayerRows | None = None
 
@@ -75,7 +75,7 @@ class OneSidedDispatcher:
         experts = sent.experts.wait()
         tokens = sent.hidden.wait(), sent.probabilities.wait(), experts
         self.transfer.begin()
-        arrived = to_experts(*tokens, self.here, self.transfer, self.limit)
+        arrived = to_experts(*tokens, self.local_experts, self.transfer, self.limit)
         return ExpertInput(*arrived, sent_experts=experts, tokens=tokens[0].detach())
 
     def rows_again(self, dispatched: ExpertInput) -> Recipe | None:

@@ -26,7 +26,7 @@ class PeerCloningDispatcher(OneSidedDispatcher):
     so that everything runs in :meth:`receive`.
 
     Args:
-        here: Homes and places of this rank; all ranks have the same number.
+        local_experts: Homes and places of this rank; all ranks have the same number.
         transfer: Transfer of tokens and of sums of outputs.
         limit: Limit on the rows of this rank's experts; None without one.
         peers: Memories of the clones.
@@ -52,7 +52,7 @@ class PeerCloningDispatcher(OneSidedDispatcher):
         moved = PeerRound(peers, clones)
         moved.put_weights(clones.owners)
         tokens = sent.hidden.wait(), sent.probabilities.wait(), physical
-        arrived = to_experts(*tokens, self.here, self.transfer, self.limit, moved)
+        arrived = to_experts(*tokens, self.local_experts, self.transfer, self.limit, moved)
         kept = tokens[0].detach()
         return ExpertInput(*arrived, sent_experts=physical, clones=clones, tokens=kept)
 

@@ -46,7 +46,7 @@ def to_experts(
     hidden: Float[Tensor, "tokens hidden"],
     probabilities: Float[Tensor, "tokens top_k"],
     experts: Int[Tensor, "tokens top_k"],
-    here: ShardRange,
+    local_experts: ShardRange,
     transfer: PeerTransfer,
     limit: LayerRows | None = None,
     clones: CloneRound | None = None,
@@ -59,7 +59,7 @@ def to_experts(
         hidden: Hidden states of this rank's tokens.
         probabilities: Probabilities of their selected experts.
         experts: Experts selected for them; -1 means none.
-        here: Experts of this rank.
+        local_experts: Experts of this rank.
         transfer: Transfer between the ranks.
         limit: Limit on the rows; None without one.
         clones: Transfers for clones in the backward pass; None without clones.
@@ -71,7 +71,9 @@ def to_experts(
     # The weights make the backward pass run, and pass on their gradients, even if no token needs
     # one.
     weights = () if clones is None else clones.leaves
-    return _ToExperts.apply(hidden, probabilities, experts, here, transfer, limit, clones, *weights)
+    return _ToExperts.apply(
+        hidden, probabilities, experts, local_experts, transfer, limit, clones, *weights
+    )
 
 
 def from_experts(
@@ -124,7 +126,7 @@ class _ToExperts(torch.autograd.Function):
         hidden: Tensor,
         probabilities: Tensor,
         experts: Tensor,
-        here: ShardRange,
+        local_experts: ShardRange,
         transfer: PeerTransfer,
         limit: LayerRows | None,
         clones: CloneRound | None,
@@ -133,7 +135,7 @@ class _ToExperts(torch.autograd.Function):
         buffer = transfer.dispatch(hidden, probabilities, experts)
         assert buffer.scales is not None, "probabilities were sent"
         assert buffer.experts is not None, "selected experts were sent"
-        row_map = map_within(limit, buffer.experts, here.start, here.size)
+        row_map = map_within(limit, buffer.experts, local_experts.start, local_experts.size)
         _keep(ctx, experts, row_map, clones)
         ctx.transfer = transfer
         return *permute_both(buffer.rows, buffer.scales, row_map), row_map

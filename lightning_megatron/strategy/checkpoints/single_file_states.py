@@ -119,7 +119,7 @@ def check_states(
                 )
     for name, state in states.items():
         for key, value in state.items():
-            is_sound = isinstance(value, Tensor) and _is_alike(value, full[name])
+            is_sound = isinstance(value, Tensor) and _has_same_form(value, full[name])
             if is_of_torch and key in _SHAPED and value is not None and not is_sound:
                 found = (
                     f"{tuple(value.shape)} and {value.dtype}"
@@ -177,7 +177,7 @@ def _kind_of(key: str, value: Any, parameter: Tensor) -> tuple[Any, ...]:
     return True, shape, value.is_floating_point(), value.is_complex()
 
 
-def _is_alike(value: Tensor, parameter: Tensor) -> bool:
+def _has_same_form(value: Tensor, parameter: Tensor) -> bool:
     return value.shape == parameter.shape and (
         value.is_floating_point() == parameter.is_floating_point()
         and value.is_complex() == parameter.is_complex()

@@ -148,13 +148,13 @@ class _FullMainParameters:
             sizes = [parameter.numel() for parameter in parameters]
             flat = torch.zeros(sum(sizes), dtype=dtype, device=parameters[0].device)
             for name, parameter, part in zip(names, parameters, flat.split(sizes), strict=True):
-                self._write_own(name, part)
+                self._write_local(name, part)
                 found[name] = part.view(parameter.shape)
             # Exactly one rank writes each element and the others have zeros, so the sum is exact.
             all_reduce_(flat, self._mesh.data)
         return found
 
-    def _write_own(self, name: str, flat: Tensor) -> None:
+    def _write_local(self, name: str, flat: Tensor) -> None:
         one = self._main.slices.get(name)
         if one is None or not (one.is_exclusive or self._mesh.data.is_first):
             return

@@ -130,7 +130,7 @@ class AttributeSync:
         self._before = None
         self._alive = []
         if data is not None and not self._is_here:
-            self._take(unpack(data, self._module, self._mesh.device))
+            self._apply_changes(unpack(data, self._module, self._mesh.device))
 
     def share_after(self, step: str) -> None:
         """Send a step's changes at once if the module has a hook that runs before the next step.
@@ -223,7 +223,7 @@ class AttributeSync:
             return False
         return True
 
-    def _take(self, changes: _AttributeChanges) -> None:
+    def _apply_changes(self, changes: _AttributeChanges) -> None:
         holders = dict(self._module.named_modules())
         for (holder, is_buffer, name), change in changes.changed.items():
             if holder in holders:

@@ -63,7 +63,7 @@ class SharedBuffers:
         if not self._owners or not self._may_differ:
             return
         if look or (self._num_sends + 1).bit_count() == 1:
-            self._look()
+            self._find_changes()
         buffers = [
             owner._buffers[key]
             for index, (owner, key) in enumerate(self._owners)
@@ -82,7 +82,7 @@ class SharedBuffers:
             self._num_sends == 0 and key not in owner._non_persistent_buffers_set
         )
 
-    def _look(self) -> None:
+    def _find_changes(self) -> None:
         seen = self._last_marks
         self._last_marks = self._marks()
         changed = [index for index, mark in enumerate(self._last_marks) if mark != seen[index]]

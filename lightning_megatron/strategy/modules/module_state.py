@@ -105,7 +105,7 @@ class ModuleState:
         if earlier is current:
             return True
         recorded = self._recorded.get(id(earlier))
-        return _alike(
+        return _almost_equal(
             earlier if recorded is None or recorded.kind == "object" else recorded.copy,
             current,
             tolerance,
@@ -233,15 +233,15 @@ def _holds(recorded: _Recorded, tolerance: float = 0.0) -> bool:
         (read for kind, (read, _) in _GENERATORS.items() if isinstance(recorded.value, kind)), None
     )
     if reader is not None:
-        return _alike(recorded.copy, reader(recorded.value), tolerance)
-    return _alike(
+        return _almost_equal(recorded.copy, reader(recorded.value), tolerance)
+    return _almost_equal(
         recorded.copy,
         vars(recorded.value) if recorded.kind == "object" else recorded.value,
         tolerance,
     )
 
 
-def _alike(earlier: Any, current: Any, tolerance: float) -> bool:
+def _almost_equal(earlier: Any, current: Any, tolerance: float) -> bool:
     """Return whether two values are equal, with a relative tolerance for numbers."""
     if earlier is current:
         return True
@@ -261,11 +261,11 @@ def _alike(earlier: Any, current: Any, tolerance: float) -> bool:
     if isinstance(current, (list, tuple, deque)):
         pairs = zip(earlier, current, strict=False)
         return len(earlier) == len(current) and all(
-            _alike(one, other, tolerance) for one, other in pairs
+            _almost_equal(one, other, tolerance) for one, other in pairs
         )
     if isinstance(current, dict):
         return earlier.keys() == current.keys() and all(
-            _alike(earlier[key], current[key], tolerance) for key in earlier
+            _almost_equal(earlier[key], current[key], tolerance) for key in earlier
         )
     return bool(earlier == current) if isinstance(current, (set, str, bytes)) else False
 

@@ -202,9 +202,9 @@ class TrainingState:
 
     def _attach(self, optimizer: Optimizer) -> None:
         self._reducer.watch(self.main.attach(optimizer))
-        self._tell_layers()
+        self._set_weight_readers()
 
-    def _tell_layers(self) -> None:
+    def _set_weight_readers(self) -> None:
         """Let linear layers read the weights that are now kept in 8 bits, and cast all others."""
         for names, part in self._eight_bits.items():
             if isinstance(part.scaling, Scaling):
@@ -220,7 +220,7 @@ class TrainingState:
         Communication: an all-gather of each bucket over the data ranks if ``gathers``.
         """
         self.main.leave_eight_bits(gathers=gathers)
-        self._tell_layers()
+        self._set_weight_readers()
 
     def overlap_gathers(self) -> None:
         """Gather updated parameters during the next forward pass, layer by layer, from now on."""

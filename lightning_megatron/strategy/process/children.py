@@ -46,7 +46,7 @@ class ChildProcesses:
 
     def watch(self) -> None:
         """Start watching, until this process exits."""
-        threading.Thread(target=self._look, daemon=True, name="children-watch").start()
+        threading.Thread(target=self._check_processes, daemon=True, name="children-watch").start()
         # Exit handlers run in reverse order of registration: this one runs after the script, and
         # before the handlers of modules that were imported earlier.
         atexit.register(self._wait)
@@ -66,11 +66,11 @@ class ChildProcesses:
         codes = [process.poll() for process in self._processes]
         return next((code if code > 0 else 128 - code for code in codes if code), None)
 
-    def _look(self) -> None:
+    def _check_processes(self) -> None:
         while not self._is_over.wait(_POLL_SECONDS):
             code = self.failed()
             if code is not None:
-                self._say_killed()
+                self._report_killed()
                 if not self._is_over.wait(_grace(code)):
                     self._finish(code)
             elif all(process.poll() == 0 for process in self._processes):
@@ -92,14 +92,14 @@ class ChildProcesses:
                 deadline = min(deadline, time.monotonic() + _grace(code))
             if time.monotonic() > deadline:
                 if code is None:
-                    self._say_stopped(patience)
+                    self._report_stopped(patience)
                 self._finish(code or 1)
             time.sleep(0.02)
         code = self.failed()
         if code is not None:
             self._finish(code)
 
-    def _say_stopped(self, patience: float) -> None:
+    def _report_stopped(self, patience: float) -> None:
         running = [
             f"rank {self._first_rank + number}"
             for number, process in enumerate(self._processes)
@@ -110,7 +110,7 @@ class ChildProcesses:
             f"{self._first_rank - 1} and will be stopped.\n"
         )
 
-    def _say_killed(self) -> None:
+    def _report_killed(self) -> None:
         for number, process in enumerate(self._processes):
             code = process.poll()
             if code is not None and code < 0 and number not in self._reported:
@@ -127,7 +127,7 @@ class ChildProcesses:
         Args:
             code: Exit code of this process.
         """
-        self._say_killed()
+        self._report_killed()
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)

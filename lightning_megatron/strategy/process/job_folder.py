@@ -46,11 +46,11 @@ class JobFolder:
         """Remove this rank's file, and the folder if no other rank is left."""
         with suppress(OSError):
             self._own_file.unlink(missing_ok=True)
-            if not any(_may_live(file) for file in self.path.glob("process_*")):
+            if not any(_may_be_alive(file) for file in self.path.glob("process_*")):
                 shutil.rmtree(self.path, ignore_errors=True)
 
 
-def _may_live(file: Path) -> bool:
+def _may_be_alive(file: Path) -> bool:
     """Return whether a file's process may be alive; True for processes of other machines."""
     try:
         pid, start_time, host = file.read_text(encoding="utf-8").split(" ", 2)
@@ -68,6 +68,6 @@ def _remove_forgotten(parent: Path, prefix: str) -> None:
         for folder in parent.glob(f"{prefix}*"):
             age = time.time() - folder.stat().st_mtime
             files = list(folder.glob("process_*"))
-            is_dead = age > _KEEP_SECONDS and files and not any(map(_may_live, files))
+            is_dead = age > _KEEP_SECONDS and files and not any(map(_may_be_alive, files))
             if is_dead or age > _REMOVE_AFTER_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Port of a job's store, which the first process holds from the moment at which it is chosen."""
+"""Port of a job's store, which the first process reserves as soon as it is chosen."""
 
 from __future__ import annotations
 

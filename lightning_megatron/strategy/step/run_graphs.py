@@ -141,7 +141,7 @@ class RunGraphs:
         counts = self._captures.report().counts
         return counts.num_graphs > counts.num_evaluating
 
-    def look_again(self) -> None:
+    def recheck(self) -> None:
         """Look for changes before the next step; called on all ranks, for example after a load."""
         self._must_look = True
 
@@ -208,7 +208,7 @@ class RunGraphs:
     def _serving(self, kind: StepKind, shapes: Hashable, looks: bool) -> Iterator[None]:
         phase = self._phase(kind)
         if not self.is_off:
-            self._look(phase, looks)
+            self._release_outdated(phase, looks)
         if self.is_off:
             yield
             return
@@ -254,7 +254,7 @@ class RunGraphs:
         is_due = not has_captured if self._captures.is_joint else not phase.num_capturing_left
         if self._is_unsaid and is_due and not self.is_off:
             self._is_unsaid = False
-            self._say()
+            self._log_captures()
         self._name_eager()
 
     def _has_captured(self, phase: CapturePhase) -> bool:
@@ -270,7 +270,7 @@ class RunGraphs:
         captures_new = self._settings.on_new_shape == "capture"
         return captures_new and is_true_anywhere(has_new, self._mesh.world_cpu)
 
-    def _look(self, phase: CapturePhase, looks: bool) -> None:
+    def _release_outdated(self, phase: CapturePhase, looks: bool) -> None:
         """Release the graphs of all ranks if tensors that graphs of any rank use have changed."""
         if self._common_change is not None:
             self._release(self._common_change)
@@ -334,7 +334,7 @@ class RunGraphs:
                     category=SpeedWarning,
                 )
 
-    def _say(self) -> None:
+    def _log_captures(self) -> None:
         """Log the captured parts of each stage."""
         lines = all_gather_objects(self._captures.report().line(), self._mesh.pp_cpu)
         for stage, line in enumerate(lines):

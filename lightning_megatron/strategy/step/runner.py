@@ -45,7 +45,7 @@ from lightning_megatron.strategy.step.weight_reads import WeightReads
 from lightning_megatron.strategy.step.whole_steps import WholeSteps
 from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
 from lightning_megatron.strategy.trials.microbatch_check import MicrobatchTrials
-from lightning_megatron.strategy.trials.unsharded_modules import naming_uncut_modules
+from lightning_megatron.strategy.trials.unsharded_modules import naming_unsharded_modules
 from lightning_megatron.strategy.trials.weight_writes import keeping_state
 
 
@@ -285,7 +285,7 @@ class StepRunner:
         microbatches = self._cut(batch)
         if has_backward:
             self._order_check.check(len(microbatches))
-        self._say_size(batch, microbatches)
+        self._log_size(batch, microbatches)
         return microbatches
 
     def _try(
@@ -315,7 +315,7 @@ class StepRunner:
             of_samples.check(key, batch, microbatches, run)
         of_features.check(key[0], microbatches[0], run)
 
-    def _say_size(self, batch: Any, microbatches: list[Microbatch]) -> None:
+    def _log_size(self, batch: Any, microbatches: list[Microbatch]) -> None:
         """Log the number of microbatches once, if the user has not set their size."""
         if self._has_said_size or not self._rule.is_chosen or is_cut(batch):
             return
@@ -353,7 +353,7 @@ class StepRunner:
             begin()
             with (
                 guard,
-                naming_uncut_modules(module, self._mesh),
+                naming_unsharded_modules(module, self._mesh),
                 self._attribute_sync.trial() if self._executor.is_repeated else nullcontext(),
             ):
                 # A step may remove entries from its batch, and another run needs them again.

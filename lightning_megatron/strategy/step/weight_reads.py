@@ -169,7 +169,7 @@ class _Guard(TorchFunctionMode):
         if (
             reader is None
             or reader.f_code.co_filename.startswith(_PACKAGE_PATH)
-            or self._is_by_owner(parameter, frame)
+            or self._is_owner_called(parameter, frame)
         ):
             return
         name, reason = self._watched[id(parameter)]
@@ -187,7 +187,7 @@ class _Guard(TorchFunctionMode):
             )
         )
 
-    def _is_by_owner(self, parameter: nn.Parameter, frame: FrameType | None) -> bool:
+    def _is_owner_called(self, parameter: nn.Parameter, frame: FrameType | None) -> bool:
         """Return whether a module that may read the parameter is being called."""
         is_cut = shard_spec_of(parameter).full_shape != tuple(parameter.shape)
         while frame is not None:

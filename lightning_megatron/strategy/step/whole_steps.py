@@ -276,11 +276,11 @@ def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
     for part in module.modules():
         for held in (vars(part), part._buffers):
             found.append(dict(held))
-            found += [dict(vars(one)) for one in held.values() if _is_own_object(one)]
+            found += [dict(vars(one)) for one in held.values() if _is_user_object(one)]
     return found
 
 
-def _is_own_object(value: Any) -> bool:
+def _is_user_object(value: Any) -> bool:
     is_module = isinstance(value, nn.Module | type)
     is_own = type(value).__module__.partition(".")[0] == _PACKAGE
     return is_own and not is_module and hasattr(value, "__dict__")

@@ -1,4 +1,4 @@
-"""Trial step that compares layers cut by a plan with the same layers uncut."""
+"""Trial step that compares layers that a plan shards with the same layers in full."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ class _Result:
 
     Args:
         values: Loss and logged values of the last stage, by name.
-        seen: Inputs of the cut layers, in the order of their calls.
+        inputs: Inputs of the cut layers, in the order of their calls.
         error: Error of the user's code; empty if the step ran.
     """
 
     values: dict[str, float] = field(default_factory=dict)
-    seen: Sequence[LayerInput] = ()
+    inputs: Sequence[LayerInput] = ()
     error: str = ""
 
 
@@ -179,7 +179,7 @@ class _FeatureTrial:
             )
             return
         values = _differences(cut, whole, tolerance)
-        difference = _first_difference(cut.seen, whole.seen, tolerance)
+        difference = _first_difference(cut.inputs, whole.inputs, tolerance)
         if not self._any_rank(bool(values) or difference is not None):
             return
         # The difference may come from random numbers of Python or NumPy, which the trial cannot
@@ -189,17 +189,17 @@ class _FeatureTrial:
             part, is_whole=False, seed=int(self._any_rank(self._trial_step.has_other_draws))
         )
         unrepeatable = bool(_differences(cut, again, tolerance)) or _first_difference(
-            cut.seen, again.seen, tolerance
+            cut.inputs, again.inputs, tolerance
         )
         if self._any_rank(bool(unrepeatable)):
             self._warn("its values depend on random numbers of Python or NumPy, or on the time")
             return
-        self._judge(values, difference)
+        self._refuse_difference(values, difference)
 
     def _run(self, part: Microbatch, *, is_whole: bool, seed: int = 0) -> _Result:
         result = _Result()
         writes = WeightWrites(self._module)
-        with recording_inputs(self._layers, self._mesh.tp, is_whole=is_whole) as result.seen:
+        with recording_inputs(self._layers, self._mesh.tp, is_whole=is_whole) as result.inputs:
             try:
                 with writes:
                     readings = self._trial_step.read([part], seed)
@@ -225,7 +225,7 @@ class _FeatureTrial:
     def _any_rank(self, is_true: bool) -> bool:
         return any(all_gather_objects(is_true, self._mesh.world_cpu))
 
-    def _judge(
+    def _refuse_difference(
         self, values: dict[str, tuple[float, float]], difference: _Difference | None
     ) -> None:
         """Refuse a difference, and name the location that the first rank found."""

@@ -196,7 +196,7 @@ class _MicrobatchTrial:
             }
             self._warn_of_unrepeatable(sorted(unrepeatable & found.keys()))
             found = {name: numbers for name, numbers in found.items() if name not in unrepeatable}
-        self._judge(found, changed, parts[0].num_samples)
+        self._check_differences(found, changed, parts[0].num_samples)
         is_counted = self._any_rank(any("num_tokens" in results.values for results in alone))
         if alone and not is_counted and tolerance > _COARSE_TOLERANCE and self._mesh.data.rank == 0:
             self._warn_of_ignored_labels(parts)
@@ -264,7 +264,7 @@ class _MicrobatchTrial:
     def _any_rank(self, is_so: bool) -> bool:
         return any(all_gather_objects(is_so, self._mesh.world_cpu))
 
-    def _judge(
+    def _check_differences(
         self,
         differences: Mapping[str, tuple[float, float, int]],
         changed: Mapping[str, str],

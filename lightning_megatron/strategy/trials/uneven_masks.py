@@ -26,13 +26,14 @@ class _Watch:
 
     Args:
         tried: Tensors of the batch that were uneven in a batch that was tried, by path and value.
-        seen: Tensors that have been uneven since the last examination, with a flag on the device.
+        pending: Tensors that have been uneven since the last examination, with a flag on the
+            device.
         num_batches: Number of batches so far (batches).
         is_armed: Whether the next uneven batch is tried.
     """
 
     tried: set[tuple[str, int]] = field(default_factory=set)
-    seen: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    pending: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     num_batches: int = 0
     is_armed: bool = False
 
@@ -83,11 +84,11 @@ class UnevenMasks:
         is_due = watch.num_batches < _NUM_FIRST_BATCHES or watch.num_batches % _INTERVAL == 0
         if not (is_free or is_due or watch.is_armed):
             for name, flag in found.items():
-                watch.seen[name] = watch.seen[name] | flag if name in watch.seen else flag
+                watch.pending[name] = watch.pending[name] | flag if name in watch.pending else flag
             return False
         now = {name for name, flag in found.items() if flag.item()}
-        before = {name for name, flag in watch.seen.items() if flag.item()}
-        watch.seen.clear()
+        before = {name for name, flag in watch.pending.items() if flag.item()}
+        watch.pending.clear()
         everyone = all_gather_objects((now, before), data)
         uneven = {name for one, _ in everyone for name in one}
         watch.is_armed = not uneven and (watch.is_armed or any(one for _, one in everyone))

@@ -1,4 +1,4 @@
-"""Explanation of shape errors in uncut modules that receive sharded features."""
+"""Explanation of shape errors in unsharded modules that receive sharded features."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 @contextmanager
-def naming_uncut_modules(root: nn.Module, mesh: ParallelMesh) -> Iterator[None]:
-    """Add the module to be cut to torch's shape errors, if it received sharded features.
+def naming_unsharded_modules(root: nn.Module, mesh: ParallelMesh) -> Iterator[None]:
+    """Add the name of the unsharded module to torch's shape errors, if it received sharded
+    features.
 
     A shape error or a failed assertion in the user's own code gets a note that names the layers
     whose features are cut.
@@ -53,7 +54,7 @@ def _reason(error: Exception, root: nn.Module, tp: int) -> str | None:
     if tp == 1 or frame is None:
         return None
     module: nn.Module = frame.f_locals["self"]
-    found = _part_and_whole(module, frame.f_locals.get("args", ()), tp)
+    found = _sharded_and_full_size(module, frame.f_locals.get("args", ()), tp)
     name = next((name for name, one in root.named_modules() if one is module), None)
     if name is not None and isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
         return _reason_of_layer(module, name, frame.f_locals.get("args", ()), tp)
@@ -135,7 +136,7 @@ def _innermost_call(trace: TracebackType | None) -> FrameType | None:
     return found
 
 
-def _part_and_whole(
+def _sharded_and_full_size(
     module: nn.Module, args: tuple[object, ...], tp: int
 ) -> tuple[int, int, str] | None:
     """Return sharded and full feature size, and the parameter's name, if an input is a shard."""

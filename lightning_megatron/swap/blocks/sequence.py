@@ -173,10 +173,10 @@ class SequenceRowLinear(RowParallelLinear):
 
 def gather_sequence_inputs(module: nn.Module) -> None:
     """Gather whole sequences for a block without sequence parallelism."""
-    module.register_forward_pre_hook(_whole_inputs, with_kwargs=True)
+    module.register_forward_pre_hook(_full_inputs, with_kwargs=True)
 
 
-def _whole_inputs(
+def _full_inputs(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     return tuple(gathered(one) for one in args), {

@@ -183,7 +183,7 @@ def find_stages(
         has_stages = any(isinstance(site.module, PipelinedModule) for site in sites)
         if mesh.pp.size == 1 or has_stages or replaced:
             return None
-        plans = {site.name: _own_stages(site.module) for site in models}
+        plans = {site.name: _declared_stages(site.module) for site in models}
         known = [name for name, own in plans.items() if own]
         if len(known) != 1:
             return None
@@ -205,7 +205,7 @@ def find_stages(
     return stages
 
 
-def _own_stages(model: Any) -> dict[str, str]:
+def _declared_stages(model: Any) -> dict[str, str]:
     """Return a Hugging Face model's own stages as kinds by name; empty if it has none."""
     names = list(getattr(model, "pp_plan", None) or {})
     modules = dict(model.named_modules())

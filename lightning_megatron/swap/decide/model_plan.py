@@ -99,7 +99,9 @@ def declared_plan(model: Any, tp: int, called: str = "model") -> DeclaredPlan:
     for around, block in blocks.items():
         reason = "" if around in unknown and _leaves_parts(block) else None
         if reason is None and _leaves_parts(block):
-            reason = _reason_to_leave(modules[around], around, block, model.config, tp, called)
+            reason = _reason_against_sharding(
+                modules[around], around, block, model.config, tp, called
+            )
         if reason is None:
             kinds |= block | _head_parameters(modules[around], around, block, model.config, rules)
         elif reason:
@@ -117,7 +119,7 @@ def _leaves_parts(block: Mapping[str, str]) -> bool:
     return not {"column", "row", "latent"}.isdisjoint(block.values())
 
 
-def _reason_to_leave(
+def _reason_against_sharding(
     module: nn.Module, name: str, block: Mapping[str, str], config: Any, tp: int, called: str
 ) -> str | None:
     """Return why a block cannot be sharded, although its modules can be; None if it can."""
@@ -225,17 +227,17 @@ def _holds(module: nn.Module, weight: Any) -> bool:
     return any(parameter is weight for parameter in module._parameters.values())
 
 
-def whole_parts(model: nn.Module) -> str:
+def describe_unsharded(model: nn.Module) -> str:
     """Describe the modules that are not sharded over tp, the largest first."""
     sizes: dict[str, int] = {}
-    for name, size in _whole_modules(model):
+    for name, size in _unsharded_modules(model):
         sizes[name] = sizes.get(name, 0) + size
     ordered = sorted(sizes, key=lambda name: -sizes[name])
     more = f" and {len(ordered) - _NUM_SHOWN} more" if len(ordered) > _NUM_SHOWN else ""
     return f"Whole on every rank: {', '.join(ordered[:_NUM_SHOWN])}{more}." if ordered else ""
 
 
-def _whole_modules(model: nn.Module) -> Iterator[tuple[str, int]]:
+def _unsharded_modules(model: nn.Module) -> Iterator[tuple[str, int]]:
     for name, module in model.named_modules():
         parameters = [p for p in module.parameters(recurse=False) if shard_spec_of(p).is_whole]
         if parameters:

@@ -60,8 +60,8 @@ class Stages:
         blocks: List of blocks.
         partition: Number of blocks of each virtual stage.
         ends: Modules outside the list that have parameters.
-        loose: Parameters that the modules around the list own directly: owner, name in the owner
-            and full name. They belong to the first stage.
+        outer_owners: Parameters that the modules around the list own directly: owner, name in the
+            owner and full name. They belong to the first stage.
         ties: Names of the first stage's tied parameters, by the name of the last stage's copy.
         twins: Copies of the blocks without values, made before layers are sharded over tp.
         end_twins: Copies of the modules outside the list, made in the same way.
@@ -73,7 +73,7 @@ class Stages:
     blocks: ModuleSite
     partition: LayerPartition
     ends: tuple[OuterModule, ...]
-    loose: tuple[tuple[nn.Module, str, str], ...]
+    outer_owners: tuple[tuple[nn.Module, str, str], ...]
     ties: Mapping[str, str]
     twins: tuple[nn.Module, ...]
     end_twins: tuple[nn.Module, ...]
@@ -106,7 +106,7 @@ class Stages:
         # The list may have been replaced since planning, so look it up again.
         source: Any = root.get_submodule(self.blocks.name)
         own = [(root.get_submodule(end.site.name), True) for end in self.ends if self._holds(end)]
-        own += [(owner, False) for owner, _, _ in self.loose if self.mesh.pp.is_first]
+        own += [(owner, False) for owner, _, _ in self.outer_owners if self.mesh.pp.is_first]
         staged = StagedBlocks(self.blocks.name, source, self.twins, self.partition, self.mesh, own)
         setattr(root.get_submodule(self.blocks.name.rpartition(".")[0]), self.blocks.key, staged)
         staged.plan = {self.blocks.name: "blocks"} | {
@@ -124,7 +124,7 @@ class Stages:
                 site.module.to("meta")
                 setattr(site.parent, site.key, remote)
         staged.first_stage_parameters += [
-            FirstStageParameter(*one, staged, self.mesh.pp.is_first) for one in self.loose
+            FirstStageParameter(*one, staged, self.mesh.pp.is_first) for one in self.outer_owners
         ]
         for copy, original in self.ties.items() if self.mesh.has_loss else ():
             parameter = root.get_parameter(copy)
@@ -181,23 +181,23 @@ def plan_stages(
         return None
     costs = LayerCosts.equal(len(blocks.module))  # type: ignore[arg-type]
     partition = partition_of(costs, layout)
-    around = _around(root, blocks.name)
-    ends = tuple(_ends(around, blocks, plan))
+    enclosing = _enclosing_modules(root, blocks.name)
+    ends = tuple(_ends(enclosing, blocks, plan))
     _check_sides(sites, blocks, ends, plan)
-    loose = tuple(
+    outer_owners = tuple(
         (module, key, f"{prefix}.{key}" if prefix else key)
-        for prefix, module in around
+        for prefix, module in enclosing
         for key, parameter in module._parameters.items()
         if parameter is not None
     )
     layers = partition.by_stage(layout.placement)
     _check_moved_ends(ends, partition, layers, layout)
-    outer = frozenset(id(module) for _, module in around)
+    outer = frozenset(id(module) for _, module in enclosing)
     owners = _Owners(blocks.name, layers, ends, outer, layout.loss_stage)
     ties = _ties(root, owners, kinds)
     twins = tuple(meta_copy_of(block) for block in blocks.module.children())
     end_twins = tuple(meta_copy_of(end.site.module) for end in ends)
-    return Stages(blocks, partition, ends, loose, ties, twins, end_twins, mesh)
+    return Stages(blocks, partition, ends, outer_owners, ties, twins, end_twins, mesh)
 
 
 def suggested_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | None:
@@ -253,7 +253,7 @@ def _find_blocks(sites: Sequence[ModuleSite], plan: Mapping[str, str]) -> Module
     return found[0]
 
 
-def _around(root: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+def _enclosing_modules(root: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     """List the modules around the blocks, from the root inwards."""
     parts = name.split(".")
     return [
@@ -263,9 +263,9 @@ def _around(root: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
 
 
 def _ends(
-    around: Sequence[tuple[str, nn.Module]], blocks: ModuleSite, plan: Mapping[str, str]
+    enclosing: Sequence[tuple[str, nn.Module]], blocks: ModuleSite, plan: Mapping[str, str]
 ) -> Iterator[OuterModule]:
-    for prefix, module in around:
+    for prefix, module in enclosing:
         is_before = True
         for key, child in module._modules.items():
             name = f"{prefix}.{key}" if prefix else key
@@ -325,15 +325,15 @@ class _Owners:
         blocks: Name of the list of blocks.
         layers: Blocks of every chunk of every stage.
         ends: Modules outside the list that have parameters.
-        around: Identities of the modules around the list, whose own parameters belong to the first
-            stage.
+        enclosing: Identities of the modules around the list, whose own parameters belong to the
+            first stage.
         loss_stage: Stage that computes the loss, and has the modules after the list.
     """
 
     blocks: str
     layers: Sequence[Sequence[range]]
     ends: Sequence[OuterModule]
-    around: frozenset[int]
+    enclosing: frozenset[int]
     loss_stage: int
 
     def stage_of(self, path: str, owner: nn.Module) -> int | None:
@@ -348,7 +348,7 @@ class _Owners:
         end = self.end_of(path)
         if end is not None:
             return 0 if end.is_before else self.loss_stage
-        return 0 if id(owner) in self.around else None
+        return 0 if id(owner) in self.enclosing else None
 
     def end_of(self, path: str) -> OuterModule | None:
         """Return the module next to the blocks that contains a module; None if there is none."""

@@ -208,7 +208,7 @@ class HuggingFaceLM(ReplacedModel):
         if cache is not None:
             self.gpt.config.check_seq_length(cache.length_after(given.shape[1]))
             span = cache.span_of(span, given, *described, extra=extra, num_rows=rows)
-        span = self._laid_out(span, _one_input(input_ids, inputs_embeds))
+        span = self._padded_span(span, _one_input(input_ids, inputs_embeds))
         return _Rows(input_ids, inputs_embeds, labels, span)
 
     def _span_and_labels(
@@ -275,7 +275,7 @@ class HuggingFaceLM(ReplacedModel):
             broadcast_(loss, pp, loss_stage)
         return CausalLMOutput(loss if has_labels else None, lambda: logits)
 
-    def _laid_out(self, span: AttentionSpan | None, inputs: Tensor) -> AttentionSpan | None:
+    def _padded_span(self, span: AttentionSpan | None, inputs: Tensor) -> AttentionSpan | None:
         return laid_out(span, inputs, self.gpt.mesh, self.gpt.context)
 
     def _padding(self, num_sequences: int, length: int, multiple: int) -> tuple[int, int]:

@@ -112,14 +112,16 @@ def build_swapped_model(
         model.recompute = "full"
     load: Callable[[], str]
     if any(tensor.is_meta for tensor in tensors.values()):
-        own = reader_of(tensors, family)
+        rows_by_name = reader_of(tensors, family)
         # The check of the folder would not notice values that user code set in a model without
         # weights.
-        check_tensors(own, family.tensors(model.config), family, model.config.tie_embeddings)
-        given = own.only(key for key, tensor in tensors.items() if not tensor.is_meta)
+        check_tensors(
+            rows_by_name, family.tensors(model.config), family, model.config.tie_embeddings
+        )
+        given = rows_by_name.only(key for key, tensor in tensors.items() if not tensor.is_meta)
         folder = folder_of(source)
         if folder is None:
-            load = partial(_draw, model, origin, family, own, given)
+            load = partial(_draw, model, origin, family, rows_by_name, given)
         else:
             load = _reading(model, family, folder, given, shows_progress)
     else:
@@ -154,7 +156,10 @@ def _reading(
     """Return a function that fills a model with values of a folder and of user code."""
     files = reader_of(SafetensorsFolder(folder), family)
     loading = plan_loading(
-        model, OverlayReader(weights, files) if weights.own else files, family, may_lack=True
+        model,
+        OverlayReader(weights, files) if weights.rows_by_name else files,
+        family,
+        may_lack=True,
     )
 
     def fill() -> str:
@@ -162,7 +167,7 @@ def _reading(
         note = ""
         if loading.missing:
             note = f"{named(loading.missing)} are not in {folder} and keep their initial values."
-        return _with_given(note, weights)
+        return _with_weights_note(note, weights)
 
     return fill
 
@@ -191,13 +196,17 @@ def _draw(
             OverlayReader(weights, DrawnTensors(origin, shapes)),
             family,
         )
-    return _with_given("", weights)
+    return _with_weights_note("", weights)
 
 
-def _with_given(note: str, weights: RenamedTensors) -> str:
-    if not weights.own:
+def _with_weights_note(note: str, weights: RenamedTensors) -> str:
+    if not weights.rows_by_name:
         return note
-    count = f"{len(weights.own)} tensors" if len(weights.own) > 4 else named(weights.own)
+    count = (
+        f"{len(weights.rows_by_name)} tensors"
+        if len(weights.rows_by_name) > 4
+        else named(weights.rows_by_name)
+    )
     return f"{count} keep the values from configure_model. {note}".strip()
 
 

@@ -177,7 +177,7 @@ def pack(tensors: Mapping[str, Tensor], rules: Iterable[Packed]) -> dict[str, Te
     rules = tuple(rules)
     parts: dict[tuple[str, Packed], dict[tuple[int, int], Tensor]] = {}
     for name, tensor in tensors.items():
-        hit = _hit(name, rules)
+        hit = _find_packed(name, rules)
         if hit is None:
             found[name] = tensor
         else:
@@ -204,11 +204,11 @@ def packed_for_files(
         rules: Rules of the packed tensors of the class.
     """
     rules = tuple(rule for rule in rules if rule.is_in_files)
-    hits = (_hit(name, rules) for name in names)
+    hits = (_find_packed(name, rules) for name in names)
     missing = Counter(hit[0] for hit in hits if hit is not None)
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors:
-        hit = _hit(name, rules)
+        hit = _find_packed(name, rules)
         if hit is None:
             yield name, tensor
             continue
@@ -218,7 +218,7 @@ def packed_for_files(
             yield from pack(parts.pop(whole), rules).items()
 
 
-def _hit(name: str, rules: Iterable[Packed]) -> tuple[str, Packed, int, int] | None:
+def _find_packed(name: str, rules: Iterable[Packed]) -> tuple[str, Packed, int, int] | None:
     """Return the tensor that has a part, its rule, and the index and number of the part."""
     for rule in rules:
         position = rule.position_of(name)
