@@ -24,7 +24,7 @@ from lightning_megatron.checkpoint.metadata_checks import (
     OPTIMIZERS,
     check_names,
 )
-from lightning_megatron.checkpoint.stored import OpenCheckpoint, SavedTensor
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint, SavedTensor
 from lightning_megatron.checkpoint.verify import verify_checkpoint
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.swap.hugging_face.class_tensors import (

@@ -21,9 +21,9 @@ from lightning_megatron.checkpoint.consolidate import (
 )
 from lightning_megatron.checkpoint.header import Header
 from lightning_megatron.checkpoint.load import load_metadata
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.checkpoint.own_code import SavedOwnCodeModel
 from lightning_megatron.checkpoint.rewrite import write_checkpoint
-from lightning_megatron.checkpoint.stored import OpenCheckpoint
 from lightning_megatron.checkpoint.verify import verify_checkpoint
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.plan.layout import ParallelLayout

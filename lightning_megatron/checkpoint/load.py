@@ -18,8 +18,13 @@ from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.header import METADATA, RANK_STATE, Header
 from lightning_megatron.checkpoint.matching import Match, match
 from lightning_megatron.checkpoint.metadata_checks import check_metadata
+from lightning_megatron.checkpoint.open_checkpoint import (
+    OpenCheckpoint,
+    SavedTensor,
+    Source,
+    opened,
+)
 from lightning_megatron.checkpoint.planners import ShardLoadPlanner, TensorToRead
-from lightning_megatron.checkpoint.stored import OpenCheckpoint, SavedTensor, Source, opened
 from lightning_megatron.checkpoint.tensor_files import content_of
 from lightning_megatron.checkpoint.values import from_bytes
 from lightning_megatron.errors import CorruptDataError

@@ -7,7 +7,7 @@ from torch import nn
 from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.load import load_tensors
 from lightning_megatron.checkpoint.matching import Match
-from lightning_megatron.checkpoint.stored import Source
+from lightning_megatron.checkpoint.open_checkpoint import Source
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import Placement, replicated_spec
 from lightning_megatron.training.main_parameters import MainParameters

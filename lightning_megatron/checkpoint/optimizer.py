@@ -13,12 +13,17 @@ from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.hyperparameters import check_hyperparameters
 from lightning_megatron.checkpoint.load import load_stored
 from lightning_megatron.checkpoint.metadata_checks import check_states
+from lightning_megatron.checkpoint.open_checkpoint import (
+    OpenCheckpoint,
+    SavedTensor,
+    Source,
+    opened,
+)
 from lightning_megatron.checkpoint.parameter_groups import (
     check_same_groups,
     check_saved_groups,
     hyperparameters_of,
 )
-from lightning_megatron.checkpoint.stored import OpenCheckpoint, SavedTensor, Source, opened
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.consolidate import MODEL, read_one_by_one
-from lightning_megatron.checkpoint.stored import OpenCheckpoint
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.swap.hugging_face.own_code import OWN_CODE

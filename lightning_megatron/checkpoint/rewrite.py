@@ -32,8 +32,8 @@ from lightning_megatron.checkpoint.directory import checkpoint_path_of
 from lightning_megatron.checkpoint.header import METADATA, RANK_STATE, TENSOR_INDEX, Header
 from lightning_megatron.checkpoint.load import load_metadata, load_rank_states
 from lightning_megatron.checkpoint.metadata_checks import ONE_PROCESS, OPTIMIZERS, check_names
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.checkpoint.storage import FileRecord, Folder, HashingStream, writing
-from lightning_megatron.checkpoint.stored import OpenCheckpoint
 from lightning_megatron.checkpoint.tensor_index import write_index
 from lightning_megatron.checkpoint.values import to_bytes
 from lightning_megatron.checkpoint.verify import verify_checkpoint

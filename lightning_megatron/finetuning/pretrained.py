@@ -16,8 +16,8 @@ from lightning_megatron.checkpoint import (
     load_tensors,
 )
 from lightning_megatron.checkpoint.hyper_parameters import saved_hyper_parameters
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.checkpoint.single_file import read_single_file
-from lightning_megatron.checkpoint.stored import OpenCheckpoint
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.encoder import Encoder

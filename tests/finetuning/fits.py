@@ -21,7 +21,7 @@ from lightning_megatron import (
     RaceDataModule,
     SquadDataModule,
 )
-from lightning_megatron.checkpoint.stored import OpenCheckpoint
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from tests.fit_report import Record, Report
 
 STEPS, BATCH, LENGTH = 4, 8, 16

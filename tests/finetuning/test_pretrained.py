@@ -21,7 +21,7 @@ from lightning_megatron import (
     EncoderConfig,
     GlueDataModule,
 )
-from lightning_megatron.checkpoint.stored import OpenCheckpoint
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.errors import (
     CheckpointMismatchError,
     ParallelPlanError,

@@ -135,7 +135,7 @@ def test_microbatches_that_are_not_given_follow_from_the_order(tmp_path: Path) -
         rule.check(9)
 
 
-def test_memory_is_estimated_for_the_rows_of_an_own_order(tmp_path: Path) -> None:
+def test_memory_is_estimated_for_the_rows_of_a_custom_order(tmp_path: Path) -> None:
     model = ModelShape(
         num_layers=8,
         hidden_size=64,

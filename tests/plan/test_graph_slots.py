@@ -151,7 +151,7 @@ def last_first(rank: int, stages: int, number: int, chunks: int) -> list[Action]
     return row
 
 
-def test_an_own_schedule_books_the_slot_that_is_free_longest() -> None:
+def test_a_custom_schedule_books_the_slot_that_is_free_longest() -> None:
     (slots,) = slots_of(custom_schedule(last_first, 1, 5))
     assert [slots.slot_of(PipelineUnit(0, n)) for n in range(5)] == [0, 1, 1, 0, 0]
     assert first_slots(slots) == (1,)

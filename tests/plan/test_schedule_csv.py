@@ -53,7 +53,7 @@ def test_every_named_schedule_is_restored_from_its_csv(schedule: Schedule) -> No
 @seed(17)
 @MANY
 @given(own_rows())
-def test_any_own_schedule_is_restored_from_its_csv(
+def test_any_custom_schedule_is_restored_from_its_csv(
     drawn: tuple[Placement, int, Rows, dict[Node, set[Node]]],
 ) -> None:
     placement, microbatches, rows, _ = drawn

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_megatron import BERTPretraining, EncoderConfig, MegatronStrategy
-from lightning_megatron.checkpoint.stored import OpenCheckpoint
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.fit_report import Record, Report

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_megatron import FP8, CudaGraphs, MegatronStrategy
 from lightning_megatron.checkpoint.consolidate import consolidate
-from lightning_megatron.checkpoint.stored import OpenCheckpoint
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.models.layered import layered_modules
 from tests.strategy.graph_fits import fit
 from tests.strategy.tiny import TinyLM, loader

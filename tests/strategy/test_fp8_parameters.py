@@ -26,7 +26,7 @@ from lightning_megatron import (
     MemoryReport,
     ParallelPlanError,
 )
-from lightning_megatron.checkpoint.stored import OpenCheckpoint
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.errors import NonFiniteError, UnsupportedError
 from lightning_megatron.layers.fp8.eight_bit_parameter import EightBitParameter
 from lightning_megatron.strategy.logs.run_table import _cast_choices

@@ -23,7 +23,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> LightningEnvironment:
     return LightningEnvironment()
 
 
-def test_a_rank_that_connects_first_waits_for_the_store_on_the_held_port(
+def test_a_rank_that_connects_first_waits_for_the_store_on_the_reserved_port(
     environment: LightningEnvironment,
 ) -> None:
     held = ReservedPort()

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.load import load_stored
 from lightning_megatron.checkpoint.metadata_checks import SCALES
-from lightning_megatron.checkpoint.stored import OpenCheckpoint
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import replicated_spec
 from lightning_megatron.layers.fp8.delayed import DelayedScales

@@ -25,7 +25,7 @@ from lightning_megatron.checkpoint import (
 from lightning_megatron.checkpoint.consolidate import ONE_PROCESS, OPTIMIZERS
 from lightning_megatron.checkpoint.directory import checkpoint_path_of
 from lightning_megatron.checkpoint.hugging_face import HUGGING_FACE, describe_models
-from lightning_megatron.checkpoint.stored import OpenCheckpoint
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.strategy.checkpoints.delayed_scales import load_scales, scale_tensors
 from lightning_megatron.strategy.checkpoints.last_checkpoint import find_last

@@ -15,7 +15,7 @@ from lightning_megatron.checkpoint.consolidate import CURRENT
 from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.load import load_stored
 from lightning_megatron.checkpoint.model import STATE_DICT
-from lightning_megatron.checkpoint.stored import OpenCheckpoint
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import FlatSlice, replicated_spec
