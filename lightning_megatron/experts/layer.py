@@ -263,7 +263,7 @@ class MixtureOfExperts(nn.Module):
             sources = self.transport_choice.clone_sources
             assert sources is not None, "clones need places"
             clones = sources(dispatched.clones)
-        again = self.transport_choice.dispatcher.rows_again(dispatched)
+        again = self.transport_choice.dispatcher.rows_recipe(dispatched)
         arguments = dispatched.rows, dispatched.probabilities, dispatched.ends, clones, again
         return (
             recomputed(self.experts, *arguments)

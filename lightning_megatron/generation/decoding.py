@@ -15,7 +15,7 @@ from lightning_megatron.generation.session import GenerationSession
 from lightning_megatron.generation.settings import GenerationSettings
 from lightning_megatron.generation.stop_text import StopFunction
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.models.side_calls import run_aside
+from lightning_megatron.models.side_calls import run_side_call
 from lightning_megatron.models.stage import pipelined_modules
 
 
@@ -53,7 +53,7 @@ def generate(
     """
     gpt = gpt_of(model)
     search = _search_beams if settings is not None and settings.beams > 1 else _decode
-    return run_aside(
+    return run_side_call(
         gpt,
         "generate",
         lambda: search(gpt, prompts, settings or GenerationSettings(), stop_function),

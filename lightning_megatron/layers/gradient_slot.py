@@ -374,7 +374,7 @@ def slots_of(parameters: Sequence[Tensor]) -> list[GradientSlot | None]:
     return [slot_of(one) for one in parameters]
 
 
-def remembered_stack(
+def cached_stack(
     weights: Sequence[Float[Tensor, "*shape"]], slots: Sequence[GradientSlot | None]
 ) -> Float[Tensor, "experts *shape"] | None:
     """Return :func:`stacked_view` of weights, which their slots cache if each weight has one.

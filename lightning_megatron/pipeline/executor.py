@@ -157,7 +157,7 @@ class PipelineExecutor:
         if self.model is not None and self.mesh.pp.size > 1:
             self._prepare(run, self.model, trial or Trial())
         around = self.around_passes(len(microbatches)) if backward else nullcontext()
-        with around, run.whole():
+        with around, run.whole_step():
             self._run_program(run, observer)
         return run.results
 

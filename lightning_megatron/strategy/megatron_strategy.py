@@ -115,7 +115,7 @@ class MegatronStrategy(TrainerAnswers):
         backend: Backend = "native",
         cuda_graphs: GraphMode | CudaGraphs | None = None,
     ) -> None:
-        super().__init__(StrategyOptions.among(locals()))
+        super().__init__(StrategyOptions.from_locals(locals()))
         self._checkpoints = RunCheckpoints()
         self._source: CheckpointSource | None = None  #: The checkpoint that was loaded last.
         #: The current run, or the last one, whose weights can still be saved.

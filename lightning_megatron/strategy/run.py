@@ -37,7 +37,7 @@ from lightning_megatron.strategy.modules.metric_groups import MetricGroups
 from lightning_megatron.strategy.optimization.finite_watch import checks_of
 from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
-from lightning_megatron.strategy.optimization.parameter_data import seeing_data
+from lightning_megatron.strategy.optimization.parameter_data import record_data_access
 from lightning_megatron.strategy.optimization.parameter_readers import (
     SHARDED_GRADIENTS_WARNING,
     gradient_reader,
@@ -246,7 +246,7 @@ class Run:
         signals = SignalAgreement(trainer, self.mesh, interval, self._checkpoints.wait)
         signals.install()
         undo.callback(signals.remove)
-        undo.enter_context(seeing_data(self._note_data))
+        undo.enter_context(record_data_access(self._note_data))
         if self.mesh.pp.size > 1:
             undo.enter_context(hiding_example_input(self.module))
         average_main_parameters(trainer, self.module, main, self.mesh)

@@ -39,11 +39,11 @@ def test_a_rank_that_connects_first_waits_for_the_store_on_the_reserved_port(
 
     early = threading.Thread(target=connect)
     early.start()
-    store = open_store("127.0.0.1", port, 0, 2, _TIMEOUT, of_agent=False, listener=held.hand_over())
+    store = open_store("127.0.0.1", port, 0, 2, _TIMEOUT, of_agent=False, listener=held.detach())
     early.join(timeout=30)
     store.set("key", "value")
     assert found[0].get("key") == b"value"
-    assert held.hand_over() is None
+    assert held.detach() is None
 
 
 def test_a_port_of_another_process_is_refused_before_ranks_start(

@@ -29,8 +29,8 @@ from tests.world import run_world
 class Captures:
     """Note what is asked of the graphs of a rank."""
 
-    def __init__(self, joins_other_data: bool = False, is_joint: bool = False) -> None:
-        self.joins_other_data = joins_other_data
+    def __init__(self, communicates_across_data: bool = False, is_joint: bool = False) -> None:
+        self.communicates_across_data = communicates_across_data
         self.is_joint = is_joint
         self.failure: str | None = None
         self.eager: dict[tuple[str, str], int] = {}

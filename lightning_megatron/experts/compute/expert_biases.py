@@ -14,10 +14,10 @@ from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.layers.gradient_slot import (
     GradientSlot,
     SlotRow,
-    remembered_stack,
+    cached_stack,
     slots_of,
 )
-from lightning_megatron.layers.handed_gradients import hand_over
+from lightning_megatron.layers.handed_gradients import add_to_slots
 from lightning_megatron.shapes import Bool, Float, Int
 
 
@@ -107,7 +107,7 @@ def _shares(member: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tenso
 
 def _stacked(biases: Sequence[Tensor], slots: Sequence[GradientSlot | None]) -> Tensor:
     """Return biases as one tensor: a view if they have a constant stride, else a copy."""
-    view = remembered_stack(biases, slots)
+    view = cached_stack(biases, slots)
     return torch.stack(tuple(biases)) if view is None else view
 
 
@@ -149,7 +149,7 @@ def _hand_over(
 
         if row.add(add):
             return [None] * len(biases)
-    return hand_over(sums, biases, slots, needed)
+    return add_to_slots(sums, biases, slots, needed)
 
 
 def _compiled(

@@ -77,9 +77,9 @@ class CloningDispatcher:
         """Wait for the tokens of this rank's homes and clones, and sort them."""
         return replace(self.inner.receive(sent), clones=sent.clones)
 
-    def rows_again(self, dispatched: ExpertInput) -> Recipe | None:
+    def rows_recipe(self, dispatched: ExpertInput) -> Recipe | None:
         """Return how the inner dispatcher recomputes the rows."""
-        return self.inner.rows_again(dispatched)
+        return self.inner.rows_recipe(dispatched)
 
     def send_back(
         self, outputs: Float[Tensor, "rows hidden"], dispatched: ExpertInput

@@ -81,7 +81,7 @@ class Dispatcher(Protocol):
     def receive(self, sent: TokensInTransit) -> ExpertInput:
         """Wait for the tokens of this rank's experts, and sort them by expert."""
 
-    def rows_again(self, dispatched: ExpertInput) -> Recipe | None:
+    def rows_recipe(self, dispatched: ExpertInput) -> Recipe | None:
         """Return how the backward pass recomputes the rows of the experts; None if it keeps them.
 
         The tokens of ``dispatched`` are then kept, and :meth:`combine` may send them again in its
@@ -147,7 +147,7 @@ class LocalDispatcher:
         rows = permute_both(hidden, sent.probabilities.wait(), row_map)
         return ExpertInput(*rows, row_map, tokens=hidden.detach())
 
-    def rows_again(self, dispatched: ExpertInput) -> Recipe | None:
+    def rows_recipe(self, dispatched: ExpertInput) -> Recipe | None:
         """Return how to sort the same tokens again."""
         if dispatched.tokens is None:
             return None
@@ -217,9 +217,9 @@ class GatherDispatcher:
         gathered = sent.hidden.wait(), sent.probabilities.wait(), sent.experts.wait()
         return self.inner.receive(self.inner.send(self.inner.prepare(*gathered)))
 
-    def rows_again(self, dispatched: ExpertInput) -> Recipe | None:
+    def rows_recipe(self, dispatched: ExpertInput) -> Recipe | None:
         """Return how the inner dispatcher recomputes the rows from the gathered tokens."""
-        return self.inner.rows_again(dispatched)
+        return self.inner.rows_recipe(dispatched)
 
     def send_back(
         self, outputs: Float[Tensor, "rows hidden"], dispatched: ExpertInput
@@ -304,7 +304,7 @@ class AllToAllDispatcher:
         scales = sent.probabilities.wait()
         return ExpertInput(*permute_both(rows, scales.unsqueeze(1), row_map), row_map, sent.sizes)
 
-    def rows_again(self, dispatched: ExpertInput) -> None:
+    def rows_recipe(self, dispatched: ExpertInput) -> None:
         """Return ``None``: the rows that have arrived are as many as the sorted ones."""
 
     def send_back(

@@ -78,7 +78,7 @@ class OneSidedDispatcher:
         arrived = to_experts(*tokens, self.local_experts, self.transfer, self.limit)
         return ExpertInput(*arrived, sent_experts=experts, tokens=tokens[0].detach())
 
-    def rows_again(self, dispatched: ExpertInput) -> Recipe | None:
+    def rows_recipe(self, dispatched: ExpertInput) -> Recipe | None:
         """Return how to sort the tokens that the backward pass of :meth:`combine` puts again."""
         if dispatched.tokens is None:
             return None

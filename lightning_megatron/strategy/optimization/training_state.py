@@ -195,7 +195,7 @@ class TrainingState:
             self._copies.follow(optimizers)
         else:
             self._copies.check()
-        waiting = [one for one in optimizers if self.main.waits_for_attach(one)]
+        waiting = [one for one in optimizers if self.main.needs_attach(one)]
         for optimizer in waiting:
             self._attach(optimizer)
         return bool(waiting)

@@ -292,7 +292,7 @@ class StrategyOptions:
             )
 
     @classmethod
-    def among(cls, names: Mapping[str, Any]) -> StrategyOptions:
+    def from_locals(cls, names: Mapping[str, Any]) -> StrategyOptions:
         """Return the options among the local variables of a function that has them as arguments.
 
         Args:

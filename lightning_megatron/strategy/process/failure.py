@@ -125,7 +125,7 @@ class FailureWatch:
             self._left_folder = joined
             joined.leave()
 
-    def leave_after_others(self) -> None:
+    def remove_all_files(self) -> None:
         """Remove the files of all ranks of this machine after they have been killed."""
         if self._left_folder is not None:
             self._left_folder.leave()

@@ -96,7 +96,7 @@ class MegatronLauncher(SubprocessScriptLauncher):
         self._children.forget()
         super().kill(signum)
         self._children.wait_for_end()
-        self._watch().leave_after_others()
+        self._watch().remove_all_files()
 
     @override
     def _call_children_scripts(self) -> None:

@@ -74,7 +74,7 @@ class Membership:
                 options.process_group_backend,
                 timeout,
                 configuration,
-                self._port.hand_over(),
+                self._port.detach(),
             )
         mesh = ParallelMesh.create(
             layout,

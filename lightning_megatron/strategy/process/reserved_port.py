@@ -42,7 +42,7 @@ class ReservedPort:
                 "unset it to use any free port."
             ) from error
 
-    def hand_over(self) -> int | None:
+    def detach(self) -> int | None:
         """Return the file descriptor of the socket, whose new owner closes it; None without one."""
         if self._socket is None:
             return None

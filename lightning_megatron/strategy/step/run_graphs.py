@@ -33,7 +33,7 @@ class StepCaptures(Protocol):
     """Graphs of this rank's steps."""
 
     @property
-    def joins_other_data(self) -> bool:
+    def communicates_across_data(self) -> bool:
         """Return whether graphs contain collectives with ranks that read other data."""
 
     @property
@@ -236,7 +236,7 @@ class RunGraphs:
         if kind not in self._phases:
             # Without such collectives, ranks with different data may replay different graphs.
             keys = None
-            if self._captures.joins_other_data:
+            if self._captures.communicates_across_data:
                 keys = KeyAgreement(self._mesh.world_cpu, self._settings.fixed_shapes)
             number = self._num_capturing if kind.has_backward else 1
             self._phases[kind] = CapturePhase(kind, self._num_eager, number, keys)

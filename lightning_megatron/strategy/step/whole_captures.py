@@ -123,7 +123,7 @@ class WholeCaptures:
         self._graphs = steps.capture_whole(backend, settings, self._agreement, _warn)
 
     @property
-    def joins_other_data(self) -> bool:
+    def communicates_across_data(self) -> bool:
         """Return False, because :class:`WorldAgreement` compares the ranks before every step."""
         return False
 

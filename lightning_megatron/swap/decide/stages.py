@@ -85,7 +85,7 @@ class Stages:
         """Return the indices of the blocks, as ``layers[stage][chunk]``."""
         return self.partition.by_stage(self.mesh.layout.placement)
 
-    def is_here(self, name: str) -> bool:
+    def is_on_stage(self, name: str) -> bool:
         """Return whether this rank has the module or parameter of a name."""
         prefix = f"{self.blocks.name}."
         if name.startswith(prefix):

@@ -103,7 +103,7 @@ def decide(module: nn.Module, mesh: ParallelMesh, options: SwapOptions) -> SwapP
     kinds |= models.kinds
     stages = find_stages(module, sites, kinds, options.pipeline_plan, mesh, models.replaced_names)
     stage_modules = frozenset(
-        site.name for site in sites if stages is None or stages.is_here(site.name)
+        site.name for site in sites if stages is None or stages.is_on_stage(site.name)
     )
     own_code = [model.site.name for model in models.own_code]
     replacements: list[Replacement] = [

@@ -245,7 +245,7 @@ class HuggingFaceLM(ReplacedModel):
         finally:
             gpt.hidden_states = None
         cut = None if span is None else span.order
-        return result, tuple(whole_sequences(one, gpt.mesh, cut) for one in states)
+        return result, tuple(gather_sequences(one, gpt.mesh, cut) for one in states)
 
     def _from_last_stage(
         self,
@@ -310,7 +310,7 @@ class HuggingFaceLM(ReplacedModel):
         return full[..., : self.gpt.config.vocab_size].transpose(0, 1)
 
 
-def whole_sequences(hidden: Tensor, mesh: ParallelMesh, cut: TokenOrder | None = None) -> Tensor:
+def gather_sequences(hidden: Tensor, mesh: ParallelMesh, cut: TokenOrder | None = None) -> Tensor:
     """Gather hidden states of whole sequences on every tensor-parallel rank.
 
     Shapes: hidden ``(S/cp, B, D)`` or, under sequence parallelism, ``(S/(cp tp), B, D)``; output

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_reduce_
-from lightning_megatron.models.side_calls import run_aside
+from lightning_megatron.models.side_calls import run_side_call
 from lightning_megatron.swap.hugging_face.causal_lm import HuggingFaceLM
 from lightning_megatron.swap.hugging_face.generation_cache import GenerationCache
 
@@ -46,7 +46,7 @@ class GeneratingLM(HuggingFaceLM):
                 generation; inside a step with pipeline stages, if the arguments depend on values of
                 the step's results.
         """
-        return run_aside(self.gpt, "generate", lambda: self._generated(*args, **kwargs))
+        return run_side_call(self.gpt, "generate", lambda: self._generated(*args, **kwargs))
 
     def _generated(self, *args: Any, **kwargs: Any) -> Tensor:
         if not self._can_cache:

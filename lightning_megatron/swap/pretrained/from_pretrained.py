@@ -23,7 +23,7 @@ from lightning_megatron.swap.pretrained.deferred import (
     is_part_of_deferred,
     read_deferred,
 )
-from lightning_megatron.swap.pretrained.late_import import when_imported
+from lightning_megatron.swap.pretrained.late_import import call_on_import
 from lightning_megatron.swap.pretrained.unchanged_models import describe_modules
 from lightning_megatron.swap.pretrained.without_weights import without_weights
 from lightning_megatron.swap.tensors.low_rank import plain_name
@@ -70,7 +70,9 @@ def building_on_meta() -> Iterator[None]:
         # The import of transformers and peft takes most of a second, and not every model needs
         # them.
         stack.enter_context(
-            when_imported("transformers.modeling_utils", lambda module: _build_later(module, stack))
+            call_on_import(
+                "transformers.modeling_utils", lambda module: _build_later(module, stack)
+            )
         )
         stack.enter_context(_giving_adapters_values())
         stack.enter_context(ReadOnFirstUse())
