@@ -23,7 +23,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 @contextmanager
 def drawing_from(generator: torch.Generator) -> Iterator[None]:
-    """Let operators without a generator of their own draw from this one inside the block.
+    """Let operators without their own generator draw from this one inside the block.
 
     The state of ``generator`` advances, and that of the default generator does not. A block in a
     capture of a CUDA graph is legal.

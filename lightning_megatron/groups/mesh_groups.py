@@ -196,7 +196,7 @@ class GroupBuilder:
         """Return an axis, with the NCCL settings of the axis that it is a part of, if any."""
         options = self.options.get(part_of or name, {}) if backend == "nccl" else {}
         # The messages of one group queue on one stream. cp often has the ranks of data, and its
-        # layers would wait there for the gradients and parameters that data moves beside them.
+        # layers would wait behind the gradients and parameters in flight on the data axis.
         is_apart = "cp" in (name, part_of)
         key = (backend, tuple(map(tuple, groups)), tuple(sorted(options.items())), is_apart)
         if key not in self._cache:

@@ -162,7 +162,7 @@ class PipelineExecutor:
         return run.results
 
     def _prepare(self, run: StepRun, model: PipelinedModule, trial: Trial) -> None:
-        """Find the plan of a step, and compute what it asks of all stages at once."""
+        """Find the plan of a step, and run its computations on all stages, such as generation."""
         run.seek(0)
         run.plan = self.plans.of(trial, model, run.step_fn, run.microbatches[0])
         self.plans.collect(trial, run.step_fn, run.microbatches, run.seek)

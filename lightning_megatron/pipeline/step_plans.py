@@ -93,7 +93,7 @@ class StepPlans:
         microbatches: Sequence[Microbatch],
         seek: Callable[[int], None],
     ) -> None:
-        """Compute what a step asks of all stages beside its calls of the model, such as generation.
+        """Run the computations on all stages that a step requests, such as generation.
 
         All stages run the step without values, and thus make these calls together.
 

@@ -118,7 +118,7 @@ def test_a_ring_has_the_memory_of_its_window() -> None:
 def test_a_full_cache_is_refused() -> None:
     cache = KeyValueCache(3)
     tokens = torch.zeros(4, 1, 2, 8)
-    with pytest.raises(ParallelPlanError, match=r"their cache \(3\): they would have 4"):
+    with pytest.raises(ParallelPlanError, match=r"their cache of 3 tokens: they would have 4"):
         cache.extended(1, tokens, tokens, None)
 
 

@@ -163,7 +163,7 @@ def test_a_flat_slice_that_leaves_its_tensor_is_refused():
     spec = ShardSpec((4, 3), (ShardRange(0, 2),))
     with pytest.raises(ValueError, match=r"of 6 elements: \[0, 7\)"):
         FlatSlice(spec, (2, 3), 0, 7)
-    with pytest.raises(ValueError, match=r"at least the 2 rows .* \(1, 3\)"):
+    with pytest.raises(ValueError, match=r"at least 2 rows .* \(1, 3\)"):
         FlatSlice(spec, (1, 3), 0, 3)
     with pytest.raises(ValueError, match=r"one dimension of 3 elements: \(2,\)"):
         FlatSlice(spec, (2, 3), 0, 3).local_views(torch.zeros(2))

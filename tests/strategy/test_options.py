@@ -53,7 +53,7 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
         ({"cp": 2, "cp_transport": "bus"}, ParallelPlanError, "or hierarchical: it is 'bus'"),
         ({"cp_groups": "documents"}, ParallelPlanError, r"cp \(1\) must be a power of two.*Use 2"),
         ({"cp": 6, "cp_groups": "documents"}, ParallelPlanError, "Use 4 or 8. Or leave cp_groups"),
-        ({"cp": 2, "cp_groups": "rows"}, ParallelPlanError, "whole or documents: it is 'rows'"),
+        ({"cp": 2, "cp_groups": "rows"}, ParallelPlanError, "all or documents: it is 'rows'"),
         (
             {"cp": 4, "cp_groups": "documents", "cp_transport": "hierarchical"},
             UnsupportedError,
@@ -308,7 +308,7 @@ def test_a_schedule_may_be_a_file_or_a_function(tmp_path: Path) -> None:
     # Ranks may have the file in different folders.
     assert first.as_dict() != second.as_dict()
     assert repr(first.contents()) == repr(second.contents())
-    with pytest.raises(ParallelPlanError, match="it has 2 rows with vpp of 2, pp is 4, vpp is 2"):
+    with pytest.raises(ParallelPlanError, match="it has 2 rows with 2 chunks, pp is 4, vpp is 2"):
         MegatronStrategy(pp=4, vpp=2, schedule=str(paths[0]))
 
     def mine(rank: int, pp: int, num_microbatches: int, vpp: int) -> list[Action]:

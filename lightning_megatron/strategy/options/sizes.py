@@ -33,7 +33,7 @@ def check_sizes(
     layout: ParallelLayout,
     arguments: Mapping[str, Any],
 ) -> None:
-    """Refuse sizes that cannot run, as far as they are known when the Trainer is called.
+    """Refuse sizes that cannot run, from what is known when the Trainer is called.
 
     Sizes of the model come from the module's ``config`` if that is a :class:`GPTConfig` or an
     :class:`EncoderConfig`, or from the folder that the module loads. Batch sizes come from the
@@ -89,7 +89,7 @@ def check_sizes(
 
 
 def _configs_of(module: LightningModule, options: StrategyOptions) -> Sequence[LayeredConfig]:
-    """Return the configurations of the module's models, as far as they are known."""
+    """Return the configurations of the module's models, without those that are not yet known."""
     config = getattr(module, "config", None)
     if isinstance(config, GPTConfig | EncoderConfig):
         return [config]

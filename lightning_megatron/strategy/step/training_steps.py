@@ -82,7 +82,7 @@ class TrainingSteps:
         self._clear_gradients: ClearGradients | None = None
 
     def use(self, graphs: RunGraphs | None) -> None:
-        """Run steps by CUDA graphs from now on, as far as graphs support them.
+        """Run steps with CUDA graphs from now on, where graphs support them.
 
         Args:
             graphs: The graphs; None to run all steps eagerly.

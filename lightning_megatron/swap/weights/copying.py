@@ -122,6 +122,6 @@ def _nothing() -> None:
 
 
 def interleave(items: Sequence[T], num_runs: int) -> list[T]:
-    """Interleave a sequence: cut it into equal runs and take one item of each in turn."""
+    """Interleave a sequence: cut it into equal runs, and take one item of each run alternately."""
     length = max(-(-len(items) // num_runs), 1)
     return [item for first in range(length) for item in items[first::length]]
