@@ -417,7 +417,8 @@ def test_numbers_of_yaml_are_those_of_json(tmp_path: Path) -> None:
 
 def test_costs_of_other_virtual_stages_are_refused() -> None:
     with pytest.raises(
-        ParallelPlanError, match=r"they have 8, and the schedule has 12 virtual stages\. Use 12 times in each list"
+        ParallelPlanError,
+        match=r"they have 8, and the schedule has 12 virtual stages\. Use 12 times in each list",
     ):
         equal_costs(4, 2).of(12)
     comparison = compare(PipelineSizes(4, 8, 3), equal_costs(4, 2), None)

@@ -181,7 +181,7 @@ def test_an_impossible_token_does_not_poison_the_others() -> None:
 @pytest.mark.parametrize("label", [8, -2])
 def test_labels_outside_the_vocabulary_are_refused(label: int) -> None:
     labels = torch.tensor([[label]])
-    with pytest.raises(IndexError, match=rf"\[0, 8\): found {label}"):
+    with pytest.raises(IndexError, match=rf"\[0, 8\): an id is {label}"):
         chunked_cross_entropy(
             torch.randn(1, 1, 4), torch.randn(16, 4), labels, ParallelMesh.single(), 8, 5
         )

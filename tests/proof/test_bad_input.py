@@ -338,7 +338,7 @@ def test_a_layout_whose_grids_disagree_on_stages_is_refused() -> None:
 
 
 def test_token_ids_outside_of_the_vocabulary_are_refused() -> None:
-    with pytest.raises(IndexError, match=re.escape("[0, 257): found 257")):
+    with pytest.raises(IndexError, match=re.escape("[0, 257): an id is 257")):
         trainer(1, MegatronStrategy()).fit(model(), windows(token=257))
 
 
