@@ -169,5 +169,5 @@ def test_real_parameters_are_filled_in_place() -> None:
 
 
 def test_a_parameter_without_initializer_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"'0\.weight' has no initializer"):
+    with pytest.raises(ValueError, match=r"must have an initializer: '0\.weight' has none"):
         initialize_(nn.Sequential(nn.Linear(2, 2)), "cpu", seed=0)

@@ -152,7 +152,9 @@ def test_parts_that_run_eagerly_are_named_once_or_refused() -> None:
     graphs, captures, _ = built(CudaGraphs("segments", warmup_steps=1, on_new_shape="error"))
     steps(graphs, captures, 2)
     captures.eager = {("tokens (2, 8)", "captured for (4, 8)"): 1}
-    with pytest.raises(UnsupportedError, match="on_new_shape='error' needs .* tokens .2, 8., capt"):
+    with pytest.raises(
+        UnsupportedError, match="on_new_shape='error' every step .* tokens .2, 8., capt"
+    ):
         steps(graphs, captures)
 
 
