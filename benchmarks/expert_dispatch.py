@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.expert_layer import by_kernel
 from lightning_megatron.experts.transport.choose_transport import choose_transport
 from lightning_megatron.experts.transport.dispatchers import Dispatcher
-from lightning_megatron.experts.transport.transit import Dispatched
+from lightning_megatron.experts.transport.transit import ExpertInput
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.experts import Transport
@@ -57,13 +57,13 @@ class Pass:
     backward: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
 
-    def run(self) -> tuple[Tensor, Dispatched]:
+    def run(self) -> tuple[Tensor, ExpertInput]:
         """Dispatch the tokens to their experts and combine the rows."""
         prepared = self.dispatcher.prepare(self.hidden, self.probabilities, self.experts)
         sent = self.dispatcher.receive(self.dispatcher.send(prepared))
         return self.dispatcher.combine(self.dispatcher.send_back(sent.rows, sent)), sent
 
-    def run_backward(self, output: Tensor, sent: Dispatched) -> None:
+    def run_backward(self, output: Tensor, sent: ExpertInput) -> None:
         """Run the backward pass of ``run``."""
         torch.autograd.grad(
             (output, sent.probabilities),

@@ -85,7 +85,7 @@ def timed(tokens: Iterator[list[int | None]]) -> tuple[float, float]:
 
 
 def ours(model: Any, prompts: list[list[int]], new: int, record: bool) -> Callable[[], Any]:
-    settings = GenerationSettings(new, record=record)
+    settings = GenerationSettings(new, cuda_graph=record)
     return lambda: timed(generated_tokens(model, prompts, settings))
 
 

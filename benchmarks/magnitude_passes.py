@@ -79,7 +79,7 @@ def norm_passes(config: GPTConfig, tokens: int) -> Passes:
 
     def measured() -> tuple[Tensor, Tensor]:
         seen = no_magnitude(hidden)
-        return kernels.add_norm(*own, seen=seen)[1], seen
+        return kernels.add_norm(*own, magnitudes=seen)[1], seen
 
     name = f"{'RMSNorm' if is_rms else 'LayerNorm'}, {tokens} x {width}"
     return Passes(name, lambda: kernels.add_norm(*own)[1], measured)

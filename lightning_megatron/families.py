@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from lightning_megatron.swap.families.bert import EncoderNames as EncoderNames
 from lightning_megatron.swap.families.expert_names import ExpertNames as ExpertNames
+from lightning_megatron.swap.families.family import DecoderNames as DecoderNames
 from lightning_megatron.swap.families.family import Family as Family
 from lightning_megatron.swap.families.family import ModelConfig as ModelConfig
-from lightning_megatron.swap.families.family import Names as Names
 from lightning_megatron.swap.families.fields import ConfigTable as ConfigTable
 from lightning_megatron.swap.families.fields import Field as Field
-from lightning_megatron.swap.families.fields import one_from as one_from
+from lightning_megatron.swap.families.fields import translate_values as translate_values
 from lightning_megatron.swap.families.known import families as families
 from lightning_megatron.swap.families.known import family_of as family_of
 from lightning_megatron.swap.families.known import find_family as find_family
@@ -28,11 +28,11 @@ __all__ = [
     "Field",
     "LatentNames",
     "ModelConfig",
-    "Names",
+    "DecoderNames",
     "Packed",
     "families",
     "family_of",
     "find_family",
-    "one_from",
+    "translate_values",
     "rotary_fields",
 ]

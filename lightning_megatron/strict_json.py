@@ -17,7 +17,7 @@ MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
 
 
-def read_start(path: Path, num_bytes: int, remedy: str = "") -> bytes:
+def read_first_bytes(path: Path, num_bytes: int, remedy: str = "") -> bytes:
     """Return the first bytes of a regular file.
 
     Args:
@@ -52,7 +52,7 @@ def read_regular_file(path: Path, remedy: str, max_bytes: int = MAX_BYTES) -> by
         CorruptDataError: If the path is missing, unreadable, a directory, a pipe or a device, or
             the file is too large.
     """
-    content = read_start(path, max_bytes + 1, remedy)
+    content = read_first_bytes(path, max_bytes + 1, remedy)
     if len(content) > max_bytes:
         raise CorruptDataError(
             f"{path} has more than {max_bytes} bytes, which is not expected of it. {remedy}"

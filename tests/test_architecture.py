@@ -520,6 +520,7 @@ RETIRED = (
     *("mains", "take_in", "take_written", "foresee", "foresees", "foreseen", "hold_updates"),
     *("lend", "lent", "loan", "travellers", "stand_in", "stand_ins", "left_behind", "units_of"),
     *("exchange_rows", "run_in_turn", "forgive", "let_finetuning_know", "settled", "crossings"),
+    *("way_out", "ways_out", "run_aside", "rows_again", "spread_again", "look_again"),
 )
 RETIRED_CLASSES = {
     *("Elsewhere", "Turn", "Turns", "Exchange", "Unit", "Position", "Division"),

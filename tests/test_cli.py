@@ -203,7 +203,7 @@ def test_a_recipe_names_a_schedule_by_its_file(base: Path) -> None:
     command = MegatronCLI(args=["fit", "-c", str(base), *strategy, file])
     assert command.trainer.global_step == 3
     # A text is a name or a path, and never a function to be imported.
-    with pytest.raises(ValueError, match=r"it is 'json\.dumps'\. A text, as in YAML, cannot name"):
+    with pytest.raises(ValueError, match=r"it is 'json\.dumps'\. A YAML file cannot name"):
         MegatronCLI(
             args=["fit", "-c", str(base), *strategy, "--trainer.strategy.schedule=json.dumps"]
         )

@@ -292,7 +292,8 @@ def test_bad_arguments_end_the_command(
         (["--name", "zb-h1", *SIZES, "--chunks", "2"], "schedule 'zb-h1' runs one chunk per stage"),
         (
             ["--name", "auto", *SIZES, "--memory", "0.5"],
-            "activations must fit in memory: the limit is 0.5, one microbatch in all chunks of the fullest stage keeps 1.",
+            "activations must fit into memory: the limit is 0.5, one microbatch in all chunks of the fullest stage keeps "
+            "1.",
         ),
     ],
 )
@@ -351,7 +352,7 @@ def costs_of(tmp_path: Path, name: str, text: str | bytes) -> None:
         ),
         (
             LISTS.replace("[1, 1]", "[1]", 1),
-            "the numbers of times are {'forward': 1, 'input_half': 2,",
+            "the lengths of the lists are {'forward': 1, 'input_half': 2,",
         ),
         (
             LISTS.replace("1]", "1, 1]"),
@@ -416,7 +417,8 @@ def test_numbers_of_yaml_are_those_of_json(tmp_path: Path) -> None:
 
 def test_costs_of_other_virtual_stages_are_refused() -> None:
     with pytest.raises(
-        ParallelPlanError, match=r"they name 8, the schedule has 12\. Use 12 times in each list"
+        ParallelPlanError,
+        match=r"they have 8, and the schedule has 12 virtual stages\. Use 12 times in each list",
     ):
         equal_costs(4, 2).of(12)
     comparison = compare(PipelineSizes(4, 8, 3), equal_costs(4, 2), None)

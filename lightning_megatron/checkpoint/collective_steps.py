@@ -11,7 +11,7 @@ from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_objects, broadcast_object
 
 T = TypeVar("T")
-_SHOWN = 4
+_NUM_SHOWN = 4
 
 
 class CaughtError:
@@ -89,8 +89,10 @@ def run_on_first(action: Callable[[], T], axis: MeshAxis) -> T:
 
 def failure(what: str, reasons: dict[int, str], num_ranks: int) -> CheckpointSaveError:
     """Return the error with the failed ranks and their reasons."""
-    shown = "; ".join(f"rank {rank}: {reason}" for rank, reason in sorted(reasons.items())[:_SHOWN])
-    more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
+    shown = "; ".join(
+        f"rank {rank}: {reason}" for rank, reason in sorted(reasons.items())[:_NUM_SHOWN]
+    )
+    more = f"; and {len(reasons) - _NUM_SHOWN} more" if len(reasons) > _NUM_SHOWN else ""
     return CheckpointSaveError(
         f"every rank must write its part of a checkpoint: {what} failed on {len(reasons)} of "
         f"{num_ranks} rank(s): {shown}{more}. The incomplete checkpoint was removed; earlier "

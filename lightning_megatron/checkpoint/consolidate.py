@@ -24,7 +24,7 @@ from lightning_megatron.checkpoint.metadata_checks import (
     OPTIMIZERS,
     check_names,
 )
-from lightning_megatron.checkpoint.stored import SavedTensor, Stored
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint, SavedTensor
 from lightning_megatron.checkpoint.verify import verify_checkpoint
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.swap.hugging_face.class_tensors import (
@@ -86,7 +86,7 @@ def consolidate(
     verify_checkpoint(path)
     metadata = load_metadata(path, weights_only=not unsafe)
     one_process = metadata.pop(ONE_PROCESS, None)
-    stored = Stored.open(path)
+    stored = OpenCheckpoint.open(path)
     saved = stored.tensors
     if one_process is None:
         raise CheckpointMismatchError(
@@ -156,7 +156,7 @@ def without_training(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in metadata.items() if key not in _TRAINING_KEYS}
 
 
-def read_one_by_one(stored: Stored, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+def read_one_by_one(stored: OpenCheckpoint, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
     """Read full tensors with at most a gigabyte in memory at a time, or one larger tensor.
 
     Args:

@@ -14,7 +14,7 @@ from lightning_megatron.groups.shard_spec import Placement
 
 #: Smaller pieces are all written by the first data rank, because distributing them saves no time
 #: (bytes).
-_SMALL = 65536
+_MIN_DISTRIBUTED_BYTES = 65536
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ def assign_writers(sizes: Sequence[int], num_writers: int) -> list[int]:
     """
     loads = [0] * num_writers
     writers = [0] * len(sizes)
-    loads[0] = sum(size for size in sizes if size < _SMALL)
-    large = [index for index, size in enumerate(sizes) if size >= _SMALL]
+    loads[0] = sum(size for size in sizes if size < _MIN_DISTRIBUTED_BYTES)
+    large = [index for index, size in enumerate(sizes) if size >= _MIN_DISTRIBUTED_BYTES]
     for index in sorted(large, key=lambda index: -sizes[index]):
         writers[index] = loads.index(min(loads))
         loads[writers[index]] += sizes[index]

@@ -25,9 +25,9 @@ TENSOR_INDEX = ".metadata"
 #: Prefix of the index's entries with the values of one rank.
 RANK_STATE = "rank_state."
 #: Limit of the header's size; it suffices for half a million files (bytes).
-_LARGEST = 1 << 26
+_MAX_HEADER_BYTES = 1 << 26
 #: Last second of the year 9999, the largest year of Python's dates (seconds since 1970).
-_LATEST = 253402300799
+_MAX_SECONDS = 253402300799
 _CHECKSUM = re.compile("[0-9a-f]{8}")
 
 
@@ -78,9 +78,9 @@ class Header:
         """
         try:
             with folder.open(HEADER) as file:
-                content = file.read(_LARGEST + 1)
-            if len(content) > _LARGEST:
-                raise OSError(f"it has more than {_LARGEST} bytes")
+                content = file.read(_MAX_HEADER_BYTES + 1)
+            if len(content) > _MAX_HEADER_BYTES:
+                raise OSError(f"it has more than {_MAX_HEADER_BYTES} bytes")
             fields = parse_object(content, f"{folder.name}/{HEADER}", "Use another checkpoint.")
             written = fields["format"]
         except (OSError, KeyError) as error:
@@ -112,7 +112,7 @@ class Header:
         for name in ("global_step", "epoch"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"{name} must be a whole number: it is {getattr(self, name)!r}")
-        if type(self.saved_at) not in (int, float) or not abs(self.saved_at) <= _LATEST:
+        if type(self.saved_at) not in (int, float) or not abs(self.saved_at) <= _MAX_SECONDS:
             raise ValueError(f"saved_at must be seconds since 1970: it is {self.saved_at!r}")
         for name in ("torch", "folder"):
             if type(getattr(self, name)) is not str:

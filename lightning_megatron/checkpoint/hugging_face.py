@@ -21,9 +21,9 @@ from lightning_megatron.checkpoint.consolidate import (
 )
 from lightning_megatron.checkpoint.header import Header
 from lightning_megatron.checkpoint.load import load_metadata
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.checkpoint.own_code import SavedOwnCodeModel
 from lightning_megatron.checkpoint.rewrite import write_checkpoint
-from lightning_megatron.checkpoint.stored import Stored
 from lightning_megatron.checkpoint.verify import verify_checkpoint
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.plan.layout import ParallelLayout
@@ -119,7 +119,7 @@ class SavedModel:
         return self.family.class_tensors(self.family.config(self.config))
 
     def _read(self, only: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        stored = Stored.open(self.path)
+        stored = OpenCheckpoint.open(self.path)
         name_of = {
             entry: self._name(entry) for entry in stored.tensors if entry.startswith(self.prefix)
         }

@@ -41,17 +41,21 @@ def check_hyperparameters(
                 )
 
 
-def _has_same_type(own: Any, taken: Any) -> bool:
+def _has_same_type(current: Any, taken: Any) -> bool:
     """Return whether a saved value has the type of the current one; int and float count as one."""
-    if own is None:
+    if current is None:
         return True
-    if isinstance(own, Tensor) or isinstance(taken, Tensor):
-        return isinstance(own, Tensor) and isinstance(taken, Tensor) and own.shape == taken.shape
-    if isinstance(own, bool) or isinstance(taken, bool):
-        return isinstance(own, bool) and isinstance(taken, bool)
-    if isinstance(own, (int, float)):
+    if isinstance(current, Tensor) or isinstance(taken, Tensor):
+        return (
+            isinstance(current, Tensor)
+            and isinstance(taken, Tensor)
+            and current.shape == taken.shape
+        )
+    if isinstance(current, bool) or isinstance(taken, bool):
+        return isinstance(current, bool) and isinstance(taken, bool)
+    if isinstance(current, (int, float)):
         return isinstance(taken, (int, float))
-    if isinstance(own, (list, tuple)):
-        is_list = isinstance(taken, (list, tuple)) and len(own) == len(taken)
-        return is_list and all(map(_has_same_type, own, taken))
-    return isinstance(taken, type(own)) or isinstance(own, type(taken))
+    if isinstance(current, (list, tuple)):
+        is_list = isinstance(taken, (list, tuple)) and len(current) == len(taken)
+        return is_list and all(map(_has_same_type, current, taken))
+    return isinstance(taken, type(current)) or isinstance(current, type(taken))

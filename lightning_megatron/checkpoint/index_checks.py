@@ -27,7 +27,7 @@ from lightning_megatron.checkpoint.header import RANK_STATE
 from lightning_megatron.checkpoint.storage import FileRecord
 
 #: Limit of a tensor's elements, so that its size in bytes fits into 64 bits.
-_MOST_ELEMENTS = 1 << 59
+_MAX_ELEMENTS = 1 << 59
 
 #: Offsets and sizes of a piece (elements).
 _Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -137,7 +137,7 @@ def _sizes(name: str, value: Any) -> tuple[int, ...]:
     if (
         sizes is None
         or any(type(size) is not int or size < 0 for size in sizes)
-        or prod(sizes) > _MOST_ELEMENTS
+        or prod(sizes) > _MAX_ELEMENTS
     ):
         raise ValueError(f"{name!r} has sizes that are impossible for a tensor")
     return sizes
@@ -161,8 +161,8 @@ def _overlap(boxes: Sequence[_Box]) -> bool:
     return False
 
 
-def _intersect(one: _Box, other: _Box) -> bool:
-    parts = zip(*one, *other, strict=True)
+def _intersect(first: _Box, second: _Box) -> bool:
+    parts = zip(*first, *second, strict=True)
     return all(
         start < start2 + size2 and start2 < start + size for start, size, start2, size2 in parts
     )

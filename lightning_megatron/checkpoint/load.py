@@ -18,8 +18,13 @@ from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.header import METADATA, RANK_STATE, Header
 from lightning_megatron.checkpoint.matching import Match, match
 from lightning_megatron.checkpoint.metadata_checks import check_metadata
+from lightning_megatron.checkpoint.open_checkpoint import (
+    OpenCheckpoint,
+    SavedTensor,
+    Source,
+    opened,
+)
 from lightning_megatron.checkpoint.planners import ShardLoadPlanner, TensorToRead
-from lightning_megatron.checkpoint.stored import SavedTensor, Source, Stored, opened
 from lightning_megatron.checkpoint.tensor_files import content_of
 from lightning_megatron.checkpoint.values import from_bytes
 from lightning_megatron.errors import CorruptDataError
@@ -67,7 +72,9 @@ def load_metadata(source: Source, weights_only: bool | None = None) -> dict[str,
         UnsupportedError: If the file contains objects of other types; the message names them.
         CorruptDataError: If the file is damaged.
     """
-    checkpoint = source.checkpoint if isinstance(source, Stored) else find_checkpoint(source)
+    checkpoint = (
+        source.checkpoint if isinstance(source, OpenCheckpoint) else find_checkpoint(source)
+    )
     values = _named_values(
         content_of(checkpoint, METADATA), checkpoint.file(METADATA), weights_only
     )
@@ -114,7 +121,7 @@ def load_tensors(
 
 
 def load_stored(
-    stored: Stored,
+    stored: OpenCheckpoint,
     tensors: Mapping[str, Entry],
     mesh: ParallelMesh,
     strict: bool = True,
@@ -195,7 +202,7 @@ def read_full(
         CheckpointMismatchError: If the checkpoint lacks an entry.
         CorruptDataError: If a file is damaged; the message names it.
     """
-    return Stored.open(path).read_full(names)
+    return OpenCheckpoint.open(path).read_full(names)
 
 
 def load_rank_state(

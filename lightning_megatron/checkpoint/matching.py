@@ -11,7 +11,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import Placement
 from lightning_megatron.training.shared_gradients import original_name
 
-_SHOWN = 10
+_NUM_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def match(
             shapes.append((source, tuple(saved[source]), spec.full_shape))
         else:
             sources[name] = source
-    everyone = all_gather_objects((set(sources.values()), missing, shapes), mesh.whole_cpu)
+    everyone = all_gather_objects((set(sources.values()), missing, shapes), mesh.full_model_cpu)
     asked = set().union(*(one[0] for one in everyone)) | {
         source for one in everyone for source, _, _ in one[2]
     }
@@ -76,10 +76,12 @@ def match(
     found = Match(sources, tuple(all_missing), tuple(unexpected))
     complaints = [
         f"{name} is {was} in the checkpoint and {now} in the model"
-        for name, was, now in all_shapes[:_SHOWN]
+        for name, was, now in all_shapes[:_NUM_SHOWN]
     ]
     complaints += (
-        [f"{len(all_shapes) - _SHOWN} more have other shapes"] if len(all_shapes) > _SHOWN else []
+        [f"{len(all_shapes) - _NUM_SHOWN} more have other shapes"]
+        if len(all_shapes) > _NUM_SHOWN
+        else []
     )
     if strict:
         complaints += _listed("missing in the checkpoint", all_missing)
@@ -96,5 +98,5 @@ def match(
 def _listed(what: str, names: Sequence[str]) -> list[str]:
     if not names:
         return []
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return [f"{what}: {', '.join(names[:_SHOWN])}{more}"]
+    more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+    return [f"{what}: {', '.join(names[:_NUM_SHOWN])}{more}"]

@@ -26,7 +26,7 @@ CURRENT = "current_model_state."
 SCALES = "fp8."
 
 #: A vocabulary is padded to at most twice its rows plus this number (rows).
-_MOST_PADDING = 1 << 20
+_MAX_PADDING = 1 << 20
 
 
 def _is_number(value: Any) -> bool:
@@ -217,21 +217,19 @@ def check_names(
     # Checkpoints of earlier versions do not list the tensors without elements.
     known = {name.removeprefix(MODEL) for name in shapes if name.startswith(MODEL)}
     used = {aliases.get(name, name) for name in names}
-    _same("the names of its state dict do not match its tensors", known - used, where)
+    _check_same_names("the names of its state dict do not match its tensors", known - used, where)
     if "empty" in one_process:
-        _same(
+        _check_same_names(
             "its state dict has names without tensors",
             used - known - one_process["empty"].keys(),
             where,
         )
         wrong = {name for name, shape in one_process["empty"].items() if 0 not in shape}
-        _same("tensors without values have elements", wrong, where)
-    _same("a name occurs twice", _twice(names), where)
+        _check_same_names("tensors without values have elements", wrong, where)
+    _check_same_names("a name occurs twice", _duplicates(names), where)
     for name, rows in one_process["padded_rows"].items():
         shape = shapes.get(f"{MODEL}{name}")
-        if shape is not None and (
-            not shape or not shape[0] <= rows <= 2 * shape[0] + _MOST_PADDING
-        ):
+        if shape is not None and (not shape or not shape[0] <= rows <= 2 * shape[0] + _MAX_PADDING):
             raise _damaged(where, f"{name} of shape {tuple(shape)} cannot be padded to {rows} rows")
     for optimizer, numbering in zip(optimizers, one_process["numbering"], strict=False):
         if not isinstance(numbering, str):
@@ -253,7 +251,7 @@ def check_names(
             found.setdefault(name, {})[key] = entry
         check_states(index, optimizer["groups"], found, where)
         known = {name for group in optimizer["groups"] for name in group["parameters"]}
-        _same(
+        _check_same_names(
             "values belong to no parameter of their optimizer",
             optimizer["values"].keys() - known,
             where,
@@ -264,7 +262,7 @@ def check_names(
         SCALES,
         *(f"optimizer.{index}.state." for index in range(len(optimizers))),
     )
-    _same(
+    _check_same_names(
         "tensors belong to neither the model nor an optimizer",
         (name for name in shapes if not name.startswith(starts)),
         where,
@@ -290,15 +288,15 @@ def check_states(
         # Checkpoints of earlier versions do not list the states.
         known = None if name not in group_of else group_of[name].get("states", keys)
         wrong = [f"{key} of {name}" for key in keys if known is None or key not in known]
-        _same(f"the groups of optimizer {index} do not know", wrong, where)
+        _check_same_names(f"the groups of optimizer {index} do not know", wrong, where)
 
 
-def _twice(names: Iterable[str]) -> set[str]:
+def _duplicates(names: Iterable[str]) -> set[str]:
     seen: set[str] = set()
     return {name for name in names if name in seen or seen.add(name)}  # type: ignore[func-returns-value]
 
 
-def _same(what: str, names: Iterable[str], where: str) -> None:
+def _check_same_names(what: str, names: Iterable[str], where: str) -> None:
     if found := sorted(names):
         raise _damaged(where, f"{what}: {', '.join(found[:5])}")
 

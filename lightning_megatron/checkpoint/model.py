@@ -7,9 +7,9 @@ from torch import nn
 from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.load import load_tensors
 from lightning_megatron.checkpoint.matching import Match
-from lightning_megatron.checkpoint.stored import Source
+from lightning_megatron.checkpoint.open_checkpoint import Source
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import Placement, whole_spec
+from lightning_megatron.groups.shard_spec import Placement, replicated_spec
 from lightning_megatron.training.main_parameters import MainParameters
 
 STATE_DICT = "state_dict."
@@ -80,7 +80,9 @@ def load_model(
 def _buffers(module: nn.Module) -> dict[str, Entry]:
     persistent = module.state_dict(keep_vars=True).keys()
     return {
-        f"{STATE_DICT}{name}": Entry(buffer.detach(), whole_spec(buffer), changes_in_forward=True)
+        f"{STATE_DICT}{name}": Entry(
+            buffer.detach(), replicated_spec(buffer), changes_in_forward=True
+        )
         for name, buffer in module.named_buffers()
         if name in persistent
     }

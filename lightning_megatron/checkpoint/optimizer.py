@@ -13,16 +13,21 @@ from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.hyperparameters import check_hyperparameters
 from lightning_megatron.checkpoint.load import load_stored
 from lightning_megatron.checkpoint.metadata_checks import check_states
+from lightning_megatron.checkpoint.open_checkpoint import (
+    OpenCheckpoint,
+    SavedTensor,
+    Source,
+    opened,
+)
 from lightning_megatron.checkpoint.parameter_groups import (
     check_same_groups,
     check_saved_groups,
     hyperparameters_of,
 )
-from lightning_megatron.checkpoint.stored import SavedTensor, Source, Stored, opened
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import FlatSlice, Placement, ShardSpec, whole_spec
+from lightning_megatron.groups.shard_spec import FlatSlice, Placement, ShardSpec, replicated_spec
 from lightning_megatron.training.main_parameters import MainParameters
 from lightning_megatron.training.shared_gradients import original_name
 
@@ -154,7 +159,7 @@ def load_optimizer(
     saved = _saved_state(stored, index)
     check_states(index, metadata["groups"], saved, stored.checkpoint.path)
     expected = {
-        f"{_prefix(index)}{name}.{key}": _whole(one.shape, main.spec(name), key)
+        f"{_prefix(index)}{name}.{key}": _replicated_spec(one.shape, main.spec(name), key)
         for name in original
         for key, one in saved.get(original[name], {}).items()
     }
@@ -235,11 +240,11 @@ def _placement(
     # Data ranks with slices of the same parameter have equal scalars. The rank with the first
     # element saves them, and the others count as copies.
     is_copy = isinstance(placement, FlatSlice) and placement.start > 0
-    return _whole(shape, spec, key, copy=1 if is_copy else 0)
+    return _replicated_spec(shape, spec, key, copy=1 if is_copy else 0)
 
 
-def _whole(shape: tuple[int, ...], spec: ShardSpec, key: str, copy: int = 0) -> ShardSpec:
-    whole = whole_spec(torch.empty(shape, device="meta"), copy)
+def _replicated_spec(shape: tuple[int, ...], spec: ShardSpec, key: str, copy: int = 0) -> ShardSpec:
+    whole = replicated_spec(torch.empty(shape, device="meta"), copy)
     return replace(whole, tied_to=_tied_state(spec, key), is_expert=spec.is_expert)
 
 
@@ -276,7 +281,7 @@ def _join_stage(groups: list[dict[str, Any]], values: dict[str, Any], mesh: Para
                     group[key] = list(dict.fromkeys([*group[key], *more[key]]))
 
 
-def _saved_state(stored: Stored, index: int) -> dict[str, dict[str, SavedTensor]]:
+def _saved_state(stored: OpenCheckpoint, index: int) -> dict[str, dict[str, SavedTensor]]:
     """Return shape and dtype of the saved states, by parameter and key."""
     found: dict[str, dict[str, SavedTensor]] = {}
     for entry, saved in stored.tensors.items():

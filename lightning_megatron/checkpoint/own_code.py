@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.checkpoint.consolidate import MODEL, read_one_by_one
-from lightning_megatron.checkpoint.stored import Stored
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.extras import import_extra
 from lightning_megatron.swap.hugging_face.own_code import OWN_CODE
@@ -70,7 +70,7 @@ class SavedOwnCodeModel:
                 "`lightning-megatron checkpoint consolidate` write a file for one process."
             )
         empty = {f"{MODEL}{one}": shape for one, shape in one_process.get("empty", {}).items()}
-        missing = set(entries.values()) - Stored.open(path).tensors.keys() - empty.keys()
+        missing = set(entries.values()) - OpenCheckpoint.open(path).tensors.keys() - empty.keys()
         if missing:
             raise CheckpointMismatchError(
                 f"a checkpoint must have all tensors of {name}: {named(missing)} missing in "
@@ -91,7 +91,7 @@ class SavedOwnCodeModel:
                 (bytes).
             dtype: Dtype of the floating-point weights; None keeps the saved dtype.
         """
-        saved = Stored.open(self.path).tensors
+        saved = OpenCheckpoint.open(self.path).tensors
         shapes = {
             name: tuple(self.empty[entry]) if entry in self.empty else saved[entry].shape
             for name, entry in self.entries.items()
@@ -116,7 +116,7 @@ class SavedOwnCodeModel:
         entries = sorted(name_of, key=lambda entry: block(name_of[entry]))
         yield from (
             (name_of[entry], full)
-            for entry, full in read_one_by_one(Stored.open(self.path), entries)
+            for entry, full in read_one_by_one(OpenCheckpoint.open(self.path), entries)
         )
 
     def gap(self, folder: str) -> float:

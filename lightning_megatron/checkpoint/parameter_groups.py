@@ -100,7 +100,7 @@ def check_saved_groups(
         if saved.get(original[name]) != number
     ]
     everyone = all_gather_objects(
-        (len(names_of_groups), moved, set(original.values())), mesh.whole_cpu
+        (len(names_of_groups), moved, set(original.values())), mesh.full_model_cpu
     )
     complaints = [
         f"{len(groups)} groups were saved, the optimizer has {n}"

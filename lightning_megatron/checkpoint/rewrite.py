@@ -32,8 +32,8 @@ from lightning_megatron.checkpoint.directory import checkpoint_path_of
 from lightning_megatron.checkpoint.header import METADATA, RANK_STATE, TENSOR_INDEX, Header
 from lightning_megatron.checkpoint.load import load_metadata, load_rank_states
 from lightning_megatron.checkpoint.metadata_checks import ONE_PROCESS, OPTIMIZERS, check_names
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.checkpoint.storage import FileRecord, Folder, HashingStream, writing
-from lightning_megatron.checkpoint.stored import Stored
 from lightning_megatron.checkpoint.tensor_index import write_index
 from lightning_megatron.checkpoint.values import to_bytes
 from lightning_megatron.checkpoint.verify import verify_checkpoint
@@ -71,7 +71,7 @@ def rewrite(
             and ``unsafe`` is not set.
     """
     verify_checkpoint(path)
-    stored = Stored.open(path)
+    stored = OpenCheckpoint.open(path)
     metadata = load_metadata(path, weights_only=not unsafe)
     if ONE_PROCESS in metadata:
         shapes = {name: one.shape for name, one in stored.tensors.items()}

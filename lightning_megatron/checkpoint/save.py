@@ -31,7 +31,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 
 
 @dataclass(frozen=True)
-class Content:
+class RankSnapshot:
     """Snapshot of the data that one rank writes.
 
     Args:
@@ -58,7 +58,7 @@ def gather_content(
     mesh: ParallelMesh,
     copy: Callable[[Sequence[BoxToWrite]], list[BoxToWrite]] | None = None,
     ready: Callable[[], None] = lambda: None,
-) -> Content:
+) -> RankSnapshot:
     """Collect the data that this rank writes, without communication.
 
     Args:
@@ -72,7 +72,7 @@ def gather_content(
     pieces = boxes_to_write(tensors, mesh)
     if copy is not None:
         pieces = copy(pieces)
-    return Content(
+    return RankSnapshot(
         pieces,
         to_bytes(dict(rank_state)),
         to_bytes(dict(metadata)) if mesh.world.rank == 0 else b"",
@@ -83,7 +83,7 @@ def gather_content(
 
 
 @dataclass
-class Save:
+class CollectiveSave:
     """Collective save of one checkpoint.
 
     It can run in any thread, because it communicates over a process group of its own.
@@ -97,7 +97,7 @@ class Save:
 
     path: str | os.PathLike[str]
     mesh: ParallelMesh
-    content: Callable[[], Content]
+    content: Callable[[], RankSnapshot]
     token: str | None = field(default=None, init=False)
 
     def run(self) -> None:
@@ -131,9 +131,9 @@ class Save:
             self._discard(target)
             raise
 
-    def _begin(self, target: CheckpointPath, what: str) -> Content:
+    def _begin(self, target: CheckpointPath, what: str) -> RankSnapshot:
         """Create the folder on the first rank, and raise on all ranks if any lacks its data."""
-        contents: list[Content] = []
+        contents: list[RankSnapshot] = []
 
         def start() -> str | None:
             if self.mesh.world.rank == 0:
@@ -144,7 +144,7 @@ class Save:
         self.token = run_collectively(start, self.mesh.checkpoint_cpu, what)[0]
         return contents[0]
 
-    def _write(self, content: Content, writer: TensorFileWriter, what: str) -> None:
+    def _write(self, content: RankSnapshot, writer: TensorFileWriter, what: str) -> None:
         axis = self.mesh.checkpoint_cpu
         planner = ShardSavePlanner(
             content.pieces, {f"{RANK_STATE}{self.mesh.world.rank}": content.rank_state}
@@ -160,7 +160,7 @@ class Save:
             ) from error
 
     def _finish(
-        self, folder: Folder, content: Content, records: dict[str, FileRecord]
+        self, folder: Folder, content: RankSnapshot, records: dict[str, FileRecord]
     ) -> dict[str, FileRecord]:
         """Write the metadata on the first rank, and verify the checksums of this rank's files."""
         if self.mesh.world.rank == 0:
@@ -176,7 +176,7 @@ class Save:
                 )
         return records
 
-    def _header(self, content: Content, records: dict[str, FileRecord]) -> Header:
+    def _header(self, content: RankSnapshot, records: dict[str, FileRecord]) -> Header:
         assert TENSOR_INDEX in records, "the first rank wrote the list of tensors"
         return Header(
             self.mesh.layout,
@@ -228,7 +228,7 @@ def save_checkpoint(
 
     Communication: gathers plans and results over the world; call it on all ranks.
     """
-    Save(path, mesh, partial(gather_content, tensors, metadata, rank_state, mesh)).run()
+    CollectiveSave(path, mesh, partial(gather_content, tensors, metadata, rank_state, mesh)).run()
 
 
 def _number(value: Any) -> int:

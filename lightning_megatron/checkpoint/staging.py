@@ -47,7 +47,7 @@ class HostCopies:
 
         The previous copies are overwritten. On a GPU, call :meth:`wait_for_snapshot` before a
         tensor is changed, and :meth:`wait` before a copy is read."""
-        hosts = self._take([piece.view for piece in pieces])
+        hosts = self._host_tensors([piece.view for piece in pieces])
         if self.device.type != "cuda":
             for piece, host in zip(pieces, hosts, strict=True):
                 host.copy_(piece.view)
@@ -57,7 +57,7 @@ class HostCopies:
 
     def reserve(self, pieces: Sequence[BoxToWrite]) -> None:
         """Allocate the memory for such pieces now: pinning some gigabytes takes about a second."""
-        self._take([piece.view for piece in pieces])
+        self._host_tensors([piece.view for piece in pieces])
 
     def wait_for_snapshot(self) -> None:
         """Make later GPU work wait until the original tensors were read; the host does not wait."""
@@ -110,7 +110,7 @@ class HostCopies:
                 host.copy_(source, non_blocking=True)
         return self._stream.record_event()
 
-    def _take(self, like: Sequence[Tensor]) -> list[Tensor]:
+    def _host_tensors(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Return host tensors with the shapes and dtypes of others.
 
         The storage of each is no larger than the tensor, because ``torch.save`` writes whole

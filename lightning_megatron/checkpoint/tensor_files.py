@@ -56,7 +56,7 @@ class TensorFileWriter(StorageWriter):
 
     @override
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # Each rank writes a file of its own.
+        # Each rank writes its own file.
         return plans
 
     @override

@@ -13,7 +13,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from lightning_megatron.checkpoint.collective_steps import CaughtError
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
-_SHOWN = 5
+_NUM_SHOWN = 5
 #: Errors of torch when it lists the types in data that ``torch.save`` did not write.
 _UNREADABLE = (
     RuntimeError,
@@ -56,10 +56,10 @@ def from_bytes(data: bytes, what: str, weights_only: bool | None = None) -> Any:
         if types or (isinstance(error, pickle.UnpicklingError) and weights_only is not False):
             raise UnsupportedError(
                 "a checkpoint must hold nothing but tensors and plain values to be read safely: "
-                f"{what} holds {', '.join(types[:_SHOWN]) or _first_line(error)}. Reading other "
-                "objects can run any code that the file names. If you trust the types, pass them "
-                "to torch.serialization.add_safe_globals([...]) before loading; if you trust the "
-                "file, load it with weights_only=False."
+                f"{what} holds {', '.join(types[:_NUM_SHOWN]) or _first_line(error)}. Reading "
+                "other objects can run any code that the file names. If you trust the types, pass "
+                "them to torch.serialization.add_safe_globals([...]) before loading; if you trust "
+                "the file, load it with weights_only=False."
             ) from error
         raise CorruptDataError(
             f"a file of a checkpoint must be as it was written: {what} cannot be read "
@@ -77,7 +77,8 @@ def unsafe_keys(values: Mapping[str, Any], data: bytes) -> list[str]:
     if _is_safe(data):
         return []
     return [
-        f"{key} ({', '.join(types[:_SHOWN]) or 'an object'})" for key, types in _search(values, "")
+        f"{key} ({', '.join(types[:_NUM_SHOWN]) or 'an object'})"
+        for key, types in _search(values, "")
     ]
 
 

@@ -17,7 +17,7 @@ from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 
 logger = logging.getLogger(__name__)
-_ALONE = MeshAxis("alone")
+_SINGLE_RANK = MeshAxis("alone")
 
 
 def verify_checkpoint(
@@ -39,7 +39,7 @@ def verify_checkpoint(
 
     Communication: with a mesh, one gather over the world.
     """
-    axis = _ALONE if mesh is None else mesh.world_cpu
+    axis = _SINGLE_RANK if mesh is None else mesh.world_cpu
     verify_together(lambda: _verify(path, deep, axis), axis)
 
 
@@ -82,7 +82,7 @@ def find_newest(
 
     Communication: with a mesh, a broadcast and gathers over the world.
     """
-    axis = _ALONE if mesh is None else mesh.world_cpu
+    axis = _SINGLE_RANK if mesh is None else mesh.world_cpu
     # Use the listing of one rank: a shared file system may show new files to other ranks later.
     for path in run_on_first(lambda: _newest_first(folder), axis):
         damage = _agree(lambda path=path: _verify(path, whole, axis), axis)  # type: ignore[misc]

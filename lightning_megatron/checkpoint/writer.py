@@ -14,7 +14,7 @@ import torch
 from lightning_megatron.checkpoint.collective_steps import CaughtError, describe
 from lightning_megatron.checkpoint.directory import checkpoint_path_of, link_checkpoint
 from lightning_megatron.checkpoint.entries import Entry, boxes_to_write
-from lightning_megatron.checkpoint.save import Content, Save, gather_content
+from lightning_megatron.checkpoint.save import CollectiveSave, RankSnapshot, gather_content
 from lightning_megatron.checkpoint.staging import HostCopies
 from lightning_megatron.checkpoint.values import unsafe_keys
 from lightning_megatron.errors import CheckpointSaveError
@@ -76,7 +76,7 @@ class CheckpointWriter:
         Communication: gathers plans and results over the world, over a process group of its own.
         """
         self.wait()
-        content: list[Content] = []
+        content: list[RankSnapshot] = []
         # An error on this rank must reach the other ranks, which are about to write. `collected`
         # raises it inside the save, whose first collective reports it to all ranks.
         with CaughtError(BaseException) as caught:
@@ -86,14 +86,14 @@ class CheckpointWriter:
                 self._warn_of_unsafe(metadata, content[0].metadata)
                 self._warn_of_unsafe(rank_state, content[0].rank_state)
 
-        def collected() -> Content:
+        def collected() -> RankSnapshot:
             if caught.error is not None:
                 raise caught.error
             return content[0]
 
         # Only `wait` above and the save itself communicate. Every rank enters both, also without
         # data of its own, so no rank waits for one that has left.
-        save = Save(path, self._mesh, collected)
+        save = CollectiveSave(path, self._mesh, collected)
         if not background:
             save.run()
             return
@@ -133,7 +133,7 @@ class CheckpointWriter:
             CheckpointSaveError: On all ranks.
         """
         if self._running is not None and self._running.is_over():
-            self._settle()
+            self._finish_change()
 
     def wait(self) -> None:
         """Wait until a background save has ended.
@@ -143,7 +143,7 @@ class CheckpointWriter:
         """
         if self._running is not None:
             self._running.join()
-            self._settle()
+            self._finish_change()
 
     def close(self) -> None:
         """Wait until a background save has ended, and release the host memory.
@@ -162,7 +162,7 @@ class CheckpointWriter:
         The old checkpoint may be the only one until the new one is complete, so it stays if the
         save fails. Failure to remove it is logged as a warning and does not end training.
         """
-        self._change(_Change(path))
+        self._change(_DeferredChange(path))
 
     def link(self, path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
         """Link a path to a checkpoint on rank 0, during a background save only after its success.
@@ -173,7 +173,7 @@ class CheckpointWriter:
             path: Link to create or replace, on a mounted file system.
             target: Checkpoint, which may be the one of the background save.
         """
-        self._change(_Change(path, target))
+        self._change(_DeferredChange(path, target))
 
     def will_exist(self, path: str | os.PathLike[str]) -> bool | None:
         """Return whether a path will exist after the background save; the same on all ranks.
@@ -183,15 +183,15 @@ class CheckpointWriter:
         """
         return self._will_exist.get(_key(path))
 
-    def _change(self, change: _Change) -> None:
+    def _change(self, change: _DeferredChange) -> None:
         if self._running is not None:
             self._will_exist[_key(change.path)] = change.target is not None
         if self._mesh.world.rank == 0 and not (
-            self._running is not None and self._running.also_make(change)
+            self._running is not None and self._running.defer(change)
         ):
             change.make()
 
-    def _settle(self) -> None:
+    def _finish_change(self) -> None:
         running = self._running
         self._running = None
         self._will_exist = {}
@@ -212,7 +212,7 @@ class CheckpointWriter:
 
 
 @dataclass(frozen=True)
-class _Change:
+class _DeferredChange:
     """Removal of a path, or link to a target, that is applied when a newer checkpoint is
     complete.
     """
@@ -243,12 +243,12 @@ class _Background:
     of these numbers. A call during the gather blocks until it is done.
     """
 
-    save: Save
+    save: CollectiveSave
     failure: BaseException | None = None
-    _asked: int = 0
+    _num_queries: int = 0
     _over_at: int | None = None
     _exchanging: bool = False
-    _changes: list[_Change] | None = field(default_factory=list)
+    _changes: list[_DeferredChange] | None = field(default_factory=list)
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def start(self) -> None:
@@ -260,9 +260,9 @@ class _Background:
     def is_over(self) -> bool:
         """Return whether the save has ended; the n-th call returns the same on all ranks."""
         with self._changed:
-            self._asked += 1
+            self._num_queries += 1
             self._changed.wait_for(lambda: not self._exchanging)
-            over = self._over_at is not None and self._asked >= self._over_at
+            over = self._over_at is not None and self._num_queries >= self._over_at
         if over:
             self.join()
         return over
@@ -271,7 +271,7 @@ class _Background:
         """Wait until the thread has ended."""
         self._thread.join()
 
-    def also_make(self, change: _Change) -> bool:
+    def defer(self, change: _DeferredChange) -> bool:
         """Apply a change after the save succeeds; return False if the caller must apply it now."""
         with self._changed:
             if self._changes is not None:
@@ -308,7 +308,7 @@ class _Background:
                 continue
             change.make()
 
-    def _keep(self, change: _Change) -> None:
+    def _keep(self, change: _DeferredChange) -> None:
         logger.warning(
             "%s is kept, because the save of %s failed",
             os.fspath(change.path),
@@ -324,7 +324,7 @@ class _Background:
             all_gather_objects(None, axis)
             with self._changed:
                 self._exchanging = True
-                most = self._asked
+                most = self._num_queries
             most = max(all_gather_objects(most, axis))
         with self._changed:
             self._exchanging = False

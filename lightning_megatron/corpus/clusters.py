@@ -34,9 +34,9 @@ class UnionFind:
             member = int(parents[member])
         return member
 
-    def join(self, one: int, other: int) -> None:
+    def join(self, member: int, partner: int) -> None:
         """Unite the sets of two members."""
-        first, second = sorted((self.find(one), self.find(other)))
+        first, second = sorted((self.find(member), self.find(partner)))
         self.parents[second] = first
 
     def roots(self) -> Numbers:

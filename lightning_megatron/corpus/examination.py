@@ -65,7 +65,7 @@ class CleaningOptions:
 
 
 @dataclass
-class Examined:
+class ExaminedChunk:
     """Documents of a chunk that are valid and long enough, and the numbers of the others.
 
     Args:
@@ -93,7 +93,7 @@ class Examined:
     )
 
 
-def examine(chunk: RawChunk, options: CleaningOptions) -> Examined:
+def examine(chunk: RawChunk, options: CleaningOptions) -> ExaminedChunk:
     """Repair the documents of a chunk, drop short ones, and compute the signatures of the others.
 
     Args:
@@ -103,7 +103,7 @@ def examine(chunk: RawChunk, options: CleaningOptions) -> Examined:
     Raises:
         CorruptDataError: If a line is broken and such lines are not skipped.
     """
-    result = Examined(chunk.path, chunk.num_bytes)
+    result = ExaminedChunk(chunk.path, chunk.num_bytes)
     held_out = held_out_of(options.tests, options.json_key)
     signatures = []
     for document in parse_objects(chunk, options.json_key):

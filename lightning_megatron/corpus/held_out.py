@@ -25,7 +25,7 @@ class Overlap:
         test: File.
         documents: Number of documents of the file.
         eight_grams: Number of 8-grams of all documents; repeated ones count each time.
-        found: Number of these 8-grams that occur in the training corpus.
+        num_found: Number of these 8-grams that occur in the training corpus.
         distinct: Number of distinct 8-grams.
         distinct_found: Number of distinct 8-grams that occur in the training corpus.
     """
@@ -33,14 +33,14 @@ class Overlap:
     test: str
     documents: int
     eight_grams: int
-    found: int
+    num_found: int
     distinct: int
     distinct_found: int
 
     @property
     def share(self) -> float:
         """Fraction of the 8-grams that occur in the training corpus, as in the GPT-2 paper."""
-        return self.found / max(self.eight_grams, 1)
+        return self.num_found / max(self.eight_grams, 1)
 
 
 class HeldOut:
@@ -102,7 +102,7 @@ class HeldOut:
                 test=name,
                 documents=documents,
                 eight_grams=counts.total(),
-                found=sum(times for gram, times in counts.items() if found[gram]),
+                num_found=sum(times for gram, times in counts.items() if found[gram]),
                 distinct=len(counts),
                 distinct_found=sum(bool(found[gram]) for gram in counts),
             )

@@ -9,7 +9,7 @@ from types import TracebackType
 import numpy as np
 import numpy.typing as npt
 
-from lightning_megatron.corpus.examination import Examined
+from lightning_megatron.corpus.examination import ExaminedChunk
 from lightning_megatron.corpus.signatures import NUM_HASHES, Signatures
 
 _PLACE = np.dtype([("file", np.int32), ("fixed", np.bool_), ("line", np.int64)])
@@ -53,7 +53,7 @@ class Spool:
         for file in (self._lines, self._places, self._signatures, self._hits):
             file.close()
 
-    def add(self, examined: Examined) -> None:
+    def add(self, examined: ExaminedChunk) -> None:
         """Append the documents of a chunk."""
         if examined.path not in self.paths[-1:]:
             self.paths.append(examined.path)

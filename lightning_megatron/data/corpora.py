@@ -15,14 +15,14 @@ from lightning_megatron.data.windows import split_range
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
 
-def list_prefixes(given: str | list[str] | dict[str, float] | None) -> list[str]:
+def list_prefixes(corpora: str | list[str] | dict[str, float] | None) -> list[str]:
     """Return the prefixes of token files as a list.
 
     Args:
-        given: A prefix, a list of prefixes, or a mapping of prefixes to weights; None means no
+        corpora: A prefix, a list of prefixes, or a mapping of prefixes to weights; None means no
             files.
     """
-    return [given] if isinstance(given, str) else list(given or ())
+    return [corpora] if isinstance(corpora, str) else list(corpora or ())
 
 
 def check_sources(train: object, val: object, test: object, split: object, corpus: object) -> None:

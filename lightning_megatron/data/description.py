@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.errors import CorruptDataError
-from lightning_megatron.strict_json import MAX_BYTES, parse_json, read_regular_file, read_start
+from lightning_megatron.strict_json import (
+    MAX_BYTES,
+    parse_json,
+    read_first_bytes,
+    read_regular_file,
+)
 
 FORMAT = "lightning_megatron.corpus"
 VERSION = 2
@@ -88,7 +93,7 @@ def read_description(prefix: str | os.PathLike[str]) -> CorpusDescription | None
     path = description_path(prefix)
     if not os.path.lexists(path):
         return None
-    if _is_foreign(path):
+    if _is_other_json(path):
         log.warning(
             "%s is ignored: it has no field of a description of the token file with this prefix.",
             path,
@@ -114,7 +119,7 @@ def write_description(prefix: str | os.PathLike[str], description: CorpusDescrip
     """
     path = description_path(prefix)
     if os.path.lexists(path) and not _is_replaceable(path):
-        if description.tokenizer is None and _is_foreign(path):
+        if description.tokenizer is None and _is_other_json(path):
             return
         raise CorruptDataError(
             f"{path} exists and is not a corpus description. Move it away, or choose another "
@@ -139,7 +144,7 @@ def _is_replaceable(path: Path) -> bool:
     return start is not None and (not start or FORMAT.encode() in start)
 
 
-def _is_foreign(path: Path) -> bool:
+def _is_other_json(path: Path) -> bool:
     """Return whether a file is JSON or JSON lines without any field of a description."""
     start = _start_of(path) or b""
     for text in (start, start.partition(b"\n")[0]):
@@ -159,7 +164,7 @@ def _start_of(path: Path) -> bytes | None:
     """Return the first bytes of a regular file; None if it cannot be read."""
     try:
         # A file with this name may be the raw text of the corpus, and larger than the memory.
-        return read_start(path, MAX_BYTES)
+        return read_first_bytes(path, MAX_BYTES)
     except CorruptDataError:
         return None
 

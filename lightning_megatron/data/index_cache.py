@@ -17,7 +17,7 @@ import numpy.typing as npt
 from lightning_megatron.data.checksum import crc32_of
 from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.once import one_at_a_time
-from lightning_megatron.strict_json import read_json, read_start
+from lightning_megatron.strict_json import read_first_bytes, read_json
 
 # Version of the arrays' contents, part of every key.
 VERSION = 1
@@ -99,8 +99,8 @@ def _load(folder: Path, fields: Mapping[str, object], names: Collection[str]) ->
 
 
 def _read_array(path: Path, listed: object) -> npt.NDArray:
-    # `read_start` raises unless the path is a regular file: opening a pipe would block.
-    read_start(path, 1)
+    # `read_first_bytes` raises unless the path is a regular file: opening a pipe would block.
+    read_first_bytes(path, 1)
     if crc32_of(path) != listed:
         raise CorruptDataError(f"the checksum of {path.name} does not match")
     try:

@@ -10,35 +10,35 @@ from lightning_megatron.errors import UnsupportedError
 SetPaths = str | list[str] | dict[str, str | list[str]] | None
 
 
-def named_sets(part: str, given: SetPaths) -> dict[str, list[str]]:
+def named_sets(part: str, paths: SetPaths) -> dict[str, list[str]]:
     """Return the paths of each named set of a part; an empty mapping without named sets.
 
     Args:
         part: Name of the part in errors, ``val`` or ``test``.
-        given: Paths of one set, or paths of several sets by name; None means no set.
+        paths: Paths of one set, or paths of several sets by name; None means no set.
 
     Raises:
         UnsupportedError: If a mapping has no set, or a set has no name or no path.
     """
-    if not isinstance(given, Mapping):
+    if not isinstance(paths, Mapping):
         return {}
     found = {
-        name: [paths] if isinstance(paths, str) else list(paths) for name, paths in given.items()
+        name: [value] if isinstance(value, str) else list(value) for name, value in paths.items()
     }
     if not found or not all(name and paths for name, paths in found.items()):
         raise UnsupportedError(
-            f"{part} must give each set a name and at least one path: it is {given!r}. Write "
+            f"{part} must give each set a name and at least one path: it is {paths!r}. Write "
             f"{part}={{'news': 'my_news', 'code': ['my_c', 'my_python']}}, or one path without a "
             "name."
         )
     return found
 
 
-def all_paths(given: SetPaths) -> list[str]:
+def all_paths(paths: SetPaths) -> list[str]:
     """Return the paths of all sets of a part, in order.
 
     Args:
-        given: Paths of one set, or paths of several sets by name; None means no set.
+        paths: Paths of one set, or paths of several sets by name; None means no set.
     """
-    sets = given.values() if isinstance(given, Mapping) else [given or []]
+    sets = paths.values() if isinstance(paths, Mapping) else [paths or []]
     return [path for paths in sets for path in ([paths] if isinstance(paths, str) else paths)]

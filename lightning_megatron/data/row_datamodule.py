@@ -301,14 +301,14 @@ class RowDataModule(LightningDataModule):
         return None if getattr(self.trainer, "overfit_batches", 0) else self.seed
 
 
-def row_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+def row_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return those arguments of a data module that ``RowDataModule`` has, too.
 
     Args:
-        given: Checked arguments of the data module by name.
+        arguments: Checked arguments of the data module by name.
     """
     names = inspect.signature(RowDataModule.__init__).parameters
-    return {name: given[name] for name in names if name in given}
+    return {name: arguments[name] for name in names if name in arguments}
 
 
 def log_row_counts(line: str, is_warning: bool) -> None:

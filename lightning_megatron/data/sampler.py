@@ -117,14 +117,14 @@ class TokenBatchSampler:
         return self.global_batch.count(start + consumed, start + self.num_samples)
 
     @property
-    def _passed_before(self) -> int:
+    def _num_in_earlier_epochs(self) -> int:
         """Number of samples in all earlier epochs."""
         return self.epoch * self.num_samples
 
     @property
-    def _passed(self) -> int:
+    def _num_before(self) -> int:
         """Number of samples before the next one, over all epochs."""
-        return self._passed_before + self.consumed
+        return self._num_in_earlier_epochs + self.consumed
 
     def __iter__(self) -> Iterator[list[int]]:
         # A generator runs this line when the first batch is requested, after a checkpoint has been
@@ -133,12 +133,12 @@ class TokenBatchSampler:
         order = self._order()
         for start, size in self._batch_ranges(self.num_left):
             if self.balance is not None:
-                yield self.balance.shares(_taken(order, start, start + size))[self.dp_rank]
+                yield self.balance.shares(_selected(order, start, start + size))[self.dp_rank]
                 continue
             first, stop = (
                 start + size * rank // self.dp_size for rank in (self.dp_rank, self.dp_rank + 1)
             )
-            batch = _taken(order, first, stop)
+            batch = _selected(order, first, stop)
             yield batch + [-1] * (-(-size // self.dp_size) - len(batch))
 
     def global_batches(self, count: int) -> Iterator[list[int]]:
@@ -149,12 +149,12 @@ class TokenBatchSampler:
         """
         order = self._order()
         for start, size in self._batch_ranges(min(count, self.num_left)):
-            yield _taken(order, start, start + size)
+            yield _selected(order, start, start + size)
 
     def _batch_ranges(self, count: int) -> Iterator[tuple[int, int]]:
         """Yield the start in the epoch's order, and the size, of each of the next batches."""
         start = self.consumed
-        before = self._passed_before
+        before = self._num_in_earlier_epochs
         for _ in range(count):
             size = min(self.global_batch.at(before + start), self.num_samples - start)
             yield start, size
@@ -183,8 +183,8 @@ class TokenBatchSampler:
 
     def state_dict(self) -> dict[str, int]:
         """Return the epoch, and the number of its samples that all ranks have consumed."""
-        passed = self.global_batch.after(self._passed, self.num_finished)
-        consumed = min(passed - self._passed_before, self.num_samples)
+        passed = self.global_batch.after(self._num_before, self.num_finished)
+        consumed = min(passed - self._num_in_earlier_epochs, self.num_samples)
         return {"epoch": self.epoch, "consumed": consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -225,7 +225,7 @@ def imbalance_line(sampler: TokenBatchSampler) -> str:
     )
 
 
-def _taken(order: np.ndarray | None, first: int, stop: int) -> list[int]:
+def _selected(order: np.ndarray | None, first: int, stop: int) -> list[int]:
     return list(range(first, stop)) if order is None else order[first:stop].tolist()
 
 

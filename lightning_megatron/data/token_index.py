@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_megatron.errors import CorruptDataError
-from lightning_megatron.strict_json import read_start
+from lightning_megatron.strict_json import read_first_bytes
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -88,7 +88,7 @@ def read_index(
         CorruptDataError: If the file is missing, truncated or not an index.
     """
     try:
-        header = read_start(path, HEADER.size)
+        header = read_first_bytes(path, HEADER.size)
         found = path.stat().st_size
     except (ValueError, OSError) as error:
         # Python raises ValueError for a path with a null byte.

@@ -196,9 +196,9 @@ class HarnessAnswers:
                 answers[number] = text
         return answers
 
-    def _generated(self, contexts: Sequence[str], given: dict[str, Any]) -> list[str]:
+    def _generated(self, contexts: Sequence[str], arguments: dict[str, Any]) -> list[str]:
         library: Any = import_extra("lm_eval.models.utils", "harness")
-        kwargs = library.normalize_gen_kwargs(given, self._max_new_tokens)
+        kwargs = library.normalize_gen_kwargs(arguments, self._max_new_tokens)
         until = [one for one in kwargs.pop("until") if one]
         most = kwargs.pop("max_gen_toks")
         room = self.max_length - most
@@ -220,14 +220,14 @@ class HarnessAnswers:
                 room,
                 most,
             )
-        stops = StopStrings(self._tokenizer.decode, until) if until else None
+        stop = StopStrings(self._tokenizer.decode, until) if until else None
 
         def answer(batch: Sequence[list[int]], number: int) -> list[str]:
             own = GenerationSettings(**settings, seed=self._num_draws + number)
-            found = generate(self._model, batch, own, stops)
+            found = generate(self._model, batch, own, stop)
             return [before_stop(self._text(row), until) for row in found]
 
-        answers = self._in_rounds(cut, len, answer)
+        answers = self._answer_all(cut, len, answer)
         self._num_draws += len(cut) if settings["sample"] else 0
         return answers
 
@@ -251,7 +251,7 @@ class HarnessAnswers:
 
     def _scores(self, rows: Sequence[ScoredTokens]) -> list[tuple[float, bool]]:
         """Return each row's log-likelihood, and whether all scored tokens are most probable."""
-        return self._in_rounds(rows, lambda row: len(row.tokens), self._scores_of_batch)
+        return self._answer_all(rows, lambda row: len(row.tokens), self._scores_of_batch)
 
     def _scores_of_batch(
         self, batch: Sequence[ScoredTokens], number: int
@@ -280,7 +280,7 @@ class HarnessAnswers:
         found = broadcast_(found, mesh.pp, mesh.layout.loss_stage)
         return [(score, bool(is_best)) for score, is_best in found[: len(batch)].tolist()]
 
-    def _in_rounds(
+    def _answer_all(
         self, rows: Sequence[Any], length: Callable[[Any], int], answer: Callable[..., list[T]]
     ) -> list[T]:
         """Answer all rows in batches, which the data-parallel replicas process in turn.
@@ -336,7 +336,9 @@ def _summed(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     return torch.stack((-losses.double().sum(1), is_best.double()), 1)
 
 
-def _settings_of(kwargs: dict[str, Any], most: int, end_tokens: tuple[int, ...]) -> dict[str, Any]:
+def _settings_of(
+    kwargs: dict[str, Any], max_tokens: int, end_tokens: tuple[int, ...]
+) -> dict[str, Any]:
     unknown = sorted(set(kwargs) - set(_SETTINGS))
     if unknown:
         raise UnsupportedError(
@@ -348,4 +350,4 @@ def _settings_of(kwargs: dict[str, Any], most: int, end_tokens: tuple[int, ...])
         # Tasks set a temperature of 0 for greedy decoding.
         for name in ("temperature", "top_k", "top_p"):
             found.pop(name, None)
-    return {**found, "max_new_tokens": most, "stop_tokens": end_tokens}
+    return {**found, "max_new_tokens": max_tokens, "stop_tokens": end_tokens}

@@ -20,7 +20,12 @@ from lightning_megatron.experts.transport.choose_transport import (
 )
 from lightning_megatron.experts.transport.rank_rows import RankRows
 from lightning_megatron.experts.transport.row_limit import LayerRows
-from lightning_megatron.experts.transport.transit import Dispatched, Prepared, Returned, Sent
+from lightning_megatron.experts.transport.transit import (
+    ExpertInput,
+    ExpertOutput,
+    PreparedTokens,
+    TokensInTransit,
+)
 from lightning_megatron.groups.collectives import gather_from_axis, split_to_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import Initializer
@@ -232,18 +237,18 @@ class MixtureOfExperts(nn.Module):
         tokens = hidden.flatten(0, 1)
         return (
             hidden,
-            self._own_share(tokens),
-            self._own_share(probabilities),
-            self._own_share(routing.experts, fill=-1),
+            self._local_share(tokens),
+            self._local_share(probabilities),
+            self._local_share(routing.experts, fill=-1),
         )
 
-    def _prepare(self, tokens: Tensor, probabilities: Tensor, selected: Tensor) -> Prepared:
+    def _prepare(self, tokens: Tensor, probabilities: Tensor, selected: Tensor) -> PreparedTokens:
         return self.transport_choice.dispatcher.prepare(tokens, probabilities, selected)
 
-    def _send(self, prepared: Prepared) -> Sent:
+    def _send(self, prepared: PreparedTokens) -> TokensInTransit:
         return self.transport_choice.dispatcher.send(prepared)
 
-    def _receive(self, sent: Sent) -> Dispatched:
+    def _receive(self, sent: TokensInTransit) -> ExpertInput:
         dispatched = self.transport_choice.dispatcher.receive(sent)
         if not (self.sends_inputs_again and torch.is_grad_enabled()):
             dispatched = replace(dispatched, tokens=None)
@@ -252,13 +257,13 @@ class MixtureOfExperts(nn.Module):
             self.rank_rows.add_(*here)
         return dispatched
 
-    def _compute(self, dispatched: Dispatched) -> Tensor:
+    def _compute(self, dispatched: ExpertInput) -> Tensor:
         clones = None
         if dispatched.clones is not None:
             sources = self.transport_choice.clone_sources
             assert sources is not None, "clones need places"
             clones = sources(dispatched.clones)
-        again = self.transport_choice.dispatcher.rows_again(dispatched)
+        again = self.transport_choice.dispatcher.rows_recipe(dispatched)
         arguments = dispatched.rows, dispatched.probabilities, dispatched.ends, clones, again
         return (
             recomputed(self.experts, *arguments)
@@ -266,25 +271,25 @@ class MixtureOfExperts(nn.Module):
             else self.experts(*arguments)
         )
 
-    def _send_back(self, rows: Tensor, dispatched: Dispatched) -> Returned:
+    def _send_back(self, rows: Tensor, dispatched: ExpertInput) -> ExpertOutput:
         return self.transport_choice.dispatcher.send_back(rows, dispatched)
 
-    def _combine(self, returned: Returned, hidden: Tensor) -> Tensor:
+    def _combine(self, returned: ExpertOutput, hidden: Tensor) -> Tensor:
         output = self.transport_choice.dispatcher.combine(returned)
-        if self._is_shared_out:
+        if self._is_divided:
             output = gather_from_axis(output, self.mesh.tp, dim=0)[
                 : hidden.shape[0] * hidden.shape[1]
             ]
         return output.view(hidden.shape)
 
     @property
-    def _is_shared_out(self) -> bool:
+    def _is_divided(self) -> bool:
         # The groups of ep and etp span tp ranks, and dispatchers need different tokens on every
         # rank.
         return self.mesh.tp.size > 1 and not self.mesh.sequence_parallel
 
-    def _own_share(self, rows: Tensor, fill: float = 0.0) -> Tensor:
-        if not self._is_shared_out:
+    def _local_share(self, rows: Tensor, fill: float = 0.0) -> Tensor:
+        if not self._is_divided:
             return rows
         missing = -rows.shape[0] % self.mesh.tp.size
         padded = F.pad(rows, (0, 0, 0, missing), value=fill) if missing else rows

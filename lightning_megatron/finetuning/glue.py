@@ -13,7 +13,7 @@ from lightning_megatron.strict_json import read_regular_file
 GlueName = Literal["mnli", "qqp", "sst2"]
 Malformed = Literal["refuse", "leave_out"]
 #: Maximum size of a file; the largest file of GLUE has 80 megabytes (bytes).
-_MOST_BYTES = 1 << 30
+_MAX_FILE_BYTES = 1 << 30
 _REMEDY = "Repair the line, or use malformed='leave_out'."
 
 
@@ -89,7 +89,7 @@ def read_glue(path: Path, task: GlueTask, malformed: Malformed = "refuse") -> Gl
         CorruptDataError: If a column is missing, the file is not UTF-8 or has no example, or a line
             is malformed and ``malformed`` is ``refuse``; the message names the file and the line.
     """
-    content = read_regular_file(path, "Copy the file of the task again.", _MOST_BYTES)
+    content = read_regular_file(path, "Copy the file of the task again.", _MAX_FILE_BYTES)
     try:
         # str.splitlines would also split at other characters, which occur in the texts.
         lines = content.decode("utf-8-sig").split("\n")

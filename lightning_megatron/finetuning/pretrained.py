@@ -16,8 +16,8 @@ from lightning_megatron.checkpoint import (
     load_tensors,
 )
 from lightning_megatron.checkpoint.hyper_parameters import saved_hyper_parameters
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.checkpoint.single_file import read_single_file
-from lightning_megatron.checkpoint.stored import Stored
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.encoder import Encoder
@@ -142,7 +142,7 @@ class PretrainedEncoder:
         return load_from(model, SafetensorsFolder(self.path), self.family, torch.initial_seed())
 
     def _fill_from_checkpoint(self, model: Encoder) -> tuple[str, ...]:
-        stored = None if Path(self.path).is_file() else Stored.open(self.path)
+        stored = None if Path(self.path).is_file() else OpenCheckpoint.open(self.path)
         full: Mapping[str, Tensor] = {}
         if stored is None:
             state = read_single_file(self.path)["state_dict"]

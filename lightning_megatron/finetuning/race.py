@@ -12,7 +12,7 @@ from lightning_megatron.strict_json import parse_object, read_regular_file
 
 #: Letters by which the answers name the four options of a question.
 LETTERS = "ABCD"
-_MOST_BYTES = 1 << 24
+_MAX_FILE_BYTES = 1 << 24
 _REMEDY = "Copy the file of RACE again, or remove it."
 
 
@@ -55,7 +55,7 @@ def read_race(path: Path, group: int) -> list[RaceQuestion]:
     Raises:
         CorruptDataError: If the file has another structure; the message names file and question.
     """
-    found = parse_object(read_regular_file(path, _REMEDY, _MOST_BYTES), str(path), _REMEDY)
+    found = parse_object(read_regular_file(path, _REMEDY, _MAX_FILE_BYTES), str(path), _REMEDY)
     passage = found.get("article")
     if not isinstance(passage, str) or not passage.strip():
         raise CorruptDataError(f"{path} must have a text as article. {_REMEDY}")

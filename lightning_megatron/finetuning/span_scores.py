@@ -186,10 +186,10 @@ class SpanScores(TaskScores):
                 threshold = one.advantage
         return best / max(1, len(ordered)), threshold
 
-    def _chosen(self, one: Answer) -> str:
-        if self.may_lack and one.advantage > self.threshold:
+    def _chosen(self, answer: Answer) -> str:
+        if self.may_lack and answer.advantage > self.threshold:
             return ""
-        return next((text for text in one.texts if text), "")
+        return next((text for text in answer.texts if text), "")
 
     def _is_context(self, start: int, part: Tensor) -> Tensor:
         """Return which tokens of some windows belong to the context."""
@@ -232,10 +232,10 @@ def best_spans(
     return first, first + place % longest, values
 
 
-def _answer(listed: list[tuple[float, str]], without: float, num_best: int) -> Answer:
+def _answer(listed: list[tuple[float, str]], no_answer: float, num_best: int) -> Answer:
     # Sorting is stable, so among spans with equal scores the span of the earlier window is first.
     best = sorted(listed, key=lambda one: -one[0])[:num_best]
-    return Answer(tuple(text for _, text in best), tuple(value for value, _ in best), without)
+    return Answer(tuple(text for _, text in best), tuple(value for value, _ in best), no_answer)
 
 
 def _mean(values: Any) -> float:

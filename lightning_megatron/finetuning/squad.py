@@ -15,7 +15,7 @@ from lightning_megatron.strict_json import read_json
 
 SquadVersion = Literal["1.1", "2.0"]
 #: Maximum size of a file; the training set has 42 megabytes (bytes).
-_MOST_BYTES = 1 << 30
+_MAX_FILE_BYTES = 1 << 30
 _REMEDY = "Copy the file of SQuAD again."
 
 
@@ -49,7 +49,7 @@ def read_squad(path: Path, version: SquadVersion) -> list[SquadQuestion]:
         CorruptDataError: If the file has another structure, or an answer is not at its position in
             the context; the message names the file and the question.
     """
-    found = read_json(path, _REMEDY, _MOST_BYTES)
+    found = read_json(path, _REMEDY, _MAX_FILE_BYTES)
     articles = found.get("data") if isinstance(found, dict) else None
     questions = list(_questions(path, articles, version))
     if not questions:
@@ -69,17 +69,17 @@ def _questions(path: Path, articles: Any, version: SquadVersion) -> Iterator[Squ
 
 
 def _question(
-    place: str, one: Mapping[str, Any], context: Any, version: SquadVersion
+    place: str, record: Mapping[str, Any], context: Any, version: SquadVersion
 ) -> SquadQuestion:
-    key = one.get("id")
-    text = one.get("question")
+    key = record.get("id")
+    text = record.get("question")
     if not (isinstance(key, str) and isinstance(text, str) and isinstance(context, str)):
         raise CorruptDataError(
             f"{place} must have an id, a question and the context of its paragraph, all texts. "
             f"{_REMEDY}"
         )
-    answers = list(_mappings(one.get("answers")))
-    if one.get("is_impossible"):
+    answers = list(_mappings(record.get("answers")))
+    if record.get("is_impossible"):
         answers = []  # The plausible answers to unanswerable questions do not count.
     if not answers and version == "1.1":
         raise CorruptDataError(

@@ -18,7 +18,7 @@ Cut = Literal["longest_first", "only_second"]
 #: Number of pairs that are encoded at once, by the threads of the library (pairs).
 _CHUNK = 1024
 #: Largest size of a tokenizer.json (bytes).
-_MOST_BYTES = 1 << 26
+_MAX_TOKENIZER_BYTES = 1 << 26
 
 
 class PairTokenizer:
@@ -80,14 +80,14 @@ class PairTokenizer:
         return hashlib.sha256(repr((state, special, version)).encode()).hexdigest()
 
     def pairs(
-        self, first: Sequence[str], second: Sequence[str] | None, most: int, cut: Cut
+        self, first: Sequence[str], second: Sequence[str] | None, max_tokens: int, cut: Cut
     ) -> tuple[list[list[int]], list[list[int]], int]:
-        """Return the tokens of texts or pairs of texts, cut to at most ``most`` tokens.
+        """Return the tokens of texts or pairs of texts, cut to at most ``max_tokens`` tokens.
 
         Args:
             first: First texts of the pairs, or single texts.
             second: Second texts; None for single texts.
-            most: Maximum number of tokens, with the special ones (tokens).
+            max_tokens: Maximum number of tokens, with the special ones (tokens).
             cut: Text to truncate if a pair is too long.
 
         Returns:
@@ -103,10 +103,10 @@ class PairTokenizer:
             chosen = slice(start, start + _CHUNK)
             texts = [list(first[chosen])] + ([] if second is None else [list(second[chosen])])
             found = self._call(*texts)
-            long = [at for at, one in enumerate(found["input_ids"]) if len(one) > most]
+            long = [at for at, one in enumerate(found["input_ids"]) if len(one) > max_tokens]
             if long:
                 num_cut += len(long)
-                short = self._cut([[side[at] for at in long] for side in texts], most, cut)
+                short = self._cut([[side[at] for at in long] for side in texts], max_tokens, cut)
                 for name in ("input_ids", "token_type_ids"):
                     for at, one in zip(long, short[name], strict=True):
                         found[name][at] = one
@@ -114,27 +114,27 @@ class PairTokenizer:
             types += found["token_type_ids"]
         return tokens, types, num_cut
 
-    def _cut(self, texts: list[list[str]], most: int, cut: Cut) -> Any:
+    def _cut(self, texts: list[list[str]], max_tokens: int, cut: Cut) -> Any:
         side = cut if len(texts) > 1 else "only_first"
         if side == "only_second":
             # The special tokens of a pair, and one token of the second text.
             needed = self.num_separators + 1
             first = self._call(texts[0], add_special_tokens=False)["input_ids"]
             for text, alone in zip(texts[0], first, strict=True):
-                if len(alone) + needed > most:
+                if len(alone) + needed > max_tokens:
                     raise CorruptDataError(
                         "a first text must leave room for one token of the second in seq_length "
-                        f"({most} tokens): {text[:80]!r} has {len(alone)}, and a pair has "
+                        f"({max_tokens} tokens): {text[:80]!r} has {len(alone)}, and a pair has "
                         f"{needed - 1} special tokens. Use a larger seq_length."
                     )
-        return self._call(*texts, truncation=side, max_length=most)
+        return self._call(*texts, truncation=side, max_length=max_tokens)
 
-    def short(self, texts: Sequence[str], most: int) -> tuple[list[str], int]:
-        """Return texts cut to at most ``most`` tokens, and how many were cut.
+    def short(self, texts: Sequence[str], max_tokens: int) -> tuple[list[str], int]:
+        """Return texts cut to at most ``max_tokens`` tokens, and how many were cut.
 
         Args:
             texts: Texts; special tokens are not counted.
-            most: Maximum number of tokens (tokens).
+            max_tokens: Maximum number of tokens (tokens).
         """
         found = []
         num_cut = 0
@@ -142,13 +142,13 @@ class PairTokenizer:
             part = list(texts[start : start + _CHUNK])
             given = self._call(part, add_special_tokens=False, return_offsets_mapping=True)
             for text, places in zip(part, given["offset_mapping"], strict=True):
-                is_long = len(places) > most
+                is_long = len(places) > max_tokens
                 num_cut += is_long
-                found.append(text[: _end_of(places, most)] if is_long else text)
+                found.append(text[: _end_of(places, max_tokens)] if is_long else text)
         return found, num_cut
 
     def windows(
-        self, questions: Sequence[str], contexts: Sequence[str], most: int, shared: int
+        self, questions: Sequence[str], contexts: Sequence[str], max_tokens: int, shared: int
     ) -> Any:
         """Return the tokens of windows of contexts, each preceded by its question.
 
@@ -158,11 +158,11 @@ class PairTokenizer:
         Args:
             questions: Questions.
             contexts: Context of each question.
-            most: Maximum length of a window with the question and special tokens (tokens).
+            max_tokens: Maximum length of a window with the question and special tokens (tokens).
             shared: Overlap of successive windows in the context (tokens).
         """
         return self._call(
-            list(questions), list(contexts), truncation="only_second", max_length=most,
+            list(questions), list(contexts), truncation="only_second", max_length=max_tokens,
             stride=shared, return_overflowing_tokens=True, return_offsets_mapping=True,
         )  # fmt: skip
 
@@ -177,18 +177,18 @@ def _class_of(path: Path) -> str:
     """Return the class of transformers that reads a ``tokenizer.json``, by its kind of tokens."""
     if not path.is_file():
         return "BertTokenizerFast"
-    content = read_json(path, "Copy it again.", _MOST_BYTES)
+    content = read_json(path, "Copy it again.", _MAX_TOKENIZER_BYTES)
     is_bytes = isinstance(content, dict) and content.get("model", {}).get("type") == "BPE"
     return "RobertaTokenizerFast" if is_bytes else "BertTokenizerFast"
 
 
-def _end_of(places: Sequence[tuple[int, int]], most: int) -> int:
-    """Return the end of the longest prefix of a text with at most ``most`` tokens.
+def _end_of(places: Sequence[tuple[int, int]], max_tokens: int) -> int:
+    """Return the end of the longest prefix of a text with at most ``max_tokens`` tokens.
 
     The prefix ends between characters: several tokens with overlapping offsets can be bytes of one
     character.
     """
-    kept = most
+    kept = max_tokens
     while kept and places[kept][0] < places[kept - 1][1]:
         kept -= 1
     return places[kept - 1][1] if kept else 0

@@ -38,8 +38,8 @@ class BeamSearch:
         num_prompts: Number of prompts.
         vocab_size: Vocabulary size (tokens).
         device: Device of the logits.
-        stops: Function that takes the new tokens of a sequence and returns whether the sequence
-            ends; None means that only stop tokens and ``max_new_tokens`` end it.
+        stop_function: Function that takes the new tokens of a sequence and returns whether the
+            sequence ends; None means that only stop tokens and ``max_new_tokens`` end it.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class BeamSearch:
         num_prompts: int,
         vocab_size: int,
         device: torch.device,
-        stops: StopFunction | None = None,
+        stop_function: StopFunction | None = None,
     ) -> None:
         self._settings = settings
         self._vocab_size = vocab_size
-        self._stops = stops
+        self._stop_function = stop_function
         size = num_prompts, settings.beams
         self._stop_tokens = torch.tensor(settings.stop_tokens, dtype=torch.long, device=device)
         #: New tokens of the live beams. The beams of a prompt are identical at first, so all but
@@ -124,9 +124,9 @@ class BeamSearch:
         if self._length == self._settings.max_new_tokens:
             return torch.ones_like(tokens, dtype=torch.bool)
         ends = torch.isin(tokens, self._stop_tokens)
-        if self._stops is not None:
+        if self._stop_function is not None:
             rows = sequences[:, :, : self._length].flatten(0, 1).tolist()
-            found = torch.tensor([self._stops(row) for row in rows], device=tokens.device)
+            found = torch.tensor([self._stop_function(row) for row in rows], device=tokens.device)
             ends = ends | found.view_as(ends)
         return ends
 

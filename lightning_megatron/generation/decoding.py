@@ -15,7 +15,7 @@ from lightning_megatron.generation.session import GenerationSession
 from lightning_megatron.generation.settings import GenerationSettings
 from lightning_megatron.generation.stop_text import StopFunction
 from lightning_megatron.models.gpt import GPT
-from lightning_megatron.models.side_calls import run_aside
+from lightning_megatron.models.side_calls import run_side_call
 from lightning_megatron.models.stage import pipelined_modules
 
 
@@ -23,7 +23,7 @@ def generate(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
     settings: GenerationSettings | None = None,
-    stops: StopFunction | None = None,
+    stop_function: StopFunction | None = None,
 ) -> list[list[int]]:
     """Generate a continuation of each prompt, and return its tokens.
 
@@ -35,9 +35,9 @@ def generate(
             model.
         prompts: Token ids of each prompt; lengths may differ.
         settings: Settings of the generation; None means the defaults.
-        stops: Function that takes the new tokens of a row and returns whether the row ends, such as
-            ``StopStrings``. It must return the same result on all ranks. None means that only stop
-            tokens and ``max_new_tokens`` end a row.
+        stop_function: Function that takes the new tokens of a row and returns whether the row ends,
+            such as ``StopStrings``. It must return the same result on all ranks. None means that
+            only stop tokens and ``max_new_tokens`` end a row.
 
     Returns:
         New tokens of each prompt, a stop token included.
@@ -53,8 +53,10 @@ def generate(
     """
     gpt = gpt_of(model)
     search = _search_beams if settings is not None and settings.beams > 1 else _decode
-    return run_aside(
-        gpt, "generate", lambda: search(gpt, prompts, settings or GenerationSettings(), stops)
+    return run_side_call(
+        gpt,
+        "generate",
+        lambda: search(gpt, prompts, settings or GenerationSettings(), stop_function),
     )
 
 
@@ -62,11 +64,11 @@ def _decode(
     gpt: GPT,
     prompts: Sequence[Sequence[int]],
     settings: GenerationSettings,
-    stops: StopFunction | None,
+    stop_function: StopFunction | None,
 ) -> list[list[int]]:
     """Return the new tokens of each prompt, by greedy decoding or sampling."""
     found: list[list[int]] = [[] for _ in prompts]
-    for tokens in generated_tokens(gpt, prompts, settings, stops):
+    for tokens in generated_tokens(gpt, prompts, settings, stop_function):
         for row, token in zip(found, tokens, strict=True):
             if token is not None:
                 row.append(token)
@@ -77,7 +79,7 @@ def generated_tokens(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],
     settings: GenerationSettings | None = None,
-    stops: StopFunction | None = None,
+    stop_function: StopFunction | None = None,
 ) -> Iterator[list[int | None]]:
     """Yield the next token of each row until all rows have ended; None for rows that have ended.
 
@@ -85,7 +87,7 @@ def generated_tokens(
         model: GPT, or module that contains one.
         prompts: Token ids of each prompt.
         settings: Settings of the generation; None means the defaults.
-        stops: As for :func:`generate`.
+        stop_function: As for :func:`generate`.
 
     Raises:
         UnsupportedError: If the module does not contain exactly one GPT, the call is inside a step
@@ -125,7 +127,7 @@ def generated_tokens(
             ended[row] = (
                 number == settings.max_new_tokens
                 or token in settings.stop_tokens
-                or (stops is not None and stops(rows[row]))
+                or (stop_function is not None and stop_function(rows[row]))
             )
         if session.is_over(all(ended)):
             return
@@ -135,13 +137,15 @@ def _search_beams(
     gpt: GPT,
     prompts: Sequence[Sequence[int]],
     settings: GenerationSettings,
-    stops: StopFunction | None,
+    stop_function: StopFunction | None,
 ) -> list[list[int]]:
     """Return the new tokens of each prompt that a beam search finds."""
     check_prompts(prompts, gpt.config.vocab_size)
     beams = settings.beams
     session = GenerationSession(gpt, [prompt for prompt in prompts for _ in range(beams)], settings)
-    search = BeamSearch(settings, len(prompts), gpt.config.vocab_size, session.device, stops)
+    search = BeamSearch(
+        settings, len(prompts), gpt.config.vocab_size, session.device, stop_function
+    )
     tokens: Tensor | None = None
     for _ in range(session.max_new_tokens):
         with torch.no_grad():

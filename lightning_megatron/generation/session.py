@@ -12,7 +12,7 @@ from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.generation.beam_search import Candidates
 from lightning_megatron.generation.prompts import PromptRows
 from lightning_megatron.generation.settings import GenerationSettings
-from lightning_megatron.generation.token_pass import TokenPass, evaluating, why_not_recorded
+from lightning_megatron.generation.token_pass import TokenPass, evaluating, reason_against_recording
 from lightning_megatron.groups.collectives import all_reduce_, broadcast_
 from lightning_megatron.layers.context_parallel.sequence_order import length_multiple
 from lightning_megatron.layers.key_value_cache import KeyValueCache
@@ -60,7 +60,7 @@ class GenerationSession:
         self._cache = KeyValueCache(length + max_new_tokens - 1)
         self._longest_short_row = _longest_short_row(gpt)
         self._num_rows = num_rows
-        self._pass = self._token_pass(num_rows) if settings.record else None
+        self._pass = self._token_pass(num_rows) if settings.cuda_graph else None
         gpt.wait_for_parameters()
 
     @property
@@ -180,7 +180,7 @@ class GenerationSession:
 
     def _token_pass(self, num_rows: int) -> TokenPass | None:
         """Return the forward pass over one token per row; None if it is not recorded."""
-        reason = why_not_recorded(self._gpt, self.max_new_tokens)
+        reason = reason_against_recording(self._gpt, self.max_new_tokens)
         if reason is not None:
             _log.info("passes over single tokens are not recorded as a CUDA graph: %s", reason)
             return None

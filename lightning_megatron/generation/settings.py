@@ -26,9 +26,10 @@ class GenerationSettings:
             of the most probable next token; 1 means no beam search.
         length_penalty: Exponent of the number of new tokens, by which the score of a beam is
             divided; values above 0 favour long sequences.
-        record: Whether forward passes over one token per row run as one CUDA graph on a GPU. Models
-            with experts, longrope, ALiBi, soft caps, attention sinks or 8-bit matrix products, and
-            models that several ranks share, run without a graph; the log gives the reason.
+        cuda_graph: Whether forward passes over one token per row run as one CUDA graph on a GPU.
+            Models with experts, longrope, ALiBi, soft caps, attention sinks or 8-bit matrix
+            products, and models that several ranks share, run without a graph; the log gives the
+            reason.
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range, or ``sample`` is combined
@@ -44,7 +45,7 @@ class GenerationSettings:
     seed: Index = 0
     beams: Count = 1
     length_penalty: float = 1.0
-    record: bool = True
+    cuda_graph: bool = True
 
     def __post_init__(self) -> None:
         coerce_fields(self)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_megatron.graphs.user_hooks import modules_with_user_hooks
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.key_value_cache import CachedTokens, KeyValueCache
-from lightning_megatron.layers.token_attention import why_no_token_attention
+from lightning_megatron.layers.token_attention import reason_against_token_attention
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.gpt_block import attention_kind
 from lightning_megatron.shapes import Float, Int
@@ -21,7 +21,7 @@ from lightning_megatron.shapes import Float, Int
 _MIN_TOKENS = 16
 
 
-def why_not_recorded(gpt: GPT, num_tokens: int) -> str | None:
+def reason_against_recording(gpt: GPT, num_tokens: int) -> str | None:
     """Return why passes over one token per row are not recorded as a CUDA graph; None if they are.
 
     Args:
@@ -32,10 +32,10 @@ def why_not_recorded(gpt: GPT, num_tokens: int) -> str | None:
         return f"CUDA graphs need a GPU, and the model is on {gpt.mesh.device.type}"
     if num_tokens < _MIN_TOKENS:
         return f"recording pays off from {_MIN_TOKENS} new tokens, and there are {num_tokens}"
-    return why_pass_depends_on_host(gpt)
+    return reason_against_replay(gpt)
 
 
-def why_pass_depends_on_host(gpt: GPT) -> str | None:
+def reason_against_replay(gpt: GPT) -> str | None:
     """Return why a graph cannot replay the pass over one token per row; None if it can.
 
     A replay runs no Python code, and finds the position of the new tokens in a tensor on the
@@ -64,7 +64,8 @@ def why_pass_depends_on_host(gpt: GPT) -> str | None:
     if any(getattr(module, "sinks", None) is not None for module in gpt.modules()):
         return "the attention of the model has sinks"
     reasons = (
-        why_no_token_attention(attention_kind(config, index)) for index in range(config.num_layers)
+        reason_against_token_attention(attention_kind(config, index))
+        for index in range(config.num_layers)
     )
     return next((reason for reason in reasons if reason is not None), None)
 

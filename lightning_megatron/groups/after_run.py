@@ -17,7 +17,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.part_of_world import groups_of_part
 
 #: Time that the ranks wait for each other before they form a group.
-_PATIENCE = timedelta(minutes=2)
+_TIMEOUT = timedelta(minutes=2)
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def ranks_on_cpu(mesh: ParallelMesh) -> Iterator[MeshAxis]:
         yield world
         return
     number = check_same_in_store(
-        default_store(), world.ranks[world.rank], world.ranks, {}, _PATIENCE
+        default_store(), world.ranks[world.rank], world.ranks, {}, _TIMEOUT
     )
     is_part = world.size != dist.get_world_size()
     with groups_of_part(world.ranks[0], number) if is_part else nullcontext():

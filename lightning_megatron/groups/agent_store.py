@@ -127,11 +127,11 @@ def _answer(asking: dist.Store, size: int, deadline: float) -> str:
     return name
 
 
-def _wait(deadline: float, whom: str) -> None:
+def _wait(deadline: float, awaited: str) -> None:
     if time.monotonic() > deadline:
         raise RankMismatchError(
-            f"all ranks must join the job: {whom} did not join in time. They have failed, or other "
-            "machines have not been started. Look for the first failure, or allow more time with "
-            "MegatronStrategy(timeout=...)."
+            f"all ranks must join the job: {awaited} did not join in time. These processes failed, "
+            "or other machines were not started. Look for the first failure, or allow more time "
+            "with MegatronStrategy(timeout=...)."
         )
     time.sleep(_POLL_SECONDS)

@@ -131,7 +131,7 @@ def _all_to_all(
 
 
 @dataclass(frozen=True)
-class Border:
+class BoundaryGradients:
     """Gradients at a function on the border of a tensor-parallel region.
 
     Args:
@@ -159,7 +159,7 @@ class _Conjugate(torch.autograd.Function):
         return forward(x, axis, dim)
 
     @staticmethod
-    def border(ctx: Any) -> Border | None:
+    def border(ctx: Any) -> BoundaryGradients | None:
         """Return the gradients at the border of the tensor-parallel region; None for other axes."""
         if ctx.axis.name != "tp":
             return None
@@ -168,7 +168,7 @@ class _Conjugate(torch.autograd.Function):
         # A gradient is complete if backward sums it over all ranks, or gathers the parts of a
         # tensor that forward has split.
         is_whole = backward is _summed or (backward is _gathered and forward is _split)
-        return Border(
+        return BoundaryGradients(
             (not is_whole,),
             takes_parts=is_whole or backward is _scattered_sum or forward is _scattered_sum,
         )

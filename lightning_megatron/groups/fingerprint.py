@@ -20,8 +20,8 @@ _REMEDY = "Start every rank with the same command, environment and files."
 #: Time for which rank 0, which may run the store, waits until the others have read the failure.
 _READING = timedelta(seconds=30)
 #: Shortest and longest interval between reads of the store by a waiting rank (seconds).
-_FIRST_PAUSE = 0.002
-_LONGEST_PAUSE = 0.5
+_MIN_PAUSE_SECONDS = 0.002
+_MAX_PAUSE_SECONDS = 0.5
 
 
 def check_same_everywhere(world: MeshAxis, fields: Fields, remedy: str = _REMEDY) -> None:
@@ -39,7 +39,7 @@ def check_same_everywhere(world: MeshAxis, fields: Fields, remedy: str = _REMEDY
     Communication: one gather of objects over ``world``.
     """
     everyone = all_gather_objects(dict(fields), world)
-    complaint = _complaint(everyone, [f"rank {rank}" for rank in world.ranks], remedy)
+    complaint = _describe_differences(everyone, [f"rank {rank}" for rank in world.ranks], remedy)
     if complaint is not None:
         raise RankMismatchError(complaint)
 
@@ -84,7 +84,7 @@ def check_same_in_store(
             f"rank {r}" + ("" if one_host else f" on {host}")
             for r, host in zip(ranks, hosts, strict=True)
         ]
-        complaint = _complaint([values for _, values in found], names)
+        complaint = _describe_differences([values for _, values in found], names)
         for other in ranks:
             own.set(f"result/{other}/{number}", complaint or "")
         if complaint is not None:
@@ -120,7 +120,7 @@ class _Waiting:
 
     def read(self, store: dist.Store, key: str, others: Sequence[int]) -> str:
         """Return the value of a key that one of ``others`` writes."""
-        pause = _FIRST_PAUSE
+        pause = _MIN_PAUSE_SECONDS
         # Ask instead of waiting in the store, whose client logs each wait that ends without a key.
         while not store.check([key]):
             for other in others:
@@ -128,24 +128,25 @@ class _Waiting:
             if time.monotonic() > self._deadline:
                 raise RankMismatchError(
                     f"all ranks must join the job: rank {others[0]} did not join within "
-                    f"{self._patience.total_seconds():g} s. It has failed, or another machine has "
-                    "not been started. Look for the first failure, or allow more time with "
+                    f"{self._patience.total_seconds():g} s. It failed, or another machine was not "
+                    "started. Look for the first failure, or allow more time with "
                     "MegatronStrategy(timeout=...)."
                 )
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, _MAX_PAUSE_SECONDS)
         return store.get(key).decode()
 
-    def _check_layout_of(self, other: int) -> None:
+    def _check_layout_of(self, rank: int) -> None:
         """Raise if another rank waits for this rank with another layout."""
-        if not self._store.check([f"open/{other}"]):
+        if not self._store.check([f"open/{rank}"]):
             return
-        ends = json.loads(self._store.get(f"open/{other}"))
+        ends = json.loads(self._store.get(f"open/{rank}"))
         if ends and ends != self._ends and ends[0] <= self._rank <= ends[1]:
             raise RankMismatchError(
-                f"all ranks of a layout must have the same layout: the layout of rank {self._rank} "
-                f"has ranks {self._ends[0]} to {self._ends[1]}, the layout of rank {other} has "
-                f"ranks {ends[0]} to {ends[1]}. Give both the same world_size and rank_offset."
+                "all ranks of a layout must create the same layout: the layout of rank "
+                f"{self._rank} has ranks {self._ends[0]} to {self._ends[1]}, the layout of rank "
+                f"{rank} has ranks {ends[0]} to {ends[1]}. Give both the same world_size and "
+                "rank_offset."
             )
 
 
@@ -166,7 +167,7 @@ def _is_timeout(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistStoreError) or "timeout" in str(error).lower()
 
 
-def _complaint(
+def _describe_differences(
     everyone: Sequence[Fields], ranks: Sequence[str], remedy: str = _REMEDY
 ) -> str | None:
     """Return a description of the values that differ between ranks, None if all are equal."""

@@ -23,7 +23,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 @contextmanager
 def drawing_from(generator: torch.Generator) -> Iterator[None]:
-    """Let operators without a generator of their own draw from this one inside the block.
+    """Let operators without their own generator draw from this one inside the block.
 
     The state of ``generator`` advances, and that of the default generator does not. A block in a
     capture of a CUDA graph is legal.
@@ -87,9 +87,10 @@ class GeneratorPool:
         if self.num_taken == len(self.of_streams):
             if self._is_fixed:
                 raise RuntimeError(
-                    "a captured computation must draw from as many random streams as its pool has "
-                    f"generators, {len(self.of_streams)}, because a graph registers them before "
-                    "its capture. Count the streams in an ordinary run with a pool without a size."
+                    f"a captured computation must draw from at most the {len(self.of_streams)} "
+                    "random streams of its generator pool, because a graph registers its "
+                    "generators before the capture. Count the streams first, in an eager run with "
+                    "a pool without a size."
                 )
             self.of_streams.append(torch.Generator(self.device))
         self.num_taken += 1

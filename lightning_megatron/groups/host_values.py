@@ -14,11 +14,11 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 #: Largest ratio of a storage to a part of it for which the whole storage is read.
-_MOST_PARTS = 1024
+_MAX_RATIO = 1024
 
 
 @dataclass(frozen=True, eq=False)
-class _Known:
+class _CachedValues:
     """Values of a storage, and the versions of both tensors to which they belong."""
 
     storage: StorageWeakRef
@@ -39,7 +39,7 @@ class HostValues:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}
+        self._cache: dict[int, _CachedValues] = {}
         #: Number of reads for which the host waited for a device.
         self.num_reads = 0
 
@@ -50,10 +50,14 @@ class HostValues:
         Those of the last batch are discarded. Results are not inference tensors, because these have
         no version counters that show a later write.
         """
-        self._known.clear()
+        self._cache.clear()
         has_gradients = torch.is_grad_enabled()
         # Outside of inference mode gradients would be enabled.
-        with torch.inference_mode(False), torch.set_grad_enabled(has_gradients), _NotedMoves(self):
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(has_gradients),
+            _RecordedMoves(self),
+        ):
             yield
 
     def note(self, tensor: Tensor, values: Tensor) -> None:
@@ -68,9 +72,9 @@ class HostValues:
             return
         storage = StorageWeakRef(tensor.untyped_storage())
         values = values.contiguous().view(-1)
-        known = _Known(storage, values, tensor._version, values._version)
-        self._known = {key: one for key, one in self._known.items() if not one.storage.expired()}
-        self._known[storage.cdata] = known
+        known = _CachedValues(storage, values, tensor._version, values._version)
+        self._cache = {key: one for key, one in self._cache.items() if not one.storage.expired()}
+        self._cache[storage.cdata] = known
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Return the values of a tensor on the host; None if the host would have to read them.
@@ -82,7 +86,7 @@ class HostValues:
             return None
         if tensor.is_inference():
             return tensor if _is_on_host(tensor) else None
-        known = self._known.get(StorageWeakRef(tensor.untyped_storage()).cdata)
+        known = self._cache.get(StorageWeakRef(tensor.untyped_storage()).cdata)
         if known is None:
             return tensor if _is_on_host(tensor) else None
         versions = tensor._version, known.values._version
@@ -105,7 +109,7 @@ class HostValues:
             return tensor if found is None else found
         self.num_reads += 1
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
-        if type(tensor) is not Tensor or not 0 < size <= _MOST_PARTS * tensor.numel():
+        if type(tensor) is not Tensor or not 0 < size <= _MAX_RATIO * tensor.numel():
             return tensor.cpu()
         whole = tensor.as_strided((size,), (1,), 0)
         self.note(whole, whole.cpu())
@@ -113,7 +117,7 @@ class HostValues:
         return tensor.cpu() if found is None else found
 
 
-class _NotedMoves(TorchFunctionMode):
+class _RecordedMoves(TorchFunctionMode):
     """Note the results of moves of integer tensors from the host."""
 
     def __init__(self, host: HostValues) -> None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.groups.device_word import DeviceWord
+from lightning_megatron.groups.device_counter import DeviceCounter
 
 #: End of the names under which exchanges between the neighbours on an axis are counted.
 NEIGHBOURS = " neighbours"
@@ -68,7 +68,7 @@ class Journal:
         self._recorded: list[RecordedCall] | None = None
         self._label = ""
         #: Counter that captured parts advance on the device; None if it is not read.
-        self.device: DeviceWord | None = None
+        self.device: DeviceCounter | None = None
         #: Descriptions of the parts that the recording has marked; a new list in each recording.
         self.parts: list[str] = []
 
@@ -134,8 +134,8 @@ class Journal:
         """
         if self._recorded is not None:
             raise RuntimeError(
-                "recordings of collectives must not be nested: a collective would belong to two "
-                "captured computations. End the first recording before the next one starts."
+                "recordings of collectives must not be nested, because a collective would belong "
+                "to two captured computations. End the first recording before the next one starts."
             )
         recorded = self._recorded = []
         self._label = label
@@ -176,9 +176,9 @@ class Journal:
 
 def _after_the_run(kind: str, axis: str, ranks: tuple[int, ...]) -> UnsupportedError:
     return UnsupportedError(
-        "a model that is divided by tp, cp, pp or ep can be called only while fit, validate, test "
-        f"or predict runs: {kind} over {axis} (ranks {list(ranks)}) was called after the end of "
-        "the run, which destroyed its process groups. Call the model in a hook such as "
-        "on_train_end or on_fit_end, or by trainer.predict. To use it in one process, save it "
-        "(save_pretrained, or lightning-megatron checkpoint consolidate) and load its files there."
+        "a model that is sharded by tp, cp, pp or ep must be called while fit, validate, test or "
+        f"predict runs: {kind} over {axis} (ranks {list(ranks)}) was called after the run, which "
+        "has destroyed its process groups. Call the model in a hook such as on_train_end or "
+        "on_fit_end, or by trainer.predict. To use it in one process, save it (save_pretrained, or "
+        "lightning-megatron checkpoint consolidate) and load its files in that process."
     )

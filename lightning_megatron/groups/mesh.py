@@ -218,7 +218,7 @@ class ParallelMesh:
         return twin
 
     @property
-    def whole_cpu(self) -> MeshAxis:
+    def full_model_cpu(self) -> MeshAxis:
         """Return the axis of ranks that together have every parameter.
 
         It is ``model_cpu``, or ``world_cpu`` if ep is above 1.

@@ -23,7 +23,7 @@ from lightning_megatron.groups.nccl_options import (
     read_nccl_options,
     torch_options,
 )
-from lightning_megatron.groups.sources import own_sources
+from lightning_megatron.groups.sources import package_hash
 from lightning_megatron.plan.context_groups import context_group_sizes
 from lightning_megatron.plan.layout import ParallelLayout
 
@@ -111,8 +111,8 @@ class GroupBuilder:
         wanted = self.layout.world_size + self.layout.rank_offset
         if found < wanted:
             raise ParallelPlanError(
-                f"the initialised process group has {found} ranks, the layout needs {wanted}. "
-                f"Start {wanted} processes or change the layout."
+                f"the initialised process group has {found} ranks, and the layout needs {wanted}. "
+                f"Start {wanted} processes, or change the layout."
             )
         (ranks,) = self._all_ranks()
         rank = dist.get_rank()
@@ -133,7 +133,7 @@ class GroupBuilder:
         (ranks,) = self._all_ranks()
         if len(ranks) > 1:
             fields = asdict(self.layout) | {"sequence_parallel": sequence_parallel}
-            fields |= {"options": repr(self.options), "lightning-megatron sources": own_sources()}
+            fields |= {"options": repr(self.options), "lightning-megatron sources": package_hash()}
             patience = max(self.timeout or DEFAULT_TIMEOUTS["cpu"], DEFAULT_TIMEOUTS["cpu"])
             return check_same_in_store(default_store(), self.rank, ranks, fields, patience)
         return 0
@@ -196,7 +196,7 @@ class GroupBuilder:
         """Return an axis, with the NCCL settings of the axis that it is a part of, if any."""
         options = self.options.get(part_of or name, {}) if backend == "nccl" else {}
         # The messages of one group queue on one stream. cp often has the ranks of data, and its
-        # layers would wait there for the gradients and parameters that data moves beside them.
+        # layers would wait behind the gradients and parameters in flight on the data axis.
         is_apart = "cp" in (name, part_of)
         key = (backend, tuple(map(tuple, groups)), tuple(sorted(options.items())), is_apart)
         if key not in self._cache:

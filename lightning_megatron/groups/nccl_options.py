@@ -11,7 +11,7 @@ import yaml
 
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError
 from lightning_megatron.plan.settings import Count, Index, Range, coerced, shown
-from lightning_megatron.strict_json import read_start
+from lightning_megatron.strict_json import read_first_bytes
 
 #: Axes with a process group.
 GROUP_NAMES = (
@@ -55,16 +55,16 @@ _SETTINGS: Mapping[str, Any] = {
 }
 _MEGATRON_SETTINGS = {"is_high_priority_stream": "high_priority"}
 #: Size limit of a file; one with every axis and setting has less than a tenth of it (bytes).
-_MOST_BYTES = 100_000
+_MAX_FILE_BYTES = 100_000
 
 NcclOptions = Mapping[str, Mapping[str, Any]]
 
 
-def read_nccl_options(given: Mapping[str, Any] | str | None) -> dict[str, dict[str, Any]]:
+def read_nccl_options(options: Mapping[str, Any] | str | None) -> dict[str, dict[str, Any]]:
     """Return NCCL settings by axis, with this package's names.
 
     Args:
-        given: Settings by axis, such as ``{"pp": {"max_ctas": 4}}``, or the path of a YAML file
+        options: Settings by axis, such as ``{"pp": {"max_ctas": 4}}``, or the path of a YAML file
             with such a mapping. Files for Megatron-LM's ``nccl_communicator_config_path`` are
             accepted: its names of axes and settings are translated. None means no settings.
 
@@ -74,11 +74,11 @@ def read_nccl_options(given: Mapping[str, Any] | str | None) -> dict[str, dict[s
     """
     found: dict[str, dict[str, Any]] = {}
     names: dict[str, str] = {}
-    if given is None:
-        given = {}
-    elif isinstance(given, str):
-        given = _read(given)
-    for name, values in given.items():
+    if options is None:
+        options = {}
+    elif isinstance(options, str):
+        options = _read(options)
+    for name, values in options.items():
         axis = _axis(name)
         if axis in found:
             raise ParallelPlanError(
@@ -160,10 +160,11 @@ def _settings(axis: str, values: Any) -> dict[str, Any]:
 def _read(path: str) -> Mapping[Any, Any]:
     """Read the mapping in a YAML file, or raise."""
     try:
-        content = read_start(Path(path), _MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
+        content = read_first_bytes(Path(path), _MAX_FILE_BYTES + 1)
+        if len(content) > _MAX_FILE_BYTES:
             raise ParallelPlanError(
-                f"nccl_options must be a file of at most {_MOST_BYTES:,} bytes: {path!r} has more."
+                f"nccl_options must be a file of at most {_MAX_FILE_BYTES:,} bytes: {path!r} has "
+                "more."
             )
         _check_keys(yaml.compose(content, yaml.SafeLoader), path)
         found = yaml.safe_load(content)

@@ -15,7 +15,7 @@ from torch._C._autograd import DeviceType
 from torch._C._distributed_c10d import _SymmetricMemory
 
 #: Size of the allocation that tests whether memory can be shared (bytes).
-_TRIAL = 16
+_TEST_BYTES = 16
 #: Maximum number of cached views of a region; the number of tokens may differ from step to step.
 _REMEMBERED_VIEWS = 1024
 
@@ -78,10 +78,10 @@ class PeerMemory:
         #: Uses whose regions are in captured CUDA graphs.
         self._captured: set[PeerUse] = set()
         #: Old regions whose addresses are in captured CUDA graphs.
-        self._kept: list[PeerRegion] = []
+        self._replaced_regions: list[PeerRegion] = []
         self._verdict: tuple[str | None] | None = None
 
-    def why_not(
+    def reason_unavailable(
         self, group: dist.ProcessGroup | None, device: torch.device, missing: str | None = None
     ) -> str | None:
         """Return why the ranks of a group cannot write into each other's memory; None if they can.
@@ -107,7 +107,7 @@ class PeerMemory:
 
     def _try(self, group: dist.ProcessGroup, device: torch.device) -> str | None:
         try:
-            self.reserve(group, _TRIAL, device)
+            self.reserve(group, _TEST_BYTES, device)
         except RuntimeError as error:
             return f"torch's symmetric memory fails ({str(error).splitlines()[0]})"
         return None
@@ -137,9 +137,9 @@ class PeerMemory:
         if found is None or found.memory.numel() < num_bytes:
             if is_captured:
                 raise RuntimeError(
-                    "shared memory must be allocated before a graph is captured, because the ranks "
-                    f"wait for each other to allocate it: {num_bytes} bytes are needed for {use}. "
-                    "Run the captured code once before, with the same number of tokens."
+                    "shared memory must be allocated before a graph is captured, because its "
+                    f"allocation waits for other ranks: {num_bytes} bytes are needed for {use}. "
+                    "Run the code once before the capture, with the same number of tokens."
                 )
             # Not an inference tensor: validation may allocate the memory, and training may use it.
             with torch.inference_mode(False):
@@ -175,7 +175,7 @@ class PeerMemory:
             return self._regions[use]
         assert group is not None, "GPUs share memory only within a process group"
         if before is not None and use in self._captured:
-            self._kept.append(before)
+            self._replaced_regions.append(before)
         # The old region may be freed only when no rank writes into it any more. After the
         # synchronization the writes of this rank have completed, and the rendezvous in _shared
         # waits for all ranks.
@@ -189,7 +189,7 @@ class PeerMemory:
         self._regions.clear()
         self._captured.clear()
         self._verdict = None
-        self._kept.clear()
+        self._replaced_regions.clear()
 
 
 def _shared(group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> PeerRegion:

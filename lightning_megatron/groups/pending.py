@@ -34,12 +34,12 @@ class Pending:
     def __init__(
         self,
         work: Work | None = None,
-        then: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
         keep: tuple[Tensor, ...] = (),
         noted: Callable[[], None] = lambda: None,
     ) -> None:
         self._work = work
-        self._then = then
+        self._then = after
         self._keep = keep
         self._noted = noted
 

@@ -92,7 +92,7 @@ class RandomStreams:
         """
         self._runs.clear()
         self._repeats.clear()
-        self._go(StreamPosition(step, microbatch))
+        self._move_to(StreamPosition(step, microbatch))
         if self._recorder is not None:
             self._recorder.move("begin", self.position, in_backward=False)
 
@@ -111,7 +111,7 @@ class RandomStreams:
         if position is None:
             self._enter(layer, in_backward)
         else:
-            self._go(replace(position, layer=layer))
+            self._move_to(replace(position, layer=layer))
         if self._recorder is not None:
             kind: MoveKind = "enter"
             if position is not None:
@@ -122,9 +122,9 @@ class RandomStreams:
     def _enter(self, layer: int, in_backward: bool) -> None:
         base = self.position
         run = base.run if base.is_replay else self._next_run(layer, in_backward)
-        self._go(replace(base, layer=layer, run=run))
+        self._move_to(replace(base, layer=layer, run=run))
 
-    def _go(self, position: StreamPosition) -> None:
+    def _move_to(self, position: StreamPosition) -> None:
         self.position = position
         self._states.clear()
 
@@ -212,7 +212,7 @@ class RandomStreams:
         """
         if self._recorder is not None:
             raise RuntimeError(
-                "recordings of random draws must not be nested: a draw would belong to two "
+                "recordings of random draws must not be nested, because a draw would belong to two "
                 "captured computations. End the first recording before the next one starts."
             )
         self._recorder = DrawRecorder(pool, self.position)
@@ -325,10 +325,10 @@ class RandomStreams:
         elif move.kind == "replay":
             # The forward pass may have been a later run of the layer than the captured one.
             run = there.run + origin.run
-            self._go(StreamPosition(origin.step, microbatch, there.layer, True, run))
+            self._move_to(StreamPosition(origin.step, microbatch, there.layer, True, run))
         elif move.kind == "return":
             before = replace(there, step=origin.step) if move.is_own else interrupted
-            self._go(before)
+            self._move_to(before)
 
     def _seed_generator(self, draw: Draw) -> None:
         """Set a generator to the state in which the default generator would draw now."""
@@ -368,10 +368,9 @@ def _check_not_drawn(seeded: torch.Tensor) -> None:
     """Refuse draws of a captured step from torch's generator of the CPU."""
     if not torch.equal(torch.default_generator.get_state(), seeded):
         raise UnsupportedError(
-            "a captured step must not draw random numbers on the host: torch's generator of the "
-            "CPU has drawn. A replay runs no Python, so that it would repeat the numbers of the "
-            "capture. Draw on the device, as in torch.rand(..., device=self.device), or in the "
-            "dataset."
+            "a captured step must not draw random numbers on the host: the step used torch's CPU "
+            "generator. A replay runs no Python, so it would repeat the numbers of the capture. "
+            "Draw on the device, as in torch.rand(..., device=self.device), or in the dataset."
         )
 
 

@@ -182,9 +182,9 @@ class FlatSlice:
         )
         if not fits:
             raise ValueError(
-                f"a local tensor must have at least the {self.spec.local_extent} rows of its spec "
-                f"along dimension {dim}, and the sizes of the full shape {full} along the others: "
-                f"its shape is {self.local_shape}."
+                f"a local tensor must have at least {self.spec.local_extent} rows (those of its "
+                f"spec) along dimension {dim}, and the sizes of the full shape {full} along the "
+                f"other dimensions: its shape is {self.local_shape}."
             )
         size = prod(self.local_shape)
         if not 0 <= self.start <= self.stop <= size:
@@ -289,7 +289,7 @@ Placement: TypeAlias = ShardSpec | FlatSlice
 """Placement of a tensor in its full tensor: a shard along one dimension, or a flat range of one."""
 
 
-def whole_spec(tensor: Tensor, copy: int = 0, *, partial: bool = False) -> ShardSpec:
+def replicated_spec(tensor: Tensor, copy: int = 0, *, partial: bool = False) -> ShardSpec:
     """Return the spec of a tensor that every tensor-parallel rank has in full, as copy ``copy``."""
     shape = tuple(tensor.shape)
     return ShardSpec(shape, (ShardRange(0, shape[0] if shape else 1, copy),), partial=partial)
@@ -307,7 +307,7 @@ def shard_spec_of(parameter: Tensor, tp_rank: int = 0) -> ShardSpec:
     A parameter without a spec is not sharded, and this rank has copy ``tp_rank`` of it.
     """
     spec = getattr(parameter, _ATTRIBUTE, None)
-    return spec if isinstance(spec, ShardSpec) else whole_spec(parameter, tp_rank)
+    return spec if isinstance(spec, ShardSpec) else replicated_spec(parameter, tp_rank)
 
 
 def _replaced(values: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:

@@ -20,6 +20,6 @@ def digest_of_sources(folder: Path) -> str:
 
 
 @cache
-def own_sources() -> str:
+def package_hash() -> str:
     """Return the hash of this package's files, computed once per process."""
     return digest_of_sources(_PACKAGE)

@@ -91,25 +91,27 @@ class AttentionSpan:
     def __post_init__(self) -> None:
         if self.mask is not None and (self.has_documents or self.prefix is not None):
             raise ParallelPlanError(
-                "a span takes either a mask or lengths and prefix: both were given. A mask says "
-                "for each pair of tokens what lengths say for rows. Leave one of them out."
+                "a span must have either a mask or lengths and prefix: both were given. A mask "
+                "already states for each pair of tokens what lengths and prefix state for rows. "
+                "Leave one of them out."
             )
         if self.prefix is not None and self.has_documents:
             raise ParallelPlanError(
-                "a span takes either lengths or prefix: both were given. A prefix counts from the "
-                "start of a row, so it would join documents. Leave one of them out."
+                "a span must have either lengths or prefix: both were given. A prefix starts at "
+                "the start of a row, so its tokens would attend to other documents. Leave one of "
+                "them out."
             )
         for name in ("longest", "window"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ParallelPlanError(
-                    f"span.{name} must be at least 1 token: it is {value}. A token attends at "
-                    "least to itself. Use None for no limit."
+                    f"span.{name} must be at least 1 token: it is {value}. A token always attends "
+                    "to itself. Use None for no limit."
                 )
         if self.soft_cap is not None and not self.soft_cap > 0:
             raise ParallelPlanError(
-                f"span.soft_cap must be above 0: it is {self.soft_cap}. It bounds the scores. Use "
-                "None for no bound."
+                f"span.soft_cap must be above 0: it is {self.soft_cap}. It limits the scores. Use "
+                "None for no limit."
             )
 
     @classmethod
@@ -135,8 +137,8 @@ class AttentionSpan:
         if most > columns:
             raise ParallelPlanError(
                 f"a row must not have more than num_documents ({columns}) documents: one has "
-                f"{most}. Batches of one form have equally many lengths. Raise num_documents to "
-                f"{most}, or put fewer documents into a row."
+                f"{most}. The lengths of all batches have the same number of columns. Raise "
+                f"num_documents to {most}, or put fewer documents into a row."
             )
         rows = [[*row, *[0] * (columns - len(row))] for row in lengths]
         longest = max((max(row, default=0) for row in rows), default=0)
@@ -287,8 +289,8 @@ def check_lengths(
         if sum(row) > seq_length:
             raise ParallelPlanError(
                 f"the lengths of the documents of a row must not exceed its {seq_length} tokens: "
-                f"row {number} has {list(row)}, which is {sum(row)}. A document cannot continue in "
-                f"the next row. Use lengths with a sum of at most {seq_length}."
+                f"row {number} has {list(row)}, which is {sum(row)}. A document must end in its "
+                f"row. Use lengths with a sum of at most {seq_length}."
             )
         if row and (min(row) < 0 or max(row) > most):
             raise ParallelPlanError(

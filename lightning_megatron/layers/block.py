@@ -115,13 +115,14 @@ class TransformerBlock(nn.Module):
         if "norms" in parts and (not is_before or self.is_parallel):
             where = "in parallel sublayers" if self.is_parallel else "behind the sublayers"
             raise UnsupportedError(
-                "recompute of norms needs a norm before each sublayer, whose output only that "
-                f"sublayer reads: the norms of layer {self.layer} are {where!r}. Leave norms out."
+                "recompute of norms needs norms before the sublayers, because only a sublayer may "
+                f"read the norm's output: the norm_position of layer {self.layer} is {where!r}. "
+                "Leave norms out of recompute."
             )
         if offload is not None and is_compiled(self):
             raise UnsupportedError(
-                "recompute.offload cannot be used with torch.compile, whose code keeps tensors "
-                f"where they are: layer {self.layer} is compiled. Leave one of them out."
+                "recompute.offload cannot be used with torch.compile, because compiled code keeps "
+                f"its tensors on the GPU: layer {self.layer} is compiled. Leave one of them out."
             )
         self.keeps_core = "full_except_core" in parts
         if self.keeps_core:

@@ -113,18 +113,18 @@ def choose_part(
         behind: Number of tokens by which the last query follows the last key (tokens).
         head_dim: Size of a head (elements).
     """
-    obstacle = obstacle_to_flash(device, dtype, span, head_dim=head_dim)
+    reason = reason_against_flash(device, dtype, span, head_dim=head_dim)
     if behind < 0 or (span.window is not None and behind >= span.window):
         # The kernel takes a negative bound as no bound.
-        obstacle = "flash attention lets the last query see a key"
-    if obstacle is None:
+        reason = "flash attention lets the last query see a key"
+    if reason is None:
         plain = is_plain(span, 2**62) and span.soft_cap is None and behind == 0
         found = choose_flash(device, head_dim, plain)
         why = f"parts of the keys need the log-sum-exps that it returns; {found.reason}"
         return CoreChoice("flash", (), False, False, why, package=found.kernel.name)
-    obstacle_to_a_kernel = obstacle_to_flex(device, dtype, span, head_dim=head_dim)
+    obstacle_to_a_kernel = reason_against_flex(device, dtype, span, head_dim=head_dim)
     if obstacle_to_a_kernel is None:
-        why = f"a kernel compiled for parts of the keys, because {obstacle}"
+        why = f"a kernel compiled for parts of the keys, because {reason}"
         return CoreChoice("flex", (), False, False, why)
     return _operators(device, f"parts of the keys: {obstacle_to_a_kernel}", plain=True)
 
@@ -149,24 +149,24 @@ def _choose_kernel(
 ) -> CoreChoice:
     plain = is_plain(span, 2**62 if seq_length is None else seq_length)
     if plain and not _has_own_scores(span) and span.sinks is None:
-        return _plain(device, dtype, dropout)
-    obstacle = obstacle_to_flash(device, dtype, span, dropout, head_dim)
-    if obstacle is None:
+        return _default_core(device, dtype, dropout)
+    reason = reason_against_flash(device, dtype, span, dropout, head_dim)
+    if reason is None:
         found = choose_flash(device, head_dim)
         why = f"documents, windows and sinks need no mask; {found.reason}"
         return CoreChoice("flash", (), False, False, why, package=found.kernel.name)
     if not _has_own_scores(span) and span.sinks is None and span.prefix is None:
-        return _masked(device, obstacle, span)
-    obstacle_to_a_kernel = obstacle_to_flex(device, dtype, span, dropout, head_dim)
+        return _masked(device, reason, span)
+    obstacle_to_a_kernel = reason_against_flex(device, dtype, span, dropout, head_dim)
     if obstacle_to_a_kernel is None:
-        return CoreChoice("flex", (), False, False, f"a kernel compiled for it, because {obstacle}")
+        return CoreChoice("flex", (), False, False, f"a kernel compiled for it, because {reason}")
     if span.soft_cap is not None:
         return _operators(device, f"soft caps: {obstacle_to_a_kernel}", plain)
     if span.slopes is not None:
         return _operators(device, f"ALiBi: {obstacle_to_a_kernel}", plain)
     if span.sinks is not None:
         return _operators(device, f"sinks: {obstacle_to_a_kernel}", plain)
-    return _masked(device, f"{obstacle}, and {obstacle_to_a_kernel}", span)
+    return _masked(device, f"{reason}, and {obstacle_to_a_kernel}", span)
 
 
 def _has_own_scores(span: AttentionSpan) -> bool:
@@ -174,7 +174,7 @@ def _has_own_scores(span: AttentionSpan) -> bool:
     return span.soft_cap is not None or span.slopes is not None
 
 
-def _plain(device: torch.device, dtype: torch.dtype, dropout: float) -> CoreChoice:
+def _default_core(device: torch.device, dtype: torch.dtype, dropout: float) -> CoreChoice:
     if device.type != "cuda":
         why = f"{device.type}: torch chooses among its own kernels"
         return CoreChoice("sdpa", (), False, False, why)
@@ -191,7 +191,7 @@ def _plain(device: torch.device, dtype: torch.dtype, dropout: float) -> CoreChoi
     return CoreChoice("sdpa", _FUSED, False, False, why)
 
 
-def obstacle_to_flash(
+def reason_against_flash(
     device: torch.device,
     dtype: torch.dtype,
     span: AttentionSpan,
@@ -211,9 +211,11 @@ def obstacle_to_flash(
         return "flash attention adds no biases of ALiBi to scores"
     if span.prefix is not None:
         return "a prefix needs a mask"
-    obstacle = _obstacle_to("variable-length attention", HALF_TYPES, device, dtype, span, dropout)
-    if obstacle is not None:
-        return obstacle
+    reason = _common_reason_against(
+        "variable-length attention", HALF_TYPES, device, dtype, span, dropout
+    )
+    if reason is not None:
+        return reason
     if head_dim > _FLASH_HEAD_DIM or head_dim % 8:
         return (
             f"flash attention has heads of at most {_FLASH_HEAD_DIM} elements, a multiple of 8, "
@@ -224,7 +226,7 @@ def obstacle_to_flash(
     return None
 
 
-def obstacle_to_flex(
+def reason_against_flex(
     device: torch.device,
     dtype: torch.dtype,
     span: AttentionSpan,
@@ -241,13 +243,13 @@ def obstacle_to_flex(
         head_dim: Size of a head (elements).
     """
     dtypes = (*HALF_TYPES, torch.float32)
-    obstacle = _obstacle_to("FlexAttention", dtypes, device, dtype, span, dropout)
-    if obstacle is None and head_dim < _FLEX_HEAD_DIM:
+    reason = _common_reason_against("FlexAttention", dtypes, device, dtype, span, dropout)
+    if reason is None and head_dim < _FLEX_HEAD_DIM:
         return f"FlexAttention has heads of at least {_FLEX_HEAD_DIM} elements, not {head_dim}"
-    return obstacle
+    return reason
 
 
-def _obstacle_to(
+def _common_reason_against(
     kernel: str,
     dtypes: Collection[torch.dtype],
     device: torch.device,
@@ -271,9 +273,9 @@ def _obstacle_to(
     return None
 
 
-def _masked(device: torch.device, obstacle: str, span: AttentionSpan) -> CoreChoice:
+def _masked(device: torch.device, reason: str, span: AttentionSpan) -> CoreChoice:
     if device.type != "cuda":
-        return CoreChoice("sdpa", (), True, False, f"a dense mask, because {obstacle}")
+        return CoreChoice("sdpa", (), True, False, f"a dense mask, because {reason}")
     remedy = None
     if span.mask is None and span.prefix is None:
         remedy = (
@@ -281,7 +283,7 @@ def _masked(device: torch.device, obstacle: str, span: AttentionSpan) -> CoreCho
             "Trainer(precision='bf16-mixed') without attention dropout on a GPU of compute "
             "capability 8.0 or newer."
         )
-    why = f"a dense mask on memory-efficient attention, because {obstacle}"
+    why = f"a dense mask on memory-efficient attention, because {reason}"
     return CoreChoice("sdpa", _FUSED[1:], True, True, why, remedy)
 
 

@@ -78,22 +78,22 @@ def _obstacle_to_fourth(capability: int, head_dim: int) -> str | None:
     return None
 
 
-_CALL = ("cu_seqlens_q", "max_seqlen_k", "softmax_scale", "softcap", "window_size_left")
+_COMMON_ARGUMENTS = ("cu_seqlens_q", "max_seqlen_k", "softmax_scale", "softcap", "window_size_left")
 #: Packages in the order of preference.
 PACKAGES = (
     FlashPackage(
         *(FlashAttention3, FlashAttention3.name, "flash_attn_interface"),
         (
-            ("_flash_attn_forward", (*_CALL, "causal")),
-            ("_flash_attn_backward", (*_CALL, "is_causal", "dq", "deterministic")),
+            ("_flash_attn_forward", (*_COMMON_ARGUMENTS, "causal")),
+            ("_flash_attn_backward", (*_COMMON_ARGUMENTS, "is_causal", "dq", "deterministic")),
         ),
         _obstacle_to_third,
     ),
     FlashPackage(
         *(FlashAttention4, FlashAttention4.name, "flash_attn.cute.interface"),
         (
-            ("_flash_attn_fwd", (*_CALL, "causal", "return_lse")),
-            ("_flash_attn_bwd", (*_CALL, "causal", "deterministic")),
+            ("_flash_attn_fwd", (*_COMMON_ARGUMENTS, "causal", "return_lse")),
+            ("_flash_attn_bwd", (*_COMMON_ARGUMENTS, "causal", "deterministic")),
         ),
         _obstacle_to_fourth,
     ),

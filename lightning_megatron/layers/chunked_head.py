@@ -133,7 +133,7 @@ def rows_of(full: Float[Tensor, "*tokens features"]) -> Float[Tensor, "rows feat
     return full.reshape(-1, full.shape[-1])
 
 
-def own_slot(weight: Float[Tensor, "vocab_local hidden"]) -> GradientSlot:
+def new_slot(weight: Float[Tensor, "vocab_local hidden"]) -> GradientSlot:
     """Return a new, empty gradient slot for a weight, with its sum in float32 or wider."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     return GradientSlot(torch.empty_like(weight, dtype=wide), lambda: None)

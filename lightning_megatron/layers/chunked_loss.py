@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lightning_megatron.groups.collectives import Border, all_gather_sequence
+from lightning_megatron.groups.collectives import BoundaryGradients, all_gather_sequence
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.choose_kernels import fused_kernels
-from lightning_megatron.layers.chunked_head import ChunkedHead, LogitForm, own_slot, rows_of
+from lightning_megatron.layers.chunked_head import ChunkedHead, LogitForm, new_slot, rows_of
 from lightning_megatron.layers.gradient_slot import slot_of
 from lightning_megatron.layers.loss import LossTerms, RowStatistics, check_ids
 from lightning_megatron.layers.regions import start_summing
@@ -68,12 +68,12 @@ def chunked_cross_entropy(
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def border(ctx: Any) -> Border | None:
+    def border(ctx: Any) -> BoundaryGradients | None:
         """Return the border of the tensor-parallel region: the gradient of the input is summed."""
         mesh = ctx.head.mesh
         if mesh.tp.size == 1:
             return None
-        return Border((mesh.sequence_parallel, True, True), takes_parts=False)
+        return BoundaryGradients((mesh.sequence_parallel, True, True), takes_parts=False)
 
     @staticmethod
     def forward(
@@ -108,7 +108,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         full = all_gather_sequence(hidden, head.mesh.tp) if head.mesh.sequence_parallel else hidden
         narrow = weight.to(ctx.dtype)
         grad_hidden = torch.empty(full.shape, dtype=ctx.dtype, device=full.device)
-        slot = head.slot or own_slot(weight)
+        slot = head.slot or new_slot(weight)
         pieces = [one.split(head.chunk) for one in (rows_of(full), index, normaliser, scale)]
         results = rows_of(grad_hidden).split(head.chunk)
         for number, (rows, *numbers) in enumerate(zip(*pieces, strict=True)):

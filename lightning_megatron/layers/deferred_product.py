@@ -16,9 +16,9 @@ from lightning_megatron.shapes import Float
 T = TypeVar("T")
 
 
-def ready(found: T) -> T:
+def ready(value: T) -> T:
     """Return an argument: with ``partial``, a function that has nothing to start or to wait for."""
-    return found
+    return value
 
 
 def open_queue(ctx: Any) -> WeightGradientQueue | None:

@@ -67,7 +67,7 @@ def seen_pairs(
     keys = keys or KeyRows(seq_length, span.borders)
     is_of_keys = span.mask is not None and span.mask.shape[2] == 1
     if span.mask is not None and is_of_keys and not span.causal and span.window is None:
-        return _never_alone(span.mask)
+        return _with_self_attention(span.mask)
     # Places count from the end of a document, as in flash attention.
     query, query_left = places_from_end(span.borders, num_sequences, seq_length, device)
     key, key_left = places_from_end(keys.borders, num_sequences, keys.seq_length, device)
@@ -81,7 +81,7 @@ def seen_pairs(
         index = torch.arange(keys.seq_length, device=device)
         seen = seen | (index < span.prefix[:, None])[:, None]
     seen = seen[:, None]
-    return seen if span.mask is None else _never_alone(seen & span.mask)
+    return seen if span.mask is None else _with_self_attention(seen & span.mask)
 
 
 def places_of_visible(span: AttentionSpan) -> Int[Tensor, "#batch _"] | None:
@@ -149,7 +149,9 @@ def places_from_end(
     return document, borders[document + 1] - index
 
 
-def _never_alone(mask: Bool[Tensor, "#batch 1 #seq seq"]) -> Bool[Tensor, "#batch 1 #seq seq"]:
+def _with_self_attention(
+    mask: Bool[Tensor, "#batch 1 #seq seq"],
+) -> Bool[Tensor, "#batch 1 #seq seq"]:
     """Let queries without keys attend to themselves, because their weights would be 0 / 0."""
     is_alone = ~mask.any(-1, keepdim=True)
     if mask.shape[2] == 1:

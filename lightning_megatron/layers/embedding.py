@@ -19,7 +19,7 @@ from lightning_megatron.layers.gradient_slot import GradientSlot, slot_of
 from lightning_megatron.layers.init import Initializer, sharded_parameter
 from lightning_megatron.layers.loss import check_ids
 from lightning_megatron.layers.regions import column_linear, leave_tensor_region
-from lightning_megatron.plan.shards import padded_vocab_size, vocab_range, whole_range
+from lightning_megatron.plan.shards import full_range, padded_vocab_size, vocab_range
 from lightning_megatron.shapes import Float, Int
 
 
@@ -88,14 +88,14 @@ def _look_up(
     """Look up rows; vectors of ``elsewhere`` are zero, those of ``padding`` get no gradient."""
     slot = slot_of(weight)
     if slot is not None:
-        return _LookUp.apply(weight, index, elsewhere, padding, slot)
+        return _TableLookup.apply(weight, index, elsewhere, padding, slot)
     vectors = F.embedding(index, weight)
     if padding is not None:
         vectors = torch.where(padding.unsqueeze(-1), vectors.detach(), vectors)
     return vectors if elsewhere is None else vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
 
-class _LookUp(torch.autograd.Function):
+class _TableLookup(torch.autograd.Function):
     """Table lookup whose backward pass adds the gradients of the read rows to a gradient slot."""
 
     @staticmethod
@@ -174,7 +174,7 @@ class PositionEmbedding(nn.Module):
         self.mesh = mesh
         self.weight = sharded_parameter(
             (max_seq_length, hidden_size),
-            [whole_range(max_seq_length, mesh.tp.rank)],
+            [full_range(max_seq_length, mesh.tp.rank)],
             initializer or Initializer.normal(),
             # Under sequence parallelism each rank looks up its own positions only.
             partial=mesh.sequence_parallel,
@@ -201,8 +201,8 @@ class PositionEmbedding(nn.Module):
         if offset + seq_length > self.weight.shape[0]:
             raise ParallelPlanError(
                 f"seq_length ({offset + seq_length}) must not exceed max_seq_length "
-                f"({self.weight.shape[0]}), because later positions have no embedding. Use at most "
-                f"{self.weight.shape[0]} tokens or a larger max_seq_length."
+                f"({self.weight.shape[0]}), because the position table has no further rows. Use at "
+                f"most {self.weight.shape[0]} tokens or a larger max_seq_length."
             )
         if self.mesh.sequence_parallel:
             seq_length //= self.mesh.tp.size
@@ -260,7 +260,7 @@ class InputEmbedding(nn.Module):
             vectors: Full tensor that replaces the token vectors.
         """
         self.mesh.random.seek(0)
-        hidden = self.word(tokens) if vectors is None else self._own_part(vectors)
+        hidden = self.word(tokens) if vectors is None else self._local_part(vectors)
         if self.scale != 1.0 and (vectors is None or self.scales_vectors):
             hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype, device="cpu").item()
         if self.position is not None:
@@ -271,7 +271,7 @@ class InputEmbedding(nn.Module):
             hidden = self.norm(hidden)
         return hidden_dropout(hidden, self.dropout, self.training, self.mesh)
 
-    def _own_part(self, vectors: Tensor) -> Tensor:
+    def _local_part(self, vectors: Tensor) -> Tensor:
         hidden = vectors.transpose(0, 1).contiguous()
         return split_to_axis(hidden, self.mesh.tp, dim=0) if self.mesh.sequence_parallel else hidden
 

@@ -300,7 +300,7 @@ class StackedSlot:
         self.slots = tuple(slots)
         self._rows = list(rows)
         self._owner = SlotRow.owner_of(slots)
-        self._whole = self._joined_sums()
+        self._full = self._joined_sums()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -328,12 +328,12 @@ class StackedSlot:
         first = self.slots[0]
         states = [slot.is_empty for slot in self.slots]
         is_mixed = states.count(states[0]) != len(states)
-        if self._whole is None or is_mixed or not self._owner.accepts():
+        if self._full is None or is_mixed or not self._owner.accepts():
             for slot, part in zip(self.slots, product.split(self._rows), strict=True):
                 slot.add_computed(part)
             return
         with torch.no_grad():
-            if not product.add_to(self._whole, is_empty=states[0], scale=first.scale):
+            if not product.add_to(self._full, is_empty=states[0], scale=first.scale):
                 self.add(product.value())
                 return
         for slot in self.slots:
@@ -374,7 +374,7 @@ def slots_of(parameters: Sequence[Tensor]) -> list[GradientSlot | None]:
     return [slot_of(one) for one in parameters]
 
 
-def remembered_stack(
+def cached_stack(
     weights: Sequence[Float[Tensor, "*shape"]], slots: Sequence[GradientSlot | None]
 ) -> Float[Tensor, "experts *shape"] | None:
     """Return :func:`stacked_view` of weights, which their slots cache if each weight has one.

@@ -10,7 +10,7 @@ from lightning_megatron.layers.gradient_slot import GradientSlot
 from lightning_megatron.shapes import Float
 
 
-def hand_over(
+def add_to_slots(
     gradients: Float[Tensor, "experts *shape"],
     weights: Sequence[Float[Tensor, "*shape"]],
     slots: Sequence[GradientSlot | None],

@@ -148,8 +148,9 @@ def _fill_(parameter: nn.Parameter, name: str, seed: int) -> None:
     initializer = getattr(parameter, _ATTRIBUTE, None)
     if initializer is None:
         raise ValueError(
-            f"parameter {name!r} has no initializer. Only layers of this package have "
-            "initializers. Create the parameter on a real device and initialise it."
+            f"a parameter on the meta device must have an initializer: {name!r} has none, because "
+            "only layers of this package have initializers. Create the parameter on a real device "
+            "and initialise it."
         )
     spec = shard_spec_of(parameter)
     # The padding of a padded shard stays zero.

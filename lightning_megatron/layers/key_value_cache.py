@@ -216,8 +216,8 @@ class KeyValueCache:
         last = self.length + key.shape[0]
         if last > self.max_length:
             raise ParallelPlanError(
-                f"rows must not have more tokens than their cache ({self.max_length}): they would "
-                f"have {last}. The memory of a cache does not grow. Use a cache with a larger "
+                f"rows must fit into their cache of {self.max_length} tokens: they would have "
+                f"{last} tokens. The size of a cache is fixed. Use a cache with a larger "
                 "max_length."
             )
         new = key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
@@ -311,7 +311,7 @@ class HeldTokens:
         #: Place in its row of each token; -1 for padding, which no token attends to.
         self._places = places.masked_fill(places >= count, -1)
 
-    def own_of(self, first: int, count: int) -> list[int]:
+    def local_indices(self, first: int, count: int) -> list[int]:
         """Return the indices of the new tokens that this rank holds.
 
         Args:
@@ -328,7 +328,7 @@ class HeldTokens:
             first: Place of the first new token (tokens).
             count: New tokens of each row (tokens).
         """
-        new = [first + index for index in self.own_of(first, count)]
+        new = [first + index for index in self.local_indices(first, count)]
         added = torch.tensor(new, dtype=torch.long, device=self._places.device)
         return torch.cat((self._places, added.expand(len(self._places), -1)), 1)
 
@@ -343,7 +343,7 @@ class HeldTokens:
             self.cache.advance(self._num_first)
             return
         self._places = self.places_with(first, count)
-        self.cache.advance(len(self.own_of(first, count)))
+        self.cache.advance(len(self.local_indices(first, count)))
 
     def reorder(self, rows: Int[Tensor, " _"]) -> None:
         """Replace each of the first rows by another one, as a beam search does.

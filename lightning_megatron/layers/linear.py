@@ -20,7 +20,7 @@ from lightning_megatron.layers.transformer_engine.engine_regions import (
     engine_row_linear,
 )
 from lightning_megatron.layers.transformer_engine.engine_scaling import EngineScaling
-from lightning_megatron.plan.shards import ShardRange, even_range, whole_range
+from lightning_megatron.plan.shards import ShardRange, even_range, full_range
 from lightning_megatron.shapes import Float, Shaped
 
 
@@ -64,8 +64,8 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         if gather_output and ranges is not None:
             raise ValueError(
-                "gather_output needs equal parts of the outputs: ranges were given. Leave out "
-                "gather_output or ranges.",
+                "gather_output needs equal parts of the outputs on all ranks: ranges were given, "
+                "whose sizes may differ. Leave out gather_output or ranges.",
             )
         self.in_features = in_features
         self.out_features = out_features
@@ -206,7 +206,7 @@ class RowParallelLinear(nn.Module):
         )
         # Under sequence parallelism each rank adds the bias only to its positions, so the gradients
         # of the bias must be summed.
-        whole = whole_range(out_features, mesh.tp.rank)
+        whole = full_range(out_features, mesh.tp.rank)
         self.bias = None
         if bias:
             is_partial = mesh.sequence_parallel

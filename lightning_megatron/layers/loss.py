@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.groups.collectives import Border, all_reduce_
+from lightning_megatron.groups.collectives import BoundaryGradients, all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.shapes import Bool, Float, Int
@@ -89,8 +89,8 @@ def _check_ids(ids: Tensor, vocab_size: int, ignore_index: int | None) -> None:
     outside = _outside(ids, vocab_size, ignore_index)
     if outside.any():
         raise IndexError(
-            f"token ids must lie in [0, {vocab_size}): found {int(ids[outside][0])}. The embedding "
-            "has no row for it. Check that data and model use the same tokenizer."
+            f"token ids must lie in [0, {vocab_size}): an id is {int(ids[outside][0])}, for which "
+            "the embedding has no row. Check that data and model use the same tokenizer."
         )
 
 
@@ -106,9 +106,9 @@ def _outside(ids: Tensor, vocab_size: int, ignore_index: int | None) -> Tensor:
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def border(ctx: Any) -> Border:
+    def border(ctx: Any) -> BoundaryGradients:
         """Return the border of the tensor-parallel region: every rank has its own logits."""
-        return Border((True,), takes_parts=False)
+        return BoundaryGradients((True,), takes_parts=False)
 
     @staticmethod
     def forward(
@@ -256,9 +256,9 @@ class RowStatistics(NamedTuple):
 
 class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def border(ctx: Any) -> Border | None:
+    def border(ctx: Any) -> BoundaryGradients | None:
         """Return the border of the tensor-parallel region: every rank has its own logits."""
-        return None if ctx.terms.tp.size == 1 else Border((True,), takes_parts=False)
+        return None if ctx.terms.tp.size == 1 else BoundaryGradients((True,), takes_parts=False)
 
     @staticmethod
     def forward(
@@ -285,8 +285,9 @@ class _FusedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.overwritten:
             raise RuntimeError(
-                "the backward pass of the loss ran twice: its first run overwrote the logits with "
-                "the gradient. Compute the loss again before each backward pass."
+                "the backward pass of a loss must run once: it ran a second time, after the first "
+                "one overwrote the logits with their gradient. Compute the loss again before each "
+                "backward pass."
             )
         logits, index, normaliser, ignored = ctx.saved_tensors
         terms: LossTerms = ctx.terms

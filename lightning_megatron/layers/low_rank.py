@@ -22,7 +22,7 @@ Base: TypeAlias = ColumnParallelLinear | RowParallelLinear | ReplicatedLinear
 """A layer that supports low-rank updates."""
 
 #: Name of the random stream of the dropout masks.
-_PURPOSE = "low rank"
+_DROPOUT_STREAM = "low rank"
 
 
 class LowRank(nn.Module):
@@ -108,7 +108,7 @@ class LowRank(nn.Module):
     def forward(self, hidden: Float[Tensor, "... in_local"]) -> Float[Tensor, "... out_local"]:
         """Return the update of the outputs."""
         if self.training and self.dropout > 0.0:
-            with self.mesh.random.fork(self.stream, _PURPOSE):
+            with self.mesh.random.fork(self.stream, _DROPOUT_STREAM):
                 hidden = F.dropout(hidden, self.dropout, training=True)
         product: Tensor = self.b(self.a(hidden.to(self.a.get_parameter("weight").dtype)))
         return product * self.scale
@@ -142,7 +142,7 @@ class LowRankUpdates(nn.ModuleDict):
             return output
         pieces = []
         end = 0
-        for update in self._in_order():
+        for update in self._updates_in_order():
             outputs = update.outputs
             here = output[..., outputs.start : outputs.stop]
             pieces += [output[..., end : outputs.start], here + update(hidden).to(output.dtype)]
@@ -150,7 +150,7 @@ class LowRankUpdates(nn.ModuleDict):
         pieces = [piece for piece in [*pieces, output[..., end:]] if piece.shape[-1]]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
 
-    def _in_order(self) -> list[LowRank]:
+    def _updates_in_order(self) -> list[LowRank]:
         updates = [update for update in self.values() if isinstance(update, LowRank)]
         return sorted(updates, key=lambda update: update.outputs.start)
 

@@ -111,14 +111,14 @@ class MLP(nn.Module):
         first = self._first
         run: Callable[[Tensor], Tensor] = partial(activate, activation=self.activation)
         of_gradient = None
-        seen = None
+        magnitudes = None
         if self.activation == "swiglu":
             # SwiGLU finds the magnitudes of the tensors that the layers before and after it cast.
             if first.reads_magnitude and torch.is_grad_enabled():
                 of_gradient = GradientMagnitude()
             if self.down.reads_magnitude:
-                seen = no_magnitude(hidden)
-            run = partial(apply_swiglu, seen=seen, of_gradient=of_gradient)
+                magnitudes = no_magnitude(hidden)
+            run = partial(apply_swiglu, magnitudes=magnitudes, of_gradient=of_gradient)
         features = first(hidden, magnitude=magnitude, of_gradient=of_gradient)
         is_recomputed = self.recomputes_activation and self.activation != "relu"
         is_one_kernel = fused_kernels(features) is not None and self.activation == "swiglu"
@@ -126,7 +126,7 @@ class MLP(nn.Module):
             activated = recomputed(run, features)
         else:
             activated = run(features)
-        found = None if seen is None else Magnitude(activated, seen)
+        found = None if magnitudes is None else Magnitude(activated, magnitudes)
         # ReLU keeps only its output for the backward pass, so there is nothing to recompute.
         if not is_recomputed:
             return self.down(activated, magnitude=found)

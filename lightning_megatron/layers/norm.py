@@ -14,7 +14,7 @@ from lightning_megatron.layers.fp8.magnitude import find_magnitude
 from lightning_megatron.layers.gradient_slot import slot_of
 from lightning_megatron.layers.init import ONES, ZEROS, Initializer, sharded_parameter
 from lightning_megatron.layers.transformer_engine.engine_norm import engine_norm
-from lightning_megatron.plan.shards import whole_range
+from lightning_megatron.plan.shards import full_range
 from lightning_megatron.shapes import Float, Int
 
 
@@ -35,7 +35,7 @@ class _Norm(nn.Module):
         hidden: Float[Tensor, "*tokens hidden"],
         update: Float[Tensor, "*tokens hidden"] | None = None,
         with_stream: Literal[False] = False,
-        seen: Int[Tensor, "parts"] | None = None,
+        magnitudes: Int[Tensor, "parts"] | None = None,
     ) -> Float[Tensor, "*tokens hidden"]: ...
 
     @overload
@@ -44,7 +44,7 @@ class _Norm(nn.Module):
         hidden: Float[Tensor, "*tokens hidden"],
         update: Float[Tensor, "*tokens hidden"] | None,
         with_stream: Literal[True],
-        seen: Int[Tensor, "parts"] | None = None,
+        magnitudes: Int[Tensor, "parts"] | None = None,
     ) -> tuple[Float[Tensor, "*tokens hidden"], Float[Tensor, "*tokens hidden"]]: ...
 
     def forward(
@@ -52,7 +52,7 @@ class _Norm(nn.Module):
         hidden: Float[Tensor, "*tokens hidden"],
         update: Float[Tensor, "*tokens hidden"] | None = None,
         with_stream: bool = False,
-        seen: Int[Tensor, "parts"] | None = None,
+        magnitudes: Int[Tensor, "parts"] | None = None,
     ) -> (
         Float[Tensor, "*tokens hidden"]
         | tuple[Float[Tensor, "*tokens hidden"], Float[Tensor, "*tokens hidden"]]
@@ -64,8 +64,8 @@ class _Norm(nn.Module):
             update: Tensor that is added to ``hidden`` before the norm; None means no addition.
             with_stream: Whether to return ``(hidden + update, normalised)``. A layer that uses both
                 results should get them from one call, so that one kernel adds both gradients.
-            seen: Bit patterns of magnitudes, whose maximum is raised to the largest magnitude of
-                the normalised vectors; None computes no magnitude.
+            magnitudes: Bit patterns of magnitudes, whose maximum is raised to the largest magnitude
+                of the normalised vectors; None computes no magnitude.
         """
         kernels = None if self.uses_engine else fused_kernels(hidden)
         if self.uses_engine and hidden.numel() and self.offset in (0.0, 1.0):
@@ -84,14 +84,14 @@ class _Norm(nn.Module):
                 self.eps,
                 self.is_rms,
                 *sinks,
-                seen,
+                magnitudes,
             )
-            seen = None
+            magnitudes = None
         else:
             stream = hidden if update is None else hidden + update
             normalised = self._normalise(stream)
-        if seen is not None:
-            find_magnitude(normalised, seen)
+        if magnitudes is not None:
+            find_magnitude(normalised, magnitudes)
         return (stream, normalised) if with_stream else normalised
 
     def scale(self) -> Float[Tensor, "hidden"]:
@@ -195,7 +195,7 @@ def _replicated(
     partial = mesh.sequence_parallel if partial is None else partial
     return sharded_parameter(
         (size,),
-        [whole_range(size, mesh.tp.rank)],
+        [full_range(size, mesh.tp.rank)],
         initializer,
         partial=partial,
     )

@@ -95,26 +95,26 @@ class _Input:
         #: Input of the layer before, which the backward pass needs next.
         self.previous = previous
         self._host, self._event = copies.leave(tensor)
-        self._here: Tensor | None = tensor
+        self._device_tensor: Tensor | None = tensor
 
     def release(self) -> None:
         """Free the memory of the device once the copy to the host is complete."""
-        if self._here is not None:
+        if self._device_tensor is not None:
             self._copies.wait(self._event)
-            self._here = None
+            self._device_tensor = None
 
     def fetch(self) -> None:
         """Start to copy the input back, unless it is on the device."""
-        if self._here is None:
-            self._here, self._event = self._copies.arrive(self._host, self._device)
+        if self._device_tensor is None:
+            self._device_tensor, self._event = self._copies.arrive(self._host, self._device)
 
     def take(self) -> Tensor:
         """Return the input, and start to fetch the input of the layer before."""
         self.fetch()
-        found = self._here
+        found = self._device_tensor
         assert found is not None, "the input has been fetched"
         self._copies.wait(self._event)
-        self._here = None
+        self._device_tensor = None
         if self.previous is not None:
             self.previous.fetch()
         return found

@@ -85,8 +85,9 @@ def split_parameter(parameter: nn.Parameter, rows: Sequence[int]) -> list[nn.Par
     spec = shard_spec_of(parameter)
     if spec.dim != 0 or sum(rows) != spec.full_shape[0] or len(parameter) != spec.local_extent:
         raise ValueError(
-            f"a parameter is split by the rows of its full tensor: {tuple(spec.full_shape)} with "
-            f"{list(rows)} rows, cut along dimension {spec.dim}. Give the rows of all parts."
+            "the rows of the parts must add up to those of the full tensor: they are "
+            f"{list(rows)}, and the full tensor has shape {tuple(spec.full_shape)} and is sharded "
+            f"along dimension {spec.dim}. Pass the rows of all parts."
         )
     found: list[nn.Parameter] = []
     first = first_local = 0

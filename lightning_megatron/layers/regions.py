@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lightning_megatron.groups.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from lightning_megatron.groups.collectives import (
-    Border,
+    BoundaryGradients,
     all_gather_sequence,
     all_reduce_,
     reduce_from_axis,
@@ -98,18 +98,22 @@ def _is_plain(weight: Tensor, bias: Tensor | None, mesh: ParallelMesh) -> bool:
     return mesh.tp.size == 1 and slot_of(weight) is None and slot_of(bias) is None
 
 
-def column_border(ctx: Any) -> Border | None:
+def column_border(ctx: Any) -> BoundaryGradients | None:
     """Return the border at which a tensor-parallel region begins: the input gradient is summed."""
     mesh = ctx.mesh
     if mesh.tp.size == 1:
         return None
-    return Border((mesh.sequence_parallel, True, True), takes_parts=True)
+    return BoundaryGradients((mesh.sequence_parallel, True, True), takes_parts=True)
 
 
-def row_border(ctx: Any) -> Border | None:
+def row_border(ctx: Any) -> BoundaryGradients | None:
     """Return the border at which the region ends: the output is summed before the bias."""
     shares = ctx.mesh.sequence_parallel
-    return None if ctx.mesh.tp.size == 1 else Border((True, True, shares), takes_parts=shares)
+    return (
+        None
+        if ctx.mesh.tp.size == 1
+        else BoundaryGradients((True, True, shares), takes_parts=shares)
+    )
 
 
 class _ColumnLinear(torch.autograd.Function):

@@ -10,7 +10,7 @@ from lightning_megatron.groups.collectives import reduce_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import ZEROS, Initializer, sharded_parameter
 from lightning_megatron.layers.loss import check_ids
-from lightning_megatron.plan.shards import whole_range
+from lightning_megatron.plan.shards import full_range
 from lightning_megatron.shapes import Float, Int
 
 
@@ -40,7 +40,7 @@ class ReplicatedLinear(nn.Module):
         initializer: Initializer | None = None,
     ) -> None:
         super().__init__()
-        whole = [whole_range(out_features, mesh.tp.rank)]
+        whole = [full_range(out_features, mesh.tp.rank)]
         drawn = initializer or Initializer.normal()
         self.weight = sharded_parameter((out_features, in_features), whole, drawn, partial=partial)
         self.bias = None
@@ -88,7 +88,7 @@ class TableEmbedding(nn.Module):
         self.untrained = untrained
         self.weight = sharded_parameter(
             (num_rows, hidden_size),
-            [whole_range(num_rows, mesh.tp.rank)],
+            [full_range(num_rows, mesh.tp.rank)],
             initializer or Initializer.normal(),
             # Under sequence parallelism each rank looks up its own positions only.
             partial=mesh.sequence_parallel,
@@ -97,10 +97,10 @@ class TableEmbedding(nn.Module):
     def forward(self, ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "seq_local batch hidden"]:
         """Return the vectors of this rank's positions."""
         check_ids(ids, self.weight.shape[0])
-        return F.embedding(own_places(ids, self.mesh), self.weight, padding_idx=self.untrained)
+        return F.embedding(local_ids(ids, self.mesh), self.weight, padding_idx=self.untrained)
 
 
-def own_places(ids: Int[Tensor, "batch seq"], mesh: ParallelMesh) -> Int[Tensor, "seq_local batch"]:
+def local_ids(ids: Int[Tensor, "batch seq"], mesh: ParallelMesh) -> Int[Tensor, "seq_local batch"]:
     """Return the ids at this rank's positions, sequence first."""
     return ids.t().chunk(mesh.tp.size)[mesh.tp.rank] if mesh.sequence_parallel else ids.t()
 

@@ -20,7 +20,7 @@ from lightning_megatron.shapes import Float, Int
 _TableKey: TypeAlias = tuple[int, torch.dtype, torch.device]
 
 #: Maximum number of cached tables.
-_MOST_KEPT = 8
+_MAX_CACHED_TABLES = 8
 
 
 def rotary_tables(
@@ -137,7 +137,7 @@ class RotaryTables:
         self.scaling = scaling
         self.context = context or MeshAxis("cp")
         #: Tables by key, the most recently used first.
-        self._kept: tuple[tuple[_TableKey, tuple[Tensor, Tensor]], ...] = ()
+        self._cache: tuple[tuple[_TableKey, tuple[Tensor, Tensor]], ...] = ()
 
     def __call__(
         self,
@@ -165,16 +165,16 @@ class RotaryTables:
                 scaling=self.scaling,
                 dtype=hidden.dtype,
             )
-            return self._own(whole, cut)
+            return self._local_tables(whole, cut)
         key = (seq_length, hidden.dtype, hidden.device)
-        if not self._kept or self._kept[0][0] != key:
-            kept = dict(self._kept)
+        if not self._cache or self._cache[0][0] != key:
+            kept = dict(self._cache)
             tables = kept.pop(key, None)
             if tables is None:
                 tables = self._new_tables(seq_length, hidden)
             # The tuple is new, because captured steps hold the old one with the tables they read.
-            self._kept = ((key, tables), *list(kept.items())[: _MOST_KEPT - 1])
-        return self._kept[0][1]
+            self._cache = ((key, tables), *list(kept.items())[: _MAX_CACHED_TABLES - 1])
+        return self._cache[0][1]
 
     def _new_tables(self, seq_length: int, hidden: Tensor) -> tuple[Tensor, Tensor]:
         # Autograd cannot use tensors that were created in inference mode. A validation loop may
@@ -188,9 +188,9 @@ class RotaryTables:
                 dtype=hidden.dtype,
                 device=hidden.device,
             )
-            return self._own(whole)
+            return self._local_tables(whole)
 
-    def _own(
+    def _local_tables(
         self, tables: tuple[Tensor, Tensor], cut: TokenOrder | None = None
     ) -> tuple[Tensor, Tensor]:
         # Scalings may depend on the largest position, so whole tables are computed and then cut.

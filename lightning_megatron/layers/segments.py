@@ -117,7 +117,7 @@ class SegmentList:
         """
         if len(values) != len(self.inputs):
             raise ValueError(
-                f"a list of segments takes one value for each of its inputs {self.inputs}: "
+                f"a list of segments must get one value for each of its inputs {self.inputs}: "
                 f"{len(values)} were given. Pass None for inputs that are not used."
             )
         if self._begin is not None:
@@ -209,16 +209,16 @@ class SegmentList:
             missing = [name for name in segment.reads if name not in known]
             if missing:
                 raise ValueError(
-                    f"a segment can only read values of earlier segments: {segment.name!r} reads "
-                    f"{missing}, available are {sorted(known)}. Move it after the segment that "
-                    "writes this value."
+                    "a segment must read inputs of the list or values of earlier segments: "
+                    f"{segment.name!r} reads {missing}, but available are {sorted(known)}. Move it "
+                    "after the segment that writes this value."
                 )
             known.update(segment.writes)
         missing = [name for name in self.outputs if name not in known]
         if missing:
             raise ValueError(
-                f"a segment must write each output: none writes {missing}, the segments write "
-                f"{sorted(known)}. Use these names."
+                f"each output must be written by a segment: no segment writes {missing}, they "
+                f"write {sorted(known)}. Use these names."
             )
 
     def _last_reads(self) -> Iterator[tuple[str, ...]]:
@@ -286,8 +286,8 @@ def split(
     unknown = sorted(set(cuts) - {segment.name for segment in opened})
     if unknown:
         raise UnsupportedError(
-            f"a cut must name a segment of the opened list: {unknown} are not among "
-            f"{[segment.name for segment in opened]}. Cuts follow segments by name."
+            f"a cut must name a segment of the list: {unknown} are not among "
+            f"{[segment.name for segment in opened]}. A cut is the name of the segment before it."
         )
     marked = [
         replace(one, is_static=one.is_static and wanted.issuperset(one.scopes)) for one in opened

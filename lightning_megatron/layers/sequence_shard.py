@@ -33,7 +33,9 @@ _IN_PLACE = frozenset(
     {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"},
 )
 #: Functions whose result is the same for a shard and for the full tensor.
-_COMMON = frozenset({"__get__", "__set__", "dim", "is_floating_point", "is_complex", "get_device"})
+_SHARD_INVARIANT = frozenset(
+    {"__get__", "__set__", "dim", "is_floating_point", "is_complex", "get_device"}
+)
 
 
 class SequenceShard(Tensor):
@@ -61,11 +63,11 @@ class SequenceShard(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
-    def whole(self) -> Shaped[Tensor, "... seq hidden"]:
+    def gather_full(self) -> Shaped[Tensor, "... seq hidden"]:
         """Gather the full activation; all ranks must use the result in the same way."""
         return gather_from_axis(self.part, self.axis, dim=CUT)
 
-    def whole_shape(self) -> torch.Size:
+    def full_shape(self) -> torch.Size:
         """Return the shape of the full activation."""
         shape = list(self.part.shape)
         shape[CUT] *= self.axis.size
@@ -73,7 +75,7 @@ class SequenceShard(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return the shape only: showing values would need a collective call of all ranks."""
-        return f"SequenceShard({tuple(self.whole_shape())})"
+        return f"SequenceShard({tuple(self.full_shape())})"
 
     @classmethod
     def __torch_function__(
@@ -87,26 +89,27 @@ class SequenceShard(Tensor):
         kwargs = dict(kwargs or {})
         name = func.__name__
         if func == Tensor.shape.__get__:  # type: ignore[attr-defined]
-            return args[0].whole_shape()
+            return args[0].full_shape()
         if name == "size":
-            shape = args[0].whole_shape()
+            shape = args[0].full_shape()
             if len(args) > 1:
                 return shape[args[1]]
             return shape[kwargs["dim"]] if kwargs else shape
-        if name in _COMMON:
+        if name in _SHARD_INVARIANT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         # In-place functions end in one underscore, special methods in two.
         if "out" in kwargs or name in _IN_PLACE or name.endswith("_") != name.endswith("__"):
             raise UnsupportedError(
-                f"{name} writes into an activation that is cut along the sequence, but this rank "
-                "has only a part of it. Compute a new tensor, or leave 'sequence' out of the plan."
+                "an activation that is sharded along the sequence must not be written in place, "
+                f"because this rank has only a part of it: {name} writes into it. Compute a new "
+                "tensor, or leave 'sequence' out of the plan."
             )
         leaves = pytree.tree_leaves((args, kwargs))
         axis = next(leaf.axis for leaf in leaves if isinstance(leaf, cls))
         parts = _parts((*args, *kwargs.values()), axis) if name in _BY_POSITION else None
         if parts is None:
-            args, kwargs = pytree.tree_map(whole_of, (args, kwargs))
+            args, kwargs = pytree.tree_map(gathered, (args, kwargs))
             return func(*args, **kwargs)
         return cls.of(
             func(*parts[: len(args)], **dict(zip(kwargs, parts[len(args) :], strict=True))),
@@ -114,9 +117,9 @@ class SequenceShard(Tensor):
         )
 
 
-def whole_of(value: Any) -> Any:
+def gathered(value: Any) -> Any:
     """Return the full tensor of a sequence shard, and other values unchanged."""
-    return value.whole() if isinstance(value, SequenceShard) else value
+    return value.gather_full() if isinstance(value, SequenceShard) else value
 
 
 def _parts(values: Sequence[Any], axis: MeshAxis) -> list[Any] | None:
@@ -124,7 +127,7 @@ def _parts(values: Sequence[Any], axis: MeshAxis) -> list[Any] | None:
 
     None means that the operands cannot be sharded in the same way.
     """
-    lengths = {value.whole_shape()[CUT] for value in values if isinstance(value, SequenceShard)}
+    lengths = {value.full_shape()[CUT] for value in values if isinstance(value, SequenceShard)}
     parts = []
     for value in values:
         if isinstance(value, SequenceShard):

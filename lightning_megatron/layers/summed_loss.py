@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lightning_megatron.groups.collectives import Border, all_gather_sequence
+from lightning_megatron.groups.collectives import BoundaryGradients, all_gather_sequence
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.choose_kernels import fused_kernels
-from lightning_megatron.layers.chunked_head import ChunkedHead, LogitForm, own_slot, rows_of
+from lightning_megatron.layers.chunked_head import ChunkedHead, LogitForm, new_slot, rows_of
 from lightning_megatron.layers.chunked_loss import chunked_cross_entropy
 from lightning_megatron.layers.gradient_product import ScaledGradient
 from lightning_megatron.layers.gradient_slot import slot_of
@@ -84,12 +84,12 @@ def _dtype_of_products(hidden: Tensor) -> torch.dtype:
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def border(ctx: Any) -> Border | None:
+    def border(ctx: Any) -> BoundaryGradients | None:
         """Return the border of the tensor-parallel region: the gradient of the input is summed."""
         mesh = ctx.mesh
         if mesh.tp.size == 1:
             return None
-        return Border((mesh.sequence_parallel, True, True), takes_parts=False)
+        return BoundaryGradients((mesh.sequence_parallel, True, True), takes_parts=False)
 
     @staticmethod
     def forward(
@@ -104,7 +104,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         wants = [wants_gradients and needed for needed in ctx.needs_input_grad[:2]]
         full = all_gather_sequence(hidden, mesh.tp) if mesh.sequence_parallel else hidden
         grad_hidden = _empty_gradient(full) if wants[0] else None
-        slot = own_slot(weight) if wants[1] else None
+        slot = new_slot(weight) if wants[1] else None
         index, ignored = head.terms.index_of(labels.flatten(), len(weight))
         rows = rows_of(full).split(head.chunk)
         results = None if grad_hidden is None else rows_of(grad_hidden).split(head.chunk)

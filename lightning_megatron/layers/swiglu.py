@@ -12,7 +12,7 @@ from lightning_megatron.shapes import Float, Int
 
 def apply_swiglu(
     gate_up: Float[Tensor, "*tokens gate_up"],
-    seen: Int[Tensor, "parts"] | None = None,
+    magnitudes: Int[Tensor, "parts"] | None = None,
     of_gradient: GradientMagnitude | None = None,
 ) -> Float[Tensor, "*tokens gate_up//2"]:
     """Multiply the SiLU of the first half of the features by the second half.
@@ -21,8 +21,8 @@ def apply_swiglu(
 
     Args:
         gate_up: The features.
-        seen: Bit patterns of magnitudes, whose maximum is raised to the largest magnitude of the
-            output; None computes no magnitude.
+        magnitudes: Bit patterns of magnitudes, whose maximum is raised to the largest magnitude of
+            the output; None computes no magnitude.
         of_gradient: Object in which the backward pass stores the largest magnitude of the gradient
             of ``gate_up``; None computes no magnitude.
 
@@ -31,11 +31,11 @@ def apply_swiglu(
     kernels = fused_kernels(gate_up)
     if kernels is not None:
         take = None if of_gradient is None else of_gradient.put
-        return kernels.apply_swiglu(gate_up, seen, take)
+        return kernels.apply_swiglu(gate_up, magnitudes, take)
     if of_gradient is not None and gate_up.requires_grad:
         gate_up.register_hook(of_gradient.find)
     gate, up = gate_up.chunk(2, dim=-1)
     output = F.silu(gate) * up
-    if seen is not None:
-        find_magnitude(output, seen)
+    if magnitudes is not None:
+        find_magnitude(output, magnitudes)
     return output

@@ -11,7 +11,7 @@ from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.shapes import Float, Int
 
 
-def why_no_token_attention(kind: AttentionSpan) -> str | None:
+def reason_against_token_attention(kind: AttentionSpan) -> str | None:
     """Return why a kind of attention does not support places on the device; None if it does.
 
     Args:

@@ -97,8 +97,8 @@ def _blocks(
     device: torch.device,
     key_rows: KeyRows | None = None,
 ) -> BlockMask:
-    queries, keys = _both_sides(span, num_sequences, seq_length, device, key_rows)
-    seen, whole = _seen_and_whole(span, queries, keys)
+    queries, keys = _queries_and_keys(span, num_sequences, seq_length, device, key_rows)
+    seen, whole = _visible_and_full(span, queries, keys)
     partly_numbers, partly = _ordered(seen & ~whole)
     whole_numbers, wholly = _ordered(whole)
     return BlockMask.from_kv_blocks(
@@ -112,7 +112,7 @@ def _blocks(
     )
 
 
-def _both_sides(
+def _queries_and_keys(
     span: AttentionSpan,
     num_sequences: int,
     seq_length: int,
@@ -145,7 +145,7 @@ def _ordered(blocks: Bool[Tensor, "#batch 1 _ _"]) -> tuple[Tensor, Tensor]:
     return numbers, order.to(torch.int32)
 
 
-def _seen_and_whole(
+def _visible_and_full(
     span: AttentionSpan, queries: _Tokens, keys: _Tokens
 ) -> tuple[Bool[Tensor, "#batch 1 _ _"], Bool[Tensor, "#batch 1 _ _"]]:
     """Return which blocks may have visible pairs, and which have only visible pairs."""

@@ -55,10 +55,10 @@ class WeightGradientQueue:
         """
         if self._open is not None or key in self._left:
             raise ValueError(
-                "an input half must have a weight half of its own, and end before the next one "
-                f"starts: open() got {key!r}, while the queue is "
-                f"{'open' if self.is_open else 'closed'} and has {list(self._left)}. The gradients "
-                "of two passes would mix. Call run() with this name first."
+                "each input half must have its own weight half, and must end before the next input "
+                f"half starts: open() got {key!r}, while the queue is "
+                f"{'open' if self.is_open else 'closed'} and has {list(self._left)}. Otherwise the "
+                "gradients of two backward passes would mix. Call run() with this name first."
             )
         collected: Products = deque()
         self._open = collected

@@ -13,14 +13,14 @@ from lightning_megatron.plan.rotary_scaling import RotaryScaling
 from lightning_megatron.plan.shards import attention_ranges, even_range
 
 #: Fields that belong to a kind of position encoding, with their defaults.
-_OF_ROTARY: Mapping[str, object] = {
+_ROTARY_FIELDS: Mapping[str, object] = {
     "rotary_dim": None,
     "rotary_scaling": None,
     "rotary_layers": None,
     "window_rotary_base": None,
     "rotary_interleaved": False,
 }
-_OF_ALIBI: Mapping[str, object] = {"alibi_bias_max": 8.0, "alibi_skips_padding": False}
+_ALIBI_FIELDS: Mapping[str, object] = {"alibi_bias_max": 8.0, "alibi_skips_padding": False}
 
 
 def check_expert_axes(layout: ParallelLayout, experts: ExpertsConfig | None) -> None:
@@ -159,8 +159,8 @@ def check_positions(position: str, fields: Mapping[str, object]) -> None:
         ParallelPlanError: If such a field is set; the message names the field.
     """
     kinds: dict[str, tuple[str, Mapping[str, object]]] = {
-        "rotary": ("rotary angles", _OF_ROTARY),
-        "alibi": ("slopes", _OF_ALIBI),
+        "rotary": ("rotary angles", _ROTARY_FIELDS),
+        "alibi": ("slopes", _ALIBI_FIELDS),
     }
     for kind, (what, defaults) in kinds.items():
         for name, default in defaults.items() if kind != position else ():

@@ -87,17 +87,17 @@ class CutBlocks(PipelinedModule):
 
     def current(self) -> StageCursor:
         """Return the cursor of the running step, or raise if no step runs."""
-        self.check_callable_whole()
+        self.check_has_all_stages()
         assert self.cursor is not None, "lists are cut only if there are several stages"
         self.boundaries.receive_extras(self.cursor, self.virtual_stage)
         return self.cursor
 
-    def parameter_of(self, index: int, path: str, found: nn.Parameter) -> Tensor:
+    def parameter_of(self, index: int, path: str, parameter: nn.Parameter) -> Tensor:
         """Return a parameter of a block, or a placeholder if another stage has the block."""
         if self.cursor is None or (not self.cursor.probe and str(index) in self._modules):
-            return found
+            return parameter
         name = f"the parameter '{self.name}.{index}.{path}', which is read at {line_of_user()},"
-        return RemoteTensor.of(found.detach(), self, name)
+        return RemoteTensor.of(parameter.detach(), self, name)
 
     def infer_outputs(
         self, name: str, twin: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -78,7 +78,7 @@ class EncoderInput:
     token_types: Int[Tensor, "batch seq"] | None = None
 
     @property
-    def given(self) -> Int[Tensor, "batch seq"] | Float[Tensor, "batch seq hidden"]:
+    def tokens_or_vectors(self) -> Int[Tensor, "batch seq"] | Float[Tensor, "batch seq hidden"]:
         """Return the tokens or the vectors.
 
         Raises:
@@ -160,9 +160,9 @@ class Encoder(LayeredModule):
         Communication: that of the layers; over cp gathers of the losses and of the outputs that the
             head computes from the first token.
         """
-        given = rows.given
+        given = rows.tokens_or_vectors
         check_present(rows.tokens, rows.vectors, rows.valid, rows.positions, rows.token_types)
-        self.check_callable_whole()
+        self.check_has_all_stages()
         # A row may be longer than the position table if its positions are given or skip padding.
         has_row_positions = rows.positions is None and (
             self.config.positions == "row" or rows.tokens is None
@@ -219,7 +219,7 @@ class Encoder(LayeredModule):
             order = self.absent((num_sequences, 2), self.dtype, "the logits of the order")
         return EncoderResult(logits=logits, losses=losses, order_logits=order)
 
-    def whole(
+    def gather_hidden(
         self, hidden: Float[Tensor, "seq_local batch hidden"]
     ) -> Float[Tensor, "batch seq hidden"]:
         """Return the output of the last layer for all tokens, on every rank of tp and cp.
@@ -241,7 +241,7 @@ class Encoder(LayeredModule):
         part = gather_from_axis(hidden, mesh.tp, dim=0) if mesh.sequence_parallel else hidden
         return joined_parts(part, mesh.cp).transpose(0, 1)
 
-    def whole_logits(
+    def gather_logits(
         self, logits: Float[Tensor, "seq_part batch vocab_local"]
     ) -> Float[Tensor, "batch seq vocab"]:
         """Return the logits of a masked language model for all tokens, on every rank of tp and cp.
@@ -265,7 +265,7 @@ class Encoder(LayeredModule):
 
     def _embed(self, rows: EncoderInput) -> Tensor:
         assert self.embedding is not None, "the first virtual stage holds the embedding"
-        given = rows.given
+        given = rows.tokens_or_vectors
         positions = self._positions(rows, given) if rows.positions is None else rows.positions
         types = torch.zeros_like(positions) if rows.token_types is None else rows.token_types
         parts = (
@@ -275,15 +275,15 @@ class Encoder(LayeredModule):
         hidden: Tensor = self.embedding(*parts)
         return hidden
 
-    def _positions(self, rows: EncoderInput, given: Tensor) -> Tensor:
+    def _positions(self, rows: EncoderInput, inputs: Tensor) -> Tensor:
         if self.config.positions == "tokens" and rows.tokens is not None:
             padding = self.config.padding_id
             assert padding is not None, "a configuration with token positions has a padding token"
             counted = (rows.tokens != padding).long()
             return counted.cumsum(1) * counted + padding
         first = self.config.first_position
-        num_sequences, length = given.shape[:2]
-        return torch.arange(first, first + length, device=given.device).expand(
+        num_sequences, length = inputs.shape[:2]
+        return torch.arange(first, first + length, device=inputs.device).expand(
             num_sequences, length
         )
 
@@ -293,7 +293,7 @@ class Encoder(LayeredModule):
         dtype = self.embedding.word.weight.dtype
         if rows.vectors is not None:
             dtype = torch.promote_types(dtype, rows.vectors.dtype)
-        return rows.given.new_empty(0, dtype=dtype)
+        return rows.tokens_or_vectors.new_empty(0, dtype=dtype)
 
     def _span(self, rows: EncoderInput, like: Tensor) -> AttentionSpan | None:
         """Return the attention span of the layers; None without padding."""

@@ -35,7 +35,7 @@ def set_fp8(
     settings: FP8,
     emulate: bool,
     device: torch.device,
-    backend: Backend = "own",
+    backend: Backend = "native",
 ) -> list[str]:
     """Make linear layers of a model compute in 8 bits; return the names of those on this rank.
 
@@ -75,7 +75,7 @@ def set_fp8(
 
 
 def unset_fp8(
-    model: LayeredModule, device: torch.device | None = None, backend: Backend = "own"
+    model: LayeredModule, device: torch.device | None = None, backend: Backend = "native"
 ) -> None:
     """Make all layers of a model compute in the precision of the run, after a run in 8 bits.
 
@@ -85,7 +85,9 @@ def unset_fp8(
         backend: Library of the matrix products.
     """
     for _, _, part in _linears(model):
-        part.scaling = None if device is None or backend == "own" else EngineScaling(None, device)
+        part.scaling = (
+            None if device is None or backend == "native" else EngineScaling(None, device)
+        )
     model.delayed_scales = None
     model.weight_casts = None
 
@@ -153,7 +155,7 @@ def _delayed_scales(
 
 
 def check_fp8_config(
-    config: LayeredConfig, settings: FP8, tp: int, backend: Backend = "own"
+    config: LayeredConfig, settings: FP8, tp: int, backend: Backend = "native"
 ) -> None:
     """Check the sizes and name patterns of 8-bit layers before the model is built.
 

@@ -196,7 +196,7 @@ class GPT(LayeredModule):
         """Run the model and return the result of :meth:`_run_head`; see :meth:`forward`."""
         given = tokens_or_embeddings(tokens, embeddings)
         check_present(tokens, embeddings)
-        self.check_callable_whole()
+        self.check_has_all_stages()
         parts = 1 if continues_cache(span) else self.mesh.cp.size
         shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
         self.config.check_seq_length(given.shape[1], shards, parts)
@@ -241,13 +241,13 @@ class GPT(LayeredModule):
             return self.absent(() if sums else shape, wide, "the losses")
         return self.absent((*shape, self.config.vocab_size), self.dtype, "the logits")
 
-    def _stream_like(self, given: Tensor, embeddings: Tensor | None) -> Tensor:
+    def _stream_like(self, inputs: Tensor, embeddings: Tensor | None) -> Tensor:
         """Return an empty tensor with the dtype and on the device of the embedding's output."""
         assert self.embedding is not None, "the first virtual stage holds the embedding"
         dtype = self.embedding.word.weight.dtype if embeddings is None else embeddings.dtype
         if self.embedding.position is not None:
             dtype = torch.promote_types(dtype, self.embedding.position.weight.dtype)
-        return given.new_empty(0, dtype=dtype)
+        return inputs.new_empty(0, dtype=dtype)
 
     @property
     @override

@@ -48,7 +48,7 @@ def continues_cache(span: AttentionSpan | None) -> bool:
 
 def laid_out(
     span: AttentionSpan | None,
-    given: Shaped[Tensor, "batch seq ..."],
+    inputs: Shaped[Tensor, "batch seq ..."],
     mesh: ParallelMesh,
     choice: ContextChoice,
 ) -> AttentionSpan | None:
@@ -56,7 +56,7 @@ def laid_out(
 
     Args:
         span: Documents, padding and positions of the rows; None means rows without these.
-        given: Tokens or embeddings.
+        inputs: Tokens or embeddings.
         mesh: Process groups of this rank.
         choice: Transport of attention over cp.
 
@@ -65,17 +65,17 @@ def laid_out(
     """
     if span is None:
         return None
-    num_sequences, length = given.shape[:2]
+    num_sequences, length = inputs.shape[:2]
     span.check_shape(num_sequences, length)
     cp = mesh.cp.size
     if cp == 1:
-        return span.laid_out(num_sequences, length, given.device)
+        return span.laid_out(num_sequences, length, inputs.device)
     if continues_cache(span):
         # All ranks compute each new token, and one of them stores its keys and values.
-        order = TokenOrder.uncut(num_sequences, length, given.device)
+        order = TokenOrder.uncut(num_sequences, length, inputs.device)
         return replace(span, order=order)
     group = cp
     if mesh.context.groups == "documents" and span.lengths is not None:
         group = group_size(span.lengths, length, cp, mesh.host_values)
-    span = span.laid_out(num_sequences, length, given.device)
+    span = span.laid_out(num_sequences, length, inputs.device)
     return cut_documents(span, num_sequences, length, mesh, choice, group)

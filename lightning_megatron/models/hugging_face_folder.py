@@ -24,9 +24,9 @@ from lightning_megatron.strict_json import read_json
 _CONFIG = "config.json"
 _REMEDY = "Copy the folder again."
 #: Size limit of a configuration, enough for the names of a hundred thousand classes (bytes).
-_LARGEST_CONFIG = 1 << 23
+_MAX_CONFIG_BYTES = 1 << 23
 #: Errors that pass unchanged, because they state a reason, or the folder is not their cause.
-_OTHERS = (
+_UNCHANGED_ERRORS = (
     CheckpointMismatchError,
     CorruptDataError,
     ParallelPlanError,
@@ -123,10 +123,10 @@ def naming_folder(path: str, rule: str) -> Iterator[None]:
     """
     try:
         yield
-    except (*_OTHERS, torch.OutOfMemoryError):
+    except (*_UNCHANGED_ERRORS, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        read_json(Path(path, _CONFIG), _REMEDY, _LARGEST_CONFIG)
+        read_json(Path(path, _CONFIG), _REMEDY, _MAX_CONFIG_BYTES)
         text = " ".join(str(error).split())
         raise CheckpointMismatchError(
             f"{rule}: {path} is rejected by transformers {_library().__version__} "

@@ -27,7 +27,7 @@ Ratio = Annotated[float, Range(least=0, most=1)]
 
 # Attributes that a scheduler saves. They do not include settings: a resumed training uses the
 # current ones.
-_STATE = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
+_STATE_NAMES = ("last_epoch", "_step_count", "base_lrs", "_last_lr")
 
 
 class StepScheduler(LRScheduler):
@@ -39,11 +39,11 @@ class StepScheduler(LRScheduler):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {key: self.__dict__[key] for key in _STATE}
+        return {key: self.__dict__[key] for key in _STATE_NAMES}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.__dict__.update({key: state_dict[key] for key in _STATE})
+        self.__dict__.update({key: state_dict[key] for key in _STATE_NAMES})
 
 
 class WarmedUpScheduler(StepScheduler):
@@ -320,13 +320,13 @@ class InverseSqrtSchedule(WarmedUpScheduler):
         return max(floor, peak * math.sqrt(self.timescale / past))
 
 
-def _decay_of(given: dict[str, Any]) -> int:
+def _decay_of(arguments: dict[str, Any]) -> int:
     """Return the length of a decay that begins at the end of the warm-up."""
-    steps = int(given["num_steps"] - given["warmup_steps"])
+    steps = int(arguments["num_steps"] - arguments["warmup_steps"])
     if steps < 1:
         raise ParallelPlanError(
-            f"warmup_steps ({given['warmup_steps']}) must be below num_steps "
-            f"({given['num_steps']}), because the decay follows the warm-up. Use warmup_steps from "
-            f"0 to {given['num_steps'] - 1}, or a larger num_steps."
+            f"warmup_steps ({arguments['warmup_steps']}) must be below num_steps "
+            f"({arguments['num_steps']}), because the decay follows the warm-up. Use warmup_steps "
+            f"from 0 to {arguments['num_steps'] - 1}, or a larger num_steps."
         )
     return steps

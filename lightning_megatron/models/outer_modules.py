@@ -121,7 +121,7 @@ class RemoteModule(nn.Module):
                     blocks.boundaries.record_use(cursor, leaf, stage)
             except UnsupportedError as error:
                 if cursor.next_block and self.is_before:
-                    raise self._wrong_side(blocks, "after") from None
+                    raise self._wrong_side_error(blocks, "after") from None
                 raise error from None
         spec = blocks.infer_outputs(self.name, source, args, kwargs)
         return blocks.placeholders(
@@ -139,11 +139,11 @@ class RemoteModule(nn.Module):
             )
         if self.is_before:
             if cursor.next_block == len(blocks) and cursor.is_last_call and not cursor.probe:
-                raise self._wrong_side(blocks, "after")
+                raise self._wrong_side_error(blocks, "after")
         elif cursor.next_block == 0:
-            raise self._wrong_side(blocks, "before")
+            raise self._wrong_side_error(blocks, "before")
 
-    def _wrong_side(self, blocks: CutBlocks, side: str) -> UnsupportedError:
+    def _wrong_side_error(self, blocks: CutBlocks, side: str) -> UnsupportedError:
         stage = "last" if side == "after" else "first"
         if blocks.cursor is not None and blocks.cursor.uses[self.name]:
             return called_twice(self.name, blocks.name)

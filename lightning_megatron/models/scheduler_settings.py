@@ -32,35 +32,35 @@ class SchedulerSettings:
     arguments: dict[str, Any]
 
     @classmethod
-    def of(cls, name: str, given: SchedulerGiven) -> SchedulerSettings | None:
+    def of(cls, name: str, scheduler: SchedulerGiven) -> SchedulerSettings | None:
         """Return the settings that a user gave; None for None.
 
         Args:
             name: Name of the setting in errors.
-            given: ``functools.partial`` of a scheduler's class, the class itself, or a mapping with
-                ``class_path`` and ``init_args``.
+            scheduler: ``functools.partial`` of a scheduler's class, the class itself, or a mapping
+                with ``class_path`` and ``init_args``.
 
         Raises:
             ParallelPlanError: If the value has another type, or the class needs a metric.
         """
-        if given is None:
+        if scheduler is None:
             return None
-        kind: Any = given
+        kind: Any = scheduler
         arguments: Any = {}
-        if isinstance(given, Mapping):
-            kind = _class_of(given.get("class_path"))
-            arguments = given.get("init_args", {})
-        elif isinstance(given, partial):
+        if isinstance(scheduler, Mapping):
+            kind = _class_of(scheduler.get("class_path"))
+            arguments = scheduler.get("init_args", {})
+        elif isinstance(scheduler, partial):
             # The parser of the command line wraps the class in a function.
-            classes = [one for one in (given.func, *given.args) if isinstance(one, type)]
-            kind = classes[0] if len(classes) == 1 else given
-            arguments = given.keywords
+            classes = [one for one in (scheduler.func, *scheduler.args) if isinstance(one, type)]
+            kind = classes[0] if len(classes) == 1 else scheduler
+            arguments = scheduler.keywords
         is_scheduler = isinstance(kind, type) and issubclass(kind, LRScheduler)
         if not is_scheduler or not isinstance(arguments, Mapping):
             raise ParallelPlanError(
                 f"{name} must be a functools.partial of a subclass of torch's LRScheduler, or a "
                 "mapping with its class_path and init_args, because checkpoints store plain "
-                f"values: it is {shown(given)}."
+                f"values: it is {shown(scheduler)}."
             )
         if issubclass(kind, ReduceLROnPlateau):
             raise ParallelPlanError(

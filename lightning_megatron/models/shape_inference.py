@@ -15,7 +15,17 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 #: Types whose values can be part of a cache key.
-_PLAIN = (bool, int, float, str, torch.dtype, torch.device, torch.Size, type(None), type(Ellipsis))
+_HASHABLE_TYPES = (
+    bool,
+    int,
+    float,
+    str,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    type(None),
+    type(Ellipsis),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +53,7 @@ class ShapeInference:
 
     def __init__(self) -> None:
         self._mode: FakeTensorMode | None = None
-        self._known: dict[Any, OutputSpec] = {}
+        self._cache: dict[Any, OutputSpec] = {}
         #: Indices of the argument leaves into which a block writes in place, by block index.
         self.written: dict[int, tuple[int, ...]] = {}
 
@@ -53,7 +63,7 @@ class ShapeInference:
 
     def clear(self) -> None:
         """Clear the cache, because modules have changed."""
-        self._known.clear()
+        self._cache.clear()
 
     def of_call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> OutputSpec:
         """Return the specification of the outputs of a function.
@@ -101,15 +111,15 @@ class ShapeInference:
             for value in vars(part).values()
         ):
             # The module has stored a tensor of this call, on whose shape later calls may depend.
-            self._known.clear()
+            self._cache.clear()
         return spec
 
     def _of(self, name: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> OutputSpec:
         leaves, structure = flatten((args, kwargs))
         parts = [_key_of(leaf) for leaf in leaves]
         key = None if any(part is None for part in parts) else (name, structure, tuple(parts))
-        if key is not None and key in self._known:
-            return self._known[key]
+        if key is not None and key in self._cache:
+            return self._cache[key]
         self._mode = self._mode or FakeTensorMode(allow_non_fake_inputs=True)
         draws = _Draws()
         with torch.no_grad(), self._mode, draws:
@@ -123,7 +133,7 @@ class ShapeInference:
         ]
         spec = OutputSpec(tuple(found), result, draws.found, problem, tuple(written))
         if key is not None:
-            self._known[key] = spec
+            self._cache[key] = spec
         return spec
 
 
@@ -155,8 +165,8 @@ def _with_items(kind: type, items: Iterable[Any], names: tuple[str, ...]) -> Any
     return result
 
 
-def _problem_of_change(taken: Sequence[Any], structure: pytree.TreeSpec, given: Any) -> str:
-    leaves, now = flatten(given)
+def _problem_of_change(taken: Sequence[Any], structure: pytree.TreeSpec, value: Any) -> str:
+    leaves, now = flatten(value)
     if now == structure and all(one is other for one, other in zip(leaves, taken, strict=True)):
         return ""
     return (
@@ -214,4 +224,4 @@ def _key_of(leaf: Any) -> Any:
             if all(isinstance(one, (int, type(None))) for one in bounds)
             else None
         )
-    return (type(leaf), leaf) if isinstance(leaf, _PLAIN) else None
+    return (type(leaf), leaf) if isinstance(leaf, _HASHABLE_TYPES) else None

@@ -32,7 +32,7 @@ class SideCalls:
     num_taken: int = 0
 
 
-def run_aside(model: PipelinedModule, name: str, call: Callable[[], T]) -> T:
+def run_side_call(model: PipelinedModule, name: str, call: Callable[[], T]) -> T:
     """Return the result of a computation that needs all stages, such as text generation.
 
     Equals ``call()`` on one stage. Inside a step with pipeline stages, all stages run ``call``

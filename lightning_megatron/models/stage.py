@@ -242,7 +242,7 @@ class PipelinedModule(nn.Module):
     def note_use(self, tensor: Tensor) -> None:
         """Record, in a probe, that the last stage needs the values of a tensor."""
 
-    def check_callable_whole(self) -> None:
+    def check_has_all_stages(self) -> None:
         """Raise if the whole model is called and this rank has only some of its stages.
 
         Raises:

@@ -177,13 +177,13 @@ class StageBoundaries:
         found = cursor.found
         if not isinstance(leaf, RemoteTensor) or id(leaf) in found.bound.get(stage, {}):
             return
-        if (stage, id(leaf)) in found.seen:
+        if (stage, id(leaf)) in found.recorded_uses:
             return
-        found.seen[stage, id(leaf)] = leaf
+        found.recorded_uses[stage, id(leaf)] = leaf
         if leaf.value_name in found.origins:
             origin = found.origins[leaf.value_name]
             if origin.stage > stage:
-                self._refuse_later(leaf)
+                self._refuse_later_stage(leaf)
             if origin.stage < stage:
                 found.needs.add((stage, leaf.value_name))
         elif leaf.deferred is None:
@@ -194,7 +194,7 @@ class StageBoundaries:
             for source in leaf.deferred.sources:
                 self.record_use(cursor, source, stage)
 
-    def _refuse_later(self, leaf: RemoteTensor) -> None:
+    def _refuse_later_stage(self, leaf: RemoteTensor) -> None:
         """Raise an error for a value of a later stage; for a weight, it names a working plan."""
         kind, _, name = (leaf.value_name or "").partition(":")
         if kind != "parameter":
@@ -268,17 +268,17 @@ def called_twice(name: str, blocks: str) -> UnsupportedError:
 
 
 def _sources(leaf: RemoteTensor) -> list[RemoteTensor]:
-    seen: dict[int, RemoteTensor] = {id(leaf): leaf}
+    recorded_uses: dict[int, RemoteTensor] = {id(leaf): leaf}
     waiting = [leaf]
     while waiting:
         one = waiting.pop()
         if one.deferred is None or one.value_name is not None:
             continue
         for source in one.deferred.sources:
-            if id(source) not in seen:
-                seen[id(source)] = source
+            if id(source) not in recorded_uses:
+                recorded_uses[id(source)] = source
                 waiting.append(source)
-    return list(seen.values())
+    return list(recorded_uses.values())
 
 
 def _value_names(leaf: RemoteTensor) -> set[str]:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.sequence_shard import whole_of
+from lightning_megatron.layers.sequence_shard import gathered
 from lightning_megatron.models.block_proxy import (
     BlockProxy,
     BlockProxyList,
@@ -258,7 +258,7 @@ class StagedBlocks(CutBlocks):
                     "a tensor, for which another stage waits. Pass a tensor in every step, or use "
                     "pp=1."
                 )
-            cursor.sent.append(whole_of(found))
+            cursor.sent.append(gathered(found))
         if cursor.is_last_call:
             names = plan.extras.get(stage, ())
             cursor.sent += [self._value_to_send(cursor, name) for name in names]
@@ -281,7 +281,7 @@ class StagedBlocks(CutBlocks):
                 f"{value_name!r} cannot be sent to a later stage, because it is sharded over tp or "
                 "belongs to a submodule that was called outside of its module. Use pp=1."
             )
-        return whole_of(cursor.known[value_name])
+        return gathered(cursor.known[value_name])
 
     def _run(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.training:

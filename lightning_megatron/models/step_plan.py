@@ -57,26 +57,26 @@ class ProbeFindings:
         origins: Origins of the values that can be sent between stages, by name.
         needs: Pairs of a virtual stage and the name of a value of an earlier stage that it reads.
         bound: Tensors that a virtual stage receives as inputs of its first block, by virtual stage.
-        seen: Tensors whose uses have already been recorded, by virtual stage and identity.
+        recorded_uses: Tensors whose uses have already been recorded, by virtual stage and identity.
     """
 
     inputs: dict[tuple[int, int], tuple[int, ...]] = field(default_factory=dict)
     origins: dict[str, ValueOrigin] = field(default_factory=dict)
     needs: set[tuple[int, str]] = field(default_factory=set)
     bound: dict[int, dict[int, object]] = field(default_factory=dict)
-    seen: dict[tuple[int, int], object] = field(default_factory=dict)
+    recorded_uses: dict[tuple[int, int], object] = field(default_factory=dict)
 
 
-def wrong_calls(expected: int, found: object) -> str:
+def wrong_calls(expected: int, count: object) -> str:
     """Return the message for a step with an unexpected number of model calls.
 
     Args:
         expected: Expected number of calls.
-        found: Number of calls, or words for it.
+        count: Number of calls, or words for it.
     """
     return (
         "with pp above 1 every step must call the pipelined model the same number of times, at "
-        f"least once: {found} calls were made, {expected} expected. The first step counts the "
+        f"least once: {count} calls were made, {expected} expected. The first step counts the "
         "calls before the first line that reads a value of a result, such as .item() or an if, "
         "because other stages do not have this value. Make the same calls in every step, all "
         "before such a line, or use pp=1."

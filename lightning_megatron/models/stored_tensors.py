@@ -21,13 +21,13 @@ class StoredTensors:
     def __init__(self, blocks: CutBlocks) -> None:
         self.blocks = blocks
 
-    def read(self, index: int, path: str, found: Tensor) -> Tensor:
+    def read(self, index: int, path: str, target: Tensor) -> Tensor:
         """Return a tensor that a block stores, or a placeholder if another stage has the block.
 
         Args:
             index: Index of the block.
             path: Name of the tensor in the block.
-            found: Tensor of the block, or of its copy on the meta device.
+            target: Tensor of the block, or of its copy on the meta device.
 
         Raises:
             UnsupportedError: If the block has not run in this call of the model.
@@ -36,7 +36,7 @@ class StoredTensors:
         cursor = blocks.cursor
         name = f"'{blocks.name}.{index}.{path}'"
         if cursor is None:
-            return found
+            return target
         owner, _, key = path.rpartition(".")
         is_buffer = key in blocks.meta_blocks[index].get_submodule(owner)._buffers
         if not is_buffer and index >= cursor.next_block:
@@ -48,10 +48,10 @@ class StoredTensors:
         value_name = f"{cursor.calls}:{blocks.name}.{index}.{path}"
         stage = blocks.boundaries.stage_of(index)
         if not cursor.probe and stage == blocks.virtual_stage:
-            return found
+            return target
         if value_name in cursor.known:
             return cursor.known[value_name]
-        like = torch.empty(found.shape, dtype=found.dtype, device="meta")
+        like = torch.empty(target.shape, dtype=target.dtype, device="meta")
         result = RemoteTensor.of(like, blocks, name, value_name)
         blocks.boundaries.record_origin(cursor, value_name, result, stage, at_start=True)
         return result

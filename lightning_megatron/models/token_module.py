@@ -229,14 +229,14 @@ class TokenModule(LightningModule):
             betas=(self.betas[0], self.betas[1]),
             fused=self._is_fused() or None,
         )
-        rate = self._each_step(self._lr_scheduler(optimizer))
+        rate = self._stepped_per_batch(self._lr_scheduler(optimizer))
         if self.weight_decay_schedule is None:
             return {"optimizer": optimizer, "lr_scheduler": rate}
-        both: list[Any] = [rate, self._each_step(self.weight_decay_schedule(optimizer))]
+        both: list[Any] = [rate, self._stepped_per_batch(self.weight_decay_schedule(optimizer))]
         return [optimizer], both
 
     @staticmethod
-    def _each_step(scheduler: LRScheduler) -> LRSchedulerConfigType:
+    def _stepped_per_batch(scheduler: LRScheduler) -> LRSchedulerConfigType:
         # By default, Lightning advances a scheduler after each epoch.
         return {"scheduler": scheduler, "interval": "step"}
 

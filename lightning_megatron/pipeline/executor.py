@@ -80,7 +80,7 @@ class PipelineExecutor:
         self.after_forwards: Callable[[], Callable[[], None]] | None = None
         #: Function from the number of microbatches to the context of the passes of a run with
         #: backward passes.
-        self.around_passes: Callable[[int], AbstractContextManager[None]] = _nothing_around
+        self.around_passes: Callable[[int], AbstractContextManager[None]] = _no_context
 
     def run(
         self,
@@ -157,12 +157,12 @@ class PipelineExecutor:
         if self.model is not None and self.mesh.pp.size > 1:
             self._prepare(run, self.model, trial or Trial())
         around = self.around_passes(len(microbatches)) if backward else nullcontext()
-        with around, run.whole():
+        with around, run.whole_step():
             self._run_program(run, observer)
         return run.results
 
     def _prepare(self, run: StepRun, model: PipelinedModule, trial: Trial) -> None:
-        """Find the plan of a step, and compute what it asks of all stages at once."""
+        """Find the plan of a step, and run its computations on all stages, such as generation."""
         run.seek(0)
         run.plan = self.plans.of(trial, model, run.step_fn, run.microbatches[0])
         self.plans.collect(trial, run.step_fn, run.microbatches, run.seek)
@@ -226,9 +226,9 @@ class PipelineExecutor:
         own = self.mesh.layout.placement
         if schedule.placement != own:
             raise ParallelPlanError(
-                "a schedule must place chunks as the layout does, which has placed the layers: "
-                f"schedule {schedule.name!r} has {schedule.placement}, the layout has {own}. Give "
-                "the layout the shape and sizes of the schedule."
+                "a schedule must place chunks as the layout does, because the layers are already "
+                f"placed: schedule {schedule.name!r} has {schedule.placement}, the layout has "
+                f"{own}. Give the layout the shape and sizes of the schedule."
             )
 
     @property
@@ -278,7 +278,7 @@ class PipelineExecutor:
             self.model.side_calls = None
 
 
-def _nothing_around(num_microbatches: int) -> AbstractContextManager[None]:
+def _no_context(num_microbatches: int) -> AbstractContextManager[None]:
     return nullcontext()
 
 

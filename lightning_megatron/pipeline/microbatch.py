@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.nest import leaves, rebuild
 
-_WAYS_OUT = (
+_REMEDY = (
     "Use microbatch_size='batch' to keep the batch whole, or return a list of Microbatch from the "
     "collate function."
 )
@@ -138,7 +138,7 @@ def _agreed_size(batch: Any) -> int:
         raise ParallelPlanError(
             "a batch must hold a tensor whose first dimension counts its samples: "
             f"{type(batch).__name__} has none. Microbatches are cut along this dimension. "
-            f"{_WAYS_OUT}"
+            f"{_REMEDY}"
         )
     total = next(iter(sizes.values()))
     if any(size != total for size in sizes.values()):
@@ -146,7 +146,7 @@ def _agreed_size(batch: Any) -> int:
         raise ParallelPlanError(
             f"all tensors of a batch must have the same first dimension: {listed}. Microbatches "
             "are cut along this dimension, so it must count samples, not time steps or classes. "
-            f"{_WAYS_OUT}"
+            f"{_REMEDY}"
         )
     return total
 

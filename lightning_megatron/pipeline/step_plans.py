@@ -47,7 +47,7 @@ class StepPlans:
         self, call: Callable[[StepFn, Microbatch, StageCursor | None], tuple[Any, bool]]
     ) -> None:
         self.call = call
-        self._known: dict[Hashable, StepPlan] = {}
+        self._plans: dict[Hashable, StepPlan] = {}
         #: Names of steps that ask for computations of all stages.
         self._asking: set[Hashable] = set()
         #: Results of these computations in the running step, by the identity of its microbatches.
@@ -69,11 +69,11 @@ class StepPlans:
             UnsupportedError: If the step does not call the model, or a stage reads a value that
                 cannot be sent between stages.
         """
-        if trial.name is None or trial.name not in self._known:
+        if trial.name is None or trial.name not in self._plans:
             cursor = StageCursor(chunk=0, probe=True, plan=None)
             with trial.keeps(), torch.no_grad():
                 with self._collecting([microbatch]):
-                    result = self._try_out(step_fn, microbatch, cursor)
+                    result = self._run_probe(step_fn, microbatch, cursor)
                 self._asking.discard(trial.name)
                 if self._collected[id(microbatch)]:
                     self._asking.add(trial.name)
@@ -81,10 +81,10 @@ class StepPlans:
                     raise UnsupportedError(wrong_calls(1, 0))
                 model.cursor = cursor
                 try:
-                    self._known[trial.name] = model.plan_of(cursor, result)
+                    self._plans[trial.name] = model.plan_of(cursor, result)
                 finally:
                     model.cursor = None
-        return self._known[trial.name]
+        return self._plans[trial.name]
 
     def collect(
         self,
@@ -93,7 +93,7 @@ class StepPlans:
         microbatches: Sequence[Microbatch],
         seek: Callable[[int], None],
     ) -> None:
-        """Compute what a step asks of all stages beside its calls of the model, such as generation.
+        """Run the computations on all stages that a step requests, such as generation.
 
         All stages run the step without values, and thus make these calls together.
 
@@ -111,7 +111,7 @@ class StepPlans:
         with trial.keeps(), torch.no_grad(), self._collecting(microbatches):
             for number, microbatch in enumerate(microbatches):
                 seek(number)
-                self._try_out(step_fn, microbatch, StageCursor(chunk=0, probe=True, plan=None))
+                self._run_probe(step_fn, microbatch, StageCursor(chunk=0, probe=True, plan=None))
 
     def side_calls_of(self, microbatch: Microbatch) -> SideCalls:
         """Return what the running step has asked of all stages for a microbatch.
@@ -130,7 +130,7 @@ class StepPlans:
         finally:
             self._is_collecting = False
 
-    def _try_out(self, step_fn: StepFn, microbatch: Microbatch, cursor: StageCursor) -> Any:
+    def _run_probe(self, step_fn: StepFn, microbatch: Microbatch, cursor: StageCursor) -> Any:
         try:
             return self.call(step_fn, microbatch, cursor)[0]
         except Exception as error:

@@ -91,7 +91,7 @@ class StepRun:
         self._weight_gradients = weight_gradients
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
+    def whole_step(self) -> Iterator[None]:
         """Run the instructions inside the block as a whole step, and wait for the last transfers.
 
         If an error ends the step, queued weight gradients are discarded.

@@ -2,15 +2,20 @@
 
 from lightning_megatron.plan.actions import Action, PipelineUnit
 from lightning_megatron.plan.boxes import FlatBox, flat_range_boxes
-from lightning_megatron.plan.buckets import BufferPlan, Piece, plan_by_elements, plan_by_parameters
+from lightning_megatron.plan.buckets import (
+    BufferPlan,
+    FlatParameter,
+    plan_by_elements,
+    plan_by_parameters,
+)
 from lightning_megatron.plan.budget import TrainingShape, estimate_memory
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
+from lightning_megatron.plan.custom_schedule import custom_schedule
 from lightning_megatron.plan.graph_slots import GraphSlots
 from lightning_megatron.plan.kept_activations import KeptActivations
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.live_microbatches import LiveMicrobatches, live_microbatches
 from lightning_megatron.plan.model_shape import ModelShape
-from lightning_megatron.plan.own_schedule import own_schedule
 from lightning_megatron.plan.partition import (
     LayerCosts,
     LayerPartition,
@@ -25,10 +30,10 @@ from lightning_megatron.plan.shards import (
     ShardRange,
     attention_ranges,
     even_range,
+    full_range,
     gated_ranges,
     padded_vocab_size,
     vocab_range,
-    whole_range,
 )
 from lightning_megatron.plan.simulate import Timeline, render, simulate
 from lightning_megatron.plan.stage_costs import StageCosts
@@ -58,7 +63,7 @@ __all__ = [
     "LiveMicrobatches",
     "ModelShape",
     "ParallelLayout",
-    "Piece",
+    "FlatParameter",
     "PipelineUnit",
     "Placement",
     "Program",
@@ -81,7 +86,7 @@ __all__ = [
     "lightest_partition",
     "live_microbatches",
     "one_by_one",
-    "own_schedule",
+    "custom_schedule",
     "padded_vocab_size",
     "parse_schedule",
     "partition_of",
@@ -94,5 +99,5 @@ __all__ = [
     "render",
     "simulate",
     "vocab_range",
-    "whole_range",
+    "full_range",
 ]

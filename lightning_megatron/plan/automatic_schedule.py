@@ -95,17 +95,17 @@ def search_schedule(
     count = costs.num_virtual_stages
     if count % num_stages or len(kept) != count:
         raise ParallelPlanError(
-            "costs and sizes must name every virtual stage, equally many for each stage: costs "
-            f"name {count}, kept names {len(kept)}, pp is {num_stages}. Use pp x vpp of each."
+            f"costs and sizes must have one value for each virtual stage: costs name {count}, kept "
+            f"names {len(kept)}, pp is {num_stages}. Use lists of pp x vpp values."
         )
     num_chunks = count // num_stages
 
-    def judged(schedule: Schedule, length: int) -> Candidate:
+    def evaluate(schedule: Schedule, length: int) -> Candidate:
         peak = max(stage_peaks(schedule, schedule.placement.by_stage(kept), weight_half_share))
         return Candidate(schedule, length, peak, is_within(peak, limit))
 
     named = tuple(
-        judged(schedule, simulate(schedule, costs).length)
+        evaluate(schedule, simulate(schedule, costs).length)
         for schedule in _named(num_stages, num_microbatches, num_chunks, shapes)
     )
     candidates = list(named)
@@ -117,13 +117,14 @@ def search_schedule(
         rules = _rules(placement, kept, limit, weight_half_share, num_microbatches)
         for rows, length in _constructed(placement, num_microbatches, costs, rules, longest):
             found = Schedule(AUTOMATIC, *sizes, rows, shape=shape)
-            candidates.append(judged(found, length))
+            candidates.append(evaluate(found, length))
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
         raise ParallelPlanError(
-            f"activations must fit in memory: the limit is {limit:g}, one microbatch in all chunks "
-            f"of the fullest stage keeps {_least(num_stages, num_chunks, kept, shapes):g}. Use a "
-            "limit of that or more, or smaller microbatches."
+            f"activations must fit into memory: the limit is {limit:g}, one microbatch in all "
+            "chunks of the fullest stage keeps "
+            f"{_smallest_peak(num_stages, num_chunks, kept, shapes):g}. Raise the limit to at "
+            "least that, or use smaller microbatches."
         )
     # Of equal values `min` takes the first, and named schedules come first.
     chosen = min(fitting, key=lambda candidate: (candidate.length, candidate.peak))
@@ -214,7 +215,7 @@ def _rules(
             yield GreedyRule(largest, kept, weight_half_share, alternate, deep_first, patience)
 
 
-def _least(
+def _smallest_peak(
     num_stages: int, num_chunks: int, kept: Sequence[float], shapes: Sequence[PlacementShape]
 ) -> float:
     placements = (Placement(shape, num_stages, num_chunks) for shape in shapes)

@@ -23,15 +23,15 @@ _BUCKET_MULTIPLE = 128
 
 
 @dataclass(frozen=True)
-class Piece:
+class FlatParameter:
     """Flattened parameter that is to be placed in a buffer.
 
     Args:
         name: Name of the parameter, unique in the buffer.
         size: Number of elements (elements).
         group: Group of the parameter; all pieces of a bucket have the same group.
-        alone: Whether the piece needs its own bucket. Tied weights do, because their gradients are
-            first summed over another process group.
+        own_bucket: Whether the piece needs its own bucket. Tied weights do, because their gradients
+            are first summed over another process group.
         stack: Key that pieces share if one matrix product reads them together. They stay
             neighbours, and no bucket ends between them. None for an independent piece.
     """
@@ -39,12 +39,12 @@ class Piece:
     name: str
     size: int
     group: int = 0
-    alone: bool = False
+    own_bucket: bool = False
     stack: int | None = None
 
 
 @dataclass(frozen=True)
-class Placed:
+class ParameterRange:
     """Flattened parameter at [start, stop) of the buffer (elements)."""
 
     name: str
@@ -65,7 +65,7 @@ class Bucket:
 
     start: int
     stop: int
-    placed: tuple[Placed, ...]
+    placed: tuple[ParameterRange, ...]
     group: int = 0
 
     @property
@@ -174,7 +174,7 @@ class BufferPlan:
                     )
         return tuple(found)
 
-    def place(self, name: str) -> Placed:
+    def place(self, name: str) -> ParameterRange:
         """Return the placement of a parameter.
 
         Raises:
@@ -193,7 +193,7 @@ class BufferPlan:
 
 
 def plan_by_elements(
-    pieces: Iterable[Piece],
+    pieces: Iterable[FlatParameter],
     num_parts: int,
     bucket_size: int = BUCKET_SIZE,
     alignment: int = ALIGNMENT,
@@ -221,7 +221,7 @@ def plan_by_elements(
     pieces = _checked(pieces, num_parts, bucket_size=bucket_size, alignment=alignment)
     multiple = lcm(num_parts, _BUCKET_MULTIPLE, alignment)
     buckets: list[Bucket] = []
-    pending: list[Piece] = []
+    pending: list[FlatParameter] = []
 
     def close() -> None:
         if pending:
@@ -238,9 +238,9 @@ def plan_by_elements(
         )
         is_full = filled >= bucket_size and not is_inside_stack
         is_table = piece is firsts[piece.group] and piece.size >= bucket_size
-        is_alone = piece.alone or (is_table and not is_inside_stack)
+        is_alone = piece.own_bucket or (is_table and not is_inside_stack)
         if pending and (
-            is_full or is_alone or pending[-1].alone or piece.group != pending[0].group
+            is_full or is_alone or pending[-1].own_bucket or piece.group != pending[0].group
         ):
             close()
         filled = _align(filled, alignment) + piece.size if pending else piece.size
@@ -249,7 +249,7 @@ def plan_by_elements(
     return BufferPlan(num_parts, tuple(buckets))
 
 
-def plan_by_parameters(pieces: Iterable[Piece], num_parts: int) -> BufferPlan:
+def plan_by_parameters(pieces: Iterable[FlatParameter], num_parts: int) -> BufferPlan:
     """Assign whole parameters to the parts, for optimizers that need whole parameters.
 
     There is one bucket for each group. The parameters are assigned in order of decreasing size,
@@ -270,10 +270,10 @@ def plan_by_parameters(pieces: Iterable[Piece], num_parts: int) -> BufferPlan:
     for group in groups:
         members = [piece for piece in reversed(pieces) if piece.group == group]
         start = buckets[-1].stop if buckets else 0
-        parts = [_placed(part, ALIGNMENT) for part in _deal(members, num_parts)]
+        parts = [_placed(part, ALIGNMENT) for part in _distribute(members, num_parts)]
         extent = max(_align(part[-1].stop if part else 0, _BUCKET_MULTIPLE) for part in parts)
         placed = tuple(
-            Placed(
+            ParameterRange(
                 item.name, start + index * extent + item.start, start + index * extent + item.stop
             )
             for index, part in enumerate(parts)
@@ -283,7 +283,7 @@ def plan_by_parameters(pieces: Iterable[Piece], num_parts: int) -> BufferPlan:
     return BufferPlan(num_parts, tuple(buckets))
 
 
-def _deal(pieces: Sequence[Piece], num_parts: int) -> list[list[Piece]]:
+def _distribute(pieces: Sequence[FlatParameter], num_parts: int) -> list[list[FlatParameter]]:
     # Loads count aligned sizes, because the padding between parameters takes memory, too.
     loads = [0] * num_parts
     owners: dict[str, int] = {}
@@ -294,15 +294,17 @@ def _deal(pieces: Sequence[Piece], num_parts: int) -> list[list[Piece]]:
     return [[piece for piece in pieces if owners[piece.name] == part] for part in range(num_parts)]
 
 
-def _placed(pieces: Sequence[Piece], alignment: int, start: int = 0) -> list[Placed]:
-    placed: list[Placed] = []
+def _placed(
+    pieces: Sequence[FlatParameter], alignment: int, start: int = 0
+) -> list[ParameterRange]:
+    placed: list[ParameterRange] = []
     for piece in pieces:
         first = _align(placed[-1].stop if placed else start, alignment)
-        placed.append(Placed(piece.name, first, first + piece.size))
+        placed.append(ParameterRange(piece.name, first, first + piece.size))
     return placed
 
 
-def _bucket(pieces: Sequence[Piece], start: int, alignment: int, multiple: int) -> Bucket:
+def _bucket(pieces: Sequence[FlatParameter], start: int, alignment: int, multiple: int) -> Bucket:
     placed = _placed(pieces, alignment, start)
     return Bucket(start, _align(placed[-1].stop, multiple), tuple(placed), pieces[0].group)
 
@@ -311,20 +313,20 @@ def _align(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _checked(pieces: Iterable[Piece], num_parts: int, **sizes: int) -> list[Piece]:
+def _checked(pieces: Iterable[FlatParameter], num_parts: int, **sizes: int) -> list[FlatParameter]:
     for name, size in {"num_parts": num_parts, **sizes}.items():
         require_positive(name, size)
-    checked: dict[str, Piece] = {}
+    checked: dict[str, FlatParameter] = {}
     for piece in pieces:
         if piece.name in checked:
             raise ParallelPlanError(
-                f"a buffer holds each parameter once: {piece.name!r} is listed twice. List a "
+                f"a buffer must hold each parameter once: {piece.name!r} is listed twice. List a "
                 "shared parameter once."
             )
         if piece.size < 0:
             raise ParallelPlanError(
-                f"a parameter has 0 elements or more: {piece.name!r} has {piece.size}. Use its "
-                "number of elements."
+                f"a parameter must have 0 elements or more: {piece.name!r} has {piece.size}. Use "
+                "its number of elements."
             )
         checked[piece.name] = piece
     return list(checked.values())

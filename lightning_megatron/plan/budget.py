@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.activations import ActivationCosts, activation_costs, offloaded
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
+from lightning_megatron.plan.custom_order import OrderOfPasses, build_order, shape_of_order
 from lightning_megatron.plan.eight_bits import EightBitLayers
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.fp8 import FP8
@@ -18,12 +19,11 @@ from lightning_megatron.plan.legal_values import require_positive
 from lightning_megatron.plan.loss_chunks import LossChunk
 from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.network_activations import MicrobatchShape
-from lightning_megatron.plan.own_order import OrderOfPasses, build_order, shape_of_order
 from lightning_megatron.plan.partition import partition_of
 from lightning_megatron.plan.recomputation import Parts, Recomputation, Recompute
 from lightning_megatron.plan.schedule import Schedule
 from lightning_megatron.plan.stage_memory import StageMemory
-from lightning_megatron.plan.step_moments import ChunkCosts, Moment, moments
+from lightning_megatron.plan.step_points import ChunkCosts, StepPoint, moments
 
 GIB = 2**30
 #: Size of an element of a clone's gradient (bytes).
@@ -259,11 +259,11 @@ def _stage_memory(
     ]
     found = [
         *moments(schedule.actions(stage), costs),
-        Moment("optimizer step", 0, 0, 0, training.step_bytes * owned),
+        StepPoint("optimizer step", 0, 0, 0, training.step_bytes * owned),
     ]
     weights = sum(one.weight_bytes for one in eight_bits)
 
-    def casts_at(moment: Moment) -> int:
+    def casts_at(moment: StepPoint) -> int:
         # The casts of weights are freed before the optimizer steps.
         return 0 if moment.name == "optimizer step" else weights
 
@@ -376,6 +376,6 @@ def _check(layout: ParallelLayout, training: TrainingShape) -> None:
     if training.seq_length % shards:
         raise ParallelPlanError(
             f"seq_length ({training.seq_length}) must be a multiple of {shards}, because {shards} "
-            "ranks hold equal parts of the sequence. Use a seq_length of "
+            "ranks hold equal parts of each sequence. Use a seq_length of "
             f"{-(-training.seq_length // shards) * shards}."
         )

@@ -44,8 +44,8 @@ class CloneCost:
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise ParallelPlanError(
-                    f"{name} must be a positive speed: it is {value!r}. Measure {name} in units "
-                    "per second."
+                    f"{name} must be a positive speed: it is {value!r}. Use the measured rate of "
+                    f"{name} per second."
                 )
 
     @property

@@ -51,13 +51,14 @@ class ExpertPlaces:
         if self.num_experts % self.num_ranks:
             raise ParallelPlanError(
                 f"num_experts ({self.num_experts}) must be a multiple of num_ranks "
-                f"({self.num_ranks}), because every rank has equally many. Change one of them."
+                f"({self.num_ranks}), because every rank has the same number of experts. Change "
+                "one of them."
             )
         others = self.num_experts - self.homes
         if self.places > others:
             raise ParallelPlanError(
                 f"places ({self.places}) must be at most {others}, because other ranks have only "
-                f"{others} of the {self.num_experts} experts. Change places."
+                f"{others} of the {self.num_experts} experts. Use fewer places."
             )
 
     @property
@@ -170,8 +171,8 @@ def plan_clones(
     load = [sum(own) for own in by_rank]
     mean = sum(load) // layout.num_ranks
     room = [max(0, mean - own) for own in load]
-    surplus = [over for own in by_rank for over in surplus_of_rank(own, mean)]
-    found = (assign or assign_largest_first)(surplus, room, layout)
+    excess = [over for own in by_rank for over in excess_of_rank(own, mean)]
+    found = (assign or assign_largest_first)(excess, room, layout)
     kept = [
         (owner, amount) if amount >= max(min_rows, 1) else (NO_EXPERT, 0) for owner, amount in found
     ]
@@ -186,7 +187,7 @@ def plan_clones(
     )
 
 
-def surplus_of_rank(totals: Sequence[int], mean: int) -> list[int]:
+def excess_of_rank(totals: Sequence[int], mean: int) -> list[int]:
     """Return how many selections of each of a rank's experts should leave the rank.
 
     They add up to what the rank has above the mean. Experts with few selections stay whole, so that
@@ -197,17 +198,17 @@ def surplus_of_rank(totals: Sequence[int], mean: int) -> list[int]:
         mean: Number of selections per rank, rounded down (selections).
     """
     order = sorted(range(len(totals)), key=lambda expert: totals[expert])
-    surplus = [0] * len(totals)
+    excess = [0] * len(totals)
     before = 0
     for expert, until in zip(order, accumulate(totals[expert] for expert in order), strict=True):
         over = max(0, until - mean)
-        surplus[expert] = over - before
+        excess[expert] = over - before
         before = over
-    return surplus
+    return excess
 
 
 def assign_largest_first(
-    surplus: Sequence[int], room: Sequence[int], layout: ExpertPlaces
+    excess: Sequence[int], room: Sequence[int], layout: ExpertPlaces
 ) -> list[tuple[int, int]]:
     """Return the expert and the number of selections of every place, largest first.
 
@@ -216,11 +217,11 @@ def assign_largest_first(
     number is taken.
 
     Args:
-        surplus: Number of selections of every expert that are to leave its rank (selections).
+        excess: Number of selections of every expert that are to leave its rank (selections).
         room: Number of selections that fit on every rank (selections).
         layout: The homes and places.
     """
-    left = list(surplus)
+    left = list(excess)
     space = list(room)
     taken: list[list[tuple[int, int]]] = [[] for _ in room]
     for _ in range(layout.num_places):
@@ -235,7 +236,7 @@ def assign_largest_first(
 
 
 def assign_one_shot(
-    surplus: Sequence[int], room: Sequence[int], layout: ExpertPlaces
+    excess: Sequence[int], room: Sequence[int], layout: ExpertPlaces
 ) -> list[tuple[int, int]]:
     """Return the expert and the number of selections of every place, by overlaps on one line.
 
@@ -244,13 +245,13 @@ def assign_one_shot(
     :func:`assign_largest_first`, noticeably from 8 ranks on.
 
     Args:
-        surplus: Number of selections of every expert that are to leave its rank (selections).
+        excess: Number of selections of every expert that are to leave its rank (selections).
         room: Number of selections that fit on every rank (selections).
         layout: The homes and places.
     """
-    experts = sorted(range(len(surplus)), key=lambda expert: -surplus[expert])
+    experts = sorted(range(len(excess)), key=lambda expert: -excess[expert])
     ranks = sorted(range(len(room)), key=lambda rank: -room[rank])
-    chunks = overlaps([surplus[expert] for expert in experts], [room[rank] for rank in ranks])
+    chunks = overlaps([excess[expert] for expert in experts], [room[rank] for rank in ranks])
     found = [(NO_EXPERT, 0)] * layout.num_places
     for column, rank in enumerate(ranks):
         largest = sorted(range(len(experts)), key=lambda row: -chunks[row][column])
@@ -322,9 +323,9 @@ def physical_experts(
         ways.setdefault(owner, []).extend([plan.layout.physical_place(place)] * number)
     waiting = {owner: iter(found) for owner, found in ways.items()}
 
-    def way_of(expert: int) -> int:
+    def clone_of(expert: int) -> int:
         if expert == NO_EXPERT:
             return NO_EXPERT
         return next(waiting.get(expert, iter(())), plan.layout.physical_home(expert))
 
-    return tuple(tuple(way_of(expert) for expert in token) for token in selections)
+    return tuple(tuple(clone_of(expert) for expert in token) for token in selections)

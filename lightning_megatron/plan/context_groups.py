@@ -17,7 +17,7 @@ from lightning_megatron.plan.legal_values import (
 )
 
 #: Ranks of cp that share a document: all of them, or the smallest groups that documents allow.
-ContextGroupsChoice = Literal["whole", "documents"]
+ContextGroupsChoice = Literal["all", "documents"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ContextGroups:
         if self.size not in sizes:
             raise ParallelPlanError(
                 f"size ({self.size}) of the groups must be a power of two up to cp ({self.cp}), "
-                f"because groups of equal size make up cp. Use {join_or(sizes)}."
+                f"because cp is divided into groups of equal size. Use {join_or(sizes)}."
             )
 
     @classmethod
@@ -74,9 +74,9 @@ class ContextGroups:
             if not crosses(borders, groups.window):
                 return groups
         raise ParallelPlanError(
-            f"documents must end with their rows of {seq_length} tokens, because ranks of cp share "
-            f"single rows: their cumulative lengths are {list(borders)}. Use lengths that add up "
-            "to the length of each row."
+            f"documents must end at the ends of rows of {seq_length} tokens, because the ranks of "
+            f"cp divide single rows: their cumulative lengths are {list(borders)}. Use lengths "
+            "that add up to the length of each row."
         )
 
     @property
@@ -120,7 +120,7 @@ def check_groups_option(
         ParallelPlanError: If ``cp`` is not a power of two of at least 2.
         UnsupportedError: If the transport is hierarchical, or steps are captured.
     """
-    if groups == "whole":
+    if groups == "all":
         return
     try:
         context_group_sizes(cp)
@@ -137,8 +137,8 @@ def check_groups_option(
     if has_graphs:
         raise UnsupportedError(
             f"cp_groups ({groups!r}) cannot be used with cuda_graphs, because a captured step "
-            "repeats the communication of its capture, and other documents need other groups. Use "
-            "cp_groups='whole', or leave cuda_graphs out."
+            "repeats the communication of its capture, but every batch of documents needs its own "
+            "groups. Use cp_groups='all', or leave cuda_graphs out."
         )
 
 
@@ -155,8 +155,8 @@ def context_group_sizes(cp: int) -> list[int]:
     if cp == 1 or cp & (cp - 1):
         legal = [max(2, power) for power in powers_of_two_around(cp)]
         raise ParallelPlanError(
-            f"cp ({cp}) must be a power of two of at least 2, because groups of 1, 2, 4 and more "
-            f"ranks make it up. Use {join_or(sorted(set(legal)))}."
+            f"cp ({cp}) must be a power of two of at least 2, because it is divided into groups of "
+            f"1, 2, 4 or more ranks. Use {join_or(sorted(set(legal)))}."
         )
     return [1 << power for power in range(cp.bit_length())]
 

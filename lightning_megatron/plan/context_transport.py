@@ -23,14 +23,14 @@ class ContextLinks:
         inner: Neighbouring ranks that exchange heads in a hierarchical transport; 1 if there is no
             such transport (ranks).
         is_one_host: Whether all ranks that share a sequence are on one host.
-        groups: Ranks that share a document: "whole" means all that share a sequence, "documents"
+        groups: Ranks that share a document: "all" means all that share a sequence, "documents"
             the smallest groups that the documents of a batch allow.
     """
 
     transport: ContextTransport | Literal["auto"] = "auto"
     inner: int = 1
     is_one_host: bool = True
-    groups: ContextGroupsChoice = "whole"
+    groups: ContextGroupsChoice = "all"
 
     @classmethod
     def of(
@@ -38,7 +38,7 @@ class ContextLinks:
         transport: ContextTransport | Literal["auto"],
         layout: ParallelLayout,
         ranks_per_host: int,
-        groups: ContextGroupsChoice = "whole",
+        groups: ContextGroupsChoice = "all",
     ) -> ContextLinks:
         """Find the links of a layout.
 
@@ -53,16 +53,16 @@ class ContextLinks:
         """
         cp = layout.cp
         neighbours = min(_neighbours(ranks, ranks_per_host) for ranks in layout.groups("cp"))
-        inner = neighbours if 1 < neighbours < cp and groups == "whole" else 1
+        inner = neighbours if 1 < neighbours < cp and groups == "all" else 1
         if transport == "hierarchical" and inner == 1:
             # On one host every division is possible. The largest inner group sends the least.
             inner = divisors(cp)[-2] if neighbours == cp and cp > 1 else 1
             if inner == 1:
                 raise ParallelPlanError(
-                    f"cp_transport 'hierarchical' needs a cp of two levels: cp is {cp}, and "
-                    f"{neighbours} of its ranks are neighbours on a host. The inner ranks exchange "
-                    "heads, the outer ones form a ring. Use a cp that is not prime, 'ring' or "
-                    "'all_to_all'."
+                    "cp_transport 'hierarchical' needs a cp that can be divided into two levels: "
+                    f"cp is {cp}, and {neighbours} of its ranks are neighbours on a host. Ranks of "
+                    "the inner level exchange heads, and those of the outer level form a ring. Use "
+                    "a cp that is not prime, 'ring' or 'all_to_all'."
                 )
         return cls(transport, inner, neighbours == cp, groups)
 
@@ -117,8 +117,8 @@ def choose_context_transport(
     if asked not in ("auto", "all_to_all") and dropout > 0.0:
         raise UnsupportedError(
             f"cp_transport {asked!r} cannot be used with attention dropout ({dropout}), because "
-            "its ranks add up partial results, whose weights are not known when they are dropped. "
-            "Use 'all_to_all' or 'auto', or an attention dropout of 0."
+            "its ranks add up partial results before the softmax weights, which dropout acts on, "
+            "are known. Use 'all_to_all' or 'auto', or an attention dropout of 0."
         )
     if asked != "auto":
         return ContextChoice(asked, "asked for")

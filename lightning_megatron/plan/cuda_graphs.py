@@ -26,7 +26,7 @@ GraphScope = Literal[
 ]
 """Part of a model that mode "segments" captures, as :class:`CudaGraphs` describes it."""
 
-_OWN_GRAPHS = ("reduce-overhead", "max-autotune")
+_GRAPH_COMPILE_MODES = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that capture CUDA graphs themselves."""
 
 #: Precisions whose main parameters are float32, and whose updates need no value on the host.
@@ -94,9 +94,9 @@ class CudaGraphs:
         self._check_scopes()
         if self.fixed_shapes and self.on_new_shape == "capture":
             raise ParallelPlanError(
-                "cuda_graphs.on_new_shape must not be capture with fixed_shapes: fixed_shapes "
-                "promises that no other shape comes, and ranks do not compare theirs. Use "
-                "on_new_shape of error, or leave fixed_shapes out."
+                "cuda_graphs.on_new_shape must not be capture with fixed_shapes: with fixed_shapes "
+                "no other shape may occur, and ranks do not compare their shapes. Use on_new_shape "
+                "of error, or leave fixed_shapes out."
             )
 
     @classmethod
@@ -131,7 +131,7 @@ class CudaGraphs:
         scopes = ", ".join(self.scopes)
         if not self.scopes:
             raise ParallelPlanError(
-                "cuda_graphs.scopes must name at least one part of the model: it is empty, and "
+                "cuda_graphs.scopes must name at least one part of the model: it is empty, so "
                 "nothing would be captured. Use all, or leave cuda_graphs out."
             )
         if len(set(self.scopes)) < len(self.scopes):
@@ -150,9 +150,9 @@ class CudaGraphs:
             )
         if "preprocess" in self.scopes and "router" not in self.scopes:
             raise ParallelPlanError(
-                f"cuda_graphs.scopes must have router where it has preprocess: it is {scopes}. "
-                "Tokens are sorted by the router's choices in one piece with it. Use router and "
-                "preprocess, or neither."
+                f"cuda_graphs.scopes must name router if it names preprocess: it is {scopes}. Both "
+                "are captured in one graph, because preprocess sorts tokens by the router's "
+                "choices. Use router and preprocess, or neither."
             )
 
 
@@ -252,7 +252,7 @@ def _reasons(graphs: CudaGraphs, conditions: GraphConditions) -> Iterator[str]:
             "results of the attention core are kept between the graphs of two passes over a block. "
             "Use recompute of full or selective, or leave cuda_graphs out."
         )
-    modes = [mode for mode in conditions.compile_modes if mode in _OWN_GRAPHS]
+    modes = [mode for mode in conditions.compile_modes if mode in _GRAPH_COMPILE_MODES]
     if modes:
         yield (
             f"cuda_graphs ({graphs.mode}) cannot be used with torch.compile(mode={modes[0]!r}), "

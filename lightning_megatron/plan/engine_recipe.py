@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 
-Backend = Literal["own", "te"]
+Backend = Literal["native", "te"]
 """Library whose matrix products and norms the layers of this package use."""
 
 #: Methods by which recipes name their kind, with the names of that kind in this package.
@@ -39,15 +39,15 @@ def settings_of_recipe(recipe: Any) -> dict[str, Any]:
     found = [name for name, ask in zip(_KINDS.values(), asks, strict=True) if ask and ask()]
     if not found:
         raise UnsupportedError(
-            f"fp8.te_recipe cannot be {shown}: linear layers of this package multiply in 8 bits "
-            f"with {_NAMES}. Use one of them."
+            f"fp8.te_recipe cannot be {shown}: linear layers of this package support only "
+            f"{_NAMES}. Use one of them."
         )
     settings = {"recipe": found[0], "format": _format(recipe)}
     for name in ("fp8_dpa", "fp8_mha", "backward_override"):
         if getattr(recipe, name, None):
             raise UnsupportedError(
-                f"fp8.te_recipe ({shown}) cannot have {name}={getattr(recipe, name)!r}: linear "
-                "layers alone compute in 8 bits, forward and backward. Leave it out."
+                f"fp8.te_recipe ({shown}) cannot have {name}={getattr(recipe, name)!r}: only "
+                "linear layers compute in 8 bits, and both of their passes do. Leave it out."
             )
     return settings | (_history(recipe) if found[0] == "delayed" else {})
 
@@ -57,7 +57,8 @@ def _format(recipe: Any) -> str:
     if name not in ("hybrid", "e4m3"):
         raise UnsupportedError(
             f"fp8.te_recipe ({type(recipe).__name__}) must have the format HYBRID or E4M3: it is "
-            f"{name.upper()}, whose inputs and weights would have 2 bits of fraction."
+            f"{name.upper()}, with which inputs and weights would have 2 bits of mantissa. Use one "
+            "of the two."
         )
     return name
 

@@ -10,7 +10,7 @@ from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.plan.settings import Count, Index, coerce_fields
 
 #: Grouped products in bfloat16 and puts between two GPUs, as measured on H200s.
-_ON_GPUS = CloneCost(products=650e12, bandwidth=350e9)
+_GPU_COST = CloneCost(products=650e12, bandwidth=350e9)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class ExpertClones:
         """
         if self.min_rows is not None:
             return CloneSettings(self.places, self.min_rows)
-        return CloneSettings(self.places, _ON_GPUS.min_rows if device_type == "cuda" else 0)
+        return CloneSettings(self.places, _GPU_COST.min_rows if device_type == "cuda" else 0)
 
     def reason_on(self, device_type: str) -> str:
         """Return which clones are created on a type of devices, and why, for the log.
@@ -56,7 +56,7 @@ class ExpertClones:
             return f"of at least {self.min_rows:,} rows, as asked for"
         if device_type != "cuda":
             return f"of any number of rows on {device_type}"
-        cost = _ON_GPUS
+        cost = _GPU_COST
         return (
             f"of at least {cost.min_rows:,} rows: fewer save less time at "
             f"{cost.products / 1e12:g} TFLOP/s than {cost.num_bytes} bytes a parameter take at "
@@ -77,6 +77,6 @@ class ExpertClones:
         if self.places > others:
             raise ParallelPlanError(
                 f"expert_clones ({self.places}) must be at most {others}: with ep ({ep}) the other "
-                f"ranks have {others} of the {num_experts} experts, and a place holds one of "
-                f"theirs. Use at most {others}."
+                f"ranks have {others} of the {num_experts} experts, and a place holds a clone of "
+                f"one of them. Use at most {others}."
             )

@@ -135,8 +135,9 @@ class ExpertsConfig:
         """
         if self.linear_bias:
             raise UnsupportedError(
-                "clones need experts without biases: linear_bias of experts is True. Only weight "
-                "matrices are sent to the places of clones. Leave clones out."
+                "expert_clones needs experts without biases, because only weight matrices are "
+                "copied to clones: linear_bias of experts is True. Leave expert_clones out, or use "
+                "linear_bias=False."
             )
 
     def check_num_layers(self, num_layers: int) -> None:

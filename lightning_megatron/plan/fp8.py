@@ -20,13 +20,13 @@ BLOCK = 128
 #: casts read all of them, and several, because programs with the same one wait for each other.
 MAGNITUDE_PARTS = 64
 #: Recipes with one scale for all numbers of a tensor.
-_OF_TENSORS = ("tensorwise", "delayed")
+_PER_TENSOR_RECIPES = ("tensorwise", "delayed")
 #: Neighbours that share a scale with mxfp8 (elements).
 _GROUP = 32
 _HISTORY = 1024
 _OTHER_SCALES = "Its weights have other scales by rows than by columns, which one copy cannot have."
 #: Why a recipe cannot have weights that are kept in 8 bits.
-_WHY_NOT_STORED = {
+_REASONS_AGAINST_STORAGE = {
     "rowwise": _OTHER_SCALES,
     "blockwise": "Slices of data ranks do not end where blocks of 128 x 128 end.",
     "mxfp8": _OTHER_SCALES,
@@ -104,8 +104,8 @@ class FP8:
         if self.parameters is not None and not self.has_one_scale:
             raise ParallelPlanError(
                 f"fp8.parameters ({self.parameters!r}) needs recipe='tensorwise' or 'delayed': it "
-                f"is {self.recipe!r}. {_WHY_NOT_STORED[self.recipe]} Change the recipe, or leave "
-                "fp8.parameters out."
+                f"is {self.recipe!r}. {_REASONS_AGAINST_STORAGE[self.recipe]} Change the recipe, "
+                "or leave fp8.parameters out."
             )
 
     def _follow(self, settings: dict[str, Any]) -> None:
@@ -141,14 +141,14 @@ class FP8:
     @property
     def has_one_scale(self) -> bool:
         """Return whether a tensor has one scale; its transpose then has the same numbers."""
-        return self.recipe in _OF_TENSORS
+        return self.recipe in _PER_TENSOR_RECIPES
 
     @property
     def multiple(self) -> int:
         """Return the number that tokens are padded to a multiple of (tokens)."""
         return {"blockwise": BLOCK, "mxfp8": _GROUP}.get(self.recipe, 16)
 
-    def feature_multiple(self, backend: Backend = "own") -> int:
+    def feature_multiple(self, backend: Backend = "native") -> int:
         """Return the number that features of a rank must be a multiple of (elements).
 
         Our products on GPUs read the scales of square blocks four at a time.
@@ -182,7 +182,7 @@ class FP8:
         return is_inside and not any(fnmatchcase(name, pattern) for pattern in self.keep)
 
     def check_sizes(
-        self, name: str, out_features: int, in_features: int, backend: Backend = "own"
+        self, name: str, out_features: int, in_features: int, backend: Backend = "native"
     ) -> None:
         """Refuse a linear layer whose sizes on a rank do not fit.
 
@@ -209,7 +209,7 @@ class FP8:
 def check_fp8_products(
     settings: FP8 | None,
     overlap_tensor_parallel: bool,
-    backend: Backend = "own",
+    backend: Backend = "native",
     graphs: GraphMode | None = None,
     zero: int = 1,
 ) -> None:
@@ -230,8 +230,8 @@ def check_fp8_products(
     if settings is not None and overlap_tensor_parallel and not settings.has_one_scale:
         raise ParallelPlanError(
             f"fp8 ({settings.recipe}) cannot be used with overlap_tensor_parallel: scales of rows, "
-            "columns and blocks belong to the gathered tensor, so that its pieces cannot be cast "
-            "before they are sent. Use the recipe tensorwise or delayed, or leave one of them out."
+            "columns and blocks depend on the gathered tensor, so its pieces cannot be cast before "
+            "they are sent. Use the recipe tensorwise or delayed, or leave one of them out."
         )
     if settings is not None and settings.cast_weights == "batch":
         _check_shared_casts(backend, graphs)
@@ -246,8 +246,8 @@ def check_fp8_products(
     ):
         if is_used:
             raise ParallelPlanError(
-                f"fp8 with {name} needs backend='te': Transformer Engine alone has its products. "
-                "Set backend='te', or use the recipe tensorwise, delayed, rowwise or blockwise."
+                f"fp8 with {name} needs backend='te': only Transformer Engine implements it. Set "
+                "backend='te', or use the recipe tensorwise, delayed, rowwise or blockwise."
             )
 
 
@@ -270,7 +270,7 @@ def _check_shared_casts(backend: Backend, graphs: GraphMode | None) -> None:
 def _check_stored_weights(backend: Backend, zero: int) -> None:
     reason = None
     if backend == "te":
-        reason = "backend 'te', which reads weights of 16 or 32 bits. Use backend='own'"
+        reason = "backend 'te', which reads weights of 16 or 32 bits. Use backend='native'"
     elif zero == 0:
         reason = "zero=0, which gathers no parameters: every rank has all of them. Use zero=1"
     if reason is not None:
@@ -283,13 +283,13 @@ def _check_engine(settings: FP8 | None, overlap_tensor_parallel: bool, has_graph
     if has_graphs:
         raise ParallelPlanError(
             "backend ('te') cannot be used with cuda_graphs: replays of captured steps with "
-            "Transformer Engine ended in invalid numbers or memory accesses on GPUs. Leave one of "
+            "Transformer Engine gave wrong values or invalid memory accesses on GPUs. Leave one of "
             "them out."
         )
     if overlap_tensor_parallel:
         raise ParallelPlanError(
-            "backend ('te') cannot be used with overlap_tensor_parallel, whose products of pieces "
-            "are those of this package. Leave one of them out."
+            "backend ('te') cannot be used with overlap_tensor_parallel, because the overlapped "
+            "products of pieces are those of this package. Leave one of them out."
         )
     if settings is None:
         return
@@ -297,10 +297,10 @@ def _check_engine(settings: FP8 | None, overlap_tensor_parallel: bool, has_graph
         raise ParallelPlanError(
             "fp8.recipe with backend='te' must be tensorwise, delayed, blockwise or mxfp8: it is "
             "'rowwise', which Transformer Engine does not have. Change the recipe, or use "
-            "backend='own'."
+            "backend='native'."
         )
     if settings.emulate:
         raise ParallelPlanError(
-            "fp8.emulate cannot be used with backend='te': Transformer Engine computes on GPUs "
-            "alone. Leave emulate out, or use backend='own'."
+            "fp8.emulate cannot be used with backend='te': Transformer Engine computes only on "
+            "GPUs. Leave emulate out, or use backend='native'."
         )

@@ -82,14 +82,14 @@ class GlobalBatch:
         if size is None:
             if ramp_up is not None:
                 raise ParallelPlanError(
-                    "ramp_up needs global_batch_size, to which it grows: none is given. Give one, "
-                    "or leave ramp_up out."
+                    "ramp_up needs global_batch_size, the size at which it ends: global_batch_size "
+                    "is None. Set it, or leave ramp_up out."
                 )
             return None
         if batch_size is not None:
             raise ParallelPlanError(
-                f"batch_size ({batch_size}) and global_batch_size ({size}) cannot both be given: a "
-                "rank's batch is its share of the global batch. Leave one of them out."
+                f"batch_size ({batch_size}) and global_batch_size ({size}) cannot both be given: "
+                "the batch size of a rank follows from the global batch. Leave one of them out."
             )
         return cls(size, ramp_up)
 
@@ -124,8 +124,8 @@ class GlobalBatch:
                 ways += f", or a number of data ranks of {', '.join(map(str, ranks))}"
             raise ParallelPlanError(
                 f"{what} must be a multiple of data ranks x microbatch_size: {size} is not one of "
-                f"{dp} x {microbatch_size} = {unit}, and every data rank computes equally many "
-                f"microbatches. {ways}."
+                f"{dp} x {microbatch_size} = {unit}, and every data rank computes the same number "
+                f"of microbatches. {ways}."
             )
 
     def check_accumulation(self, accumulates: bool) -> None:

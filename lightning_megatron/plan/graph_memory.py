@@ -11,7 +11,7 @@ from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.graph_slots import GraphSlots
 from lightning_megatron.plan.schedule import Schedule
 from lightning_megatron.plan.segment_scopes import SegmentScope
-from lightning_megatron.plan.step_moments import ChunkCosts, moments
+from lightning_megatron.plan.step_points import ChunkCosts, moments
 
 #: Size of a token's id or label, and of its loss (bytes).
 _ID = 8

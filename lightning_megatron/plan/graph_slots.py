@@ -67,11 +67,11 @@ class GraphSlots:
         Raises:
             ParallelPlanError: If the step has no such unit.
         """
-        found = self._booked.get(unit)
+        found = self._slot_of_unit.get(unit)
         if found is None:
             raise ParallelPlanError(
-                f"a slot belongs to a unit of the step: {unit} does not exist. Use chunks of 0 to "
-                f"{self.schedule.num_chunks - 1} and microbatches of 0 to "
+                f"a slot must belong to a unit of the step: {unit} does not exist. Use chunks of 0 "
+                f"to {self.schedule.num_chunks - 1} and microbatches of 0 to "
                 f"{self.schedule.num_microbatches - 1}."
             )
         return found
@@ -102,7 +102,7 @@ class GraphSlots:
         return tuple(first.get(chunk) for chunk in range(self.schedule.num_chunks))
 
     @cached_property
-    def _booked(self) -> dict[PipelineUnit, int]:
+    def _slot_of_unit(self) -> dict[PipelineUnit, int]:
         row = self.schedule.actions(self.rank)
         if self.schedule.forward_only:
             return {action.unit: 0 for action in row}
@@ -136,8 +136,8 @@ def check_graph_slots(schedule: Schedule) -> None:
     raise UnsupportedError(
         "CUDA graphs need a schedule whose stages keep a limited number of microbatches: schedule "
         f"{schedule.name!r} keeps all {num_microbatches} of the step at once on stage {stage}, and "
-        "each of them needs graphs and memory of its own. Use schedule '1f1b', or 'interleaved' "
-        "with groups of pp microbatches."
+        "each of them needs its own graphs and memory. Use schedule '1f1b', or 'interleaved' with "
+        "groups of pp microbatches."
     )
 
 

@@ -40,7 +40,7 @@ class GreedyRule:
 
 
 @dataclass(frozen=True)
-class _Outlet:
+class _Destination:
     """Destination of the result of an action.
 
     Args:
@@ -148,7 +148,7 @@ class GreedyConstruction:
                 starts[touched.rank] = touched.start
         if any(stage.work for stage in stages):
             return None
-        return tuple(_numbered(stage.row) for stage in stages)
+        return tuple(_with_microbatches(stage.row) for stage in stages)
 
     def _connect(self, transfer: int) -> None:
         """Prepare the ticks at which inputs and gradients arrive, and the destinations of
@@ -163,17 +163,17 @@ class GreedyConstruction:
         self._inputs = placement.by_stage(inputs)
         self._gradients = placement.by_stage(gradients)
 
-        def outlet(virtual: int, step: int, arrivals: list[list[int]]) -> _Outlet | None:
+        def destination(virtual: int, step: int, arrivals: list[list[int]]) -> _Destination | None:
             after = virtual + step
             if not 0 <= after < count:
                 return None
             peer, _ = placement.owner(after)
             delay = transfer if peer != placement.owner(virtual)[0] else 0
-            return _Outlet(peer, arrivals[after], delay)
+            return _Destination(peer, arrivals[after], delay)
 
-        self._outlets: dict[Kind, tuple[tuple[_Outlet | None, ...], ...]] = {
-            "F": placement.by_stage([outlet(one, 1, inputs) for one in range(count)]),
-            "I": placement.by_stage([outlet(one, -1, gradients) for one in range(count)]),
+        self._outlets: dict[Kind, tuple[tuple[_Destination | None, ...], ...]] = {
+            "F": placement.by_stage([destination(one, 1, inputs) for one in range(count)]),
+            "I": placement.by_stage([destination(one, -1, gradients) for one in range(count)]),
         }
 
     def _ticks_of_all(self, rank: int) -> int:
@@ -266,14 +266,14 @@ class GreedyConstruction:
             stage.size -= whole * (1 - self.rule.weight_half_share)
             stage.backwards[chunk] += 1
             stage.due.append(chunk)
-        outlet = self._outlets[kind][stage.rank][chunk]
-        if outlet is None:
+        destination = self._outlets[kind][stage.rank][chunk]
+        if destination is None:
             return stage.rank
-        outlet.arrivals.append(stage.free + outlet.delay)
-        return outlet.rank
+        destination.arrivals.append(stage.free + destination.delay)
+        return destination.rank
 
 
-def _numbered(row: Sequence[tuple[Kind, int]]) -> tuple[Action, ...]:
+def _with_microbatches(row: Sequence[tuple[Kind, int]]) -> tuple[Action, ...]:
     """Return the actions of a row in which every chunk takes its microbatches in order."""
     started: Counter[tuple[Kind, int]] = Counter()
     actions = []

@@ -44,21 +44,21 @@ class VariantChoice:
 
 
 _COOPERATIVE = "cooperative_128x256_1x1"
-_WIDE = "pingpong_128x192_1x2"
+_WIDE_PAIR_TILE = "pingpong_128x192_1x2"
 _SQUARE = "pingpong_128x128_1x2"
-_WIDE_ALONE = "pingpong_128x192_1x1"
+_WIDE_TILE = "pingpong_128x192_1x1"
 
 #: Every variant that the rule can return; the bundled library contains exactly these.
 VARIANTS: tuple[str, ...] = (
-    *(f"forward_{tile}" for tile in (_COOPERATIVE, _WIDE, _SQUARE)),
-    *(f"forward_swiglu_{tile}" for tile in (_WIDE_ALONE, _SQUARE)),
+    *(f"forward_{tile}" for tile in (_COOPERATIVE, _WIDE_PAIR_TILE, _SQUARE)),
+    *(f"forward_swiglu_{tile}" for tile in (_WIDE_TILE, _SQUARE)),
     *(
         f"{kind}_{tile}"
         for kind in ("data_grad", "weight_grad_bf16")
-        for tile in (_COOPERATIVE, _WIDE, _SQUARE)
+        for tile in (_COOPERATIVE, _WIDE_PAIR_TILE, _SQUARE)
     ),
-    *(f"weight_grad_fp32_{tile}" for tile in (_WIDE, _SQUARE)),
-    *(f"weight_grad_add_reduce_{tile}" for tile in (_WIDE, _SQUARE)),
+    *(f"weight_grad_fp32_{tile}" for tile in (_WIDE_PAIR_TILE, _SQUARE)),
+    *(f"weight_grad_add_reduce_{tile}" for tile in (_WIDE_PAIR_TILE, _SQUARE)),
     f"weight_grad_add_read_{_SQUARE}",
 )
 
@@ -88,19 +88,19 @@ _TOO_LONG_FOR_SWIGLU = 6144
 # product takes longer than the reduce-adds and hides them.
 _ROWS_FOR_REDUCE_ADD = 1024
 # A cluster has two tiles of 192 columns, or one.
-_WIDE_COLUMNS = 384
-_WIDE_ALONE_COLUMNS = 192
+_WIDE_PAIR_COLUMNS = 384
+_WIDE_TILE_COLUMNS = 192
 # Largest share of padded columns that wide tiles may waste.
-_WIDE_WASTE = 0.035
+_MAX_PADDED_SHARE = 0.035
 
 
 def choose_variant(
-    which: Pass, num_rows: int, num_groups: int, n: int, k: int, variant: str | None = None
+    product: Pass, num_rows: int, num_groups: int, n: int, k: int, variant: str | None = None
 ) -> VariantChoice:
     """Choose the kernel variant for a grouped product.
 
     Args:
-        which: Product to compute.
+        product: Product to compute.
         num_rows: Number of rows of the token buffer, over all groups.
         num_groups: Number of groups.
         n: Rows of each weight: the features of y.
@@ -113,25 +113,25 @@ def choose_variant(
             product.
     """
     _check_sizes(num_rows, num_groups, n, k)
-    if which is Pass.FORWARD_SWIGLU and n % _SWIGLU_UNIT:
+    if product is Pass.FORWARD_SWIGLU and n % _SWIGLU_UNIT:
         raise UnsupportedError(
             f"n ({n}) must be a multiple of {_SWIGLU_UNIT}, because gate and up have n / 2 "
             "features each, and TMA stores multiples of 16 bytes. Use such sizes, or the product "
             "and the activation one after the other."
         )
     rows = num_rows // num_groups
-    if which is Pass.FORWARD_SWIGLU:
+    if product is Pass.FORWARD_SWIGLU:
         choice = _choose_swiglu(rows, n, k)
-    elif which is Pass.FORWARD or which is Pass.DATA_GRAD:
-        choice = _choose_activation(which, rows, n, k)
+    elif product is Pass.FORWARD or product is Pass.DATA_GRAD:
+        choice = _choose_activation(product, rows, n, k)
     else:
-        choice = _choose_weight_grad(which, rows, n, k)
+        choice = _choose_weight_grad(product, rows, n, k)
     if variant is None:
         return choice
-    own = [name for name in VARIANTS if pass_of(name) is which]
+    own = [name for name in VARIANTS if pass_of(name) is product]
     if variant not in own:
         raise UnsupportedError(
-            f"the variant must compute the product {which}: {variant!r} does not. Use "
+            f"the variant must compute the product {product}: {variant!r} does not. Use "
             f"{join_or(own)}, or None for the rule's choice."
         )
     return replace(choice, variant=variant, reason="it was asked for")
@@ -143,7 +143,7 @@ def pass_of(variant: str) -> Pass:
     Args:
         variant: One of VARIANTS.
     """
-    return max((which for which in Pass if variant.startswith(f"{which}_")), key=len)
+    return max((product for product in Pass if variant.startswith(f"{product}_")), key=len)
 
 
 def reason_against_fusion(n: int, k: int) -> str | None:
@@ -164,7 +164,7 @@ def reason_against_fusion(n: int, k: int) -> str | None:
         )
     if k >= _TOO_LONG_FOR_SWIGLU:
         return f"the reduction over {k} is at least {_TOO_LONG_FOR_SWIGLU}"
-    fits, reason = _fills(n, _WIDE_ALONE_COLUMNS)
+    fits, reason = _fills(n, _WIDE_TILE_COLUMNS)
     if k >= _LONG_REDUCTION and not fits:
         return f"the reduction over {k} is at least {_LONG_REDUCTION}, and {reason}"
     return None
@@ -182,17 +182,17 @@ def workspace_bytes(num_groups: int, num_sms: int) -> int:
     )
 
 
-def _choose_activation(which: Pass, rows: int, n: int, k: int) -> VariantChoice:
-    reduction, columns = (k, n) if which is Pass.FORWARD else (n, k)
+def _choose_activation(product: Pass, rows: int, n: int, k: int) -> VariantChoice:
+    reduction, columns = (k, n) if product is Pass.FORWARD else (n, k)
     if rows < _FEW_ROWS:
         return VariantChoice(
-            f"{which}_{_SQUARE}", False, 0, f"{rows} rows a group are fewer than {_FEW_ROWS}"
+            f"{product}_{_SQUARE}", False, 0, f"{rows} rows a group are fewer than {_FEW_ROWS}"
         )
     if reduction >= _LONG_REDUCTION:
         reason = f"the reduction over {reduction} is at least {_LONG_REDUCTION}"
-        return VariantChoice(f"{which}_{_COOPERATIVE}", False, _LONG_REDUCTION_BAND, reason)
+        return VariantChoice(f"{product}_{_COOPERATIVE}", False, _LONG_REDUCTION_BAND, reason)
     tile, reason = _tile_of_columns(columns)
-    return VariantChoice(f"{which}_{tile}", False, 0, reason)
+    return VariantChoice(f"{product}_{tile}", False, 0, reason)
 
 
 def _choose_swiglu(rows: int, n: int, k: int) -> VariantChoice:
@@ -200,51 +200,51 @@ def _choose_swiglu(rows: int, n: int, k: int) -> VariantChoice:
     if rows < _FEW_ROWS:
         reason = f"{rows} rows a group are fewer than {_FEW_ROWS}"
         return VariantChoice(f"{Pass.FORWARD_SWIGLU}_{_SQUARE}", False, band, reason)
-    fits, reason = _fills(n, _WIDE_ALONE_COLUMNS)
+    fits, reason = _fills(n, _WIDE_TILE_COLUMNS)
     return VariantChoice(
-        f"{Pass.FORWARD_SWIGLU}_{_WIDE_ALONE if fits else _SQUARE}", False, band, reason
+        f"{Pass.FORWARD_SWIGLU}_{_WIDE_TILE if fits else _SQUARE}", False, band, reason
     )
 
 
-def _choose_weight_grad(which: Pass, rows: int, n: int, k: int) -> VariantChoice:
+def _choose_weight_grad(product: Pass, rows: int, n: int, k: int) -> VariantChoice:
     along_n = k < n  # so that the tiles of a wave share the larger operand
     tile, reason = _tile_of_columns(k)
-    if which is Pass.WEIGHT_GRAD_ADD:
+    if product is Pass.WEIGHT_GRAD_ADD:
         if rows < _ROWS_FOR_REDUCE_ADD:
             reason = (
                 f"{rows} rows a group are fewer than {_ROWS_FOR_REDUCE_ADD}: sums are read, added "
                 "to and stored"
             )
-            return VariantChoice(f"{which}_read_{_SQUARE}", True, 0, reason)
+            return VariantChoice(f"{product}_read_{_SQUARE}", True, 0, reason)
         return VariantChoice(
-            f"{which}_reduce_{tile}",
+            f"{product}_reduce_{tile}",
             along_n,
             0,
             f"{rows} rows a group suffice for TMA adds; {reason}",
         )
-    if which is Pass.WEIGHT_GRAD_BF16 and rows < _FEW_ROWS:
+    if product is Pass.WEIGHT_GRAD_BF16 and rows < _FEW_ROWS:
         reason = f"{rows} rows a group are fewer than {_FEW_ROWS}: the largest tile stores most"
-        return VariantChoice(f"{which}_{_COOPERATIVE}", along_n, 0, reason)
-    return VariantChoice(f"{which}_{tile}", along_n, 0, reason)
+        return VariantChoice(f"{product}_{_COOPERATIVE}", along_n, 0, reason)
+    return VariantChoice(f"{product}_{tile}", along_n, 0, reason)
 
 
 def _tile_of_columns(columns: int) -> tuple[str, str]:
-    fits, reason = _fills(columns, _WIDE_COLUMNS)
-    return _WIDE if fits else _SQUARE, reason
+    fits, reason = _fills(columns, _WIDE_PAIR_COLUMNS)
+    return _WIDE_PAIR_TILE if fits else _SQUARE, reason
 
 
 def _fills(columns: int, unit: int) -> tuple[bool, str]:
     padded = -(-columns // unit) * unit
-    fits = padded <= columns * (1 + _WIDE_WASTE)
+    fits = padded <= columns * (1 + _MAX_PADDED_SHARE)
     return fits, f"{columns} columns {'fill' if fits else 'do not fill'} multiples of {unit}"
 
 
 def _check_sizes(num_rows: int, num_groups: int, n: int, k: int) -> None:
     if not 1 <= num_groups <= MAX_GROUPS:
         raise UnsupportedError(
-            f"the number of groups must be between 1 and {MAX_GROUPS}: it is {num_groups}. The "
-            "arguments of a launch are built by one thread block. Use more expert parallel ranks, "
-            "so that each holds fewer experts."
+            f"the number of groups must be between 1 and {MAX_GROUPS}: it is {num_groups}. One "
+            "thread block builds the arguments of a launch, with a thread for each group. Use more "
+            "expert parallel ranks, so that each holds fewer experts."
         )
     if num_rows < 0 or n < 1 or k < 1 or n % 8 or k % 8:
         raise UnsupportedError(

@@ -48,8 +48,8 @@ class LatentAttentionConfig:
         if self.value_dim > self.head_dim:
             raise ParallelPlanError(
                 f"value_dim ({self.value_dim}) of latent_attention must be at most plain_dim + "
-                f"rotary_dim ({self.head_dim}), because kernels with one size for all heads take "
-                f"values that are padded to the size of keys. Use at most {self.head_dim}."
+                f"rotary_dim ({self.head_dim}), because kernels with one head size get values that "
+                f"are padded to the size of keys. Use at most {self.head_dim}."
             )
 
     @property

@@ -252,8 +252,8 @@ class ParallelLayout:
         self._check_fits(("etp", "ep", "pp"), "every copy of the experts takes that many ranks")
         if self.vpp > 1 and self.pp == 1:
             raise ParallelPlanError(
-                f"vpp ({self.vpp}) needs pp above 1, because chunks shorten the bubble between "
-                "stages and one stage has none. Use vpp of 1, or pp of "
+                f"vpp ({self.vpp}) needs pp above 1, because chunks shorten the pipeline bubble, "
+                "and one stage has no bubble. Use vpp of 1, or pp of "
                 f"{join_or(divisors(self.world_size)[1:] or ['2 on more ranks'])}."
             )
         self._check_stage_layers()
@@ -262,11 +262,11 @@ class ParallelLayout:
         expert = self.expert_grid.stride("pp")
         if self.pp > 1 and dense != expert:
             raise ParallelPlanError(
-                "the dense and the expert grid must agree on the stages: order is "
+                "the dense and the expert grid must have the same stages: order is "
                 f"{shown(self.order)}, dp is {self.dp}, edp is {self.edp}. Neighbouring stages are "
                 f"{dense} ranks apart in the dense grid (tp {self.tp}, cp {self.cp}) and {expert} "
-                f"in the expert grid (etp {self.etp}, ep {self.ep}), so a layer's experts would "
-                "live on another stage. Put pp last in the order, e.g. "
+                f"in the expert grid (etp {self.etp}, ep {self.ep}), so the experts of a layer "
+                "would be on another stage than the layer. Put pp last in the order, e.g. "
                 f"{self._order_with_pp_last()!r}."
             )
 
@@ -289,14 +289,14 @@ class ParallelLayout:
             raise ParallelPlanError(
                 "stage_layers must give a layer to every virtual stage except the first and the "
                 f"last: it is {shown(list(counts))}. The first one has the embedding and the last "
-                "one the head, but the others would have nothing to do. Use numbers of at least 1 "
-                "between them, and at least one layer."
+                "one the head, but the others would be empty. Use numbers of at least 1 between "
+                "them, and at least one layer."
             )
         if self.shape == "v" and not counts[0] and not counts[-1]:
             raise ParallelPlanError(
-                "stage_layers must give the first stage a layer, because without one the order of "
-                f"its parameters is not known: it is {shown(list(counts))}, and in a V the first "
-                "stage has the first and the last virtual stage. Give one of them a layer."
+                "stage_layers must give the first stage a layer, because the order of its "
+                f"parameters is unknown without one: it is {shown(list(counts))}, and in a V the "
+                "first stage has the first and the last virtual stage. Give one of them a layer."
             )
 
     def _check_fits(self, axes: tuple[str, ...], why: str) -> None:
@@ -330,7 +330,7 @@ class ParallelLayout:
             if named.count(axis) > 1:
                 raise ParallelPlanError(
                     f"order must name every axis at most once: {shown(self.order)} names {axis} "
-                    f"{named.count(axis)} times, which leaves its place open. Use for example "
+                    f"{named.count(axis)} times, so its place is ambiguous. Use for example "
                     f"{'-'.join(dict.fromkeys(named))!r}."
                 )
         sizes = {
@@ -344,7 +344,7 @@ class ParallelLayout:
             if size > 1 and axis not in named:
                 raise ParallelPlanError(
                     f"order must name every axis of size above 1: {shown(self.order)} leaves out "
-                    f"{axis} ({size}), whose ranks would have no place. Use for example "
+                    f"{axis} ({size}), so the order of its ranks is undefined. Use for example "
                     f"{DEFAULT_ORDER!r}."
                 )
 

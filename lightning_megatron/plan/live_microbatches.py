@@ -140,7 +140,7 @@ def check_peak(
     worst = max(range(len(peaks)), key=peaks.__getitem__)
     if not is_within(peaks[worst], limit):
         raise ParallelPlanError(
-            f"activations must fit in memory: schedule {schedule.name!r} keeps {peaks[worst]:g} on "
-            f"stage {worst}, the limit is {limit:g}. Use a limit of {peaks[worst]:g} or more, or a "
-            "schedule with fewer microbatches in flight."
+            f"activations must fit into memory: schedule {schedule.name!r} keeps {peaks[worst]:g} "
+            f"on stage {worst}, the limit is {limit:g}. Use a limit of {peaks[worst]:g} or more, "
+            "or a schedule with fewer microbatches in flight."
         )

@@ -11,7 +11,7 @@ from lightning_megatron.plan.settings import Count
 LossChunk = Count | Literal["auto", "forward"] | None
 
 #: Largest logits of a microbatch that ``auto`` stores: a fortieth of a GPU with 80 GiB (bytes).
-MOST_STORED = 2**31
+MAX_STORED_BYTES = 2**31
 #: Logits of a chunk of ``auto`` and ``forward`` (bytes).
 _CHUNK = 2**29
 #: Matrix products are fastest with a multiple of this many rows (tokens).
@@ -32,7 +32,7 @@ def tokens_of_chunk(
     if option is None or isinstance(option, int):
         return option
     row = vocab_rows * element_bytes
-    if option == "auto" and num_tokens * row <= MOST_STORED:
+    if option == "auto" and num_tokens * row <= MAX_STORED_BYTES:
         return None
     fitting = max(1, _CHUNK // row)
     return fitting - fitting % _ROWS if fitting > _ROWS else fitting

@@ -7,12 +7,12 @@ from functools import cache
 from typing import Literal
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.own_order import OrderOfPasses, OwnOrder, build_order
+from lightning_megatron.plan.custom_order import CustomOrder, OrderOfPasses, build_order
 from lightning_megatron.plan.schedule import check_schedule_sizes, splits_backward
 from lightning_megatron.plan.simulate import simulate
 
 #: Largest share of a step in which stages are idle, where the size of a microbatch is chosen.
-_MOST_IDLE = 1 / 5
+_MAX_IDLE_SHARE = 1 / 5
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class MicrobatchRule:
         Raises:
             ParallelPlanError: If it cannot.
         """
-        if isinstance(self.schedule, OwnOrder):
+        if isinstance(self.schedule, CustomOrder):
             self.schedule.build(num_microbatches)
             return
         check_schedule_sizes(
@@ -95,7 +95,7 @@ class MicrobatchRule:
         Source: Narayanan et al. 2021 (https://arxiv.org/abs/2104.04473), section 2.2, for named
             schedules with whole backward passes; others are simulated.
         """
-        if not isinstance(self.schedule, OwnOrder) and not splits_backward(self.schedule):
+        if not isinstance(self.schedule, CustomOrder) and not splits_backward(self.schedule):
             waits = self.num_stages - 1
             return waits / (num_microbatches * self.num_chunks + waits)
         return simulate(
@@ -115,7 +115,7 @@ class MicrobatchRule:
 def _chosen_size(rule: MicrobatchRule, num_samples: int) -> int:
     divisors = [count for count in range(1, num_samples + 1) if not num_samples % count]
     counts = [count for count in divisors if rule.can_run(count)]
-    enough = next((count for count in counts if rule.idle_share(count) <= _MOST_IDLE), None)
+    enough = next((count for count in counts if rule.idle_share(count) <= _MAX_IDLE_SHARE), None)
     if enough is not None:
         return num_samples // enough
     # Without a legal count, `check` fails for one sample per microbatch and names the legal

@@ -199,7 +199,7 @@ class ModelShape:
         weights += sum(
             size for has_bias, size in biases if (self.bias if has_bias is None else has_bias)
         )
-        network = self._beside_experts(tp) if has_experts else self._network_parameters(tp)
+        network = self._non_expert_parameters(tp) if has_experts else self._network_parameters(tp)
         return (
             weights
             + network
@@ -267,7 +267,7 @@ class ModelShape:
         active += self.experts.shared_ffn_hidden_size or 0
         return self.hidden_size * (self.experts.num_experts + self._num_matrices * active)
 
-    def _beside_experts(self, tp: int) -> int:
+    def _non_expert_parameters(self, tp: int) -> int:
         """Count the parameters of the router, the shared MLP and its gate."""
         if self.experts is None:
             return 0

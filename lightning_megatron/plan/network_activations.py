@@ -80,7 +80,7 @@ class MicrobatchShape:
     clone_places: int = 0
 
     @property
-    def own_tokens(self) -> int:
+    def local_tokens(self) -> int:
         """Count the tokens that this rank, and no other rank of tp, sends to experts."""
         return -(-self.num_tokens // self.tp)
 
@@ -160,7 +160,7 @@ def mixture_costs(
     passing = vectors if sends_again and not rows.are_exchanged else 0
     recomputed = parts.products
     forward = passing + _output_bytes(model, table, batch, rows)
-    gathered = element * rows.gathered * hidden if rows.gathered > batch.own_tokens else 0
+    gathered = element * rows.gathered * hidden if rows.gathered > batch.local_tokens else 0
     # Gradients of all experts' matrices, if they are computed before they are added to those of
     # earlier microbatches.
     matrix = table.expert_gradients * element * (experts.num_experts // batch.ep) * inner * hidden
@@ -277,7 +277,7 @@ def kept_by_mixture(
     inputs = rows.buffer
     if sends_again and not rows.are_exchanged:
         # The input of the layer is kept for the router, unless that keeps a product with it.
-        has_own = rows.gathered == batch.own_tokens and not (
+        has_own = rows.gathered == batch.local_tokens and not (
             experts.jitter and not experts.shared_ffn_hidden_size
         )
         inputs = 0 if has_own else rows.gathered
@@ -315,7 +315,7 @@ class _RowCounts:
         limit = batch.expert_rows
         sizes = experts.top_k, batch.ep
         transport = transport_over_ep(*sizes, batch.transport, is_limited=limit is not None)
-        sent = batch.own_tokens * batch.etp
+        sent = batch.local_tokens * batch.etp
         if transport == "all_to_all":
             return cls(sent, sent * experts.top_k, sent * experts.top_k, are_exchanged=True)
         tokens = sent * batch.ep
@@ -339,7 +339,7 @@ def _slot_bytes(
     """Return the size of the symmetric buffers for tokens and their selections (bytes)."""
     tokens = TokenBuffer(
         num_ranks=batch.ep,
-        num_tokens=batch.own_tokens * batch.etp,
+        num_tokens=batch.local_tokens * batch.etp,
         width=hidden,
         top_k=experts.top_k,
         element=batch.activation_bytes,

@@ -172,7 +172,7 @@ def lightest_partition(costs: LayerCosts, placement: Placement) -> LayerPartitio
     )
 
 
-def _filled(costs: LayerCosts, placement: Placement, least: Sequence[int]) -> list[int]:
+def _filled(costs: LayerCosts, placement: Placement, minimum: Sequence[int]) -> list[int]:
     """Divide layers of mean cost among the stages, and those of a stage among its chunks."""
     counts = [0] * placement.num_virtual_stages
     extras = costs.of_virtual_stages(counts)
@@ -182,40 +182,40 @@ def _filled(costs: LayerCosts, placement: Placement, least: Sequence[int]) -> li
     ]
     last = placement.num_virtual_stages - 1
 
-    def reluctance(numbers: Sequence[int]) -> int:
+    def tie_break(numbers: Sequence[int]) -> int:
         return 2 if 0 in numbers else int(last in numbers)
 
     totals = _fill(
         len(costs.layers),
-        [sum(least[number] for number in numbers) for numbers in chunks],
-        [(sum(extras[number] for number in numbers), reluctance(numbers)) for numbers in chunks],
+        [sum(minimum[number] for number in numbers) for numbers in chunks],
+        [(sum(extras[number] for number in numbers), tie_break(numbers)) for numbers in chunks],
     )
     for numbers, total in zip(chunks, totals, strict=True):
-        parts = [(extras[number], reluctance([number])) for number in numbers]
-        found = _fill(total, [least[number] for number in numbers], parts)
+        parts = [(extras[number], tie_break([number])) for number in numbers]
+        found = _fill(total, [minimum[number] for number in numbers], parts)
         for number, count in zip(numbers, found, strict=True):
             counts[number] = count
     return counts
 
 
-def _fill(total: int, least: Sequence[int], parts: Sequence[tuple[float, int]]) -> list[int]:
+def _fill(total: int, minimum: Sequence[int], parts: Sequence[tuple[float, int]]) -> list[int]:
     # Giving each layer in turn to the cheapest part is optimal: all layers cost the same, so that
     # moving one of them to another part can only raise the maximum. A part is a pair of its cost in
     # addition to layers and its reluctance, the lower one of which wins at equal cost.
-    counts = list(least)
+    counts = list(minimum)
 
-    def price(part: int) -> tuple[float, int, int]:
-        cost, reluctance = parts[part]
+    def cost_with(part: int) -> tuple[float, int, int]:
+        cost, tie_break = parts[part]
         # At equal cost and reluctance later stages come first, because they keep fewer activations.
-        return round(cost + counts[part], 9), reluctance, -part
+        return round(cost + counts[part], 9), tie_break, -part
 
-    for _ in range(total - sum(least)):
-        counts[min(range(len(parts)), key=price)] += 1
+    for _ in range(total - sum(minimum)):
+        counts[min(range(len(parts)), key=cost_with)] += 1
     return counts
 
 
 def _move_layers(
-    counts: list[int], costs: LayerCosts, placement: Placement, least: Sequence[int]
+    counts: list[int], costs: LayerCosts, placement: Placement, minimum: Sequence[int]
 ) -> None:
     """Move single layers between virtual stages, in place, while that makes the stages more even.
 
@@ -233,7 +233,7 @@ def _move_layers(
             [count - (n == giver) + (n == taker) for n, count in enumerate(counts)]
             for giver in numbers
             for taker in numbers
-            if giver != taker and counts[giver] > least[giver]
+            if giver != taker and counts[giver] > minimum[giver]
         ]
         found = min(moved, key=score, default=counts)
         if score(found) >= best:
@@ -247,11 +247,15 @@ def _check_enough_layers(num_layers: int, num_stages: int, num_chunks: int) -> N
         return
     legal = []
     if num_layers >= num_chunks:
-        legal.append(f"pp of {join_or(_up_to(num_layers // num_chunks))} with vpp {num_chunks}")
+        legal.append(
+            f"pp of {join_or(_legal_up_to(num_layers // num_chunks))} with vpp {num_chunks}"
+        )
     if num_chunks > 1 and num_layers >= num_stages:
-        legal.append(f"vpp of {join_or(_up_to(num_layers // num_stages))} with pp {num_stages}")
+        legal.append(
+            f"vpp of {join_or(_legal_up_to(num_layers // num_stages))} with pp {num_stages}"
+        )
     if not legal:
-        legal = [f"pp of {join_or(_up_to(num_layers))} with vpp 1"]
+        legal = [f"pp of {join_or(_legal_up_to(num_layers))} with vpp 1"]
     raise ParallelPlanError(
         f"num_layers ({num_layers}) must be at least pp x vpp ({num_stages} x {num_chunks} = "
         f"{num_stages * num_chunks}), because every virtual stage holds at least one layer. Use "
@@ -259,5 +263,5 @@ def _check_enough_layers(num_layers: int, num_stages: int, num_chunks: int) -> N
     )
 
 
-def _up_to(largest: int) -> list[object]:
+def _legal_up_to(largest: int) -> list[object]:
     return list(range(1, largest + 1)) if largest <= 4 else [f"1 to {largest}"]

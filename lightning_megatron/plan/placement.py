@@ -42,8 +42,8 @@ class Placement:
         require_positive("vpp", self.num_chunks)
         if self.shape not in ("loop", "v"):
             raise ParallelPlanError(
-                f"shape of a placement must be one that exists: it is {self.shape!r}. Use 'loop' "
-                "or 'v'."
+                f"shape of a placement must be 'loop' or 'v': it is {self.shape!r}. Use one of the "
+                "two."
             )
 
     @property
@@ -53,7 +53,7 @@ class Placement:
 
     def virtual_stage(self, rank: int, chunk: int) -> int:
         """Return the position of a stage's chunk in the order in which a microbatch passes them."""
-        step = self.num_stages - 1 - rank if self._goes_back(chunk) else rank
+        step = self.num_stages - 1 - rank if self._is_reversed(chunk) else rank
         return chunk * self.num_stages + step
 
     def owner(self, virtual_stage: int) -> tuple[int, int]:
@@ -64,7 +64,7 @@ class Placement:
         """
         require_index("virtual stage", virtual_stage, "pp x vpp", self.num_virtual_stages)
         chunk, step = divmod(virtual_stage, self.num_stages)
-        rank = self.num_stages - 1 - step if self._goes_back(chunk) else step
+        rank = self.num_stages - 1 - step if self._is_reversed(chunk) else step
         return rank, chunk
 
     def chunk_beside(self, rank: int, chunk: int, step: Literal[-1, 1]) -> int | None:
@@ -96,5 +96,5 @@ class Placement:
             for stage in range(self.num_stages)
         )
 
-    def _goes_back(self, chunk: int) -> bool:
+    def _is_reversed(self, chunk: int) -> bool:
         return self.shape == "v" and chunk % 2 == 1

@@ -66,13 +66,14 @@ class Recomputation:
         if alone and len(self.parts) > 1:
             raise ParallelPlanError(
                 f"recompute.parts must be {alone[0]} alone, or parts without it: it is {given}. "
-                "Those of whole blocks include the others, and none excludes them. Name one of "
-                "them alone."
+                "Parts that are whole blocks include all others, and none means no part. Name one "
+                "of them alone."
             )
         if {"experts", "expert_inputs"} <= set(self.parts):
             raise ParallelPlanError(
-                f"recompute.parts must name experts or expert_inputs: it is {given}. The "
-                "recomputation inside of experts starts from their inputs. Leave one of them out."
+                f"recompute.parts must name experts or expert_inputs: it is {given}. experts "
+                "recomputes from the inputs of experts, which expert_inputs does not keep. Leave "
+                "one of them out."
             )
         if self.offload and self.parts[0] not in WHOLE:
             raise ParallelPlanError(

@@ -20,7 +20,7 @@ def limited_rows(factor: float, share: int) -> int:
     return -(-math.ceil(factor * share) // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-def enough_for(needed: int, share: int) -> float:
+def smallest_factor(needed: int, share: int) -> float:
     """Return the smallest factor in hundredths that has room for a number of rows.
 
     Args:

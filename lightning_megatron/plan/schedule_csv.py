@@ -19,7 +19,7 @@ from typing import get_args
 
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError
 from lightning_megatron.plan.actions import Action
-from lightning_megatron.plan.own_schedule import own_schedule
+from lightning_megatron.plan.custom_schedule import custom_schedule
 from lightning_megatron.plan.placement import Placement, PlacementShape
 from lightning_megatron.plan.schedule import Schedule
 from lightning_megatron.plan.settings import shown
@@ -75,7 +75,7 @@ def parse_schedule(text: str, name: str) -> Schedule:
     Raises:
         CorruptDataError: If the text is not valid CSV.
         ParallelPlanError: If a cell is not an action, the virtual stages do not lie in a loop or a
-            V, or the schedule is not legal, as for ``own_schedule``.
+            V, or the schedule is not legal, as for ``custom_schedule``.
     """
     try:
         table = [row for row in csv.reader(io.StringIO(text), strict=True) if row]
@@ -88,8 +88,8 @@ def parse_schedule(text: str, name: str) -> Schedule:
     for rank, row in enumerate(cells):
         if not row:
             raise ParallelPlanError(
-                f"{name} must give every rank its actions: row {rank} of {len(cells)} has none. "
-                f"{_REMEDY}"
+                f"{name} must give every rank at least one action: row {rank} of {len(cells)} has "
+                f"none. {_REMEDY}"
             )
     if not cells:
         raise ParallelPlanError(f"{name} must have a row for each rank: it has none. {_REMEDY}")
@@ -104,7 +104,7 @@ def parse_schedule(text: str, name: str) -> Schedule:
             for virtual, kind, microbatch in cells[rank]
         ]
 
-    return own_schedule(
+    return custom_schedule(
         row_of,
         placement.num_stages,
         _num_microbatches(cells, name),
@@ -131,7 +131,8 @@ def _parsed(cell: str, name: str, rank: int) -> _Cell:
         raise ParallelPlanError(
             f"{name}, row {rank}: a cell is a virtual stage, a kind (F, B, I or W) and a "
             f"microbatch, such as 0F3: it is {shown(cell)}. Use one cell for each computation, in "
-            "order; transfers, and what else torch writes into its files, are planned from them."
+            "order, and leave out transfers and torch's other actions, which are planned from the "
+            "computations."
         )
     return int(match[1]), match[2], int(match[3])
 
@@ -152,9 +153,9 @@ def _placement(cells: Sequence[Sequence[_Cell]], name: str) -> Placement:
     rank = max(rank for rank in wrong if rank is not None)
     loop, v = (_stages_of(placement, rank) for placement in placements)
     raise ParallelPlanError(
-        f"{name}: virtual stages must lie on the {len(cells)} ranks in a loop or in a V, equally "
-        f"many on each: row {rank} has {shown(found[rank])}. Use {shown(loop)} in a loop, or "
-        f"{shown(v)} in a V."
+        f"{name}: virtual stages must lie on the {len(cells)} ranks in a loop or in a V, the same "
+        f"number on each rank: row {rank} has {shown(found[rank])}. Use {shown(loop)} in a loop, "
+        f"or {shown(v)} in a V."
     )
 
 

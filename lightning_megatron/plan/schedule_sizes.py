@@ -16,14 +16,15 @@ def check_v(
     """
     if num_chunks != 2:
         raise ParallelPlanError(
-            f"schedule {name!r} runs two chunks per stage: vpp is {num_chunks}. A V has one way "
-            "from the first stage to the last and one way back. Use vpp of 2."
+            f"schedule {name!r} runs two chunks per stage: vpp is {num_chunks}. The first chunks "
+            "go from the first stage to the last in a V, and the second chunks go back. Use vpp of "
+            "2."
         )
     if name == "dualpipe-v" and not forward_only and num_microbatches < 2 * num_stages:
         raise ParallelPlanError(
             "schedule 'dualpipe-v' needs at least two microbatches per stage: num_microbatches is "
-            f"{num_microbatches}, pp is {num_stages}. With fewer, both ways of the V would not "
-            f"be full at once. Use {2 * num_stages} microbatches or more, or schedule 'zb-v'."
+            f"{num_microbatches}, pp is {num_stages}. With fewer, the two directions of the V "
+            f"would not overlap. Use {2 * num_stages} microbatches or more, or schedule 'zb-v'."
         )
 
 
@@ -35,8 +36,8 @@ def check_chunks(name: str, num_stages: int, num_chunks: int, group: int | None)
     """
     if name in ("gpipe", "1f1b", "zb-h1", "zb-h2") and num_chunks > 1:
         raise ParallelPlanError(
-            f"schedule {name!r} runs one chunk per stage: vpp is {num_chunks}. It does not "
-            "order the chunks of a stage. Use schedule 'interleaved', or vpp of 1."
+            f"schedule {name!r} runs one chunk per stage: vpp is {num_chunks}. It cannot order "
+            "several chunks of a stage. Use schedule 'interleaved', or vpp of 1."
         )
     if name != "interleaved" and group is not None:
         raise ParallelPlanError(
@@ -65,9 +66,9 @@ def check_group(num_stages: int, num_microbatches: int, group: int) -> None:
     if num_microbatches < num_stages:
         raise ParallelPlanError(
             "schedule 'interleaved' needs at least as many microbatches as stages: "
-            f"num_microbatches is {num_microbatches}, pp is {num_stages}. A chunk's next turn "
-            f"would come before its input. Use {num_stages} microbatches or more, or schedule "
-            "'1f1b' with vpp of 1."
+            f"num_microbatches is {num_microbatches}, pp is {num_stages}. A chunk would run its "
+            f"next microbatches before their inputs exist. Use {num_stages} microbatches or more, "
+            "or schedule '1f1b' with vpp of 1."
         )
     sizes = range(num_stages, num_microbatches + 1)
     legal = [size for size in sizes if not 0 < num_microbatches % size < num_stages]

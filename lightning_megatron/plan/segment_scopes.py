@@ -26,7 +26,7 @@ def expanded_scopes(names: Iterable[str]) -> frozenset[str]:
     wrong = [name for name in given if name not in (*known, "all")]
     if wrong:
         raise UnsupportedError(
-            f"a scope must be one of {', '.join(known)}, all: {', '.join(map(repr, wrong))}. "
-            "Segments of a model name their scopes by these words."
+            f"a scope must be one of {', '.join(known)}, all: {', '.join(map(repr, wrong))}. These "
+            "are the scopes of a model's segments."
         )
     return frozenset(known if "all" in given else given)

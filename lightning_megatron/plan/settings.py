@@ -147,10 +147,10 @@ def describe(kind: Any, value: Any = None) -> str:
 
 def shown(value: object) -> str:
     """Return the ``repr`` of a value, shortened if it is long."""
-    return _Shortened().repr(value)
+    return _ShortRepr().repr(value)
 
 
-class _Shortened(reprlib.Repr):
+class _ShortRepr(reprlib.Repr):
     """Shortened ``repr`` of values, at most about a line long."""
 
     def __init__(self) -> None:

@@ -93,7 +93,7 @@ def uneven_range(size: int, parts: int, index: int) -> ShardRange:
     return ShardRange(size * index // parts, size * (index + 1) // parts)
 
 
-def whole_range(size: int, copy: int = 0) -> ShardRange:
+def full_range(size: int, copy: int = 0) -> ShardRange:
     """Return the full range of a dimension that is not sharded, as copy ``copy``."""
     return ShardRange(0, size, copy)
 
@@ -173,8 +173,8 @@ def _check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
     if num_heads % num_kv_heads:
         raise ParallelPlanError(
             f"num_attention_heads ({num_heads}) must be a multiple of num_kv_heads "
-            f"({num_kv_heads}), because each key/value head serves equally many query heads. Use "
-            f"num_kv_heads of {join_or(divisors(num_heads))}."
+            f"({num_kv_heads}), because each key/value head belongs to the same number of query "
+            f"heads. Use num_kv_heads of {join_or(divisors(num_heads))}."
         )
     legal = [d for d in divisors(num_heads) if num_kv_heads % d == 0 or d % num_kv_heads == 0]
     if num_heads % tp:
@@ -185,6 +185,5 @@ def _check_heads(num_heads: int, num_kv_heads: int, tp: int) -> None:
     if tp not in legal:
         raise ParallelPlanError(
             f"num_kv_heads ({num_kv_heads}) must be a multiple or a divisor of tp ({tp}), because "
-            "each rank holds whole key/value heads and equally many of them. Use tp of "
-            f"{join_or(legal)}."
+            f"each rank holds the same number of whole key/value heads. Use tp of {join_or(legal)}."
         )

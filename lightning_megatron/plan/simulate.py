@@ -158,8 +158,8 @@ def _deadlock(
     text = ", ".join(waits)
     return ParallelPlanError(
         f"schedule {schedule.name!r} is not legal: its stages wait for each other. "
-        f"{text[0].upper()}{text[1:]}. A stage must compute what others wait for before it waits "
-        "for them."
+        f"{text[0].upper()}{text[1:]}. Order the actions so that a stage computes what other "
+        "stages wait for before it waits for them."
     )
 
 
@@ -175,9 +175,9 @@ def _check_costs(schedule: Schedule, costs: Mapping[str, int] | StageCosts) -> N
     needed = schedule.placement.num_virtual_stages
     if isinstance(costs, StageCosts) and costs.num_virtual_stages != needed:
         raise ParallelPlanError(
-            f"costs must name every virtual stage: they name {costs.num_virtual_stages}, schedule "
-            f"{schedule.name!r} has pp x vpp of {schedule.num_stages} x {schedule.num_chunks}. Use "
-            f"{needed} times."
+            "costs must have one time for each virtual stage: they have "
+            f"{costs.num_virtual_stages}, schedule {schedule.name!r} has pp x vpp of "
+            f"{schedule.num_stages} x {schedule.num_chunks}. Use {needed} times."
         )
 
 

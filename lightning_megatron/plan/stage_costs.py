@@ -38,8 +38,8 @@ class StageCosts:
         lengths = {name: len(times) for name, times in lists.items()}
         if len(set(lengths.values())) > 1 or not self.forward:
             raise ParallelPlanError(
-                f"costs name a time for every virtual stage: the numbers of times are {lengths}. "
-                "Use lists with pp x vpp times each."
+                "costs must have one time for each virtual stage in every list: the lengths of the "
+                f"lists are {lengths}. Use lists with pp x vpp times each."
             )
         for name, times in lists.items():
             for time in times:
@@ -79,15 +79,16 @@ class StageCosts:
         return self.input_half[virtual_stage] + self.weight_half[virtual_stage]
 
 
-def merge_size(given: int, wanted: int) -> int:
+def merge_size(num_given: int, wanted: int) -> int:
     """Return how many given virtual stages make up each of a smaller number of them.
 
     Raises:
         ParallelPlanError: If the virtual stages cannot be merged evenly.
     """
-    if given % wanted:
+    if num_given % wanted:
         raise ParallelPlanError(
-            f"costs must name every virtual stage, or equal parts of each: they name {given}, the "
-            f"schedule has {wanted}. Use {wanted} times in each list, or a multiple of {wanted}."
+            "costs must have one time for each virtual stage, or for equal parts of each: they "
+            f"have {num_given}, and the schedule has {wanted} virtual stages. Use {wanted} times "
+            f"in each list, or a multiple of {wanted}."
         )
-    return given // wanted
+    return num_given // wanted

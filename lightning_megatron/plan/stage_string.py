@@ -7,9 +7,9 @@ import re
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.plan.settings import shown
 
-_TIMES = re.compile(r"\*([0-9]{1,6})(?![0-9])")
+_REPEAT = re.compile(r"\*([0-9]{1,6})(?![0-9])")
 #: Longest string after repetition; no pipeline has as many layers and stages (symbols).
-_LONGEST = 1_000_000
+_MAX_SYMBOLS = 1_000_000
 _EXAMPLE = "Use for example 'Ett|ttt|tL'."
 
 
@@ -55,15 +55,15 @@ def _expanded(text: str) -> str:
             item = sign
         else:
             raise _refusal(text, sign, position)
-        times = _TIMES.match(text, position)
+        times = _REPEAT.match(text, position)
         number = 1
         if times is not None:
             position = times.end()
             number = int(times[1])
-        if len(found[-1]) + len(item) * number > _LONGEST:
+        if len(found[-1]) + len(item) * number > _MAX_SYMBOLS:
             raise ParallelPlanError(
-                f"stage_layers must describe at most {_LONGEST} layers and stages: {shown(text)} "
-                "repeats its parts more often. Use smaller numbers after '*'."
+                f"stage_layers must describe at most {_MAX_SYMBOLS} layers and stages: "
+                f"{shown(text)} repeats its parts more often. Use smaller numbers after '*'."
             )
         found[-1] += item * number
     if len(found) > 1:

@@ -46,8 +46,8 @@ def reduction_points(schedule: Schedule) -> tuple[tuple[ReductionPoint, ...], ..
     """
     if schedule.forward_only:
         raise ParallelPlanError(
-            "a schedule must have backward passes, because these make the gradients to sum: "
-            f"schedule {schedule.name!r} is forward only. Build it with forward_only=False."
+            "a schedule must have backward passes, because they compute the gradients that are "
+            f"summed: schedule {schedule.name!r} is forward only. Build it with forward_only=False."
         )
     rows = simulate(schedule).rows
     last_backward = [

@@ -37,7 +37,7 @@ class _Reader:
         return self.load(path_or_url, *args, **kwargs)
 
 
-def explain_directories() -> None:
+def install_directory_check() -> None:
     """Install the check in Lightning's class methods; repeated calls have no effect.
 
     ``load_from_checkpoint`` is a class method of the user's modules and uses no strategy.

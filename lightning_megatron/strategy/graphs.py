@@ -13,7 +13,7 @@ from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.cuda import CudaBackend
 from lightning_megatron.graphs.update_graph import UpdateGraph
 from lightning_megatron.graphs.user_hooks import why_hooked
-from lightning_megatron.groups.device_word import DeviceWord
+from lightning_megatron.groups.device_counter import DeviceCounter
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.layered import layered_modules
 from lightning_megatron.pipeline.executor import PipelineExecutor
@@ -65,7 +65,7 @@ def build_graphs(
         )
         return None
     if mesh.world.size > 1:
-        mesh.journal.device = DeviceWord(mesh.device)
+        mesh.journal.device = DeviceCounter(mesh.device)
     backend = CudaBackend() if make_backend is None else make_backend(mesh)
     models = layered_modules(module)
     update: UpdateGraph[Tensor | None] | None = None

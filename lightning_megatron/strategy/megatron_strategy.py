@@ -14,10 +14,10 @@ from typing_extensions import override
 
 from lightning_megatron.experts.routing.statistics import StepStatistics
 from lightning_megatron.plan.cuda_graphs import CudaGraphs, GraphMode
+from lightning_megatron.plan.custom_schedule import RowFunction
 from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.fp8 import FP8, Backend, FP8Recipe
-from lightning_megatron.plan.own_schedule import RowFunction
 from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.plan.schedule import ScheduleOption
 from lightning_megatron.strategy.answers import TrainerAnswers
@@ -80,7 +80,7 @@ class MegatronStrategy(TrainerAnswers):
         stage_layers: list[int] | str | None = None,
         cp: int = 1,
         cp_transport: Literal["auto", "ring", "all_to_all", "all_gather", "hierarchical"] = "auto",
-        cp_groups: Literal["whole", "documents"] = "whole",
+        cp_groups: Literal["all", "documents"] = "all",
         ep: int = 1,
         etp: int | None = None,
         sequence_parallel: bool | None = None,
@@ -112,10 +112,10 @@ class MegatronStrategy(TrainerAnswers):
         async_save: bool = False,
         moments_dtype: Literal["float32", "bfloat16"] = "float32",
         fp8: FP8Recipe | FP8 | None = None,
-        backend: Backend = "own",
+        backend: Backend = "native",
         cuda_graphs: GraphMode | CudaGraphs | None = None,
     ) -> None:
-        super().__init__(StrategyOptions.among(locals()))
+        super().__init__(StrategyOptions.from_locals(locals()))
         self._checkpoints = RunCheckpoints()
         self._source: CheckpointSource | None = None  #: The checkpoint that was loaded last.
         #: The current run, or the last one, whose weights can still be saved.
@@ -226,7 +226,7 @@ class MegatronStrategy(TrainerAnswers):
     ) -> dict[str, Any]:
         """Load the module, and the optimizers in a fit; return the entries left for Lightning."""
         self._checkpoints.wait()
-        self.run.steps.look_again()
+        self.run.steps.recheck()
         # An evaluation must not load the optimizers of an earlier fit of this trainer.
         optimizers = self.optimizers if self.run.is_fit else ()
         path = self.broadcast(os.fspath(checkpoint_path))

@@ -37,9 +37,9 @@ from lightning_megatron.strategy.modules.metric_groups import MetricGroups
 from lightning_megatron.strategy.optimization.finite_watch import checks_of
 from lightning_megatron.strategy.optimization.layer_states import LayerStates
 from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
-from lightning_megatron.strategy.optimization.parameter_data import seeing_data
+from lightning_megatron.strategy.optimization.parameter_data import record_data_access
 from lightning_megatron.strategy.optimization.parameter_readers import (
-    SEES_PARTS,
+    SHARDED_GRADIENTS_WARNING,
     gradient_reader,
     parameter_reader,
 )
@@ -123,7 +123,7 @@ class Run:
             self.executor = PipelineExecutor(
                 mesh,
                 pipelined_module(module, mesh),
-                options.own_order.build if options.own_order else options.schedule_name,
+                options.custom_order.build if options.custom_order else options.schedule_name,
                 options.microbatch_group_size,
             )
             self._casts = SharedCasts(layered_modules(module), options)
@@ -246,7 +246,7 @@ class Run:
         signals = SignalAgreement(trainer, self.mesh, interval, self._checkpoints.wait)
         signals.install()
         undo.callback(signals.remove)
-        undo.enter_context(seeing_data(self._note_data))
+        undo.enter_context(record_data_access(self._note_data))
         if self.mesh.pp.size > 1:
             undo.enter_context(hiding_example_input(self.module))
         average_main_parameters(trainer, self.module, main, self.mesh)
@@ -280,7 +280,7 @@ class Run:
         if reader is not None or not self.module.automatic_optimization:
             self.state.gradients.expose()
         if reader is not None and self.mesh.model.size > 1:
-            rank_zero_info(f"{reader} {SEES_PARTS}")
+            rank_zero_info(f"{reader} {SHARDED_GRADIENTS_WARNING}")
 
     # ---- start and end of training
 

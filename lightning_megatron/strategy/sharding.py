@@ -27,7 +27,7 @@ from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.callback_patches import record_module_names_again
 from lightning_megatron.swap import parallelize
 from lightning_megatron.swap.decide.context import check_cut
-from lightning_megatron.swap.decide.model_plan import whole_parts
+from lightning_megatron.swap.decide.model_plan import describe_unsharded
 from lightning_megatron.swap.rejoin import rejoin
 
 
@@ -64,7 +64,9 @@ def shard_module(
     ):
         rank_zero_info(str(record))
     if options.tensor_parallel_plan is not None and mesh.tp.size > 1:
-        rank_zero_info(f"tensor_parallel_plan: {whole_parts(module) or 'everything is cut.'}")
+        rank_zero_info(
+            f"tensor_parallel_plan: {describe_unsharded(module) or 'everything is cut.'}"
+        )
     check_module(module, mesh)
     models = layered_modules(module)
     for model in models if mesh.cp.size > 1 else ():
@@ -147,7 +149,7 @@ def _set_products(
         if settings is None:
             unset_fp8(model, device, backend)
             continue
-        emulate = backend == "own" and emulates(settings, device)
+        emulate = backend == "native" and emulates(settings, device)
         names = set_fp8(model, settings, emulate, device, backend)
         rank_zero_info(
             f"fp8: {len(names)} linear layers of {type(model).__name__} on this rank compute in 8 "

@@ -12,15 +12,15 @@ from lightning_megatron.groups.collectives import broadcast_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import (
     num_elements,
+    replicated_spec,
     set_shard_spec,
     shard_spec_of,
-    whole_spec,
 )
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.staged_blocks import StagedBlocks
 from lightning_megatron.swap.decide.hugging_face_models import OwnCodeModel
 from lightning_megatron.swap.decide.kinds import SWAPPED_AS
-from lightning_megatron.swap.decide.model_plan import whole_parts
+from lightning_megatron.swap.decide.model_plan import describe_unsharded
 from lightning_megatron.swap.decide.record import SwapRecord
 from lightning_megatron.swap.decide.replacements import Swap
 from lightning_megatron.swap.decide.swap_plan import SwapOptions, SwapPlan, decide
@@ -120,7 +120,7 @@ def build(plan: SwapPlan) -> Swaps:
         read_missing_values(model.site.module) for model in plan.own_code if model.is_outermost
     )
     swaps = tuple(replacement.build() for replacement in plan.replacements)
-    share_weights(plan.root, swaps, plan.here)
+    share_weights(plan.root, swaps, plan.stage_modules)
     for swap in swaps:
         check_nothing_is_lost(swap)
     return Swaps(swaps, missing)
@@ -162,7 +162,7 @@ def install(plan: SwapPlan, swaps: Swaps) -> list[SwapRecord]:
             setattr(site.parent, site.key, targets[id(site.module)])
     for name in plan.partial:
         for parameter in plan.root.get_submodule(name).parameters():
-            set_shard_spec(parameter, whole_spec(parameter, plan.mesh.tp.rank, partial=True))
+            set_shard_spec(parameter, replicated_spec(parameter, plan.mesh.tp.rank, partial=True))
     if plan.stages is not None:
         records.append(plan.stages.install(plan.root))
     bind_methods(plan.root, [model.site.module for model in plan.own_code])
@@ -239,5 +239,5 @@ def _planned_record(model: OwnCodeModel, size_before: int) -> SwapRecord:
         kind,
         size_before,
         num_elements(module),
-        whole_parts(module),
+        describe_unsharded(module),
     )

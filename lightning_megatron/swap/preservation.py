@@ -40,7 +40,7 @@ class _Target:
         setattr(self.block.get_submodule(path), key, parameter)
 
 
-def share_weights(root: nn.Module, swaps: Sequence[Swap], here: Set[str]) -> None:
+def share_weights(root: nn.Module, swaps: Sequence[Swap], stage_modules: Set[str]) -> None:
     """Share parameters of replacements in the same way as their sources; do not change ``root``.
 
     Whole models may share weights within themselves only.
@@ -48,7 +48,7 @@ def share_weights(root: nn.Module, swaps: Sequence[Swap], here: Set[str]) -> Non
     Args:
         root: Module before the swap.
         swaps: All replacements.
-        here: Names of the modules of this rank's stage.
+        stage_modules: Names of the modules of this rank's stage.
 
     Raises:
         ParallelPlanError: If a shared weight is sharded differently in two places, or only in one.
@@ -62,7 +62,7 @@ def share_weights(root: nn.Module, swaps: Sequence[Swap], here: Set[str]) -> Non
     names: dict[int, list[str]] = {}
     for path, owner in root.named_modules():
         for key, parameter in owner._parameters.items():
-            if parameter is not None and (not path or path in here):
+            if parameter is not None and (not path or path in stage_modules):
                 names.setdefault(id(parameter), []).append(f"{path}.{key}" if path else key)
     for shared in names.values():
         if len(shared) > 1:

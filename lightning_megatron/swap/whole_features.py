@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import gather_from_axis
-from lightning_megatron.layers.sequence_shard import SequenceShard, whole_of
+from lightning_megatron.layers.sequence_shard import SequenceShard, gathered
 from lightning_megatron.swap.decide.kinds import SWAPPED_AS
 
 #: Kinds of layers that produce or consume sharded features, and of modules sharded with them.
 _CUT = ("column", "row", "features")
 #: Size limit of the sample of a call's input (elements). A sample has some positions, each with
 #: all of this rank's features.
-_KEPT = 2**16
+_MAX_SAMPLE_ELEMENTS = 2**16
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def recording_inputs(
 
 
 def _hooks(
-    layer: CutLayer, axis: MeshAxis, seen: list[LayerInput], is_whole: bool
+    layer: CutLayer, axis: MeshAxis, inputs: list[LayerInput], is_whole: bool
 ) -> Iterator[Any]:
     module = layer.module
     if layer.kind == "features":
@@ -108,7 +108,9 @@ def _hooks(
         return
     if is_whole and layer.kind == "column":
         yield module.register_forward_hook(partial(_gather_output, axis=axis), prepend=True)
-    note: Callable[..., Any] = partial(_note, layer=layer, axis=axis, seen=seen, is_whole=is_whole)
+    note: Callable[..., Any] = partial(
+        _note, layer=layer, axis=axis, inputs=inputs, is_whole=is_whole
+    )
     yield module.register_forward_pre_hook(note, with_kwargs=True)
 
 
@@ -119,7 +121,7 @@ def _note(
     *,
     layer: CutLayer,
     axis: MeshAxis,
-    seen: list[LayerInput],
+    inputs: list[LayerInput],
     is_whole: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Keep a sample of an input, and cut the complete input of a row layer."""
@@ -129,11 +131,11 @@ def _note(
     hidden = given[0]
     takes_part = is_whole and layer.kind == "row"
     if takes_part:
-        hidden = whole_of(hidden)
+        hidden = gathered(hidden)
         width = int(module.weight.shape[1])  # type: ignore[index]
         if hidden.shape[-1] == width * axis.size:
             hidden = hidden[..., axis.rank * width : (axis.rank + 1) * width]
-    seen.append(LayerInput(layer, _sample(hidden)))
+    inputs.append(LayerInput(layer, _sample(hidden)))
     if not takes_part:
         return None
     return (
@@ -146,7 +148,7 @@ def _note(
 def _sample(hidden: Tensor) -> Tensor:
     part = (hidden.part if isinstance(hidden, SequenceShard) else hidden).detach()
     rows = part.reshape(-1, part.shape[-1]) if part.dim() else part.reshape(1, 1)
-    count = max(1, _KEPT // max(1, rows.shape[1]))
+    count = max(1, _MAX_SAMPLE_ELEMENTS // max(1, rows.shape[1]))
     # Clone the sample, because a view would keep the whole input in memory.
     return rows[:: max(1, -(-rows.shape[0] // count))].clone()
 

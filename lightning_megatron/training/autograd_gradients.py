@@ -11,7 +11,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.layers.gradient_slot import GradientSlot
 
 
-def moving_into(slot: GradientSlot) -> Callable[[nn.Parameter], None]:
+def move_hook(slot: GradientSlot) -> Callable[[nn.Parameter], None]:
     """Return the hook that moves a parameter's gradient from autograd into a slot.
 
     Raises:

@@ -29,24 +29,24 @@ class BucketStarts:
         #: Bucket of each parameter.
         self.bucket_of: dict[str, GradientBucket] = {}
         self._armed: set[int] = set()
-        self._seen: dict[str, int] = {}
+        self._num_arrived: dict[str, int] = {}
         self._expected: dict[str, int] = {}
-        self._left: Mapping[str, int] | None = None
+        self._num_left: Mapping[str, int] | None = None
 
     def add(self, buckets: Iterable[GradientBucket]) -> None:
         """Add the buckets of a buffer."""
         new = list(buckets)
         self.bucket_of |= {name: bucket for bucket in new for name in bucket.names}
         # Every rank starts the buckets in this order.
-        self.buckets = sorted([*self.buckets, *new], key=self._turn)
+        self.buckets = sorted([*self.buckets, *new], key=self._sort_key)
 
     def begin_last_backward(self, chunk: int) -> None:
         """Expect the last backward pass of a chunk before the optimizer step."""
         self._armed.add(chunk)
-        self._left = None
+        self._num_left = None
         for bucket in self._in_group(chunk):
             bucket.missing = set(bucket.names)
-            self._seen.update(dict.fromkeys(bucket.names, 0))
+            self._num_arrived.update(dict.fromkeys(bucket.names, 0))
 
     def begin_last_weight_half(self, chunk: int, left: Mapping[str, int]) -> None:
         """Expect the last weight half of a chunk, and start the buckets that are complete already.
@@ -58,19 +58,19 @@ class BucketStarts:
             left: Number of gradients that the weight half will add to each parameter.
         """
         self._armed.add(chunk)
-        self._left = left
+        self._num_left = left
         for bucket in self._in_group(chunk):
             bucket.missing = left.keys() & set(bucket.names)
-            self._seen |= dict.fromkeys(bucket.names, 0)
+            self._num_arrived |= dict.fromkeys(bucket.names, 0)
         self._start_group(chunk)
 
     def start_all(self, chunk: int) -> None:
         """Start all buckets of a chunk, whose gradients are complete."""
         if chunk in self._armed:
             self._armed.discard(chunk)
-            for bucket in self._in_group(chunk) if self._left is None else ():
+            for bucket in self._in_group(chunk) if self._num_left is None else ():
                 self._expected |= {
-                    n: max(self._seen[n], self._expected.get(n, 0)) for n in bucket.names
+                    n: max(self._num_arrived[n], self._expected.get(n, 0)) for n in bucket.names
                 }
         for bucket in self._in_group(chunk):
             self._start(bucket)
@@ -79,16 +79,16 @@ class BucketStarts:
     def kept(self) -> Iterator[None]:
         """Restore the expected and counted gradients when the block ends."""
         armed = set(self._armed)
-        seen = dict(self._seen)
+        seen = dict(self._num_arrived)
         expected = dict(self._expected)
-        left = self._left
+        left = self._num_left
         try:
             yield
         finally:
             self._armed = armed
-            self._seen = seen
+            self._num_arrived = seen
             self._expected = expected
-            self._left = left
+            self._num_left = left
 
     def end(self) -> None:
         """Expect no further gradients in this step."""
@@ -101,7 +101,7 @@ class BucketStarts:
             RuntimeError: If the bucket of one of these parameters has started already.
         """
         # This runs in the backward pass, once for each gradient of each microbatch.
-        seen = self._seen
+        seen = self._num_arrived
         touched = set(map(self.bucket_of.__getitem__, names))
         # A parameter that the model uses several times gets several gradients. Its bucket starts
         # after the number that earlier steps have counted, so a further gradient is too late.
@@ -118,7 +118,7 @@ class BucketStarts:
         if self._armed:
             self._start_complete_groups(names, touched)
 
-    def _turn(self, bucket: GradientBucket) -> tuple[int, int]:
+    def _sort_key(self, bucket: GradientBucket) -> tuple[int, int]:
         """Return the sort key of a bucket: parameters used first get their gradients last."""
         return bucket.group, -self._order.first(bucket.names)
 
@@ -129,9 +129,9 @@ class BucketStarts:
         self, names: Sequence[str], touched: Collection[GradientBucket]
     ) -> None:
         """Remove complete gradients from ``missing`` sets, and start buckets that are complete."""
-        seen = self._seen
+        seen = self._num_arrived
         # The counts of a weight half are known; those of a backward pass come from earlier steps.
-        expected = self._expected if self._left is None else self._left
+        expected = self._expected if self._num_left is None else self._num_left
         # The first step has no counts yet, so `start_all` starts its buckets.
         complete = [name for name in names if seen[name] == expected.get(name)]
         for bucket in touched:

@@ -11,7 +11,12 @@ from torch.optim import Optimizer
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.plan.buckets import BufferPlan, Piece, plan_by_elements, plan_by_parameters
+from lightning_megatron.plan.buckets import (
+    BufferPlan,
+    FlatParameter,
+    plan_by_elements,
+    plan_by_parameters,
+)
 from lightning_megatron.training.shard_granularity import (
     ShardGranularity,
     check_granularity,
@@ -130,7 +135,7 @@ class BufferPlanner:
         for name in self._with_neighbours(sizes):
             group = LATE_GROUP if name in late else self._group_of(name)
             stack, _ = self._stack_of.get(name, (None, ()))
-            pieces.append(Piece(name, sizes[name], group, name in self.ties_alone, stack))
+            pieces.append(FlatParameter(name, sizes[name], group, name in self.ties_alone, stack))
         pieces.sort(key=lambda piece: piece.group)
         num_parts = 1 if granularity == "model" else num_copies
         if granularity == "parameters":

@@ -19,7 +19,7 @@ class _ExposedGradient:
 
     parameter: nn.Parameter
     gradient: Tensor
-    shown: Tensor
+    exposed: Tensor
 
 
 class ExposedGradients:
@@ -48,12 +48,12 @@ class ExposedGradients:
             entry = self._known[name] = _ExposedGradient(
                 parameter, gradient, ShardedGradient.of(gradient, spec, self._mesh)
             )
-        if parameter.grad is not entry.shown:
+        if parameter.grad is not entry.exposed:
             parameter.grad = None
             # The dtype of an accumulated gradient may be wider than that of the parameter, and the
             # dtype of a gradient that user code assigns may be narrower.
             parameter.grad_dtype = None
-            parameter.grad = entry.shown
+            parameter.grad = entry.exposed
         self._exposed[name] = entry
 
     def gradients(self, names: Collection[str] | None = None) -> list[Shaped[Tensor, "..."]]:
@@ -71,9 +71,9 @@ class ExposedGradients:
             found = entry.parameter.grad
             if found is None:
                 removed.add(name)
-            elif found is not entry.shown:
+            elif found is not entry.exposed:
                 entry.gradient.copy_(found.as_subclass(Tensor))
-                entry.parameter.grad = entry.shown
+                entry.parameter.grad = entry.exposed
         self.withdraw(removed)
         return removed
 

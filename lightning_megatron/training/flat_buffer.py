@@ -57,17 +57,17 @@ def counted_views(
     return tuple(view for box, view in placement.local_views(tensor) if box.copy == 0)
 
 
-def slice_state(one: MainSlice, parameter: nn.Parameter, state: object) -> object:
+def slice_state(part_slice: MainSlice, parameter: nn.Parameter, state: object) -> object:
     """Cut and cast a parameter's existing optimizer state so that it fits the main parameter."""
     if not isinstance(state, dict):
         return state
-    start = getattr(one.placement, "start", 0)
+    start = getattr(part_slice.placement, "start", 0)
 
     def cut(value: object) -> object:
         if not isinstance(value, Tensor) or value.shape != parameter.shape:
             return value
-        part = value.flatten()[start : start + one.main.numel()].view(one.main.shape)
-        return part.to(one.main.dtype) if value.dtype == parameter.dtype else part.clone()
+        part = value.flatten()[start : start + part_slice.main.numel()].view(part_slice.main.shape)
+        return part.to(part_slice.main.dtype) if value.dtype == parameter.dtype else part.clone()
 
     return {key: cut(value) for key, value in state.items()}
 
@@ -152,7 +152,7 @@ class FlatBuffer:
     @torch.no_grad()
     def load_main_parameters(self) -> None:
         """Copy this rank's part of the model's parameters into the main parameters."""
-        for own, main in self._own_parts():
+        for own, main in self._local_parts():
             main.copy_(own)
 
     @torch.no_grad()
@@ -163,7 +163,7 @@ class FlatBuffer:
             mesh: Process groups of this rank.
             stored: Whether the optimizer step has already written the rounded values.
         """
-        for own, main in () if stored else self._own_parts():
+        for own, main in () if stored else self._local_parts():
             own.copy_(main)
 
     @torch.no_grad()
@@ -214,7 +214,7 @@ class FlatBuffer:
         """List torch's version counters of the parameters of which this rank has a part."""
         return [member._version for member in self._own_members]
 
-    def _own_parts(self) -> list[tuple[Tensor, Tensor]]:
+    def _local_parts(self) -> list[tuple[Tensor, Tensor]]:
         """Pair this rank's part of every bucket with its main parameters; none if they are one."""
         if self.main_parameters is None:
             return []
@@ -242,34 +242,36 @@ class FlatBuffer:
         place = self.plan.place(name)
         return self.parameters[place.start : place.stop].view(self._shapes[name])
 
-    def _half(self, one: Slice, form: torch.Size) -> Shaped[Tensor, "..."] | None:
+    def _half(self, part_slice: Slice, form: torch.Size) -> Shaped[Tensor, "..."] | None:
         """Return a slice's view in :attr:`parameters`; None if it is the main parameter itself."""
         if self.main_parameters is None:
             return None
-        return self.parameters[one.buffer_start : one.buffer_start + one.size].view(form)
+        return self.parameters[
+            part_slice.buffer_start : part_slice.buffer_start + part_slice.size
+        ].view(form)
 
-    def _slice(self, one: Slice, spec: ShardSpec) -> MainSlice:
-        size = one.stop - one.start
-        shape = self._shapes[one.name]
+    def _slice(self, part_slice: Slice, spec: ShardSpec) -> MainSlice:
+        size = part_slice.stop - part_slice.start
+        shape = self._shapes[part_slice.name]
         is_whole = size == shape.numel()
         if self.main_parameters is None:
             flat = self.parameters
-            start = one.buffer_start
+            start = part_slice.buffer_start
         else:
             flat = self.main_parameters
-            start = one.shard_start
+            start = part_slice.shard_start
         # A whole parameter keeps its shape, because some optimizers depend on it.
         form = shape if is_whole else torch.Size((size,))
         placement: Placement = (
-            spec if is_whole else FlatSlice(spec, tuple(shape), one.start, one.stop)
+            spec if is_whole else FlatSlice(spec, tuple(shape), part_slice.start, part_slice.stop)
         )
         main = nn.Parameter(flat[start : start + size].view(form))
-        own = slice(one.buffer_start, one.buffer_start + size)
+        own = slice(part_slice.buffer_start, part_slice.buffer_start + size)
         gradient = self.gradients[own].view(form)
-        half = self._half(one, form)
+        half = self._half(part_slice, form)
         if is_whole:
             set_shard_spec(main, spec)
         counted = counted_views(placement, gradient)
         return MainSlice(
-            one.name, placement, main, gradient, self.plan.num_parts > 1, counted, half
+            part_slice.name, placement, main, gradient, self.plan.num_parts > 1, counted, half
         )

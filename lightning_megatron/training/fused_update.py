@@ -25,14 +25,14 @@ from lightning_megatron.training.same_objects import same_objects
 logger = logging.getLogger(__name__)
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_STATE = (*_MOMENTS, "step")
+_STATE_NAMES = (*_MOMENTS, "step")
 _Row = tuple[nn.Parameter, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 #: Size of a piece of a step: about half a millisecond of an H200 (elements).
 _PIECE = 64_000_000
 
 
 @dataclass(frozen=True)
-class _Taken:
+class _KernelArguments:
     """Cached kernel arguments of an optimizer, valid while its tensors are the same objects.
 
     Args:
@@ -86,20 +86,20 @@ class FusedUpdate:
         self._kernels: WeakKeyDictionary[Optimizer, dict[tuple[Any, ...], Kernel]] = (
             WeakKeyDictionary()
         )
-        self._taken: WeakKeyDictionary[Optimizer, _Taken] = WeakKeyDictionary()
+        self._arguments: WeakKeyDictionary[Optimizer, _KernelArguments] = WeakKeyDictionary()
         self._numbers: WeakKeyDictionary[Optimizer, GroupNumbers] = WeakKeyDictionary()
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def serves(self, main: MainParameters, optimizer: Optimizer) -> bool:
         """Return whether the kernel can update all slices of an optimizer; warn once if not."""
         reason = self.reason_against(main, optimizer)
-        if reason is not None and reason not in self._said:
-            self._said.add(reason)
-            self._tell(reason, main, optimizer)
+        if reason is not None and reason not in self._warned:
+            self._warned.add(reason)
+            self._log_reason(reason, main, optimizer)
         return reason is None
 
     @staticmethod
-    def _tell(reason: str, main: MainParameters, optimizer: Optimizer) -> None:
+    def _log_reason(reason: str, main: MainParameters, optimizer: Optimizer) -> None:
         if main.mesh.device.type == "cuda" and type(optimizer) in (Adam, AdamW):
             warn_of_slow_path(
                 f"Optimizer steps run without the fused kernel: {reason}. Use "
@@ -165,12 +165,12 @@ class FusedUpdate:
         # The kernel writes rounded parameters in place, so the all-gathers of the previous step
         # must be complete.
         main.wait()
-        taken = self._taken.get(optimizer)
+        taken = self._arguments.get(optimizer)
         if taken is None or not taken.is_of(optimizer):
-            taken = self._take(main, optimizer)
-            self._taken.pop(optimizer, None)
+            taken = self._collect_arguments(main, optimizer)
+            self._arguments.pop(optimizer, None)
             if taken.lasts:
-                self._taken[optimizer] = taken
+                self._arguments[optimizer] = taken
         groups = optimizer.param_groups
         are_decoupled = [
             bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)))
@@ -202,7 +202,7 @@ class FusedUpdate:
             kernel = kernels[key] = make()
         return kernel
 
-    def _take(self, main: MainParameters, optimizer: Optimizer) -> _Taken:
+    def _collect_arguments(self, main: MainParameters, optimizer: Optimizer) -> _KernelArguments:
         """Collect the kernel's arguments for each slice, by piece, group and dtypes."""
         name_of = {id(one.main): name for name, one in main.slices.items()}
         rows: dict[str, tuple[int, _Row]] = {}
@@ -215,7 +215,9 @@ class FusedUpdate:
                     continue
                 one = main.slices[name]
                 lasts &= gradient is one.gradient
-                average, square, step = itemgetter(*_STATE)(self._state_of(optimizer, parameter))
+                average, square, step = itemgetter(*_STATE_NAMES)(
+                    self._state_of(optimizer, parameter)
+                )
                 row = (parameter, gradient.contiguous(), average, square, step, one.half)
                 rows[name] = number, row
         alike: dict[tuple[Any, ...], list[_Row]] = {}
@@ -232,7 +234,7 @@ class FusedUpdate:
             names.setdefault(piece, []).append(name)
             num_taken += parameter.numel()
         columns = {key: tuple(zip(*same, strict=True)) for key, same in alike.items()}
-        return _Taken(_objects_of(optimizer), columns, names, lasts)
+        return _KernelArguments(_objects_of(optimizer), columns, names, lasts)
 
     def _state_of(self, optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return a parameter's optimizer state in the kernel's dtypes; initialize it if empty."""

@@ -25,7 +25,7 @@ from lightning_megatron.layers.slot_states import kept_states
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.shapes import Shaped
 from lightning_megatron.training.assigned_gradients import assign_gradients
-from lightning_megatron.training.autograd_gradients import moving_into
+from lightning_megatron.training.autograd_gradients import move_hook
 from lightning_megatron.training.bucket_starts import BucketStarts
 from lightning_megatron.training.buffer_planner import LATE_GROUP
 from lightning_megatron.training.flat_buffer import FlatBuffer
@@ -103,7 +103,7 @@ class GradientReducer:
                 self._slots[name] = slot
                 self._names[slot] = name
                 set_slot(parameter, slot)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(moving_into(slot)))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(move_hook(slot)))
         specs = {name: self._main.spec(name) for name in self._slots}
         self._partial = PartialSums(
             {name: spec for name, spec in specs.items() if spec.partial}, self._main.mesh
@@ -338,12 +338,12 @@ class GradientReducer:
         late = [name for bucket in buckets if bucket.group == LATE_GROUP for name in bucket.names]
         self._fill(late)
         self._partial.add(late, self._gradient_of)
-        add_ties_(self._main, buckets, self._gradient_of, self._fill, alone=False)
+        add_ties_(self._main, buckets, self._gradient_of, self._fill, own_bucket=False)
         for bucket in buckets:
             self._start(bucket)
         for bucket in buckets:
             bucket.wait()
-        add_ties_(self._main, buckets, self._gradient_of, self._fill, alone=True)
+        add_ties_(self._main, buckets, self._gradient_of, self._fill, own_bucket=True)
         for bucket in buckets:
             bucket.is_summed = True
 

@@ -81,14 +81,14 @@ class DynamicLossScale:
         if gradients:
             torch._foreach_mul_(gradients, 1.0 / self.scale)
 
-    def update(self, found: bool) -> None:
-        """Update the scale after a clean step, or after one skipped by overflow (``found``).
+    def update(self, overflow: bool) -> None:
+        """Update the scale after a clean step, or after one skipped by overflow (``overflow``).
 
         Raises:
             RuntimeError: If gradients keep overflowing at the lowest scale. This is not a
                 ValueError, because the run has diverged and no setting is invalid.
         """
-        if found:
+        if overflow:
             self._clean_steps = 0
             self._hysteresis_left -= 1
             self._count_overflow_at_floor()

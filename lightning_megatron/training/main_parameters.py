@@ -178,7 +178,7 @@ class MainParameters:
             id(p) in self._names_by_id for group in optimizer.param_groups for p in group["params"]
         )
 
-    def waits_for_attach(self, optimizer: Optimizer) -> bool:
+    def needs_attach(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer has a trainable parameter instead of its main parameter."""
         return any(
             parameter.requires_grad

@@ -23,7 +23,7 @@ _BucketKey = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class _DuringUpdate:
+class _UpdateGathers:
     """All-gathers that start while parameters are updated.
 
     Args:
@@ -75,7 +75,7 @@ class ParameterGather:
         #: must have the same value, and must first read parameters at the same point of a step.
         self.defers = False
         self._deferred: tuple[tuple[FlatBuffer, ...], ParallelMesh] | None = None
-        self._during_update: _DuringUpdate | None = None
+        self._during_update: _UpdateGathers | None = None
         self._recorded: RecordedGather | None = None
         self._pending: dict[_BucketKey, Pending] = {}
         self._hooks: list[RemovableHandle] = []
@@ -127,7 +127,7 @@ class ParameterGather:
         if self.defers or not order:
             return
         missing = {key: _missing_of(buffers, key, names) for key in order}
-        self._during_update = _DuringUpdate(buffers, mesh, deque(order), missing)
+        self._during_update = _UpdateGathers(buffers, mesh, deque(order), missing)
 
     def updated(self, names: Iterable[str]) -> None:
         """Start the all-gathers of buckets that these parameters complete.

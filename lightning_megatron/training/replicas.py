@@ -24,11 +24,11 @@ _PIECE = _NUM_SUMS * 2**20
 #: explain. Partial sums of one gradient differ by much more: by about their own size.
 _TOLERANCE = 0.05
 #: Number of parameters that an error names.
-_SHOWN = 5
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NUM_SHOWN = 5
+_INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def whole_everywhere(main: MainParameters) -> tuple[str, ...]:
+def replicated_over_tp(main: MainParameters) -> tuple[str, ...]:
     """List the parameters that every rank of tp has whole, except parameters of experts.
 
     The order is that of the model. The ranks must agree, because one rank may hold all rows of a
@@ -63,12 +63,12 @@ def check_loss_replicas(main: MainParameters, loss: Float[Tensor, ""]) -> None:
     )
     tolerance = min(_TOLERANCE, 10 * spacing**0.5)
     everyone = all_gather_objects(float(loss), axis)
-    is_alike = all(
+    has_same_form = all(
         math.isclose(one, everyone[0], rel_tol=tolerance, abs_tol=tolerance / 10)
         for one in everyone
     )
     # Another check raises an error for losses that are not finite, and names their rank.
-    if is_alike or not all(map(math.isfinite, everyone)):
+    if has_same_form or not all(map(math.isfinite, everyone)):
         return
     values = ", ".join(
         f"{one:.9g} on rank {rank}" for rank, one in zip(axis.ranks, everyone, strict=True)
@@ -123,22 +123,24 @@ def check_tensor_replicas(
     norms = highest[:, _NUM_SUMS]
     rounding = {name: torch.finfo(main.parameter(name).dtype).eps ** 0.5 for name in whole}
     count = len(gradients)
-    strange, noisy = _judge(gradients, apart[:count], norms[:count], rounding)
+    strange, noisy = _split_by_rounding(gradients, apart[:count], norms[:count], rounding)
     wrong = [("gradients", name) for name in strange if name not in noisy]
-    strange, _ = _judge(parameters, apart[count:], norms[count:], rounding)
+    strange, _ = _split_by_rounding(parameters, apart[count:], norms[count:], rounding)
     wrong += [("parameters", name) for name in strange if name not in noisy]
     if wrong:
-        _refuse(wrong, {"gradients": gradients, "parameters": parameters}, axis, _WAY_OUT_OF_PARTS)
+        _refuse(
+            wrong, {"gradients": gradients, "parameters": parameters}, axis, _REMEDY_FOR_GRADIENTS
+        )
 
 
-def _judge(
-    tensors: Mapping[str, Tensor], apart: Tensor, norms: Tensor, rounding: Mapping[str, float]
+def _split_by_rounding(
+    tensors: Mapping[str, Tensor], distances: Tensor, norms: Tensor, rounding: Mapping[str, float]
 ) -> tuple[list[str], set[str]]:
     """Return the tensors that differ by more than rounding, and those that may be only rounding.
 
     Args:
         tensors: Tensors of this rank, by name.
-        apart: Distance of each tensor between the ranks.
+        distances: Distance of each tensor between the ranks.
         norms: Largest norm of each tensor.
         rounding: Relative rounding error of sums that cancel, by name.
     """
@@ -147,7 +149,7 @@ def _judge(
     strange = []
     noisy = set()
     for (name, tensor), distance, norm in zip(
-        tensors.items(), apart.tolist(), norms.tolist(), strict=True
+        tensors.items(), distances.tolist(), norms.tolist(), strict=True
     ):
         floor = rounding[name] * typical * tensor.numel() ** 0.5
         if norm <= floor:
@@ -201,7 +203,7 @@ def _check_bits(main: MainParameters, names: Sequence[str], axis: MeshAxis) -> N
         for name, *sums in zip(names, *everyone, strict=True)
         if any(s != sums[0] for s in sums)
     ]
-    _refuse(wrong, {"parameters": tensors}, axis, _WAY_OUT_OF_WRITES)
+    _refuse(wrong, {"parameters": tensors}, axis, _REMEDY_FOR_PARAMETERS)
 
 
 def _gradient(main: MainParameters, name: str) -> Tensor:
@@ -224,7 +226,7 @@ def _float_sums(tensor: Shaped[Tensor, "..."]) -> Float[Tensor, "8"]:
 
 def _bit_sums(tensor: Tensor) -> Tensor:
     flat = _numbers_of(tensor)
-    return _sums(flat.view(_WORDS[flat.element_size()]), torch.int64)
+    return _sums(flat.view(_INTEGER_DTYPES[flat.element_size()]), torch.int64)
 
 
 def _numbers_of(tensor: Tensor) -> Tensor:
@@ -248,9 +250,9 @@ def _refuse(
     wrong: Sequence[tuple[str, str]],
     tensors: Mapping[str, Mapping[str, Tensor]],
     axis: MeshAxis,
-    way_out: str,
+    remedy: str,
 ) -> None:
-    shown = wrong[:_SHOWN]
+    shown = wrong[:_NUM_SHOWN]
     mine = [float(torch.linalg.vector_norm(tensors[what][name].double())) for what, name in shown]
     everyone = all_gather_objects(mine, axis)
     found = []
@@ -260,20 +262,20 @@ def _refuse(
             for rank, one in zip(axis.ranks, everyone, strict=True)
         )
         found.append(f"the {what} {name!r} ({what.removesuffix('s')} norm {values})")
-    more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    more = f" and {len(wrong) - _NUM_SHOWN} more" if len(wrong) > _NUM_SHOWN else ""
     raise ReplicaMismatchError(
         f"the ranks of {axis.name} must hold equal copies of a parameter, and update them equally: "
-        f"they differ in {'; '.join(found)}{more}. {way_out}"
+        f"they differ in {'; '.join(found)}{more}. {remedy}"
     )
 
 
-_WAY_OUT_OF_PARTS = (
+_REMEDY_FOR_GRADIENTS = (
     "The copies would diverge. If the parameter is used between a 'column' and a 'row' layer, each "
     "rank has a part of its gradient: give its module the kind 'partial' in tensor_parallel_plan, "
     "or the layers around it the kind 'replicate'. If your code writes into parameters or "
     "gradients, make the same change on every rank."
 )
-_WAY_OUT_OF_WRITES = (
+_REMEDY_FOR_PARAMETERS = (
     "The copies would diverge. A training step alone keeps them equal: look for code that writes "
     "into parameters on some ranks only, or with different values, and make the same change on "
     "every rank."

@@ -103,7 +103,7 @@ def start_row_sum(
         gradient.index_fill_(0, own, 0.0)
         _add_in_turn(gradient, all_rows.chunk(axis.size), all_values.chunk(axis.size))
 
-    return Pending(then=finish)
+    return Pending(after=finish)
 
 
 def _add_in_turn(gradient: Tensor, rows: Sequence[Tensor], values: Sequence[Tensor]) -> None:

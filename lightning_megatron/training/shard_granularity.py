@@ -23,10 +23,10 @@ ShardGranularity = Literal["elements", "parameters", "model"]
 _STEPS = 3
 _COARSER: tuple[ShardGranularity, ...] = ("elements", "parameters", "model")
 _SPEED_ONLY = frozenset({"fused", "foreach", "capturable", "differentiable"})
-_CANNOT_RUN = (TypeError, ValueError, RuntimeError, NotImplementedError)
+_STEP_ERRORS = (TypeError, ValueError, RuntimeError, NotImplementedError)
 #: Group entries that are not settings, or that schedulers change: with a learning rate of zero,
 #: all trials would have equal results.
-_NOT_TRIED = frozenset({"params", "param_names", "lr", "initial_lr", "max_lr", "min_lr"})
+_EXCLUDED_SETTINGS = frozenset({"params", "param_names", "lr", "initial_lr", "max_lr", "min_lr"})
 
 
 def finest_granularity(optimizer: Optimizer) -> ShardGranularity:
@@ -47,18 +47,20 @@ def finest_granularity(optimizer: Optimizer) -> ShardGranularity:
         return "model"
     tried: dict[str, ShardGranularity] = {}
     for group in optimizer.param_groups:
-        own = _own_settings(group, optimizer.defaults)
+        own = _changed_settings(group, optimizer.defaults)
         if repr(own) not in tried:
             tried[repr(own)] = _granularity_with(optimizer, own)
     return max(tried.values(), key=_COARSER.index)
 
 
-def _granularity_with(optimizer: Optimizer, own: Mapping[str, Any]) -> ShardGranularity:
+def _granularity_with(
+    optimizer: Optimizer, changed_settings: Mapping[str, Any]
+) -> ShardGranularity:
     """Find the finest granularity of an optimizer with the settings of one of its groups."""
     try:
-        together, is_cut_alike = _train([_matrices()], optimizer, own)
-        apart, _ = _train([[matrix] for matrix in _matrices()], optimizer, own)
-    except (*_CANNOT_RUN, KeyError, AttributeError, AssertionError) as error:
+        together, is_cut_alike = _train([_matrices()], optimizer, changed_settings)
+        apart, _ = _train([[matrix] for matrix in _matrices()], optimizer, changed_settings)
+    except (*_STEP_ERRORS, KeyError, AttributeError, AssertionError) as error:
         logger.info(
             "%s could not be tested (%s): its state is divided by whole parameters.",
             type(optimizer).__name__,
@@ -71,9 +73,11 @@ def _granularity_with(optimizer: Optimizer, own: Mapping[str, Any]) -> ShardGran
         return "parameters"
     try:
         pieces, _ = _train(
-            [[matrix.flatten()[:5], matrix.flatten()[5:]] for matrix in _matrices()], optimizer, own
+            [[matrix.flatten()[:5], matrix.flatten()[5:]] for matrix in _matrices()],
+            optimizer,
+            changed_settings,
         )
-    except (*_CANNOT_RUN, IndexError, AssertionError):
+    except (*_STEP_ERRORS, IndexError, AssertionError):
         return "parameters"
     joined = [torch.cat(pieces[i : i + 2]) for i in (0, 2)]
     return (
@@ -111,9 +115,11 @@ def _matrices() -> list[Tensor]:
     ]
 
 
-def _own_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _changed_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's settings that differ from the optimizer's defaults."""
-    own = {key: value for key, value in group.items() if key not in _NOT_TRIED | _SPEED_ONLY}
+    own = {
+        key: value for key, value in group.items() if key not in _EXCLUDED_SETTINGS | _SPEED_ONLY
+    }
     return {
         key: value
         for key, value in own.items()
@@ -123,7 +129,7 @@ def _own_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 
 
 def _train(
-    owners: list[list[Tensor]], like: Optimizer, own: Mapping[str, Any]
+    owners: list[list[Tensor]], like: Optimizer, changed_settings: Mapping[str, Any]
 ) -> tuple[list[Tensor], bool]:
     """Train copies of tensors, each inner list in a separate optimizer.
 
@@ -135,7 +141,7 @@ def _train(
     is_cut_alike = True
     for tensors in owners:
         parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
-        optimizer = _new(like, parameters, own)
+        optimizer = _new(like, parameters, changed_settings)
         for step in range(_STEPS):
             for parameter in parameters:
                 # Each gradient element depends on its parameter element alone, so the gradients do
@@ -155,7 +161,9 @@ def _is_like(value: object, parameter: Tensor) -> bool:
     return not isinstance(value, Tensor) or value.shape in (parameter.shape, (), (1,))
 
 
-def _new(like: Optimizer, parameters: list[nn.Parameter], own: Mapping[str, Any]) -> Optimizer:
+def _new(
+    like: Optimizer, parameters: list[nn.Parameter], changed_settings: Mapping[str, Any]
+) -> Optimizer:
     """Create an optimizer of the same class, without settings that only affect speed."""
     accepted = inspect.signature(type(like)).parameters
     takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values())
@@ -167,5 +175,9 @@ def _new(like: Optimizer, parameters: list[nn.Parameter], own: Mapping[str, Any]
         and (takes_all or key in accepted)
     }
     # Some optimizers accept no groups, so a group is made only for settings of its own.
-    groups = [{"params": parameters, **copy.deepcopy(dict(own))}] if own else parameters
+    groups = (
+        [{"params": parameters, **copy.deepcopy(dict(changed_settings))}]
+        if changed_settings
+        else parameters
+    )
     return type(like)(groups, **settings)

@@ -17,7 +17,7 @@ def add_ties_(
     gradient_of: Callable[[str], Tensor],
     fill: Callable[[list[str]], None],
     *,
-    alone: bool,
+    own_bucket: bool,
 ) -> None:
     """Add the gradients of tied embeddings and of their copies on another stage, in place.
 
@@ -30,7 +30,7 @@ def add_ties_(
         buckets: Buckets whose gradients are summed.
         gradient_of: Function from a name to the gradient of the whole local parameter.
         fill: Function that fills the gradients that have not arrived with zeros.
-        alone: Whether to add the gradients that are alone in their buckets, or the others.
+        own_bucket: Whether to add the gradients that are alone in their buckets, or the others.
 
     Communication: one all-reduce over the embedding axis for each tied embedding.
     """
@@ -39,7 +39,7 @@ def add_ties_(
     bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
     for name in (name for pair in main.ties for name in pair):
         bucket = bucket_of.get(name)
-        if bucket is None or (name in main.planner.ties_alone) != alone:
+        if bucket is None or (name in main.planner.ties_alone) != own_bucket:
             continue
         fill([name])
-        all_reduce_(bucket.own if alone else gradient_of(name), main.mesh.embedding)
+        all_reduce_(bucket.own if own_bucket else gradient_of(name), main.mesh.embedding)

@@ -44,7 +44,7 @@ def naming_copies_as_originals(module: nn.Module) -> Iterator[None]:
     placed: list[tuple[nn.Module, str]] = []
     for name, parameter in list(module.named_parameters()):
         tied_to = shard_spec_of(parameter).tied_to
-        place = None if tied_to is None else _place_of_original(module, name, tied_to)
+        place = None if tied_to is None else _find_original(module, name, tied_to)
         if place is not None:
             owner, key = place
             owner._parameters[key] = parameter
@@ -56,7 +56,7 @@ def naming_copies_as_originals(module: nn.Module) -> Iterator[None]:
             del owner._parameters[key]
 
 
-def _place_of_original(module: nn.Module, copy: str, tied_to: str) -> tuple[nn.Module, str] | None:
+def _find_original(module: nn.Module, copy: str, tied_to: str) -> tuple[nn.Module, str] | None:
     """Return the module and key of the original on this stage; None if it has no module here."""
     modules = dict(module.named_modules())
     owner_name, _, key = tied_to.rpartition(".")

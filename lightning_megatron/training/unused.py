@@ -12,7 +12,7 @@ from lightning_megatron.training.main_parameters import MainParameters
 
 logger = logging.getLogger(__name__)
 
-_SHOWN = 5
+_NUM_SHOWN = 5
 
 
 class UnusedParameters:
@@ -29,7 +29,7 @@ class UnusedParameters:
     def __init__(self, main: MainParameters) -> None:
         self._main = main
         self._without: set[str] = set()
-        self._known: set[str] = set()
+        self._agreed: set[str] = set()
         self._dormant: set[str] = set()
         self._named: set[str] = set()
         self._has_warned_of_zero_grad = False
@@ -45,7 +45,7 @@ class UnusedParameters:
         or dormant; one more over the ranks with the same experts, if there are any.
         """
         tied = {name for pair in self._main.ties or () for name in pair}
-        unsure = (set(names) - self._known | self._dormant) - tied
+        unsure = (set(names) - self._agreed | self._dormant) - tied
         if not unsure.isdisjoint(names):
             asked = [name for name in names if name in unsure]
             mesh = self._main.mesh
@@ -61,7 +61,7 @@ class UnusedParameters:
                 "have no gradient on any rank, and keep their values until they have one",
             )
             self._dormant = (self._dormant - set(asked)) | unused
-            self._known.update(asked)
+            self._agreed.update(asked)
         filled = [name for name in names if name in self._without and name not in self._dormant]
         self._warn(filled, "have no gradient on this rank, which uses zeros instead")
         self._without.difference_update(names)
@@ -83,5 +83,5 @@ class UnusedParameters:
         new = [name for name in names if name not in self._named]
         if new:
             self._named.update(new)
-            shown = ", ".join(new[:_SHOWN]) + (", ..." if len(new) > _SHOWN else "")
+            shown = ", ".join(new[:_NUM_SHOWN]) + (", ..." if len(new) > _NUM_SHOWN else "")
             logger.warning("%d parameter(s) %s: %s.", len(new), what, shown)

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint import Entry, read_full
 from lightning_megatron.checkpoint.storage import LocalFolder
-from lightning_megatron.groups.shard_spec import whole_spec
+from lightning_megatron.groups.shard_spec import replicated_spec
 
 WEIGHT = "state_dict.weight"
 
 
 def entry_of(tensor: Tensor) -> Entry:
     """Return the entry of a tensor that every rank has whole."""
-    return Entry(tensor, whole_spec(tensor))
+    return Entry(tensor, replicated_spec(tensor))
 
 
 def entries(value: float = 1.0, size: int = 3) -> dict[str, Entry]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint import Entry, load_tensors, read_full
 from lightning_megatron.checkpoint.entries import boxes_to_write
-from lightning_megatron.checkpoint.save import Content, Save
+from lightning_megatron.checkpoint.save import CollectiveSave, RankSnapshot
 from lightning_megatron.checkpoint.values import to_bytes
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import FlatSlice, Placement, ShardSpec
@@ -83,8 +83,8 @@ def test_every_cut_is_read_from_every_other(
             # What several ranks write, in one process.
             pieces += boxes_to_write({str(number): Entry(local, placement, True)}, MESH)
     with tempfile.TemporaryDirectory() as folder:
-        content = Content(pieces, to_bytes({}), to_bytes({}), 0, 0, lambda: None)
-        Save(f"{folder}/c", MESH, lambda: content).run()
+        content = RankSnapshot(pieces, to_bytes({}), to_bytes({}), 0, 0, lambda: None)
+        CollectiveSave(f"{folder}/c", MESH, lambda: content).run()
         for name, full in read_full(f"{folder}/c").items():
             assert torch.equal(full, fulls[name])
         for number, (shape, _, wanted) in enumerate(drawn):

@@ -22,11 +22,11 @@ from lightning_megatron.checkpoint import (
     staging,
 )
 from lightning_megatron.checkpoint.entries import boxes_to_write
-from lightning_megatron.checkpoint.save import Save
+from lightning_megatron.checkpoint.save import CollectiveSave
 from lightning_megatron.checkpoint.staging import HostCopies, choose_fitting
 from lightning_megatron.errors import CheckpointSaveError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import whole_spec
+from lightning_megatron.groups.shard_spec import replicated_spec
 from tests.checkpoint.pieces import WEIGHT, entries, entry_of, fill_disk, names_in, value_in
 
 MESH = ParallelMesh.single()
@@ -46,13 +46,13 @@ def writer() -> Iterator[CheckpointWriter]:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Hold every save back until the test lets it go on."""
-    opened, run = threading.Event(), Save.run
+    opened, run = threading.Event(), CollectiveSave.run
 
-    def held(self: Save) -> None:
+    def held(self: CollectiveSave) -> None:
         assert opened.wait(30), "the test never opened the gate"
         run(self)
 
-    monkeypatch.setattr(Save, "run", held)
+    monkeypatch.setattr(CollectiveSave, "run", held)
     yield opened
     opened.set()
 
@@ -257,7 +257,7 @@ def test_a_gpu_copies_while_it_computes_and_updates_wait_for_the_copies(
         WEIGHT: entry_of(tensor),
         "step": entry_of(torch.tensor(3.0)),
         "slow": entry_of(tensor.view(8192, -1).t()),
-        "statistics": Entry(statistics, whole_spec(statistics), changes_in_forward=True),
+        "statistics": Entry(statistics, replicated_spec(statistics), changes_in_forward=True),
     }
     for value in (1.0, 2.0):
         tensor.fill_(value)

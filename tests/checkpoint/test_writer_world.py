@@ -27,11 +27,11 @@ from lightning_megatron.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from lightning_megatron.checkpoint.save import Save
+from lightning_megatron.checkpoint.save import CollectiveSave
 from lightning_megatron.errors import CheckpointSaveError, CorruptDataError
 from lightning_megatron.groups.collectives import all_gather_objects, barrier
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import FlatSlice, ShardSpec, whole_spec
+from lightning_megatron.groups.shard_spec import FlatSlice, ShardSpec, replicated_spec
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.shards import even_range
 from tests.checkpoint.pieces import fill_disk, names_in
@@ -55,7 +55,7 @@ def sliced(mesh: ParallelMesh, value: float) -> dict[str, Entry]:
     shared = torch.full((30_000,), value)
     return {
         "sliced": Entry(own, flat, True),
-        "shared": Entry(shared, whole_spec(shared, mesh.tp.rank)),
+        "shared": Entry(shared, replicated_spec(shared, mesh.tp.rank)),
     }
 
 
@@ -204,7 +204,7 @@ def elsewhere(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
     found["newest"] = find_newest(f"file://{folder}", mesh=mesh)
     found["state"] = load_rank_state(url, mesh).values["rank"]
     other = ParallelMesh.create(ParallelLayout(mesh.world.size))
-    target = {"sliced": Entry(torch.zeros(SHAPE), whole_spec(torch.zeros(SHAPE)))}
+    target = {"sliced": Entry(torch.zeros(SHAPE), replicated_spec(torch.zeros(SHAPE)))}
     load_tensors(url, target, other, strict=False)
     found["read"] = torch.equal(target["sliced"].tensor, full_tensor(2.0))
     other.destroy()
@@ -247,14 +247,14 @@ def damage(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
 
 def replacing(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
     """Save the same name again and again, while a rank is slow to read its own files."""
-    writer, read = CheckpointWriter(mesh), Save._finish
+    writer, read = CheckpointWriter(mesh), CollectiveSave._finish
 
-    def slow(self: Save, *arguments: Any) -> Any:
+    def slow(self: CollectiveSave, *arguments: Any) -> Any:
         time.sleep(0.05 * rank)
         return read(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Save, "_finish", slow)
+        patch.setattr(CollectiveSave, "_finish", slow)
         for step in range(4):
             writer.save(
                 folder / "last", sliced(mesh, step), {"global_step": step}, {}, background=True

@@ -24,10 +24,10 @@ from lightning_megatron.data.tokenizer import ByteTokenizer
 from lightning_megatron.errors import CorruptDataError
 
 SUFFIXES = ("bin", "idx", "json")
-Content = tuple[list[list[int]], list[int], CorpusDescription | None]
+RankSnapshot = tuple[list[list[int]], list[int], CorpusDescription | None]
 
 
-def read(prefix: Path) -> Content:
+def read(prefix: Path) -> RankSnapshot:
     corpus = TokenFile(prefix)
     return (
         [corpus[i].tolist() for i in range(len(corpus))],

@@ -93,9 +93,9 @@ def test_places_need_other_ranks() -> None:
         choose_transport(8, 2, ParallelMesh.single(), clones=CloneSettings(1))
 
 
-def on_gpus(monkeypatch: pytest.MonkeyPatch, why_not: str | None) -> ParallelMesh:
+def on_gpus(monkeypatch: pytest.MonkeyPatch, reason_unavailable: str | None) -> ParallelMesh:
     """Return the mesh of two GPUs that cannot put tokens for a reason, or that can."""
-    monkeypatch.setattr(choosing, "why_no_puts", lambda axis, device: why_not)
+    monkeypatch.setattr(choosing, "reason_against_puts", lambda axis, device: reason_unavailable)
     monkeypatch.setattr(choosing, "transfer_over", lambda axis, each, device: None)
     single = ParallelMesh.single()
     return replace(single, ep=MeshAxis("ep", (0, 1)), device=torch.device("cuda"))

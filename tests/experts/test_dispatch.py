@@ -198,7 +198,7 @@ def test_the_choice_of_a_dispatcher_says_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("why_not", "top_k", "has_shared", "kind", "reason"),
+    ("reason_unavailable", "top_k", "has_shared", "kind", "reason"),
     [
         (
             None,
@@ -214,7 +214,7 @@ def test_the_choice_of_a_dispatcher_says_why() -> None:
 )
 def test_gpus_put_tokens_where_they_can(
     monkeypatch: pytest.MonkeyPatch,
-    why_not: str | None,
+    reason_unavailable: str | None,
     top_k: int,
     has_shared: bool,
     kind: str,
@@ -222,7 +222,7 @@ def test_gpus_put_tokens_where_they_can(
 ) -> None:
     single = ParallelMesh.single()
     mesh = replace(single, ep=MeshAxis("ep", (0, 1)), device=torch.device("cuda"))
-    monkeypatch.setattr(choosing, "why_no_puts", lambda axis, device: why_not)
+    monkeypatch.setattr(choosing, "reason_against_puts", lambda axis, device: reason_unavailable)
     monkeypatch.setattr(choosing, "transfer_over", lambda axis, each, device: None)
     choice = choose_transport(4, top_k, mesh, has_shared=has_shared)
     assert choice.transport == kind
@@ -232,7 +232,9 @@ def test_gpus_put_tokens_where_they_can(
 
 def test_puts_that_were_asked_for_are_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = replace(ParallelMesh.single(), ep=MeshAxis("ep", (0, 1)), device=torch.device("cuda"))
-    monkeypatch.setattr(peer_transfer, "why_no_puts", lambda axis, device: "ranks are far apart")
+    monkeypatch.setattr(
+        peer_transfer, "reason_against_puts", lambda axis, device: "ranks are far apart"
+    )
     with pytest.raises(
         UnsupportedError, match="write into each other's memory: ranks are far apart"
     ) as raised:

@@ -193,7 +193,7 @@ def test_experts_equal_those_of_gpt_oss_within_and_beyond_its_limits(scale: floa
 def test_experts_with_biases_have_no_clones() -> None:
     module = experts_of(linear_bias=True)
     rows, ends = torch.zeros(3, SIZE), torch.full((NUM_EXPERTS,), 3, dtype=torch.int32)
-    with pytest.raises(UnsupportedError, match="clones need experts without biases"):
+    with pytest.raises(UnsupportedError, match="expert_clones needs experts without biases"):
         module(rows.double(), torch.ones(3), ends, clones=())
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint import load_metadata
-from lightning_megatron.strategy.process.dataloaders import survive_one_sigterm
+from lightning_megatron.strategy.process.dataloaders import ignore_first_sigterm
 from lightning_megatron.strategy.process.signals import CHECKPOINT_NAME, EXIT_CODE, SignalAgreement
 from tests.strategy.tiny import TinyLM, Words, loader
 
@@ -215,7 +215,7 @@ def test_workers_that_read_data_outlive_the_signal_until_the_step_is_saved(tmp_p
 def test_a_worker_ends_at_the_second_signal() -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
-        survive_one_sigterm()
+        ignore_first_sigterm()
         tell()()
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     finally:

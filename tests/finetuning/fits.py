@@ -22,7 +22,7 @@ from lightning_megatron import (
     RaceDataModule,
     SquadDataModule,
 )
-from lightning_megatron.checkpoint.stored import Stored
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from tests.fit_report import Record, Report
 
 STEPS, BATCH, LENGTH = 4, 8, 16
@@ -86,7 +86,7 @@ def train(kind: str, layout: dict[str, Any], size: int, folder: str, name: str) 
     validator = trainer_of(layout, size)
     [found] = validator.validate(module, datamodule=data, verbose=False)
     record.report.results = dict(found)
-    saved = Stored.open(checkpoint)
+    saved = OpenCheckpoint.open(checkpoint)
     names = [one for one in saved.tensors if one.startswith("state_dict.")]
     record.report.weights = {
         one.removeprefix("state_dict.model."): tensor

@@ -21,7 +21,7 @@ from lightning_megatron import (
     EncoderConfig,
     GlueDataModule,
 )
-from lightning_megatron.checkpoint.stored import Stored
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.errors import (
     CheckpointMismatchError,
     ParallelPlanError,
@@ -65,7 +65,7 @@ def pretrain(path: str, layout: dict[str, Any], size: int, **options: Any) -> No
 
 
 def tensors_of(path: str) -> dict[str, Tensor]:
-    saved = Stored.open(path)
+    saved = OpenCheckpoint.open(path)
     prefix = "state_dict.model."
     names = [name for name in saved.tensors if name.startswith(prefix)]
     return {name.removeprefix(prefix): one for name, one in saved.read_full(names).items()}

@@ -27,7 +27,7 @@ def ours(twin: nn.Module, mesh: ParallelMesh | None = None) -> GPT:
     return gpt_of(root).eval()
 
 
-def whole_logits(gpt: GPT, row: list[int]) -> Tensor:
+def gather_logits(gpt: GPT, row: list[int]) -> Tensor:
     return gpt.logits_at(torch.tensor([row]), len(row) - 1)[0]
 
 
@@ -55,7 +55,7 @@ def check_rows(
     told = [list(prompt) for prompt in prompts]
     for number in range(NEXT.shape[1] + 1):
         for logits, row in zip(found, told, strict=True):
-            expected = whole_logits(twin or gpt, row)
+            expected = gather_logits(twin or gpt, row)
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
         if number == NEXT.shape[1]:
             return cache
@@ -104,7 +104,7 @@ def test_several_tokens_follow_a_ring_at_once() -> None:
         found = gpt.logits_at(tokens, count - 1, span)
         cache.advance(count)
         done += count
-        expected = whole_logits(gpt, row[:done])
+        expected = gather_logits(gpt, row[:done])
         torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-10)
     assert done == len(row)
 
@@ -118,7 +118,7 @@ def test_a_ring_has_the_memory_of_its_window() -> None:
 def test_a_full_cache_is_refused() -> None:
     cache = KeyValueCache(3)
     tokens = torch.zeros(4, 1, 2, 8)
-    with pytest.raises(ParallelPlanError, match=r"their cache \(3\): they would have 4"):
+    with pytest.raises(ParallelPlanError, match=r"their cache of 3 tokens: they would have 4"):
         cache.extended(1, tokens, tokens, None)
 
 

@@ -126,7 +126,7 @@ def held_by(cache: KeyValueCache, ranks: int) -> list[list[int]]:
         held = cache.hold(torch.tensor([pieces]), 6, ranks, rank)
         for first, count in ((0, 6), (6, 1), (7, 3), (10, 1)):
             if first:
-                key = torch.zeros(count, 1, 2, 4)[held.own_of(first, count)]
+                key = torch.zeros(count, 1, 2, 4)[held.local_indices(first, count)]
             else:
                 key = torch.zeros(4, 1, 2, 4)
             held.cache.extended(1, key, key, None)

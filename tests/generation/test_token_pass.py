@@ -10,14 +10,14 @@ from lightning_megatron import GPT, GenerationSettings, GPTConfig, generate
 from lightning_megatron.generation.prompts import PromptRows
 from lightning_megatron.generation.token_pass import (
     TokenPass,
-    why_not_recorded,
-    why_pass_depends_on_host,
+    reason_against_recording,
+    reason_against_replay,
 )
 from lightning_megatron.layers.attention_core import attend
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.cached_attention import attend_with_cache
 from lightning_megatron.layers.key_value_cache import CachedTokens, KeyValueCache
-from tests.generation.test_cached_logits import NEXT, PROMPTS, ours, whole_logits
+from tests.generation.test_cached_logits import NEXT, PROMPTS, gather_logits, ours
 from tests.swap import expert_models, families
 from tests.swap.test_language_models import exact_twin
 
@@ -39,7 +39,7 @@ def check_passes(gpt: GPT, prompts: list[list[int]]) -> KeyValueCache:
         found = one(tokens)
         cache.advance(1)
         for logits, row in zip(found, extended, strict=True):
-            torch.testing.assert_close(logits, whole_logits(gpt, row), rtol=0, atol=1e-10)
+            torch.testing.assert_close(logits, gather_logits(gpt, row), rtol=0, atol=1e-10)
     return cache
 
 
@@ -53,7 +53,7 @@ SUPPORTED = ("gpt2", "llama", "mistral", "gemma3", "qwen3", "phi", "gpt_neox", "
 @pytest.mark.parametrize("case", [case for case in SUPPORTED if case in families.CASES])
 def test_logits_of_a_family(case: str) -> None:
     gpt = ours(exact_twin(case))
-    assert why_pass_depends_on_host(gpt) is None
+    assert reason_against_replay(gpt) is None
     check_passes(gpt, PROMPTS)
     check_passes(gpt, PROMPTS[:1])
 
@@ -99,18 +99,18 @@ def test_slots_without_tokens_do_not_count() -> None:
     ],
 )
 def test_models_whose_passes_need_the_host_are_not_recorded(case: str, reason: str) -> None:
-    assert reason in str(why_pass_depends_on_host(ours(exact_twin(case))))
+    assert reason in str(reason_against_replay(ours(exact_twin(case))))
 
 
 def test_a_model_on_the_host_runs_operator_by_operator(caplog: pytest.LogCaptureFixture) -> None:
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4}
     gpt = GPT(GPTConfig.llama(vocab_size=257, max_seq_length=64, **sizes), seed=0)
-    assert "need a GPU" in str(why_not_recorded(gpt, 64))
+    assert "need a GPU" in str(reason_against_recording(gpt, 64))
     with caplog.at_level("INFO", "lightning_megatron.generation"):
         generate(gpt, [[1, 2]], GenerationSettings(20))
         assert "not recorded as a CUDA graph: CUDA graphs need a GPU" in caplog.text
         caplog.clear()
-        generate(gpt, [[1, 2]], GenerationSettings(20, record=False))
+        generate(gpt, [[1, 2]], GenerationSettings(20, cuda_graph=False))
         assert not caplog.records
     gpt.final_norm.register_forward_hook(lambda *_: None)
-    assert "a hook on" in str(why_pass_depends_on_host(gpt))
+    assert "a hook on" in str(reason_against_replay(gpt))

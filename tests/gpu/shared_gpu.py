@@ -18,7 +18,7 @@ import torch
 #: Number of ranks that may share the GPU.
 MOST_RANKS = 4
 #: Time after which a process prints where it is, for the log of ranks that wait for each other (s).
-_PATIENCE = 75.0
+_TIMEOUT = 75.0
 _VARIABLES = {
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -65,7 +65,7 @@ def share(size: int) -> None:
     from tests.gpu.staged_collectives import StagedCollectives
 
     os.environ.update(_VARIABLES)
-    later = threading.Timer(_PATIENCE, print_stack, [threading.main_thread().ident])
+    later = threading.Timer(_TIMEOUT, print_stack, [threading.main_thread().ident])
     later.daemon = True
     later.start()
     for accelerator in (fabric.CUDAAccelerator, pytorch.CUDAAccelerator):
@@ -84,4 +84,4 @@ def print_stack(thread: int) -> None:
     frame = sys._current_frames().get(thread)
     if frame is not None:
         text = "".join(traceback.format_stack(frame))
-        print(f"after {_PATIENCE:.0f} s process {os.getpid()} is at:\n{text}", file=sys.stderr)
+        print(f"after {_TIMEOUT:.0f} s process {os.getpid()} is at:\n{text}", file=sys.stderr)

@@ -88,8 +88,8 @@ def mixture(config: ExpertsConfig, hidden: Tensor, keeps_rows: bool = True) -> l
     dispatcher = choose_transport(config.num_experts, config.top_k, mesh).dispatcher
     prepared = dispatcher.prepare(hidden.flatten(0, 1), routing.probabilities, routing.experts)
     sent = dispatcher.receive(dispatcher.send(prepared))
-    again = None if keeps_rows else dispatcher.rows_again(sent)
-    outputs = experts(sent.rows, sent.probabilities, sent.ends, rows_again=again)
+    again = None if keeps_rows else dispatcher.rows_recipe(sent)
+    outputs = experts(sent.rows, sent.probabilities, sent.ends, rows_recipe=again)
     output = dispatcher.combine(dispatcher.send_back(outputs, sent))
     losses = [loss for loss in (routing.balance_loss, routing.z_loss) if loss is not None]
     outer = torch.randn(

@@ -7,7 +7,7 @@ import torch
 
 from lightning_megatron import GPT, GenerationSettings, GPTConfig, generate
 from lightning_megatron.generation.prompts import PromptRows
-from lightning_megatron.generation.token_pass import TokenPass, why_not_recorded
+from lightning_megatron.generation.token_pass import TokenPass, reason_against_recording
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.key_value_cache import KeyValueCache
 
@@ -30,7 +30,7 @@ def model_of(case: str, dtype: torch.dtype) -> GPT:
         for parameter in gpt.parameters():
             # Logits that differ enough that no rounding changes the likeliest.
             parameter.mul_(3.0)
-    assert why_not_recorded(gpt, 64) is None
+    assert reason_against_recording(gpt, 64) is None
     return gpt
 
 
@@ -41,7 +41,7 @@ def test_words_are_those_of_passes_that_are_not_recorded(case: str) -> None:
         for drawn in ({}, {"sample": True, "top_k": 20, "seed": 5}):
             settings = {"max_new_tokens": 80, **drawn}
             found = generate(gpt, prompts, GenerationSettings(**settings))
-            expected = generate(gpt, prompts, GenerationSettings(**settings, record=False))
+            expected = generate(gpt, prompts, GenerationSettings(**settings, cuda_graph=False))
             assert found == expected
             assert len(set(found[0])) > 3
 

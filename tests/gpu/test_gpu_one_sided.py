@@ -61,9 +61,9 @@ def passed(
     sent = dispatcher.receive(dispatcher.send(prepared))
     if keeps_rows:
         sent = replace(sent, tokens=None)
-    again = dispatcher.rows_again(sent)
+    again = dispatcher.rows_recipe(sent)
     assert (again is None) == keeps_rows
-    outputs = experts(sent.rows, sent.probabilities, sent.ends, rows_again=again)
+    outputs = experts(sent.rows, sent.probabilities, sent.ends, rows_recipe=again)
     output = dispatcher.combine(dispatcher.send_back(outputs, sent))
     leaves = tokens.hidden, tokens.probabilities, *experts.parameters()
     return [output.detach(), *torch.autograd.grad(output, leaves, tokens.outer)]

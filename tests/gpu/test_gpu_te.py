@@ -253,7 +253,7 @@ def near(found: Report, expected: Report, tolerance: float, where: str) -> None:
 @pytest.mark.parametrize("kind", ["te", "te, gpt2", "te, offset"])
 def test_training_equals_that_of_this_package(kind, capsys):
     found = train(job(kind, {}), 1, "gpu", steps=STEPS)
-    expected = train(job(kind, {}, "own"), 1, "gpu", steps=STEPS)
+    expected = train(job(kind, {}, "native"), 1, "gpu", steps=STEPS)
     near(found, expected, TOLERANCE[None], kind)
     assert found.weights.keys() == expected.weights.keys()
     for name, weight in found.weights.items():
@@ -266,7 +266,7 @@ def test_training_equals_that_of_this_package(kind, capsys):
 def test_training_in_8_bits_is_near_that_in_16(recipe, capsys):
     kind = "te, blocks" if recipe == "blockwise" else "te"
     found = train(job(kind, {"fp8": recipe}), 1, "gpu", steps=STEPS)
-    expected = train(job(kind, {}, "own"), 1, "gpu", steps=STEPS)
+    expected = train(job(kind, {}, "native"), 1, "gpu", steps=STEPS)
     near(found, expected, TOLERANCE[recipe], recipe)
     assert found.losses != expected.losses
     with capsys.disabled():
@@ -357,8 +357,11 @@ def test_the_plugin_of_lightning_is_followed():
 
 
 def test_checkpoints_continue_with_the_other_library(tmp_path):
-    kinds = {"own": MegatronStrategy, "te": lambda **more: MegatronStrategy(backend="te", **more)}
-    for first, second in (("own", "te"), ("te", "own")):
+    kinds = {
+        "native": MegatronStrategy,
+        "te": lambda **more: MegatronStrategy(backend="te", **more),
+    }
+    for first, second in (("native", "te"), ("te", "native")):
         folder = tmp_path / first
         whole = tiny_fit(kinds[first](fp8="delayed"), precision="bf16-mixed", max_steps=6)
         tiny_fit(kinds[first](fp8="delayed"), folder, precision="bf16-mixed", max_steps=3)

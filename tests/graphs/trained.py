@@ -29,8 +29,8 @@ from lightning_megatron.pipeline.loss_weights import new_weight
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.plan.actions import Action
 from lightning_megatron.plan.cloning import CloneSettings
+from lightning_megatron.plan.custom_schedule import custom_schedule
 from lightning_megatron.plan.experts import Transport
-from lightning_megatron.plan.own_schedule import own_schedule
 from lightning_megatron.plan.schedule import Schedule, build_schedule
 from lightning_megatron.training import DistributedOptimizerConfig
 from tests.training.runs import Run
@@ -204,7 +204,7 @@ def two_in_flight(num_microbatches: int, forward_only: bool) -> Schedule:
     """Build the schedule of one stage that keeps two microbatches at a time."""
     if forward_only:
         return build_schedule("1f1b", 1, num_microbatches, forward_only=True)
-    return own_schedule(two_alive, 1, num_microbatches)
+    return custom_schedule(two_alive, 1, num_microbatches)
 
 
 @contextmanager

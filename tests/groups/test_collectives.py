@@ -121,7 +121,7 @@ def _check_bad_gather(axis: MeshAxis) -> None:
 
 
 def _world(rank: int, size: int) -> dict[str, tuple[int, ...]]:
-    with pytest.raises(ParallelPlanError, match="has 4 ranks, the layout needs 8"):
+    with pytest.raises(ParallelPlanError, match="has 4 ranks, and the layout needs 8"):
         ParallelMesh.create(ParallelLayout(8, tp=2))
     mesh = ParallelMesh.create(ParallelLayout(size, tp=2, pp=2), seed=7)
     _check_pairs(mesh.tp)

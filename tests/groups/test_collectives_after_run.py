@@ -19,12 +19,12 @@ def _world(rank: int, size: int) -> None:
         ranks = getattr(mesh, axis)
         assert all_reduce_(torch.ones(2), ranks).tolist() == [2.0, 2.0]
         mesh.destroy()
-        words = f"while fit, .* over {axis}.*after the end of the run.*on_train_end.*save it"
+        words = f"while fit, .* over {axis}.*after the run.*on_train_end.*save it"
         with pytest.raises(UnsupportedError, match=words):
             all_reduce_(torch.ones(2), ranks)
         with pytest.raises(UnsupportedError, match=words):
             start_transfers([(torch.ones(2), 1 - rank)], [], ranks)
-        with pytest.raises(UnsupportedError, match="after the end of the run"):
+        with pytest.raises(UnsupportedError, match="after the run"):
             all_gather_objects(1, mesh.world_cpu)
         x = torch.ones(2, requires_grad=True)
         with pytest.raises(UnsupportedError, match=words):

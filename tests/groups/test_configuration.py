@@ -17,7 +17,7 @@ from lightning_megatron import CausalLM, GPTConfig, MegatronStrategy, ParallelMe
 from lightning_megatron.errors import RankMismatchError
 from lightning_megatron.groups import fingerprint, mesh, mesh_groups
 from lightning_megatron.groups.fingerprint import _is_timeout, check_same_in_store
-from lightning_megatron.groups.sources import digest_of_sources, own_sources
+from lightning_megatron.groups.sources import digest_of_sources, package_hash
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.process import ranks
 from tests.world import run_world
@@ -133,7 +133,7 @@ def test_the_hash_of_sources_follows_names_and_contents_and_is_cheap(tmp_path: P
     third = digest_of_sources(tmp_path)
     (tmp_path / "notes.txt").write_text("no source")
     assert len({first, second, third, digest_of_sources(tmp_path)}) == 3
-    assert own_sources() == own_sources()
+    assert package_hash() == package_hash()
     times = []
     for _ in range(5):
         began = time.thread_time()
@@ -143,18 +143,18 @@ def test_the_hash_of_sources_follows_names_and_contents_and_is_cheap(tmp_path: P
 
 
 def _other_sources(rank: int, size: int) -> None:
-    digest = "0123456789ab" if rank == 1 else own_sources()
-    words = rf"rank 1 has lightning-megatron sources='0123456789ab', the others '{own_sources()}'"
+    digest = "0123456789ab" if rank == 1 else package_hash()
+    words = rf"rank 1 has lightning-megatron sources='0123456789ab', the others '{package_hash()}'"
 
     def no_group(*_: Any, **__: Any) -> Any:
         raise AssertionError("ranks that disagree must not make a group")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", no_group)
-        patch.setattr(mesh_groups, "own_sources", lambda: digest)
+        patch.setattr(mesh_groups, "package_hash", lambda: digest)
         with pytest.raises(RankMismatchError, match=words):
             ParallelMesh.create(ParallelLayout(size, tp=2))
-        patch.setattr(ranks, "own_sources", lambda: digest)
+        patch.setattr(ranks, "package_hash", lambda: digest)
         trainer = Trainer(
             accelerator="cpu",
             devices=2,

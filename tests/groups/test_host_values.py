@@ -82,8 +82,8 @@ def test_what_is_freed_is_forgotten() -> None:
     host = HostValues()
     with host.noting():
         moved: Any = move_data_to_device(batch(), torch.device("meta"))
-    assert len(host._known) == 2
+    assert len(host._cache) == 2
     del moved
     gc.collect()
     host.note(torch.ones(3, dtype=torch.long), torch.ones(3, dtype=torch.long))
-    assert len(host._known) == 1
+    assert len(host._cache) == 1

@@ -105,5 +105,5 @@ def test_a_replay_after_the_run_is_refused_like_its_collectives() -> None:
     with journal.recording() as calls:
         journal.note("all_reduce", "dp", (0, 1))
     journal.end(["dp"])
-    with pytest.raises(UnsupportedError, match="after the end of the run"):
+    with pytest.raises(UnsupportedError, match="after the run"):
         journal.repeat(calls, LABEL)

@@ -51,7 +51,7 @@ def test_parts_of_a_region_are_made_once_and_not_remembered_without_end(
 
 
 def test_cpus_write_into_no_memory_of_others() -> None:
-    assert PeerMemory().why_not(None, CPU) == "ranks are on cpu"
+    assert PeerMemory().reason_unavailable(None, CPU) == "ranks are on cpu"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def _spread(rank: int, size: int) -> None:
     hidden = torch.arange(3.0).view(3, 1).expand(3, 4) + 10 * rank
     experts = torch.tensor([[0, 1], [3, -1], [-1, -1]])
     probabilities = torch.full((3, 2), 0.5 + rank)
-    buffer = Collectives(mesh.ep, 2).spread(hidden, probabilities, experts)
+    buffer = Collectives(mesh.ep, 2).dispatch(hidden, probabilities, experts)
     # On both ranks token 0 chose experts of the first rank, token 1 one of the second, token 2
     # none.
     expected = torch.full((6, 4), torch.nan)
@@ -84,7 +84,7 @@ def _spread(rank: int, size: int) -> None:
     assert torch.equal(buffer.rows.nan_to_num(99.0), expected.nan_to_num(99.0))
     assert torch.equal(buffer.experts, experts.repeat(2, 1))
     assert torch.equal(buffer.scales, torch.tensor([0.5, 1.5]).repeat_interleave(6).view(6, 2))
-    again = Collectives(mesh.ep, 2).spread(hidden, None, experts)
+    again = Collectives(mesh.ep, 2).dispatch(hidden, None, experts)
     assert again.region is buffer.region
     assert again.scales is None
     mesh.destroy()

@@ -15,9 +15,9 @@ from lightning_megatron.groups.shard_spec import (
     Box,
     FlatSlice,
     ShardSpec,
+    replicated_spec,
     set_shard_spec,
     shard_spec_of,
-    whole_spec,
 )
 from lightning_megatron.plan.shards import (
     ShardRange,
@@ -60,9 +60,9 @@ def test_a_cut_along_the_second_dimension_has_its_box_there():
 
 def test_a_parameter_without_a_spec_is_whole_on_every_rank():
     weight = nn.Parameter(torch.ones(2, 3))
-    assert shard_spec_of(weight) == whole_spec(weight)
+    assert shard_spec_of(weight) == replicated_spec(weight)
     assert shard_spec_of(weight, 1).boxes()[0].copy == 1
-    scalar = whole_spec(torch.tensor(3.0))
+    scalar = replicated_spec(torch.tensor(3.0))
     assert scalar.is_whole
     assert torch.equal(scalar.shard(torch.tensor(3.0)), torch.tensor(3.0))
     spec = ShardSpec((4, 3), (ShardRange(0, 2),))
@@ -147,7 +147,7 @@ def test_a_flat_slice_answers_for_its_spec():
 
 
 def test_scalars_and_huge_tensors_are_sliced():
-    scalar = FlatSlice(whole_spec(torch.tensor(3.0), copy=1), (), 0, 1)
+    scalar = FlatSlice(replicated_spec(torch.tensor(3.0), copy=1), (), 0, 1)
     assert scalar.boxes() == [Box((), (), 0, 1)]
     flat = torch.zeros(1)
     scalar.copy_from_full(flat, torch.tensor(3.0))
@@ -163,7 +163,7 @@ def test_a_flat_slice_that_leaves_its_tensor_is_refused():
     spec = ShardSpec((4, 3), (ShardRange(0, 2),))
     with pytest.raises(ValueError, match=r"of 6 elements: \[0, 7\)"):
         FlatSlice(spec, (2, 3), 0, 7)
-    with pytest.raises(ValueError, match=r"at least the 2 rows .* \(1, 3\)"):
+    with pytest.raises(ValueError, match=r"at least 2 rows .* \(1, 3\)"):
         FlatSlice(spec, (1, 3), 0, 3)
     with pytest.raises(ValueError, match=r"one dimension of 3 elements: \(2,\)"):
         FlatSlice(spec, (2, 3), 0, 3).local_views(torch.zeros(2))

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from lightning_megatron.experts.routing.balance import tokens_per_expert_of_sequences
 from lightning_megatron.experts.routing.router import Routing
 from lightning_megatron.experts.routing.router_losses import RouterLosses
-from lightning_megatron.experts.routing.scores import Scored, score_tokens, weigh_selected
+from lightning_megatron.experts.routing.scores import RouterOutput, score_tokens, weigh_selected
 from lightning_megatron.experts.routing.statistics import RouterStatistics
 from lightning_megatron.experts.transport.permute import RowMap, sort_by_expert
 from lightning_megatron.kernels import triton as kernels
@@ -369,8 +369,8 @@ def check_routed(
 
 
 def check_choices(
-    found: Scored,
-    expected: Scored,
+    found: RouterOutput,
+    expected: RouterOutput,
     logits: Tensor,
     bias: Tensor | None,
     config: ExpertsConfig,

@@ -95,7 +95,7 @@ def check_norm_magnitudes(draw: Draw, sizes: Sizes) -> None:
                 own = hidden, update, weight, bias, eps, is_rms
                 expected = kernels.add_norm(*own)
                 seen = no_magnitude(hidden)
-                found = kernels.add_norm(*own, seen=seen)
+                found = kernels.add_norm(*own, magnitudes=seen)
                 for one, other in zip(found, expected, strict=True):
                     assert_one_rounding(one, other, what)
                 assert_magnitude(seen, found[1], what)

@@ -18,7 +18,7 @@ from lightning_megatron.layers.gradient_slot import GradientSlot, set_slot
 from lightning_megatron.layers.init import initialize_
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.loss_chunks import MOST_STORED, tokens_of_chunk
+from lightning_megatron.plan.loss_chunks import MAX_STORED_BYTES, tokens_of_chunk
 from tests.live_memory import LiveMemory
 from tests.oracles import assert_equal
 from tests.world import run_world
@@ -181,7 +181,7 @@ def test_an_impossible_token_does_not_poison_the_others() -> None:
 @pytest.mark.parametrize("label", [8, -2])
 def test_labels_outside_the_vocabulary_are_refused(label: int) -> None:
     labels = torch.tensor([[label]])
-    with pytest.raises(IndexError, match=rf"\[0, 8\): found {label}"):
+    with pytest.raises(IndexError, match=rf"\[0, 8\): an id is {label}"):
         chunked_cross_entropy(
             torch.randn(1, 1, 4), torch.randn(16, 4), labels, ParallelMesh.single(), 8, 5
         )
@@ -191,7 +191,7 @@ def test_auto_divides_only_large_logits_and_forward_all() -> None:
     assert tokens_of_chunk(None, 10**6, 10**6, 2) is None
     assert tokens_of_chunk(100, 10, 10, 2) == 100
     rows = 128_256
-    most = MOST_STORED // (2 * rows)
+    most = MAX_STORED_BYTES // (2 * rows)
     assert tokens_of_chunk("auto", most, rows, 2) is None
     # 512 MiB of logits in half precision, rounded to a multiple of 256 tokens.
     assert tokens_of_chunk("auto", most + 1, rows, 2) == 2048

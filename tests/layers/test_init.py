@@ -21,7 +21,7 @@ from lightning_megatron.layers.init import ONES, Initializer, initialize_, shard
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.shards import whole_range
+from lightning_megatron.plan.shards import full_range
 
 CONFIG = GPTConfig.llama(
     vocab_size=1000,
@@ -150,7 +150,7 @@ def test_shared_parameters_stay_shared_and_keep_what_is_attached() -> None:
     with torch.device("meta"):
         first, second = nn.Module(), nn.Module()
         first.weight = sharded_parameter(
-            (6, 2), [whole_range(6)], Initializer.normal(), local_size=8
+            (6, 2), [full_range(6)], Initializer.normal(), local_size=8
         )
         second.weight = first.weight
         root = nn.ModuleDict({"first": first, "second": second})
@@ -162,12 +162,12 @@ def test_shared_parameters_stay_shared_and_keep_what_is_attached() -> None:
 
 def test_real_parameters_are_filled_in_place() -> None:
     module = nn.Module()
-    module.weight = weight = sharded_parameter((3,), [whole_range(3)], ONES)
+    module.weight = weight = sharded_parameter((3,), [full_range(3)], ONES)
     initialize_(module, "cpu", seed=0)
     assert module.weight is weight
     assert weight.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_a_parameter_without_initializer_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"'0\.weight' has no initializer"):
+    with pytest.raises(ValueError, match=r"must have an initializer: '0\.weight' has none"):
         initialize_(nn.Sequential(nn.Linear(2, 2)), "cpu", seed=0)

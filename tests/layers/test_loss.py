@@ -93,7 +93,7 @@ def test_an_impossible_token_does_not_poison_the_others() -> None:
 
 @pytest.mark.parametrize("label", [8, -2])
 def test_labels_outside_the_vocabulary_are_refused(label: int) -> None:
-    with pytest.raises(IndexError, match=rf"\[0, 8\): found {label}"):
+    with pytest.raises(IndexError, match=rf"\[0, 8\): an id is {label}"):
         vocab_parallel_cross_entropy(
             torch.randn(1, 1, 16), torch.tensor([[label]]), ParallelMesh.single(), 8
         )

@@ -102,7 +102,7 @@ def test_products_with_overlap_equal_products_of_whole_matrices():
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_recipes_with_several_scales_are_refused(recipe):
     with pytest.raises(
-        ParallelPlanError, match="belong to the gathered tensor.*tensorwise or delay"
+        ParallelPlanError, match="depend on the gathered tensor.*tensorwise or delay"
     ):
         MegatronStrategy(tp=2, overlap_tensor_parallel=True, fp8=recipe)
 

@@ -87,9 +87,9 @@ def test_a_value_that_nothing_reads_any_more_is_let_go() -> None:
 
 def test_segments_that_read_what_is_not_there_are_refused() -> None:
     first = Segment("first", abs, ("y",), ("z",))
-    with pytest.raises(ValueError, match=r"'first' reads \['y'\], available are \['x'\]"):
+    with pytest.raises(ValueError, match=r"'first' reads \['y'\], but available are \['x'\]"):
         SegmentList([first], ("x",), ("z",))
-    with pytest.raises(ValueError, match=r"none writes \['out'\]"):
+    with pytest.raises(ValueError, match=r"no segment writes \['out'\]"):
         SegmentList([first], ("y",), ("out",))
     with pytest.raises(ValueError, match=r"each of its inputs \('y',\): 2 were given"):
         SegmentList([first], ("y",), ("z",))((1, 2))

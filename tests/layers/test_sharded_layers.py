@@ -237,7 +237,7 @@ def check_embedding_and_head(mesh: ParallelMesh) -> None:
     assert_same_gradients(
         layer, mesh, {k: leaf_gradient(v) for k, v in w.items()}, f"embedding {what}"
     )
-    with pytest.raises(IndexError, match=rf"\[0, {V}\): found {V}"):
+    with pytest.raises(IndexError, match=rf"\[0, {V}\): an id is {V}"):
         layer(torch.full((1, S), V))
 
     w = leaves(weight=(V, D))

@@ -220,7 +220,7 @@ def test_frozen_operands_get_no_gradient() -> None:
 
 def test_labels_outside_the_vocabulary_are_refused() -> None:
     labels = torch.tensor([[8]])
-    with pytest.raises(IndexError, match=r"\[0, 8\): found 8"):
+    with pytest.raises(IndexError, match=r"\[0, 8\): an id is 8"):
         summed_cross_entropy(
             torch.randn(1, 1, 4), torch.randn(16, 4), labels, ParallelMesh.single(), 8, 5
         )

@@ -242,7 +242,7 @@ def test_a_copy_of_a_layer_has_casts_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     ("backend", "graphs", "message"),
-    [("te", None, "backend 'te'"), ("own", "segments", "mode 'segments'")],
+    [("te", None, "backend 'te'"), ("native", "segments", "mode 'segments'")],
 )
 def test_sharing_that_cannot_be_is_refused(
     backend: Backend, graphs: GraphMode | None, message: str
@@ -250,7 +250,7 @@ def test_sharing_that_cannot_be_is_refused(
     with pytest.raises(ParallelPlanError, match=f"fp8.cast_weights.*{message}"):
         check_fp8_products(FP8(cast_weights="batch"), False, backend, graphs)
     for settings in (FP8(), FP8(cast_weights="microbatch")):
-        check_fp8_products(settings, False, "own", graphs)
+        check_fp8_products(settings, False, "native", graphs)
         assert not settings.shares_casts(1, graphs)
     assert FP8().shares_casts(2)
     assert FP8().shares_casts(2, "full")

@@ -242,7 +242,7 @@ def test_an_input_half_that_fails_leaves_nothing() -> None:
 def test_input_halves_may_not_mix() -> None:
     queue = WeightGradientQueue()
     with queue.open(1):
-        with pytest.raises(ValueError, match="a weight half of its own.*got 2, while.*is open"):
+        with pytest.raises(ValueError, match="its own weight half.*got 2, while.*is open"):
             queue.open(2).__enter__()
         assert queue.is_open
     with (

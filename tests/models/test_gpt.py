@@ -98,7 +98,7 @@ def test_invalid_inputs_raise() -> None:
         ParallelPlanError, match=r"seq_length \(13\) must not exceed max_seq_length \(12\)"
     ):
         model(torch.zeros(1, 13, dtype=torch.long))
-    with pytest.raises(IndexError, match=r"\[0, 77\): found 77"):
+    with pytest.raises(IndexError, match=r"\[0, 77\): an id is 77"):
         model(torch.full((1, 4), 77))
     with pytest.raises(ParallelPlanError, match="none, selective, norms, activations, experts"):
         model.recompute = "some"

@@ -20,7 +20,7 @@ from lightning_megatron.plan.kept_activations import KeptActivations, eager_acti
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.loss_chunks import LossChunk
 from lightning_megatron.plan.network_activations import MicrobatchShape
-from lightning_megatron.strategy.callbacks.kept_by_model import kept_by
+from lightning_megatron.strategy.callbacks.kept_activations import kept_by
 from tests.live_memory import LiveMemory
 from tests.world import run_world
 

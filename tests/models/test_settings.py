@@ -367,7 +367,7 @@ def test_invalid_batches_raise() -> None:
         model(tokens, span=AttentionSpan(PACKED[:1]))
     with pytest.raises(ParallelPlanError, match=r"span.mask must have the shape \(2 or 1, 1, 8 or"):
         model(tokens, span=AttentionSpan(mask=KEYS[..., 1:]))
-    with pytest.raises(IndexError, match=r"\[0, 12\): found 12"):
+    with pytest.raises(IndexError, match=r"\[0, 12\): an id is 12"):
         model(tokens, span=AttentionSpan(positions=FAR + 1))
 
 

@@ -173,15 +173,16 @@ def test_too_little_memory_is_refused_with_the_least_that_works() -> None:
     with pytest.raises(ParallelPlanError) as error:
         search_schedule(2, 4, equal_costs(4, 1, 1, 1), [1.0, 2.0, 3.0, 5.0], 5.5)
     assert str(error.value) == (
-        "activations must fit in memory: the limit is 5.5, one microbatch in all chunks of the "
-        "fullest stage keeps 6. Use a limit of that or more, or smaller microbatches."
+        "activations must fit into memory: the limit is 5.5, one microbatch in all chunks of the "
+        "fullest stage keeps 6. Raise the limit to at least that, or use smaller microbatches."
     )
     assert search_schedule(2, 4, equal_costs(4, 1, 1, 1), [1.0, 2.0, 3.0, 5.0], 6.0).chosen.fits
 
 
 def test_costs_that_do_not_fit_the_stages_are_refused() -> None:
     with pytest.raises(
-        ParallelPlanError, match=r"costs name 3, kept names 3, pp is 2\. Use pp x vpp of each"
+        ParallelPlanError,
+        match=r"costs name 3, kept names 3, pp is 2\. Use lists of pp x vpp values",
     ):
         search_schedule(2, 4, equal_costs(3, 1, 1, 1), [1.0] * 3, 9.0)
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.buckets import (
     BufferPlan,
-    Piece,
-    Placed,
+    FlatParameter,
+    ParameterRange,
     Slice,
     plan_by_elements,
     plan_by_parameters,
@@ -23,10 +23,10 @@ PARTS = st.integers(1, 9)
 
 
 @st.composite
-def some_pieces(draw: st.DrawFn) -> list[Piece]:
+def some_pieces(draw: st.DrawFn) -> list[FlatParameter]:
     count = draw(st.integers(0, 12))
     return [
-        Piece(
+        FlatParameter(
             f"p{i}",
             draw(st.integers(0, 700)),
             draw(st.integers(0, 2)),
@@ -36,7 +36,7 @@ def some_pieces(draw: st.DrawFn) -> list[Piece]:
     ]
 
 
-def check_every_element_once(plan: BufferPlan, pieces: list[Piece]) -> None:
+def check_every_element_once(plan: BufferPlan, pieces: list[FlatParameter]) -> None:
     held: dict[str, list[tuple[int, int]]] = {piece.name: [] for piece in pieces}
     for part in range(plan.num_parts):
         shard_stop, buffer_stop = 0, 0
@@ -60,7 +60,7 @@ def check_every_element_once(plan: BufferPlan, pieces: list[Piece]) -> None:
         assert [i for low, high in ranges for i in range(low, high)] == list(range(piece.size))
 
 
-def check_buckets(plan: BufferPlan, pieces: list[Piece]) -> None:
+def check_buckets(plan: BufferPlan, pieces: list[FlatParameter]) -> None:
     by_name, stop = {piece.name: piece for piece in pieces}, 0
     for bucket in plan.buckets:
         assert bucket.start == stop
@@ -84,7 +84,7 @@ def check_buckets(plan: BufferPlan, pieces: list[Piece]) -> None:
 
 @given(some_pieces(), PARTS, st.integers(1, 1500))
 def test_every_element_lies_in_exactly_one_slice(
-    pieces: list[Piece], num_parts: int, bucket_size: int
+    pieces: list[FlatParameter], num_parts: int, bucket_size: int
 ) -> None:
     plan = plan_by_elements(pieces, num_parts, bucket_size)
     check_every_element_once(plan, pieces)
@@ -93,7 +93,7 @@ def test_every_element_lies_in_exactly_one_slice(
 
 @given(some_pieces(), PARTS, st.integers(1, 1500))
 def test_buckets_are_in_reverse_order_and_close_in_time(
-    pieces: list[Piece], parts: int, bucket_size: int
+    pieces: list[FlatParameter], parts: int, bucket_size: int
 ) -> None:
     plan = plan_by_elements(pieces, parts, bucket_size)
     names = [placed.name for bucket in plan.buckets for placed in bucket.placed]
@@ -101,19 +101,19 @@ def test_buckets_are_in_reverse_order_and_close_in_time(
     firsts = {piece.group: piece for piece in reversed(pieces)}
     tables = [one for one in firsts.values() if one.size >= bucket_size and one.stack is None]
     by_name = {piece.name: piece for piece in pieces}
-    by_name |= {one.name: replace(one, alone=True) for one in tables}
+    by_name |= {one.name: replace(one, own_bucket=True) for one in tables}
     for bucket in plan.buckets:
-        if any(by_name[placed.name].alone for placed in bucket.placed):
+        if any(by_name[placed.name].own_bucket for placed in bucket.placed):
             assert len(bucket.placed) == 1
         assert all(placed.stop - bucket.start < bucket_size for placed in bucket.placed[:-1])
     for bucket, after in zip(plan.buckets, plan.buckets[1:], strict=False):
         last, first = by_name[bucket.placed[-1].name], by_name[after.placed[0].name]
         full = bucket.placed[-1].stop - bucket.start >= bucket_size
-        assert full or last.alone or first.alone or last.group != first.group
+        assert full or last.own_bucket or first.own_bucket or last.group != first.group
 
 
 @given(some_pieces(), PARTS)
-def test_whole_parameters_are_dealt_out_evenly(pieces: list[Piece], num_parts: int) -> None:
+def test_whole_parameters_are_dealt_out_evenly(pieces: list[FlatParameter], num_parts: int) -> None:
     plan = plan_by_parameters(pieces, num_parts)
     check_every_element_once(plan, pieces)
     check_buckets(plan, pieces)
@@ -138,23 +138,36 @@ def test_whole_parameters_are_dealt_out_evenly(pieces: list[Piece], num_parts: i
 
 
 def test_the_layout_is_that_of_megatron_core() -> None:
-    plan = plan_by_elements([Piece("a", 100), Piece("b", 200), Piece("c", 300)], 4)
+    plan = plan_by_elements(
+        [FlatParameter("a", 100), FlatParameter("b", 200), FlatParameter("c", 300)], 4
+    )
     assert [(bucket.start, bucket.stop) for bucket in plan.buckets] == [(0, 768)]
     assert [plan.place(name) for name in "abc"] == [
-        Placed("a", 576, 676),
-        Placed("b", 320, 520),
-        Placed("c", 0, 300),
+        ParameterRange("a", 576, 676),
+        ParameterRange("b", 320, 520),
+        ParameterRange("c", 0, 300),
     ]
-    plan = plan_by_elements([Piece("a", 100), Piece("b", 200), Piece("c", 300)], 4, bucket_size=250)
+    plan = plan_by_elements(
+        [FlatParameter("a", 100), FlatParameter("b", 200), FlatParameter("c", 300)],
+        4,
+        bucket_size=250,
+    )
     assert [(bucket.start, bucket.stop) for bucket in plan.buckets] == [(0, 384), (384, 768)]
     assert [bucket.placed[-1].stop - bucket.start for bucket in plan.buckets] == [300, 356]
-    pieces = [Piece("tied", 1000, alone=True), Piece("a", 64), Piece("b", 65), Piece("c", 10)]
+    pieces = [
+        FlatParameter("tied", 1000, own_bucket=True),
+        FlatParameter("a", 64),
+        FlatParameter("b", 65),
+        FlatParameter("c", 10),
+    ]
     plan = plan_by_elements(pieces, 8)
     assert [(bucket.start, bucket.stop) for bucket in plan.buckets] == [(0, 256), (256, 1280)]
 
 
 def test_a_part_may_begin_and_end_inside_a_parameter() -> None:
-    plan = plan_by_elements([Piece("a", 100), Piece("b", 200), Piece("c", 300)], 4)
+    plan = plan_by_elements(
+        [FlatParameter("a", 100), FlatParameter("b", 200), FlatParameter("c", 300)], 4
+    )
     assert [(s.name, s.start, s.stop, s.shard_start) for s in plan.slices(1)] == [
         ("c", 192, 300, 0),
         ("b", 0, 64, 128),
@@ -170,21 +183,23 @@ def test_an_empty_buffer_has_no_buckets() -> None:
 
 
 def test_a_buffer_of_a_large_model_is_planned_at_once() -> None:
-    pieces = [Piece(f"layers.{i}.{j}", 4096 * 4096 + j) for i in range(126) for j in range(9)]
+    pieces = [
+        FlatParameter(f"layers.{i}.{j}", 4096 * 4096 + j) for i in range(126) for j in range(9)
+    ]
     plan = plan_by_elements(pieces, 512)
     assert sum(s.size for part in (0, 511) for s in plan.slices(part)) <= 2 * plan.shard_size
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
     with pytest.raises(ParallelPlanError, match="'a' is listed twice"):
-        plan_by_elements([Piece("a", 1), Piece("a", 2)], 2)
+        plan_by_elements([FlatParameter("a", 1), FlatParameter("a", 2)], 2)
     with pytest.raises(ParallelPlanError, match="'a' has -1"):
-        plan_by_parameters([Piece("a", -1)], 2)
+        plan_by_parameters([FlatParameter("a", -1)], 2)
     with pytest.raises(ParallelPlanError, match="num_parts must be a whole number of at least 1"):
         plan_by_elements([], 0)
     with pytest.raises(ParallelPlanError, match="bucket_size must be"):
         plan_by_elements([], 1, bucket_size=0)
     with pytest.raises(ParallelPlanError, match="Plan the buffer again with num_parts of 3"):
-        plan_by_elements([Piece("a", 1)], 4).buckets[0].part(0, 3)
+        plan_by_elements([FlatParameter("a", 1)], 4).buckets[0].part(0, 3)
     with pytest.raises(ParallelPlanError, match="Use part of 0 to 3"):
-        plan_by_elements([Piece("a", 1)], 4).slices(4)
+        plan_by_elements([FlatParameter("a", 1)], 4).slices(4)

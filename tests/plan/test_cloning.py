@@ -14,10 +14,10 @@ from lightning_megatron.plan.cloning import (
     assign_largest_first,
     assign_one_shot,
     divide_over_ranks,
+    excess_of_rank,
     overlaps,
     physical_experts,
     plan_clones,
-    surplus_of_rank,
 )
 from tests.plan.clone_draws import DrawnCounts, drawn_counts, drawn_selections
 
@@ -30,10 +30,10 @@ COUNTS = [
 
 
 def test_light_experts_stay_whole_in_any_order() -> None:
-    assert surplus_of_rank([50, 100, 150, 200], 250) == [0, 0, 50, 200]
-    assert surplus_of_rank([200, 50, 150, 100], 250) == [200, 0, 50, 0]
-    assert surplus_of_rank([7, 7, 7], 10) == [0, 4, 7], "of equals the first stays"
-    assert surplus_of_rank([20, 5], 0) == [20, 5]
+    assert excess_of_rank([50, 100, 150, 200], 250) == [0, 0, 50, 200]
+    assert excess_of_rank([200, 50, 150, 100], 250) == [200, 0, 50, 0]
+    assert excess_of_rank([7, 7, 7], 10) == [0, 4, 7], "of equals the first stays"
+    assert excess_of_rank([20, 5], 0) == [20, 5]
 
 
 def test_overlaps_of_two_lines() -> None:
@@ -113,7 +113,7 @@ def check_plan(drawn: DrawnCounts, plan: ClonePlan) -> None:
     )
     assert set(places_of_ranks.values()) <= {1}, "two clones of one expert on a rank"
     for rank, load in enumerate(before):
-        own = surplus_of_rank(totals[rank * layout.homes : (rank + 1) * layout.homes], mean)
+        own = excess_of_rank(totals[rank * layout.homes : (rank + 1) * layout.homes], mean)
         assert sum(own) == max(0, load - mean)
         for expert, over in enumerate(own, rank * layout.homes):
             assert moved[expert] <= over <= totals[expert]

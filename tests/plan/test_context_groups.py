@@ -83,5 +83,5 @@ def test_bad_sizes_and_rows_are_refused() -> None:
         ContextGroups(4, 3, 16)
     with pytest.raises(ParallelPlanError, match=r"seq_length \(12\) must be a multiple"):
         ContextGroups.of([0, 12], 12, 4)
-    with pytest.raises(ParallelPlanError, match="must end with their rows"):
+    with pytest.raises(ParallelPlanError, match="must end at the ends of rows"):
         ContextGroups.of([0, 10, 32], 16, 4)

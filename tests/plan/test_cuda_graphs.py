@@ -118,7 +118,7 @@ def test_all_captures_every_scope_and_other_scopes_only_themselves() -> None:
         ),
         (
             {"mode": "segments", "scopes": []},
-            "cuda_graphs.scopes must name at least one part of the model: it is empty, and nothing "
+            "cuda_graphs.scopes must name at least one part of the model: it is empty, so nothing "
             "would be captured. Use all, or leave cuda_graphs out.",
         ),
         (
@@ -137,14 +137,14 @@ def test_all_captures_every_scope_and_other_scopes_only_themselves() -> None:
         ),
         (
             {"mode": "segments", "scopes": ["attention", "preprocess"]},
-            "cuda_graphs.scopes must have router where it has preprocess: it is attention, "
-            "preprocess. Tokens are sorted by the router's choices in one piece with it. Use "
-            "router and preprocess, or neither.",
+            "cuda_graphs.scopes must name router if it names preprocess: it is attention, "
+            "preprocess. Both are captured in one graph, because preprocess sorts tokens by the "
+            "router's choices. Use router and preprocess, or neither.",
         ),
         (
             {"mode": "full", "fixed_shapes": True, "on_new_shape": "capture"},
-            "cuda_graphs.on_new_shape must not be capture with fixed_shapes: fixed_shapes promises "
-            "that no other shape comes, and ranks do not compare theirs. Use on_new_shape of "
+            "cuda_graphs.on_new_shape must not be capture with fixed_shapes: with fixed_shapes "
+            "no other shape may occur, and ranks do not compare their shapes. Use on_new_shape of "
             "error, or leave fixed_shapes out.",
         ),
     ],

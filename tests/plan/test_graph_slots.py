@@ -15,7 +15,7 @@ from lightning_megatron.plan import (
     PipelineUnit,
     Schedule,
     build_schedule,
-    own_schedule,
+    custom_schedule,
 )
 
 MANY = settings(
@@ -151,8 +151,8 @@ def last_first(rank: int, stages: int, number: int, chunks: int) -> list[Action]
     return row
 
 
-def test_an_own_schedule_books_the_slot_that_is_free_longest() -> None:
-    (slots,) = slots_of(own_schedule(last_first, 1, 5))
+def test_a_custom_schedule_books_the_slot_that_is_free_longest() -> None:
+    (slots,) = slots_of(custom_schedule(last_first, 1, 5))
     assert [slots.slot_of(PipelineUnit(0, n)) for n in range(5)] == [0, 1, 1, 0, 0]
     assert first_slots(slots) == (1,)
     check_bookings(slots.schedule)
@@ -168,20 +168,20 @@ def test_gpipe_is_refused(number: int) -> None:
         GraphSlots(build_schedule("gpipe", 2, number), 1)
     assert str(error.value) == (
         "CUDA graphs need a schedule whose stages keep a limited number of microbatches: schedule "
-        f"'gpipe' keeps all {number} of the step at once on stage 0, and each of them needs graphs "
-        "and memory of its own. Use schedule '1f1b', or 'interleaved' with groups of pp "
+        f"'gpipe' keeps all {number} of the step at once on stage 0, and each of them needs its "
+        "own graphs and memory. Use schedule '1f1b', or 'interleaved' with groups of pp "
         "microbatches."
     )
 
 
-def test_own_schedules_and_groups_that_keep_all_microbatches_are_refused() -> None:
+def test_custom_schedules_and_groups_that_keep_all_microbatches_are_refused() -> None:
     for schedule in (
-        own_schedule(all_forwards, 2, 5),
+        custom_schedule(all_forwards, 2, 5),
         build_schedule("interleaved", 2, 6, 2, microbatch_group_size=6),
     ):
         with pytest.raises(UnsupportedError, match=f"keeps all {schedule.num_microbatches} of"):
             GraphSlots(schedule, 0)
-    assert GraphSlots(own_schedule(all_forwards, 2, 4), 1).peaks == (4,)
+    assert GraphSlots(custom_schedule(all_forwards, 2, 4), 1).peaks == (4,)
 
 
 def test_stages_chunks_and_units_that_do_not_exist_are_refused() -> None:

@@ -189,7 +189,7 @@ def test_equal_layouts_are_equal_and_hash_alike() -> None:
         ),
         (
             {"world_size": 16, "order": "tp-tp-dp"},
-            "order must name every axis at most once: 'tp-tp-dp' names tp 2 times, which leaves its place open. "
+            "order must name every axis at most once: 'tp-tp-dp' names tp 2 times, so its place is ambiguous. "
             "Use for example 'tp-dp'.",
         ),
         (
@@ -199,18 +199,19 @@ def test_equal_layouts_are_equal_and_hash_alike() -> None:
         ),
         (
             {"world_size": 16, "tp": 2, "order": "tp"},
-            "order must name every axis of size above 1: 'tp' leaves out dp (8), whose ranks would have no place. "
-            "Use for example 'tp-cp-ep-dp-pp'.",
+            "order must name every axis of size above 1: 'tp' leaves out dp (8), so the order of its ranks is "
+            "undefined. Use for example 'tp-cp-ep-dp-pp'.",
         ),
         (
             {"world_size": 16, "tp": 2, "pp": 2, "ep": 2, "etp": 2, "order": "tp-cp-ep-pp-dp"},
-            "the dense and the expert grid must agree on the stages: order is 'tp-cp-ep-pp-dp', dp is 4, edp is 2. "
+            "the dense and the expert grid must have the same stages: order is 'tp-cp-ep-pp-dp', dp is 4, edp is 2. "
             "Neighbouring stages are 2 ranks apart in the dense grid (tp 2, cp 1) and 4 in the expert grid (etp 2, ep "
-            "2), so a layer's experts would live on another stage. Put pp last in the order, e.g. 'tp-cp-ep-dp-pp'.",
+            "2), so the experts of a layer would be on another stage than the layer. Put pp last in the order, e.g. "
+            "'tp-cp-ep-dp-pp'.",
         ),
         (
             {"world_size": 4, "vpp": 2},
-            "vpp (2) needs pp above 1, because chunks shorten the bubble between stages and one stage has none. "
+            "vpp (2) needs pp above 1, because chunks shorten the pipeline bubble, and one stage has no bubble. "
             "Use vpp of 1, or pp of 2 or 4.",
         ),
         (

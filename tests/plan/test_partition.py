@@ -221,8 +221,8 @@ def test_a_layout_has_the_partition_that_was_asked_for() -> None:
         (
             (4, 1, [8, 0, 16, 8]),
             "stage_layers must give a layer to every virtual stage except the first and the last: it is [8, 0, 16, "
-            "8]. The first one has the embedding and the last one the head, but the others would have nothing to do. "
-            "Use numbers of at least 1 between them, and at least one layer.",
+            "8]. The first one has the embedding and the last one the head, but the others would be empty. Use "
+            "numbers of at least 1 between them, and at least one layer.",
         ),
         ((2, 1, [0, 0]), "and at least one layer"),
         ((2, 1, [-1, 33]), "stage_layers[0] must be a whole number of at least 0: it is -1"),

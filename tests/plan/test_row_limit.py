@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from lightning_megatron.plan.row_limit import enough_for, grown_factor, limited_rows
+from lightning_megatron.plan.row_limit import grown_factor, limited_rows, smallest_factor
 
 
 @pytest.mark.parametrize(
@@ -20,11 +20,11 @@ def test_limits_are_multiples_of_a_tile(factor: float, share: int, rows: int) ->
 
 def test_the_factor_that_would_do_has_room_and_a_hundredth_less_may_not() -> None:
     draw = random.Random(1)
-    assert enough_for(42_112, 32_768) == 1.29
+    assert smallest_factor(42_112, 32_768) == 1.29
     for _ in range(2000):
         share = draw.randint(1, 10**6)
         needed = draw.randint(share, 8 * share)
-        enough = enough_for(needed, share)
+        enough = smallest_factor(needed, share)
         assert limited_rows(enough, share) >= needed
         assert Fraction(round(enough * 100) - 1, 100) * share < needed
         assert grown_factor(needed, share) >= 1.1 * needed / share

@@ -115,8 +115,8 @@ def test_chunks_divide_the_bubble() -> None:
         (
             ("interleaved", 4, 3, 2),
             "schedule 'interleaved' needs at least as many microbatches as stages: num_microbatches is 3, pp is 4. A "
-            "chunk's next turn would come before its input. Use 4 microbatches or more, or schedule '1f1b' "
-            "with vpp of 1.",
+            "chunk would run its next microbatches before their inputs exist. Use 4 microbatches or more, or "
+            "schedule '1f1b' with vpp of 1.",
         ),
         (
             ("interleaved", 4, 9, 2),
@@ -131,17 +131,17 @@ def test_chunks_divide_the_bubble() -> None:
         (("interleaved", 4, 9, 2, 10), "Use microbatch_group_size of 5 or 9, or 12 microbatches."),
         (
             ("zb-h1", 4, 8, 2),
-            "schedule 'zb-h1' runs one chunk per stage: vpp is 2. It does not order the chunks",
+            "schedule 'zb-h1' runs one chunk per stage: vpp is 2. It cannot order several chunks",
         ),
         (
             ("zb-v", 4, 8),
-            "schedule 'zb-v' runs two chunks per stage: vpp is 1. A V has one way from the first stage to the last "
-            "and one way back. Use vpp of 2.",
+            "schedule 'zb-v' runs two chunks per stage: vpp is 1. The first chunks go from the first stage to the "
+            "last in a V, and the second chunks go back. Use vpp of 2.",
         ),
         (
             ("dualpipe-v", 4, 7, 2),
             "schedule 'dualpipe-v' needs at least two microbatches per stage: num_microbatches is 7, pp is 4. With "
-            "fewer, both ways of the V would not be full at once. Use 8 microbatches or more, or schedule 'zb-v'.",
+            "fewer, the two directions of the V would not overlap. Use 8 microbatches or more, or schedule 'zb-v'.",
         ),
         (("zb-v", 4, 8, 2, 4), "microbatch_group_size (4) belongs to schedule 'interleaved'"),
         (("1f1b", 4, 8, 1, 4), "microbatch_group_size (4) belongs to schedule 'interleaved'"),

@@ -22,7 +22,7 @@ from lightning_megatron.plan import (
     read_schedule,
     simulate,
 )
-from tests.plan.test_own_schedule import Node, Rows, own_rows, schedule_of
+from tests.plan.test_custom_schedule import Node, Rows, own_rows, schedule_of
 from tests.plan.test_split_schedules import run_one_by_one, schedules
 from tests.plan.test_transfers import execute
 
@@ -53,7 +53,7 @@ def test_every_named_schedule_is_restored_from_its_csv(schedule: Schedule) -> No
 @seed(17)
 @MANY
 @given(own_rows())
-def test_any_own_schedule_is_restored_from_its_csv(
+def test_any_custom_schedule_is_restored_from_its_csv(
     drawn: tuple[Placement, int, Rows, dict[Node, set[Node]]],
 ) -> None:
     placement, microbatches, rows, _ = drawn
@@ -115,12 +115,15 @@ def test_schedules_of_torch_are_read(
     ("text", "message"),
     [
         ("", "mine.csv must have a row for each rank: it has none. Use comma-separated"),
-        ("0F0,0B0\n,,\n", "mine.csv must give every rank its actions: row 1 of 2 has none."),
+        (
+            "0F0,0B0\n,,\n",
+            "mine.csv must give every rank at least one action: row 1 of 2 has none.",
+        ),
         (
             "0F0,0SEND_F0\n",
             "mine.csv, row 0: a cell is a virtual stage, a kind (F, B, I or W) and a microbatch, such as 0F3: it is "
-            "'0SEND_F0'. Use one cell for each computation, in order; transfers, and what else torch writes into its "
-            "files, are planned from them.",
+            "'0SEND_F0'. Use one cell for each computation, in order, and leave out transfers and torch's other "
+            "actions, which are planned from the computations.",
         ),
         ("0F0,0B\n", "it is '0B'"),
         ("0F0,(0F1;0B0)W\n", "it is '(0F1;0B0)W'"),
@@ -128,7 +131,7 @@ def test_schedules_of_torch_are_read(
         ("0F0,0F٣\n", "it is '0F٣'"),
         (
             "0F0,2F0,0B0,2B0\n1F0,1B0\n",
-            "mine.csv: virtual stages must lie on the 2 ranks in a loop or in a V, equally many on each: row 1 has [1]. "
+            "mine.csv: virtual stages must lie on the 2 ranks in a loop or in a V, the same number on each rank: row 1 has [1]. "
             "Use [1, 3] in a loop, or [1, 2] in a V.",
         ),
         (

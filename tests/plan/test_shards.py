@@ -11,10 +11,10 @@ from lightning_megatron.plan import (
     ShardRange,
     attention_ranges,
     even_range,
+    full_range,
     gated_ranges,
     padded_vocab_size,
     vocab_range,
-    whole_range,
 )
 
 
@@ -118,7 +118,7 @@ def test_gate_and_up_are_cut_alike() -> None:
 
 def test_an_even_cut_names_what_is_cut() -> None:
     assert even_range(12, 4, 3) == ShardRange(9, 12)
-    assert whole_range(7, copy=2) == ShardRange(0, 7, 2)
+    assert full_range(7, copy=2) == ShardRange(0, 7, 2)
     with pytest.raises(ParallelPlanError) as error:
         even_range(10, 4, 0, what="hidden_size")
     assert str(error.value) == (

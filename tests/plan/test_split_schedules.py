@@ -198,7 +198,7 @@ def test_chunks_lie_in_a_v() -> None:
         ParallelPlanError, match=r"virtual stage must be a position on its axis: it is 6"
     ):
         placement.owner(6)
-    with pytest.raises(ParallelPlanError, match=r"it is 'w'\. Use 'loop' or 'v'"):
+    with pytest.raises(ParallelPlanError, match=r"it is 'w'\. Use one of the two"):
         Placement("w", 2, 2)  # type: ignore[arg-type]
 
 
@@ -351,7 +351,7 @@ def test_the_rows_of_zb_h1_are_those_of_the_figure() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (((1, 1), (1,), (1, 1)), "the numbers of times are {'forward': 2, 'input_half': 1, "),
+        (((1, 1), (1,), (1, 1)), "the lengths of the lists are {'forward': 2, 'input_half': 1, "),
         (((1, 1), (1, 0), (1, 1)), "each time of input_half must be a whole number of at least 1"),
         (((1,), (1,), (1,), -1), "transfer must not be negative: it is -1 ticks. Use 0 or more."),
     ],
@@ -364,7 +364,7 @@ def test_costs_that_cannot_be_are_refused(arguments: tuple[object, ...], message
 
 def test_costs_of_another_cut_are_refused() -> None:
     with pytest.raises(
-        ParallelPlanError, match=r"they name 2, schedule 'zb-v' has pp x vpp of 2 x 2\. Use 4 times"
+        ParallelPlanError, match=r"they have 2, schedule 'zb-v' has pp x vpp of 2 x 2\. Use 4 times"
     ):
         simulate(build_schedule("zb-v", 2, 4, 2), StageCosts((1, 1), (1, 1), (1, 1)))
 

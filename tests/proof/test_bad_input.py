@@ -150,7 +150,8 @@ SIZES_THAT_DO_NOT_FIT = {
         model(num_layers=8),
         windows(batch_size=4),
         "schedule 'interleaved' needs at least as many microbatches as stages: num_microbatches is 2, pp is 4. A "
-        "chunk's next turn would come before its input. Use 4 microbatches or more, or schedule '1f1b' with vpp of 1.",
+        "chunk would run its next microbatches before their inputs exist. Use 4 microbatches or more, or schedule "
+        "'1f1b' with vpp of 1.",
     ),
     "microbatches of a V": (
         4,
@@ -158,7 +159,7 @@ SIZES_THAT_DO_NOT_FIT = {
         model(num_layers=8),
         windows(batch_size=6),
         "schedule 'dualpipe-v' needs at least two microbatches per stage: num_microbatches is 6, pp is 4. With fewer, "
-        "both ways of the V would not be full at once. Use 8 microbatches or more, or schedule 'zb-v'.",
+        "the two directions of the V would not overlap. Use 8 microbatches or more, or schedule 'zb-v'.",
     ),
     "groups of microbatches": (
         2,
@@ -277,21 +278,21 @@ def test_manual_optimization_is_refused_with_several_stages() -> None:
         (
             {"order": "tp-cp-tp-dp-pp"},
             ParallelPlanError,
-            "order must name every axis at most once: 'tp-cp-tp-dp-pp' names tp 2 times, which leaves its place open. "
+            "order must name every axis at most once: 'tp-cp-tp-dp-pp' names tp 2 times, so its place is ambiguous. "
             "Use for example 'tp-cp-dp-pp'.",
         ),
         (
             {"tp": 2, "order": "cp-dp-pp"},
             ParallelPlanError,
-            "order must name every axis of size above 1: 'cp-dp-pp' leaves out tp (2), whose ranks would have no "
-            "place. Use for example 'tp-cp-ep-dp-pp'.",
+            "order must name every axis of size above 1: 'cp-dp-pp' leaves out tp (2), so the order of its ranks "
+            "is undefined. Use for example 'tp-cp-ep-dp-pp'.",
         ),
         (
             {"schedule": "zb-h3"},
             ParallelPlanError,
             "schedule must be 1f1b, interleaved, gpipe, zb-h1, zb-h2, zb-v, dualpipe-v, auto, a path that ends in .csv, "
-            "a function or None: it is 'zb-h3'. A text, as in YAML, cannot name a function: give the function itself in "
-            "Python, or write its schedule into a file with plan.format_schedule.",
+            "a function or None: it is 'zb-h3'. A YAML file cannot name a function: pass the function itself in Python, "
+            "or write its schedule into a file with plan.format_schedule.",
         ),
         (
             {"nccl_options": {"pipeline": {"max_ctas": 4}}},
@@ -331,13 +332,13 @@ def test_a_world_that_the_layout_does_not_divide_is_refused_by_the_trainer() -> 
 def test_a_layout_whose_grids_disagree_on_stages_is_refused() -> None:
     with pytest.raises(
         ParallelPlanError,
-        match="the dense and the expert grid must agree on the stages.*Put pp last",
+        match="the dense and the expert grid must have the same stages.*Put pp last",
     ):
         ParallelLayout(16, tp=4, pp=2, etp=1, ep=2, order="tp-cp-ep-pp-dp")
 
 
 def test_token_ids_outside_of_the_vocabulary_are_refused() -> None:
-    with pytest.raises(IndexError, match=re.escape("[0, 257): found 257")):
+    with pytest.raises(IndexError, match=re.escape("[0, 257): an id is 257")):
         trainer(1, MegatronStrategy()).fit(model(), windows(token=257))
 
 
@@ -360,7 +361,7 @@ def test_sequences_of_any_dataloader_are_refused_at_their_first_use() -> None:
 
 ADD_UP = (
     "the lengths of the documents of a row must not exceed its 8 tokens: row 1 has [5, 4], which is 9. A document "
-    "cannot continue in the next row. Use lengths with a sum of at most 8."
+    "must end in its row. Use lengths with a sum of at most 8."
 )
 #: What a batch has beside tokens, with the error.
 DOCUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -376,7 +377,7 @@ DOCUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         },
         ParallelPlanError,
         "cu_seq_lens_q must rise from 0 to at most the 8 tokens of the row: it is [0, 3, 9]. Each number is the end "
-        "of a document and the start of the next one. Use the cumulative lengths of the documents, with 0 in front.",
+        "of a document and the start of the next one. Use the cumulative lengths of the documents, starting with 0.",
     ),
     "falling borders": (
         {
@@ -403,8 +404,8 @@ DOCUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
             "attention_mask": torch.ones(1, 8),
         },
         UnsupportedError,
-        "a batch takes either attention_mask or cu_seq_lens_q: both were given. Packed rows have no padding but the "
-        "rest of the row. Leave one of them out.",
+        "a batch must have either attention_mask or cu_seq_lens_q: both were given. Packed rows have padding only at "
+        "their end. Leave one of them out.",
     ),
 }
 
@@ -581,6 +582,6 @@ def test_a_last_batch_with_too_few_microbatches_is_refused_before_the_first_step
     check_last_batch(0, options, layout)
     check_last_batch(4, options, layout)
     with pytest.raises(
-        ParallelPlanError, match=r"it has 3 samples, which make 3 microbatches. Use drop_last=True"
+        ParallelPlanError, match=r"it has 3 samples, which are 3 microbatches. Use drop_last=True"
     ):
         check_last_batch(3, options, layout)

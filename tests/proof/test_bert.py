@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_megatron import BERTPretraining, EncoderConfig, MegatronStrategy
-from lightning_megatron.checkpoint.stored import Stored
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.fit_report import Record, Report
@@ -94,7 +94,7 @@ def train(order: str, layout: dict[str, Any], size: int, checkpoint: str) -> Rep
     record.report.val_losses = [found[f"val_{name}"] for name in ("loss", "lm_loss", "order_loss")]
     trainer.save_checkpoint(checkpoint)
     trainer.strategy.barrier()
-    saved = Stored.open(checkpoint)
+    saved = OpenCheckpoint.open(checkpoint)
     names = [name for name in saved.tensors if name.startswith("state_dict.")]
     record.report.weights = {
         name.removeprefix("state_dict.model."): tensor

@@ -204,7 +204,7 @@ def run_all(rank: int, size: int) -> Found:
     fits = {
         (name, groups): train(size, {**layout, "cp_groups": groups})
         for name, layout in FITS.items()
-        for groups in ("whole", "documents")
+        for groups in ("all", "documents")
     }
     return Found(check_layouts(size), fits)
 
@@ -241,7 +241,7 @@ def test_groups_compute_what_one_process_does(ranks):
 @pytest.mark.parametrize("name", list(FITS))
 def test_groups_train_as_whole_rows_and_as_one_process(name, ranks, twin):
     close = {"rtol": 0, "atol": 1e-10}
-    fits, wholes = ([one.fits[name, groups] for one in ranks] for groups in ("documents", "whole"))
+    fits, wholes = ([one.fits[name, groups] for one in ranks] for groups in ("documents", "all"))
     for fit, whole in zip(fits, wholes, strict=True):
         assert len(fit.losses) == len(whole.losses)
         losses = torch.tensor(fit.losses), torch.tensor(whole.losses)

@@ -43,7 +43,7 @@ def run_all(rank: int, size: int, folder: Path) -> list[Fit]:
     layout = {"cp": size, "cp_transport": "ring"}
     return [
         train(folder, size, windows, {**layout, "cp_groups": groups})
-        for windows, groups in ((2, "documents"), (2, "whole"), (1, "documents"))
+        for windows, groups in ((2, "documents"), (2, "all"), (1, "documents"))
     ]
 
 

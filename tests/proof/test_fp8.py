@@ -159,7 +159,7 @@ def test_sizes_that_do_not_divide_are_refused():
 def test_precisions_without_a_product_are_refused(monkeypatch):
     monkeypatch.setattr(fp8_checks, "has_products", lambda device, is_blockwise: True)
     for precision, message in (
-        ("16-mixed", "whose loss scale"),
+        ("16-mixed", "because its loss scale"),
         ("32-true", "needs precision bf16"),
     ):
         with pytest.raises(ParallelPlanError, match=message):

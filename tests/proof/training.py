@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_megatron.checkpoint.stored import Stored
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
@@ -217,7 +217,7 @@ def train(
         trainer.save_checkpoint(checkpoint)
         trainer.strategy.barrier()
         if trainer.is_global_zero:
-            saved = Stored.open(checkpoint)
+            saved = OpenCheckpoint.open(checkpoint)
             names = [name for name in saved.tensors if name.startswith("state_dict.")]
             record.report.weights = {
                 name.removeprefix("state_dict."): tensor

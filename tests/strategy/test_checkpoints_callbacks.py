@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
 from lightning_megatron.checkpoint import load_metadata, verify_checkpoint
-from lightning_megatron.checkpoint.save import Save
+from lightning_megatron.checkpoint.save import CollectiveSave
 from lightning_megatron.errors import CheckpointSaveError
 from tests.proof.training import Tokens
 from tests.strategy.checkpoint_runs import Trained, trainer_of
@@ -42,13 +42,13 @@ def fit(layout: dict[str, Any] | None, steps: int, *callbacks: Callback) -> None
 @pytest.fixture
 def slow_saves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every save take longer than the steps up to the next one."""
-    run = Save.run
+    run = CollectiveSave.run
 
-    def slowly(save: Save) -> None:
+    def slowly(save: CollectiveSave) -> None:
         time.sleep(0.2)
         run(save)
 
-    monkeypatch.setattr(Save, "run", slowly)
+    monkeypatch.setattr(CollectiveSave, "run", slowly)
 
 
 @pytest.mark.usefixtures("slow_saves")
@@ -95,16 +95,16 @@ def test_a_link_to_the_last_is_made_when_that_is_complete(tmp_path: Path) -> Non
 def test_a_save_that_fails_leaves_the_link_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = Save.run
+    run = CollectiveSave.run
 
-    def full(save: Save) -> None:
+    def full(save: CollectiveSave) -> None:
         if "step=3" in str(save.path):
             raise CheckpointSaveError(
                 "every rank must write its part of a checkpoint: No space left on device"
             )
         run(save)
 
-    monkeypatch.setattr(Save, "run", full)
+    monkeypatch.setattr(CollectiveSave, "run", full)
     with pytest.raises(CheckpointSaveError, match="No space left on device"):
         fit(BEHIND, 40, every_step(tmp_path, save_top_k=1, save_last="link"))
     assert os.readlink(tmp_path / "last.ckpt") == "step=2.ckpt"

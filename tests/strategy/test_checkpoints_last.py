@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import CausalLM, GPTConfig
 from lightning_megatron.checkpoint import is_sharded_checkpoint, load_metadata, verify_checkpoint
-from lightning_megatron.checkpoint.save import Save
+from lightning_megatron.checkpoint.save import CollectiveSave
 from lightning_megatron.errors import (
     CheckpointMismatchError,
     CheckpointSaveError,
@@ -105,9 +105,9 @@ def test_the_last_good_checkpoint_stays_until_its_successor_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[str]] = []
-    run = Save.run
+    run = CollectiveSave.run
 
-    def slowly(save: Save) -> None:
+    def slowly(save: CollectiveSave) -> None:
         time.sleep(0.2)
         # Nothing of the new one is visible, and the old one is there, however long this takes.
         seen.append(
@@ -115,7 +115,7 @@ def test_the_last_good_checkpoint_stays_until_its_successor_is_complete(
         )
         run(save)
 
-    monkeypatch.setattr(Save, "run", slowly)
+    monkeypatch.setattr(CollectiveSave, "run", slowly)
     fit(BEHIND, 3, every_step(tmp_path, save_top_k=1))
     assert seen == [[], ["step=1.ckpt"], ["step=2.ckpt"]]
     assert os.listdir(tmp_path) == ["step=3.ckpt"]
@@ -124,9 +124,9 @@ def test_the_last_good_checkpoint_stays_until_its_successor_is_complete(
 def test_a_failure_behind_training_ends_it_with_its_reason_and_removes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    main, run = threading.get_ident(), Save.run
+    main, run = threading.get_ident(), CollectiveSave.run
 
-    def full(save: Save) -> None:
+    def full(save: CollectiveSave) -> None:
         assert threading.get_ident() != main, "a save behind training is in a thread"
         if "step=3" in str(save.path):
             raise CheckpointSaveError(
@@ -134,7 +134,7 @@ def test_a_failure_behind_training_ends_it_with_its_reason_and_removes_nothing(
             )
         run(save)
 
-    monkeypatch.setattr(Save, "run", full)
+    monkeypatch.setattr(CollectiveSave, "run", full)
     with pytest.raises(CheckpointSaveError, match="No space left on device"):
         fit(BEHIND, 40, every_step(tmp_path, save_top_k=1))
     assert os.listdir(tmp_path) == ["step=2.ckpt"]

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint.consolidate import consolidate
 from lightning_megatron.errors import CheckpointMismatchError
-from lightning_megatron.strategy.class_loading import explain_directories
+from lightning_megatron.strategy.class_loading import install_directory_check
 
 
 class Small(L.LightningModule):
@@ -62,5 +62,5 @@ def test_lightning_reads_by_the_name_that_is_replaced_once() -> None:
         saving._load_from_checkpoint
     )
     reader = saving.pl_load
-    explain_directories()
+    install_directory_check()
     assert saving.pl_load is reader

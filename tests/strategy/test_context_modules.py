@@ -284,7 +284,7 @@ def test_modules_around_a_decoder_see_whole_sequences() -> None:
         # Under tp a rank has parts of the weights.
         for own, expected in zip(reports[0][1], weights, strict=True):
             torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-12)
-        assert "'layers.1.mlp' (Wrong) is declared position_wise" in refusal
+        assert "the result of 'layers.1.mlp' (Wrong) for" in refusal
     assert len(set(losses)) == 3
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_megatron import FP8, CudaGraphs, MegatronStrategy
 from lightning_megatron.checkpoint.consolidate import consolidate
-from lightning_megatron.checkpoint.stored import Stored
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.models.layered import layered_modules
 from tests.strategy.graph_fits import fit
 from tests.strategy.tiny import TinyLM, loader
@@ -89,11 +89,17 @@ def test_any_recipe_loads_any_checkpoint(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], weights[name]) for name in weights)
     assert torch.equal(history_of(resumed), history_of(whole))
     # Without its history the next step would have other scales.
-    names = [name for name in Stored.open(tmp_path / "delayed").tensors if name.startswith("fp8.")]
+    names = [
+        name
+        for name in OpenCheckpoint.open(tmp_path / "delayed").tensors
+        if name.startswith("fp8.")
+    ]
     assert len(names) == len(history_of(whole))
     for recipe in (None, FP8(emulate=True)):
         fits.train(recipe, 6, "delayed", "other")
-        assert not any(name.startswith("fp8.") for name in Stored.open(tmp_path / "other").tensors)
+        assert not any(
+            name.startswith("fp8.") for name in OpenCheckpoint.open(tmp_path / "other").tensors
+        )
         # The fourth step has scales of its own, and the last three steps are the history.
         module, _ = fits.train(DELAYED, 9, "other")
         assert float(history_of(module).min()) > 0

@@ -107,7 +107,7 @@ def test_recipe_objects_without_a_counterpart_are_refused(arguments, error, word
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"backend": "cublas"}, "backend must be own or te: it is 'cublas'"),
+        ({"backend": "cublas"}, "backend must be native or te: it is 'cublas'"),
         ({"fp8": "mxfp8"}, "recipe 'mxfp8' needs backend='te'"),
         ({"fp8": FP8(te_recipe=Recipe("current"))}, "te_recipe needs backend='te'"),
         ({"backend": "te", "cuda_graphs": "segments"}, "cannot be used with cuda_graphs"),

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.strategy.process import children as children_module
-from lightning_megatron.strategy.process.children import Children
+from lightning_megatron.strategy.process.children import ChildProcesses
 from lightning_megatron.strategy.process.failure import FailureWatch
 from lightning_megatron.strategy.process.job_folder import JobFolder
 from lightning_megatron.strategy.process.parent_watch import (
@@ -172,7 +172,7 @@ def test_a_launched_process_that_fails_ends_its_launcher_with_its_code(
     codes: tuple[str, ...], expected: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended: list[int] = []
-    children = Children([start(code) for code in codes], 1, ended.append)
+    children = ChildProcesses([start(code) for code in codes], 1, ended.append)
     children._wait()
     assert ended == [expected]
     assert ("[rank 2] was ended by SIGKILL" in capsys.readouterr().err) == (expected == 137)
@@ -192,7 +192,7 @@ def test_a_script_that_raises_does_not_wait_for_processes_that_wait_for_it(
         raise SystemExit
 
     with pytest.raises(SystemExit):
-        Children(processes, 1, end)._wait()
+        ChildProcesses(processes, 1, end)._wait()
     assert processes[1].wait() == -signal.SIGKILL
     assert time.monotonic() - begun < 30
     assert ended == [1]
@@ -203,7 +203,7 @@ def test_a_script_that_raises_does_not_wait_for_processes_that_wait_for_it(
 def test_processes_that_end_well_are_waited_for_and_change_nothing() -> None:
     ended: list[int] = []
     processes = [start("import time; time.sleep(0.2)")]
-    Children(processes, 1, ended.append)._wait()
+    ChildProcesses(processes, 1, ended.append)._wait()
     assert processes[0].returncode == 0
     assert not ended
 
@@ -211,7 +211,7 @@ def test_processes_that_end_well_are_waited_for_and_change_nothing() -> None:
 def test_processes_that_this_one_kills_are_not_a_failure() -> None:
     ended: list[int] = []
     processes = [start("import time; time.sleep(60)")]
-    children = Children(processes, 1, ended.append)
+    children = ChildProcesses(processes, 1, ended.append)
     children.forget()
     processes[0].kill()
     processes[0].wait()

@@ -15,8 +15,8 @@ from torch import Tensor
 from lightning_megatron import MegatronStrategy, NonFiniteError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.strategy.optimization.finite_watch import (
-    Finding,
     FiniteWatch,
+    NonFiniteValue,
     checks_of,
     describe,
 )
@@ -164,9 +164,9 @@ def test_a_scaled_loss_and_a_search_for_a_rate_are_left_alone_unless_the_user_sa
 def test_what_spreads_to_the_rest_is_named_first() -> None:
     text = describe(
         [
-            Finding(7, "gradient", 0, "a", "nan"),
-            Finding(7, "loss", 3, "", "nan"),
-            *(Finding(9, "weight", 0, f"w{number}", "inf") for number in range(7)),
+            NonFiniteValue(7, "gradient", 0, "a", "nan"),
+            NonFiniteValue(7, "loss", 3, "", "nan"),
+            *(NonFiniteValue(9, "weight", 0, f"w{number}", "inf") for number in range(7)),
         ]
     )
     assert "at training batch 7 the loss of rank 3 (nan) was not, before any other value." in text
@@ -182,7 +182,7 @@ def test_many_steps_are_kept_as_one_sum_that_is_finite_only_if_all_are() -> None
     for step in range(3000):
         watch.begin(step, looks=False)
         watch.note("loss", torch.tensor(1.0 if step != 100 else torch.nan))
-    assert len(watch._seen) < 1100
+    assert len(watch._recorded) < 1100
     with pytest.raises(NonFiniteError, match="at training batch 0 the loss of rank 0"):
         watch.check()
     watch.check()

@@ -27,7 +27,7 @@ from lightning_megatron import (
     MemoryReport,
     ParallelPlanError,
 )
-from lightning_megatron.checkpoint.stored import Stored
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.errors import NonFiniteError, UnsupportedError
 from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.layers.fp8.eight_bit_parameter import EightBitParameter
@@ -285,9 +285,9 @@ def resumed(devices: int, folder: Path, fp8: FP8) -> tuple[list[float], list[flo
 
 def check_same_saved(folder: Path) -> dict[str, Tensor]:
     """Check that both checkpoints have the same bits; return their tensors."""
-    whole = Stored.open(folder / "4")
+    whole = OpenCheckpoint.open(folder / "4")
     tensors = whole.read_full(list(whole.tensors))
-    interrupted = Stored.open(folder / "2 to 4")
+    interrupted = OpenCheckpoint.open(folder / "2 to 4")
     assert interrupted.tensors.keys() == whole.tensors.keys()
     for name, value in interrupted.read_full(list(interrupted.tensors)).items():
         assert torch.equal(value, tensors[name]), name
@@ -304,7 +304,7 @@ def test_checkpoints_hold_main_parameters_and_every_recipe_loads_them(tmp_path: 
     forth = train(PLAIN, 1, 4, resume=tmp_path / "fp8", **options).losses
     assert len(forth) == 1
     assert forth[0] < ours[0]
-    saved = Stored.open(tmp_path / "fp8")
+    saved = OpenCheckpoint.open(tmp_path / "fp8")
     name = "state_dict.model.layers.0.mlp.down.weight"
     weight = saved.read_full([name])[name]
     assert weight.dtype == torch.float32
@@ -337,7 +337,7 @@ def test_histories_go_on_with_weights_in_any_type(tmp_path: Path) -> None:
 
 def histories_in(path: Path) -> dict[str, Tensor]:
     """Return the histories of the scales in a checkpoint, by layer."""
-    saved = Stored.open(path)
+    saved = OpenCheckpoint.open(path)
     names = [name for name in saved.tensors if name.startswith("fp8.")]
     return saved.read_full(names)
 
@@ -440,14 +440,14 @@ def test_weights_that_are_not_finite_are_found_without_reading_them() -> None:
 
 
 def test_saving_inside_of_a_fit_reads_no_weight_in_8_bits(tmp_path: Path) -> None:
-    class Save(Callback):
+    class CollectiveSave(Callback):
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
             trainer.save_checkpoint(tmp_path / f"{trainer.global_step}")
 
     with noting_reads() as read:
-        _, main = trained(TinyLM(), IN_FP8, 2, (Save(),))
+        _, main = trained(TinyLM(), IN_FP8, 2, (CollectiveSave(),))
     assert not read
-    saved = Stored.open(tmp_path / "2").read_full([f"state_dict.{NAME}"])
+    saved = OpenCheckpoint.open(tmp_path / "2").read_full([f"state_dict.{NAME}"])
     assert torch.equal(saved[f"state_dict.{NAME}"], main.main(NAME).detach())
 
 
@@ -567,7 +567,9 @@ def test_unknown_values_are_refused() -> None:
     ids=["averages", "pruning"],
 )
 def test_callbacks_that_write_weights_are_refused(callback: Callback) -> None:
-    message = re.escape(f"cannot be used with {type(callback).__name__}, which writes weights")
+    message = re.escape(
+        f"cannot be used with {type(callback).__name__}, because the callback writes weights"
+    )
     with pytest.raises(UnsupportedError, match=message):
         trained(TinyLM(), IN_FP8, 1, callbacks=(callback,))
 

@@ -145,7 +145,7 @@ def two_stages(rank: int, size: int) -> list[str]:
 def test_hooks_that_take_the_loss_are_refused_with_stages() -> None:
     for first, second in run_world(two_stages, 2):
         assert first.startswith(
-            "ChangesLoss.backward cannot be called with pp (2) above 1, because it takes the loss"
+            "ChangesLoss.backward cannot be called with pp (2) above 1, because it gets the loss"
         )
         assert second.startswith(
             "LambdaCallback.on_before_backward cannot be called with pp (2) above 1"

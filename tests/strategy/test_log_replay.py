@@ -164,7 +164,7 @@ def test_a_metric_is_logged_once_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "words"), [(torch.ones(2), "one element"), ("text", "takes a number")]
+    ("value", "words"), [(torch.ones(2), "one element"), ("text", "must get a number")]
 )
 def test_values_that_are_not_scalars_are_refused(value: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):

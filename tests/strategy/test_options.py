@@ -53,7 +53,7 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
         ({"cp": 2, "cp_transport": "bus"}, ParallelPlanError, "or hierarchical: it is 'bus'"),
         ({"cp_groups": "documents"}, ParallelPlanError, r"cp \(1\) must be a power of two.*Use 2"),
         ({"cp": 6, "cp_groups": "documents"}, ParallelPlanError, "Use 4 or 8. Or leave cp_groups"),
-        ({"cp": 2, "cp_groups": "rows"}, ParallelPlanError, "whole or documents: it is 'rows'"),
+        ({"cp": 2, "cp_groups": "rows"}, ParallelPlanError, "all or documents: it is 'rows'"),
         (
             {"cp": 4, "cp_groups": "documents", "cp_transport": "hierarchical"},
             UnsupportedError,
@@ -97,7 +97,7 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
         (
             {"pp": 2, "schedule": print, "microbatch_group_size": 2},
             ParallelPlanError,
-            "microbatch_group_size .2. must be None with a schedule of your own .print.",
+            "microbatch_group_size .2. must be None with a custom schedule .print.",
         ),
         (
             {"microbatch_size": 0},
@@ -308,19 +308,19 @@ def test_a_schedule_may_be_a_file_or_a_function(tmp_path: Path) -> None:
     # Ranks may have the file in different folders.
     assert first.as_dict() != second.as_dict()
     assert repr(first.contents()) == repr(second.contents())
-    with pytest.raises(ParallelPlanError, match="it has 2 rows with vpp of 2, pp is 4, vpp is 2"):
+    with pytest.raises(ParallelPlanError, match="it has 2 rows with 2 chunks, pp is 4, vpp is 2"):
         MegatronStrategy(pp=4, vpp=2, schedule=str(paths[0]))
 
     def mine(rank: int, pp: int, num_microbatches: int, vpp: int) -> list[Action]:
         return list(build_schedule("1f1b", pp, num_microbatches).actions(rank))
 
     options = MegatronStrategy(pp=2, schedule=mine, microbatch_size=1).options
-    assert options.pass_order is options.own_order
+    assert options.pass_order is options.custom_order
     layout = ParallelLayout(2, pp=2)
     assert options.microbatches(layout).count_for(6) == 6
     check_batch_size(6, options, layout)
     named = MegatronStrategy(pp=2, schedule="zb-h1").options
-    assert (named.own_order, named.pass_order) == (None, "zb-h1")
+    assert (named.custom_order, named.pass_order) == (None, "zb-h1")
 
 
 def test_batches_that_a_file_cannot_order_are_refused_before_processes_start(
@@ -334,7 +334,7 @@ def test_batches_that_a_file_cannot_order_are_refused_before_processes_start(
     check_last_batch(7, options, layout)
     with pytest.raises(ParallelPlanError, match="orders 4 microbatches: a step has 2"):
         check_batch_size(4, options, layout)
-    with pytest.raises(ParallelPlanError, match="6 samples, which make 3.*Use drop_last=True"):
+    with pytest.raises(ParallelPlanError, match="6 samples, which are 3.*Use drop_last=True"):
         check_last_batch(6, options, layout)
 
 

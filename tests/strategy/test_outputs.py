@@ -48,7 +48,7 @@ def test_rows_of_different_widths_stay_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "words"), [({"other": 1}, "without the key 'loss'"), (3.0, "must return the loss")]
+    ("output", "words"), [({"other": 1}, "must have the key 'loss'"), (3.0, "must return the loss")]
 )
 def test_a_step_without_a_loss_is_refused(output: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):

@@ -74,7 +74,7 @@ def test_edited_values_of_a_rank_are_refused_by_name() -> None:
         edit(values)
         with pytest.raises(
             CorruptDataError,
-            match=f"the state of rank 0 in a is not: {message}.*Use another checkpoint",
+            match=f"that of rank 0 in a is damaged: {message}.*Use another checkpoint",
         ):
             check_rank_state(values, "rank 0 in a")
 
@@ -100,7 +100,9 @@ def test_a_fit_does_not_continue_from_edited_values(
     monkeypatch.setattr(RunCheckpoints, "_writer_on", writer_on)
     fit(Net(), MegatronStrategy(), ModelCheckpoint(tmp_path, "saved"), epochs=1)
     monkeypatch.undo()
-    with pytest.raises(CorruptDataError, match=f"rank 0 in .*saved.ckpt is not: {name} is missing"):
+    with pytest.raises(
+        CorruptDataError, match=f"rank 0 in .*saved.ckpt is damaged: {name} is missing"
+    ):
         fit(Net(), MegatronStrategy(), resume_from=tmp_path / "saved.ckpt")
 
 
@@ -108,7 +110,7 @@ def test_bytes_that_no_generator_has_are_refused_by_name() -> None:
     before = torch.get_rng_state()
     for state in (torch.zeros(3, dtype=torch.uint8), torch.full_like(before, 255)):
         values = {**sound()["generators"], "torch": state}
-        message = "rank 0 in a is not: a random generator does not accept its state"
+        message = "rank 0 in a is damaged: a random generator does not accept its state"
         with pytest.raises(CorruptDataError, match=message), naming_damaged_states("rank 0 in a"):
             restore_random_states(values, CPU)
     assert torch.equal(torch.get_rng_state(), before)

@@ -97,7 +97,7 @@ def test_a_program_without_a_file_is_refused_before_processes_start(
     launcher = strategy_of(2, tp=2).launcher
     assert isinstance(launcher, MegatronLauncher)
     monkeypatch.setattr(launcher, "_check", lambda arguments: None)
-    with pytest.raises(UnsupportedError, match=f"must be a file: it comes from {source}"):
+    with pytest.raises(UnsupportedError, match=f"must be a file, .*: it comes from {source}"):
         launcher.launch(lambda: None)
 
 
@@ -124,5 +124,5 @@ def test_data_ranks_do_not_depend_on_the_axes_that_share_data() -> None:
 
 
 def test_the_mesh_exists_only_while_the_trainer_runs() -> None:
-    with pytest.raises(RuntimeError, match="exists only while the Trainer runs"):
+    with pytest.raises(RuntimeError, match="must be used while the Trainer runs"):
         _ = strategy_of(1).mesh

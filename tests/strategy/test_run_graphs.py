@@ -29,8 +29,8 @@ from tests.world import run_world
 class Captures:
     """Note what is asked of the graphs of a rank."""
 
-    def __init__(self, joins_other_data: bool = False, is_joint: bool = False) -> None:
-        self.joins_other_data = joins_other_data
+    def __init__(self, communicates_across_data: bool = False, is_joint: bool = False) -> None:
+        self.communicates_across_data = communicates_across_data
         self.is_joint = is_joint
         self.failure: str | None = None
         self.eager: dict[tuple[str, str], int] = {}
@@ -108,7 +108,7 @@ def test_a_moved_parameter_is_found_after_a_load_and_at_an_epoch() -> None:
         module.weight.data = module.weight.data.clone()
         assert steps(graphs, captures) == [True], "nobody looks within an epoch"
         if load:
-            graphs.look_again()
+            graphs.recheck()
         # One eager step, then new graphs.
         assert steps(graphs, captures, 3, epoch=epoch) == [False, True, True]
         assert captures.calls == ["begin", "release", "begin"]
@@ -125,7 +125,7 @@ def test_a_load_that_moves_nothing_keeps_the_graphs() -> None:
     graphs, captures, module = built()
     steps(graphs, captures, 3)
     module.load_state_dict(nn.Linear(2, 2).state_dict())
-    graphs.look_again()
+    graphs.recheck()
     assert steps(graphs, captures, 2, epoch=1) == [True, True]
     assert captures.calls == ["begin"]
 
@@ -152,7 +152,9 @@ def test_parts_that_run_eagerly_are_named_once_or_refused() -> None:
     graphs, captures, _ = built(CudaGraphs("segments", warmup_steps=1, on_new_shape="error"))
     steps(graphs, captures, 2)
     captures.eager = {("tokens (2, 8)", "captured for (4, 8)"): 1}
-    with pytest.raises(UnsupportedError, match="on_new_shape='error' needs .* tokens .2, 8., capt"):
+    with pytest.raises(
+        UnsupportedError, match="on_new_shape='error' every step .* tokens .2, 8., capt"
+    ):
         steps(graphs, captures)
 
 
@@ -268,7 +270,7 @@ def _on_two_ranks(rank: int, size: int) -> dict[str, Any]:
     found["moved on one"] = steps(graphs, captures, 2, epoch=1)
     if rank == 0:
         captures.failure = "layers 0..1, forward: RuntimeError: no"
-    graphs.look_again()
+    graphs.recheck()
     module.bias.requires_grad_(False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

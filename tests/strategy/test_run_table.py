@@ -18,7 +18,7 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.grouped_gemm import MAX_GROUPS
 from lightning_megatron.strategy.logs import run_table
-from lightning_megatron.strategy.logs.run_table import Choice, table_of, warn_of_slow
+from lightning_megatron.strategy.logs.run_table import TableRow, table_of, warn_of_slow
 from lightning_megatron.swap import parallelize
 from tests.proof import around_blocks
 from tests.proof.around_blocks import BLOCKS
@@ -104,8 +104,8 @@ def test_experts_of_a_later_stage_are_shown() -> None:
 
 
 def test_a_choice_with_a_remedy_is_a_warning() -> None:
-    slow = Choice("products of experts", "loop", "torch.float32: for bfloat16", "Use bfloat16.")
-    fast = Choice("attention", "cudnn", "half type")
+    slow = TableRow("products of experts", "loop", "torch.float32: for bfloat16", "Use bfloat16.")
+    fast = TableRow("attention", "cudnn", "half type")
     expected = "products of experts by loop is slow: torch.float32: for bfloat16. Use bfloat16."
     with pytest.warns(SpeedWarning) as caught:
         warn_of_slow([fast, slow])

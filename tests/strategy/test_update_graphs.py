@@ -48,7 +48,7 @@ def test_a_captured_update_leaves_what_an_eager_one_leaves(name: str) -> None:
         assert expected[1].num_calls[-1] > 0
 
 
-class Save(Callback):
+class CollectiveSave(Callback):
     """Save a checkpoint after the first epoch, of four steps."""
 
     def __init__(self, path: Path) -> None:
@@ -61,7 +61,9 @@ class Save(Callback):
 
 def test_a_captured_update_follows_schedules_of_rate_and_weight_decay(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_steps": 9, "num_samples": 16}
-    expected = run(None, module=ScheduledLM(), callbacks=(Save(tmp_path / "4.ckpt"),), **options)
+    expected = run(
+        None, module=ScheduledLM(), callbacks=(CollectiveSave(tmp_path / "4.ckpt"),), **options
+    )
     found = run(FULL, module=ScheduledLM(), **options)
     assert differences(found, expected) == []
     rates = [(group["lr"], group["weight_decay"]) for group in found[1].groups]

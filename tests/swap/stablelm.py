@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from lightning_megatron.families import (
     ConfigTable,
+    DecoderNames,
     Family,
     Field,
-    Names,
-    one_from,
     rotary_fields,
+    translate_values,
 )
 
 _ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh"}
@@ -26,7 +26,7 @@ STABLELM = Family(
             Field("num_attention_heads", 32, "num_heads"),
             Field("num_key_value_heads", 32, "num_kv_heads"),
             Field("max_position_embeddings", 4096, "max_seq_length"),
-            Field("hidden_act", "silu", one_from("hidden_act", "activation", _ACTIVATIONS)),
+            Field("hidden_act", "silu", translate_values("hidden_act", "activation", _ACTIVATIONS)),
             Field("layer_norm_eps", 1e-5, "norm_eps"),
             Field("initializer_range", 0.02, "init_std"),
             Field("tie_word_embeddings", False, "tie_embeddings"),
@@ -35,22 +35,22 @@ STABLELM = Family(
             Field(
                 "qk_layernorm",
                 False,
-                only=(False,),
-                why="queries and keys have no LayerNorm",
+                allowed=(False,),
+                reason="queries and keys have no LayerNorm",
             ),
             Field(
                 "use_parallel_residual",
                 False,
-                only=(False,),
-                why="parallel blocks have a norm of each input",
+                allowed=(False,),
+                reason="parallel blocks have a norm of each input",
             ),
             Field(
                 "hidden_dropout",
                 0.0,
-                only=(0.0,),
-                why="dropout would also apply to the embedding",
+                allowed=(0.0,),
+                reason="dropout would also apply to the embedding",
             ),
-            *rotary_fields(part="partial_rotary_factor", default_part=0.25),
+            *rotary_fields(share_field="partial_rotary_factor", default_share=0.25),
         ),
         fixed={
             "norm": "layernorm",
@@ -60,7 +60,7 @@ STABLELM = Family(
             "mlp_bias": False,
         },
     ),
-    tensors=Names(
+    tensors=DecoderNames(
         embedding="model.embed_tokens",
         final_norm="model.norm",
         attention_norm="model.layers.{}.input_layernorm",

@@ -20,7 +20,7 @@ from lightning_megatron.swap.hugging_face.class_tensors import (
     class_name_in,
     class_states,
     in_class_order,
-    own_state,
+    state_from_class,
 )
 from tests.swap import encoders, expert_models, families
 
@@ -65,7 +65,7 @@ def test_parameters_become_those_of_the_class_in_its_order_and_come_back(case: s
         assert torch.equal(tensor, theirs[name]), name
     for name, parameter in own.items():
         whole = theirs[class_name_in(models, name)]
-        again = own_state(models[0], name, "exp_avg", whole, whole.shape)
+        again = state_from_class(models[0], name, "exp_avg", whole, whole.shape)
         assert torch.equal(again, parameter), name
 
 
@@ -103,4 +103,4 @@ def test_state_of_another_shape_stays_only_where_the_class_stores_the_same() -> 
         class_states(models, "row", states)
     name = "model.transformer.h.0.attn.c_attn.weight"
     with pytest.raises(UnsupportedError, match=r"an element-wise optimizer such as AdamW"):
-        own_state(models[0], name, "row", torch.ones(48), (48, 144))
+        state_from_class(models[0], name, "row", torch.ones(48), (48, 144))

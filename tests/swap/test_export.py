@@ -74,7 +74,7 @@ def test_a_tensor_that_is_larger_than_a_file_has_one_for_itself(tmp_path: Path) 
 
 def test_a_file_whose_header_is_full_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     export_folder(random_tensors(), family_of("gpt2"), CONFIG, tmp_path / "one")
-    monkeypatch.setattr(safetensors_writer, "_LARGEST_HEADER", 500)
+    monkeypatch.setattr(safetensors_writer, "_MAX_HEADER_BYTES", 500)
     monkeypatch.setattr(safetensors_writer, "_BLOCK", 300)
     export_folder(random_tensors(), family_of("gpt2"), CONFIG, tmp_path / "several")
     one, several = SafetensorsFolder(tmp_path / "one"), SafetensorsFolder(tmp_path / "several")

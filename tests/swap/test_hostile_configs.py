@@ -112,7 +112,7 @@ def test_a_value_of_another_type_is_refused_with_its_field_and_what_is_legal(cas
         kind = next((name for name in WRONG if type(rule.default).__name__ == name), None)
         if (
             kind is None
-            or rule.only is not None
+            or rule.allowed is not None
             or rule.name in ("hidden_act", "activation_function")
         ):
             continue
@@ -133,7 +133,7 @@ def test_every_field_that_a_table_reads_has_a_kind() -> None:
     for family in families():
         for table in (family.config, *family.config.parts.values()):
             left |= {
-                rule.name for rule in table.fields if rule.only is None and rule.kind is None
+                rule.name for rule in table.fields if rule.allowed is None and rule.kind is None
             } - KINDS.keys()
     assert left == {"expert_settings"}, "ExpertsConfig checks these"
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from lightning_megatron.swap import building_on_meta
-from lightning_megatron.swap.pretrained.late_import import when_imported
+from lightning_megatron.swap.pretrained.late_import import call_on_import
 
 NAME = "a_module_of_this_test"
 
@@ -27,15 +27,15 @@ def module_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_module_is_acted_on_once_and_only_inside_the_block(module_path: Path) -> None:
     seen: list[int] = []
     finders = list(sys.meta_path)
-    with when_imported(NAME, lambda module: seen.append(module.value)):
+    with call_on_import(NAME, lambda module: seen.append(module.value)):
         assert not seen
         importlib.import_module(NAME)
         assert seen == [1]
-        with when_imported(NAME, lambda module: seen.append(2)):
+        with call_on_import(NAME, lambda module: seen.append(2)):
             assert seen == [1, 2]
     assert sys.meta_path == finders
     del sys.modules[NAME]
-    with when_imported(NAME, lambda module: seen.append(3)):
+    with call_on_import(NAME, lambda module: seen.append(3)):
         pass
     importlib.import_module(NAME)
     assert seen == [1, 2]

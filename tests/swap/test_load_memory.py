@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_megatron.families import family_of
-from lightning_megatron.swap.weights.copying import _NUM_AT_ONCE, PIECE_BYTES
+from lightning_megatron.swap.weights.copying import _NUM_CONCURRENT, PIECE_BYTES
 
 CONFIG = {
     "vocab_size": 32000,
@@ -126,7 +126,7 @@ def test_a_rank_holds_no_more_than_its_experts_while_it_loads(
     found = memory_of(tmp_path)
     assert found["shard"] < size / 7
     assert (
-        found["shard"] * 0.9 < found["growth"] < found["shard"] + 2 * _NUM_AT_ONCE * PIECE_BYTES
+        found["shard"] * 0.9 < found["growth"] < found["shard"] + 2 * _NUM_CONCURRENT * PIECE_BYTES
     ), found
 
 

@@ -59,7 +59,7 @@ def test_a_family_of_ones_own_is_loaded_computed_and_exported(tmp_path: Path) ->
 def test_families_have_public_names_and_keep_their_former_path() -> None:
     for name in families.__all__:
         assert getattr(former, name, None) in (getattr(families, name), None), name
-    assert {"Family", "ConfigTable", "Field", "Names"} <= vars(former).keys()
+    assert {"Family", "ConfigTable", "Field", "DecoderNames"} <= vars(former).keys()
 
 
 def package(folder: Path, value: str) -> str:

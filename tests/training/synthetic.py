@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.random import derive_seed
-from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec, whole_spec
+from lightning_megatron.groups.shard_spec import ShardSpec, replicated_spec, set_shard_spec
 from lightning_megatron.plan.shards import (
     attention_ranges,
     even_range,
@@ -26,18 +26,20 @@ WORD, HEAD = "model.embedding.word.weight", "model.head.weight"
 
 
 @dataclass(frozen=True)
-class Piece:
+class FlatParameter:
     """One parameter of one rank: its spec and its extent along the cut dimension with padding."""
 
     spec: ShardSpec
     local_size: int | None = None
 
 
-def pieces(mesh: ParallelMesh) -> dict[str, Piece]:
+def pieces(mesh: ParallelMesh) -> dict[str, FlatParameter]:
     """List what a rank holds, by name, in the order of the model."""
     tp, index = mesh.tp.size, mesh.tp.rank
     rows = padded_vocab_size(VOCAB, tp, VOCAB_MULTIPLE) // tp
-    word = Piece(ShardSpec((VOCAB, HIDDEN), (vocab_range(VOCAB, tp, index, VOCAB_MULTIPLE),)), rows)
+    word = FlatParameter(
+        ShardSpec((VOCAB, HIDDEN), (vocab_range(VOCAB, tp, index, VOCAB_MULTIPLE),)), rows
+    )
     qkv_rows = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     found = {WORD: word} if mesh.pp.is_first else {}
     for layer in range(NUM_LAYERS):
@@ -45,21 +47,27 @@ def pieces(mesh: ParallelMesh) -> dict[str, Piece]:
             continue
         name = f"model.layers.{layer}"
         heads = attention_ranges(HEADS, KV_HEADS, HEAD_DIM, tp, index)
-        found[f"{name}.norm.weight"] = Piece(whole_spec(torch.empty(HIDDEN), index, partial=True))
-        found[f"{name}.qkv.weight"] = Piece(
+        found[f"{name}.norm.weight"] = FlatParameter(
+            replicated_spec(torch.empty(HIDDEN), index, partial=True)
+        )
+        found[f"{name}.qkv.weight"] = FlatParameter(
             ShardSpec((qkv_rows, HIDDEN), heads, partial=tp > KV_HEADS)
         )
-        found[f"{name}.out.weight"] = Piece(
+        found[f"{name}.out.weight"] = FlatParameter(
             ShardSpec((HIDDEN, HIDDEN), (even_range(HIDDEN, tp, index),), dim=1)
         )
-        found[f"{name}.gated.weight"] = Piece(
+        found[f"{name}.gated.weight"] = FlatParameter(
             ShardSpec((2 * FFN, HIDDEN), gated_ranges(FFN, tp, index))
         )
-        found[f"{name}.scale"] = Piece(whole_spec(torch.empty(()), index, partial=True))
+        found[f"{name}.scale"] = FlatParameter(
+            replicated_spec(torch.empty(()), index, partial=True)
+        )
     if mesh.pp.is_last:
-        found["model.final_norm.weight"] = Piece(whole_spec(torch.empty(HIDDEN), index))
+        found["model.final_norm.weight"] = FlatParameter(
+            replicated_spec(torch.empty(HIDDEN), index)
+        )
         if mesh.pp.size > 1:
-            found[HEAD] = Piece(word.spec.tied("embedding.word.weight"), rows)
+            found[HEAD] = FlatParameter(word.spec.tied("embedding.word.weight"), rows)
     return found
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_megatron.checkpoint import CheckpointWriter, Entry, read_full
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.random import derive_seed
-from lightning_megatron.groups.shard_spec import ShardSpec, set_shard_spec, whole_spec
+from lightning_megatron.groups.shard_spec import ShardSpec, replicated_spec, set_shard_spec
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.shards import even_range
 from lightning_megatron.training import DistributedOptimizerConfig, clip_by_norm_, grad_norm
@@ -68,7 +68,7 @@ def parameters(mesh: ParallelMesh, dtype: torch.dtype) -> dict[str, nn.Parameter
     found = {}
     for name, shape in SHAPES.items():
         full = draw(name, shape=shape)
-        spec = whole_spec(full, mesh.tp.rank)
+        spec = replicated_spec(full, mesh.tp.rank)
         if name.startswith("experts"):
             spec = ShardSpec(
                 shape, (even_range(shape[0], mesh.ep.size, mesh.ep.rank),), is_expert=True
@@ -201,7 +201,7 @@ def order_of_starts(mesh: ParallelMesh) -> list[tuple[str, ...]]:
     order = ("table", "experts.0", "dense", "experts.1")
     named = {name: nn.Parameter(torch.ones(16, 8, dtype=torch.float64)) for name in order}
     for name, parameter in named.items():
-        spec = whole_spec(parameter, mesh.tp.rank)
+        spec = replicated_spec(parameter, mesh.tp.rank)
         set_shard_spec(parameter, replace(spec, is_expert=name.startswith("experts")))
     run = Run(named, mesh, DistributedOptimizerConfig(bucket_size=128))
     started: list[tuple[str, ...]] = []

@@ -148,9 +148,9 @@ def test_frozen_parameters_take_no_memory_and_are_trained_once_they_are_not_froz
     run = single(named, torch.float32)
     assert run.main.trained == ("first",)
     assert run.main.memory()["main_parameters"] == 384 * 4
-    assert not run.main.waits_for_attach(run.optimizer)
+    assert not run.main.needs_attach(run.optimizer)
     named["second"].requires_grad_(True)
-    assert run.main.waits_for_attach(run.optimizer)
+    assert run.main.needs_attach(run.optimizer)
     run.reducer.watch(run.main.attach(run.optimizer))
     run.backward({name: torch.ones(300, dtype=torch.bfloat16) for name in named})
     run.finish()

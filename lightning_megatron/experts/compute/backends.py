@@ -166,7 +166,7 @@ class Bundled(GroupedMM):
         ends: Int[Tensor, "experts"],
     ) -> Float[Tensor, "rows out_local"]:
         """Return rows times the transposes of weights."""
-        stack = _rows_apart(stacked(weights).to(rows.dtype))
+        stack = _with_whole_row_strides(stacked(weights).to(rows.dtype))
         return launch(
             Pass.FORWARD, rows.new_empty((rows.shape[0], stack.shape[1])), rows, stack, ends
         )
@@ -185,7 +185,7 @@ class Bundled(GroupedMM):
 
         The product of rows and transposed weights is rounded before the activation in both cases.
         """
-        stack = _rows_apart(stacked(weights).to(rows.dtype))
+        stack = _with_whole_row_strides(stacked(weights).to(rows.dtype))
         out_features = stack.shape[1]
         result = rows.new_empty((rows.shape[0], out_features // 2))
         kept = rows.new_empty((rows.shape[0], out_features)) if keep else None
@@ -200,7 +200,7 @@ class Bundled(GroupedMM):
         ends: Int[Tensor, "experts"],
     ) -> Float[Tensor, "rows in_local"]:
         """Return the gradient of rows."""
-        stack = _rows_apart(stacked(weights).to(grad.dtype))
+        stack = _with_whole_row_strides(stacked(weights).to(grad.dtype))
         return launch(
             Pass.DATA_GRAD, grad.new_empty((grad.shape[0], stack.shape[2])), grad, stack, ends
         )
@@ -230,7 +230,7 @@ class Bundled(GroupedMM):
             which = Pass.WEIGHT_GRAD_FP32 if overwrite else Pass.WEIGHT_GRAD_ADD
             launch(which, sums, grad, rows, ends, row.scale)
 
-        if not _takes_sums(row) or not row.add(add):
+        if not _accepts_sums(row) or not row.add(add):
             super().add_weight_gradients(grad, rows, ends, slots)
 
     # One tensor map serves the weights of one launch, so that clones are a second launch.
@@ -246,7 +246,7 @@ class Bundled(GroupedMM):
     ) -> Float[Tensor, "rows out_local"]:
         """Return rows times the transposes of the weights of homes, then of clones."""
         result = cls.output(rows, homes, ends[: len(homes)])
-        stack = _rows_apart(clones.to(rows.dtype))
+        stack = _with_whole_row_strides(clones.to(rows.dtype))
         return launch(Pass.FORWARD, result, rows, stack, ends, first_group=len(homes))
 
     @classmethod
@@ -262,7 +262,7 @@ class Bundled(GroupedMM):
     ) -> tuple[Float[Tensor, "rows gate_up//2"], Float[Tensor, "rows gate_up"] | None]:
         """Return the result of :meth:`swiglu` for the rows of homes, then of clones."""
         result, kept = cls.swiglu(rows, homes, probabilities, ends[: len(homes)], keep=keep)
-        stack = _rows_apart(clones.to(rows.dtype))
+        stack = _with_whole_row_strides(clones.to(rows.dtype))
         launch_swiglu(result, kept, rows, stack, probabilities, ends, len(homes))
         return result, kept
 
@@ -277,7 +277,7 @@ class Bundled(GroupedMM):
     ) -> Float[Tensor, "rows in_local"]:
         """Return the gradient of the rows of homes, then of clones."""
         result = cls.input_gradient(grad, homes, ends[: len(homes)])
-        stack = _rows_apart(clones.to(grad.dtype))
+        stack = _with_whole_row_strides(clones.to(grad.dtype))
         return launch(Pass.DATA_GRAD, result, grad, stack, ends, first_group=len(homes))
 
     @classmethod
@@ -318,17 +318,17 @@ def stacked(
     return torch.stack(tuple(weights)) if view is None else view
 
 
-def _rows_apart(stack: Tensor) -> Tensor:
+def _with_whole_row_strides(stack: Tensor) -> Tensor:
     """Return a stack whose weights lie whole rows apart, so that kernels see one matrix."""
-    return stack if _is_rows_apart(stack) else stack.contiguous()
+    return stack if _has_whole_row_strides(stack) else stack.contiguous()
 
 
-def _is_rows_apart(stack: Tensor) -> bool:
+def _has_whole_row_strides(stack: Tensor) -> bool:
     _, _, k = stack.shape
     return stack.stride(0) % k == 0 and stack.stride()[1:] == (k, 1)
 
 
-def _takes_sums(row: SlotRow) -> bool:
+def _accepts_sums(row: SlotRow) -> bool:
     return row.sums is not None and row.sums.dtype == torch.float32 and row.is_contiguous
 
 

@@ -20,7 +20,7 @@ _REMEMBERED_LAUNCHES = 1024
 
 
 def launch(
-    which: Pass,
+    product: Pass,
     result: Shaped[Tensor, "..."],
     a: Float[Tensor, "rows _"],
     b: Shaped[Tensor, "..."],
@@ -33,7 +33,7 @@ def launch(
     A CUDA graph can capture it: the workspace comes from the graph's memory pool.
 
     Args:
-        which: Product to compute.
+        product: Product to compute.
         result: Tensor of the result: rows of the groups, or a gradient for each group.
         a: Rows, or their gradients.
         b: Weights of the groups; in weight gradients the rows of the input.
@@ -42,8 +42,8 @@ def launch(
         first_group: Group of the first weight, which starts at the end before it. Rows of groups
             before it are neither read nor written.
     """
-    stack = b if which is Pass.FORWARD or which is Pass.DATA_GRAD else result
-    choice, num_sms, num_bytes = _plan_launch(which, a.shape[0], *stack.shape, a.device)
+    stack = b if product is Pass.FORWARD or product is Pass.DATA_GRAD else result
+    choice, num_sms, num_bytes = _plan_launch(product, a.shape[0], *stack.shape, a.device)
     workspace = torch.empty(num_bytes, dtype=torch.uint8, device=a.device)
     run = torch.ops.lm_kernels.grouped_gemm.default
     order = (choice.variant, choice.along_n, choice.band, num_sms)
@@ -82,12 +82,12 @@ def launch_swiglu(
 
 @lru_cache(_REMEMBERED_LAUNCHES)
 def _plan_launch(
-    which: Pass, num_rows: int, num_groups: int, n: int, k: int, device: torch.device
+    product: Pass, num_rows: int, num_groups: int, n: int, k: int, device: torch.device
 ) -> tuple[VariantChoice, int, int]:
     """Return the kernel variant, its number of CTAs and the size of its workspace (bytes)."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return (
-        choose_variant(which, num_rows, num_groups, n, k),
+        choose_variant(product, num_rows, num_groups, n, k),
         num_sms,
         workspace_bytes(num_groups, num_sms),
     )

@@ -92,9 +92,10 @@ def choose_swiglu(
     if product.backend != "bundled":
         choice = SwiGLUChoice(False, f"the product is by {product.backend}")
     else:
-        why_not = reason_against_fusion(out_features, in_features)
+        reason = reason_against_fusion(out_features, in_features)
         choice = SwiGLUChoice(
-            why_not is None, why_not or "it saves a pass over the product's result"
+            reason is None,
+            reason or "it saves a pass over the product's result",
         )
     _log.info(
         "SwiGLU of experts %s: %s",
@@ -148,15 +149,15 @@ def _choose(
 ) -> BackendChoice:
     if device.type != "cuda":
         return BackendChoice("loop", f"{device.type}: the host has the group sizes already")
-    neither = _why_no_kernel(dtype, in_features, out_features)
+    neither = _reason_against_kernel(dtype, in_features, out_features)
     if neither is not None:
         return BackendChoice("loop", neither)
-    not_bundled = _why_not_bundled(device, num_groups)
+    not_bundled = _reason_against_bundled(device, num_groups)
     if not_bundled is None:
         return BackendChoice(
             "bundled", "bfloat16 on a GPU of compute capability 9.0: the bundled kernels"
         )
-    not_torchs = _why_not_torchs(device)
+    not_torchs = _reason_against_torch(device)
     if not_torchs is None:
         return BackendChoice(
             "grouped_mm", f"torch's grouped product, not the bundled kernels: {not_bundled}"
@@ -164,7 +165,7 @@ def _choose(
     return BackendChoice("loop", f"{not_torchs}; bundled kernels: {not_bundled}")
 
 
-def _why_no_kernel(dtype: torch.dtype, in_features: int, out_features: int) -> str | None:
+def _reason_against_kernel(dtype: torch.dtype, in_features: int, out_features: int) -> str | None:
     if dtype != torch.bfloat16:
         return f"{dtype}: the kernels on a GPU are made for bfloat16"
     for name, size in (("in_features", in_features), ("out_features", out_features)):
@@ -173,7 +174,7 @@ def _why_no_kernel(dtype: torch.dtype, in_features: int, out_features: int) -> s
     return None
 
 
-def _why_not_bundled(device: torch.device, num_groups: int) -> str | None:
+def _reason_against_bundled(device: torch.device, num_groups: int) -> str | None:
     if num_groups > MAX_GROUPS:
         return f"{num_groups} groups are more than {MAX_GROUPS}"
     return (
@@ -182,7 +183,7 @@ def _why_not_bundled(device: torch.device, num_groups: int) -> str | None:
     )
 
 
-def _why_not_torchs(device: torch.device) -> str | None:
+def _reason_against_torch(device: torch.device) -> str | None:
     if not hasattr(F, "grouped_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.grouped_mm"
     capability = torch.cuda.get_device_capability(device)

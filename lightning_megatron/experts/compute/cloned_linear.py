@@ -14,8 +14,8 @@ from lightning_megatron.experts.compute.backends import Bundled, Loop
 from lightning_megatron.experts.compute.choose_backend import BackendName, choose_backend
 from lightning_megatron.experts.compute.grouped_linear import require_kernels
 from lightning_megatron.layers.choose_kernels import warn_of_slow_path
-from lightning_megatron.layers.gradient_slot import GradientSlot, remembered_stack, slots_of
-from lightning_megatron.layers.handed_gradients import hand_over
+from lightning_megatron.layers.gradient_slot import GradientSlot, cached_stack, slots_of
+from lightning_megatron.layers.handed_gradients import add_to_slots
 from lightning_megatron.layers.remade import Recipe
 from lightning_megatron.shapes import Float, Int
 
@@ -234,11 +234,11 @@ def _weight_gradients(
         places = clones.gradients(weights[0])
         places.copy_(found[len(weights) :])
         parts_or_none = [None if slot is None else slot.first_part() for slot in ctx.slots]
-        grad_weights = hand_over(found[: len(weights)], weights, parts_or_none, needed)
+        grad_weights = add_to_slots(found[: len(weights)], weights, parts_or_none, needed)
     returned = clones.give_back(places)
     if returned is None:
         return grad_weights
-    rest = hand_over(returned, weights, ctx.slots, needed)
+    rest = add_to_slots(returned, weights, ctx.slots, needed)
     return [
         None if one is None or more is None else one + more
         for one, more in zip(grad_weights, rest, strict=True)
@@ -249,5 +249,5 @@ def _stack_or_all(
     weights: Sequence[Tensor], slots: Sequence[GradientSlot | None]
 ) -> Sequence[Tensor] | Tensor:
     """Return weights as one view, or else one by one."""
-    view = remembered_stack(weights, slots)
+    view = cached_stack(weights, slots)
     return weights if view is None else view

@@ -14,10 +14,10 @@ from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.layers.gradient_slot import (
     GradientSlot,
     SlotRow,
-    remembered_stack,
+    cached_stack,
     slots_of,
 )
-from lightning_megatron.layers.handed_gradients import hand_over
+from lightning_megatron.layers.handed_gradients import add_to_slots
 from lightning_megatron.shapes import Bool, Float, Int
 
 
@@ -63,7 +63,7 @@ class _AddBiases(torch.autograd.Function):
         ctx.columns = slice(first_column, first_column + len(biases[0]))
         ctx.mark_dirty(rows)
         shares = _shares(members(ends, len(rows)), factors, rows.dtype)
-        return rows.addmm_(shares, _whole(biases, ctx.slots, rows, first_column))
+        return rows.addmm_(shares, _joined_biases(biases, ctx.slots, rows, first_column))
 
     @staticmethod
     @once_differentiable
@@ -107,11 +107,11 @@ def _shares(member: Tensor, factors: Tensor | None, dtype: torch.dtype) -> Tenso
 
 def _stacked(biases: Sequence[Tensor], slots: Sequence[GradientSlot | None]) -> Tensor:
     """Return biases as one tensor: a view if they have a constant stride, else a copy."""
-    view = remembered_stack(biases, slots)
+    view = cached_stack(biases, slots)
     return torch.stack(tuple(biases)) if view is None else view
 
 
-def _whole(
+def _joined_biases(
     biases: Sequence[Tensor],
     slots: Sequence[GradientSlot | None],
     rows: Tensor,
@@ -149,7 +149,7 @@ def _hand_over(
 
         if row.add(add):
             return [None] * len(biases)
-    return hand_over(sums, biases, slots, needed)
+    return add_to_slots(sums, biases, slots, needed)
 
 
 def _compiled(
@@ -162,6 +162,6 @@ def _compiled(
     member = members(ends, len(rows))
     shares = _shares(member, factors, rows.dtype)
     none = [None] * len(biases)
-    total = torch.addmm(rows, shares, _whole(biases, none, rows, first_column))
+    total = torch.addmm(rows, shares, _joined_biases(biases, none, rows, first_column))
     # The gradients of rows past the last end stay behind this choice.
     return torch.where(member.any(-1, keepdim=True), total, rows)

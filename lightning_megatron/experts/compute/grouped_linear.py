@@ -17,7 +17,7 @@ from lightning_megatron.experts.compute.backends import Bundled, Loop
 from lightning_megatron.experts.compute.choose_backend import BackendName, choose_backend
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.gradient_slot import GradientSlot, SlotRow, slots_of
-from lightning_megatron.layers.handed_gradients import hand_over
+from lightning_megatron.layers.handed_gradients import add_to_slots
 from lightning_megatron.layers.mlp import activate
 from lightning_megatron.layers.remade import Recipe
 from lightning_megatron.plan.activation_kinds import Activation
@@ -312,7 +312,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad_weights: list[Tensor | None] = [None] * len(weights)
         if ctx.make_rows is not None:
             found = ctx.backend.weight_gradients(grad, ctx.make_rows(*kept), ends)
-            grad_weights = hand_over(found, weights, ctx.slots, ctx.needs_input_grad[5:])
+            grad_weights = add_to_slots(found, weights, ctx.slots, ctx.needs_input_grad[5:])
         grad_rows = None
         if ctx.needs_input_grad[0]:
             grad_rows = ctx.backend.input_gradient(grad, weights, ends)

@@ -180,7 +180,7 @@ class GroupedMLP(nn.ModuleDict):
         probabilities: Float[Tensor, "rows"],
         ends: Int[Tensor, "experts"],
         clones: Sequence[CloneSource] | None = None,
-        rows_again: Recipe | None = None,
+        rows_recipe: Recipe | None = None,
     ) -> Float[Tensor, "rows hidden"]:
         """Return the expert's output for each row, multiplied by the row's probability.
 
@@ -191,7 +191,7 @@ class GroupedMLP(nn.ModuleDict):
                 the device).
             clones: Transfers of the first and of the second matrix between homes and clones; None
                 means that this rank has no places for clones.
-            rows_again: How the backward pass recomputes the rows; None keeps them.
+            rows_recipe: How the backward pass recomputes the rows; None keeps them.
 
         Raises:
             UnsupportedError: If experts with biases have clones.
@@ -202,21 +202,21 @@ class GroupedMLP(nn.ModuleDict):
         autocast_dtype = _autocast_dtype(rows)
         if autocast_dtype is not None:
             rows = rows.to(autocast_dtype)
-            rows_again = None if rows_again is None else rows_again.to(autocast_dtype)
+            rows_recipe = None if rows_recipe is None else rows_recipe.to(autocast_dtype)
         backends = self._backends(rows, first, down, autocast_dtype is not None)
         given = rows, first, probabilities, ends
         if clones is not None:
             self.config.check_clones()
             if backends.fuses_swiglu:
-                weighted, again = cloned_swiglu(*given, clones[0], rows_again)
+                weighted, again = cloned_swiglu(*given, clones[0], rows_recipe)
             else:
-                inner = cloned_linear(rows, first, ends, clones[0], backends.first, rows_again)
+                inner = cloned_linear(rows, first, ends, clones[0], backends.first, rows_recipe)
                 weighted, again = weighted_activation(inner, probabilities, ends, self.activation)
             return cloned_linear(weighted, down, ends, clones[1], backends.down, again)
         if backends.fuses_swiglu:
-            weighted, again = grouped_swiglu(*given, rows_again)
+            weighted, again = grouped_swiglu(*given, rows_recipe)
         else:
-            inner = grouped_linear(rows, first, ends, backends.first, rows_again)
+            inner = grouped_linear(rows, first, ends, backends.first, rows_recipe)
             if self.has_biases:
                 inner = add_expert_biases(inner, self.biases(self.first_name), ends)
             weighted, again = weighted_activation(inner, probabilities, ends, self.activation)

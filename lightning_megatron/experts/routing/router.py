@@ -16,13 +16,13 @@ from lightning_megatron.experts.routing.balance import (
 )
 from lightning_megatron.experts.routing.exact_linear import exact_dtype, exact_linear
 from lightning_megatron.experts.routing.router_losses import RouterLosses
-from lightning_megatron.experts.routing.scores import Scored, score_tokens
+from lightning_megatron.experts.routing.scores import RouterOutput, score_tokens
 from lightning_megatron.experts.routing.selection import expert_capacity, within_capacity
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.init import Initializer, sharded_parameter
 from lightning_megatron.plan.experts import ExpertsConfig
-from lightning_megatron.plan.shards import whole_range
+from lightning_megatron.plan.shards import full_range
 from lightning_megatron.shapes import Float, Int, Shaped
 
 
@@ -112,7 +112,7 @@ class Router(nn.Module):
         self.mesh = mesh
         self.forced_balance = forced_balance
         num_experts = config.num_experts
-        here = [whole_range(num_experts, mesh.tp.rank)]
+        here = [full_range(num_experts, mesh.tp.rank)]
         drawn = initializer or Initializer.normal()
         # Under sequence parallelism each rank routes its own tokens only.
         of_tokens = {"partial": mesh.sequence_parallel}
@@ -211,7 +211,7 @@ class Router(nn.Module):
             uniform = uniform.chunk(self._num_parts)[self.mesh.tp.rank]
         return wide * (1.0 + self.config.jitter * (2.0 * uniform - 1.0))
 
-    def _score(self, hidden: Tensor, kernels: ModuleType | None) -> Scored:
+    def _score(self, hidden: Tensor, kernels: ModuleType | None) -> RouterOutput:
         config = self.config
         length, num_sequences = hidden.shape[:2]
         logits = exact_linear(self._jittered(hidden), self.weight).flatten(0, 1)
@@ -225,7 +225,9 @@ class Router(nn.Module):
         classes = num_sequences if config.aux_loss_scope == "sequence" else 1
         return score_tokens(logits, self.expert_bias, config, classes, round_robin_start, kernels)
 
-    def _losses(self, scored: Scored, num_tokens: int, kernels: ModuleType | None) -> RouterLosses:
+    def _losses(
+        self, scored: RouterOutput, num_tokens: int, kernels: ModuleType | None
+    ) -> RouterLosses:
         load_factors, coefficient = self._load_factors(scored, num_tokens)
         square_coefficient = (
             self.config.z_loss / num_tokens if self.training and self.config.z_loss else 0.0
@@ -234,7 +236,7 @@ class Router(nn.Module):
         sums = scored.share_sums, load_factors, coefficient, scored.square_sum, square_coefficient
         return RouterLosses(*sums, kernels if is_served else None)
 
-    def _load_factors(self, scored: Scored, num_tokens: int) -> tuple[Tensor | None, float]:
+    def _load_factors(self, scored: RouterOutput, num_tokens: int) -> tuple[Tensor | None, float]:
         """Return the auxiliary loss's factors of ``share_sums``, or None, and its coefficient."""
         config = self.config
         if not (self.training and config.aux_loss):

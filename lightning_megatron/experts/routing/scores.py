@@ -14,11 +14,11 @@ from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.shapes import Float, Int
 
 #: Added to sums of scores, so that a token whose scores are all zero causes no division by zero.
-_TINY = 1e-20
+_EPS = 1e-20
 
 
 @dataclass(frozen=True)
-class Scored:
+class RouterOutput:
     """Router outputs for the logits of tokens.
 
     Sums are taken over the tokens of each sequence, or over all tokens.
@@ -50,7 +50,7 @@ def score_tokens(
     num_sequences: int = 1,
     round_robin_start: int | None = None,
     kernels: ModuleType | None = None,
-) -> Scored:
+) -> RouterOutput:
     """Score all experts for each token, and select the best.
 
     Args:
@@ -79,7 +79,7 @@ def score_tokens(
             counts_unbiased=counts_unbiased,
         )
         if settings.is_served():
-            return Scored(*kernels.route_tokens(logits, bias, settings))
+            return RouterOutput(*kernels.route_tokens(logits, bias, settings))
     scores = _scores(logits, config)
     if round_robin_start is None:
         selected = select_experts(scores, bias, config)
@@ -95,7 +95,7 @@ def weigh_selected(
     unbiased: Int[Tensor, "tokens top_k"],
     config: ExpertsConfig,
     num_sequences: int = 1,
-) -> Scored:
+) -> RouterOutput:
     """Return the probabilities of selected experts, and the sums of the router losses.
 
     Args:
@@ -107,7 +107,7 @@ def weigh_selected(
     """
     scores = _scores(logits, config)
     shares = (
-        scores if config.scoring == "softmax" else scores / (scores.sum(-1, keepdim=True) + _TINY)
+        scores if config.scoring == "softmax" else scores / (scores.sum(-1, keepdim=True) + _EPS)
     )
     load, unbiased_load = (
         tokens_per_expert_of_sequences(
@@ -115,7 +115,7 @@ def weigh_selected(
         )
         for experts in (selected, unbiased)
     )
-    return Scored(
+    return RouterOutput(
         probabilities=_weights(logits, scores, selected, config),
         experts=selected,
         load=load,
@@ -140,5 +140,5 @@ def _weights(logits: Tensor, scores: Tensor, selected: Tensor, config: ExpertsCo
         weights = logits.gather(-1, selected).softmax(-1)
     else:
         weights = scores.gather(-1, selected)
-        weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
+        weights = weights / (weights.sum(-1, keepdim=True) + _EPS)
     return weights * config.score_scale

@@ -22,7 +22,11 @@ from lightning_megatron.experts.transport.peer_clones import (
     PeerSource,
 )
 from lightning_megatron.experts.transport.peer_cloning import PeerCloningDispatcher
-from lightning_megatron.experts.transport.peer_transfer import Puts, transfer_over, why_no_puts
+from lightning_megatron.experts.transport.peer_transfer import (
+    Puts,
+    reason_against_puts,
+    transfer_over,
+)
 from lightning_megatron.experts.transport.row_limit import LayerRows
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -98,17 +102,20 @@ def choose_transport(
         UnsupportedError: If puts are requested, or "auto" with clones, and the GPUs have no peer
             access.
 
-    Communication: that of :func:`~lightning_megatron.experts.transport.peer_transfer.why_no_puts`,
-        where puts may be chosen.
+    Communication: that of
+        :func:`~lightning_megatron.experts.transport.peer_transfer.reason_against_puts`, where puts
+        may be chosen.
     """
-    here = even_range(num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep")
+    local_experts = even_range(
+        num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep"
+    )
     if clones is not None and transport == "auto" and mesh.ep.size > 1:
         resolved, why = _transport_of_clones(mesh)
     else:
         resolved, why = _transport(top_k, mesh, transport, has_shared, limit is not None)
     sources = None
     if clones is None:
-        dispatcher, what = _over_ep(here, num_experts, mesh, resolved, limit)
+        dispatcher, what = _over_ep(local_experts, num_experts, mesh, resolved, limit)
     else:
         layout = ExpertPlaces(mesh.ep.size, num_experts, clones.places)
         size = layout.homes + layout.places
@@ -137,7 +144,7 @@ def _with_clones(
         peers = PeerClones(ep, num_experts, settings.places, matrices, kernels)
         return (
             PeerCloningDispatcher(
-                inner.here, inner.transfer, inner.limit, peers=peers, settings=settings
+                inner.local_experts, inner.transfer, inner.limit, peers=peers, settings=settings
             ),
             lambda clones: peers.sources(),
         )
@@ -153,7 +160,7 @@ def _innermost(dispatcher: Dispatcher) -> Dispatcher:
 
 def _transport_of_clones(mesh: ParallelMesh) -> tuple[ChosenTransport, str]:
     """Return the transport over ep with clones, and the reason for it."""
-    reason = why_no_puts(mesh.ep, mesh.device) if mesh.device.type == "cuda" else None
+    reason = reason_against_puts(mesh.ep, mesh.device) if mesh.device.type == "cuda" else None
     if reason is not None:
         raise UnsupportedError(
             "expert_clones needs GPUs that write into each other's memory: "
@@ -179,7 +186,7 @@ def _transport(
     # A put cannot overlap with the shared expert, an all-gather can.
     reason: str | None = "an all-gather overlaps with the shared expert"
     if not has_shared:
-        reason = why_no_puts(mesh.ep, mesh.device)
+        reason = reason_against_puts(mesh.ep, mesh.device)
     if reason is None:
         why += ", and these GPUs write into each other's memory"
     else:
@@ -189,18 +196,20 @@ def _transport(
 
 
 def _over_ep(
-    here: ShardRange,
+    local_experts: ShardRange,
     num_experts: int,
     mesh: ParallelMesh,
     transport: ChosenTransport,
     limit: LayerRows | None,
 ) -> tuple[Dispatcher, str]:
-    local = LocalDispatcher(here, limit)
+    local = LocalDispatcher(local_experts, limit)
     ep = mesh.ep
     if transport == "none":
         return local, "no dispatch"
     if transport == "one_sided":
-        puts = OneSidedDispatcher(here, transfer_over(ep, here.size, mesh.device), limit)
+        puts = OneSidedDispatcher(
+            local_experts, transfer_over(ep, local_experts.size, mesh.device), limit
+        )
         return puts, "one-sided puts over ep, of static sizes"
     if transport == "all_gather":
         return GatherDispatcher(local, ep), "all-gather over ep, of static sizes"

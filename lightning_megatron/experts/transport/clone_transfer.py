@@ -53,12 +53,12 @@ class CloneCollectives:
         """
         local, is_home = self._homes()
         stack = torch.stack([weight.detach() for weight in weights])
-        received = self._exchange(stack[local].where(_wide(is_home, stack), 0))
-        owners = self._own_owners()
+        received = self._exchange(stack[local].where(_widened(is_home, stack), 0))
+        owners = self._local_owners()
         places = torch.arange(owners.shape[0], device=owners.device)
         source = owners.clamp(min=0) // self.layout.homes
         found = received[source * owners.shape[0] + places]
-        return found.where(_wide(owners >= 0, found), 0)
+        return found.where(_widened(owners >= 0, found), 0)
 
     def gradients(
         self, like: Float[Tensor, "out_local in_local"]
@@ -74,14 +74,14 @@ class CloneCollectives:
         Args:
             gradients: Gradient of the weight of every place of this rank.
         """
-        owners = self._own_owners()
+        owners = self._local_owners()
         ranks = torch.arange(self.axis.size, device=owners.device).unsqueeze(1)
         is_for = (owners // self.layout.homes == ranks) & (owners >= 0)
-        sent = torch.where(_wide(is_for, gradients), gradients, 0).flatten(0, 1)
+        sent = torch.where(_widened(is_for, gradients), gradients, 0).flatten(0, 1)
         received = self._exchange(sent)
         local, is_home = self._homes()
         result = received.new_zeros((self.layout.homes, *received.shape[1:]))
-        for place, gradient in enumerate(received.where(_wide(is_home, received), 0).split(1)):
+        for place, gradient in enumerate(received.where(_widened(is_home, received), 0).split(1)):
             # One by one, because a GPU would add several gradients to one home in an undefined
             # order.
             result.index_add_(0, local[place : place + 1], gradient)
@@ -95,7 +95,7 @@ class CloneCollectives:
         is_home = (owners >= 0) & (local >= 0) & (local < homes)
         return local.clamp(0, homes - 1), is_home
 
-    def _own_owners(self) -> Int[Tensor, "places"]:
+    def _local_owners(self) -> Int[Tensor, "places"]:
         places = self.layout.places
         return self.owners[self.axis.rank * places :][:places]
 
@@ -106,7 +106,7 @@ class CloneCollectives:
         return all_to_all_rows(matrices, each, each, self.axis)
 
 
-def _wide(
+def _widened(
     mask: Bool[Tensor, "*shape"], matrices: Float[Tensor, "_ out_local in_local"]
 ) -> Bool[Tensor, "*shape 1 1"]:
     return mask.view(*mask.shape, *[1] * (matrices.dim() - 1))

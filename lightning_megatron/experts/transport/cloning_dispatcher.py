@@ -10,7 +10,12 @@ from torch import Tensor
 from lightning_megatron.experts.transport.cloning import place_clones, to_physical
 from lightning_megatron.experts.transport.dispatchers import Dispatcher
 from lightning_megatron.experts.transport.permute import map_rows
-from lightning_megatron.experts.transport.transit import Dispatched, Prepared, Returned, Sent
+from lightning_megatron.experts.transport.transit import (
+    ExpertInput,
+    ExpertOutput,
+    PreparedTokens,
+    TokensInTransit,
+)
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_sequence
 from lightning_megatron.layers.remade import Recipe
@@ -55,7 +60,7 @@ class CloningDispatcher:
         hidden: Float[Tensor, "tokens hidden"],
         probabilities: Float[Tensor, "tokens top_k"],
         experts: Int[Tensor, "tokens top_k"],
-    ) -> Prepared:
+    ) -> PreparedTokens:
         """Plan clones, and replace the selected experts by physical ones."""
         row_map = map_rows(experts, 0, self.num_experts)
         counts = torch.diff(row_map.ends, prepend=row_map.ends.new_zeros(1))
@@ -64,22 +69,24 @@ class CloningDispatcher:
         physical = to_physical(experts, row_map, clones, self.axis.rank)
         return replace(self.inner.prepare(hidden, probabilities, physical), clones=clones)
 
-    def send(self, prepared: Prepared) -> Sent:
+    def send(self, prepared: PreparedTokens) -> TokensInTransit:
         """Start to send every token to the ranks of its physical experts."""
         return replace(self.inner.send(prepared), clones=prepared.clones)
 
-    def receive(self, sent: Sent) -> Dispatched:
+    def receive(self, sent: TokensInTransit) -> ExpertInput:
         """Wait for the tokens of this rank's homes and clones, and sort them."""
         return replace(self.inner.receive(sent), clones=sent.clones)
 
-    def rows_again(self, dispatched: Dispatched) -> Recipe | None:
+    def rows_recipe(self, dispatched: ExpertInput) -> Recipe | None:
         """Return how the inner dispatcher recomputes the rows."""
-        return self.inner.rows_again(dispatched)
+        return self.inner.rows_recipe(dispatched)
 
-    def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
+    def send_back(
+        self, outputs: Float[Tensor, "rows hidden"], dispatched: ExpertInput
+    ) -> ExpertOutput:
         """Give the outputs to the inner dispatcher."""
         return self.inner.send_back(outputs, dispatched)
 
-    def combine(self, returned: Returned) -> Float[Tensor, "tokens hidden"]:
+    def combine(self, returned: ExpertOutput) -> Float[Tensor, "tokens hidden"]:
         """Sum the outputs of each token, of homes and clones."""
         return self.inner.combine(returned)

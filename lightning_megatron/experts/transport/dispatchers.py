@@ -20,11 +20,11 @@ from lightning_megatron.experts.transport.permute import (
 from lightning_megatron.experts.transport.row_limit import LayerRows, map_within
 from lightning_megatron.experts.transport.transit import (
     AllToAllSizes,
-    Dispatched,
-    Prepared,
-    Returned,
+    ExpertInput,
+    ExpertOutput,
+    PreparedTokens,
     RowCounts,
-    Sent,
+    TokensInTransit,
 )
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import (
@@ -66,7 +66,7 @@ class Dispatcher(Protocol):
         hidden: Float[Tensor, "tokens hidden"],
         probabilities: Float[Tensor, "tokens top_k"],
         experts: Int[Tensor, "tokens top_k"],
-    ) -> Prepared:
+    ) -> PreparedTokens:
         """Do what can be done before tokens are sent, with sizes that follow from input shapes.
 
         Args:
@@ -75,26 +75,28 @@ class Dispatcher(Protocol):
             experts: Indices of the selected experts in the whole layer; -1 means none.
         """
 
-    def send(self, prepared: Prepared) -> Sent:
+    def send(self, prepared: PreparedTokens) -> TokensInTransit:
         """Start to send every token to the ranks of its experts."""
 
-    def receive(self, sent: Sent) -> Dispatched:
+    def receive(self, sent: TokensInTransit) -> ExpertInput:
         """Wait for the tokens of this rank's experts, and sort them by expert."""
 
-    def rows_again(self, dispatched: Dispatched) -> Recipe | None:
+    def rows_recipe(self, dispatched: ExpertInput) -> Recipe | None:
         """Return how the backward pass recomputes the rows of the experts; None if it keeps them.
 
         The tokens of ``dispatched`` are then kept, and :meth:`combine` may send them again in its
         backward pass.
         """
 
-    def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
+    def send_back(
+        self, outputs: Float[Tensor, "rows hidden"], dispatched: ExpertInput
+    ) -> ExpertOutput:
         """Return outputs to the ranks of their tokens, as far as sizes depend on the routing.
 
         The outputs are already multiplied by their probabilities, and undefined past the last end.
         """
 
-    def combine(self, returned: Returned) -> Float[Tensor, "tokens hidden"]:
+    def combine(self, returned: ExpertOutput) -> Float[Tensor, "tokens hidden"]:
         """Sum the outputs of each token, with sizes that follow from input shapes."""
 
 
@@ -105,11 +107,11 @@ class LocalDispatcher:
     Sizes are static, and nothing is copied from the device to the host.
 
     Args:
-        here: Experts of this rank. Selections of other experts are ignored.
+        local_experts: Experts of this rank. Selections of other experts are ignored.
         limit: Limit on the rows of these experts; None without one.
     """
 
-    here: ShardRange
+    local_experts: ShardRange
     limit: LayerRows | None = None
 
     @property
@@ -127,35 +129,37 @@ class LocalDispatcher:
         hidden: Float[Tensor, "tokens hidden"],
         probabilities: Float[Tensor, "tokens top_k"],
         experts: Int[Tensor, "tokens top_k"],
-    ) -> Prepared:
+    ) -> PreparedTokens:
         """Return the tokens unchanged."""
-        return Prepared(hidden, probabilities, experts)
+        return PreparedTokens(hidden, probabilities, experts)
 
-    def send(self, prepared: Prepared) -> Sent:
+    def send(self, prepared: PreparedTokens) -> TokensInTransit:
         """Return the tokens unchanged, without communication."""
-        return Sent(
+        return TokensInTransit(
             InFlight(prepared.hidden), InFlight(prepared.probabilities), InFlight(prepared.experts)
         )
 
-    def receive(self, sent: Sent) -> Dispatched:
+    def receive(self, sent: TokensInTransit) -> ExpertInput:
         """Sort the tokens of this rank's experts."""
         experts = sent.experts.wait()
-        row_map = map_within(self.limit, experts, self.here.start, self.here.size)
+        row_map = map_within(self.limit, experts, self.local_experts.start, self.local_experts.size)
         hidden = sent.hidden.wait()
         rows = permute_both(hidden, sent.probabilities.wait(), row_map)
-        return Dispatched(*rows, row_map, tokens=hidden.detach())
+        return ExpertInput(*rows, row_map, tokens=hidden.detach())
 
-    def rows_again(self, dispatched: Dispatched) -> Recipe | None:
+    def rows_recipe(self, dispatched: ExpertInput) -> Recipe | None:
         """Return how to sort the same tokens again."""
         if dispatched.tokens is None:
             return None
         return Recipe.of(_sort_again, dispatched.tokens, *dispatched.row_map.tensors)
 
-    def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
+    def send_back(
+        self, outputs: Float[Tensor, "rows hidden"], dispatched: ExpertInput
+    ) -> ExpertOutput:
         """Return the outputs unchanged."""
-        return Returned(outputs, dispatched.row_map)
+        return ExpertOutput(outputs, dispatched.row_map)
 
-    def combine(self, returned: Returned) -> Float[Tensor, "tokens hidden"]:
+    def combine(self, returned: ExpertOutput) -> Float[Tensor, "tokens hidden"]:
         """Sum the outputs of each token."""
         return unpermute(returned.rows, returned.row_map)
 
@@ -196,32 +200,34 @@ class GatherDispatcher:
         hidden: Float[Tensor, "tokens hidden"],
         probabilities: Float[Tensor, "tokens top_k"],
         experts: Int[Tensor, "tokens top_k"],
-    ) -> Prepared:
+    ) -> PreparedTokens:
         """Return the tokens unchanged."""
-        return Prepared(hidden, probabilities, experts)
+        return PreparedTokens(hidden, probabilities, experts)
 
-    def send(self, prepared: Prepared) -> Sent:
+    def send(self, prepared: PreparedTokens) -> TokensInTransit:
         """Start to all-gather the tokens, their probabilities and their experts."""
-        return Sent(
+        return TokensInTransit(
             start_all_gather_sequence(prepared.hidden, self.axis),
             start_all_gather_sequence(prepared.probabilities, self.axis),
             start_all_gather_sequence(prepared.experts, self.axis),
         )
 
-    def receive(self, sent: Sent) -> Dispatched:
+    def receive(self, sent: TokensInTransit) -> ExpertInput:
         """Wait for the gathered tokens, and give them to the inner dispatcher."""
         gathered = sent.hidden.wait(), sent.probabilities.wait(), sent.experts.wait()
         return self.inner.receive(self.inner.send(self.inner.prepare(*gathered)))
 
-    def rows_again(self, dispatched: Dispatched) -> Recipe | None:
+    def rows_recipe(self, dispatched: ExpertInput) -> Recipe | None:
         """Return how the inner dispatcher recomputes the rows from the gathered tokens."""
-        return self.inner.rows_again(dispatched)
+        return self.inner.rows_recipe(dispatched)
 
-    def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
+    def send_back(
+        self, outputs: Float[Tensor, "rows hidden"], dispatched: ExpertInput
+    ) -> ExpertOutput:
         """Give the outputs to the inner dispatcher."""
         return self.inner.send_back(outputs, dispatched)
 
-    def combine(self, returned: Returned) -> Float[Tensor, "tokens hidden"]:
+    def combine(self, returned: ExpertOutput) -> Float[Tensor, "tokens hidden"]:
         """Sum the outputs of each token on this rank, then over all ranks."""
         return reduce_scatter_sequence(self.inner.combine(returned), self.axis)
 
@@ -261,7 +267,7 @@ class AllToAllDispatcher:
         hidden: Float[Tensor, "tokens hidden"],
         probabilities: Float[Tensor, "tokens top_k"],
         experts: Int[Tensor, "tokens top_k"],
-    ) -> Prepared:
+    ) -> PreparedTokens:
         """Exchange row counts, and sort the rows by expert."""
         row_map = map_rows(experts, 0, self.num_experts)
         sent = torch.diff(row_map.ends, prepend=row_map.ends.new_zeros(1)).view(self.axis.size, -1)
@@ -269,9 +275,9 @@ class AllToAllDispatcher:
         received = all_to_all_rows(sent, one_each, one_each, self.axis)
         totals = torch.stack([sent.sum(1), received.sum(1)])
         counts = RowCounts(row_map, received, totals)
-        return Prepared(*permute_both(hidden, probabilities, row_map), experts, counts)
+        return PreparedTokens(*permute_both(hidden, probabilities, row_map), experts, counts)
 
-    def send(self, prepared: Prepared) -> Sent:
+    def send(self, prepared: PreparedTokens) -> TokensInTransit:
         """Read row counts on the host, and start to send the rows."""
         counts = prepared.counts
         assert counts is not None, "`prepare` has counted the rows"
@@ -289,19 +295,21 @@ class AllToAllDispatcher:
             numbers, counts.received.flatten(), output_size=sum(receives)
         )
         sizes = AllToAllSizes(counts.row_map, tuple(sends), tuple(receives))
-        return Sent(rows, scales, InFlight(found), sizes)
+        return TokensInTransit(rows, scales, InFlight(found), sizes)
 
-    def receive(self, sent: Sent) -> Dispatched:
+    def receive(self, sent: TokensInTransit) -> ExpertInput:
         """Wait for the rows, and sort them by expert."""
         row_map = map_rows(sent.experts.wait().unsqueeze(1), 0, self.num_experts // self.axis.size)
         rows = sent.hidden.wait()
         scales = sent.probabilities.wait()
-        return Dispatched(*permute_both(rows, scales.unsqueeze(1), row_map), row_map, sent.sizes)
+        return ExpertInput(*permute_both(rows, scales.unsqueeze(1), row_map), row_map, sent.sizes)
 
-    def rows_again(self, dispatched: Dispatched) -> None:
+    def rows_recipe(self, dispatched: ExpertInput) -> None:
         """Return ``None``: the rows that have arrived are as many as the sorted ones."""
 
-    def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
+    def send_back(
+        self, outputs: Float[Tensor, "rows hidden"], dispatched: ExpertInput
+    ) -> ExpertOutput:
         """Send outputs back to the ranks of their tokens."""
         sizes = dispatched.sizes
         assert sizes is not None, "these rows came by an all-to-all"
@@ -309,9 +317,9 @@ class AllToAllDispatcher:
         back = all_to_all_rows(rows, sizes.receives, sizes.sends, self.axis)
         # With rows for dropped selections, which nothing reads, the size is static again.
         missing = sizes.row_map.num_rows - back.shape[0]
-        return Returned(F.pad(back, (0, 0, 0, missing)) if missing else back, sizes.row_map)
+        return ExpertOutput(F.pad(back, (0, 0, 0, missing)) if missing else back, sizes.row_map)
 
-    def combine(self, returned: Returned) -> Float[Tensor, "tokens hidden"]:
+    def combine(self, returned: ExpertOutput) -> Float[Tensor, "tokens hidden"]:
         """Sum the outputs of each token."""
         return unpermute(returned.rows, returned.row_map)
 

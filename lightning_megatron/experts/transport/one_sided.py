@@ -10,7 +10,12 @@ from torch import Tensor
 from lightning_megatron.experts.transport.peer_passes import from_experts, sort_again, to_experts
 from lightning_megatron.experts.transport.peer_transfer import PeerTransfer
 from lightning_megatron.experts.transport.row_limit import LayerRows
-from lightning_megatron.experts.transport.transit import Dispatched, Prepared, Returned, Sent
+from lightning_megatron.experts.transport.transit import (
+    ExpertInput,
+    ExpertOutput,
+    PreparedTokens,
+    TokensInTransit,
+)
 from lightning_megatron.groups.in_flight import InFlight
 from lightning_megatron.layers.remade import Recipe
 from lightning_megatron.plan.shards import ShardRange
@@ -27,7 +32,7 @@ class OneSidedDispatcher:
     between :meth:`send` and :meth:`receive` does not overlap with them.
 
     Args:
-        here: Experts of this rank; all ranks have the same number.
+        local_experts: Experts of this rank; all ranks have the same number.
         transfer: Transfer of tokens and of sums of outputs.
         limit: Limit on the rows of this rank's experts; None without one.
 
@@ -36,7 +41,7 @@ class OneSidedDispatcher:
         again if the rows of experts were not kept. A barrier precedes and follows each transfer.
     """
 
-    here: ShardRange
+    local_experts: ShardRange
     transfer: PeerTransfer
     limit: LayerRows | None = None
 
@@ -55,25 +60,25 @@ class OneSidedDispatcher:
         hidden: Float[Tensor, "tokens hidden"],
         probabilities: Float[Tensor, "tokens top_k"],
         experts: Int[Tensor, "tokens top_k"],
-    ) -> Prepared:
+    ) -> PreparedTokens:
         """Return the tokens unchanged."""
-        return Prepared(hidden, probabilities, experts)
+        return PreparedTokens(hidden, probabilities, experts)
 
-    def send(self, prepared: Prepared) -> Sent:
+    def send(self, prepared: PreparedTokens) -> TokensInTransit:
         """Return the tokens unchanged; :meth:`receive` transfers them."""
-        return Sent(
+        return TokensInTransit(
             InFlight(prepared.hidden), InFlight(prepared.probabilities), InFlight(prepared.experts)
         )
 
-    def receive(self, sent: Sent) -> Dispatched:
+    def receive(self, sent: TokensInTransit) -> ExpertInput:
         """Put tokens into the memory of their experts' ranks, and sort the received tokens."""
         experts = sent.experts.wait()
         tokens = sent.hidden.wait(), sent.probabilities.wait(), experts
         self.transfer.begin()
-        arrived = to_experts(*tokens, self.here, self.transfer, self.limit)
-        return Dispatched(*arrived, sent_experts=experts, tokens=tokens[0].detach())
+        arrived = to_experts(*tokens, self.local_experts, self.transfer, self.limit)
+        return ExpertInput(*arrived, sent_experts=experts, tokens=tokens[0].detach())
 
-    def rows_again(self, dispatched: Dispatched) -> Recipe | None:
+    def rows_recipe(self, dispatched: ExpertInput) -> Recipe | None:
         """Return how to sort the tokens that the backward pass of :meth:`combine` puts again."""
         if dispatched.tokens is None:
             return None
@@ -84,12 +89,14 @@ class OneSidedDispatcher:
         sort = partial(sort_again, self.transfer)
         return Recipe.of(sort, *own, *dispatched.row_map.tensors)
 
-    def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
+    def send_back(
+        self, outputs: Float[Tensor, "rows hidden"], dispatched: ExpertInput
+    ) -> ExpertOutput:
         """Return the outputs unchanged; :meth:`combine` transfers their sums."""
         sent = dispatched.sent_experts
-        return Returned(outputs, dispatched.row_map, sent, tokens=dispatched.tokens)
+        return ExpertOutput(outputs, dispatched.row_map, sent, tokens=dispatched.tokens)
 
-    def combine(self, returned: Returned) -> Float[Tensor, "tokens hidden"]:
+    def combine(self, returned: ExpertOutput) -> Float[Tensor, "tokens hidden"]:
         """Put sums of outputs into the memory of the tokens' ranks, and sum those of all ranks."""
         assert returned.sent_experts is not None, "these rows were put here"
         rows = returned.rows, returned.row_map, returned.sent_experts

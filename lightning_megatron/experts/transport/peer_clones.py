@@ -48,10 +48,10 @@ from lightning_megatron.groups.peer_memory import PeerRegion
 from lightning_megatron.layers.gradient_slot import (
     GradientSlot,
     SlotRow,
-    remembered_stack,
+    cached_stack,
     slots_of,
 )
-from lightning_megatron.layers.handed_gradients import hand_over
+from lightning_megatron.layers.handed_gradients import add_to_slots
 from lightning_megatron.plan.clone_memory import CloneMemory
 from lightning_megatron.shapes import Float, Int
 
@@ -176,7 +176,7 @@ class PeerRound:
         region, layout = self._peers.weights_memory()
         self._peers.axis.note("put_weights")
         for weights, slots, start in zip(self._matrices, self._slots, layout.starts, strict=True):
-            view = remembered_stack(weights, slots)
+            view = cached_stack(weights, slots)
             stack = torch.stack(weights) if view is None else view
             where = owners, region.pointers, self._peers.axis.rank, start
             self._peers.kernels.put_weights(stack.detach(), *where)
@@ -210,7 +210,7 @@ class PeerRound:
             sums = torch.zeros((len(weights), *weights[0].shape), device=weights[0].device)
             add(sums, 1.0)
             needed = [weight.requires_grad for weight in weights]
-            returned += hand_over(sums, weights, slots, needed)
+            returned += add_to_slots(sums, weights, slots, needed)
         return returned[:1] if self._have_slots else returned
 
     @property

@@ -12,7 +12,7 @@ from lightning_megatron.experts.transport.one_sided import OneSidedDispatcher
 from lightning_megatron.experts.transport.peer_clones import PeerClones, PeerRound
 from lightning_megatron.experts.transport.peer_passes import from_experts, to_experts
 from lightning_megatron.experts.transport.permute import map_rows
-from lightning_megatron.experts.transport.transit import Dispatched, Returned, Sent
+from lightning_megatron.experts.transport.transit import ExpertInput, ExpertOutput, TokensInTransit
 from lightning_megatron.plan.cloning import CloneSettings
 from lightning_megatron.shapes import Float
 
@@ -26,7 +26,7 @@ class PeerCloningDispatcher(OneSidedDispatcher):
     so that everything runs in :meth:`receive`.
 
     Args:
-        here: Homes and places of this rank; all ranks have the same number.
+        local_experts: Homes and places of this rank; all ranks have the same number.
         transfer: Transfer of tokens and of sums of outputs.
         limit: Limit on the rows of this rank's experts; None without one.
         peers: Memories of the clones.
@@ -41,7 +41,7 @@ class PeerCloningDispatcher(OneSidedDispatcher):
     settings: CloneSettings
 
     @override
-    def receive(self, sent: Sent) -> Dispatched:
+    def receive(self, sent: TokensInTransit) -> ExpertInput:
         """Plan clones, put weights and tokens, and sort the received tokens."""
         peers = self.peers
         experts = sent.experts.wait()
@@ -52,17 +52,19 @@ class PeerCloningDispatcher(OneSidedDispatcher):
         moved = PeerRound(peers, clones)
         moved.put_weights(clones.owners)
         tokens = sent.hidden.wait(), sent.probabilities.wait(), physical
-        arrived = to_experts(*tokens, self.here, self.transfer, self.limit, moved)
+        arrived = to_experts(*tokens, self.local_experts, self.transfer, self.limit, moved)
         kept = tokens[0].detach()
-        return Dispatched(*arrived, sent_experts=physical, clones=clones, tokens=kept)
+        return ExpertInput(*arrived, sent_experts=physical, clones=clones, tokens=kept)
 
     @override
-    def send_back(self, outputs: Float[Tensor, "rows hidden"], dispatched: Dispatched) -> Returned:
+    def send_back(
+        self, outputs: Float[Tensor, "rows hidden"], dispatched: ExpertInput
+    ) -> ExpertOutput:
         """Return the outputs unchanged; :meth:`combine` transfers their sums."""
         return replace(super().send_back(outputs, dispatched), clones=dispatched.clones)
 
     @override
-    def combine(self, returned: Returned) -> Float[Tensor, "tokens hidden"]:
+    def combine(self, returned: ExpertOutput) -> Float[Tensor, "tokens hidden"]:
         """Put sums of outputs into the memory of the tokens' ranks, and sum those of all ranks."""
         assert returned.sent_experts is not None, "these rows were put here"
         assert returned.clones is not None, "clones were planned"

@@ -46,7 +46,7 @@ def to_experts(
     hidden: Float[Tensor, "tokens hidden"],
     probabilities: Float[Tensor, "tokens top_k"],
     experts: Int[Tensor, "tokens top_k"],
-    here: ShardRange,
+    local_experts: ShardRange,
     transfer: PeerTransfer,
     limit: LayerRows | None = None,
     clones: CloneRound | None = None,
@@ -59,7 +59,7 @@ def to_experts(
         hidden: Hidden states of this rank's tokens.
         probabilities: Probabilities of their selected experts.
         experts: Experts selected for them; -1 means none.
-        here: Experts of this rank.
+        local_experts: Experts of this rank.
         transfer: Transfer between the ranks.
         limit: Limit on the rows; None without one.
         clones: Transfers for clones in the backward pass; None without clones.
@@ -71,7 +71,9 @@ def to_experts(
     # The weights make the backward pass run, and pass on their gradients, even if no token needs
     # one.
     weights = () if clones is None else clones.leaves
-    return _ToExperts.apply(hidden, probabilities, experts, here, transfer, limit, clones, *weights)
+    return _ToExperts.apply(
+        hidden, probabilities, experts, local_experts, transfer, limit, clones, *weights
+    )
 
 
 def from_experts(
@@ -124,16 +126,16 @@ class _ToExperts(torch.autograd.Function):
         hidden: Tensor,
         probabilities: Tensor,
         experts: Tensor,
-        here: ShardRange,
+        local_experts: ShardRange,
         transfer: PeerTransfer,
         limit: LayerRows | None,
         clones: CloneRound | None,
         *weights: Tensor,
     ) -> tuple[Tensor, Tensor, RowMap]:
-        buffer = transfer.spread(hidden, probabilities, experts)
+        buffer = transfer.dispatch(hidden, probabilities, experts)
         assert buffer.scales is not None, "probabilities were sent"
         assert buffer.experts is not None, "selected experts were sent"
-        row_map = map_within(limit, buffer.experts, here.start, here.size)
+        row_map = map_within(limit, buffer.experts, local_experts.start, local_experts.size)
         _keep(ctx, experts, row_map, clones)
         ctx.transfer = transfer
         return *permute_both(buffer.rows, buffer.scales, row_map), row_map
@@ -174,11 +176,11 @@ class _FromExperts(torch.autograd.Function):
         if tokens is not None:
             # After the first barrier, which every rank reaches after it has sorted the previous
             # tokens.
-            ctx.transfer.spread_again(tokens, experts)
+            ctx.transfer.dispatch_again(tokens, experts)
         if ctx.clones is not None:
             # Again, because another layer or microbatch has used the places since.
             ctx.clones.put_weights(owners)
-        rows = permute(ctx.transfer.spread(grads[0], None, experts).rows, row_map)
+        rows = permute(ctx.transfer.dispatch(grads[0], None, experts).rows, row_map)
         return rows, None, None, None, None, None
 
 

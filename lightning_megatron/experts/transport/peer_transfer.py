@@ -91,13 +91,13 @@ def _lay_out(
 class PeerTransfer(Protocol):
     """Interface of the transfers of tokens to their experts and of sums back, without autograd.
 
-    Each transfer is :meth:`begin`, and then :meth:`spread` or :meth:`collect`.
+    Each transfer is :meth:`begin`, and then :meth:`dispatch` or :meth:`collect`.
     """
 
     def begin(self) -> None:
         """Wait until no rank reads the data of the last transfer any more."""
 
-    def spread(
+    def dispatch(
         self,
         hidden: Float[Tensor, "tokens hidden"],
         probabilities: Float[Tensor, "tokens top_k"] | None,
@@ -112,14 +112,14 @@ class PeerTransfer(Protocol):
     def buffer_again(
         self, hidden: Float[Tensor, "tokens hidden"], experts: Int[Tensor, "tokens top_k"]
     ) -> TokenBufferViews:
-        """Return the buffer of :meth:`spread_again`, which exists from the first call on."""
+        """Return the buffer of :meth:`dispatch_again`, which exists from the first call on."""
 
-    def spread_again(
+    def dispatch_again(
         self, hidden: Float[Tensor, "tokens hidden"], experts: Int[Tensor, "tokens top_k"]
     ) -> None:
         """Transfer tokens a second time, into a separate buffer.
 
-        They have arrived when the next :meth:`spread` returns, and are valid until the next call.
+        They have arrived when the next :meth:`dispatch` returns, and are valid until the next call.
         """
 
     def collect(
@@ -164,7 +164,7 @@ class Puts:
         """Let the stream wait for those of all ranks."""
         self.axis.peer_memory.wait()
 
-    def spread(
+    def dispatch(
         self,
         hidden: Float[Tensor, "tokens hidden"],
         probabilities: Float[Tensor, "tokens top_k"] | None,
@@ -185,7 +185,7 @@ class Puts:
         """Return the memory of tokens that are put a second time."""
         return TokenBufferViews.over(self.axis, hidden, None, experts, "tokens again")
 
-    def spread_again(
+    def dispatch_again(
         self, hidden: Float[Tensor, "tokens hidden"], experts: Int[Tensor, "tokens top_k"]
     ) -> None:
         """Put each token into a row of its experts' ranks, without a barrier."""
@@ -233,7 +233,7 @@ class Collectives:
     def begin(self) -> None:
         """Do nothing: collectives wait for each other."""
 
-    def spread(
+    def dispatch(
         self,
         hidden: Float[Tensor, "tokens hidden"],
         probabilities: Float[Tensor, "tokens top_k"] | None,
@@ -253,7 +253,7 @@ class Collectives:
         """Return the buffer of tokens that are gathered a second time."""
         return TokenBufferViews.over(self.axis, hidden, None, experts, "tokens again")
 
-    def spread_again(
+    def dispatch_again(
         self, hidden: Float[Tensor, "tokens hidden"], experts: Int[Tensor, "tokens top_k"]
     ) -> None:
         """All-gather the tokens a second time."""
@@ -289,11 +289,11 @@ def transfer_over(axis: MeshAxis, experts_each: int, device: torch.device) -> Pe
     Raises:
         UnsupportedError: If the GPUs cannot write into each other's memory.
 
-    Communication: that of :func:`why_no_puts`.
+    Communication: that of :func:`reason_against_puts`.
     """
     if device.type != "cuda":
         return Collectives(axis, experts_each)
-    reason = why_no_puts(axis, device)
+    reason = reason_against_puts(axis, device)
     if reason is not None:
         raise UnsupportedError(
             "expert_transport ('one_sided') needs GPUs that write into each other's memory: "
@@ -304,7 +304,7 @@ def transfer_over(axis: MeshAxis, experts_each: int, device: torch.device) -> Pe
     return Puts(axis, experts_each, kernels)
 
 
-def why_no_puts(axis: MeshAxis, device: torch.device) -> str | None:
+def reason_against_puts(axis: MeshAxis, device: torch.device) -> str | None:
     """Return why ranks cannot put tokens into each other's memory, or None if they can.
 
     All ranks of the axis get the same result.
@@ -313,4 +313,4 @@ def why_no_puts(axis: MeshAxis, device: torch.device) -> str | None:
     """
     choice = choose_kernels(device) if device.type == "cuda" else None
     missing = None if choice is None or choice.kernels is not None else choice.reason
-    return axis.peer_memory.why_not(axis.group, device, missing)
+    return axis.peer_memory.reason_unavailable(axis.group, device, missing)

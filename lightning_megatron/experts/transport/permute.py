@@ -65,7 +65,7 @@ class RowMap:
 
 
 def map_rows(
-    experts: Int[Tensor, "tokens top_k"], first: int, num_experts: int, most: int | None = None
+    experts: Int[Tensor, "tokens top_k"], first: int, num_experts: int, limit: int | None = None
 ) -> RowMap:
     """Sort the selections of tokens by expert.
 
@@ -73,23 +73,23 @@ def map_rows(
     expert (-1), come last. All sizes follow from shapes, and nothing is copied from the device to
     the host.
 
-    Shapes: the buffer has ``tokens * min(top_k, num_experts)`` rows, and at most ``most``.
+    Shapes: the buffer has ``tokens * min(top_k, num_experts)`` rows, and at most ``limit``.
 
     Args:
         experts: Experts selected for each token.
         first: Index of the first local expert.
         num_experts: Number of local experts.
-        most: Limit on the rows of the buffer. Selections beyond it have no row. None means no limit
-            (rows).
+        limit: Limit on the rows of the buffer. Selections beyond it have no row. None means no
+            limit (rows).
     """
     kernels = fused_kernels(experts)
     if kernels is None or num_experts > kernels.MAX_SORTED_EXPERTS:
-        return sort_by_expert(experts, first, num_experts, most)
-    return _within(most, *kernels.sort_selections(experts, first, num_experts))
+        return sort_by_expert(experts, first, num_experts, limit)
+    return _within(limit, *kernels.sort_selections(experts, first, num_experts))
 
 
 def sort_by_expert(
-    experts: Int[Tensor, "tokens top_k"], first: int, num_experts: int, most: int | None = None
+    experts: Int[Tensor, "tokens top_k"], first: int, num_experts: int, limit: int | None = None
 ) -> RowMap:
     """Sort the selections of tokens by expert with operators of torch, as :func:`map_rows` does."""
     local = experts.flatten() - first
@@ -100,18 +100,18 @@ def sort_by_expert(
     )
     numbers = torch.arange(num_experts, device=key.device, dtype=key.dtype)
     ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
-    return _within(most, pairs, rows.view_as(experts), ends)
+    return _within(limit, pairs, rows.view_as(experts), ends)
 
 
-def _within(most: int | None, pairs: Tensor, rows: Tensor, ends: Tensor) -> RowMap:
+def _within(limit: int | None, pairs: Tensor, rows: Tensor, ends: Tensor) -> RowMap:
     """Return the map for a buffer of the rows of the worst routing, or of fewer."""
     num_tokens, top_k = rows.shape
     num_rows = num_tokens * min(top_k, ends.shape[0])
     needed = ends[-1:]
-    if most is not None and most < num_rows:
-        num_rows = most
+    if limit is not None and limit < num_rows:
+        num_rows = limit
         # By a comparison of rows with ends, selections beyond the limit belong to no expert.
-        ends = ends.clamp(max=most)
+        ends = ends.clamp(max=limit)
     return RowMap(pairs[:num_rows], rows, ends, needed)
 
 

@@ -75,12 +75,12 @@ class RankRows:
         sums[RowSum.NUM_MICROBATCHES].add_(1)
         if clones is not None:
             layout = clones.layout
-            here = slice(rank * layout.places, (rank + 1) * layout.places)
+            local_experts = slice(rank * layout.places, (rank + 1) * layout.places)
             # The owner of an empty place, -1, is at home on no rank.
             is_home = clones.owners // layout.homes == rank
-            sums[RowSum.ARRIVED].add_(clones.amounts[here].sum())
+            sums[RowSum.ARRIVED].add_(clones.amounts[local_experts].sum())
             sums[RowSum.LEFT].add_(torch.where(is_home, clones.amounts, 0).sum())
-            sums[RowSum.CLONES].add_((clones.owners[here] >= 0).sum())
+            sums[RowSum.CLONES].add_((clones.owners[local_experts] >= 0).sum())
             sums[RowSum.AWAY].add_(is_home.sum())
 
     def counted(self) -> Int[Tensor, "7"] | None:

@@ -12,7 +12,7 @@ from lightning_megatron.groups.pending import start_all_reduce
 from lightning_megatron.shapes import Int
 
 #: Value of the host's copy before the device has written it; no number of rows is so small.
-_UNREAD = torch.iinfo(torch.int32).min
+_NOT_WRITTEN = torch.iinfo(torch.int32).min
 #: Interval between reads of the host's copy (seconds).
 _PAUSE = 20e-6
 
@@ -33,8 +33,8 @@ class RowExcess:
         is_cuda = device.type == "cuda"
         # Validation may come first, and graphs cannot write tensors of its inference mode later.
         with torch.inference_mode(False):
-            self._most = torch.zeros(1, dtype=torch.int32, device=device)
-            self._excess = torch.zeros_like(self._most)
+            self._max_rows = torch.zeros(1, dtype=torch.int32, device=device)
+            self._excess = torch.zeros_like(self._max_rows)
             self._on_host = torch.zeros(1, dtype=torch.int32, pin_memory=is_cuda)
         self._world = world
         self._stream = torch.cuda.Stream(device) if is_cuda else None
@@ -42,8 +42,8 @@ class RowExcess:
 
     def clear(self) -> None:
         """Reset before the next run; the host must have waited for the last result."""
-        self._most.zero_()
-        self._on_host.fill_(_UNREAD)
+        self._max_rows.zero_()
+        self._on_host.fill_(_NOT_WRITTEN)
 
     def forget_limit(self) -> None:
         """Allow another limit from the next pass on; no captured graph may be replayed again."""
@@ -62,7 +62,7 @@ class RowExcess:
         # Counted as if all passes had the limit of the first one, so that one number is enough for
         # all shapes, and one launch for the usual case of one shape.
         shift = self._reference - limit
-        torch.maximum(self._most, needed + shift if shift else needed, out=self._most)
+        torch.maximum(self._max_rows, needed + shift if shift else needed, out=self._max_rows)
 
     @torch.no_grad()
     def start(self) -> Callable[[], None]:
@@ -74,7 +74,7 @@ class RowExcess:
 
         Communication: one all-reduce of a number over the world on the device.
         """
-        torch.sub(self._most, self._reference or 0, out=self._excess)
+        torch.sub(self._max_rows, self._reference or 0, out=self._excess)
         pending = start_all_reduce(self._excess, self._world, "max")
         stream = self._stream
         if stream is None:
@@ -97,7 +97,7 @@ class RowExcess:
         Raises:
             RuntimeError: If the device has failed.
         """
-        while (found := int(self._on_host)) == _UNREAD:
+        while (found := int(self._on_host)) == _NOT_WRITTEN:
             # Raises the errors of the device, after which the result would never come.
             torch.cuda.current_stream().query()
             sleep(_PAUSE)

@@ -35,7 +35,7 @@ class MeasuredRows:
     """Largest number of rows that this rank needed, by layer and even share."""
 
     def __init__(self) -> None:
-        self._most: dict[tuple[int, int], Tensor] = {}
+        self._max_rows: dict[tuple[int, int], Tensor] = {}
 
     def add(self, layer: int, share: int, needed: Int[Tensor, "1"]) -> None:
         """Add the rows that a pass of a layer needs, without a copy to the host.
@@ -45,16 +45,16 @@ class MeasuredRows:
             share: Rows of a rank in this pass if all ranks get equally many (rows).
             needed: Rows that the routing needs on this rank, on the device.
         """
-        before = self._most.get((layer, share))
+        before = self._max_rows.get((layer, share))
         larger = needed.clone() if before is None else torch.maximum(before, needed)
-        self._most[layer, share] = larger
+        self._max_rows[layer, share] = larger
 
     def needs(self) -> list[RowNeed]:
         """Copy the needed rows to the host."""
-        if not self._most:
+        if not self._max_rows:
             return []
-        rows = torch.cat(list(self._most.values())).tolist()
-        return [RowNeed(*key, number) for key, number in zip(self._most, rows, strict=True)]
+        rows = torch.cat(list(self._max_rows.values())).tolist()
+        return [RowNeed(*key, number) for key, number in zip(self._max_rows, rows, strict=True)]
 
 
 class RowLimit:

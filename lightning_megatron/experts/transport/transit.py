@@ -28,7 +28,7 @@ class RowCounts:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedTokens:
     """Tokens that can be sent to the ranks of their experts.
 
     Shapes: hidden states ``(tokens, hidden)``; probabilities and experts ``(tokens, top_k)``. For
@@ -66,7 +66,7 @@ class AllToAllSizes:
 
 
 @dataclass(frozen=True)
-class Sent:
+class TokensInTransit:
     """Tokens in transit to the ranks of their experts.
 
     Shapes on arrival: hidden states ``(tokens, hidden)``; probabilities and experts
@@ -88,7 +88,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Dispatched:
+class ExpertInput:
     """Input of this rank's experts.
 
     The ends are int32 on the device.
@@ -121,7 +121,7 @@ class Dispatched:
 
 
 @dataclass(frozen=True)
-class Returned:
+class ExpertOutput:
     """Outputs of experts, ready to be summed for each token.
 
     All sizes follow from the number of tokens.

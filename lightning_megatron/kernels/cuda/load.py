@@ -11,7 +11,7 @@ from lightning_megatron.errors import UnsupportedError
 #: Compute capability of the kernels. Code for sm_90a runs on no other.
 CAPABILITY = (9, 0)
 #: Compute capability of the sm_100a kernels, which have been compiled but never run.
-_NEVER_RUN = (10, 0)
+_UNTESTED_CAPABILITY = (10, 0)
 
 
 def load_library(path: Path) -> None:
@@ -46,7 +46,9 @@ def why_not_runnable(device: int = 0) -> str | None:
     found = torch.cuda.get_device_capability(device)
     if found != CAPABILITY:
         never_run = (
-            "; those for 10.0 were compiled but have never been run" if found == _NEVER_RUN else ""
+            "; those for 10.0 were compiled but have never been run"
+            if found == _UNTESTED_CAPABILITY
+            else ""
         )
         return (
             f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}, "

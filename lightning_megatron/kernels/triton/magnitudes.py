@@ -18,9 +18,9 @@ from lightning_megatron.shapes import Float, Int
 #: Rows and columns of the part of a matrix that a program reads.
 TILE = 128
 _BLOCK = 8192
-_MOST_PARTS = 512
+_MAX_PARTS = 512
 #: Smaller magnitudes count as this one, whose inverse is a float32 number.
-_LEAST = tl.constexpr(1e-30)
+_MIN_MAGNITUDE = tl.constexpr(1e-30)
 _PARTS = tl.constexpr(MAGNITUDE_PARTS)
 
 
@@ -30,7 +30,7 @@ def magnitude_parts(matrix: Float[Tensor, "rows columns"]) -> Int[Tensor, "parts
     Each part is the maximum of some of the numbers, so that no program waits for another.
     """
     num_elements = matrix.numel()
-    count = max(1, min(_MOST_PARTS, ceil_div(num_elements, _BLOCK)))
+    count = max(1, min(_MAX_PARTS, ceil_div(num_elements, _BLOCK)))
     parts = matrix.new_empty(count, dtype=torch.int32)
     with on_device_of(matrix):
         _magnitudes[(count,)](matrix, parts, num_elements, count, BLOCK=_BLOCK, num_warps=8)
@@ -69,18 +69,18 @@ def magnitude_bits(values: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def note_magnitude(
-    seen: tl.tensor,
+    magnitudes: tl.tensor,
     bits: tl.tensor,
     program: tl.tensor,
 ) -> None:
     """Let one of ``MAGNITUDE_PARTS`` bit patterns grow to the largest one of a program.
 
     Args:
-        seen: The bit patterns that grow.
+        magnitudes: The bit patterns that grow.
         bits: Bit patterns of a block of magnitudes, which has one dimension.
         program: Number of the program.
     """
-    tl.atomic_max(seen + program % _PARTS, tl.max(bits, 0), sem="relaxed")
+    tl.atomic_max(magnitudes + program % _PARTS, tl.max(bits, 0), sem="relaxed")
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def magnitude_of(bits: tl.tensor) -> tl.tensor:
     """Return magnitudes as numbers, at least the smallest one that counts."""
     magnitude = bits.to(tl.float32, bitcast=True)
     # A comparison with NaN is false, so that it stays.
-    return tl.where(magnitude < _LEAST, _LEAST, magnitude)
+    return tl.where(magnitude < _MIN_MAGNITUDE, _MIN_MAGNITUDE, magnitude)
 
 
 @triton.jit

@@ -32,7 +32,7 @@ def add_norm(
     is_rms: bool,
     take_weight: GradientSink | None = None,
     take_bias: GradientSink | None = None,
-    seen: Int[Tensor, "parts"] | None = None,
+    magnitudes: Int[Tensor, "parts"] | None = None,
 ) -> tuple[Float[Tensor, "*tokens hidden"], Float[Tensor, "*tokens hidden"]]:
     """Add an update to the residual stream and normalise the sum.
 
@@ -50,13 +50,15 @@ def add_norm(
         take_weight: Function that gets the weight gradient as partial sums, ``(parts, hidden)`` in
             float32; None leaves it to autograd.
         take_bias: Function that gets the bias gradient in the same way; None leaves it to autograd.
-        seen: ``MAGNITUDE_PARTS`` bit patterns, the largest of which grows to the largest magnitude
-            of the normalised vectors in the same pass; None finds none.
+        magnitudes: ``MAGNITUDE_PARTS`` bit patterns, the largest of which grows to the largest
+            magnitude of the normalised vectors in the same pass; None finds none.
 
     Returns:
         The new residual stream, and the normalised vectors in its dtype.
     """
-    return _AddNorm.apply(hidden, update, weight, bias, eps, is_rms, take_weight, take_bias, seen)
+    return _AddNorm.apply(
+        hidden, update, weight, bias, eps, is_rms, take_weight, take_bias, magnitudes
+    )
 
 
 class _AddNorm(torch.autograd.Function):
@@ -71,7 +73,7 @@ class _AddNorm(torch.autograd.Function):
         is_rms: bool,
         take_weight: GradientSink | None,
         take_bias: GradientSink | None,
-        seen: Tensor | None,
+        magnitudes: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         rows = as_rows(hidden)
         num_rows, width = rows.shape
@@ -84,7 +86,7 @@ class _AddNorm(torch.autograd.Function):
             with on_device_of(rows):
                 _forward[(num_rows,)](
                     rows, added, weight, weight if bias is None else bias, stream, normalised, mean,
-                    inverse, seen, rows.stride(0), added.stride(0), width, eps, IS_RMS=is_rms,
+                    inverse, magnitudes, rows.stride(0), added.stride(0), width, eps, IS_RMS=is_rms,
                     HAS_UPDATE=update is not None, HAS_BIAS=bias is not None, **_shape(width),
                 )  # fmt: skip
         ctx.save_for_backward(stream, weight, mean, inverse)
@@ -153,7 +155,7 @@ def _forward(
     normalised: tl.tensor,
     mean: tl.tensor,
     inverse: tl.tensor,
-    seen: tl.tensor,
+    magnitudes: tl.tensor,
     hidden_stride: tl.tensor,
     update_stride: tl.tensor,
     width: tl.tensor,
@@ -184,10 +186,10 @@ def _forward(
         result += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     result = result.to(normalised.dtype.element_ty)
     tl.store(normalised + row * width + columns, result, mask=inside)
-    if seen is not None:
+    if magnitudes is not None:
         # Outside there is 0 times the scale, which is infinite for a vector of zeros with eps 0.
         bits = tl.where(inside, magnitude_bits(result), 0)
-        note_magnitude(seen, bits, tl.program_id(0))
+        note_magnitude(magnitudes, bits, tl.program_id(0))
 
 
 @triton.jit

@@ -16,7 +16,7 @@ _WARPS = 1
 _MAX_EXPERTS = 512
 _MAX_SELECTED = 16
 # Largest number of scores in the score of a group.
-_MAX_BEST = 2
+_MAX_BEST_OF_GROUP = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class RouteSettings:
             return True
         # Groups are a dimension of a tile, whose sizes are powers of two.
         is_tile = power_of_two(self.num_experts) == self.num_experts
-        return is_tile and self.best_of_group <= _MAX_BEST
+        return is_tile and self.best_of_group <= _MAX_BEST_OF_GROUP
 
     def constants(self) -> dict[str, Any]:
         """Return the compile-time constants of the forward and backward kernels."""

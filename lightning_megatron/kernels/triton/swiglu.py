@@ -22,7 +22,7 @@ MagnitudeSink = Callable[[Tensor, Tensor], None]
 
 def apply_swiglu(
     gate_up: Float[Tensor, "*tokens gate_up"],
-    seen: Int[Tensor, "parts"] | None = None,
+    magnitudes: Int[Tensor, "parts"] | None = None,
     take_magnitude: MagnitudeSink | None = None,
 ) -> Float[Tensor, "*tokens gate_up//2"]:
     """Multiply the SiLU of the first half of the features by the second half.
@@ -32,14 +32,14 @@ def apply_swiglu(
 
     Args:
         gate_up: The features.
-        seen: ``MAGNITUDE_PARTS`` bit patterns, the largest of which grows to the largest magnitude
-            of the output in the same pass; None finds none.
+        magnitudes: ``MAGNITUDE_PARTS`` bit patterns, the largest of which grows to the largest
+            magnitude of the output in the same pass; None finds none.
         take_magnitude: Function that gets the gradient of ``gate_up`` and bit patterns, the largest
             of which is its largest magnitude, found in the same pass; None finds none.
 
     Source: Shazeer 2020.
     """
-    return _SwiGLU.apply(gate_up, seen, take_magnitude)
+    return _SwiGLU.apply(gate_up, magnitudes, take_magnitude)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -47,7 +47,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(
         ctx: Any,
         gate_up: Tensor,
-        seen: Tensor | None,
+        magnitudes: Tensor | None,
         take_magnitude: MagnitudeSink | None,
     ) -> Tensor:
         ctx.save_for_backward(gate_up)
@@ -61,7 +61,7 @@ class _SwiGLU(torch.autograd.Function):
                 _forward[(rows.shape[0], ceil_div(features, block))](
                     rows,
                     output,
-                    seen,
+                    magnitudes,
                     rows.stride(0),
                     features,
                     BLOCK=block,
@@ -75,9 +75,9 @@ class _SwiGLU(torch.autograd.Function):
         grad = as_rows(grads[0])
         features = rows.shape[1] // 2
         result = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
-        seen = None
+        magnitudes = None
         if ctx.take_magnitude is not None:
-            seen = torch.zeros(MAGNITUDE_PARTS, dtype=torch.int32, device=gate_up.device)
+            magnitudes = torch.zeros(MAGNITUDE_PARTS, dtype=torch.int32, device=gate_up.device)
         if result.numel():
             block = min(_BLOCK, power_of_two(features))
             with on_device_of(rows):
@@ -85,14 +85,14 @@ class _SwiGLU(torch.autograd.Function):
                     rows,
                     grad,
                     result,
-                    seen,
+                    magnitudes,
                     rows.stride(0),
                     grad.stride(0),
                     features,
                     BLOCK=block,
                 )
         if ctx.take_magnitude is not None:
-            ctx.take_magnitude(result, seen)
+            ctx.take_magnitude(result, magnitudes)
         return result, None, None
 
 
@@ -100,7 +100,7 @@ class _SwiGLU(torch.autograd.Function):
 def _forward(
     gate_up: tl.tensor,
     output: tl.tensor,
-    seen: tl.tensor,
+    magnitudes: tl.tensor,
     row_stride: tl.tensor,
     features: tl.tensor,
     BLOCK: tl.constexpr,
@@ -113,10 +113,10 @@ def _forward(
     up = tl.load(source + features, mask=inside, other=0.0).to(tl.float32)
     result = (gate / (1.0 + tl.exp(-gate)) * up).to(output.dtype.element_ty)
     tl.store(output + row * features + columns, result, mask=inside)
-    if seen is not None:
+    if magnitudes is not None:
         # Outside there is silu(0) * 0 = 0.
         program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        note_magnitude(seen, magnitude_bits(result), program)
+        note_magnitude(magnitudes, magnitude_bits(result), program)
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def _backward(
     gate_up: tl.tensor,
     grad: tl.tensor,
     result: tl.tensor,
-    seen: tl.tensor,
+    magnitudes: tl.tensor,
     row_stride: tl.tensor,
     grad_stride: tl.tensor,
     features: tl.tensor,
@@ -144,8 +144,8 @@ def _backward(
     grad_up = (outer * silu).to(result.dtype.element_ty)
     tl.store(target, grad_gate, mask=inside)
     tl.store(target + features, grad_up, mask=inside)
-    if seen is not None:
+    if magnitudes is not None:
         # Outside the factors are 0, and so are the gradients.
         bits = tl.maximum(magnitude_bits(grad_gate), magnitude_bits(grad_up))
         program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        note_magnitude(seen, bits, program)
+        note_magnitude(magnitudes, bits, program)

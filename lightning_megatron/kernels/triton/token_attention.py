@@ -247,7 +247,7 @@ def _add_parts(
     sums: tl.tensor,
     bests: tl.tensor,
     totals: tl.tensor,
-    found: tl.tensor,
+    partial: tl.tensor,
     value_dim: tl.tensor,
     group: tl.tensor,
     PARTS: tl.constexpr,
@@ -271,5 +271,5 @@ def _add_parts(
         other=0.0,
     )
     result = tl.sum(mixed * weights[:, None], 0) / total
-    target = found + (pair * group + head) * value_dim + lanes
-    tl.store(target, result.to(found.dtype.element_ty), mask=is_lane)
+    target = partial + (pair * group + head) * value_dim + lanes
+    tl.store(target, result.to(partial.dtype.element_ty), mask=is_lane)

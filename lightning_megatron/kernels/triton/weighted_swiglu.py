@@ -25,7 +25,7 @@ _MIN_COLUMNS = 128
 # Sixty-four for every multiprocessor of an H200.
 _PROGRAMS = 8448
 #: Factor of the gate inside the sigmoid, offset of the other half, and bound; 0 means none.
-_PLAIN = {"FACTOR": 1.0, "OFFSET": 0.0, "LIMIT": 0.0}
+_DEFAULT_CONSTANTS = {"FACTOR": 1.0, "OFFSET": 0.0, "LIMIT": 0.0}
 _CLAMPED = {"FACTOR": GATE_FACTOR, "OFFSET": 1.0, "LIMIT": FEATURE_LIMIT}
 
 
@@ -52,7 +52,7 @@ def apply_weighted_swiglu(
     Source: Shazeer 2020.
     """
     return _WeightedSwiGLU.apply(
-        gate_up, probabilities, ends, None if computed is None else (computed,), _PLAIN
+        gate_up, probabilities, ends, None if computed is None else (computed,), _DEFAULT_CONSTANTS
     )
 
 

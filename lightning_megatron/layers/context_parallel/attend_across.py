@@ -140,7 +140,8 @@ def transport_of(
     if needs_rows:
         raise UnsupportedError(
             f"cp_transport {choice.transport!r} cannot be used with a mask of padding between "
-            "tokens, a prefix, or a window to both sides, because its ranks see only parts of the "
-            "rows. Use 'all_to_all' or 'auto', or describe padding by the lengths of documents."
+            "tokens, a prefix, or a window to both sides, because each rank has only a part of "
+            "every row. Use 'all_to_all' or 'auto', or describe padding by the lengths of "
+            "documents."
         )
     return choice.transport

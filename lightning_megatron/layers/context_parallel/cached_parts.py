@@ -72,7 +72,7 @@ def attend_to_held(
     past = span.past
     assert past is not None, "the tokens have a cache"
     held = _held(past.cache.held)
-    own = held.own_of(past.cache.length, past.count)
+    own = held.local_indices(past.cache.length, past.count)
     keys, values = held.cache.extended(layer, key[own], value[own], None)
     rows = KeyRows(keys.shape[2], places=past.key_places)
     whole = keys.permute(2, 0, 1, 3), values.permute(2, 0, 1, 3)

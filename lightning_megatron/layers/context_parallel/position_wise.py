@@ -15,7 +15,7 @@ from lightning_megatron.errors import UnsupportedError
 
 T = TypeVar("T", bound=nn.Module | type[nn.Module])
 
-_DECLARED = "_computes_positions_separately"
+_MARK = "_computes_positions_separately"
 #: Maximum difference between outputs of halves and of all positions, relative to the largest
 #: element.
 _TOLERANCE = 1e-2
@@ -69,7 +69,7 @@ def position_wise(module: T) -> T:
     Returns:
         The same object, so that this can decorate a class.
     """
-    setattr(module, _DECLARED, True)
+    setattr(module, _MARK, True)
     return module
 
 
@@ -82,7 +82,7 @@ def foreign_parts(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     pending = [(name, child) for name, child in root.named_children()]
     while pending:
         name, module = pending.pop(0)
-        if getattr(module, _DECLARED, False):
+        if getattr(module, _MARK, False):
             continue
         if not _computes_separately(module):
             yield name, module, mixing_of(module) or "has code of its own"
@@ -116,7 +116,7 @@ def check_declared(root: nn.Module) -> None:
         root: Decoder of this package, on its mesh.
     """
     for name, module in root.named_modules():
-        if getattr(module, _DECLARED, False):
+        if getattr(module, _MARK, False):
             _check_first_call(name, module)
 
 
@@ -149,10 +149,11 @@ def _check_first_call(name: str, module: nn.Module) -> None:
             handle.remove()
             if not _is_separate(module, args, kwargs, length):
                 raise UnsupportedError(
-                    f"{name!r} ({type(module).__name__}) is declared position_wise, but its result "
-                    f"for {length} positions differs from its results for their halves, and with "
-                    "cp above 1 it would see a part of the positions. Use cp=1, or call it outside "
-                    "of the model, where sequences are whole."
+                    "a module declared position_wise must compute each position separately, "
+                    "because with cp above 1 it gets a part of the positions: the result of "
+                    f"{name!r} ({type(module).__name__}) for {length} positions differs from its "
+                    "results for their halves. Use cp=1, or call the module outside of the model, "
+                    "where it gets whole sequences."
                 )
 
     handle = module.register_forward_hook(check, with_kwargs=True)

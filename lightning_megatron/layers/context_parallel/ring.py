@@ -148,7 +148,7 @@ class _Ring(torch.autograd.Function):
         of_query = query.new_zeros(query.shape, dtype=dtype)
         arriving: Tensor | None = None
         pending = PendingTransfers()
-        for source, keys, values in _visits(both, ctx.axis):
+        for source, keys, values in _blocks_of_ranks(both, ctx.axis):
             of_both = both.new_zeros(both.shape, dtype=dtype)
             for one in ctx.blocks[source]:
                 shares = backward_part(
@@ -184,7 +184,7 @@ def _mixed(
 ) -> tuple[Tensor, Tensor]:
     """Return the output, in the dtype of the queries, and the log-sum-exps over all keys."""
     total = PartialSum(query)
-    for source, keys, values in _visits(both, axis):
+    for source, keys, values in _blocks_of_ranks(both, axis):
         for one in blocks[source]:
             parts = taken(query, one.queries), taken(keys, one.keys), taken(values, one.keys)
             total.add(one.queries, *forward_part(*parts, one.span, one.key_rows))
@@ -195,7 +195,7 @@ def _mixed(
     return out.to(query.dtype), log_sum
 
 
-def _visits(both: Tensor, axis: MeshAxis) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _blocks_of_ranks(both: Tensor, axis: MeshAxis) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield every rank's keys and values, this rank's first, while the next ones are received."""
     for step in range(axis.size):
         arriving = both

@@ -136,16 +136,16 @@ class EngineScaling:
 
     def _quantizer(self, use: Use, matrix: Tensor, counts: bool) -> Any:
         if self.scales is None:
-            return self._own_quantizers[use]
+            return self._current_quantizers[use]
         if self.scales.magnitude(use) is not None:
-            return self._late_quantizers[use, counts]
+            return self._delayed_quantizers[use, counts]
         if counts:
             seen = self.scales.seen(use).view(torch.float32)
             seen.copy_(torch.maximum(seen, matrix.abs().amax().float()))
-        return self._own_quantizers[use]
+        return self._current_quantizers[use]
 
     @cached_property
-    def _own_quantizers(self) -> dict[Use, Any]:
+    def _current_quantizers(self) -> dict[Use, Any]:
         """Return the quantizers whose scales follow from each tensor."""
         quantization = import_module("transformer_engine.pytorch.quantization")
         recipe = self._recipe
@@ -167,13 +167,13 @@ class EngineScaling:
         return quantizers
 
     @cached_property
-    def _late_quantizers(self) -> dict[tuple[Use, bool], Any]:
+    def _delayed_quantizers(self) -> dict[tuple[Use, bool], Any]:
         """Return the quantizers with scales from earlier steps, by use and ``counts``."""
         assert self.scales is not None, "only recipes with such scales ask for them"
         make = import_module("transformer_engine.pytorch").Float8Quantizer
         unused = torch.zeros(1, dtype=torch.float32, device=self.device)
         found = {}
-        for use, own in self._own_quantizers.items():
+        for use, own in self._current_quantizers.items():
             seen = self.scales.seen(use).view(torch.float32).reshape(1)
             for counts in (True, False):
                 amax = seen if counts else unused

@@ -113,8 +113,8 @@ class ExpertLoad(Callback):
         layers = gather_layers(strategy.expert_statistics or {}, strategy.mesh)
         if not layers:
             raise UnsupportedError(
-                "ExpertLoad needs a model with experts: no router has counted a token in this "
-                "step. Leave the callback out."
+                "ExpertLoad needs a model with experts: no router counted a token in this step. "
+                "Leave the callback out."
             )
         self._last = layers
         self._busiest[logged_step(trainer)] = torch.stack(

@@ -28,15 +28,15 @@ from lightning_megatron.plan.columns import align_columns
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.settings import Count, coerced_arguments
 from lightning_megatron.plan.stage_memory import StageMemory
-from lightning_megatron.strategy.callbacks.kept_by_model import kept_by
+from lightning_megatron.strategy.callbacks.kept_activations import kept_by
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 
 _STATIC = ("parameters", "gradients", "main_parameters", "optimizer")
-_RUNNING = ("activations", "loss", "workspace", "communication", "libraries", "casts")
+_PER_STEP = ("activations", "loss", "workspace", "communication", "libraries", "casts")
 #: cuBLAS keeps one workspace for the forward pass's thread and one for the backward pass's (bytes).
-_WORKSPACE = 32 * 2**20
+_WORKSPACE_HOPPER = 32 * 2**20
 #: The same before Hopper (bytes).
-_OLDER_WORKSPACE = 8 * 2**20 + 128 * 2**10
+_WORKSPACE_BEFORE_HOPPER = 8 * 2**20 + 128 * 2**10
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class StageReport:
         running = None if self.peak is None else self.peak - rest
         rows = [(f"stage {self.stage} ({unit} per rank)", "estimate", "held")]
         rows += [(name, size(getattr(estimate, name)), size(self.held[name])) for name in _STATIC]
-        rows += [(name, size(getattr(estimate, name) if whole else None), "") for name in _RUNNING]
+        rows += [(name, size(getattr(estimate, name) if whole else None), "") for name in _PER_STEP]
         rows.append(
             (
                 "  these together",
@@ -271,7 +271,7 @@ def training_shape(
     moments = torch.bfloat16 if options.moments_dtype == "bfloat16" else main_parameters
     device = strategy.root_device
     main_bytes = main_parameters.itemsize if dtypes.main_parameters else 0
-    fp8 = options.products if options.backend == "own" else None
+    fp8 = options.products if options.backend == "native" else None
     return TrainingShape(
         seq_length=1,
         schedule=options.pass_order,
@@ -373,5 +373,7 @@ def _library_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return 2 * (
-        _WORKSPACE if torch.cuda.get_device_capability(device) >= (9, 0) else _OLDER_WORKSPACE
+        _WORKSPACE_HOPPER
+        if torch.cuda.get_device_capability(device) >= (9, 0)
+        else _WORKSPACE_BEFORE_HOPPER
     )

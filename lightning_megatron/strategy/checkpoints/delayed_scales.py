@@ -11,9 +11,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.load import load_stored
 from lightning_megatron.checkpoint.metadata_checks import SCALES
-from lightning_megatron.checkpoint.stored import Stored
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import whole_spec
+from lightning_megatron.groups.shard_spec import replicated_spec
 from lightning_megatron.layers.fp8.delayed import DelayedScales
 from lightning_megatron.models.layered import LayeredModule
 from lightning_megatron.models.stage import pipelined_modules
@@ -26,14 +26,14 @@ def scale_tensors(module: LightningModule) -> dict[str, Entry]:
         module: Module with the layers.
     """
     return {
-        name: Entry(history, whole_spec(history), changes_in_forward=True)
+        name: Entry(history, replicated_spec(history), changes_in_forward=True)
         for scales, names in _scales(module)
         if not scales.is_fresh
         for name, history in zip(names, scales.history, strict=True)
     }
 
 
-def load_scales(stored: Stored, module: LightningModule, mesh: ParallelMesh) -> None:
+def load_scales(stored: OpenCheckpoint, module: LightningModule, mesh: ParallelMesh) -> None:
     """Load histories from a checkpoint, which may lack them or have histories of other lengths.
 
     A longer history contributes its last steps. If the checkpoint has no history for some layer,
@@ -54,7 +54,7 @@ def load_scales(stored: Stored, module: LightningModule, mesh: ParallelMesh) -> 
         for scales, names in found
         for name, history in zip(names, scales.history, strict=True)
     }
-    entries = {name: Entry(history, whole_spec(history)) for name, history in read.items()}
+    entries = {name: Entry(history, replicated_spec(history)) for name, history in read.items()}
     missing = load_stored(stored, entries, mesh, strict=False, prefix=SCALES).missing
     for scales, names in found:
         scales.start_with([read[name] for name in names], is_complete=not missing)
@@ -74,8 +74,8 @@ def _scales(module: LightningModule) -> Iterator[tuple[DelayedScales, list[str]]
             yield scales, [f"{start}{name}" for name in scales.names]
 
 
-def _shape(stored: Stored, name: str, own: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a saved history; that of ``own`` if the saved one does not fit."""
+def _shape(stored: OpenCheckpoint, name: str, current: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a saved history; that of ``current`` if the saved one does not fit."""
     saved = stored.tensors.get(name)
-    shape = tuple(own.shape if saved is None else saved.shape)
-    return shape if shape[1:] == own.shape[1:] else tuple(own.shape)
+    shape = tuple(current.shape if saved is None else saved.shape)
+    return shape if shape[1:] == current.shape[1:] else tuple(current.shape)

@@ -66,8 +66,8 @@ def find_last(
     if damages:
         raise CorruptDataError(
             f"ckpt_path='last' needs an undamaged checkpoint: all {len(damages)} in "
-            f"{', '.join(folders)} are damaged. The newest: {damages[0]} Pass the path of one to "
-            "try it, or ckpt_path=None to begin anew."
+            f"{', '.join(folders)} are damaged. The error of the newest one: {damages[0]} Pass the "
+            "path of one to try to load it, or ckpt_path=None to start from the beginning."
         )
     rank_zero_warn(
         f"ckpt_path='last' finds no complete checkpoint in {', '.join(folders) or 'any folder'}: "
@@ -121,7 +121,7 @@ def _newest_first(trainer: Trainer) -> Iterator[CheckpointSource]:
     seen = set()
     found = [
         (time, not os.path.islink(source.path), source.path, source)
-        for time, source in _found_in(checkpoint_folders(trainer))
+        for time, source in _checkpoints_in(checkpoint_folders(trainer))
     ]
     for _, _, path, source in sorted(found, key=lambda one: one[:3], reverse=True):
         real = path if "://" in path else os.path.realpath(path)
@@ -130,7 +130,7 @@ def _newest_first(trainer: Trainer) -> Iterator[CheckpointSource]:
             yield source
 
 
-def _found_in(folders: Iterable[str]) -> Iterator[tuple[float, CheckpointSource]]:
+def _checkpoints_in(folders: Iterable[str]) -> Iterator[tuple[float, CheckpointSource]]:
     """Yield the time of saving of every checkpoint, and the checkpoint."""
     for folder in folders:
         for path in list_checkpoints(folder):

@@ -139,7 +139,7 @@ def named_numbers(group: Mapping[str, object], names: Sequence[str]) -> list[str
         raise CheckpointMismatchError(
             f"an optimizer group must have the parameters that were saved: {len(numbers)} were "
             f"saved, the group has {len(names)} ({', '.join(names[:3])}, ...). torch numbers the "
-            "parameters, so each state would be loaded into another parameter. Restore "
+            "parameters, so states would be loaded into the wrong parameters. Restore "
             "configure_optimizers as it was, or load only the weights."
         )
     return list(names)

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.groups.stream_position import StreamPosition
 
-_WORDS = 624
+_MT19937_WORDS = 624
 _POSITION = {
     item.name: bool if isinstance(item.default, bool) else int for item in fields(StreamPosition)
 }
@@ -49,8 +49,8 @@ def _is_numpy(value: Any) -> bool:
     return (
         isinstance(value, Mapping)
         and value.get("kind") == "MT19937"
-        and _is_words(value.get("keys"), _WORDS)
-        and _is_number(value.get("position"), _WORDS)
+        and _is_words(value.get("keys"), _MT19937_WORDS)
+        and _is_number(value.get("position"), _MT19937_WORDS)
         and _is_number(value.get("has_gauss"), 1)
         and type(value.get("gauss")) is float
         and math.isfinite(value["gauss"])
@@ -61,8 +61,8 @@ def _is_python(value: Any) -> bool:
     return (
         isinstance(value, Mapping)
         and value.get("version") == 3
-        and _is_words(value.get("internal"), _WORDS + 1)
-        and int(value["internal"][-1]) <= _WORDS
+        and _is_words(value.get("internal"), _MT19937_WORDS + 1)
+        and int(value["internal"][-1]) <= _MT19937_WORDS
         and (value.get("next_gauss") is None or type(value["next_gauss"]) is float)
     )
 
@@ -113,7 +113,7 @@ def naming_damaged_states(where: str) -> Iterator[None]:
 
 def _damaged(where: str, reason: str) -> CorruptDataError:
     return CorruptDataError(
-        f"the state of a rank in a checkpoint must be as it was written: the state of {where} is "
-        f"not: {reason}. The fit would continue with other random numbers or data. Use another "
-        "checkpoint."
+        "the state of a rank in a checkpoint must be unchanged since it was saved: that of "
+        f"{where} is damaged: {reason}. The fit would continue with other random numbers or data. "
+        "Use another checkpoint."
     )

@@ -25,7 +25,7 @@ from lightning_megatron.checkpoint import (
 from lightning_megatron.checkpoint.consolidate import ONE_PROCESS, OPTIMIZERS
 from lightning_megatron.checkpoint.directory import checkpoint_path_of
 from lightning_megatron.checkpoint.hugging_face import HUGGING_FACE, describe_models
-from lightning_megatron.checkpoint.stored import Stored
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.strategy.checkpoints.delayed_scales import load_scales, scale_tensors
 from lightning_megatron.strategy.checkpoints.last_checkpoint import find_last
@@ -245,7 +245,7 @@ class RunCheckpoints:
 
     def load(
         self,
-        stored: Stored,
+        stored: OpenCheckpoint,
         module: LightningModule,
         optimizers: Sequence[Optimizer],
         main: MainParameters,
@@ -289,7 +289,9 @@ class RunCheckpoints:
         self._restore_rank(stored, mesh, metadata)
         return metadata
 
-    def _restore_rank(self, stored: Stored, mesh: ParallelMesh, metadata: dict[str, Any]) -> None:
+    def _restore_rank(
+        self, stored: OpenCheckpoint, mesh: ParallelMesh, metadata: dict[str, Any]
+    ) -> None:
         state = load_rank_state(stored, mesh, self.weights_only)
         self._loaded_from = f"rank {state.rank} in {stored.checkpoint.path}"
         check_rank_state(state.values, self._loaded_from)

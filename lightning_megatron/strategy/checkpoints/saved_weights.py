@@ -17,7 +17,7 @@ from lightning_megatron.checkpoint.model import STATE_DICT
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import ShardSpec, whole_spec
+from lightning_megatron.groups.shard_spec import ShardSpec, replicated_spec
 from lightning_megatron.strategy.checks.run_checks import digest_of
 from lightning_megatron.training.main_parameters import MainParameters
 
@@ -70,7 +70,7 @@ def _owners_of(rank: int, mesh: ParallelMesh) -> tuple[_ShardOwners, _ShardOwner
 
 
 def weights_to_save(
-    given: Mapping[str, Any], module: LightningModule, main: MainParameters, mesh: ParallelMesh
+    state_dict: Mapping[str, Any], module: LightningModule, main: MainParameters, mesh: ParallelMesh
 ) -> SavedWeights:
     """Return the weights to save, from a checkpoint's ``state_dict`` and the module's own.
 
@@ -80,7 +80,7 @@ def weights_to_save(
     way.
 
     Args:
-        given: ``state_dict`` of the checkpoint after all hooks.
+        state_dict: ``state_dict`` of the checkpoint after all hooks.
         module: Module that is saved.
         main: Main parameters of the module.
         mesh: Process groups of this rank.
@@ -92,7 +92,7 @@ def weights_to_save(
     """
     own = module.state_dict()
     _warn_of_extra_states(own)
-    changes = _compare(given, own, main, mesh)
+    changes = _compare(state_dict, own, main, mesh)
     reports = all_gather_objects(changes, mesh.world_cpu)
     first: dict[_ShardOwners, _WeightChanges] = {}
     for rank, report in zip(mesh.world.ranks, reports, strict=True):
@@ -108,25 +108,25 @@ def weights_to_save(
         if name.removeprefix(STATE_DICT) not in kept_out
     }
     for name, first_name in first_names(own).items():
-        if name in changed and name in given and name == first_name:
-            placement = _placement(name, given[name], own[name], main)
+        if name in changed and name in state_dict and name == first_name:
+            placement = _placement(name, state_dict[name], own[name], main)
             if mesh.copies(placement.is_expert).is_first:
                 tensors[f"{STATE_DICT}{name}"] = Entry(
-                    given[name].detach(), placement, is_exclusive=True
+                    state_dict[name].detach(), placement, is_exclusive=True
                 )
     added = {name: owners for owners, report in reversed(first.items()) for name in report.added}
     for name, owners in added.items():
         # Several stages may have added the same tensor: only one of them saves it.
         if owners.pp == mesh.pp.rank and mesh.tp.is_first and mesh.data.is_first:
             tensors[f"{STATE_DICT}{name}"] = Entry(
-                given[name].detach(), whole_spec(given[name]), is_exclusive=True
+                state_dict[name].detach(), replicated_spec(state_dict[name]), is_exclusive=True
             )
     removed = frozenset().union(*(report.removed for report in first.values()))
     return SavedWeights(tensors, removed, tuple(sorted(added)))
 
 
-def _warn_of_extra_states(own: Mapping[str, Any]) -> None:
-    names = [name for name, value in own.items() if not isinstance(value, Tensor)]
+def _warn_of_extra_states(current: Mapping[str, Any]) -> None:
+    names = [name for name, value in current.items() if not isinstance(value, Tensor)]
     if names:
         rank_zero_warn(
             f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} of the module's state_dict "
@@ -136,17 +136,20 @@ def _warn_of_extra_states(own: Mapping[str, Any]) -> None:
 
 
 def _compare(
-    given: Mapping[str, Any], own: Mapping[str, Any], main: MainParameters, mesh: ParallelMesh
+    state_dict: Mapping[str, Any],
+    current: Mapping[str, Any],
+    main: MainParameters,
+    mesh: ParallelMesh,
 ) -> tuple[_WeightChanges, _WeightChanges]:
     """Return the changes of expert weights and of all other weights separately."""
     changed = set()
     added = {}
     complaints = []
-    experts = frozenset(name for name in own if main.holds(name) and main.spec(name).is_expert)
-    first_name = first_names(own)
-    for name, value in given.items():
-        now = own.get(name)
-        if name in own and not isinstance(now, Tensor):
+    experts = frozenset(name for name in current if main.holds(name) and main.spec(name).is_expert)
+    first_name = first_names(current)
+    for name, value in state_dict.items():
+        now = current.get(name)
+        if name in current and not isinstance(now, Tensor):
             continue
         if not isinstance(value, Tensor):
             complaints.append(
@@ -171,13 +174,13 @@ def _compare(
                     "checkpoint under a key of its own, or change it in the file that "
                     "'lightning-megatron checkpoint consolidate' writes."
                 )
-            elif not _is_equal(value, given.get(first_name[name])):
+            elif not _is_equal(value, state_dict.get(first_name[name])):
                 complaints.append(
                     "names that share one parameter must have one value: on_save_checkpoint has "
                     f"changed {name!r}, but not the parameter's first name in the same way. The "
                     "parameter is saved once. Change all its names alike."
                 )
-    removed = own.keys() - given.keys()
+    removed = current.keys() - state_dict.keys()
     return (
         _WeightChanges(
             frozenset(removed - experts), frozenset(changed - experts), added, tuple(complaints)
@@ -220,26 +223,28 @@ def _check(
         raise UnsupportedError(complaints[0])
 
 
-def _is_same(value: Tensor, now: Tensor, main_dtype: torch.dtype) -> bool:
+def _is_same(value: Tensor, current: Tensor, main_dtype: torch.dtype) -> bool:
     """Return whether a tensor is the module's own or a copy, possibly of main parameters."""
-    if value.shape != now.shape or value.dtype not in (now.dtype, main_dtype):
+    if value.shape != current.shape or value.dtype not in (current.dtype, main_dtype):
         return False
     alike = (
-        value.dtype == now.dtype and value.device == now.device and value.stride() == now.stride()
+        value.dtype == current.dtype
+        and value.device == current.device
+        and value.stride() == current.stride()
     )
-    return (alike and value.data_ptr() == now.data_ptr()) or torch.equal(
-        value, now.to(value.device, value.dtype)
+    return (alike and value.data_ptr() == current.data_ptr()) or torch.equal(
+        value, current.to(value.device, value.dtype)
     )
 
 
-def first_names(own: Mapping[str, Any]) -> dict[str, str]:
+def first_names(current: Mapping[str, Any]) -> dict[str, str]:
     """Return the name under which each tensor is saved: the first of its names."""
     seen: dict[tuple[Any, ...], str] = {}
     return {
         name: seen.setdefault((one.data_ptr(), one.shape, one.stride()), name)
         if one.numel()
         else name
-        for name, one in own.items()
+        for name, one in current.items()
         if isinstance(one, Tensor)
     }
 
@@ -252,8 +257,10 @@ def _is_equal(value: Tensor, other: Any) -> bool:
     )
 
 
-def _placement(name: str, value: Tensor, now: Tensor, main: MainParameters) -> ShardSpec:
-    spec = main.spec(name) if main.holds(name) else whole_spec(now)
+def _placement(name: str, value: Tensor, current: Tensor, main: MainParameters) -> ShardSpec:
+    spec = main.spec(name) if main.holds(name) else replicated_spec(current)
     return (
-        spec if value.shape == now.shape else replace(whole_spec(value), is_expert=spec.is_expert)
+        spec
+        if value.shape == current.shape
+        else replace(replicated_spec(value), is_expert=spec.is_expert)
     )

@@ -25,8 +25,8 @@ from lightning_megatron.strategy.checkpoints.single_file_states import check_ent
 from lightning_megatron.swap.hugging_face.class_tensors import (
     ClassTensors,
     class_name_in,
-    own_state,
     owner_of,
+    state_from_class,
 )
 from lightning_megatron.training.main_parameters import MainParameters, MainSlice
 from lightning_megatron.training.shared_gradients import original_name
@@ -35,7 +35,7 @@ PREFIX = "state_dict."
 
 #: Group entries that are not loaded. All but the parameters select an implementation of the step,
 #: which depends on the device.
-_NOT_TAKEN = frozenset(
+_NOT_LOADED = frozenset(
     {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
 )
 
@@ -181,7 +181,7 @@ def load_full_optimizer(
         try:
             state = {}
             for key, value in state_of[whole].items():
-                own = own_state(model, name, key, value, full[whole].shape)
+                own = state_from_class(model, name, key, value, full[whole].shape)
                 state[key] = _cut(piece, name, key, own, before.get(key), on_device)
         except UnsupportedError as error:
             complaints.append(str(error))
@@ -198,7 +198,7 @@ def load_full_optimizer(
         raise UnsupportedError(everywhere[0])
     check_hyperparameters(optimizer.param_groups, groups)
     for group, taken in zip(optimizer.param_groups, groups, strict=True):
-        group.update({key: value for key, value in taken.items() if key not in _NOT_TAKEN})
+        group.update({key: value for key, value in taken.items() if key not in _NOT_LOADED})
 
 
 def without_padding(full: Tensor, shape: Sequence[int], dim: int = 0) -> Tensor:

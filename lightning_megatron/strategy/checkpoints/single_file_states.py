@@ -71,8 +71,8 @@ def check_training_states(
     if len(optimizers) != len(states):
         raise CheckpointMismatchError(
             f"a module must have the optimizers that were saved: {len(states)} were saved, "
-            f"configure_optimizers returns {len(optimizers)}. Each state would be loaded into "
-            "another optimizer. Restore configure_optimizers as it was, or load only the weights."
+            f"configure_optimizers returns {len(optimizers)}. States would be loaded into the "
+            "wrong optimizers. Restore configure_optimizers as it was, or load only the weights."
         )
     _check_schedulers(schedulers, checkpoint.get("lr_schedulers", ()))
 
@@ -119,7 +119,7 @@ def check_states(
                 )
     for name, state in states.items():
         for key, value in state.items():
-            is_sound = isinstance(value, Tensor) and _is_alike(value, full[name])
+            is_sound = isinstance(value, Tensor) and _has_same_form(value, full[name])
             if is_of_torch and key in _SHAPED and value is not None and not is_sound:
                 found = (
                     f"{tuple(value.shape)} and {value.dtype}"
@@ -177,16 +177,16 @@ def _kind_of(key: str, value: Any, parameter: Tensor) -> tuple[Any, ...]:
     return True, shape, value.is_floating_point(), value.is_complex()
 
 
-def _is_alike(value: Tensor, parameter: Tensor) -> bool:
+def _has_same_form(value: Tensor, parameter: Tensor) -> bool:
     return value.shape == parameter.shape and (
         value.is_floating_point() == parameter.is_floating_point()
         and value.is_complex() == parameter.is_complex()
     )
 
 
-def _are_rates(value: Any, own: Sequence[Any]) -> bool:
+def _are_rates(value: Any, current: Sequence[Any]) -> bool:
     return (
         isinstance(value, list)
-        and len(value) == len(own)
+        and len(value) == len(current)
         and all(isinstance(one, (int, float, Tensor)) for one in value)
     )

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from lightning_megatron.checkpoint import is_sharded_checkpoint, load_metadata, verify_checkpoint
 from lightning_megatron.checkpoint.collective_steps import run_on_first
 from lightning_megatron.checkpoint.consolidate import OPTIMIZERS
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.checkpoint.single_file import read_single_file, verify_single_file
-from lightning_megatron.checkpoint.stored import Stored
 from lightning_megatron.checkpoint.verify import verify_together
 from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -83,13 +83,13 @@ class CheckpointSource:
         if not allow_unchecked or zipfile.is_zipfile(self.path):
             verify_single_file(self.path)
 
-    def open(self) -> Stored:
+    def open(self) -> OpenCheckpoint:
         """Open a directory for reading, after it has been verified.
 
         Raises:
             CorruptDataError: If its tensor index is inconsistent.
         """
-        return Stored.open(self.path)
+        return OpenCheckpoint.open(self.path)
 
     def has_optimizers(self, weights_only: bool | None, mesh: ParallelMesh) -> bool:
         """Return whether optimizer states were saved, as rank 0 sees it.

@@ -15,10 +15,10 @@ from lightning_megatron.checkpoint.consolidate import CURRENT
 from lightning_megatron.checkpoint.entries import Entry
 from lightning_megatron.checkpoint.load import load_stored
 from lightning_megatron.checkpoint.model import STATE_DICT
-from lightning_megatron.checkpoint.stored import Stored
+from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import FlatSlice, whole_spec
+from lightning_megatron.groups.shard_spec import FlatSlice, replicated_spec
 from lightning_megatron.strategy.checkpoints.saved_weights import first_names
 from lightning_megatron.strategy.optimization.parameter_data import memory_of
 from lightning_megatron.strategy.private.callback_patches import (
@@ -35,7 +35,7 @@ def averaging_callback(trainer: Trainer) -> WeightAveraging | None:
 
 
 def load_averages(
-    stored: Stored,
+    stored: OpenCheckpoint,
     metadata: dict[str, Any],
     module: LightningModule,
     main: MainParameters,
@@ -64,7 +64,7 @@ def load_averages(
     for name, first in names.items():
         if name == first and f"{STATE_DICT}{name}" in saved:
             average = own[name].detach().to(saved[f"{STATE_DICT}{name}"].dtype, copy=True)
-            spec = main.spec(name) if main.holds(name) else whole_spec(average)
+            spec = main.spec(name) if main.holds(name) else replicated_spec(average)
             entries[f"{STATE_DICT}{name}"] = Entry(average, spec)
     load_stored(stored, entries, mesh, strict=False, prefix=STATE_DICT)
     metadata["state_dict"] = {
@@ -148,13 +148,13 @@ class _FullMainParameters:
             sizes = [parameter.numel() for parameter in parameters]
             flat = torch.zeros(sum(sizes), dtype=dtype, device=parameters[0].device)
             for name, parameter, part in zip(names, parameters, flat.split(sizes), strict=True):
-                self._write_own(name, part)
+                self._write_local(name, part)
                 found[name] = part.view(parameter.shape)
             # Exactly one rank writes each element and the others have zeros, so the sum is exact.
             all_reduce_(flat, self._mesh.data)
         return found
 
-    def _write_own(self, name: str, flat: Tensor) -> None:
+    def _write_local(self, name: str, flat: Tensor) -> None:
         one = self._main.slices.get(name)
         if one is None or not (one.is_exclusive or self._mesh.data.is_first):
             return

@@ -19,7 +19,7 @@ _HOOKS = (
     *("on_validation_epoch_end", "on_validation_end", "on_before_zero_grad", "optimizer_zero_grad"),
     *("on_after_backward", "on_before_backward"),
 )
-_OURS = ("lightning_megatron", "lightning")
+_LIBRARY_PACKAGES = ("lightning_megatron", "lightning")
 
 
 def only_steps_change_weights(module: LightningModule, trainer: Trainer) -> bool:
@@ -34,23 +34,23 @@ def only_steps_change_weights(module: LightningModule, trainer: Trainer) -> bool
     """
     if not module.automatic_optimization:
         return False
-    if not _is_ours(module) and any(_has_own(module, hook) for hook in _HOOKS):
+    if not _is_of_library(module) and any(_has_own(module, hook) for hook in _HOOKS):
         return False
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     changing = (StochasticWeightAveraging, WeightAveraging)
-    return all(_is_ours(one) and not isinstance(one, changing) for one in callbacks)
+    return all(_is_of_library(one) and not isinstance(one, changing) for one in callbacks)
 
 
 def _has_own(module: LightningModule, hook: str) -> bool:
     """Return whether a user wrote a hook; a user's subclass may inherit one of this package."""
-    return is_overridden(hook, module, LightningModule) and not _is_in_ours(
+    return is_overridden(hook, module, LightningModule) and not _is_library_module(
         getattr(getattr(module, hook), "__module__", "")
     )
 
 
-def _is_ours(part: object) -> bool:
-    return _is_in_ours(type(part).__module__)
+def _is_of_library(part: object) -> bool:
+    return _is_library_module(type(part).__module__)
 
 
-def _is_in_ours(name: str) -> bool:
-    return name.partition(".")[0] in _OURS
+def _is_library_module(name: str) -> bool:
+    return name.partition(".")[0] in _LIBRARY_PACKAGES

@@ -36,8 +36,8 @@ def check_documents(batch: Any, module: LightningModule) -> None:
     if _is_known(borders) and isinstance(tokens, Tensor) and tokens.dim() == 2:
         if batch.get("attention_mask") is not None:
             raise UnsupportedError(
-                "a batch takes either attention_mask or cu_seq_lens_q: both were given. Packed "
-                "rows have no padding but the rest of the row. Leave one of them out."
+                "a batch must have either attention_mask or cu_seq_lens_q: both were given. Packed "
+                "rows have padding only at their end. Leave one of them out."
             )
         _check_borders(borders.tolist(), tokens.shape[1], batch.get("max_length_q"))
 
@@ -52,6 +52,6 @@ def _check_borders(borders: list[int], seq_length: int, longest: Any) -> None:
         raise ParallelPlanError(
             f"cu_seq_lens_q must rise from 0 to at most the {seq_length} tokens of the row: it is "
             f"{borders}. Each number is the end of a document and the start of the next one. Use "
-            "the cumulative lengths of the documents, with 0 in front."
+            "the cumulative lengths of the documents, starting with 0."
         )
     check_lengths([lengths], seq_length, None if longest is None else int(longest))

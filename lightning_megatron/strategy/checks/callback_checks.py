@@ -29,7 +29,7 @@ from lightning_megatron.strategy.private.callback_patches import (
 from lightning_megatron.strategy.private.loops import may_accumulate
 
 #: Callbacks that need the whole model, and the part of the error message that names the reason.
-_KEEPS = {
+_WHOLE_MODEL_CALLBACKS = {
     WeightAveraging: "makes its copy of the model",
     StochasticWeightAveraging: "makes its copy of the model",
     ModelPruning: "chooses the weights that it prunes",
@@ -62,11 +62,11 @@ def check_callbacks(
         if traces_graph(logger):
             raise UnsupportedError(
                 f"{type(logger).__name__}(log_graph=True) cannot be used with tp ({layout.tp}), pp "
-                f"({layout.pp}) or ep ({layout.ep}) above 1, because it runs the module on rank 0 "
-                "alone, which would wait for the other ranks. Use log_graph=False."
+                f"({layout.pp}) or ep ({layout.ep}) above 1, because it runs the module only on "
+                "rank 0, which would wait for the other ranks. Use log_graph=False."
             )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for kind, keeps in _KEEPS.items():
+        for kind, keeps in _WHOLE_MODEL_CALLBACKS.items():
             if isinstance(callback, kind):
                 raise UnsupportedError(
                     f"{type(callback).__name__} needs the whole model on every rank: tp is "
@@ -78,11 +78,11 @@ def check_callbacks(
 
 def _check_no_writer(trainer: Trainer) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, tuple(_KEEPS)):
+        if isinstance(callback, tuple(_WHOLE_MODEL_CALLBACKS)):
             raise UnsupportedError(
-                f"fp8.parameters ('fp8') cannot be used with {type(callback).__name__}, which "
-                "writes weights of the model: those in 8 bits cannot be written. Leave "
-                "fp8.parameters or the callback out."
+                f"fp8.parameters ('fp8') cannot be used with {type(callback).__name__}, because "
+                "the callback writes weights of the model, and weights in 8 bits cannot be "
+                "written. Leave fp8.parameters or the callback out."
             )
 
 
@@ -135,7 +135,7 @@ def update_callbacks(trainer: Trainer, module: LightningModule, layout: Parallel
         if gone:
             raise UnsupportedError(
                 f"{type(callback).__name__} prunes weights of {type(gone[0]).__name__}, which this "
-                "strategy has replaced by its own layer before the first step. The mask would have "
+                "strategy has replaced by its own layer before the first step. Its mask would have "
                 "no effect. Leave the callback out, or train with strategy='ddp'."
             )
 

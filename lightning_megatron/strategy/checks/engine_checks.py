@@ -44,17 +44,16 @@ def following_plugin(options: StrategyOptions, plugin: Precision) -> StrategyOpt
         return options
     if plugin.replace_layers is False:
         raise UnsupportedError(
-            "TransformerEnginePrecision(replace_layers=False) cannot be used: it leaves the choice "
-            "of layers to the module, but this strategy chooses the linear layers of its models. "
-            "Leave replace_layers out, and name layers to keep in bfloat16 in fp8.keep with "
-            "backend='te'."
+            "TransformerEnginePrecision(replace_layers=False) cannot be used: with it the module "
+            "chooses its own layers, but here the strategy chooses them. Leave replace_layers out, "
+            "and name the layers to keep in bfloat16 in fp8.keep with backend='te'."
         )
     found = FP8(te_recipe=plugin.recipe)
     own = options.products
     if own is not None and own.te_recipe is not plugin.recipe:
         raise UnsupportedError(
-            f"fp8 ({own.recipe}) cannot be used with TransformerEnginePrecision "
-            f"({found.recipe}): both name a recipe. Leave one of them out."
+            f"fp8 ({own.recipe}) cannot be used with TransformerEnginePrecision ({found.recipe}): "
+            "both set a recipe. Leave one of them out."
         )
     return replace(options, backend="te", fp8=own or found)
 
@@ -75,11 +74,11 @@ def check_engine(options: StrategyOptions, device: torch.device, precision: str)
     if precision not in _PRECISIONS:
         raise ParallelPlanError(
             f"backend ('te') needs precision {' or '.join(_PRECISIONS)}: it is {precision}. "
-            "Change the precision, or use backend='own'."
+            "Change the precision, or use backend='native'."
         )
     if device.type != "cuda" or torch.version.hip is not None:
         raise ParallelPlanError(
-            f"backend ('te') needs an NVIDIA GPU: the device is {device}. Use backend='own'."
+            f"backend ('te') needs an NVIDIA GPU: the device is {device}. Use backend='native'."
         )
     settings = options.products
     if settings is None:
@@ -99,13 +98,13 @@ def _installed() -> ModuleType:
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         raise MissingExtraError(
             "backend ('te') needs Transformer Engine, which cannot be imported "
-            f"({type(error).__name__}: {error}). Install the extra, such as with "
-            "pip install 'lightning-megatron[te]', or use backend='own'."
+            f"({type(error).__name__}: {error}). Install the extra with pip install "
+            "'lightning-megatron[te]', or use backend='native'."
         ) from error
     missing = [name for name in _NEEDED if not hasattr(engine, name)]
     if missing:
         raise MissingExtraError(
             "backend ('te') needs Transformer Engine 2.20 or newer: the installed one has no "
-            f"{', '.join(missing)}. Upgrade it, or use backend='own'."
+            f"{', '.join(missing)}. Upgrade it, or use backend='native'."
         )
     return engine

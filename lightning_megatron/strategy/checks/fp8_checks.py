@@ -29,14 +29,14 @@ def check_fp8(settings: FP8 | None, device: torch.device, precision: str) -> Non
         return
     if precision.startswith("16"):
         raise ParallelPlanError(
-            f"fp8 ({settings.recipe}) cannot be used with precision {precision}, whose loss scale "
-            "answers to infinite gradients that casts to 8 bits do not give. Use bf16-mixed or "
-            "bf16-true."
+            f"fp8 ({settings.recipe}) cannot be used with precision {precision}, because its loss "
+            "scale reacts to infinite gradients, which casts to 8 bits do not produce. Use "
+            "bf16-mixed or bf16-true."
         )
     if not emulates(settings, device) and precision not in _PRECISIONS:
         raise ParallelPlanError(
             f"fp8 ({settings.recipe}) needs precision {' or '.join(_PRECISIONS)}: it is "
-            f"{precision}. Products in 8 bits give results of 16 bits. Change the precision, or "
+            f"{precision}. Products in 8 bits have results in bfloat16. Change the precision, or "
             "use fp8=None."
         )
 
@@ -56,9 +56,9 @@ def check_not_compiled(module: nn.Module, settings: FP8 | None) -> None:
     for name, part in module.named_modules():
         if is_compiled(part):
             raise UnsupportedError(
-                "fp8.parameters ('fp8') cannot be used with torch.compile, whose graphs read "
-                f"weights by themselves: {name or type(part).__name__} is compiled. Leave one of "
-                "them out."
+                "fp8.parameters ('fp8') cannot be used with torch.compile, because compiled graphs "
+                f"read the weights directly: {name or type(part).__name__} is compiled. Leave one "
+                "of them out."
             )
 
 
@@ -77,9 +77,9 @@ def emulates(settings: FP8, device: torch.device) -> bool:
         return False
     if not settings.emulate:
         raise ParallelPlanError(
-            f"fp8 ({settings.recipe}) needs a GPU with matrix products in 8 bits: {device} has "
-            "none. tensorwise and rowwise need compute capability 8.9 (Ada, Hopper) or newer, "
-            "blockwise needs 9.0 (Hopper). Use fp8.emulate to round to 8 bits and multiply in the "
-            "precision of the device, which is slow, or fp8=None."
+            f"fp8 ({settings.recipe}) needs a GPU with matrix products in 8 bits: {device} does "
+            "not have them. tensorwise and rowwise need compute capability 8.9 (Ada, Hopper) or "
+            "newer, blockwise needs 9.0 (Hopper). Use fp8.emulate to round to 8 bits and multiply "
+            "in the precision of the device, which is slow, or fp8=None."
         )
     return True

@@ -62,7 +62,7 @@ def check_graphs(
             is_automatic=module is None or bool(getattr(module, "automatic_optimization", True)),
             offloads=any(one.offload for one in recomputations),
             keeps_core=any("full_except_core" in one.parts for one in recomputations),
-            compile_modes=() if module is None else own_graph_modes(module),
+            compile_modes=() if module is None else compile_graph_modes(module),
             environment=os.environ,
             precision=precision,
             gradient_dtype=options.gradient_dtype,
@@ -107,7 +107,7 @@ def _reader_before_update(trainer: Trainer | None) -> str | None:
     return gradient_reader(trainer) or first_overridden(trainer, ("configure_gradient_clipping",))
 
 
-def own_graph_modes(module: nn.Module) -> tuple[str, ...]:
+def compile_graph_modes(module: nn.Module) -> tuple[str, ...]:
     """Return the torch.compile modes of parts for which torch.compile captures CUDA graphs.
 
     Args:
@@ -140,9 +140,9 @@ def check_static_experts(settings: CudaGraphs, module: nn.Module) -> None:
             what = "mode full" if settings.mode == "full" else "scope experts"
             raise UnsupportedError(
                 f"cuda_graphs with {what} needs messages of static size: the transport of experts "
-                f"is {choice.transport} ({choice.reason}), for which the host reads in every layer "
-                "how many tokens each rank gets. Use expert_transport of one_sided or all_gather, "
-                "or mode segments without scope experts."
+                f"is {choice.transport} ({choice.reason}), with which the host reads in every "
+                "layer how many tokens each rank gets. Use expert_transport of one_sided or "
+                "all_gather, or mode segments without scope experts."
             )
 
 
@@ -155,9 +155,9 @@ def _check_products(layer: MixtureOfExperts) -> None:
         choice = choose_backend(device, weights[0].dtype, len(weights), *sizes)
         if device.type == "cuda" and choice.backend == "loop":
             raise UnsupportedError(
-                "cuda_graphs needs grouped products of experts that read sizes on the device: they "
-                f"run one by one ({choice.reason}). Use a half precision such as bf16-mixed, or "
-                "scopes without experts."
+                "cuda_graphs needs grouped products of experts that read sizes on the device: here "
+                f"they run as a loop over experts ({choice.reason}). Use a half precision such as "
+                "bf16-mixed, or scopes without experts."
             )
 
 

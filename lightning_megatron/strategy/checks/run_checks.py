@@ -69,12 +69,12 @@ def pipelined_module(module: LightningModule, mesh: ParallelMesh) -> PipelinedMo
         raise UnsupportedError(
             f"pp ({mesh.pp.size}) above 1 needs exactly one model that can be cut into stages: "
             f"{type(module).__name__} has {names}. "
-            f"{_way_out(module, mesh) if not found else 'Use pp=1.'}"
+            f"{_remedy(module, mesh) if not found else 'Use pp=1.'}"
         )
     return found[0][1]
 
 
-def _way_out(module: LightningModule, mesh: ParallelMesh) -> str:
+def _remedy(module: LightningModule, mesh: ParallelMesh) -> str:
     """Describe how the user can divide a module into stages."""
     plan = suggested_plan(module, mesh.layout)
     if plan is None:
@@ -108,7 +108,7 @@ def check_module(module: LightningModule, mesh: ParallelMesh) -> None:
     if outside:
         raise UnsupportedError(
             f"with pp ({mesh.pp.size}) above 1 all trained parameters must be inside the pipelined "
-            f"model: {', '.join(outside[:5])} would be trained on the last stage only. Move them "
+            f"model: {', '.join(outside[:5])} would be trained only on the last stage. Move them "
             "into the model, freeze them, or use pp=1."
         )
     observer = (
@@ -116,9 +116,9 @@ def check_module(module: LightningModule, mesh: ParallelMesh) -> None:
     )
     if observer is not None:
         raise UnsupportedError(
-            f"{observer} cannot be called with pp ({mesh.pp.size}) above 1, because it takes the "
-            "loss, which only the last stage has. Change the loss in training_step, look at "
-            "gradients in on_after_backward or on_before_optimizer_step, or use pp=1."
+            f"{observer} cannot be called with pp ({mesh.pp.size}) above 1, because it gets the "
+            "loss, which only the last stage has. Change the loss in training_step, read gradients "
+            "in on_after_backward or on_before_optimizer_step, or use pp=1."
         )
 
 

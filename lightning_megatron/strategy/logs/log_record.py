@@ -226,9 +226,9 @@ class Recorder:
             path = path_of(metric)
             if path is None:
                 raise ValueError(
-                    f"`self.log({name!r}, metric)` takes a torchmetrics.Metric that the "
-                    f"LightningModule holds: {type(metric).__name__} is not among its modules. Set "
-                    "it as an attribute in `__init__`."
+                    f"`self.log({name!r}, metric)` must get a torchmetrics.Metric that is a "
+                    f"submodule of the LightningModule: {type(metric).__name__} is not among its "
+                    "modules. Set it as an attribute in `__init__`."
                 )
             call = MetricCall(name, path, tuple(sorted(options.items())))
             entries = self.metric_values[name]
@@ -265,15 +265,15 @@ def _scalar(name: str, value: Any) -> Tensor:
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(
-                f"`self.log({name!r}, ...)` takes a tensor with one element: its shape is "
+                f"`self.log({name!r}, ...)` must get a tensor with one element: its shape is "
                 f"{tuple(value.shape)}. Reduce it first, as in value.mean()."
             )
         return value.detach().reshape(())
     if isinstance(value, Number):
         return torch.tensor(value)
     raise ValueError(
-        f"`self.log({name!r}, ...)` takes a number, a tensor with one element or a "
-        f"torchmetrics.Metric: it is a {type(value).__name__}. Use `self.log_dict` for several "
+        f"`self.log({name!r}, ...)` must get a number, a tensor with one element or a "
+        f"torchmetrics.Metric: it got a {type(value).__name__}. Use `self.log_dict` for several "
         "values."
     )
 

@@ -42,7 +42,7 @@ class _Form:
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayedLogs:
     """Values that all stages have received from the last stage.
 
     Args:
@@ -108,7 +108,7 @@ class LogReplay:
         counts: Sequence[Weight] | None = None,
         returns_more: bool = False,
         is_repeated: bool = False,
-    ) -> Replayed:
+    ) -> ReplayedLogs:
         """Log the merged values on this rank as if the whole batch had run here.
 
         Args:
@@ -162,7 +162,7 @@ class LogReplay:
                 call.name, value, batch_size=by_index.get(index, float(call.batch_size)), **options
             )
         self._log_metrics(module, form.metrics, iter(vector[end:last]))
-        return Replayed(list(vector[last:]), form.is_counted, form.returns_more)
+        return ReplayedLogs(list(vector[last:]), form.is_counted, form.returns_more)
 
     def _path_of(self, metric: Metric, module: LightningModule) -> str | None:
         if id(metric) not in self._paths:

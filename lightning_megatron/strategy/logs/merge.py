@@ -26,13 +26,13 @@ def loss_in(output: Any) -> Tensor | None:
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(output, Mapping) and loss is None:
         raise ValueError(
-            "training_step returned a mapping without the key 'loss'. Add it: its value is the "
-            "loss to minimise."
+            "a mapping that training_step returns must have the key 'loss', whose value is the "
+            "loss to minimise: it has no such key. Add it."
         )
     if loss is not None and not isinstance(loss, Tensor):
         raise ValueError(
             "training_step must return the loss as a tensor, a mapping with the key 'loss', or "
-            f"None: it is a {type(loss).__name__}."
+            f"None: it is a {type(loss).__name__}. Return one of these."
         )
     return loss
 

@@ -36,7 +36,7 @@ from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 
 
 @dataclass(frozen=True)
-class Choice:
+class TableRow:
     """A row of the table.
 
     Args:
@@ -81,7 +81,7 @@ def show_choices(
     warn_of_slow(choices)
 
 
-def table_of(choices: Sequence[Choice], ranks: str = "rank 0") -> str:
+def table_of(choices: Sequence[TableRow], ranks: str = "rank 0") -> str:
     """Return the rows as text with aligned columns.
 
     Args:
@@ -97,7 +97,7 @@ def table_of(choices: Sequence[Choice], ranks: str = "rank 0") -> str:
     return "\n".join([f"Choices of this fit ({ranks}):", *rows])
 
 
-def warn_of_slow(choices: Iterable[Choice]) -> None:
+def warn_of_slow(choices: Iterable[TableRow]) -> None:
     """Warn on global rank 0 of the choices that have a remedy."""
     for choice in choices:
         if choice.remedy is not None:
@@ -107,7 +107,7 @@ def warn_of_slow(choices: Iterable[Choice]) -> None:
             )
 
 
-def whole_backward_choices(module: nn.Module) -> list[Choice]:
+def whole_backward_choices(module: nn.Module) -> list[TableRow]:
     """Return a row for each list of blocks whose backward passes a schedule cannot split.
 
     Args:
@@ -123,13 +123,13 @@ def whole_backward_choices(module: nn.Module) -> list[Choice]:
         ]
         if isinstance(blocks, StagedBlocks) and others:
             why = f"{others[0]} computes the gradients of its inputs and its weights at once"
-            found.append(Choice(f"backward of {name}", "not split into halves", why))
+            found.append(TableRow(f"backward of {name}", "not split into halves", why))
     return found
 
 
 def _layout_choices(
     module: nn.Module, mesh: ParallelMesh, options: StrategyOptions
-) -> list[Choice]:
+) -> list[TableRow]:
     layout = mesh.layout
     shown = [f"tp {layout.tp}", f"pp {layout.pp}", f"dp {layout.dp}"]
     if layout.cp > 1:
@@ -145,28 +145,28 @@ def _layout_choices(
             f"{layout.world_size} processes; each model replica has tp x pp x cp of them, and this "
             f"rank holds {parts}"
         )
-    choices = [Choice("layout", ", ".join(shown), reason)]
+    choices = [TableRow("layout", ", ".join(shown), reason)]
     if layout.tp > 1 and any(isinstance(part, LayeredModule) for part in module.modules()):
         why = "asked for"
         if options.sequence_parallel is None:
             why = "tp is above 1; sequence lengths must be multiples of tp"
         value = "on" if options.shards_sequence else "off"
-        choices.append(Choice("sequence parallel", value, why))
+        choices.append(TableRow("sequence parallel", value, why))
     if layout.pp > 1:
         why = "asked for"
         if options.schedule is None:
             why = f"default for vpp {layout.vpp}"
         if options.schedule == "auto":
             why = "for the first steps, whose times decide the next schedule"
-        own = options.own_order
+        own = options.custom_order
         shown_schedule = options.schedule_name if own is None else own.name
-        choices.append(Choice("pipeline schedule", shown_schedule, why))
+        choices.append(TableRow("pipeline schedule", shown_schedule, why))
         if options.may_split_backward:
             choices += whole_backward_choices(module)
     for _, model in pipelined_modules(module):
         if layout.pp > 1 and isinstance(model, LayeredModule | CutBlocks):
             partition = model.partition
-            choices.append(Choice("layers of stages", str(partition), partition.reason))
+            choices.append(TableRow("layers of stages", str(partition), partition.reason))
     return choices
 
 
@@ -183,7 +183,7 @@ def _num_full_elements(module: nn.Module, mesh: ParallelMesh) -> int:
     return int(all_reduce_(torch.tensor(counted), mesh.world_cpu))
 
 
-def _precision_choice(precision: MegatronPrecision, device: torch.device) -> Choice:
+def _precision_choice(precision: MegatronPrecision, device: torch.device) -> TableRow:
     dtypes = precision.dtypes
     reason = f"{_name(dtypes.parameters)} parameters, which the optimizer trains"
     if dtypes.main_parameters is not None:
@@ -193,10 +193,10 @@ def _precision_choice(precision: MegatronPrecision, device: torch.device) -> Cho
         )
     if precision.precision == "bf16-mixed" and device.type == "cpu":
         reason += "; on CPUs Lightning replaces 16-mixed by it"
-    return Choice("precision", str(precision.precision), reason)
+    return TableRow("precision", str(precision.precision), reason)
 
 
-def _cast_choices(module: nn.Module, options: StrategyOptions) -> list[Choice]:
+def _cast_choices(module: nn.Module, options: StrategyOptions) -> list[TableRow]:
     """Return rows about weights in 8 bits: their storage, or the number of casts."""
     settings = options.products
     if settings is None or options.backend == "te":
@@ -206,16 +206,16 @@ def _cast_choices(module: nn.Module, options: StrategyOptions) -> list[Choice]:
     subject = "casts of weights"
     each = "for each product"
     if isinstance(module, LightningModule) and not module.automatic_optimization:
-        return [Choice(subject, each, "the module runs its own backward passes")]
+        return [TableRow(subject, each, "the module runs its own backward passes")]
     if not settings.shares_casts(2, options.graph_mode):
         asked = "asked for (cast_weights)"
         captured = "cuda_graphs captures microbatches one by one"
-        return [Choice(subject, each, captured if settings.cast_weights is None else asked)]
+        return [TableRow(subject, each, captured if settings.cast_weights is None else asked)]
     value = "once per batch" + ("" if settings.shares_casts(1) else " of several microbatches")
-    return [Choice(subject, value, "kept until its end, 2 bytes for each FP8 weight")]
+    return [TableRow(subject, value, "kept until its end, 2 bytes for each FP8 weight")]
 
 
-def _stored_choice(module: nn.Module, options: StrategyOptions) -> Choice:
+def _stored_choice(module: nn.Module, options: StrategyOptions) -> TableRow:
     """Return the row about weights that are stored in 8 bits."""
     settings = options.products
     assert settings is not None, "the run computes in 8 bits"
@@ -225,47 +225,47 @@ def _stored_choice(module: nn.Module, options: StrategyOptions) -> Choice:
     if shares and not settings.shares_casts(1):
         copies += " of several microbatches"
     reason = f"asked for (fp8.parameters); transposed copies: {copies}"
-    return Choice("weights in 8 bits", "kept and gathered in 1 byte each", reason)
+    return TableRow("weights in 8 bits", "kept and gathered in 1 byte each", reason)
 
 
 def _module_choices(
     module: nn.Module, device: torch.device, dtype: torch.dtype, clones: ExpertClones | None
-) -> list[Choice]:
+) -> list[TableRow]:
     found = [_kernel_choice(device, dtype)]
     for part in module.modules():
         if isinstance(part, Attention):
             found.append(_attention_choice(part, device, dtype))
             if part.mesh.cp.size > 1:
                 context = part.context
-                found.append(Choice("context parallel", context.transport, context.reason))
+                found.append(TableRow("context parallel", context.transport, context.reason))
         elif isinstance(part, MixtureOfExperts):
             found += _product_choices(part, device, dtype)
             transport = part.transport_choice
-            found.append(Choice("expert transport", transport.transport, transport.reason))
+            found.append(TableRow("expert transport", transport.transport, transport.reason))
             if clones is not None:
                 value = f"at most {clones.places} per rank"
-                found.append(Choice("clones of experts", value, clones.reason_on(device.type)))
+                found.append(TableRow("clones of experts", value, clones.reason_on(device.type)))
     return found
 
 
-def _kernel_choice(device: torch.device, dtype: torch.dtype) -> Choice:
+def _kernel_choice(device: torch.device, dtype: torch.dtype) -> TableRow:
     subject = "fused kernels"
     torchs = "operators of torch"
     if device.type != "cuda":
-        return Choice(subject, torchs, f"{device.type}: the Triton kernels need a GPU")
+        return TableRow(subject, torchs, f"{device.type}: the Triton kernels need a GPU")
     if dtype not in HALF_TYPES:
-        return Choice(subject, torchs, f"{_name(dtype)}: the Triton kernels are for half types")
+        return TableRow(subject, torchs, f"{_name(dtype)}: the Triton kernels are for half types")
     choice = choose_kernels(device)
     if choice.kernels is not None:
-        return Choice(subject, "Triton", choice.reason)
+        return TableRow(subject, "Triton", choice.reason)
     remedy = (
         "The Triton kernels need an NVIDIA GPU of compute capability 8.0 or newer, and a CUDA "
         "build of torch, which includes Triton."
     )
-    return Choice(subject, torchs, choice.reason, remedy)
+    return TableRow(subject, torchs, choice.reason, remedy)
 
 
-def _attention_choice(layer: Attention, device: torch.device, dtype: torch.dtype) -> Choice:
+def _attention_choice(layer: Attention, device: torch.device, dtype: torch.dtype) -> TableRow:
     sizes = {"head_dim": layer.head_dim, "value_dim": layer.value_dim}
     choice = choose_core(device, dtype, layer.kind, dropout=layer.dropout, **sizes)
     is_cut = layer.mesh.cp.size > 1
@@ -273,19 +273,19 @@ def _attention_choice(layer: Attention, device: torch.device, dtype: torch.dtype
         choice = choose_part(device, dtype, layer.kind, head_dim=layer.head_dim)
     window = layer.kind.window
     subject = "attention" if window is None else f"attention in a window of {window}"
-    return Choice(subject, choice.name, choice.reason, choice.remedy)
+    return TableRow(subject, choice.name, choice.reason, choice.remedy)
 
 
 def _product_choices(
     layer: MixtureOfExperts, device: torch.device, dtype: torch.dtype
-) -> list[Choice]:
+) -> list[TableRow]:
     choices = []
     for name in (layer.experts.first_name, "down"):
         weights = layer.experts.weights(name)
         out_features, in_features = weights[0].shape
         choice = choose_backend(device, dtype, len(weights), in_features, out_features)
         remedy = product_remedy(choice.backend, device, dtype, len(weights))
-        choices.append(Choice("products of experts", choice.backend, choice.reason, remedy))
+        choices.append(TableRow("products of experts", choice.backend, choice.reason, remedy))
     return choices
 
 

@@ -44,7 +44,7 @@ _Location = tuple[str, bool, str]
 
 
 #: Exceptions of pickling for objects that cannot be sent, such as locks, generators and open files.
-_NOT_SENDABLE = (
+_PICKLING_ERRORS = (
     *(
         pickle.PicklingError,
         TypeError,
@@ -130,7 +130,7 @@ class AttributeSync:
         self._before = None
         self._alive = []
         if data is not None and not self._is_here:
-            self._take(unpack(data, self._module, self._mesh.device))
+            self._apply_changes(unpack(data, self._module, self._mesh.device))
 
     def share_after(self, step: str) -> None:
         """Send a step's changes at once if the module has a hook that runs before the next step.
@@ -195,7 +195,7 @@ class AttributeSync:
             return None
         try:
             return pack(_AttributeChanges(changed, removed), self._module)
-        except _NOT_SENDABLE:
+        except _PICKLING_ERRORS:
             # The error does not name the value, so each value is tried separately.
             sendable = {
                 location: change
@@ -207,7 +207,7 @@ class AttributeSync:
     def _is_sendable(self, location: _Location, change: _AttributeChange) -> bool:
         try:
             pack(change, self._module)
-        except _NOT_SENDABLE as error:
+        except _PICKLING_ERRORS as error:
             if location not in self._warned:
                 self._warned.add(location)
                 log.warning(
@@ -223,7 +223,7 @@ class AttributeSync:
             return False
         return True
 
-    def _take(self, changes: _AttributeChanges) -> None:
+    def _apply_changes(self, changes: _AttributeChanges) -> None:
         holders = dict(self._module.named_modules())
         for (holder, is_buffer, name), change in changes.changed.items():
             if holder in holders:

@@ -33,7 +33,7 @@ class SharedBuffers:
         self._mesh = mesh
         self._owners = _owners(module) if mesh.data.size > 1 else []
         self._num_sends = 0
-        self._seen = self._marks()
+        self._last_marks = self._marks()
         self._moving: set[int] = set()
         # ``_may_differ``: a forward pass may have changed buffers since they were last sent.
         # ``_has_stepped``: the optimizer has stepped after that forward pass.
@@ -63,7 +63,7 @@ class SharedBuffers:
         if not self._owners or not self._may_differ:
             return
         if look or (self._num_sends + 1).bit_count() == 1:
-            self._look()
+            self._find_changes()
         buffers = [
             owner._buffers[key]
             for index, (owner, key) in enumerate(self._owners)
@@ -71,7 +71,7 @@ class SharedBuffers:
         ]
         self._send(buffer for buffer in buffers if buffer is not None)
         if self._num_sends == 0:
-            self._seen = self._marks()
+            self._last_marks = self._marks()
         self._num_sends += 1
         self._may_differ = False
 
@@ -82,10 +82,10 @@ class SharedBuffers:
             self._num_sends == 0 and key not in owner._non_persistent_buffers_set
         )
 
-    def _look(self) -> None:
-        seen = self._seen
-        self._seen = self._marks()
-        changed = [index for index, mark in enumerate(self._seen) if mark != seen[index]]
+    def _find_changes(self) -> None:
+        seen = self._last_marks
+        self._last_marks = self._marks()
+        changed = [index for index, mark in enumerate(self._last_marks) if mark != seen[index]]
         for found in all_gather_objects(changed, self._mesh.data_cpu):
             self._moving.update(found)
 
@@ -156,8 +156,8 @@ class BatchStatistics:
             raise UnsupportedError(
                 f"batch statistics need the whole batch, which is cut into {num_microbatches} "
                 f"microbatches: {', '.join(names[:5])}{' and others' if len(names) > 5 else ''} "
-                "would use or keep the statistics of each microbatch. Use microbatch_size='batch', "
-                "call eval() on these norms in the train() of the module, use norms without batch "
+                "would use the statistics of each microbatch. Use microbatch_size='batch', call "
+                "eval() on these norms in the train() of the module, use norms without batch "
                 "statistics such as GroupNorm, or use check_microbatches=False if statistics of "
                 "microbatches are intended."
             )
@@ -187,8 +187,8 @@ def check_synchronised_norms(module: nn.Module, mesh: ParallelMesh) -> None:
         if isinstance(part, nn.SyncBatchNorm) and part.process_group is None:
             raise UnsupportedError(
                 f"a SyncBatchNorm over all {mesh.world.size} ranks needs tp=1 and pp=1: with tp "
-                f"({mesh.tp.size}) and pp ({mesh.pp.size}) {name!r} would count samples once for "
-                "each rank of tp, and wait for stages without it. Use BatchNorm, or "
-                "convert_sync_batchnorm(..., process_group=self.device_mesh.data.group) in "
-                "configure_model."
+                f"({mesh.tp.size}) and pp ({mesh.pp.size}) {name!r} would count each sample once "
+                "for each rank of tp, and would wait for stages that do not have this norm. Use "
+                "BatchNorm, or convert_sync_batchnorm(..., "
+                "process_group=self.device_mesh.data.group) in configure_model."
             )

@@ -101,13 +101,13 @@ class ModuleState:
             if not _holds(recorded):
                 _put_back(recorded)
 
-    def _is_as_recorded(self, before: Any, now: Any, tolerance: float) -> bool:
-        if before is now:
+    def _is_as_recorded(self, earlier: Any, current: Any, tolerance: float) -> bool:
+        if earlier is current:
             return True
-        recorded = self._recorded.get(id(before))
-        return _alike(
-            before if recorded is None or recorded.kind == "object" else recorded.copy,
-            now,
+        recorded = self._recorded.get(id(earlier))
+        return _almost_equal(
+            earlier if recorded is None or recorded.kind == "object" else recorded.copy,
+            current,
             tolerance,
         )
 
@@ -165,7 +165,7 @@ def _dictionaries(parts: Iterable[tuple[str, nn.Module]]) -> Iterator[_Attribute
     for name, part in parts:
         prefix = f"self.{name}" if name else "self"
         is_watched = not isinstance(part, Metric) and not type(part).__module__.startswith(_PACKAGE)
-        skipped = _OF_LIGHTNING if isinstance(part, LightningModule) else _OF_MODULES
+        skipped = _LIGHTNING_ATTRIBUTES if isinstance(part, LightningModule) else _MODULE_ATTRIBUTES
         for held, left_out in ((vars(part), skipped), (part._buffers, frozenset[str]())):
             yield _Attributes(prefix, held, left_out, is_watched, _values(held, left_out))
 
@@ -233,39 +233,41 @@ def _holds(recorded: _Recorded, tolerance: float = 0.0) -> bool:
         (read for kind, (read, _) in _GENERATORS.items() if isinstance(recorded.value, kind)), None
     )
     if reader is not None:
-        return _alike(recorded.copy, reader(recorded.value), tolerance)
-    return _alike(
+        return _almost_equal(recorded.copy, reader(recorded.value), tolerance)
+    return _almost_equal(
         recorded.copy,
         vars(recorded.value) if recorded.kind == "object" else recorded.value,
         tolerance,
     )
 
 
-def _alike(before: Any, now: Any, tolerance: float) -> bool:
+def _almost_equal(earlier: Any, current: Any, tolerance: float) -> bool:
     """Return whether two values are equal, with a relative tolerance for numbers."""
-    if before is now:
+    if earlier is current:
         return True
-    if isinstance(before, RemoteTensor) or isinstance(now, RemoteTensor):
+    if isinstance(earlier, RemoteTensor) or isinstance(current, RemoteTensor):
         # The tensor is on another stage.
         return True
-    if isinstance(before, (Tensor, np.ndarray)) and isinstance(now, (Tensor, np.ndarray)):
-        return _equal(torch.as_tensor(before), torch.as_tensor(now), tolerance)
-    if type(before) is not type(now):
+    if isinstance(earlier, (Tensor, np.ndarray)) and isinstance(current, (Tensor, np.ndarray)):
+        return _equal(torch.as_tensor(earlier), torch.as_tensor(current), tolerance)
+    if type(earlier) is not type(current):
         return False
-    if _kind(now) == "number":
+    if _kind(current) == "number":
         return bool(
-            before == now or abs(before - now) <= tolerance * abs(before) or before != before
+            earlier == current
+            or abs(earlier - current) <= tolerance * abs(earlier)
+            or earlier != earlier
         )
-    if isinstance(now, (list, tuple, deque)):
-        pairs = zip(before, now, strict=False)
-        return len(before) == len(now) and all(
-            _alike(one, other, tolerance) for one, other in pairs
+    if isinstance(current, (list, tuple, deque)):
+        pairs = zip(earlier, current, strict=False)
+        return len(earlier) == len(current) and all(
+            _almost_equal(one, other, tolerance) for one, other in pairs
         )
-    if isinstance(now, dict):
-        return before.keys() == now.keys() and all(
-            _alike(before[key], now[key], tolerance) for key in before
+    if isinstance(current, dict):
+        return earlier.keys() == current.keys() and all(
+            _almost_equal(earlier[key], current[key], tolerance) for key in earlier
         )
-    return bool(before == now) if isinstance(now, (set, str, bytes)) else False
+    return bool(earlier == current) if isinstance(current, (set, str, bytes)) else False
 
 
 def _put_back(recorded: _Recorded) -> None:
@@ -289,12 +291,16 @@ def _put_back(recorded: _Recorded) -> None:
         held.update(copy)
 
 
-def _equal(before: Tensor, now: Tensor, tolerance: float) -> bool:
-    if before.shape != now.shape or before.dtype != now.dtype or before.device != now.device:
+def _equal(earlier: Tensor, current: Tensor, tolerance: float) -> bool:
+    if (
+        earlier.shape != current.shape
+        or earlier.dtype != current.dtype
+        or earlier.device != current.device
+    ):
         return False
-    if before.is_floating_point() or before.is_complex():
-        return torch.allclose(before, now, rtol=tolerance, atol=tolerance / 10, equal_nan=True)
-    return torch.equal(before, now)
+    if earlier.is_floating_point() or earlier.is_complex():
+        return torch.allclose(earlier, current, rtol=tolerance, atol=tolerance / 10, equal_nan=True)
+    return torch.equal(earlier, current)
 
 
 _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
@@ -307,5 +313,5 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] 
     np.random.RandomState: (lambda one: one.get_state(), lambda one, state: one.set_state(state)),
 }
 #: Attributes of every module, which torch, the Trainer and the strategy manage.
-_OF_MODULES = frozenset(vars(nn.Module()))
-_OF_LIGHTNING = frozenset({*vars(LightningModule()), "_device_mesh", "log"})
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_LIGHTNING_ATTRIBUTES = frozenset({*vars(LightningModule()), "_device_mesh", "log"})

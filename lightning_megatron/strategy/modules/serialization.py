@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.strategy.private.user_module import attached_trainer
 
-_PLAIN = frozenset({int, float, str, bytes, bool, type(None), list, dict, tuple, set})
+_BUILTIN_TYPES = frozenset({int, float, str, bytes, bool, type(None), list, dict, tuple, set})
 
 
 def pack(value: Any, module: LightningModule) -> bytes:
@@ -55,7 +55,7 @@ class _Packer(pickle.Pickler):
         self._tensors: dict[int, tuple[int, Tensor]] = {}
 
     def persistent_id(self, obj: Any) -> Any:
-        if type(obj) in _PLAIN:
+        if type(obj) in _BUILTIN_TYPES:
             return None
         if isinstance(obj, nn.Module):
             return ("module", self._modules[id(obj)]) if id(obj) in self._modules else None

@@ -25,7 +25,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 
 #: Types whose content is ignored: code, objects that are checked elsewhere and objects that steps
 #: only read.
-_OPAQUE = (
+_IGNORED_TYPES = (
     *(type, FunctionType, MethodType, BuiltinFunctionType, ModuleType, torch.dtype, torch.device),
     *(
         nn.Module,
@@ -42,7 +42,7 @@ _OPAQUE = (
     ),
 )
 #: Packages of large objects that steps only read.
-_SLOW = ("tokenizers", "sentencepiece")
+_IGNORED_PACKAGES = ("tokenizers", "sentencepiece")
 #: Errors that properties and ``__reduce_ex__`` of unsupported objects raise.
 _UNREADABLE = (
     *(
@@ -57,9 +57,9 @@ _UNREADABLE = (
     ),
     AssertionError,
 )
-_ATOMS = frozenset({int, float, str, bool, bytes, type(None), Tensor})
+_LEAF_TYPES = frozenset({int, float, str, bool, bytes, type(None), Tensor})
 #: Largest CPU tensor that is compared by value, which detects writes through ``.data`` (elements).
-_COMPARED = 65536
+_MAX_COMPARED_ELEMENTS = 65536
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def digest(value: Any) -> bytes | ListDigest | None:
     """
     if (
         type(value) is list
-        and set(map(type, value)) <= _ATOMS
+        and set(map(type, value)) <= _LEAF_TYPES
         and not any(map(_is_untraced, value))
     ):
         return ListDigest(id(value), tuple(map(id, value)), _versions(value))
@@ -142,7 +142,7 @@ def _parts(*parts: Any) -> None:
 
 
 def _parts_of(obj: Any) -> tuple[Any, ...]:
-    if isinstance(obj, _OPAQUE):
+    if isinstance(obj, _IGNORED_TYPES):
         return ()
     if isinstance(obj, Tensor):
         return _parts_of_tensor(obj)
@@ -160,7 +160,7 @@ def _parts_of(obj: Any) -> tuple[Any, ...]:
             if isinstance(name, str) and hasattr(obj, name)
         }
         return (held, dict(vars(obj)) if hasattr(obj, "__dict__") else None)
-    if type(obj).__module__.partition(".")[0] in _SLOW:
+    if type(obj).__module__.partition(".")[0] in _IGNORED_PACKAGES:
         return ()
     try:
         return tuple(obj.__reduce_ex__(2)[1:3])
@@ -175,7 +175,7 @@ def _parts_of_tensor(tensor: Tensor) -> tuple[Any, ...]:
     is_readable = (
         tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized
     )
-    if is_readable and (untraced or tensor.numel() <= _COMPARED):
+    if is_readable and (untraced or tensor.numel() <= _MAX_COMPARED_ELEMENTS):
         values = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
         return (*form, values.view(torch.uint8).numpy().tobytes())
     # A tensor without a version counter that is not read counts as changed.

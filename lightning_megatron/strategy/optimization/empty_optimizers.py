@@ -16,7 +16,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 
-_WAY_OUT = (
+_REMEDY = (
     "Build the same groups on every stage in configure_optimizers, empty ones included (one for "
     "each layer of the configuration, for example, instead of one for each parameter of "
     "named_parameters()), or save only weights by ModelCheckpoint(save_weights_only=True)."
@@ -86,7 +86,7 @@ def check_trained_somewhere(
             raise UnsupportedError(
                 "the optimizers of all pipeline stages must have equally many parameter groups to "
                 f"be saved: number {number} ({name}) has {list(map(len, counts))}. A checkpoint "
-                f"merges groups by number. {_WAY_OUT}"
+                f"merges groups by number. {_REMEDY}"
             )
         different = None
         if is_saved:
@@ -98,6 +98,6 @@ def check_trained_somewhere(
             raise UnsupportedError(
                 "a parameter group must have the same hyperparameters on all pipeline stages to be "
                 f"saved: {key!r} of group {group} of optimizer {number} ({name}) is {values} by "
-                "stage. A checkpoint merges groups by number, and states of schedulers as well, so "
-                f"a resumed fit would train all stages with the values of one stage. {_WAY_OUT}"
+                "stage. A checkpoint merges groups and states of schedulers by number, so a "
+                f"resumed fit would train all stages with the values of one stage. {_REMEDY}"
             )

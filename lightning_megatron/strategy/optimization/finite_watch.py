@@ -18,12 +18,12 @@ from lightning_megatron.strategy.private.loops import searches_learning_rate
 #: first.
 KINDS = ("weight", "loss", "gradient", "gradient norm")
 #: Number of values that are kept between two checks. Older values are replaced by their sums.
-_KEPT = 1024
-_SHOWN = 5
+_MAX_KEPT = 1024
+_NUM_SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Finding:
+class NonFiniteValue:
     """A value that is not finite: its name, rank and step.
 
     Args:
@@ -42,7 +42,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _StepValues:
     """Values of one step on the device, with their names.
 
     Shapes: values ``(names,)``, or a scalar for a single value.
@@ -87,7 +87,7 @@ class FiniteWatch:
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self._mesh = mesh
-        self._seen: list[_Seen] = []
+        self._recorded: list[_StepValues] = []
         #: Whether weights and gradients of this step are recorded.
         self.looks = False
         self._step = 0
@@ -109,9 +109,9 @@ class FiniteWatch:
             kind: One of ``KINDS``.
             value: The scalar.
         """
-        if len(self._seen) > _KEPT:
-            self._seen = _summed(self._seen)
-        self._seen.append(_Seen(self._step, kind, ("",), value.detach()))
+        if len(self._recorded) > _MAX_KEPT:
+            self._recorded = _summed(self._recorded)
+        self._recorded.append(_StepValues(self._step, kind, ("",), value.detach()))
 
     def look(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
         """Record the largest magnitudes of tensors, without a host synchronisation.
@@ -130,8 +130,8 @@ class FiniteWatch:
         if found:
             # The largest magnitude is not finite if any element is not.
             largest = torch._foreach_norm(list(found.values()), float("inf"))
-            self._seen.append(
-                _Seen(
+            self._recorded.append(
+                _StepValues(
                     self._step, kind, tuple(found), torch.stack([one.double() for one in largest])
                 )
             )
@@ -146,8 +146,8 @@ class FiniteWatch:
         Communication: one all-reduce of a flag over the world on the CPU; a gather of names on
         failure. The host waits for the device.
         """
-        seen = self._seen
-        self._seen = []
+        seen = self._recorded
+        self._recorded = []
         parts = [one.values.to(self._mesh.device, torch.float64).reshape(-1) for one in seen]
         values = torch.cat(parts).cpu() if parts else torch.zeros(0)
         flag = torch.tensor(int(not values.isfinite().all()))
@@ -155,7 +155,7 @@ class FiniteWatch:
             return
         names = [(one.step, one.kind, name) for one in seen for name in one.names]
         mine = [
-            Finding(step, kind, self._mesh.rank, name, str(value))
+            NonFiniteValue(step, kind, self._mesh.rank, name, str(value))
             for (step, kind, name), value in zip(names, values.tolist(), strict=True)
             if not -float("inf") < value < float("inf")
         ]
@@ -163,29 +163,31 @@ class FiniteWatch:
         raise NonFiniteError(describe(found))
 
 
-def _summed(seen: Sequence[_Seen]) -> list[_Seen]:
+def _summed(steps: Sequence[_StepValues]) -> list[_StepValues]:
     """Sum the values of each kind: a sum is not finite if one of its values is not."""
-    kinds = dict.fromkeys(one.kind for one in seen if one.names == ("",))
+    kinds = dict.fromkeys(one.kind for one in steps if one.names == ("",))
     groups = {
-        kind: [one for one in seen if one.kind == kind and one.names == ("",)] for kind in kinds
+        kind: [one for one in steps if one.kind == kind and one.names == ("",)] for kind in kinds
     }
     sums = [
-        _Seen(same[0].step, kind, ("",), torch.stack([one.values.double() for one in same]).sum())
+        _StepValues(
+            same[0].step, kind, ("",), torch.stack([one.values.double() for one in same]).sum()
+        )
         for kind, same in groups.items()
     ]
-    return sums + [one for one in seen if one.names != ("",)]
+    return sums + [one for one in steps if one.names != ("",)]
 
 
-def describe(found: Sequence[Finding]) -> str:
+def describe(findings: Sequence[NonFiniteValue]) -> str:
     """Describe the values that are not finite: the first one, its origin and how many follow.
 
     Args:
-        found: Findings of all ranks, at least one.
+        findings: Findings of all ranks, at least one.
     """
-    first = min(one.step for one in found)
-    kind = min((one.kind for one in found if one.step == first), key=KINDS.index)
-    began = [one for one in found if (one.step, one.kind) == (first, kind)]
-    rest = [one for one in found if one not in began and one.name]
+    first = min(one.step for one in findings)
+    kind = min((one.kind for one in findings if one.step == first), key=KINDS.index)
+    began = [one for one in findings if (one.step, one.kind) == (first, kind)]
+    rest = [one for one in findings if one not in began and one.name]
     ranks = sorted({one.rank for one in began})
     spread = ""
     if rest:
@@ -200,13 +202,13 @@ def describe(found: Sequence[Finding]) -> str:
     )
 
 
-def _listed(found: Sequence[Finding]) -> str:
+def _listed(findings: Sequence[NonFiniteValue]) -> str:
     shown = [
         f"the {one.kind}{f' {one.name}' if one.name else ''} of rank {one.rank} ({one.value})"
-        for one in found
+        for one in findings
     ]
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return ", ".join(shown[:_SHOWN]) + more
+    more = f" and {len(findings) - _NUM_SHOWN} more" if len(findings) > _NUM_SHOWN else ""
+    return ", ".join(shown[:_NUM_SHOWN]) + more
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_SHOWN = 5
+_NUM_SHOWN = 5
 
 
-def describe_nonfinite(found: Sequence[tuple[int, str, int, int]], step: int) -> str:
+def describe_nonfinite(gradients: Sequence[tuple[int, str, int, int]], step: int) -> str:
     """Describe parameters, ranks and step of gradients that are not finite.
 
     Args:
-        found: Rank, parameter name, number of NaN elements and number of infinite elements of each
-            gradient. The message names the first few gradients.
+        gradients: Rank, parameter name, number of NaN elements and number of infinite elements of
+            each gradient. The message names the first few gradients.
         step: Index of the training batch (batches).
     """
     places = [
         f"{name} on rank {rank} ({_counts(nans, infinities)})"
-        for rank, name, nans, infinities in found[:_SHOWN]
+        for rank, name, nans, infinities in gradients[:_NUM_SHOWN]
     ]
-    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    ranks = sorted({rank for rank, *_ in found})
+    more = f"; and {len(gradients) - _NUM_SHOWN} more" if len(gradients) > _NUM_SHOWN else ""
+    ranks = sorted({rank for rank, *_ in gradients})
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
     return (
         f"all gradients must be finite: training batch {step} gave {'; '.join(places)}{more}. The "

@@ -210,5 +210,5 @@ def check_experts(
     if named:
         raise UnsupportedError(
             f"recompute ({named.pop()!r}) needs a model with experts: this one has none. It "
-            "concerns activations of experts only. Use 'selective', 'full' or 'none'."
+            "recomputes only activations of experts. Use 'selective', 'full' or 'none'."
         )

@@ -29,7 +29,7 @@ def is_accessor(code: CodeType) -> bool:
 
 
 @contextmanager
-def seeing_data(note: Callable[[nn.Parameter], None]) -> Iterator[None]:
+def record_data_access(note: Callable[[nn.Parameter], None]) -> Iterator[None]:
     """Call a function with every parameter whose ``data`` is read or assigned inside the block.
 
     Args:

@@ -24,7 +24,7 @@ _HOOKS = (
     *("on_before_batch_transfer", "on_after_batch_transfer"),
 )
 #: Warning about a hook that reads gradients of a sharded model.
-SEES_PARTS = (
+SHARDED_GRADIENTS_WARNING = (
     "reads in parameter.grad only the gradients of the parameters or parts of parameters that this "
     "rank holds, with tp, pp or ep above 1; norms of single parameters are computed over all their "
     "parts. trainer.precision_plugin.last_grad_norm is the norm over all ranks, where the Trainer "
@@ -57,8 +57,8 @@ _NO_READERS = frozenset(
 #: Maximum depth of function calls that the search follows.
 _DEPTH = 4
 #: Callbacks that read only counters, logged values and clocks, or save through the strategy.
-_HARMLESS = ("lightning_megatron.", "lightning.pytorch.callbacks.progress")
-_HARMLESS_NAMES = frozenset(
+_HARMLESS_PACKAGES = ("lightning_megatron.", "lightning.pytorch.callbacks.progress")
+_HARMLESS_CALLBACKS = frozenset(
     {
         *(
             "ModelCheckpoint",
@@ -225,6 +225,6 @@ def _codes(function: FunctionType) -> Iterator[CodeType]:
 
 def _is_harmless(kind: type) -> bool:
     home = kind.__module__
-    return home.startswith(_HARMLESS) or (
-        home.startswith("lightning.") and kind.__name__ in _HARMLESS_NAMES
+    return home.startswith(_HARMLESS_PACKAGES) or (
+        home.startswith("lightning.") and kind.__name__ in _HARMLESS_CALLBACKS
     )

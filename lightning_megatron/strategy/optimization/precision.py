@@ -106,8 +106,8 @@ class MegatronPrecision(Precision):
             # The strategy's backend takes the recipe of such a plugin.
             return cls(_precision_around(plugin))
         raise UnsupportedError(
-            f"precision plugins of other strategies cannot be used: {type(plugin).__name__}. This "
-            "strategy keeps main parameters itself. Use Trainer(precision=...) with one of "
+            "a precision plugin must belong to this strategy, which keeps main parameters itself: "
+            f"it is {type(plugin).__name__}. Use Trainer(precision=...) with one of "
             f"{', '.join(PRECISIONS)}."
         )
 
@@ -187,8 +187,8 @@ class MegatronPrecision(Precision):
     def _training(self) -> TrainingState:
         if self._state is None:
             raise RuntimeError(
-                "gradients and optimizers exist only while the Trainer runs, from the `setup` hook "
-                "to the `teardown` hook."
+                "gradients and optimizers must be used while the Trainer runs, from the `setup` "
+                "hook to the `teardown` hook: no run is in progress."
             )
         return self._state
 
@@ -213,8 +213,8 @@ class MegatronPrecision(Precision):
         """Run the closure, finish and clip the gradients, and update the parameters."""
         if self.loss_scale is not None and isinstance(optimizer, LBFGS):
             raise UnsupportedError(
-                "precision 16-mixed cannot be used with LBFGS, because it evaluates the loss "
-                "several times in a step, and each could overflow. Use one of "
+                "precision 16-mixed cannot be used with LBFGS, because LBFGS evaluates the loss "
+                "several times in a step, and each evaluation could overflow. Use one of "
                 f"{', '.join(name for name in PRECISIONS if name != '16-mixed')}."
             )
         state = self._training

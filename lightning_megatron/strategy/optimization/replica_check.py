@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.training.gradients import GradientReducer
 from lightning_megatron.training.main_parameters import MainParameters
-from lightning_megatron.training.partial_use import PartialUse
+from lightning_megatron.training.partial_gradients import PartialGradientSearch
 from lightning_megatron.training.replicas import (
     check_data_replicas,
     check_loss_replicas,
     check_tensor_replicas,
-    whole_everywhere,
+    replicated_over_tp,
 )
 
 #: Number of steps at the start of a fit that are always compared: the first step shows errors of
 #: the forward and backward pass, the second those of the update.
-_FIRST = 2
-_SHOWN = 8
+_NUM_FIRST_STEPS = 2
+_NUM_SHOWN = 8
 
 
 class ReplicaCheck:
@@ -46,8 +46,8 @@ class ReplicaCheck:
         self._reducer = reducer
         self._interval = interval
         self._has_copies = main.mesh.world.size > main.mesh.pp.size
-        self._whole = whole_everywhere(main)
-        self._use = PartialUse(module, main.mesh, self._whole)
+        self._replicated = replicated_over_tp(main)
+        self._search = PartialGradientSearch(module, main.mesh, self._replicated)
         # Number of steps by trained parameters, because optimizers may alternate.
         self._num_steps: Counter[frozenset[str]] = Counter()
         #: Loss of the last backward pass; None if user code runs the backward pass.
@@ -56,7 +56,9 @@ class ReplicaCheck:
     @property
     def inspector(self) -> Callable[[Any, bool], None] | None:
         """Return the inspector of graphs if the next step compares replicas, else None."""
-        return self._use.inspect if self._is_due(min(self._num_steps.values(), default=0)) else None
+        return (
+            self._search.inspect if self._is_due(min(self._num_steps.values(), default=0)) else None
+        )
 
     def before_sums(self, names: frozenset[str]) -> bool:
         """Exchange the findings of this step's graphs; return whether replicas are compared.
@@ -69,11 +71,13 @@ class ReplicaCheck:
         if not self._is_due(self._num_steps[names]):
             self._num_steps[names] += 1
             return False
-        everyone = all_gather_objects(sorted(self._use.found), self._main.mesh.tp)
+        everyone = all_gather_objects(sorted(self._search.found), self._main.mesh.tp)
         found = {name for one in everyone for name in one} - self._reducer.used_on_parts
         if found:
             self._reducer.used_on_parts |= found
-            shown = ", ".join(sorted(found)[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
+            shown = ", ".join(sorted(found)[:_NUM_SHOWN]) + (
+                ", ..." if len(found) > _NUM_SHOWN else ""
+            )
             rank_zero_info(
                 f"{len(found)} parameter(s) are used on a part of the features by each rank of tp, "
                 f"so their gradients are summed over tp: {shown}."
@@ -98,9 +102,9 @@ class ReplicaCheck:
             if self.loss is not None and self._main.mesh.tp.size > 1:
                 check_loss_replicas(self._main, self.loss)
             check_data_replicas(self._main)
-            check_tensor_replicas(self._main, self._whole, names)
+            check_tensor_replicas(self._main, self._replicated, names)
 
     def _is_due(self, num_steps: int) -> bool:
         return self._has_copies and (
-            num_steps < _FIRST or (self._interval > 0 and num_steps % self._interval == 0)
+            num_steps < _NUM_FIRST_STEPS or (self._interval > 0 and num_steps % self._interval == 0)
         )

@@ -96,7 +96,7 @@ class StepGradients:
         if will_step:
             self._finish()
         else:
-            self._show()
+            self._expose()
 
     def discard(self) -> None:
         """Discard the gradients of backward passes that must not count, and wait for their sums."""
@@ -140,7 +140,7 @@ class StepGradients:
             )
 
     def _finish(self, optimizer: Optimizer | None = None) -> None:
-        self._see_raw_backward()
+        self._detect_raw_backward()
         names = self._unfinished
         if optimizer is not None:
             names = names & self._names_of(optimizer)
@@ -159,7 +159,7 @@ class StepGradients:
             self._checks.after_sums(names, are_finite=self._overflowed.isdisjoint(names))
         self._unfinished -= names
 
-    def _see_raw_backward(self) -> None:
+    def _detect_raw_backward(self) -> None:
         """Detect gradients of a plain ``loss.backward()``."""
         if self._unfinished or not self._reducer.has_unreduced:
             return
@@ -205,7 +205,7 @@ class StepGradients:
             self._reducer.adopt_user_changes()
             self._main.exposed_gradients.withdraw()
 
-    def _show(self) -> None:
+    def _expose(self) -> None:
         """Expose the gradient sums so far; finished gradients are exposed automatically."""
         if self.are_exposed:
             self._reducer.expose_unreduced()
@@ -227,7 +227,7 @@ class StepGradients:
             return
         self._is_in_backward = True
         try:
-            with self._shown_afterwards():
+            with self._expose_afterwards():
                 yield
         finally:
             self._is_in_backward = False
@@ -245,14 +245,14 @@ class StepGradients:
             yield
 
     @contextmanager
-    def _shown_afterwards(self) -> Iterator[None]:
+    def _expose_afterwards(self) -> Iterator[None]:
         self.hide()
         names = frozenset(name for name in self._main.trained if self._main.is_trainable(name))
         if self._main.mesh.world.size == 1:
             self._reducer.resume(names)
             self._add()
             yield
-            self._show()
+            self._expose()
             return
         before = self._reducer.take_finished(names)
         yield
@@ -303,8 +303,8 @@ class StepGradients:
 
 def _needs_manual_backward(loss_scale: DynamicLossScale) -> UnsupportedError:
     return UnsupportedError(
-        "precision 16-mixed needs self.manual_backward(loss): found gradients of a plain "
-        f"loss.backward(), which does not multiply the loss by the scale ({loss_scale.scale:g}). "
-        "Small gradients would vanish. Call self.manual_backward(loss), or use precision "
-        "bf16-mixed or 32-true."
+        "precision 16-mixed needs self.manual_backward(loss): the step called loss.backward(), "
+        f"which does not multiply the loss by its scale ({loss_scale.scale:g}), so that small "
+        "gradients would become 0. Call self.manual_backward(loss), or use precision bf16-mixed or "
+        "32-true."
     )

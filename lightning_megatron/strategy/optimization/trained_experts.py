@@ -49,8 +49,9 @@ class TrainedExperts:
         trained = [one.requires_grad for one in self._parameters]
         if epoch == self._epoch and trained != self._was_trained:
             raise UnsupportedError(
-                "with expert_clones experts can be frozen and unfrozen only between epochs, "
-                f"because ranks compare what they train at the beginning of epoch {epoch}. Set "
+                "with expert_clones experts must be frozen and unfrozen only between epochs, "
+                "because ranks compare their trained experts at the beginning of each epoch: a "
+                f"change came after the beginning of epoch {epoch}. Set "
                 "requires_grad in on_train_epoch_start or configure_model. " + _REMEDY
             )
         if epoch != self._epoch:
@@ -73,5 +74,5 @@ class TrainedExperts:
                     "with expert_clones the experts of a layer must all be trained or all be "
                     f"frozen: {name} of some experts of layer {number}, on {ranks} of the "
                     f"{len(states)} ranks of ep, is frozen. Ranks would wait for gradients of "
-                    "clones that others do not compute. " + _REMEDY
+                    "clones that other ranks do not compute. " + _REMEDY
                 )

@@ -194,16 +194,16 @@ class TrainingState:
             self._copies.follow(optimizers)
         else:
             self._copies.check()
-        waiting = [one for one in optimizers if self.main.waits_for_attach(one)]
+        waiting = [one for one in optimizers if self.main.needs_attach(one)]
         for optimizer in waiting:
             self._attach(optimizer)
         return bool(waiting)
 
     def _attach(self, optimizer: Optimizer) -> None:
         self._reducer.watch(self.main.attach(optimizer))
-        self._tell_layers()
+        self._set_weight_readers()
 
-    def _tell_layers(self) -> None:
+    def _set_weight_readers(self) -> None:
         """Let linear layers read the weights that are now kept in 8 bits, and cast all others."""
         for names, part in self._eight_bits.items():
             if isinstance(part.scaling, Scaling):
@@ -219,7 +219,7 @@ class TrainingState:
         Communication: an all-gather of each bucket over the data ranks if ``gathers``.
         """
         self.main.leave_eight_bits(gathers=gathers)
-        self._tell_layers()
+        self._set_weight_readers()
 
     def overlap_gathers(self) -> None:
         """Gather updated parameters during the next forward pass, layer by layer, from now on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.plan.own_order import CSV_SUFFIX, OwnOrder
+from lightning_megatron.plan.custom_order import CSV_SUFFIX, CustomOrder
 from lightning_megatron.plan.schedule import SCHEDULE_NAMES, ScheduleName, shape_of
 from lightning_megatron.plan.settings import shown
 
@@ -25,13 +25,12 @@ def check_schedule_name(schedule: Any) -> None:
     if not schedule.lower().endswith(CSV_SUFFIX):
         raise ParallelPlanError(
             f"schedule must be {', '.join(legal)}, a path that ends in {CSV_SUFFIX}, a function or "
-            f"None: it is {shown(schedule)}. A text, as in YAML, cannot name a function: give the "
-            "function itself in Python, or write its schedule into a file with "
-            "plan.format_schedule."
+            f"None: it is {shown(schedule)}. A YAML file cannot name a function: pass the function "
+            "itself in Python, or write its schedule into a file with plan.format_schedule."
         )
 
 
-def check_own_order(order: OwnOrder, group_size: int | None) -> None:
+def check_own_order(order: CustomOrder, group_size: int | None) -> None:
     """Check that other options agree with a schedule that the user's file or function defines.
 
     Args:
@@ -43,9 +42,9 @@ def check_own_order(order: OwnOrder, group_size: int | None) -> None:
     """
     if group_size is not None:
         raise ParallelPlanError(
-            f"microbatch_group_size ({group_size}) must be None with a schedule of your own "
-            f"({order.name}), which orders all microbatches. Use schedule='interleaved', or no "
-            "microbatch_group_size."
+            f"microbatch_group_size ({group_size}) must be None with a custom schedule "
+            f"({order.name}), which orders all microbatches. Use schedule='interleaved', or leave "
+            "microbatch_group_size out."
         )
 
 
@@ -67,15 +66,16 @@ def check_named_schedule(
     if schedule == "auto" and group_size is not None:
         raise ParallelPlanError(
             f"microbatch_group_size ({group_size}) must be None with schedule='auto', which "
-            "chooses the order of microbatches. Use schedule='interleaved', or no "
-            "microbatch_group_size."
+            "chooses the order of microbatches. Use schedule='interleaved', or leave "
+            "microbatch_group_size out."
         )
     if shape_of(name) == "v":
         if pp == 1 or vpp != 2:
             raise ParallelPlanError(
                 f"schedule {schedule!r} needs pp above 1 and vpp of 2: pp is {pp}, vpp is {vpp}. "
-                "Its chunks lie in a V, with one way from the first stage to the last and one way "
-                "back. Use pp of 2 or more with vpp=2, or schedule='1f1b' with vpp=1."
+                "Its chunks lie in a V: the first chunks go from the first stage to the last, and "
+                "the second chunks go back. Use pp of 2 or more with vpp=2, or schedule='1f1b' "
+                "with vpp=1."
             )
         return
     if vpp > 1 and name != "interleaved":

@@ -28,7 +28,7 @@ def check_sequence_parallel(
     if overlap_tensor_parallel and not shards_sequence:
         raise ParallelPlanError(
             f"overlap_tensor_parallel needs tp above 1 and sequence_parallel: tp is {tp}, "
-            f"sequence_parallel {shards_sequence}. It overlaps the products with the "
-            "communication of sequence_parallel. Use tp of 2 or more with sequence_parallel, "
-            "or leave overlap_tensor_parallel out."
+            f"sequence_parallel {shards_sequence}. It overlaps matrix products with the "
+            "communication of sequence_parallel. Use tp of 2 or more with sequence_parallel, or "
+            "leave overlap_tensor_parallel out."
         )

@@ -33,7 +33,7 @@ def check_sizes(
     layout: ParallelLayout,
     arguments: Mapping[str, Any],
 ) -> None:
-    """Refuse sizes that cannot run, as far as they are known when the Trainer is called.
+    """Refuse sizes that cannot run, from what is known when the Trainer is called.
 
     Sizes of the model come from the module's ``config`` if that is a :class:`GPTConfig` or an
     :class:`EncoderConfig`, or from the folder that the module loads. Batch sizes come from the
@@ -89,7 +89,7 @@ def check_sizes(
 
 
 def _configs_of(module: LightningModule, options: StrategyOptions) -> Sequence[LayeredConfig]:
-    """Return the configurations of the module's models, as far as they are known."""
+    """Return the configurations of the module's models, without those that are not yet known."""
     config = getattr(module, "config", None)
     if isinstance(config, GPTConfig | EncoderConfig):
         return [config]
@@ -132,7 +132,7 @@ def _check_folder(
         if layout.cp > 1:
             raise UnsupportedError(
                 f"cp ({layout.cp}) above 1 needs a model of a supported family, because the "
-                f"attention of {module.architecture} sees whole sequences. Use cp=1, or tp and pp."
+                f"attention of {module.architecture} needs whole sequences. Use cp=1, or tp and pp."
             )
         return
     config = family.config(module.config.to_dict())
@@ -257,8 +257,8 @@ def check_global_batch(
     if batch.ramp_up is not None and needs_size and not isinstance(size, int):
         raise ParallelPlanError(
             f"ramp_up with pp ({layout.pp}) above 1 or cuda_graphs needs a microbatch_size: it is "
-            f"{size!r}, with which microbatches would grow with the batch. Use a number of samples "
-            f"that divides {gcd(*batch.sizes) // layout.dp}."
+            f"{size!r}, so microbatches would grow with the batch. Use a number of samples that "
+            f"divides {gcd(*batch.sizes) // layout.dp}."
         )
     for one in batch.sizes:
         check_batch_size(one // layout.dp, options, layout)
@@ -283,7 +283,7 @@ def check_last_batch(num_samples: int, options: StrategyOptions, layout: Paralle
         rule.check(num_samples)
     except ParallelPlanError as error:
         raise ParallelPlanError(
-            f"the last batch of an epoch must fit the schedule, too: it has {num_samples} samples, "
-            f"which make {rule.count_for(num_samples)} microbatches. Use drop_last=True in the "
+            f"the last batch of an epoch must also fit the schedule: it has {num_samples} samples, "
+            f"which are {rule.count_for(num_samples)} microbatches. Use drop_last=True in the "
             f"training dataloader. {error}"
         ) from error

@@ -15,21 +15,21 @@ from lightning_megatron.groups.nccl_options import read_nccl_options
 from lightning_megatron.plan.context_groups import ContextGroupsChoice, check_groups_option
 from lightning_megatron.plan.context_transport import check_transport_option
 from lightning_megatron.plan.cuda_graphs import CudaGraphs, GraphMode
+from lightning_megatron.plan.custom_order import (
+    CustomOrder,
+    OrderOfPasses,
+    order_from_file,
+    order_from_function,
+    order_may_split,
+    shape_of_order,
+)
+from lightning_megatron.plan.custom_schedule import RowFunction
 from lightning_megatron.plan.expert_clones import ExpertClones
 from lightning_megatron.plan.experts import Transport
 from lightning_megatron.plan.fp8 import FP8, Backend, FP8Recipe, check_fp8_products
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.loss_chunks import LossChunk
 from lightning_megatron.plan.microbatches import MicrobatchRule
-from lightning_megatron.plan.own_order import (
-    OrderOfPasses,
-    OwnOrder,
-    order_from_file,
-    order_from_function,
-    order_may_split,
-    shape_of_order,
-)
-from lightning_megatron.plan.own_schedule import RowFunction
 from lightning_megatron.plan.placement import PlacementShape
 from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.plan.schedule import SCHEDULE_NAMES, ScheduleName, ScheduleOption
@@ -44,7 +44,7 @@ from lightning_megatron.strategy.options.sequence_option import check_sequence_p
 
 _Strategy = TypeVar("_Strategy")
 #: Durations above 31 years overflow the nanosecond clocks of communication libraries.
-_PATIENCE = Range(above=0, most=1_000_000_000)
+_TIMEOUT_RANGE = Range(above=0, most=1_000_000_000)
 
 
 def documents_options(strategy: type[_Strategy]) -> type[_Strategy]:
@@ -86,9 +86,9 @@ class StrategyOptions:
             of a host, and ring between these groups. auto means all_to_all if cp is on one host and
             divides the heads, or if attention has dropout or a mask; hierarchical if the ranks of a
             host divide the heads; otherwise ring, or all_gather for one key/value head.
-        cp_groups: Ranks of cp that divide a packed document. whole means all. documents chooses for
-            each microbatch the smallest groups of 1, 2, 4 or more neighbouring ranks such that no
-            document crosses the windows of two groups; cp must be a power of two.
+        cp_groups: Ranks of cp that divide a packed document: all, or with documents the smallest
+            groups of 1, 2, 4 or more neighbouring ranks, chosen for each microbatch, such that no
+            document crosses the windows of two groups; cp must then be a power of two.
         ep: Ranks that divide the experts of a layer equally (expert parallel). ep and etp arrange
             the ranks of tp and dp in another way, and need no additional ranks.
         etp: Ranks that divide each expert's matrix products. None means tp.
@@ -199,9 +199,10 @@ class StrategyOptions:
             element's position only. Runs repeat exactly under one layout, but not across layouts.
         fp8: Products of linear layers in 8 bits, next to bf16-mixed or bf16-true: tensorwise,
             delayed, rowwise or blockwise; mxfp8 with backend="te". A mapping, or an FP8, sets more.
-        backend: Library of the matrix products and norms of this package's models: own, or te for
-            NVIDIA's Transformer Engine (the extra `te`). Parameters, communication, checkpoints,
-            embeddings, the head and routed experts stay the same.
+        backend: Library of the matrix products and norms of this package's models: native (torch
+            and the kernels of this package) or te (NVIDIA's Transformer Engine, the extra `te`).
+            Parameters, communication, checkpoints, embeddings, the head and routed experts stay the
+            same.
         cuda_graphs: Capture of training steps as CUDA graphs: segments (the static parts of every
             chunk of layers, under every schedule but gpipe) or full (all microbatches of a step
             with their communication). A mapping, or a CudaGraphs, sets more than the mode. None
@@ -234,7 +235,7 @@ class StrategyOptions:
     expert_clones: Index | ExpertClones
     tensor_parallel_plan: dict[str, str] | None
     pipeline_plan: dict[str, str] | None
-    timeout: Annotated[float, _PATIENCE] | Annotated[timedelta, _PATIENCE] | None
+    timeout: Annotated[float, _TIMEOUT_RANGE] | Annotated[timedelta, _TIMEOUT_RANGE] | None
     process_group_backend: Literal["nccl", "gloo"] | None
     nccl_options: dict[str, dict[str, Any]] | str | None
     signal_check_interval: Count
@@ -262,8 +263,8 @@ class StrategyOptions:
         check_expert_clones(self.clones, self.ep, self.expert_transport)
         etp = self.etp or self.tp
         check_schedule_name(self.schedule)
-        if self.own_order is not None:
-            check_own_order(self.own_order, self.microbatch_group_size)
+        if self.custom_order is not None:
+            check_own_order(self.custom_order, self.microbatch_group_size)
         else:
             check_named_schedule(
                 self.schedule, self.schedule_name, self.pp, self.vpp, self.microbatch_group_size
@@ -286,12 +287,12 @@ class StrategyOptions:
         object.__setattr__(self, "nccl_options", read_nccl_options(self.nccl_options))
         if self.nccl_options and self.process_group_backend == "gloo":
             raise ParallelPlanError(
-                "nccl_options cannot be used with process_group_backend 'gloo', which does not "
-                "have these settings. Use 'nccl', or leave nccl_options out."
+                "nccl_options cannot be used with process_group_backend 'gloo', which has no such "
+                "settings. Use 'nccl', or leave nccl_options out."
             )
 
     @classmethod
-    def among(cls, names: Mapping[str, Any]) -> StrategyOptions:
+    def from_locals(cls, names: Mapping[str, Any]) -> StrategyOptions:
         """Return the options among the local variables of a function that has them as arguments.
 
         Args:
@@ -358,7 +359,7 @@ class StrategyOptions:
         return "interleaved" if self.vpp > 1 else "1f1b"
 
     @cached_property
-    def own_order(self) -> OwnOrder | None:
+    def custom_order(self) -> CustomOrder | None:
         """Return the order of the user's file or function; None for a named schedule and "auto"."""
         if callable(self.schedule):
             return order_from_function(self.schedule, self.pp, self.vpp)
@@ -369,7 +370,7 @@ class StrategyOptions:
     @property
     def pass_order(self) -> OrderOfPasses:
         """Return the user's own order, or the name of the schedule; for "auto" the first one."""
-        return self.own_order or self.schedule_name
+        return self.custom_order or self.schedule_name
 
     @property
     def may_split_backward(self) -> bool:
@@ -396,4 +397,4 @@ class StrategyOptions:
 
         Ranks compare them: the path of a file may differ between machines.
         """
-        return self.as_dict() | {"schedule": self.own_order or self.schedule}
+        return self.as_dict() | {"schedule": self.custom_order or self.schedule}

@@ -20,10 +20,10 @@ _POLL_SECONDS = 0.25
 _GRACE_SECONDS = 5.0
 #: Time that other processes may run after this process has finished, before they are killed
 #: (seconds).
-_PATIENCE_SECONDS = 300.0
+_EXIT_TIMEOUT_SECONDS = 300.0
 
 
-class Children:
+class ChildProcesses:
     """Launched processes: the launcher waits for them and exits if one of them fails.
 
     Without this supervision a script would report success if another rank fails late, such as in
@@ -42,11 +42,11 @@ class Children:
         self._first_rank = first_rank
         self._end = end
         self._is_over = threading.Event()
-        self._said: set[int] = set()
+        self._reported: set[int] = set()
 
     def watch(self) -> None:
         """Start watching, until this process exits."""
-        threading.Thread(target=self._look, daemon=True, name="children-watch").start()
+        threading.Thread(target=self._check_processes, daemon=True, name="children-watch").start()
         # Exit handlers run in reverse order of registration: this one runs after the script, and
         # before the handlers of modules that were imported earlier.
         atexit.register(self._wait)
@@ -66,11 +66,11 @@ class Children:
         codes = [process.poll() for process in self._processes]
         return next((code if code > 0 else 128 - code for code in codes if code), None)
 
-    def _look(self) -> None:
+    def _check_processes(self) -> None:
         while not self._is_over.wait(_POLL_SECONDS):
             code = self.failed()
             if code is not None:
-                self._say_killed()
+                self._report_killed()
                 if not self._is_over.wait(_grace(code)):
                     self._finish(code)
             elif all(process.poll() == 0 for process in self._processes):
@@ -84,7 +84,7 @@ class Children:
         if self._is_over.is_set():
             return
         self._is_over.set()
-        patience = _GRACE_SECONDS if _has_raised() else _PATIENCE_SECONDS
+        patience = _GRACE_SECONDS if _has_raised() else _EXIT_TIMEOUT_SECONDS
         deadline = time.monotonic() + patience
         while any(process.poll() is None for process in self._processes):
             code = self.failed()
@@ -92,14 +92,14 @@ class Children:
                 deadline = min(deadline, time.monotonic() + _grace(code))
             if time.monotonic() > deadline:
                 if code is None:
-                    self._say_stopped(patience)
+                    self._report_stopped(patience)
                 self._finish(code or 1)
             time.sleep(0.02)
         code = self.failed()
         if code is not None:
             self._finish(code)
 
-    def _say_stopped(self, patience: float) -> None:
+    def _report_stopped(self, patience: float) -> None:
         running = [
             f"rank {self._first_rank + number}"
             for number, process in enumerate(self._processes)
@@ -110,11 +110,11 @@ class Children:
             f"{self._first_rank - 1} and will be stopped.\n"
         )
 
-    def _say_killed(self) -> None:
+    def _report_killed(self) -> None:
         for number, process in enumerate(self._processes):
             code = process.poll()
-            if code is not None and code < 0 and number not in self._said:
-                self._said.add(number)
+            if code is not None and code < 0 and number not in self._reported:
+                self._reported.add(number)
                 name = signal.Signals(-code).name
                 rank = self._first_rank + number
                 sys.stderr.write(
@@ -127,7 +127,7 @@ class Children:
         Args:
             code: Exit code of this process.
         """
-        self._say_killed()
+        self._report_killed()
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGKILL)
@@ -144,4 +144,4 @@ def _has_raised() -> bool:
 
 def _grace(code: int) -> float:
     # Ranks that save and exit after a signal have not failed, and exit at different times.
-    return _PATIENCE_SECONDS if code == EXIT_CODE else _GRACE_SECONDS
+    return _EXIT_TIMEOUT_SECONDS if code == EXIT_CODE else _GRACE_SECONDS

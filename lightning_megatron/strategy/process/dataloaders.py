@@ -71,13 +71,13 @@ def seed_dataloader(dataloader: object, seed: int, data_rank: int) -> object:
     return dataloader
 
 
-def _start_worker(then: Callable[[int], None] | None, worker: int) -> None:
-    survive_one_sigterm()
-    if then is not None:
-        then(worker)
+def _start_worker(init: Callable[[int], None] | None, worker: int) -> None:
+    ignore_first_sigterm()
+    if init is not None:
+        init(worker)
 
 
-def survive_one_sigterm() -> None:
+def ignore_first_sigterm() -> None:
     """Ignore the first SIGTERM in a dataloader worker; the second one ends it.
 
     A scheduler signals all processes of a job. The main process finishes the current batch and then

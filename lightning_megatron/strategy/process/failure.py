@@ -24,7 +24,7 @@ from lightning_megatron.strategy.process.parent_watch import watch_launcher
 from lightning_megatron.strategy.process.rank_status import RankStatus, start_time_of
 
 #: Exceptions that end a run without a failure of this rank.
-_ORDERLY = (KeyboardInterrupt, SystemExit, SIGTERMException, TunerExitException)
+_NORMAL_EXITS = (KeyboardInterrupt, SystemExit, SIGTERMException, TunerExitException)
 
 _POLL_SECONDS = 0.25
 #: Interval at which one rank of each machine checks the job's store for failures of other machines
@@ -65,7 +65,7 @@ class FailureWatch:
         self._stop.set()
         self._cleanup_timer: threading.Timer | None = None
         self._watches_launcher = False
-        self._left: JobFolder | None = None
+        self._left_folder: JobFolder | None = None
 
     @property
     def _folder(self) -> Path | None:
@@ -103,11 +103,11 @@ class FailureWatch:
             self._watches_launcher = True
             watch_launcher(self._end_after_launcher)
         threading.Thread(
-            target=self._look, args=(self._stop,), daemon=True, name="failure-watch"
+            target=self._watch_failures, args=(self._stop,), daemon=True, name="failure-watch"
         ).start()
         try:
             yield
-        except _ORDERLY:
+        except _NORMAL_EXITS:
             raise
         except BaseException as error:
             self.report(error)
@@ -122,13 +122,13 @@ class FailureWatch:
         joined = self._joined
         self._joined = None
         if joined is not None:
-            self._left = joined
+            self._left_folder = joined
             joined.leave()
 
-    def leave_after_others(self) -> None:
+    def remove_all_files(self) -> None:
         """Remove the files of all ranks of this machine after they have been killed."""
-        if self._left is not None:
-            self._left.leave()
+        if self._left_folder is not None:
+            self._left_folder.leave()
 
     def end(self, code: int) -> None:
         """Exit this process immediately."""
@@ -147,13 +147,13 @@ class FailureWatch:
         atexit.register(self.leave)
         if self._claim():
             text = "".join(traceback.format_exception(error))
-            self._say(f"failed; the other ranks will be stopped.\n{text}")
+            self._print_line(f"failed; the other ranks will be stopped.\n{text}")
             if self._folder is not None:
                 (self._folder / "reported").touch()
         elif self._first_name() != f"rank {self.rank}":
             self._wait_for_first()
             summary = str(error).strip().partition("\n")[0][:200]
-            self._say(
+            self._print_line(
                 f"stops after {self._first_name()} failed, whose report is above: "
                 f"{type(error).__name__}: {summary}"
             )
@@ -169,7 +169,7 @@ class FailureWatch:
         """
         if not self._claim():
             return
-        self._say(text)
+        self._print_line(text)
         if self._folder is not None:
             (self._folder / "reported").touch()
         for status in silent:
@@ -248,25 +248,25 @@ class FailureWatch:
         if self._folder is not None and len(list(self._folder.glob("failed_*"))) < self._num_local:
             self.end(1)
 
-    def _look(self, stop: threading.Event) -> None:
+    def _watch_failures(self, stop: threading.Event) -> None:
         asked = time.monotonic()
         while not stop.wait(_POLL_SECONDS):
             if self._first_report() is not None and not stop.wait(_GRACE_SECONDS):
                 if self._first_name() != f"rank {self.rank}":
-                    self._say(
+                    self._print_line(
                         f"waits for other ranks and is stopped, because {self._first_name()} "
                         "failed."
                     )
                 self.end(1)
             if time.monotonic() - asked >= _POLL_NOTICES_SECONDS:
                 asked = time.monotonic()
-                self._look_elsewhere()
+                self._read_other_machines()
 
     def _end_after_launcher(self) -> None:
-        self._say("stops because the process that launched it has ended.")
+        self._print_line("stops because the process that launched it has ended.")
         self.end(1)
 
-    def _look_elsewhere(self) -> None:
+    def _read_other_machines(self) -> None:
         """Notify the ranks of this machine of a failure on another machine."""
         # Only one rank of each machine reads the store, which limits its load in a large job.
         if self._notices is None or self.rank % self._num_local or self._first_report() is not None:
@@ -276,7 +276,7 @@ class FailureWatch:
         if elsewhere and self._write_first(elsewhere[_FAILED]) and folder is not None:
             (folder / "reported").touch()
 
-    def _say(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         # A single write keeps the lines of different ranks apart. A closed stderr must not keep
         # this rank from exiting.
         with suppress(OSError):

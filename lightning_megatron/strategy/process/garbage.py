@@ -6,7 +6,7 @@ import gc
 
 #: Objects that Python itself may have excluded when it started (375 in Python 3.12); a program that
 #: has imported torch and calls ``gc.freeze`` excludes more than 100,000.
-_MOST_OF_PYTHON = 5_000
+_MAX_FROZEN_BY_PYTHON = 5_000
 
 
 class LongLivedObjects:
@@ -22,7 +22,7 @@ class LongLivedObjects:
 
     def freeze(self) -> None:
         """Collect garbage once, and exclude all remaining objects from later collections."""
-        if gc.get_freeze_count() <= _MOST_OF_PYTHON:
+        if gc.get_freeze_count() <= _MAX_FROZEN_BY_PYTHON:
             gc.collect()
             gc.freeze()
             self._frozen = True

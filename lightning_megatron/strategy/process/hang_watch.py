@@ -24,17 +24,17 @@ from lightning_megatron.strategy.process.rank_status import (
 
 #: Fractions of the timeout after which a waiting rank reads the statuses of the others, and after
 #: which it reports a hang. Both precede torch's own timeout error, which names no rank.
-_ASK_AT = 0.8
+_READ_STATUS_AT = 0.8
 _REPORT_AT = 0.9
 #: Number of times a rank publishes its status within the timeout, and the longest period between
 #: two publications (seconds).
-_PARTS = 40
-_LONGEST = 30.0
+_PERIODS_PER_TIMEOUT = 40
+_MAX_PERIOD_SECONDS = 30.0
 #: Number of periods, and minimum time (seconds), without a publication after which a rank counts as
 #: silent.
 _SILENT_PERIODS = 4.0
 _SILENT_SECONDS = 1.0
-_CLAIM = "hang"
+_CLAIM_NAME = "hang"
 
 
 class HangWatch:
@@ -80,7 +80,9 @@ class HangWatch:
         self._notices = notices
         self._activity = activity
         self._fail = fail
-        self._period = min(min(timeout, device_timeout or timeout) / _PARTS, _LONGEST)
+        self._period = min(
+            min(timeout, device_timeout or timeout) / _PERIODS_PER_TIMEOUT, _MAX_PERIOD_SECONDS
+        )
         self._stop = threading.Event()
         self._number = 0
 
@@ -100,7 +102,7 @@ class HangWatch:
         before = None
         # Ranks often start to wait at the same time. The delay grows with the rank, so that the
         # lowest waiting rank usually reports.
-        ask_at = _ASK_AT + (_REPORT_AT - _ASK_AT) / 2 * self._rank / self._num_ranks
+        ask_at = _READ_STATUS_AT + (_REPORT_AT - _READ_STATUS_AT) / 2 * self._rank / self._num_ranks
         while not self._stop.wait(self._period):
             own = self._publish()
             # The host waits for the results of a GPU's collectives at any line, not inside them, so
@@ -127,14 +129,14 @@ class HangWatch:
     def _path(self, rank: int) -> Path:
         return self._folder / f"status_{rank}.json"
 
-    def _ask(self, own: RankStatus, since: float, timeout: float) -> None:
+    def _ask(self, own_status: RankStatus, since: float, timeout: float) -> None:
         """Read all statuses twice, and report a hang if this rank made no progress in between.
 
         A rank whose status has the same number in both readings is silent: its process has
         probably stopped.
 
         Args:
-            own: Last status of this rank.
+            own_status: Last status of this rank.
             since: Time at which this rank last made progress, on the monotonic clock (seconds).
             timeout: Timeout of the collective for which this rank waits (seconds).
         """
@@ -147,7 +149,7 @@ class HangWatch:
             if self._stop.wait(self._period):
                 return
             now = self._publish()
-            if now.progress != own.progress:
+            if now.progress != own_status.progress:
                 self._release()
                 return
         statuses = {**self._read(), self._rank: now}
@@ -173,15 +175,15 @@ class HangWatch:
     def _claim(self) -> bool:
         """Return whether this rank is the only one of the job that reads all statuses."""
         try:
-            (self._folder / _CLAIM).open("x").close()
+            (self._folder / _CLAIM_NAME).open("x").close()
         except OSError:
             return False
-        return self._notices is None or self._notices.claim(_CLAIM)
+        return self._notices is None or self._notices.claim(_CLAIM_NAME)
 
     def _release(self) -> None:
-        (self._folder / _CLAIM).unlink(missing_ok=True)
+        (self._folder / _CLAIM_NAME).unlink(missing_ok=True)
         if self._notices is not None:
-            self._notices.give_up(_CLAIM)
+            self._notices.give_up(_CLAIM_NAME)
 
     def _read(self) -> dict[int, RankStatus]:
         """Read the statuses of all ranks; those of this machine come from its folder."""

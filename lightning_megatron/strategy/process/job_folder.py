@@ -14,10 +14,10 @@ from lightning_megatron.strategy.process.rank_status import start_time_of
 
 #: Age after its last change at which any job folder is removed, even if its processes are not
 #: visible from this machine. Running ranks write to their folder all the time (seconds).
-_OLD_SECONDS = 7 * 24 * 3600.0
+_REMOVE_AFTER_SECONDS = 7 * 24 * 3600.0
 #: Age after its last change up to which a folder is kept, because its ranks may still be joining
 #: (seconds).
-_YOUNG_SECONDS = 60.0
+_KEEP_SECONDS = 60.0
 
 
 class JobFolder:
@@ -37,20 +37,20 @@ class JobFolder:
         self.path = Path(tempfile.gettempdir()) / f"{prefix}{job}"
         _remove_forgotten(self.path.parent, prefix)
         self.path.mkdir(exist_ok=True)
-        self._own = self.path / f"process_{rank}"
-        self._own.write_text(
+        self._own_file = self.path / f"process_{rank}"
+        self._own_file.write_text(
             f"{os.getpid()} {start_time_of(os.getpid())} {socket.gethostname()}", encoding="utf-8"
         )
 
     def leave(self) -> None:
         """Remove this rank's file, and the folder if no other rank is left."""
         with suppress(OSError):
-            self._own.unlink(missing_ok=True)
-            if not any(_may_live(file) for file in self.path.glob("process_*")):
+            self._own_file.unlink(missing_ok=True)
+            if not any(_may_be_alive(file) for file in self.path.glob("process_*")):
                 shutil.rmtree(self.path, ignore_errors=True)
 
 
-def _may_live(file: Path) -> bool:
+def _may_be_alive(file: Path) -> bool:
     """Return whether a file's process may be alive; True for processes of other machines."""
     try:
         pid, start_time, host = file.read_text(encoding="utf-8").split(" ", 2)
@@ -68,6 +68,6 @@ def _remove_forgotten(parent: Path, prefix: str) -> None:
         for folder in parent.glob(f"{prefix}*"):
             age = time.time() - folder.stat().st_mtime
             files = list(folder.glob("process_*"))
-            is_dead = age > _YOUNG_SECONDS and files and not any(map(_may_live, files))
-            if is_dead or age > _OLD_SECONDS:
+            is_dead = age > _KEEP_SECONDS and files and not any(map(_may_be_alive, files))
+            if is_dead or age > _REMOVE_AFTER_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)

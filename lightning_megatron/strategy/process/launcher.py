@@ -17,10 +17,10 @@ from lightning_megatron.strategy.private.processes import (
     SubprocessScriptLauncher,
     set_num_threads_if_needed,
 )
-from lightning_megatron.strategy.process.children import Children
+from lightning_megatron.strategy.process.children import ChildProcesses
 from lightning_megatron.strategy.process.failure import FailureWatch
-from lightning_megatron.strategy.process.held_port import HeldPort
 from lightning_megatron.strategy.process.parent_watch import LAUNCHER, launcher_mark
+from lightning_megatron.strategy.process.reserved_port import ReservedPort
 
 
 class MegatronLauncher(SubprocessScriptLauncher):
@@ -43,14 +43,14 @@ class MegatronLauncher(SubprocessScriptLauncher):
         num_processes: int,
         num_nodes: int,
         watch: Callable[[], FailureWatch],
-        port: HeldPort,
+        port: ReservedPort,
         check: Callable[[Mapping[str, Any]], None],
     ) -> None:
         super().__init__(cluster_environment, num_processes, num_nodes)
         self._watch = watch
         self._port = port
         self._check = check
-        self._children: Children | None = None
+        self._children: ChildProcesses | None = None
 
     @override
     def launch(
@@ -67,7 +67,7 @@ class MegatronLauncher(SubprocessScriptLauncher):
             with self._watch().guard():
                 return function(*inner_args, **inner_kwargs)
 
-        # The same as Lightning's launcher, except that ``Children`` supervises the processes.
+        # The same as Lightning's launcher, except that ``ChildProcesses`` supervises the processes.
         # Lightning polls them every five seconds, and stops when this process exits.
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
@@ -81,7 +81,7 @@ class MegatronLauncher(SubprocessScriptLauncher):
             if self.procs:
                 # Not this launcher: the children are known until this process exits, and with it
                 # they would keep the trainer and its tensors.
-                self._children = Children(self.procs, first, self._watch().end)
+                self._children = ChildProcesses(self.procs, first, self._watch().end)
                 self._children.watch()
         set_num_threads_if_needed(num_processes=self.num_processes)
         return guarded(*args, **kwargs)
@@ -96,7 +96,7 @@ class MegatronLauncher(SubprocessScriptLauncher):
         self._children.forget()
         super().kill(signum)
         self._children.wait_for_end()
-        self._watch().leave_after_others()
+        self._watch().remove_all_files()
 
     @override
     def _call_children_scripts(self) -> None:
@@ -119,7 +119,7 @@ def check_has_file(program: str) -> None:
     if program in {"-c", "-", ""}:
         source = "python -c" if program == "-c" else "standard input"
         raise UnsupportedError(
-            f"a program that starts one process for each device must be a file: it comes from "
-            f"{source}. Every process runs the program from its beginning. Save it as a file and "
+            "a program that starts one process for each device must be a file, because every "
+            f"process runs it from its beginning: it comes from {source}. Save it as a file and "
             "run `python train.py`."
         )

@@ -17,8 +17,8 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.process.failure import FailureWatch
 from lightning_megatron.strategy.process.hang_watch import HangWatch
-from lightning_megatron.strategy.process.held_port import HeldPort
 from lightning_megatron.strategy.process.rendezvous import join_processes
+from lightning_megatron.strategy.process.reserved_port import ReservedPort
 
 
 class Membership:
@@ -33,7 +33,7 @@ class Membership:
         port: Port of the job's store, held if this process starts the others.
     """
 
-    def __init__(self, options: StrategyOptions, watch: FailureWatch, port: HeldPort) -> None:
+    def __init__(self, options: StrategyOptions, watch: FailureWatch, port: ReservedPort) -> None:
         self.watch = watch
         self._port = port
         self._options = options
@@ -74,7 +74,7 @@ class Membership:
                 options.process_group_backend,
                 timeout,
                 configuration,
-                self._port.hand_over(),
+                self._port.detach(),
             )
         mesh = ParallelMesh.create(
             layout,

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from lightning_megatron.groups.device_word import DevicePlace
+from lightning_megatron.groups.device_counter import DevicePlace
 from lightning_megatron.groups.journal import Call, Journal
 
 _PACKAGE = str(Path(__file__).parents[2])
-_NOT_THE_USERS = (
+_LIBRARY_PATHS = (
     _PACKAGE,
     sysconfig.get_path("stdlib"),
     sysconfig.get_path("purelib"),
@@ -119,7 +119,7 @@ def _main_frames() -> Iterator[FrameType]:
 def _interesting_lines(frames: Iterable[FrameType]) -> tuple[str, ...]:
     frames = list(frames)
     users = [
-        frame for frame in frames if not frame.f_code.co_filename.startswith((*_NOT_THE_USERS, "<"))
+        frame for frame in frames if not frame.f_code.co_filename.startswith((*_LIBRARY_PATHS, "<"))
     ]
     chosen = frames[:1] + [frame for frame in users if frame is not frames[0]][: _NUM_LINES - 1]
     return tuple(
@@ -180,9 +180,9 @@ def _has_arrived(status: RankStatus, call: Call) -> bool:
     return status.waits if call.is_exchange else status.counts.get(call.axis, 0) >= call.number
 
 
-def is_ahead(own: RankStatus, statuses: Mapping[int, RankStatus]) -> bool:
+def is_ahead(waiting: RankStatus, statuses: Mapping[int, RankStatus]) -> bool:
     """Return whether a rank has started a collective that a rank of its group has not."""
-    call = own.call
+    call = waiting.call
     if call is None or call.is_exchange:
         return False
     return any(not _has_arrived(statuses[rank], call) for rank in call.ranks if rank in statuses)

@@ -16,18 +16,18 @@ from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.sources import own_sources
+from lightning_megatron.groups.sources import package_hash
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.processes import utils_rank_zero_only
 from lightning_megatron.strategy.process.dataloaders import seed_dataloader
 from lightning_megatron.strategy.process.failure import FailureWatch
 from lightning_megatron.strategy.process.hang_watch import activity_of
-from lightning_megatron.strategy.process.held_port import HeldPort
 from lightning_megatron.strategy.process.launcher import MegatronLauncher
 from lightning_megatron.strategy.process.membership import Membership
 from lightning_megatron.strategy.process.mesh_communication import MeshCommunication
 from lightning_megatron.strategy.process.rendezvous import check_backend
+from lightning_megatron.strategy.process.reserved_port import ReservedPort
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class RankStrategy(MeshCommunication, ABC):
         self.options = options
         #: Number of nodes of the job; the Trainer sets it.
         self.num_nodes = 1
-        self._membership = Membership(options, FailureWatch(0), HeldPort())
+        self._membership = Membership(options, FailureWatch(0), ReservedPort())
 
     # ---- ranks
 
@@ -62,8 +62,8 @@ class RankStrategy(MeshCommunication, ABC):
         """
         if self._mesh is None:
             raise RuntimeError(
-                "the mesh exists only while the Trainer runs, from the `setup` hook to the "
-                "`teardown` hook."
+                "the mesh must be used while the Trainer runs, from the `setup` hook to the "
+                "`teardown` hook: no run is in progress."
             )
         return self._mesh
 
@@ -125,12 +125,12 @@ class RankStrategy(MeshCommunication, ABC):
             raise UnsupportedError(
                 "Trainer(sync_batchnorm=True) cannot be used with this strategy: the statistics of "
                 "microbatches and stages would differ from the statistics of the batch. Use norms "
-                "without batch statistics."
+                "without batch statistics, such as GroupNorm."
             )
         check_backend(self.options.process_group_backend, self.root_device)
         assert self.cluster_environment is not None, "the Trainer sets the cluster environment"
         watch = FailureWatch(self.global_rank, self.num_processes)
-        port = HeldPort()
+        port = ReservedPort()
         self._membership = Membership(self.options, watch, port)
         self._launcher = MegatronLauncher(
             self.cluster_environment,
@@ -147,7 +147,7 @@ class RankStrategy(MeshCommunication, ABC):
 
     def configuration(self) -> dict[str, str | int]:
         """Return the settings that must be equal on all ranks before groups exist, by name."""
-        return {**asdict(self.layout), "lightning-megatron sources": own_sources()}
+        return {**asdict(self.layout), "lightning-megatron sources": package_hash()}
 
     def join_mesh(self) -> ParallelMesh:
         """Create this rank's groups; :meth:`leave_mesh` destroys them.
@@ -191,8 +191,8 @@ class RankStrategy(MeshCommunication, ABC):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         raise UnsupportedError(
-            f"a CheckpointIO plugin cannot be used with this strategy: {type(io).__name__}. Every "
-            "rank writes its own shards, which the plugin would not see. Remove it from "
+            "a CheckpointIO plugin cannot be used with this strategy, because every rank writes "
+            f"its own shards: the plugin is {type(io).__name__}. Remove it from "
             "Trainer(plugins=...)."
         )
 

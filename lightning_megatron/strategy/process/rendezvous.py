@@ -32,8 +32,8 @@ def check_backend(backend: str | None, device: torch.device) -> None:
     """
     if backend == "nccl" and device.type != "cuda":
         raise UnsupportedError(
-            "process_group_backend 'nccl' needs GPUs, because NCCL sends only the memory of GPUs: "
-            f"the Trainer's device is {device.type}. Use Trainer(accelerator='gpu'), or leave "
+            "process_group_backend 'nccl' needs GPUs, because NCCL sends only GPU memory: the "
+            f"Trainer's device is {device.type}. Use Trainer(accelerator='gpu'), or leave "
             "process_group_backend out."
         )
 

@@ -39,7 +39,7 @@ EXIT_CODE = 128 + signal.SIGTERM
 CHECKPOINT_NAME = "last-preempted.ckpt"
 
 
-class EndRequested(SIGTERMException):
+class TerminationRequested(SIGTERMException):
     """Exit of the process after a termination signal and the checkpoint that follows."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class SignalAgreement:
         """Ask all ranks at an interval of batches for received signals; after one, save and exit.
 
         Raises:
-            EndRequested: On all ranks, if any rank has received a signal.
+            TerminationRequested: On all ranks, if any rank has received a signal.
 
         Communication: one all-reduce of two integers over the world on the CPU, at every
         ``interval``-th call.
@@ -124,7 +124,7 @@ class SignalAgreement:
             barrier(self._mesh.world_cpu)
             if requeue_requested:
                 self._requeue()
-            raise EndRequested
+            raise TerminationRequested
 
     def _save(self) -> None:
         path = os.path.join(preemption_folder(self._trainer), CHECKPOINT_NAME)

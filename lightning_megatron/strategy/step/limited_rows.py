@@ -17,7 +17,7 @@ from lightning_megatron.experts.transport.row_limit import RowLimit, RowNeed
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.executor import PipelineExecutor
-from lightning_megatron.plan.row_limit import enough_for, grown_factor, limited_rows
+from lightning_megatron.plan.row_limit import grown_factor, limited_rows, smallest_factor
 from lightning_megatron.strategy.modules.module_state import ModuleState, own_parts
 from lightning_megatron.strategy.modules.tensor_copies import copies_of, copy_all_
 from lightning_megatron.strategy.optimization.layer_states import LayerStates
@@ -29,7 +29,7 @@ _Ran = TypeVar("_Ran")
 #: Function that runs a training step with given settings of its backward passes.
 _Run = Callable[[BackwardPasses], _Ran]
 #: Number of the first failure after which the limit grows; it also grows after later ones.
-_GROWS_FROM = 2
+_FAILURES_BEFORE_GROWTH = 2
 
 
 class LimitedGraphs(Protocol):
@@ -119,7 +119,7 @@ class LimitedRows:
         def restore() -> None:
             self._gradients.discard()
             for batch in self._earlier:
-                batch.before.restore()
+                batch.state.restore()
                 batch.run()
             before.restore()
             self._states.resume_step()
@@ -202,10 +202,10 @@ class LimitedRows:
         words = (
             f"experts: layer {need.layer} needed {need.rows:,} rows on rank {rank}, "
             f"expert_rows={factor:g} has {limited_rows(factor, need.share):,}: the step was run "
-            f"again without a limit; {enough_for(need.rows, need.share):g} would do"
+            f"again without a limit; {smallest_factor(need.rows, need.share):g} would do"
         )
         self.num_failures += 1
-        if self.num_failures >= _GROWS_FROM:
+        if self.num_failures >= _FAILURES_BEFORE_GROWTH:
             self._limit.grow(grown_factor(need.rows, need.share))
             words += f", and expert_rows is {self._limit.factor:g} from now on"
             if self.graphs is not None:
@@ -239,9 +239,9 @@ class _EarlierBatch:
     """Earlier batch of an optimizer step, whose gradients are in the accumulated sum.
 
     Args:
-        before: State before the batch.
+        state: State before the batch.
         run: Function that runs the batch eagerly.
     """
 
-    before: _Before
+    state: _Before
     run: Callable[[], object]

@@ -26,14 +26,14 @@ from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.strategy.step.capture_phase import CapturePhase
 
 #: Maximum number of warnings about eager parts, because some data has new shapes in every step.
-_MOST_SENTENCES = 8
+_MAX_WARNINGS = 8
 
 
 class StepCaptures(Protocol):
     """Graphs of this rank's steps."""
 
     @property
-    def joins_other_data(self) -> bool:
+    def communicates_across_data(self) -> bool:
         """Return whether graphs contain collectives with ranks that read other data."""
 
     @property
@@ -124,7 +124,7 @@ class RunGraphs:
         # Kind of the running step, and the change that the strategy has announced on all ranks.
         self._kind: StepKind | None = None
         self._common_change: str | None = None
-        self._said: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
         self._num_known = 0
         # Whether the graphs have changed since the last log line about captured parts.
         self._is_unsaid = False
@@ -141,7 +141,7 @@ class RunGraphs:
         counts = self._captures.report().counts
         return counts.num_graphs > counts.num_evaluating
 
-    def look_again(self) -> None:
+    def recheck(self) -> None:
         """Look for changes before the next step; called on all ranks, for example after a load."""
         self._must_look = True
 
@@ -208,7 +208,7 @@ class RunGraphs:
     def _serving(self, kind: StepKind, shapes: Hashable, looks: bool) -> Iterator[None]:
         phase = self._phase(kind)
         if not self.is_off:
-            self._look(phase, looks)
+            self._release_outdated(phase, looks)
         if self.is_off:
             yield
             return
@@ -236,7 +236,7 @@ class RunGraphs:
         if kind not in self._phases:
             # Without such collectives, ranks with different data may replay different graphs.
             keys = None
-            if self._captures.joins_other_data:
+            if self._captures.communicates_across_data:
                 keys = KeyAgreement(self._mesh.world_cpu, self._settings.fixed_shapes)
             number = self._num_capturing if kind.has_backward else 1
             self._phases[kind] = CapturePhase(kind, self._num_eager, number, keys)
@@ -254,7 +254,7 @@ class RunGraphs:
         is_due = not has_captured if self._captures.is_joint else not phase.num_capturing_left
         if self._is_unsaid and is_due and not self.is_off:
             self._is_unsaid = False
-            self._say()
+            self._log_captures()
         self._name_eager()
 
     def _has_captured(self, phase: CapturePhase) -> bool:
@@ -270,7 +270,7 @@ class RunGraphs:
         captures_new = self._settings.on_new_shape == "capture"
         return captures_new and is_true_anywhere(has_new, self._mesh.world_cpu)
 
-    def _look(self, phase: CapturePhase, looks: bool) -> None:
+    def _release_outdated(self, phase: CapturePhase, looks: bool) -> None:
         """Release the graphs of all ranks if tensors that graphs of any rank use have changed."""
         if self._common_change is not None:
             self._release(self._common_change)
@@ -319,22 +319,22 @@ class RunGraphs:
             UnsupportedError: With ``on_new_shape="error"``.
         """
         for part, reason in self._captures.eager:
-            if (part, reason) in self._said:
+            if (part, reason) in self._logged:
                 continue
             if self._settings.on_new_shape == "error":
                 raise UnsupportedError(
-                    f"cuda_graphs with on_new_shape='error' needs the captured shapes in every "
-                    f"step: {part}, {reason}. Use drop_last=True and one length for all "
-                    "samples, or on_new_shape of eager or capture."
+                    "with cuda_graphs and on_new_shape='error' every step must have captured "
+                    f"shapes: {part}, {reason}. Use drop_last=True and one length for all samples, "
+                    "or on_new_shape of eager or capture."
                 )
-            self._said.add((part, reason))
-            if len(self._said) <= _MOST_SENTENCES:
+            self._logged.add((part, reason))
+            if len(self._logged) <= _MAX_WARNINGS:
                 rank_zero_warn(
                     f"CUDA graphs: {part}, {reason}: run eagerly (said once for each shape)",
                     category=SpeedWarning,
                 )
 
-    def _say(self) -> None:
+    def _log_captures(self) -> None:
         """Log the captured parts of each stage."""
         lines = all_gather_objects(self._captures.report().line(), self._mesh.pp_cpu)
         for stage, line in enumerate(lines):

@@ -30,22 +30,22 @@ from lightning_megatron.strategy.logs.merge import (
     total_weight,
 )
 from lightning_megatron.strategy.modules.attribute_sync import AttributeSync
+from lightning_megatron.strategy.step.custom_order_check import CustomOrderCheck
 from lightning_megatron.strategy.step.limited_rows import LimitedRows
 from lightning_megatron.strategy.step.microbatch_losses import MicrobatchLosses
-from lightning_megatron.strategy.step.own_order_check import OwnOrderCheck
 from lightning_megatron.strategy.step.schedule_choice import ScheduleChoice
 from lightning_megatron.strategy.step.step_values import (
     BackwardPasses,
-    RanMicrobatches,
+    MicrobatchOutputs,
     StepResult,
-    own_outputs,
+    step_outputs,
 )
 from lightning_megatron.strategy.step.token_counting import TokenCounting
 from lightning_megatron.strategy.step.weight_reads import WeightReads
 from lightning_megatron.strategy.step.whole_steps import WholeSteps
 from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
 from lightning_megatron.strategy.trials.microbatch_check import MicrobatchTrials
-from lightning_megatron.strategy.trials.uncut_modules import naming_uncut_modules
+from lightning_megatron.strategy.trials.unsharded_modules import naming_unsharded_modules
 from lightning_megatron.strategy.trials.weight_writes import keeping_state
 
 
@@ -74,10 +74,10 @@ class StepRunner:
         self._mesh = mesh
         self._executor = executor
         self._rule = rule
-        self._kept = kept
+        self._attribute_sync = kept
         self._trials = trials
         self._choice = choice
-        self._order_check = OwnOrderCheck(mesh, rule.schedule)
+        self._order_check = CustomOrderCheck(mesh, rule.schedule)
         self.reads = WeightReads(mesh)
         #: Steps whose experts have a limit on their rows; None without a limit.
         self.limited_rows: LimitedRows | None = None
@@ -121,7 +121,7 @@ class StepRunner:
         """
         microbatches = self._cut_to_train(batch, passes is not None)
         self._try(module, ("training_step",), batch, microbatches, args, step)
-        self._kept.begin()
+        self._attribute_sync.begin()
         with self._replay.record(module) as recorder:
             for name, value in values_to_log.items():
                 module.log(name, value, on_step=True, on_epoch=False)
@@ -149,7 +149,7 @@ class StepRunner:
             returns_more,
             is_repeated=ran.is_repeated,
         )
-        self._kept.share_after("training_step")
+        self._attribute_sync.share_after("training_step")
         has_loss = not (self._mesh.has_loss and losses.is_empty)
         if has_loss:
             self._counting.check(replayed.is_counted)
@@ -160,9 +160,9 @@ class StepRunner:
         mean: Any = loss.to(losses.dtype)
         merged = None
         if returns_more:
-            merged = self._merged(own_outputs(ran), microbatches, counts)
+            merged = self._merged(step_outputs(ran), microbatches, counts)
         if replayed.returns_more:
-            merged = self._kept.outputs_after("training_step", merged)
+            merged = self._attribute_sync.outputs_after("training_step", merged)
         return replace(
             result, output={**merged, "loss": mean} if isinstance(merged, Mapping) else mean
         )
@@ -176,7 +176,7 @@ class StepRunner:
         passes: BackwardPasses | None,
         divisor: int,
         factor: float,
-    ) -> RanStep[RanMicrobatches]:
+    ) -> RanStep[MicrobatchOutputs]:
         """Run the microbatches of a training step, eagerly or by a graph."""
         token_scale = self._counting.scale(microbatches)
 
@@ -185,20 +185,20 @@ class StepRunner:
             factor: float | Tensor,
             passes: BackwardPasses | None,
             args: tuple[Any, ...],
-        ) -> RanMicrobatches:
+        ) -> MicrobatchOutputs:
             losses = MicrobatchLosses(parts, factor, divisor, token_scale)
             guard = self.reads.guard(module, "training_step")
             with self._replay.record(module) as own:
                 outputs = self._run(
                     module, "training_step", list(parts), args, own, step, losses, passes, guard
                 )
-            return RanMicrobatches(outputs, own, losses)
+            return MicrobatchOutputs(outputs, own, losses)
 
         graphs = self.whole_steps
         limited = self.limited_rows
         is_choosing = self._choice is not None and self._choice.measured is None
 
-        def eagerly(passes: BackwardPasses | None) -> RanStep[RanMicrobatches]:
+        def eagerly(passes: BackwardPasses | None) -> RanStep[MicrobatchOutputs]:
             if graphs is not None:
                 graphs.begin_gather()
             return RanStep(run(microbatches, factor, passes, args))
@@ -207,7 +207,7 @@ class StepRunner:
             once = partial(eagerly, None)
             with torch.no_grad():
                 return once() if limited is None else limited.run(once, once)
-        first: Callable[[BackwardPasses], RanStep[RanMicrobatches]] = eagerly
+        first: Callable[[BackwardPasses], RanStep[MicrobatchOutputs]] = eagerly
         if graphs is not None and not is_choosing:
             by_graph = partial(graphs.train, microbatches, args, run=run, step=step)
             first = partial(by_graph, factor=factor, divisor=divisor)
@@ -242,15 +242,15 @@ class StepRunner:
         microbatches = self._cut(batch)
         if name != "predict_step":
             self._try(module, key, batch, microbatches, args, step)
-        self._kept.begin()
+        self._attribute_sync.begin()
 
-        def run(parts: Sequence[Microbatch], args: tuple[Any, ...]) -> RanMicrobatches:
+        def run(parts: Sequence[Microbatch], args: tuple[Any, ...]) -> MicrobatchOutputs:
             guard = self.reads.guard(module, name)
             with self._replay.record(module) as own:
                 outputs = self._run(module, name, list(parts), args, own, step, guard=guard)
-            return RanMicrobatches(outputs, own)
+            return MicrobatchOutputs(outputs, own)
 
-        def eagerly() -> RanStep[RanMicrobatches]:
+        def eagerly() -> RanStep[MicrobatchOutputs]:
             return RanStep(run(microbatches, args))
 
         graphs = self.whole_steps
@@ -260,7 +260,7 @@ class StepRunner:
             first = partial(graphs.evaluate, key, microbatches, args, run, step=step)
         with by_graphs:
             ran = first() if limited is None else limited.run(first, eagerly)
-        outputs = own_outputs(ran)
+        outputs = step_outputs(ran)
         recorder = ran.result.recorder
         counts = None if name == "predict_step" else token_counts_in(outputs)
         merged = self._merged(outputs, microbatches, counts)
@@ -268,9 +268,9 @@ class StepRunner:
             self._replay.replay(
                 module, recorder, (*key, ran.graph), counts=counts, is_repeated=ran.is_repeated
             )
-            self._kept.share_after(name)
-            return self._kept.outputs_after(name, merged)
-        self._kept.share_after(name)
+            self._attribute_sync.share_after(name)
+            return self._attribute_sync.outputs_after(name, merged)
+        self._attribute_sync.share_after(name)
         pp_cpu = self._mesh.pp_cpu
         if pp_cpu.size == 1:
             return merged
@@ -285,7 +285,7 @@ class StepRunner:
         microbatches = self._cut(batch)
         if has_backward:
             self._order_check.check(len(microbatches))
-        self._say_size(batch, microbatches)
+        self._log_size(batch, microbatches)
         return microbatches
 
     def _try(
@@ -315,7 +315,7 @@ class StepRunner:
             of_samples.check(key, batch, microbatches, run)
         of_features.check(key[0], microbatches[0], run)
 
-    def _say_size(self, batch: Any, microbatches: list[Microbatch]) -> None:
+    def _log_size(self, batch: Any, microbatches: list[Microbatch]) -> None:
         """Log the number of microbatches once, if the user has not set their size."""
         if self._has_said_size or not self._rule.is_chosen or is_cut(batch):
             return
@@ -353,8 +353,8 @@ class StepRunner:
             begin()
             with (
                 guard,
-                naming_uncut_modules(module, self._mesh),
-                self._kept.trial() if self._executor.is_repeated else nullcontext(),
+                naming_unsharded_modules(module, self._mesh),
+                self._attribute_sync.trial() if self._executor.is_repeated else nullcontext(),
             ):
                 # A step may remove entries from its batch, and another run needs them again.
                 return step_fn(own_containers(data) if is_repeated else data, *args)

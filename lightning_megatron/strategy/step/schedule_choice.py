@@ -29,7 +29,7 @@ WARMUP_STEPS = 2
 """First steps, which allocate memory and compile kernels, and are not measured."""
 MEASURED_STEPS = 3
 """Steps after them whose actions are measured."""
-_USABLE = 0.95
+_USABLE_MEMORY_SHARE = 0.95
 _GIB = 2**30
 
 
@@ -55,7 +55,7 @@ class ScheduleChoice:
         self._num_steps = 0
         self._times: ActionTimes | None = None
         self._measured: MeasuredStages | None = None
-        self._found: dict[int, Schedule] = {}
+        self._schedules: dict[int, Schedule] = {}
         executor.follow(self._schedule)
 
     @property
@@ -99,9 +99,9 @@ class ScheduleChoice:
             return base
         if self._measured is None:
             return in_halves(base)
-        if num_microbatches not in self._found:
-            self._found[num_microbatches] = self._search(self._measured, base)
-        return self._found[num_microbatches]
+        if num_microbatches not in self._schedules:
+            self._schedules[num_microbatches] = self._search(self._measured, base)
+        return self._schedules[num_microbatches]
 
     def _base(self, num_microbatches: int, forward_only: bool) -> Schedule:
         """Return the schedule that runs while times are measured."""
@@ -143,11 +143,11 @@ class ScheduleChoice:
         used = peak_activations(schedule, self._mesh.pp.rank, kept, share)
         total = torch.cuda.get_device_properties(device).total_memory
         others = torch.cuda.max_memory_allocated(device) - used
-        return int(_USABLE * total - others)
+        return int(_USABLE_MEMORY_SHARE * total - others)
 
 
 def _described(
-    found: SearchResult, num_microbatches: int, limit: float, is_known: bool, transfer: int
+    result: SearchResult, num_microbatches: int, limit: float, is_known: bool, transfer: int
 ) -> str:
     """Return the log message about a choice, with times in milliseconds."""
 
@@ -160,10 +160,10 @@ def _described(
     memory = ""
     if is_known:
         memory = f" Activations may take {limit / _GIB:.1f} GiB on each stage."
-    others = "; ".join(one(candidate) for candidate in found.named)
+    others = "; ".join(one(candidate) for candidate in result.named)
     return (
-        f"schedule='auto' chose {one(found.chosen)} for {num_microbatches} microbatches, with "
-        f"{found.timeline.bubble:.1%} of the stages' time idle, from the times of steps "
+        f"schedule='auto' chose {one(result.chosen)} for {num_microbatches} microbatches, with "
+        f"{result.timeline.bubble:.1%} of the stages' time idle, from the times of steps "
         f"{WARMUP_STEPS + 1} to {WARMUP_STEPS + MEASURED_STEPS} and {transfer / 1e3:.3g} ms for a "
         f"transfer between stages. Simulated: {others}.{memory}"
     )

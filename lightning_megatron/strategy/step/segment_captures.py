@@ -44,7 +44,7 @@ class SegmentCaptures:
         self._model = model
         self._executor = executor
         mixtures = model.mixtures().values()
-        self.joins_other_data = settings.captures("experts") and any(
+        self.communicates_across_data = settings.captures("experts") and any(
             layer.transport_choice.transport not in ("none", "all_to_all") for layer in mixtures
         )
         tools = CaptureTools(
@@ -98,7 +98,7 @@ class SegmentCaptures:
         self._runner.permit(kind, replays)
         # The ranks have agreed on equal shapes in this step, or the user guarantees them, so token
         # counts need no comparison.
-        self._model.compares_counts = not (replays and self.joins_other_data)
+        self._model.compares_counts = not (replays and self.communicates_across_data)
 
     def end_step(self) -> None:
         """Run other passes without graphs, and compare token counts again."""

@@ -58,7 +58,7 @@ class BackwardPasses:
 
 
 @dataclass(frozen=True)
-class RanMicrobatches:
+class MicrobatchOutputs:
     """Outputs and log calls of a step's microbatches on this rank.
 
     Args:
@@ -95,7 +95,7 @@ class StepResult:
     num_tokens: Tensor | None
 
 
-def own_outputs(ran: RanStep[RanMicrobatches]) -> list[Any]:
+def step_outputs(ran: RanStep[MicrobatchOutputs]) -> list[Any]:
     """Return the outputs of a step; copies if the next replay of a graph would overwrite them.
 
     Args:

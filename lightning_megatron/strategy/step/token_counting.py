@@ -59,6 +59,6 @@ class TokenCounting:
             raise ValueError(
                 "training_step must return num_tokens for every batch of a fit or for none: it "
                 f"{'does so now, but did not' if is_counted else 'does not do so now, but did'} "
-                "before. Gradients are averaged either over tokens or over samples. Return 0 for a "
-                "batch without a valid token."
+                "before. Gradients are averaged either over tokens or over samples, not over both. "
+                "Return 0 for a batch without a valid token."
             )

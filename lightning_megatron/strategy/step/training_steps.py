@@ -37,7 +37,7 @@ from lightning_megatron.strategy.step.runner import StepRunner
 from lightning_megatron.strategy.step.scheduled_loop import ClearGradients
 from lightning_megatron.strategy.step.step_values import BackwardPasses, StepResult
 from lightning_megatron.strategy.step.whole_steps import WholeSteps
-from lightning_megatron.strategy.trials.uncut_modules import naming_uncut_modules
+from lightning_megatron.strategy.trials.unsharded_modules import naming_unsharded_modules
 
 
 class TrainingSteps:
@@ -82,7 +82,7 @@ class TrainingSteps:
         self._clear_gradients: ClearGradients | None = None
 
     def use(self, graphs: RunGraphs | None) -> None:
-        """Run steps by CUDA graphs from now on, as far as graphs support them.
+        """Run steps with CUDA graphs from now on, where graphs support them.
 
         Args:
             graphs: The graphs; None to run all steps eagerly.
@@ -177,10 +177,10 @@ class TrainingSteps:
             self._graphs.capture_again(growth)
         return self._graphs.step(signature_of(batch), self._module.trainer.current_epoch)
 
-    def look_again(self) -> None:
+    def recheck(self) -> None:
         """Check before the next step whether graphs are still valid; called on all ranks."""
         if self._graphs is not None:
-            self._graphs.look_again()
+            self._graphs.recheck()
 
     def _backward_passes(self) -> BackwardPasses:
         will_step = not accumulates(self._module.trainer)
@@ -227,7 +227,7 @@ class TrainingSteps:
             self._mixtures.loss_weight.value = self._precision.loss_factor
         guard = self._runner.reads.guard(self._module, "training_step")
         passes = surrounding_backward(self._state.gradients.raw_backward)
-        with guard, passes, naming_uncut_modules(self._module, self._mesh):
+        with guard, passes, naming_unsharded_modules(self._module, self._mesh):
             output = self._module.training_step(*args, **kwargs)
         self._finish_step()
         return output

@@ -64,9 +64,9 @@ _METADATA = frozenset(
         "is_shared",
     }
 )
-_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-_OURS = f"{Path(__file__).parents[2]}{os.sep}"
-_CALL = nn.Module._call_impl.__code__
+_TORCH_PATH = f"{Path(torch.__file__).parent}{os.sep}"
+_PACKAGE_PATH = f"{Path(__file__).parents[2]}{os.sep}"
+_MODULE_CALL = nn.Module._call_impl.__code__
 
 
 class WeightReads:
@@ -82,7 +82,7 @@ class WeightReads:
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self._mesh = mesh
-        self._seen: set[str] = set()
+        self._checked_steps: set[str] = set()
 
     def guard(self, module: nn.Module, step: str) -> AbstractContextManager[Any]:
         """Return a context for a step, which watches the first call only.
@@ -91,9 +91,9 @@ class WeightReads:
             module: User's module.
             step: Name of the step.
         """
-        if step in self._seen or self._mesh.tp.size * self._mesh.pp.size == 1:
+        if step in self._checked_steps or self._mesh.tp.size * self._mesh.pp.size == 1:
             return nullcontext()
-        self._seen.add(step)
+        self._checked_steps.add(step)
         # torch.compile would trace the guard's mode into the compiled code.
         if any(
             part._compiled_call_impl is not None or hasattr(part, "_orig_mod")
@@ -159,17 +159,17 @@ class _Guard(TorchFunctionMode):
             frame = frame.f_back
         while (
             frame is not None
-            and frame.f_code.co_filename.startswith(_TORCH)
-            and frame.f_code is not _CALL
+            and frame.f_code.co_filename.startswith(_TORCH_PATH)
+            and frame.f_code is not _MODULE_CALL
         ):
             frame = frame.f_back
         reader = frame
-        while reader is not None and reader.f_code.co_filename.startswith(_TORCH):
+        while reader is not None and reader.f_code.co_filename.startswith(_TORCH_PATH):
             reader = reader.f_back
         if (
             reader is None
-            or reader.f_code.co_filename.startswith(_OURS)
-            or self._is_by_owner(parameter, frame)
+            or reader.f_code.co_filename.startswith(_PACKAGE_PATH)
+            or self._is_owner_called(parameter, frame)
         ):
             return
         name, reason = self._watched[id(parameter)]
@@ -187,11 +187,11 @@ class _Guard(TorchFunctionMode):
             )
         )
 
-    def _is_by_owner(self, parameter: nn.Parameter, frame: FrameType | None) -> bool:
+    def _is_owner_called(self, parameter: nn.Parameter, frame: FrameType | None) -> bool:
         """Return whether a module that may read the parameter is being called."""
         is_cut = shard_spec_of(parameter).full_shape != tuple(parameter.shape)
         while frame is not None:
-            if frame.f_code is _CALL:
+            if frame.f_code is _MODULE_CALL:
                 module: nn.Module = frame.f_locals["self"]
                 if module is self._root:
                     return False

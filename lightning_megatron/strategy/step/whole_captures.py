@@ -71,9 +71,10 @@ class WorldAgreement:
             return self._keys.agree([self.permits, key]) and self.permits
         if not self.permits and self._world.size > 1:
             raise RankMismatchError(
-                "with fixed_shapes=True all ranks must replay every step: trained parameters of "
-                "this rank have changed within an epoch, and the ranks no longer compare what they "
-                "do. Freeze and thaw at the start of an epoch, or use fixed_shapes=False."
+                "with fixed_shapes=True all ranks must replay every step: the set of trained "
+                "parameters of this rank changed within an epoch, and the ranks do not compare "
+                "their steps then. Freeze and unfreeze parameters at the start of an epoch, or use "
+                "fixed_shapes=False."
             )
         return self.permits
 
@@ -122,7 +123,7 @@ class WholeCaptures:
         self._graphs = steps.capture_whole(backend, settings, self._agreement, _warn)
 
     @property
-    def joins_other_data(self) -> bool:
+    def communicates_across_data(self) -> bool:
         """Return False, because :class:`WorldAgreement` compares the ranks before every step."""
         return False
 

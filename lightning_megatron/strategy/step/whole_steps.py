@@ -23,7 +23,7 @@ from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.modules.module_state import ModuleState
 from lightning_megatron.strategy.optimization.parameter_readers import first_overridden
 from lightning_megatron.strategy.optimization.training_state import TrainingState
-from lightning_megatron.strategy.step.step_values import BackwardPasses, RanMicrobatches
+from lightning_megatron.strategy.step.step_values import BackwardPasses, MicrobatchOutputs
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +32,10 @@ _PACKAGE = __name__.partition(".")[0]
 #: Function of the microbatches, the loss scale, the settings of the backward passes and the other
 #: arguments of the step.
 RunTraining = Callable[
-    [Sequence[Microbatch], float | torch.Tensor, BackwardPasses, tuple[Any, ...]], RanMicrobatches
+    [Sequence[Microbatch], float | torch.Tensor, BackwardPasses, tuple[Any, ...]], MicrobatchOutputs
 ]
 #: Function of the microbatches and the other arguments of the step.
-RunEvaluation = Callable[[Sequence[Microbatch], tuple[Any, ...]], RanMicrobatches]
+RunEvaluation = Callable[[Sequence[Microbatch], tuple[Any, ...]], MicrobatchOutputs]
 
 
 class WholeSteps:
@@ -91,7 +91,7 @@ class WholeSteps:
         step: int,
         factor: float,
         divisor: int,
-    ) -> RanStep[RanMicrobatches]:
+    ) -> RanStep[MicrobatchOutputs]:
         """Run ``training_step`` and the backward passes, by a graph if there is one.
 
         Args:
@@ -120,13 +120,13 @@ class WholeSteps:
         scale = self._static_factor(factor)
         place = (divisor, passes.adds, isinstance(scale, torch.Tensor), self._module.training)
 
-        def run_eagerly() -> RanMicrobatches:
+        def run_eagerly() -> MicrobatchOutputs:
             gather.begin()
             return run(microbatches, factor, passes, args)
 
-        def run_in_graph(given: Sequence[Microbatch]) -> RanMicrobatches:
+        def run_in_graph(microbatches: Sequence[Microbatch]) -> MicrobatchOutputs:
             gather.begin()
-            ran = run(given, scale, in_graph, _unread(args))
+            ran = run(microbatches, scale, in_graph, _unread(args))
             gather.wait()
             if sums:
                 gradients.sum_up()
@@ -161,7 +161,7 @@ class WholeSteps:
         run: RunEvaluation,
         *,
         step: int,
-    ) -> RanStep[RanMicrobatches]:
+    ) -> RanStep[MicrobatchOutputs]:
         """Run an evaluation step, by a graph if there is one.
 
         Args:
@@ -210,7 +210,7 @@ class WholeSteps:
                 )
         return self._reader
 
-    def _name_numbers(self, step: str, ran: RanMicrobatches) -> None:
+    def _name_numbers(self, step: str, ran: MicrobatchOutputs) -> None:
         """Warn of log calls with plain numbers, because replays log the numbers of the capture."""
         numbers = ran.recorder.numbers
         if numbers and self._mesh.dp.rank == 0 and self._mesh.tp.rank == 0:
@@ -239,7 +239,7 @@ def refusing_kept_changes(module: nn.Module, step: str) -> Iterator[None]:
     """
     hook = why_hooked(module)
     if hook is not None:
-        raise UnsupportedError(f"a captured {step} must call no hooks of users: {hook}")
+        raise UnsupportedError(f"a captured {step} must not call user hooks: {hook}")
     state = ModuleState(module)
     metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
     updates = {name: metric._update_count for name, metric in metrics.items()}
@@ -257,9 +257,9 @@ def refusing_kept_changes(module: nn.Module, step: str) -> Iterator[None]:
         name, kind = next(iter(changed.items()))
         raise UnsupportedError(
             f"a captured {step} must not change attributes of the module: it changes {name} "
-            f"({kind}){_more(changed)}. A replay runs no Python, so that they would keep the "
-            "values of the capture. Return such values from the step, log them as tensors, or "
-            "change them in hooks such as on_train_batch_end."
+            f"({kind}){_more(changed)}. A replay runs no Python, so they would keep the values of "
+            "the capture. Return such values from the step, log them as tensors, or change them in "
+            "hooks such as on_train_batch_end."
         )
 
 
@@ -276,11 +276,11 @@ def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
     for part in module.modules():
         for held in (vars(part), part._buffers):
             found.append(dict(held))
-            found += [dict(vars(one)) for one in held.values() if _is_own_object(one)]
+            found += [dict(vars(one)) for one in held.values() if _is_user_object(one)]
     return found
 
 
-def _is_own_object(value: Any) -> bool:
+def _is_user_object(value: Any) -> bool:
     is_module = isinstance(value, nn.Module | type)
     is_own = type(value).__module__.partition(".")[0] == _PACKAGE
     return is_own and not is_module and hasattr(value, "__dict__")

@@ -12,9 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 #: Constant draw from the uniform distribution: small enough for masks of few tokens, large enough
 #: to keep most layers if layers are dropped at random.
-_DRAW = 0.125
+_CONSTANT = 0.125
 #: Arguments that disable dropout in operators with dropout.
-_OFF: Mapping[str, Any] = {"dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}
+_DROPOUT_OFF: Mapping[str, Any] = {
+    "dropout_p": 0.0,
+    "dropout": 0.0,
+    "train": False,
+    "training": False,
+}
 
 
 class ConstantRandomValues(TorchDispatchMode):
@@ -48,7 +53,7 @@ def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         one.name: one.default_value for one in func._schema.arguments if one.has_default_value()
     }
     bound = defaults | dict(zip(names, args, strict=False)) | kwargs
-    off = {name: value for name, value in _OFF.items() if name in names}
+    off = {name: value for name, value in _DROPOUT_OFF.items() if name in names}
     if off:
         positional = [off.get(name, value) for name, value in zip(names, args, strict=False)]
         return func(
@@ -69,18 +74,18 @@ def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _uniform(bound: Mapping[str, Any]) -> float:
     low = bound.get("from", 0.0)
     high = bound.get("to", 1.0)
-    return low + _DRAW * (high - low)
+    return low + _CONSTANT * (high - low)
 
 
 def _integer(bound: Mapping[str, Any]) -> int:
     low = bound.get("low") or bound.get("from") or 0
     high = bound.get("high", bound.get("to"))
-    return 1 if high is None else low + int(_DRAW * (high - low))
+    return 1 if high is None else low + int(_CONSTANT * (high - low))
 
 
 def _bernoulli(bound: Mapping[str, Any]) -> Any:
     chance = bound.get("p", bound["self"])
-    return chance > _DRAW
+    return chance > _CONSTANT
 
 
 def _permutation(bound: Mapping[str, Any]) -> Tensor:
@@ -98,14 +103,14 @@ def _choices(bound: Mapping[str, Any]) -> Tensor:
 
 
 _CONSTANTS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
-    "rand": lambda bound: _DRAW,
-    "rand_like": lambda bound: _DRAW,
-    "randn": lambda bound: _DRAW,
-    "randn_like": lambda bound: _DRAW,
+    "rand": lambda bound: _CONSTANT,
+    "rand_like": lambda bound: _CONSTANT,
+    "randn": lambda bound: _CONSTANT,
+    "randn_like": lambda bound: _CONSTANT,
     "uniform": _uniform,
-    "normal": lambda bound: bound.get("mean", 0.0) + _DRAW * bound.get("std", 1.0),
+    "normal": lambda bound: bound.get("mean", 0.0) + _CONSTANT * bound.get("std", 1.0),
     "bernoulli": _bernoulli,
-    "exponential": lambda bound: -math.log1p(-_DRAW) / bound.get("lambd", 1.0),
+    "exponential": lambda bound: -math.log1p(-_CONSTANT) / bound.get("lambd", 1.0),
     "geometric": lambda bound: 1,
     "cauchy": lambda bound: bound.get("median", 0.0),
     "log_normal": lambda bound: math.exp(bound.get("mean", 1.0)),

@@ -1,4 +1,4 @@
-"""Trial step that compares layers cut by a plan with the same layers uncut."""
+"""Trial step that compares layers that a plan shards with the same layers in full."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 #: Largest relative distance between the inputs of a layer in both runs, by the tolerance of the
 #: logged values. Kernels over more features may round differently even if the code is correct.
-_DISTANCES = {1e-9: 1e-7, 1e-5: 1e-3, 5e-3: 3e-2, 2e-2: 1e-1}
-_OF_USERS = (
+_MAX_DISTANCES = {1e-9: 1e-7, 1e-5: 1e-3, 5e-3: 3e-2, 2e-2: 1e-1}
+_USER_ERRORS = (
     RuntimeError,
     ValueError,
     TypeError,
@@ -42,7 +42,7 @@ _OF_USERS = (
     ArithmeticError,
     AssertionError,
 )
-_SHOWN = 4
+_NUM_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ class _Result:
 
     Args:
         values: Loss and logged values of the last stage, by name.
-        seen: Inputs of the cut layers, in the order of their calls.
+        inputs: Inputs of the cut layers, in the order of their calls.
         error: Error of the user's code; empty if the step ran.
     """
 
     values: dict[str, float] = field(default_factory=dict)
-    seen: Sequence[LayerInput] = ()
+    inputs: Sequence[LayerInput] = ()
     error: str = ""
 
 
@@ -179,7 +179,7 @@ class _FeatureTrial:
             )
             return
         values = _differences(cut, whole, tolerance)
-        difference = _first_difference(cut.seen, whole.seen, tolerance)
+        difference = _first_difference(cut.inputs, whole.inputs, tolerance)
         if not self._any_rank(bool(values) or difference is not None):
             return
         # The difference may come from random numbers of Python or NumPy, which the trial cannot
@@ -189,31 +189,31 @@ class _FeatureTrial:
             part, is_whole=False, seed=int(self._any_rank(self._trial_step.has_other_draws))
         )
         unrepeatable = bool(_differences(cut, again, tolerance)) or _first_difference(
-            cut.seen, again.seen, tolerance
+            cut.inputs, again.inputs, tolerance
         )
         if self._any_rank(bool(unrepeatable)):
             self._warn("its values depend on random numbers of Python or NumPy, or on the time")
             return
-        self._judge(values, difference)
+        self._refuse_difference(values, difference)
 
     def _run(self, part: Microbatch, *, is_whole: bool, seed: int = 0) -> _Result:
         result = _Result()
         writes = WeightWrites(self._module)
-        with recording_inputs(self._layers, self._mesh.tp, is_whole=is_whole) as result.seen:
+        with recording_inputs(self._layers, self._mesh.tp, is_whole=is_whole) as result.inputs:
             try:
                 with writes:
                     readings = self._trial_step.read([part], seed)
                 result.values = {
                     name: value for one in readings for name, (value, _) in one.values.items()
                 }
-            except _OF_USERS as error:
+            except _USER_ERRORS as error:
                 if not is_whole:
                     raise
                 if self._mesh.pp.size > 1:
                     # Other stages wait for this one, so that the trial cannot end with a warning.
                     error.add_note(
                         f"{self._step} was tried with all features on every rank of tp. "
-                        f"{_TO_MEAN_IT}"
+                        f"{_IF_INTENDED}"
                     )
                     raise
                 result.error = f"{type(error).__name__}: {error}"
@@ -225,7 +225,7 @@ class _FeatureTrial:
     def _any_rank(self, is_true: bool) -> bool:
         return any(all_gather_objects(is_true, self._mesh.world_cpu))
 
-    def _judge(
+    def _refuse_difference(
         self, values: dict[str, tuple[float, float]], difference: _Difference | None
     ) -> None:
         """Refuse a difference, and name the location that the first rank found."""
@@ -246,10 +246,10 @@ class _FeatureTrial:
             listed.append(f"the input of {first.layer!r} is {first.distance:.2g} of its size away")
         raise ParallelPlanError(
             f"{self._step} must give the same values on the features of one rank of tp ({tp}) and "
-            f"on all features: {'; '.join(listed[:_SHOWN])}. {self._text_of(first)} Give these "
+            f"on all features: {'; '.join(listed[:_NUM_SHOWN])}. {self._text_of(first)} Give these "
             "layers the kinds 'column_gather' and 'row_split', or 'replicate', in "
             "tensor_parallel_plan (which replaces the plan of a Hugging Face model), or compute "
-            f"per head, or after the 'row' layer. {_TO_MEAN_IT}"
+            f"per head, or after the 'row' layer. {_IF_INTENDED}"
         )
 
     def _text_of(self, difference: _Difference | None) -> str:
@@ -260,11 +260,11 @@ class _FeatureTrial:
         )
         columns = [layer.name for layer in self._layers if layer.kind == "column"]
         if difference is None or (difference.kind == "column" and not difference.before):
-            near = ", ".join(map(repr, columns[:_SHOWN])) + (
-                ", ..." if len(columns) > _SHOWN else ""
+            near = ", ".join(map(repr, columns[:_NUM_SHOWN])) + (
+                ", ..." if len(columns) > _NUM_SHOWN else ""
             )
             return f"Code after a 'column' layer ({near}) {rule}."
-        before = ", ".join(map(repr, difference.before[:_SHOWN]))
+        before = ", ".join(map(repr, difference.before[:_NUM_SHOWN]))
         if difference.kind == "column":
             return f"Code between {before or 'the input'} and {difference.layer!r} {rule}."
         return (
@@ -294,7 +294,7 @@ def _first_difference(
     before: list[str] = []
     for number, (mine, theirs) in enumerate(zip(cut, whole, strict=False)):
         distance = mine.distance(theirs)
-        if distance is None or distance > _DISTANCES[tolerance]:
+        if distance is None or distance > _MAX_DISTANCES[tolerance]:
             return _Difference(
                 number, mine.layer.name, mine.layer.kind, tuple(dict.fromkeys(before)), distance
             )
@@ -302,4 +302,4 @@ def _first_difference(
     return None
 
 
-_TO_MEAN_IT = "If this is intended, use check_microbatches=False."
+_IF_INTENDED = "If this is intended, use check_microbatches=False."

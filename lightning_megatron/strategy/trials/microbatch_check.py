@@ -30,10 +30,10 @@ from lightning_megatron.strategy.trials.weight_writes import refusing_weight_wri
 log = logging.getLogger(__name__)
 
 #: Maximum number of microbatches of a batch that a trial runs.
-_MOST = 16
+_MAX_MICROBATCHES = 16
 #: Tolerance above which a mean over unequal token counts may pass as a mean over samples.
-_COARSE = 1e-4
-_WAYS_OUT = (
+_COARSE_TOLERANCE = 1e-4
+_REMEDY = (
     "Return num_tokens beside the loss if it is a mean over tokens, keep the batch whole by "
     "microbatch_size='batch', cut it in a collate function that returns a list of Microbatch, or "
     "use check_microbatches=False if the difference is intended."
@@ -98,7 +98,7 @@ class MicrobatchTrials:
         if is_cut(batch) or not self._is_tried_now(key, batch, microbatches):
             # Microbatches that the user has cut have no known rule for joining them.
             return
-        parts = list(microbatches[:_MOST])
+        parts = list(microbatches[:_MAX_MICROBATCHES])
         groups = _groups(len(parts))
         together = joined_parts(batch, parts, groups)
         # Layers differ between stages, and batches between data ranks, but a trial is collective:
@@ -123,7 +123,7 @@ class MicrobatchTrials:
                         f"{key[0]} must run on microbatches, because its batch is cut into "
                         f"{len(microbatches)}: it runs on {whole.num_samples} samples, but fails "
                         f"on {parts[0].num_samples} ({type(error).__name__}: {error}). The first "
-                        f"dimension of a tensor in the batch may not count samples. {_WAYS_OUT}"
+                        f"dimension of a tensor in the batch may not count samples. {_REMEDY}"
                     ) from error
                 raise
 
@@ -131,7 +131,7 @@ class MicrobatchTrials:
         self, key: tuple[Any, ...], batch: Any, microbatches: Sequence[Microbatch]
     ) -> bool:
         """Return whether this batch is tried, the same on all ranks."""
-        parts = microbatches[:_MOST]
+        parts = microbatches[:_MAX_MICROBATCHES]
         if key not in self._tried:
             self._tried.add(key)
             self._uneven.begin(key, batch, parts)
@@ -196,9 +196,9 @@ class _MicrobatchTrial:
             }
             self._warn_of_unrepeatable(sorted(unrepeatable & found.keys()))
             found = {name: numbers for name, numbers in found.items() if name not in unrepeatable}
-        self._judge(found, changed, parts[0].num_samples)
+        self._check_differences(found, changed, parts[0].num_samples)
         is_counted = self._any_rank(any("num_tokens" in results.values for results in alone))
-        if alone and not is_counted and tolerance > _COARSE and self._mesh.data.rank == 0:
+        if alone and not is_counted and tolerance > _COARSE_TOLERANCE and self._mesh.data.rank == 0:
             self._warn_of_ignored_labels(parts)
         return is_counted
 
@@ -231,7 +231,7 @@ class _MicrobatchTrial:
     def _noted(self, error: Exception, parts: Sequence[Microbatch]) -> Exception:
         note = (
             f"{self._step} was tried on parts of a batch: on {parts[0].num_samples} of "
-            f"{self._whole.num_samples} samples. If it needs the whole batch: {_WAYS_OUT}"
+            f"{self._whole.num_samples} samples. If it needs the whole batch: {_REMEDY}"
         )
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
@@ -264,17 +264,20 @@ class _MicrobatchTrial:
     def _any_rank(self, is_so: bool) -> bool:
         return any(all_gather_objects(is_so, self._mesh.world_cpu))
 
-    def _judge(
-        self, found: Mapping[str, tuple[float, float, int]], changed: Mapping[str, str], size: int
+    def _check_differences(
+        self,
+        differences: Mapping[str, tuple[float, float, int]],
+        changed: Mapping[str, str],
+        size: int,
     ) -> None:
-        texts = [_text_of_values(self._step, found, size)] if found else []
+        texts = [_text_of_values(self._step, differences, size)] if differences else []
         counted = sorted(name for name, kind in changed.items() if kind in ("number", "tensor"))
         if counted and self._tried.is_training:
             texts.append(_text_of_state(self._step, counted))
         ranks = all_gather_objects(" ".join(texts), self._mesh.world_cpu)
         first = next((text for text in ranks if text), None)
         if first is not None:
-            raise UnsupportedError(f"{first} {_WAYS_OUT}")
+            raise UnsupportedError(f"{first} {_REMEDY}")
         kept = sorted(changed)
         if kept and self._mesh.dp.rank == 0 and self._mesh.tp.rank == 0 and self._mesh.has_loss:
             log.warning(
@@ -313,17 +316,17 @@ def _groups(num_parts: int) -> list[range]:
 
 
 def _differences(
-    together: Sequence[StepResults],
+    on_all: Sequence[StepResults],
     groups: Sequence[range],
-    alone: Sequence[StepResults],
+    separate: Sequence[StepResults],
     tolerance: float,
 ) -> dict[str, tuple[float, float, int]]:
     """Return each name's largest difference: combined value, separate value and group size."""
     found: dict[str, tuple[float, float, int]] = {}
-    for results, group in zip(together, groups, strict=False):
+    for results, group in zip(on_all, groups, strict=False):
         for name, (value, weight) in results.values.items():
             single = [
-                alone[number].values[name] for number in group if name in alone[number].values
+                separate[number].values[name] for number in group if name in separate[number].values
             ]
             if (
                 len(single) < len(group)
@@ -341,11 +344,13 @@ def _differences(
     return found
 
 
-def _text_of_values(step: str, found: Mapping[str, tuple[float, float, int]], size: int) -> str:
+def _text_of_values(
+    step: str, differences: Mapping[str, tuple[float, float, int]], size: int
+) -> str:
     listed = "; ".join(
         f"{name} of {'two' if count == 2 else 'three'} microbatches is {whole:.7g} in one call and "
         f"{parts:.7g} in separate calls"
-        for name, (whole, parts, count) in found.items()
+        for name, (whole, parts, count) in differences.items()
     )
     return (
         f"{step} must give the same values for microbatches and for their batch, because it is "

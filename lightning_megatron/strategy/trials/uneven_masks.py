@@ -15,7 +15,7 @@ from lightning_megatron.pipeline.microbatch import Microbatch, tensors_in
 
 #: Number of first batches that are always examined, and the interval of later ones (batches). It
 #: matters where an examination communicates or lets the host wait for a device.
-_FIRST = 8
+_NUM_FIRST_BATCHES = 8
 _INTERVAL = 16
 _IGNORED = -100
 
@@ -26,13 +26,14 @@ class _Watch:
 
     Args:
         tried: Tensors of the batch that were uneven in a batch that was tried, by path and value.
-        seen: Tensors that have been uneven since the last examination, with a flag on the device.
+        pending: Tensors that have been uneven since the last examination, with a flag on the
+            device.
         num_batches: Number of batches so far (batches).
         is_armed: Whether the next uneven batch is tried.
     """
 
     tried: set[tuple[str, int]] = field(default_factory=set)
-    seen: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    pending: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     num_batches: int = 0
     is_armed: bool = False
 
@@ -80,14 +81,14 @@ class UnevenMasks:
         watch.num_batches += 1
         found = _uneven(batch, parts, watch.tried)
         is_free = data.size == 1 and all(flag.device.type == "cpu" for flag in found.values())
-        is_due = watch.num_batches < _FIRST or watch.num_batches % _INTERVAL == 0
+        is_due = watch.num_batches < _NUM_FIRST_BATCHES or watch.num_batches % _INTERVAL == 0
         if not (is_free or is_due or watch.is_armed):
             for name, flag in found.items():
-                watch.seen[name] = watch.seen[name] | flag if name in watch.seen else flag
+                watch.pending[name] = watch.pending[name] | flag if name in watch.pending else flag
             return False
         now = {name for name, flag in found.items() if flag.item()}
-        before = {name for name, flag in watch.seen.items() if flag.item()}
-        watch.seen.clear()
+        before = {name for name, flag in watch.pending.items() if flag.item()}
+        watch.pending.clear()
         everyone = all_gather_objects((now, before), data)
         uneven = {name for one, _ in everyone for name in one}
         watch.is_armed = not uneven and (watch.is_armed or any(one for _, one in everyone))

@@ -61,10 +61,11 @@ def _check(module: nn.Module, step: str, before: Mapping[str, Tensor]) -> None:
     ]
     if changed:
         raise UnsupportedError(
-            f"{step} must not write weights where batches are cut or pp is above 1, because it "
-            f"runs more than once for a batch: {', '.join(repr(name) for name in changed[:5])} has "
-            "changed. Write them in a hook such as on_train_batch_end, or use pp=1 with "
-            "microbatch_size='batch', or use check_microbatches=False if this is intended."
+            f"{step} must not write weights if batches are divided into microbatches or pp is "
+            "above 1, because it runs more than once for a batch: "
+            f"{', '.join(repr(name) for name in changed[:5])} has changed. Write them in a hook "
+            "such as on_train_batch_end, or use pp=1 with microbatch_size='batch', or use "
+            "check_microbatches=False if this is intended."
         )
 
 

@@ -16,11 +16,11 @@ from lightning_megatron.groups.collectives import (
     split_to_axis,
 )
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.groups.shard_spec import set_shard_spec, whole_spec
+from lightning_megatron.groups.shard_spec import replicated_spec, set_shard_spec
 from lightning_megatron.layers.fp8.magnitude import GradientMagnitude, Magnitude
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.regions import column_linear, row_linear
-from lightning_megatron.layers.sequence_shard import CUT, SequenceShard, whole_of
+from lightning_megatron.layers.sequence_shard import CUT, SequenceShard, gathered
 from lightning_megatron.swap.blocks.dropout import TensorDropout
 
 #: Maximum difference of copies of a tensor, relative to its largest element.
@@ -165,25 +165,25 @@ class SequenceRowLinear(RowParallelLinear):
         self, hidden: Tensor, add_bias: bool = True, magnitude: Magnitude | None = None
     ) -> Tensor:
         if self.split_input:
-            hidden = split_to_axis(whole_of(hidden), self.mesh.tp, dim=-1)
-        rows = whole_of(hidden).movedim(CUT, 0)
+            hidden = split_to_axis(gathered(hidden), self.mesh.tp, dim=-1)
+        rows = gathered(hidden).movedim(CUT, 0)
         output = row_linear(rows, self.weight, self.bias if add_bias else None, self.mesh)
         return SequenceShard.of(output.movedim(0, CUT), self.mesh.tp)
 
 
 def gather_sequence_inputs(module: nn.Module) -> None:
     """Gather whole sequences for a block without sequence parallelism."""
-    module.register_forward_pre_hook(_whole_inputs, with_kwargs=True)
+    module.register_forward_pre_hook(_full_inputs, with_kwargs=True)
 
 
-def _whole_inputs(
+def _full_inputs(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    return tuple(whole_of(one) for one in args), {
-        name: whole_of(one) for name, one in kwargs.items()
+    return tuple(gathered(one) for one in args), {
+        name: gathered(one) for name, one in kwargs.items()
     }
 
 
 def _gather_parts_of_gradients(module: nn.Module, mesh: ParallelMesh) -> None:
     for parameter in module.parameters():
-        set_shard_spec(parameter, whole_spec(parameter, mesh.tp.rank, partial=True))
+        set_shard_spec(parameter, replicated_spec(parameter, mesh.tp.rank, partial=True))

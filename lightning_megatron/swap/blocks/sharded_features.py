@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.groups.collectives import Border, all_reduce_
+from lightning_megatron.groups.collectives import BoundaryGradients, all_reduce_
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import ZEROS, sharded_parameter
 from lightning_megatron.plan.shards import even_range
@@ -63,18 +63,18 @@ class LatentLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the outputs."""
-        return _LastEnter.apply(
+        return _LastFeatures.apply(
             F.linear(input, self.weight, self.bias), self.num_shared, self.mesh.tp
         )
 
 
-class _LastEnter(torch.autograd.Function):
+class _LastFeatures(torch.autograd.Function):
     """Entry of the last features into a tensor-parallel region; only their gradient is summed."""
 
     @staticmethod
-    def border(ctx: Any) -> Border:
+    def border(ctx: Any) -> BoundaryGradients:
         """Describe this call as a border whose gradient is summed where it is partial."""
-        return Border((False,), takes_parts=True)
+        return BoundaryGradients((False,), takes_parts=True)
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int, tp: MeshAxis) -> Tensor:

@@ -49,7 +49,7 @@ def build_model(name: str, source: nn.Module, mesh: ParallelMesh) -> _Whole:
             has changed parameters.
         ParallelPlanError: If the layout does not fit the sizes of the model.
     """
-    if not _is_ours(source) or source.mesh.layout.world_size > 1:
+    if not _is_standard(source) or source.mesh.layout.world_size > 1:
         raise UnsupportedError(
             f"{name!r} ({type(source).__name__}) must be built on this mesh, or be a GPT or an "
             "Encoder built without a mesh, because only these can be cut later. Build it with "
@@ -85,7 +85,7 @@ def fill_model(target: nn.Module, source: Any, device: torch.device) -> None:
         buffer.copy_(source.get_buffer(name))
 
 
-def _is_ours(source: nn.Module) -> TypeGuard[_Whole]:
+def _is_standard(source: nn.Module) -> TypeGuard[_Whole]:
     """Return whether a model has only standard parts, so that its config describes it."""
     own: Any = type(source)
     return any(

@@ -22,7 +22,7 @@ from lightning_megatron.swap.decide.kinds import (
 from lightning_megatron.swap.families import find_family
 
 #: Largest number of modules that an error names.
-_SHOWN = 4
+_NUM_SHOWN = 4
 
 
 def check_cut(
@@ -87,7 +87,7 @@ def _reasons(root: nn.Module, sites: Sequence[ModuleSite], models: ModelChoice) 
         if model.is_outermost:
             kind = type(model.site.module).__name__
             inside.append(model.site.name)
-            yield f"{model.site.name!r} ({kind}) {_why_own_code(kind, model.reason)}"
+            yield f"{model.site.name!r} ({kind}) {_own_code_reason(kind, model.reason)}"
     for site in [ModuleSite("", root, "", root), *sites]:
         what = mixing_of(site.module)
         if what and site.name not in inside and not site.is_inside(inside):
@@ -96,7 +96,7 @@ def _reasons(root: nn.Module, sites: Sequence[ModuleSite], models: ModelChoice) 
             yield f"{where} ({type(site.module).__name__}) {what}"
 
 
-def _why_own_code(kind: str, reason: str) -> str:
+def _own_code_reason(kind: str, reason: str) -> str:
     if reason:
         return f"has a setting that its family does not support: {reason.rstrip('.')}"
     if find_family(kind) is not None:
@@ -106,5 +106,5 @@ def _why_own_code(kind: str, reason: str) -> str:
 
 def _listed(reasons: Iterator[str]) -> str:
     found = list(reasons)
-    more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return f": {'; '.join(found[:_SHOWN])}{more}" if found else ""
+    more = f"; and {len(found) - _NUM_SHOWN} more" if len(found) > _NUM_SHOWN else ""
+    return f": {'; '.join(found[:_NUM_SHOWN])}{more}" if found else ""

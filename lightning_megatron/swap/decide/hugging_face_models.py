@@ -13,13 +13,13 @@ from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.swap.decide.kinds import ModuleSite
-from lightning_megatron.swap.decide.model_plan import OwnPlan, own_plan
+from lightning_megatron.swap.decide.model_plan import DeclaredPlan, declared_plan
 from lightning_megatron.swap.decide.stages import Stages, plan_stages
 from lightning_megatron.swap.families import Family, find_family
 from lightning_megatron.swap.hugging_face.own_code import is_hugging_face, is_pretrained
 
 #: Arguments that request outputs of all blocks, which no stage has.
-_OF_ALL_STAGES = ("output_hidden_states", "output_attentions", "output_router_logits")
+_ALL_BLOCKS_ARGUMENTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class OwnCodeModel:
 
     site: ModuleSite
     reason: str = ""
-    plan: OwnPlan | None = None
+    plan: DeclaredPlan | None = None
     is_outermost: bool = True
 
 
@@ -94,7 +94,7 @@ def choose_models(
     known = list(_known_models(sites, kinds))
     # Hugging Face's own module supports every setting.
     reasons = {
-        site.name: "" if needs_tables else family.refusal_of(_settings(site.module))
+        site.name: "" if needs_tables else family.unsupported_reason(_settings(site.module))
         for site, family in known
     }
     replaced = [(site, family) for site, family in known if not reasons[site.name]]
@@ -149,7 +149,7 @@ def _own_code_models(
         plan = None
         if tp is not None and is_hugging_face(site.module) and not site.is_inside(planned):
             planned.append(site.name)
-            plan = own_plan(site.module, tp, site.name)
+            plan = declared_plan(site.module, tp, site.name)
         yield OwnCodeModel(site, reasons.get(site.name, ""), plan, is_outermost)
 
 
@@ -183,7 +183,7 @@ def find_stages(
         has_stages = any(isinstance(site.module, PipelinedModule) for site in sites)
         if mesh.pp.size == 1 or has_stages or replaced:
             return None
-        plans = {site.name: _own_stages(site.module) for site in models}
+        plans = {site.name: _declared_stages(site.module) for site in models}
         known = [name for name, own in plans.items() if own]
         if len(known) != 1:
             return None
@@ -205,7 +205,7 @@ def find_stages(
     return stages
 
 
-def _own_stages(model: Any) -> dict[str, str]:
+def _declared_stages(model: Any) -> dict[str, str]:
     """Return a Hugging Face model's own stages as kinds by name; empty if it has none."""
     names = list(getattr(model, "pp_plan", None) or {})
     modules = dict(model.named_modules())
@@ -225,7 +225,7 @@ def _prepare_for_stages(model: Any) -> Callable[[], None]:
 
     The returned function turns off the model's cache, and lets calls refuse such requests.
     """
-    for name in _OF_ALL_STAGES:
+    for name in _ALL_BLOCKS_ARGUMENTS:
         if getattr(model.config, name, False):
             _refuse_on_stage(name, f"the configuration of {type(model).__name__}")
     takes_cache = "use_cache" in signature(type(model).forward).parameters
@@ -239,7 +239,7 @@ def _prepare_for_stages(model: Any) -> Callable[[], None]:
 
 
 def _checked(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for name in (*_OF_ALL_STAGES, "use_cache", "past_key_values", "cache"):
+    for name in (*_ALL_BLOCKS_ARGUMENTS, "use_cache", "past_key_values", "cache"):
         if kwargs.get(name) is not None and kwargs[name] is not False:
             _refuse_on_stage(name, "the call")
 

@@ -66,11 +66,11 @@ KINDS: Mapping[str, str] = {
 SWAPPED_AS = "swapped_as"
 
 #: Kinds that apply to everything inside the module that a pattern names.
-_FOR_WHOLE_TREES = ("auto", "replicate")
+_SUBTREE_KINDS = ("auto", "replicate")
 
 #: Blocks that read the weights of their children directly, so that only the whole block can be
 #: swapped.
-_CLOSED = (nn.TransformerEncoderLayer, nn.MultiheadAttention, PipelinedModule)
+_INDIVISIBLE_BLOCKS = (nn.TransformerEncoderLayer, nn.MultiheadAttention, PipelinedModule)
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _sites(parent: nn.Module, prefix: str, closed_by: str | None) -> Iterator[Mo
             continue
         name = f"{prefix}{key}"
         yield ModuleSite(name, parent, key, child, closed_by, rules_of(child))
-        is_closed = isinstance(child, _CLOSED) or computed_by(child) is not None
+        is_closed = isinstance(child, _INDIVISIBLE_BLOCKS) or computed_by(child) is not None
         inner = name if closed_by is None and is_closed else closed_by
         yield from _sites(child, f"{name}.", inner)
 
@@ -163,7 +163,7 @@ def _fits(kind: str, site: ModuleSite) -> bool:
 def _matches(pattern: str, kind: str, name: str) -> bool:
     if fnmatchcase(name, pattern):
         return True
-    if kind not in _FOR_WHOLE_TREES:
+    if kind not in _SUBTREE_KINDS:
         return False
     parts = name.split(".")
     return any(fnmatchcase(".".join(parts[:count]), pattern) for count in range(1, len(parts)))

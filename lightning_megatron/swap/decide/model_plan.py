@@ -31,14 +31,14 @@ _KINDS: Mapping[str, str] = {
     "replicate": "replicate",
 }
 #: Maximum number of names in a line of the log.
-_SHOWN = 8
+_NUM_SHOWN = 8
 
 #: Rules that can swap each module of a model, by kind.
 _Rules = Mapping[nn.Module, Mapping[str, BlockRule]]
 
 
 @dataclass(frozen=True)
-class OwnPlan:
+class DeclaredPlan:
     """Supported part of a Hugging Face model's own plan.
 
     Args:
@@ -53,11 +53,11 @@ class OwnPlan:
         """Describe the supported part of the plan."""
         if not self.kinds:
             return f"no known plan ({'; '.join(self.left)}): give one as tensor_parallel_plan"
-        left = f", but for {'; '.join(self.left[:_SHOWN])}" if self.left else ""
-        return f"its own plan{left}{', ...' if len(self.left) > _SHOWN else ''}"
+        left = f", but for {'; '.join(self.left[:_NUM_SHOWN])}" if self.left else ""
+        return f"its own plan{left}{', ...' if len(self.left) > _NUM_SHOWN else ''}"
 
 
-def own_plan(model: Any, tp: int, called: str = "model") -> OwnPlan:
+def declared_plan(model: Any, tp: int, called: str = "model") -> DeclaredPlan:
     """Return the supported part of a Hugging Face model's own plan.
 
     Modules with the same parent, such as the projections of an attention, are sharded together or
@@ -75,9 +75,9 @@ def own_plan(model: Any, tp: int, called: str = "model") -> OwnPlan:
     """
     styles: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     if not styles:
-        return OwnPlan({}, ("it defines none",))
+        return DeclaredPlan({}, ("it defines none",))
     if any(is_peft_module(module) for module in model.modules()):
-        return OwnPlan({}, ("peft has wrapped its layers",))
+        return DeclaredPlan({}, ("peft has wrapped its layers",))
     modules = dict(model.named_modules())
     rules = {module: rules_of(module) for module in modules.values()}
     blocks: dict[str, dict[str, str]] = {}
@@ -99,13 +99,15 @@ def own_plan(model: Any, tp: int, called: str = "model") -> OwnPlan:
     for around, block in blocks.items():
         reason = "" if around in unknown and _leaves_parts(block) else None
         if reason is None and _leaves_parts(block):
-            reason = _reason_to_leave(modules[around], around, block, model.config, tp, called)
+            reason = _reason_against_sharding(
+                modules[around], around, block, model.config, tp, called
+            )
         if reason is None:
             kinds |= block | _head_parameters(modules[around], around, block, model.config, rules)
         elif reason:
             left[re.sub(r"\d+", "*", f"{around!r} {reason}")] = ""
     _share_vocabularies(model, modules, rules, kinds, left)
-    return OwnPlan(kinds, tuple(left))
+    return DeclaredPlan(kinds, tuple(left))
 
 
 def _fits(kind: str, rules: Mapping[str, BlockRule]) -> bool:
@@ -117,7 +119,7 @@ def _leaves_parts(block: Mapping[str, str]) -> bool:
     return not {"column", "row", "latent"}.isdisjoint(block.values())
 
 
-def _reason_to_leave(
+def _reason_against_sharding(
     module: nn.Module, name: str, block: Mapping[str, str], config: Any, tp: int, called: str
 ) -> str | None:
     """Return why a block cannot be sharded, although its modules can be; None if it can."""
@@ -225,17 +227,17 @@ def _holds(module: nn.Module, weight: Any) -> bool:
     return any(parameter is weight for parameter in module._parameters.values())
 
 
-def whole_parts(model: nn.Module) -> str:
+def describe_unsharded(model: nn.Module) -> str:
     """Describe the modules that are not sharded over tp, the largest first."""
     sizes: dict[str, int] = {}
-    for name, size in _whole_modules(model):
+    for name, size in _unsharded_modules(model):
         sizes[name] = sizes.get(name, 0) + size
     ordered = sorted(sizes, key=lambda name: -sizes[name])
-    more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
-    return f"Whole on every rank: {', '.join(ordered[:_SHOWN])}{more}." if ordered else ""
+    more = f" and {len(ordered) - _NUM_SHOWN} more" if len(ordered) > _NUM_SHOWN else ""
+    return f"Whole on every rank: {', '.join(ordered[:_NUM_SHOWN])}{more}." if ordered else ""
 
 
-def _whole_modules(model: nn.Module) -> Iterator[tuple[str, int]]:
+def _unsharded_modules(model: nn.Module) -> Iterator[tuple[str, int]]:
     for name, module in model.named_modules():
         parameters = [p for p in module.parameters(recurse=False) if shard_spec_of(p).is_whole]
         if parameters:

@@ -160,7 +160,7 @@ class FamilyReplacement:
 def choose_blocks(
     sites: Sequence[ModuleSite],
     kinds: Mapping[str, str],
-    here: Set[str],
+    stage_modules: Set[str],
     mesh: ParallelMesh,
     *,
     has_stages: bool,
@@ -171,7 +171,7 @@ def choose_blocks(
     Args:
         sites: Modules that can be swapped, with their positions.
         kinds: Kinds of all plans, by module name.
-        here: Names of the modules of this rank's stage.
+        stage_modules: Names of the modules of this rank's stage.
         mesh: Process groups of this rank.
         has_stages: Whether the module's parts are assigned to pipeline stages.
         deferred: Names of models whose missing values are read before blocks are filled.
@@ -201,7 +201,7 @@ def choose_blocks(
             gathers_sequences=cuts_sequence and kind not in _SEQUENCE_KINDS,
         )
         for number, (site, kind, rule) in enumerate(chosen)
-        if site.name in here
+        if site.name in stage_modules
     ]
 
 

@@ -32,11 +32,11 @@ KINDS: Mapping[str, str] = {
     "first": "a module that runs before the blocks",
     "last": "a module that runs after the blocks",
 }
-_SHOWN = 5
+_NUM_SHOWN = 5
 
 
 @dataclass(frozen=True)
-class End:
+class OuterModule:
     """Module outside the list of blocks, on the first or the last stage.
 
     Args:
@@ -60,8 +60,8 @@ class Stages:
         blocks: List of blocks.
         partition: Number of blocks of each virtual stage.
         ends: Modules outside the list that have parameters.
-        loose: Parameters that the modules around the list own directly: owner, name in the owner
-            and full name. They belong to the first stage.
+        outer_owners: Parameters that the modules around the list own directly: owner, name in the
+            owner and full name. They belong to the first stage.
         ties: Names of the first stage's tied parameters, by the name of the last stage's copy.
         twins: Copies of the blocks without values, made before layers are sharded over tp.
         end_twins: Copies of the modules outside the list, made in the same way.
@@ -72,8 +72,8 @@ class Stages:
 
     blocks: ModuleSite
     partition: LayerPartition
-    ends: tuple[End, ...]
-    loose: tuple[tuple[nn.Module, str, str], ...]
+    ends: tuple[OuterModule, ...]
+    outer_owners: tuple[tuple[nn.Module, str, str], ...]
     ties: Mapping[str, str]
     twins: tuple[nn.Module, ...]
     end_twins: tuple[nn.Module, ...]
@@ -85,7 +85,7 @@ class Stages:
         """Return the indices of the blocks, as ``layers[stage][chunk]``."""
         return self.partition.by_stage(self.mesh.layout.placement)
 
-    def is_here(self, name: str) -> bool:
+    def is_on_stage(self, name: str) -> bool:
         """Return whether this rank has the module or parameter of a name."""
         prefix = f"{self.blocks.name}."
         if name.startswith(prefix):
@@ -95,7 +95,7 @@ class Stages:
             f"{name}.".startswith(f"{end.site.name}.") for end in self.ends if not self._holds(end)
         )
 
-    def _holds(self, end: End) -> bool:
+    def _holds(self, end: OuterModule) -> bool:
         return self.mesh.pp.is_first if end.is_before else self.mesh.has_loss
 
     def install(self, root: nn.Module) -> SwapRecord:
@@ -106,7 +106,7 @@ class Stages:
         # The list may have been replaced since planning, so look it up again.
         source: Any = root.get_submodule(self.blocks.name)
         own = [(root.get_submodule(end.site.name), True) for end in self.ends if self._holds(end)]
-        own += [(owner, False) for owner, _, _ in self.loose if self.mesh.pp.is_first]
+        own += [(owner, False) for owner, _, _ in self.outer_owners if self.mesh.pp.is_first]
         staged = StagedBlocks(self.blocks.name, source, self.twins, self.partition, self.mesh, own)
         setattr(root.get_submodule(self.blocks.name.rpartition(".")[0]), self.blocks.key, staged)
         staged.plan = {self.blocks.name: "blocks"} | {
@@ -124,14 +124,14 @@ class Stages:
                 site.module.to("meta")
                 setattr(site.parent, site.key, remote)
         staged.first_stage_parameters += [
-            FirstStageParameter(*one, staged, self.mesh.pp.is_first) for one in self.loose
+            FirstStageParameter(*one, staged, self.mesh.pp.is_first) for one in self.outer_owners
         ]
         for copy, original in self.ties.items() if self.mesh.has_loss else ():
             parameter = root.get_parameter(copy)
             set_shard_spec(parameter, shard_spec_of(parameter, self.mesh.tp.rank).tied(original))
         return self._record(before, sum(p.numel() for p in staged.parameters()))
 
-    def _record(self, before: int, now: int) -> SwapRecord:
+    def _record(self, old: int, new: int) -> SwapRecord:
         held = ", ".join(
             f"{layers.start} to {layers.stop - 1}" if layers else "none"
             for layers in self.layers[self.mesh.pp.rank]
@@ -147,9 +147,7 @@ class Stages:
             f"last: {last}."
         )
         source = type(self.blocks.module).__name__
-        return SwapRecord(
-            self.blocks.name, "blocks", source, StagedBlocks.__name__, before, now, note
-        )
+        return SwapRecord(self.blocks.name, "blocks", source, StagedBlocks.__name__, old, new, note)
 
 
 def plan_stages(
@@ -183,23 +181,23 @@ def plan_stages(
         return None
     costs = LayerCosts.equal(len(blocks.module))  # type: ignore[arg-type]
     partition = partition_of(costs, layout)
-    around = _around(root, blocks.name)
-    ends = tuple(_ends(around, blocks, plan))
+    enclosing = _enclosing_modules(root, blocks.name)
+    ends = tuple(_ends(enclosing, blocks, plan))
     _check_sides(sites, blocks, ends, plan)
-    loose = tuple(
+    outer_owners = tuple(
         (module, key, f"{prefix}.{key}" if prefix else key)
-        for prefix, module in around
+        for prefix, module in enclosing
         for key, parameter in module._parameters.items()
         if parameter is not None
     )
     layers = partition.by_stage(layout.placement)
     _check_moved_ends(ends, partition, layers, layout)
-    outer = frozenset(id(module) for _, module in around)
+    outer = frozenset(id(module) for _, module in enclosing)
     owners = _Owners(blocks.name, layers, ends, outer, layout.loss_stage)
     ties = _ties(root, owners, kinds)
     twins = tuple(meta_copy_of(block) for block in blocks.module.children())
     end_twins = tuple(meta_copy_of(end.site.module) for end in ends)
-    return Stages(blocks, partition, ends, loose, ties, twins, end_twins, mesh)
+    return Stages(blocks, partition, ends, outer_owners, ties, twins, end_twins, mesh)
 
 
 def suggested_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | None:
@@ -250,12 +248,12 @@ def _find_blocks(sites: Sequence[ModuleSite], plan: Mapping[str, str]) -> Module
         raise ParallelPlanError(
             "pipeline_plan must give exactly one nn.ModuleList or nn.Sequential the kind 'blocks', "
             f"because its blocks are divided among the stages: {named} has this kind. Use "
-            f"{join_or([repr(name) for name in lists[:_SHOWN]]) if lists else 'pp=1'}."
+            f"{join_or([repr(name) for name in lists[:_NUM_SHOWN]]) if lists else 'pp=1'}."
         )
     return found[0]
 
 
-def _around(root: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
+def _enclosing_modules(root: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
     """List the modules around the blocks, from the root inwards."""
     parts = name.split(".")
     return [
@@ -265,9 +263,9 @@ def _around(root: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
 
 
 def _ends(
-    around: Sequence[tuple[str, nn.Module]], blocks: ModuleSite, plan: Mapping[str, str]
-) -> Iterator[End]:
-    for prefix, module in around:
+    enclosing: Sequence[tuple[str, nn.Module]], blocks: ModuleSite, plan: Mapping[str, str]
+) -> Iterator[OuterModule]:
+    for prefix, module in enclosing:
         is_before = True
         for key, child in module._modules.items():
             name = f"{prefix}.{key}" if prefix else key
@@ -279,11 +277,14 @@ def _ends(
                 explicit = [kind for pattern, kind in plan.items() if fnmatchcase(name, pattern)]
                 runs_before = explicit[-1] == "first" if explicit else is_before
                 site = ModuleSite(name, module, key, child)
-                yield End(site, runs_before, bool(explicit), runs_before != is_before)
+                yield OuterModule(site, runs_before, bool(explicit), runs_before != is_before)
 
 
 def _check_sides(
-    sites: Sequence[ModuleSite], blocks: ModuleSite, ends: Sequence[End], plan: Mapping[str, str]
+    sites: Sequence[ModuleSite],
+    blocks: ModuleSite,
+    ends: Sequence[OuterModule],
+    plan: Mapping[str, str],
 ) -> None:
     known = [end.site.name for end in ends]
     bare = {site.name for site in sites if next(site.module.parameters(), None) is None}
@@ -299,7 +300,7 @@ def _check_sides(
 
 
 def _check_moved_ends(
-    ends: Sequence[End],
+    ends: Sequence[OuterModule],
     partition: LayerPartition,
     layers: Sequence[Sequence[range]],
     layout: ParallelLayout,
@@ -324,15 +325,15 @@ class _Owners:
         blocks: Name of the list of blocks.
         layers: Blocks of every chunk of every stage.
         ends: Modules outside the list that have parameters.
-        around: Identities of the modules around the list, whose own parameters belong to the first
-            stage.
+        enclosing: Identities of the modules around the list, whose own parameters belong to the
+            first stage.
         loss_stage: Stage that computes the loss, and has the modules after the list.
     """
 
     blocks: str
     layers: Sequence[Sequence[range]]
-    ends: Sequence[End]
-    around: frozenset[int]
+    ends: Sequence[OuterModule]
+    enclosing: frozenset[int]
     loss_stage: int
 
     def stage_of(self, path: str, owner: nn.Module) -> int | None:
@@ -347,9 +348,9 @@ class _Owners:
         end = self.end_of(path)
         if end is not None:
             return 0 if end.is_before else self.loss_stage
-        return 0 if id(owner) in self.around else None
+        return 0 if id(owner) in self.enclosing else None
 
-    def end_of(self, path: str) -> End | None:
+    def end_of(self, path: str) -> OuterModule | None:
         """Return the module next to the blocks that contains a module; None if there is none."""
         return next((end for end in self.ends if f"{path}.".startswith(f"{end.site.name}.")), None)
 

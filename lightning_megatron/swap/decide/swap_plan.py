@@ -62,7 +62,7 @@ class SwapPlan:
         replacements: Modules of this rank that are replaced, in the order of definition.
         own_code: Hugging Face models that keep their own code, nested ones included.
         stages: Parts of the module that this rank keeps; None for a single stage.
-        here: Names of the modules of this rank's stage.
+        stage_modules: Names of the modules of this rank's stage.
         partial: Names of modules on this rank whose gradients are parts of sums.
         built_here: Names of models that were built on ``mesh``, whose ranks have different layers.
     """
@@ -73,7 +73,7 @@ class SwapPlan:
     replacements: tuple[Replacement, ...]
     own_code: tuple[OwnCodeModel, ...]
     stages: Stages | None
-    here: frozenset[str]
+    stage_modules: frozenset[str]
     partial: tuple[str, ...]
     built_here: tuple[str, ...]
 
@@ -102,7 +102,9 @@ def decide(module: nn.Module, mesh: ParallelMesh, options: SwapOptions) -> SwapP
     )
     kinds |= models.kinds
     stages = find_stages(module, sites, kinds, options.pipeline_plan, mesh, models.replaced_names)
-    here = frozenset(site.name for site in sites if stages is None or stages.is_here(site.name))
+    stage_modules = frozenset(
+        site.name for site in sites if stages is None or stages.is_on_stage(site.name)
+    )
     own_code = [model.site.name for model in models.own_code]
     replacements: list[Replacement] = [
         *(WholeModelReplacement(site, mesh) for site in swappable if is_foreign(site.module, mesh)),
@@ -111,7 +113,7 @@ def decide(module: nn.Module, mesh: ParallelMesh, options: SwapOptions) -> SwapP
             for site, family in models.replaced
         ),
         *choose_blocks(
-            swappable, kinds, here, mesh, has_stages=stages is not None, deferred=own_code
+            swappable, kinds, stage_modules, mesh, has_stages=stages is not None, deferred=own_code
         ),
     ]
     order = {site.name: number for number, site in enumerate(sites)}
@@ -123,8 +125,8 @@ def decide(module: nn.Module, mesh: ParallelMesh, options: SwapOptions) -> SwapP
         tuple(sorted(replacements, key=lambda one: order[one.site.name])),
         models.own_code,
         stages,
-        here,
-        tuple(name for name in partial if name in here),
+        stage_modules,
+        tuple(name for name in partial if name in stage_modules),
         tuple(site.name for site in swappable if _is_built_here(site.module, mesh)),
     )
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_megatron.swap.families.family import Family, Names
+from lightning_megatron.swap.families.family import DecoderNames, Family
 from lightning_megatron.swap.families.field_kinds import Factor
 from lightning_megatron.swap.families.fields import ConfigTable, Field, Values
 
 #: BLOOM has no table of positions, so nothing bounds its rows (tokens).
-_LONGEST = 1 << 20
+_MAX_LENGTH = 1 << 20
 _NO_DROPOUT = Field(
-    "hidden_dropout", 0.0, only=(0.0,), why="dropout would also apply to the embedding"
+    "hidden_dropout", 0.0, allowed=(0.0,), reason="dropout would also apply to the embedding"
 )
 
 BLOOM = Family(
@@ -22,9 +22,9 @@ BLOOM = Family(
         "BLOOM",
         (
             Field("vocab_size", 250880, "vocab_size"),
-            Field("hidden_size", 64, "hidden_size", also=("n_embed",)),
-            Field("n_layer", 2, "num_layers", also=("num_hidden_layers",)),
-            Field("n_head", 8, "num_heads", also=("num_attention_heads",)),
+            Field("hidden_size", 64, "hidden_size", aliases=("n_embed",)),
+            Field("n_layer", 2, "num_layers", aliases=("num_hidden_layers",)),
+            Field("n_head", 8, "num_heads", aliases=("num_attention_heads",)),
             Field("layer_norm_epsilon", 1e-5, "norm_eps"),
             Field("initializer_range", 0.02, "init_std"),
             Field("attention_dropout", 0.0, "attention_dropout"),
@@ -33,8 +33,8 @@ BLOOM = Family(
             Field(
                 "apply_residual_connection_post_layernorm",
                 False,
-                only=(False,),
-                why="the residual stream bypasses the norms",
+                allowed=(False,),
+                reason="the residual stream bypasses the norms",
             ),
         ),
         {
@@ -44,7 +44,7 @@ BLOOM = Family(
             "bias": True,
             "activation": "gelu_tanh",
             "embedding_norm": True,
-            "max_seq_length": _LONGEST,
+            "max_seq_length": _MAX_LENGTH,
         },
         # A slower order of the same sums; the length of the training's rows, which the class does
         # not read; names of earlier code.
@@ -56,7 +56,7 @@ BLOOM = Family(
             }
         ),
     ),
-    Names(
+    DecoderNames(
         embedding="transformer.word_embeddings",
         embedding_norm="transformer.word_embeddings_layernorm",
         final_norm="transformer.ln_f",
@@ -78,32 +78,32 @@ _ATTENTION = ConfigTable(
         Field(
             "attn_type",
             "multihead_attention",
-            only=("multihead_attention",),
-            why="each head has keys and values of its own, as in Hugging Face's class",
+            allowed=("multihead_attention",),
+            reason="each head has keys and values of its own, as in Hugging Face's class",
         ),
         Field(
             "attn_pdrop",
             0.0,
-            only=(0.0,),
-            why="dropout of weights would also apply to the embedding",
+            allowed=(0.0,),
+            reason="dropout of weights would also apply to the embedding",
         ),
-        Field("clip_qkv", None, only=(None,), why="queries, keys and values are not bounded"),
+        Field("clip_qkv", None, allowed=(None,), reason="queries, keys and values are not bounded"),
         Field("softmax_scale", None, "attention_scale", kind=Factor | None),
-        Field("prefix_lm", False, only=(False,), why="no position attends to a later one"),
-        Field("qk_ln", False, only=(False,), why="queries and keys are not normed"),
+        Field("prefix_lm", False, allowed=(False,), reason="no position attends to a later one"),
+        Field("qk_ln", False, allowed=(False,), reason="queries and keys are not normed"),
         Field(
             "attn_uses_sequence_id",
             False,
-            only=(False,),
-            why="positions separate packed documents",
+            allowed=(False,),
+            reason="positions separate packed documents",
         ),
-        Field("alibi", True, only=(True,), why="the class of Hugging Face always has slopes"),
+        Field("alibi", True, allowed=(True,), reason="the class of Hugging Face always has slopes"),
         # Hugging Face's class ignores it and uses 8.
-        Field("alibi_bias_max", 8, only=(8,), why="Hugging Face's class always uses 8"),
+        Field("alibi_bias_max", 8, allowed=(8,), reason="Hugging Face's class always uses 8"),
     ),
     {},
     frozenset({"attn_impl"}),
-    builds=dict,
+    build=dict,
 )
 
 
@@ -119,9 +119,9 @@ MPT = Family(
         "MPT",
         (
             Field("vocab_size", 50368, "vocab_size"),
-            Field("d_model", 2048, "hidden_size", also=("hidden_size",)),
-            Field("n_layers", 24, "num_layers", also=("num_hidden_layers",)),
-            Field("n_heads", 16, "num_heads", also=("num_attention_heads",)),
+            Field("d_model", 2048, "hidden_size", aliases=("hidden_size",)),
+            Field("n_layers", 24, "num_layers", aliases=("num_hidden_layers",)),
+            Field("n_heads", 16, "num_heads", aliases=("num_attention_heads",)),
             Field("max_seq_len", 2048, "max_seq_length"),
             Field("layer_norm_epsilon", 1e-5, "norm_eps"),
             Field("initializer_range", 0.02, "init_std"),
@@ -130,25 +130,25 @@ MPT = Family(
             Field(
                 "expansion_ratio",
                 4,
-                only=(4,),
-                why="the MLP has 4 d_model features, as in Hugging Face's class",
+                allowed=(4,),
+                reason="the MLP has 4 d_model features, as in Hugging Face's class",
             ),
-            Field("no_bias", True, only=(True,), why="Hugging Face's class has no biases"),
-            Field("logit_scale", None, only=(None,), why="Hugging Face's class ignores it"),
+            Field("no_bias", True, allowed=(True,), reason="Hugging Face's class has no biases"),
+            Field("logit_scale", None, allowed=(None,), reason="Hugging Face's class ignores it"),
             Field(
                 "embedding_fraction",
                 1.0,
-                only=(1.0,),
-                why="Hugging Face's class ignores it",
+                allowed=(1.0,),
+                reason="Hugging Face's class ignores it",
             ),
-            Field("emb_pdrop", 0.0, only=(0.0,), why="Hugging Face's class ignores it"),
-            Field("resid_pdrop", 0.0, only=(0.0,), why="Hugging Face's class ignores it"),
+            Field("emb_pdrop", 0.0, allowed=(0.0,), reason="Hugging Face's class ignores it"),
+            Field("resid_pdrop", 0.0, allowed=(0.0,), reason="Hugging Face's class ignores it"),
         ),
         {"norm": "layernorm", "position": "alibi", "bias": False, "activation": "gelu"},
         # The class has slopes in any case, one kind of norm, and no other device.
         frozenset({"learned_pos_emb", "norm_type", "init_device"}),
     ),
-    Names(
+    DecoderNames(
         embedding="transformer.wte",
         final_norm="transformer.norm_f",
         attention_norm="transformer.blocks.{}.norm_1",

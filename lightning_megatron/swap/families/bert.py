@@ -9,7 +9,13 @@ from typing import Any
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.swap.families.family import Family
-from lightning_megatron.swap.families.fields import ConfigTable, Field, Values, one_from, padding_id
+from lightning_megatron.swap.families.fields import (
+    ConfigTable,
+    Field,
+    Values,
+    padding_id,
+    translate_values,
+)
 from lightning_megatron.swap.tensors.mapping import Source, TensorMap
 
 _ACTIVATIONS = {
@@ -21,7 +27,7 @@ _ACTIVATIONS = {
 }
 #: This package's name of the weight that computes the logits of classes.
 CLASSIFIER = "head.output.weight"
-_PROBLEMS = (None, "regression", "single_label_classification", "multi_label_classification")
+_PROBLEM_TYPES = (None, "regression", "single_label_classification", "multi_label_classification")
 #: Fields of the first releases of BERT, and of features that no model of these classes has.
 _IRRELEVANT = frozenset(
     {
@@ -33,7 +39,7 @@ _IRRELEVANT = frozenset(
     }
     | {"pooler_type", "tie_word_embeddings"}
 )
-_EARLIER_NORMS = (
+_OLD_NORM_NAMES = (
     (r"LayerNorm\.gamma$", "LayerNorm.weight"),
     (r"LayerNorm\.beta$", "LayerNorm.bias"),
 )
@@ -141,14 +147,14 @@ def _head_dropout(values: Values) -> Mapping[str, Any]:
 
 
 def _fields(vocab_size: int, padding: int) -> tuple[Field, ...]:
-    why = "position vectors are added to token vectors"
+    reason = "position vectors are added to token vectors"
     return (
         Field("vocab_size", vocab_size, "vocab_size"),
         Field("hidden_size", 768, "hidden_size"),
         Field("num_hidden_layers", 12, "num_layers"),
         Field("num_attention_heads", 12, "num_heads"),
         Field("intermediate_size", 3072, "ffn_hidden_size"),
-        Field("hidden_act", "gelu", one_from("hidden_act", "activation", _ACTIVATIONS)),
+        Field("hidden_act", "gelu", translate_values("hidden_act", "activation", _ACTIVATIONS)),
         Field("hidden_dropout_prob", 0.1, "hidden_dropout"),
         Field("attention_probs_dropout_prob", 0.1, "attention_dropout"),
         Field("max_position_embeddings", 512, "num_positions"),
@@ -156,8 +162,13 @@ def _fields(vocab_size: int, padding: int) -> tuple[Field, ...]:
         Field("initializer_range", 0.02, "init_std"),
         Field("layer_norm_eps", 1e-12, "norm_eps"),
         Field("pad_token_id", padding, padding_id),
-        Field("position_embedding_type", "absolute", only=("absolute", None), why=why),
-        Field("is_decoder", False, only=(False, None), why="every position attends to all others"),
+        Field("position_embedding_type", "absolute", allowed=("absolute", None), reason=reason),
+        Field(
+            "is_decoder",
+            False,
+            allowed=(False, None),
+            reason="every position attends to all others",
+        ),
     )
 
 
@@ -165,15 +176,15 @@ _MASKED = (
     Field(
         "tie_word_embeddings",
         True,
-        only=(True,),
-        why="the output layer uses the weight of the embedding",
+        allowed=(True,),
+        reason="the output layer uses the weight of the embedding",
     ),
 )
 _CLASSES = (
     Field("id2label", None, _labels),
     Field("num_labels", None),
     Field("classifier_dropout", None, _head_dropout),
-    Field("problem_type", None, only=_PROBLEMS, why="only these losses are implemented"),
+    Field("problem_type", None, allowed=_PROBLEM_TYPES, reason="only these losses are implemented"),
 )
 _CHOICE_DROPOUT = Field("classifier_dropout", None, _head_dropout)
 _BERT = _fields(30522, 0)
@@ -198,7 +209,11 @@ BERT_MASKED = Family(
         (
             *_BERT,
             *_MASKED,
-            Field("hidden_act", "gelu", one_from("hidden_act", "head_activation", _ACTIVATIONS)),
+            Field(
+                "hidden_act",
+                "gelu",
+                translate_values("hidden_act", "head_activation", _ACTIVATIONS),
+            ),
         ),
         head="masked_lm",
     ),
@@ -213,7 +228,7 @@ BERT_MASKED = Family(
     base="bert.",
     ignored=_BERT_BUFFERS,
     copies=(("cls.predictions.decoder.bias", "cls.predictions.bias"),),
-    renamed=_EARLIER_NORMS,
+    renamed=_OLD_NORM_NAMES,
     head="cls.predictions.decoder.weight",
     embedding="bert.embeddings.word_embeddings.weight",
     heads=_BERT_HEADS,
@@ -226,7 +241,7 @@ BERT_CLASSES = Family(
     EncoderNames("bert.", {"dense": "bert.pooler.dense", "output": "classifier"}),
     base="bert.",
     ignored=_BERT_BUFFERS,
-    renamed=_EARLIER_NORMS,
+    renamed=_OLD_NORM_NAMES,
     heads=_BERT_HEADS,
 )
 
@@ -237,7 +252,7 @@ BERT_CHOICES = Family(
     EncoderNames("bert.", {"dense": "bert.pooler.dense", "output": "classifier"}),
     base="bert.",
     ignored=_BERT_BUFFERS,
-    renamed=_EARLIER_NORMS,
+    renamed=_OLD_NORM_NAMES,
     heads=_BERT_HEADS,
 )
 
@@ -248,7 +263,7 @@ BERT_SPANS = Family(
     EncoderNames("bert.", {"output": "qa_outputs"}),
     base="bert.",
     ignored=_BERT_BUFFERS,
-    renamed=_EARLIER_NORMS,
+    renamed=_OLD_NORM_NAMES,
     heads=_BERT_HEADS,
 )
 
@@ -259,7 +274,7 @@ BERT = Family(
     EncoderNames(head={"dense": "pooler.dense"}),
     base="",
     ignored=_BERT_BUFFERS,
-    renamed=((r"^bert\.", ""), *_EARLIER_NORMS),
+    renamed=((r"^bert\.", ""), *_OLD_NORM_NAMES),
     heads=_BERT_HEADS,
 )
 
@@ -274,7 +289,7 @@ ROBERTA_MASKED = Family(
     base="roberta.",
     ignored=_ROBERTA_BUFFERS,
     copies=(("lm_head.decoder.bias", "lm_head.bias"),),
-    renamed=_EARLIER_NORMS,
+    renamed=_OLD_NORM_NAMES,
     head="lm_head.decoder.weight",
     embedding="roberta.embeddings.word_embeddings.weight",
     heads=_ROBERTA_HEADS,
@@ -287,7 +302,7 @@ ROBERTA_CLASSES = Family(
     EncoderNames("roberta.", {"dense": "classifier.dense", "output": "classifier.out_proj"}),
     base="roberta.",
     ignored=_ROBERTA_BUFFERS,
-    renamed=_EARLIER_NORMS,
+    renamed=_OLD_NORM_NAMES,
     heads=_ROBERTA_HEADS,
 )
 
@@ -305,7 +320,7 @@ ROBERTA_CHOICES = Family(
     EncoderNames("roberta.", {"dense": "roberta.pooler.dense", "output": "classifier"}),
     base="roberta.",
     ignored=_ROBERTA_BUFFERS,
-    renamed=_EARLIER_NORMS,
+    renamed=_OLD_NORM_NAMES,
     heads=_ROBERTA_HEADS,
 )
 
@@ -316,7 +331,7 @@ ROBERTA_SPANS = Family(
     EncoderNames("roberta.", {"output": "qa_outputs"}),
     base="roberta.",
     ignored=_ROBERTA_BUFFERS,
-    renamed=_EARLIER_NORMS,
+    renamed=_OLD_NORM_NAMES,
     heads=_ROBERTA_HEADS,
 )
 
@@ -327,6 +342,6 @@ ROBERTA = Family(
     EncoderNames(head={"dense": "pooler.dense"}),
     base="",
     ignored=_ROBERTA_BUFFERS,
-    renamed=((r"^roberta\.", ""), *_EARLIER_NORMS),
+    renamed=((r"^roberta\.", ""), *_OLD_NORM_NAMES),
     heads=_ROBERTA_HEADS,
 )

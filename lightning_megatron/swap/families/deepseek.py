@@ -51,7 +51,7 @@ _NAMES = replace(
 )
 _NO_CODE = "only these routers are implemented"
 #: Losses in the code of the first releases; Hugging Face's class and this package omit them.
-_LEFT_OUT = frozenset({"aux_loss_alpha", "seq_aux", "ep_size"})
+_IGNORED = frozenset({"aux_loss_alpha", "seq_aux", "ep_size"})
 
 
 def _rotary_fields(family: str) -> tuple[Field, ...]:
@@ -65,15 +65,15 @@ def _rotary_fields(family: str) -> tuple[Field, ...]:
             ("qk_head_dim", size + values["qk_nope_head_dim"]),
         ):
             if values[name] not in (None, expected):
-                why = "the sizes of a head follow from qk_nope_head_dim and qk_rope_head_dim"
-                raise refusal(family, name, values[name], why, (expected, None))
-        rotate = first.becomes
+                reason = "the sizes of a head follow from qk_nope_head_dim and qk_rope_head_dim"
+                raise refusal(family, name, values[name], reason, (expected, None))
+        rotate = first.target
         assert callable(rotate), "the rule of rope_parameters is a function"
         found = dict(rotate({**values, "head_dim": size}))
         del found["rotary_dim"]
         return {**found, "attention_scale": _scale(values)}
 
-    return (replace(first, becomes=rule), *others, Field("head_dim"), Field("qk_head_dim"))
+    return (replace(first, target=rule), *others, Field("head_dim"), Field("qk_head_dim"))
 
 
 def _scale(values: Values) -> float | None:
@@ -98,7 +98,7 @@ def _latents(family: str) -> ConfigTable:
         Field("qk_rope_head_dim", 64, "rotary_dim"),
         Field("v_head_dim", 128, "value_dim"),
     )
-    return ConfigTable(family, fields, {}, builds=LatentAttentionConfig)
+    return ConfigTable(family, fields, {}, build=LatentAttentionConfig)
 
 
 def _pairs(values: Values) -> Mapping[str, Any]:
@@ -115,8 +115,8 @@ def _attention_fields(family: str) -> tuple[Field, ...]:
         Field(
             "output_router_logits",
             False,
-            only=(False, None),
-            why="the model returns only loss and logits",
+            allowed=(False, None),
+            reason="the model returns only loss and logits",
         ),
     )
 
@@ -151,7 +151,7 @@ def _expert_fields(
             "n_routed_experts",
             num_experts,
             "num_experts",
-            also=("num_local_experts", "num_experts"),
+            aliases=("num_local_experts", "num_experts"),
         ),
         Field("num_experts_per_tok", top_k, "top_k"),
         Field("moe_intermediate_size", inner, "ffn_hidden_size"),
@@ -160,8 +160,8 @@ def _expert_fields(
         Field(
             "moe_layer_freq",
             1,
-            only=(1, None),
-            why="all layers after the dense ones have experts",
+            allowed=(1, None),
+            reason="all layers after the dense ones have experts",
         ),
         OWN_SETTINGS,
     )
@@ -177,8 +177,8 @@ def _greedy_groups(values: Values) -> Mapping[str, Any]:
     names = {"n_group": "num_groups", "topk_group": "top_k_groups"}
     for name in names:
         if values[name] is None:
-            why = "experts are selected from the best groups"
-            raise refusal("DeepSeek-V2", name, None, why, ("a number",))
+            reason = "experts are selected from the best groups"
+            raise refusal("DeepSeek-V2", name, None, reason, ("a number",))
     return {target: values[name] for name, target in names.items()}
 
 
@@ -190,10 +190,10 @@ DEEPSEEK_V2 = Family(
         (
             *sizes(102400, 4096, 11008, 32, 32, 2048),
             *_attention_fields("DeepSeek-V2"),
-            Field("mlp_bias", False, only=(False, None), why="experts have no biases"),
+            Field("mlp_bias", False, allowed=(False, None), reason="experts have no biases"),
         ),
         {**FIXED, "rotary_interleaved": True},
-        _LEFT_OUT,
+        _IGNORED,
         parts={
             "latent_attention": _latents("DeepSeek-V2"),
             "experts": ConfigTable(
@@ -204,16 +204,16 @@ DEEPSEEK_V2 = Family(
                     Field("topk_method", "greedy", _greedy_groups),
                     Field("n_group", None, kind=Size | None),
                     Field("topk_group", None, kind=Size | None),
-                    Field("scoring_func", "softmax", only=("softmax",), why=_NO_CODE),
+                    Field("scoring_func", "softmax", allowed=("softmax",), reason=_NO_CODE),
                     Field(
                         "norm_topk_prob",
                         False,
-                        only=(False, None),
-                        why="versions of transformers disagree about whether it counts",
+                        allowed=(False, None),
+                        reason="versions of transformers disagree about whether it counts",
                     ),
                 ),
                 {"scoring": "softmax", "normalize_top_k": False, "best_of_group": 1},
-                builds=ExpertsConfig,
+                build=ExpertsConfig,
             ),
         },
     ),
@@ -234,7 +234,7 @@ DEEPSEEK_V3 = Family(
         ),
         FIXED,
         # Layers for multi-token prediction are not trained.
-        _LEFT_OUT | {"num_nextn_predict_layers", "num_mtp_layers"},
+        _IGNORED | {"num_nextn_predict_layers", "num_mtp_layers"},
         parts={
             "latent_attention": _latents("DeepSeek-V3"),
             "experts": ConfigTable(
@@ -245,11 +245,11 @@ DEEPSEEK_V3 = Family(
                     Field("routed_scaling_factor", 2.5, "score_scale"),
                     Field("n_group", 8, "num_groups"),
                     Field("topk_group", 4, "top_k_groups"),
-                    Field("scoring_func", "sigmoid", only=("sigmoid",), why=_NO_CODE),
-                    Field("topk_method", "noaux_tc", only=("noaux_tc",), why=_NO_CODE),
+                    Field("scoring_func", "sigmoid", allowed=("sigmoid",), reason=_NO_CODE),
+                    Field("topk_method", "noaux_tc", allowed=("noaux_tc",), reason=_NO_CODE),
                 ),
                 {"scoring": "sigmoid", "expert_bias": True},
-                builds=ExpertsConfig,
+                build=ExpertsConfig,
             ),
         },
     ),

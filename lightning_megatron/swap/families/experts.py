@@ -26,7 +26,7 @@ from lightning_megatron.swap.families.rotary import rotary_fields
 from lightning_megatron.swap.tensors.packed import Packed
 
 #: Training settings that Hugging Face has no fields for.
-OF_TRAINING = (
+TRAINING_FIELDS = (
     "aux_loss",
     "aux_loss_scope",
     "z_loss",
@@ -100,11 +100,11 @@ def balanced(layers: Callable[[Values], Mapping[str, Any]]) -> tuple[Field, ...]
 
 def _own_settings(values: Values) -> Mapping[str, Any]:
     given = values[SETTINGS] or {}
-    if not isinstance(given, Mapping) or not given.keys() <= set(OF_TRAINING):
+    if not isinstance(given, Mapping) or not given.keys() <= set(TRAINING_FIELDS):
         raise UnsupportedError(
             f"{SETTINGS} of a configuration must be a mapping with some of "
-            f"{', '.join(OF_TRAINING)}: it is {shown(given)}. All other fields of ExpertsConfig "
-            "follow from Hugging Face's own fields. Leave out all other names."
+            f"{', '.join(TRAINING_FIELDS)}: it is {shown(given)}. All other fields of "
+            "ExpertsConfig follow from Hugging Face's own fields. Leave out all other names."
         )
     return given
 
@@ -117,8 +117,8 @@ def _window_of_all(values: Values) -> Mapping[str, Any]:
         return {}
     first = values["max_window_layers"]
     if first:
-        why = "versions of transformers disagree about whether all layers have the window then"
-        raise refusal("Qwen3-MoE", "max_window_layers", first, why, (None, 0))
+        reason = "versions of transformers disagree about whether all layers have the window then"
+        raise refusal("Qwen3-MoE", "max_window_layers", first, reason, (None, 0))
     return window(values)
 
 
@@ -136,8 +136,8 @@ MIXTRAL = Family(
             Field(
                 "router_jitter_noise",
                 0.0,
-                only=(0.0, None),
-                why=(
+                allowed=(0.0, None),
+                reason=(
                     "noise would change only the input of the router, but Hugging Face's changes "
                     "the input of the experts, too"
                 ),
@@ -149,13 +149,13 @@ MIXTRAL = Family(
                 "Mixtral",
                 (
                     Field("num_hidden_layers", 32),
-                    Field("num_local_experts", 8, "num_experts", also=("num_experts",)),
+                    Field("num_local_experts", 8, "num_experts", aliases=("num_experts",)),
                     Field("num_experts_per_tok", 2, "top_k"),
                     Field("intermediate_size", 14336, "ffn_hidden_size"),
                     *balanced(all_layers),
                 ),
                 {"scoring": "softmax", "normalize_top_k": True},
-                builds=ExpertsConfig,
+                build=ExpertsConfig,
             )
         },
     ),
@@ -196,7 +196,7 @@ QWEN3_MOE = Family(
                 "Qwen3-MoE",
                 (
                     Field("num_hidden_layers", 24),
-                    Field("num_local_experts", 128, "num_experts", also=("num_experts",)),
+                    Field("num_local_experts", 128, "num_experts", aliases=("num_experts",)),
                     Field("num_experts_per_tok", 8, "top_k"),
                     Field("moe_intermediate_size", 768, "ffn_hidden_size"),
                     Field("norm_topk_prob", False, "normalize_top_k"),
@@ -205,7 +205,7 @@ QWEN3_MOE = Family(
                     *balanced(sparse_layers),
                 ),
                 {"scoring": "softmax"},
-                builds=ExpertsConfig,
+                build=ExpertsConfig,
             )
         },
     ),

@@ -57,7 +57,7 @@ class Family:
     copies: tuple[tuple[str, str], ...] = ()
     packed: tuple[Packed, ...] = ()
 
-    def refusal_of(self, settings: Mapping[str, Any]) -> str:
+    def unsupported_reason(self, settings: Mapping[str, Any]) -> str:
         """Return the setting of a configuration that the table does not support; empty if none.
 
         Args:
@@ -103,7 +103,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class Names:
+class DecoderNames:
     """Tensor names of a decoder, with ``{}`` for the layer.
 
     Args:

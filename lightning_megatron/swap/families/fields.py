@@ -131,20 +131,20 @@ class Field:
     Args:
         name: Name in the configuration.
         default: Value of a missing field.
-        becomes: Name of this package's field with the same value, or a function that computes this
+        target: Name of this package's field with the same value, or a function that computes this
             package's fields from all values. None if another field's rule reads the field.
-        only: Supported values; None allows all.
-        why: Reason why no other value is supported.
-        also: Further names of the field in files.
+        allowed: Supported values; None allows all.
+        reason: Reason why no other value is supported.
+        aliases: Further names of the field in files.
         kind: Kind of the value, as in ``KINDS``; None uses the kind of the field's name there.
     """
 
     name: str
     default: Any = None
-    becomes: str | Callable[[Values], Mapping[str, Any]] | None = None
-    only: tuple[Any, ...] | None = None
-    why: str = ""
-    also: tuple[str, ...] = ()
+    target: str | Callable[[Values], Mapping[str, Any]] | None = None
+    allowed: tuple[Any, ...] | None = None
+    reason: str = ""
+    aliases: tuple[str, ...] = ()
     kind: Any = None
 
     def value_in(self, config: Values, family: str) -> Any:
@@ -154,27 +154,31 @@ class Field:
             UnsupportedError: If it gives two under different names.
         """
         given = {
-            name: config[name] for name in (self.name, *self.also) if config.get(name) is not None
+            name: config[name]
+            for name in (self.name, *self.aliases)
+            if config.get(name) is not None
         }
         first = next(iter(given), self.name)
         for name, value in given.items():
             if name != first and value != given[first]:
-                why = f"it is another name of {first} ({shown(given[first])})"
-                raise refusal(family, name, value, why, (given[first], None))
+                reason = f"it is another name of {first} ({shown(given[first])})"
+                raise refusal(family, name, value, reason, (given[first], None))
         return next(iter(given.values())) if given else config.get(self.name, self.default)
 
 
 #: Fields that every Hugging Face configuration may have, and that request unsupported features
 #: unless they have these values.
 GENERAL = (
-    Field("is_encoder_decoder", False, only=(False, None), why=_NO_CROSS_ATTENTION),
-    Field("add_cross_attention", False, only=(False, None), why=_NO_CROSS_ATTENTION),
-    Field("cross_attention_hidden_size", None, only=(None,), why=_NO_CROSS_ATTENTION),
-    Field("output_hidden_states", False, only=(False, None), why=_NO_OUTPUTS),
-    Field("output_attentions", False, only=(False, None), why=_NO_OUTPUTS),
-    Field("pruned_heads", None, only=(None, {}), why="all layers have equally many heads"),
-    Field("quantization_config", None, only=(None,), why="weights are floating-point numbers"),
-    Field("per_layer_config", None, only=(None, {}), why="all layers have the same shape"),
+    Field("is_encoder_decoder", False, allowed=(False, None), reason=_NO_CROSS_ATTENTION),
+    Field("add_cross_attention", False, allowed=(False, None), reason=_NO_CROSS_ATTENTION),
+    Field("cross_attention_hidden_size", None, allowed=(None,), reason=_NO_CROSS_ATTENTION),
+    Field("output_hidden_states", False, allowed=(False, None), reason=_NO_OUTPUTS),
+    Field("output_attentions", False, allowed=(False, None), reason=_NO_OUTPUTS),
+    Field("pruned_heads", None, allowed=(None, {}), reason="all layers have equally many heads"),
+    Field(
+        "quantization_config", None, allowed=(None,), reason="weights are floating-point numbers"
+    ),
+    Field("per_layer_config", None, allowed=(None, {}), reason="all layers have the same shape"),
 )
 
 
@@ -182,7 +186,7 @@ GENERAL = (
 class ConfigTable:
     """Conversion of a family's configurations to those of this package.
 
-    Every field is used, irrelevant, or refused unless it has the supported value. A field that the
+    Every field is used, ignored, or refused unless it has the supported value. A field that the
     table lacks is ignored if Hugging Face ignores it too. Otherwise it is refused unless it is off
     (None or False).
 
@@ -190,23 +194,23 @@ class ConfigTable:
         family: Name of the family, for messages.
         fields: Rules of the fields.
         fixed: Fields of this package that all models of the family share.
-        irrelevant: Names of further fields that do not affect training.
-        builds: Function that makes this package's configuration from its fields.
+        ignored: Names of further fields that do not affect training.
+        build: Function that makes this package's configuration from its fields.
         parts: Fields of this package that are records themselves, with their tables.
     """
 
     family: str
     fields: tuple[Field, ...]
     fixed: Mapping[str, Any]
-    irrelevant: frozenset[str] = frozenset()
-    builds: Callable[..., Any] = GPTConfig
+    ignored: frozenset[str] = frozenset()
+    build: Callable[..., Any] = GPTConfig
     parts: Mapping[str, ConfigTable] = field(default_factory=dict)
 
     @property
     def names(self) -> frozenset[str]:
         """Return the names of all fields that the table knows."""
-        own = {name for rule in (*self.fields, *GENERAL) for name in (rule.name, *rule.also)}
-        return self.irrelevant.union(own, *(part.names for part in self.parts.values()))
+        own = {name for rule in (*self.fields, *GENERAL) for name in (rule.name, *rule.aliases)}
+        return self.ignored.union(own, *(part.names for part in self.parts.values()))
 
     def __call__(self, config: Values) -> ModelConfig:
         """Return this package's configuration of a model.
@@ -246,11 +250,11 @@ class ConfigTable:
         values = self._values(config, self.fields)
         found = dict(self.fixed)
         for rule in self.fields:
-            if callable(rule.becomes):
-                found |= rule.becomes(values)
-            elif rule.becomes is not None:
-                found[rule.becomes] = values[rule.name]
-        return self.builds(
+            if callable(rule.target):
+                found |= rule.target(values)
+            elif rule.target is not None:
+                found[rule.target] = values[rule.name]
+        return self.build(
             **found, **{name: part.record(config) for name, part in self.parts.items()}
         )
 
@@ -258,18 +262,18 @@ class ConfigTable:
         values = {}
         for rule in rules:
             value = values[rule.name] = rule.value_in(config, self.family)
-            if rule.only is None:
+            if rule.allowed is None:
                 self._check_value(rule, value)
             elif not any(
                 value == one and isinstance(value, bool) == isinstance(one, bool)
-                for one in rule.only
+                for one in rule.allowed
             ):
-                raise refusal(self.family, rule.name, value, rule.why, rule.only)
+                raise refusal(self.family, rule.name, value, rule.reason, rule.allowed)
         return values
 
     def _check_value(self, rule: Field, value: Any) -> None:
         kind = KINDS.get(rule.name) if rule.kind is None else rule.kind
-        if kind is None and isinstance(rule.becomes, str) and rule.default is not None:
+        if kind is None and isinstance(rule.target, str) and rule.default is not None:
             # A field of a family that is described elsewhere has the type of its default.
             kind = type(rule.default)
         if kind is not None:
@@ -296,18 +300,18 @@ class ConfigTable:
 
 
 def refusal(
-    family: str, name: str, value: Any, why: str, only: tuple[Any, ...] = (None, False)
+    family: str, name: str, value: Any, reason: str, allowed: tuple[Any, ...] = (None, False)
 ) -> UnsupportedError:
     """Return the error for a field that asks for an unsupported computation."""
-    legal = join_or(only)
+    legal = join_or(allowed)
     return UnsupportedError(
-        f"{name} of a {family} configuration must be {legal}: it is {shown(value)}. Here {why}. "
-        f"Set {name} to {join_or(only[:1])} if the model allows it, or keep Hugging Face's own "
+        f"{name} of a {family} configuration must be {legal}: it is {shown(value)}. Here {reason}. "
+        f"Set {name} to {join_or(allowed[:1])} if the model allows it, or keep Hugging Face's own "
         "module."
     )
 
 
-def one_from(
+def translate_values(
     name: str, target: str, choices: Mapping[Any, Any]
 ) -> Callable[[Values], Mapping[str, Any]]:
     """Return a rule that translates a field's values and refuses all others."""

@@ -7,7 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_megatron.swap.families.family import Family
-from lightning_megatron.swap.families.fields import ConfigTable, Field, Values, one_from, refusal
+from lightning_megatron.swap.families.fields import (
+    ConfigTable,
+    Field,
+    Values,
+    refusal,
+    translate_values,
+)
 from lightning_megatron.swap.families.llama import LLAMA_NAMES
 from lightning_megatron.swap.families.llama_fields import (
     ATTENTION_BIAS,
@@ -27,12 +33,12 @@ def _gemma_activation(values: Values) -> Mapping[str, Any]:
     meant = "gelu_pytorch_tanh" if given == "gelu" else given
     other = values["hidden_activation"]
     if other is not None and other != meant:
-        why = (
+        reason = (
             f"hidden_act is {given}, and versions of transformers disagree about which of the two "
             "counts"
         )
-        raise refusal("Gemma", "hidden_activation", other, why, (meant, None))
-    return one_from("hidden_act", "activation", GATED)({**values, "hidden_act": meant})
+        raise refusal("Gemma", "hidden_activation", other, reason, (meant, None))
+    return translate_values("hidden_act", "activation", GATED)({**values, "hidden_act": meant})
 
 
 def _every_other(values: Values) -> Mapping[str, Any]:
@@ -58,20 +64,20 @@ def _windows(values: Values, every: int) -> Mapping[str, Any]:
     return windows_of(types, values["sliding_window"], values, "Gemma", keeps_all=True)
 
 
-_BOTH_WAYS = Field(
+_BIDIRECTIONAL = Field(
     "use_bidirectional_attention",
     None,
-    only=(None, False),
-    why="no position attends to a later one",
+    allowed=(None, False),
+    reason="no position attends to a later one",
 )
 _SCALED = Field(
     "hidden_size", 3072, lambda values: {"embedding_scale": values["hidden_size"] ** 0.5}
 )
-_LATER = (
+_LATER_FIELDS = (
     Field(
         "hidden_activation",
         "gelu_pytorch_tanh",
-        one_from("hidden_activation", "activation", GATED),
+        translate_values("hidden_activation", "activation", GATED),
         kind=str,
     ),
     Field("head_dim", 256, head_dim),
@@ -91,7 +97,7 @@ _NAMES = replace(
     mlp_output_norm="model.layers.{}.post_feedforward_layernorm",
 )
 #: The classes read hidden_activation; the kind of cache only affects generation.
-_OF_OTHERS = frozenset({"hidden_act", "cache_implementation"})
+_IGNORED = frozenset({"hidden_act", "cache_implementation"})
 
 GEMMA = Family(
     "gemma",
@@ -105,7 +111,7 @@ GEMMA = Family(
             Field("hidden_activation", None),
             Field("head_dim", 256, head_dim),
             ATTENTION_BIAS,
-            _BOTH_WAYS,
+            _BIDIRECTIONAL,
             _SCALED,
         ),
         {**FIXED, "norm_offset": 1.0},
@@ -122,14 +128,14 @@ GEMMA2 = Family(
         (
             *sizes(256000, 2304, 9216, 26, 8, 8192, 4, tied=True, padding=0),
             *rotary_fields(),
-            *_LATER,
-            _BOTH_WAYS,
+            *_LATER_FIELDS,
+            _BIDIRECTIONAL,
             Field("layer_types", None, _every_other),
             Field("attn_logit_softcapping", 50.0, "attention_soft_cap"),
             Field("final_logit_softcapping", 30.0, "logit_soft_cap"),
         ),
         {**FIXED, "norm_offset": 1.0, "norm_position": "sandwich"},
-        _OF_OTHERS,
+        _IGNORED,
     ),
     _NAMES,
     ignored=OUTDATED,
@@ -143,7 +149,7 @@ GEMMA3 = Family(
         (
             *sizes(262208, 2304, 9216, 26, 8, 131072, 4, tied=True, padding=0),
             *typed_rotary_fields(1e6, _pattern, local="rope_local_base_freq"),
-            *_LATER,
+            *_LATER_FIELDS,
             Field(
                 "use_bidirectional_attention",
                 False,
@@ -154,13 +160,13 @@ GEMMA3 = Family(
             Field(
                 "attn_logit_softcapping",
                 None,
-                only=(None,),
-                why="scores have no bound, as in Hugging Face's class, which ignores the field",
+                allowed=(None,),
+                reason="scores have no bound, as in Hugging Face's class, which ignores the field",
             ),
             Field("final_logit_softcapping", None, "logit_soft_cap"),
         ),
         {**FIXED, "norm_offset": 1.0, "norm_position": "sandwich", "qk_norm": True},
-        _OF_OTHERS,
+        _IGNORED,
     ),
     _NAMES,
     ignored=OUTDATED,

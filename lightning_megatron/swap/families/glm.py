@@ -18,7 +18,7 @@ from lightning_megatron.swap.families.rotary import rotary_fields
 
 _FIELDS = (
     *sizes(151552, 4096, 13696, 40, 32, 131072, 2, norm_eps=1.5625e-07, padding=151329),
-    *rotary_fields(part="partial_rotary_factor", default_part=0.5),
+    *rotary_fields(share_field="partial_rotary_factor", default_share=0.5),
     ACTIVATION,
     Field("head_dim", 128, head_dim),
     Field("attention_bias", True, lambda values: {"qkv_bias": bool(values["attention_bias"])}),

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.swap.families.family import Family, Names
-from lightning_megatron.swap.families.fields import ConfigTable, Field, Values, one_from
+from lightning_megatron.swap.families.family import DecoderNames, Family
+from lightning_megatron.swap.families.fields import ConfigTable, Field, Values, translate_values
 from lightning_megatron.swap.families.rotary import rotary_fields
 
 _ACTIVATIONS = {
@@ -49,7 +49,7 @@ GPT2 = Family(
             Field(
                 "activation_function",
                 "gelu_new",
-                one_from("activation_function", "activation", _ACTIVATIONS),
+                translate_values("activation_function", "activation", _ACTIVATIONS),
             ),
             Field("layer_norm_epsilon", 1e-5, "norm_eps"),
             Field("initializer_range", 0.02, "init_std"),
@@ -65,19 +65,19 @@ GPT2 = Family(
             Field(
                 "scale_attn_by_inverse_layer_idx",
                 False,
-                only=(False,),
-                why="all layers scale their attention scores alike",
+                allowed=(False,),
+                reason="all layers scale their attention scores alike",
             ),
             Field(
                 "reorder_and_upcast_attn",
                 False,
-                only=(False,),
-                why="the attention kernel chooses the precision of the scores",
+                allowed=(False,),
+                reason="the attention kernel chooses the precision of the scores",
             ),
         ),
         {"norm": "layernorm", "position": "learned", "bias": True},
     ),
-    Names(
+    DecoderNames(
         embedding="transformer.wte",
         position="transformer.wpe",
         final_norm="transformer.ln_f",
@@ -105,7 +105,7 @@ GPT_NEOX = Family(
             Field("num_hidden_layers", 44, "num_layers"),
             Field("num_attention_heads", 64, "num_heads"),
             Field("intermediate_size", 24576, "ffn_hidden_size"),
-            Field("hidden_act", "gelu", one_from("hidden_act", "activation", _ACTIVATIONS)),
+            Field("hidden_act", "gelu", translate_values("hidden_act", "activation", _ACTIVATIONS)),
             Field("max_position_embeddings", 2048, "max_seq_length"),
             Field("initializer_range", 0.02, "init_std"),
             Field("layer_norm_eps", 1e-5, "norm_eps"),
@@ -120,7 +120,7 @@ GPT_NEOX = Family(
         # Of earlier code; Hugging Face's model reads the names above.
         frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob"}),
     ),
-    Names(
+    DecoderNames(
         embedding="gpt_neox.embed_in",
         final_norm="gpt_neox.final_layer_norm",
         attention_norm="gpt_neox.layers.{}.input_layernorm",

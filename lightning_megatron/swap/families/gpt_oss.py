@@ -36,9 +36,9 @@ _POSITIONS = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-_WHY_ACTIVATION = "experts have the activation of the published models"
+_ACTIVATION_REASON = "experts have the activation of the published models"
 #: Fields of OpenAI's own code; other fields have the same meaning.
-_TWICE = frozenset({"experts_per_token", "initial_context_length"})
+_DUPLICATES = frozenset({"experts_per_token", "initial_context_length"})
 
 
 def _windows(values: Values) -> Mapping[str, Any]:
@@ -54,9 +54,9 @@ def _stack(name: str, parts: tuple[str, ...]) -> tuple[Packed, ...]:
 
     Gates and the features that they multiply alternate.
     """
-    alternates = len(parts) > 1
+    interleaved = len(parts) > 1
     weights, biases = (tuple(f"{one}.{kind}" for one in parts) for kind in ("weight", "bias"))
-    how = {"alternates": alternates, "is_in_files": True}
+    how = {"interleaved": interleaved, "is_in_files": True}
     return (
         Packed(f"{_STACKS}.{name}", weights, is_transposed=True, **how),
         Packed(f"{_STACKS}.{name}_bias", biases, **how),
@@ -76,22 +76,24 @@ GPT_OSS = Family(
         (
             *sizes(201088, 2880, 2880, 36, 64, 131072, 8, norm_eps=1e-5),
             *_rotary(),
-            Field("hidden_act", "silu", only=("silu",), why=_WHY_ACTIVATION),
-            Field("swiglu_alpha", GATE_FACTOR, only=(GATE_FACTOR,), why=_WHY_ACTIVATION),
-            Field("swiglu_limit", FEATURE_LIMIT, only=(FEATURE_LIMIT,), why=_WHY_ACTIVATION),
+            Field("hidden_act", "silu", allowed=("silu",), reason=_ACTIVATION_REASON),
+            Field("swiglu_alpha", GATE_FACTOR, allowed=(GATE_FACTOR,), reason=_ACTIVATION_REASON),
+            Field(
+                "swiglu_limit", FEATURE_LIMIT, allowed=(FEATURE_LIMIT,), reason=_ACTIVATION_REASON
+            ),
             Field("head_dim", 64, head_dim),
             replace(ATTENTION_BIAS, default=True),
             Field("sliding_window", 128),
             Field("layer_types", None, _windows),
         ),
         {**FIXED, "activation": "clamped_swiglu", "attention_sinks": True},
-        _TWICE,
+        _DUPLICATES,
         parts={
             "experts": ConfigTable(
                 "gpt-oss",
                 (
                     Field("num_hidden_layers", 36),
-                    Field("num_local_experts", 128, "num_experts", also=("num_experts",)),
+                    Field("num_local_experts", 128, "num_experts", aliases=("num_experts",)),
                     Field("num_experts_per_tok", 4, "top_k"),
                     Field("intermediate_size", 2880, "ffn_hidden_size"),
                     *balanced(all_layers),
@@ -102,7 +104,7 @@ GPT_OSS = Family(
                     "linear_bias": True,
                     "router_bias": True,
                 },
-                builds=ExpertsConfig,
+                build=ExpertsConfig,
             )
         },
     ),

@@ -59,11 +59,11 @@ def families(further: Iterable[Family] = ()) -> tuple[Family, ...]:
     Raises:
         UnsupportedError: If an entry point is something else.
     """
-    return (*further, *_offered(), *FAMILIES)
+    return (*further, *_registered(), *FAMILIES)
 
 
 @cache
-def _offered() -> tuple[Family, ...]:
+def _registered() -> tuple[Family, ...]:
     # A search through all packages takes longer than the replacement of a small model.
     offered = []
     for point in metadata.entry_points(group=ENTRY_POINTS):

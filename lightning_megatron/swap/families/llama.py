@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from lightning_megatron.swap.families.family import Family, Names
+from lightning_megatron.swap.families.family import DecoderNames, Family
 from lightning_megatron.swap.families.fields import ConfigTable, Field, Values
 from lightning_megatron.swap.families.llama_fields import (
     ACTIVATION,
@@ -22,7 +22,7 @@ from lightning_megatron.swap.families.llama_fields import (
 from lightning_megatron.swap.families.rotary import rotary_fields
 
 #: Names of the tensors of most families after it, too.
-LLAMA_NAMES = Names(
+LLAMA_NAMES = DecoderNames(
     embedding="model.embed_tokens",
     final_norm="model.norm",
     attention_norm="model.layers.{}.input_layernorm",
@@ -77,8 +77,8 @@ LLAMA = Family(
             Field(
                 "rope_interleaved",
                 False,
-                only=(False, None),
-                why="rotary positions pair the two halves of a head, not neighbouring elements",
+                allowed=(False, None),
+                reason="rotary positions pair the two halves of a head, not neighbouring elements",
             ),
         ),
         FIXED,
@@ -149,18 +149,18 @@ PHI3 = Family(
         "Phi-3",
         (
             *sizes(32064, 3072, 8192, 32, 32, 4096, norm_eps=1e-5, padding=32000),
-            *rotary_fields(part="partial_rotary_factor", earlier={"yarn": "longrope"}),
+            *rotary_fields(share_field="partial_rotary_factor", kind_aliases={"yarn": "longrope"}),
             ACTIVATION,
             Field("sliding_window", None, window),
             Field(
                 "resid_pdrop",
                 0.0,
-                only=(0.0,),
-                why="dropout would also apply to the embedding",
+                allowed=(0.0,),
+                reason="dropout would also apply to the embedding",
             ),
-            Field("attention_bias", False, only=(False, None), why=_NO_BIAS),
-            Field("mlp_bias", False, only=(False, None), why=_NO_BIAS),
-            Field("lm_head_bias", False, only=(False, None), why=_NO_BIAS),
+            Field("attention_bias", False, allowed=(False, None), reason=_NO_BIAS),
+            Field("mlp_bias", False, allowed=(False, None), reason=_NO_BIAS),
+            Field("lm_head_bias", False, allowed=(False, None), reason=_NO_BIAS),
         ),
         FIXED,
         # There is no dropout after the embedding regardless of this field; the others belong to

@@ -6,7 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.swap.families.fields import Field, Values, one_from, padding_id, refusal
+from lightning_megatron.swap.families.fields import (
+    Field,
+    Values,
+    padding_id,
+    refusal,
+    translate_values,
+)
 
 #: Activations of gated MLPs, and their names in this package.
 GATED = {
@@ -122,8 +128,8 @@ def windows_of(
     legal = ("full_attention", "sliding_attention")
     for layer, kind in enumerate(types):
         if kind not in legal:
-            why = "attention covers all previous positions, or a window of them"
-            raise refusal(family, f"layer_types[{layer}]", kind, why, legal)
+            reason = "attention covers all previous positions, or a window of them"
+            raise refusal(family, f"layer_types[{layer}]", kind, reason, legal)
     num_layers = values["num_hidden_layers"]
     windowed = tuple(kind == "sliding_attention" for kind in types)
     if len(windowed) != num_layers or (any(windowed) and width is None):
@@ -143,6 +149,6 @@ def windows_of(
     return {**found, "window_layers": windowed}
 
 
-ACTIVATION = Field("hidden_act", "silu", one_from("hidden_act", "activation", GATED))
+ACTIVATION = Field("hidden_act", "silu", translate_values("hidden_act", "activation", GATED))
 HEAD_DIM = Field("head_dim", None, head_dim)
 ATTENTION_BIAS = Field("attention_bias", False, _attention_bias)

@@ -96,7 +96,9 @@ OLMOE = Family(
             *rotary_fields(),
             ACTIVATION,
             ATTENTION_BIAS,
-            Field("clip_qkv", None, only=(None,), why="queries, keys and values have no bounds"),
+            Field(
+                "clip_qkv", None, allowed=(None,), reason="queries, keys and values have no bounds"
+            ),
         ),
         _NORMED,
         parts={
@@ -104,14 +106,14 @@ OLMOE = Family(
                 "OLMoE",
                 (
                     Field("num_hidden_layers", 16),
-                    Field("num_experts", 64, "num_experts", also=("num_local_experts",)),
+                    Field("num_experts", 64, "num_experts", aliases=("num_local_experts",)),
                     Field("num_experts_per_tok", 8, "top_k"),
                     Field("intermediate_size", 2048, "ffn_hidden_size"),
                     Field("norm_topk_prob", False, "normalize_top_k"),
                     *balanced(all_layers),
                 ),
                 {"scoring": "softmax"},
-                builds=ExpertsConfig,
+                build=ExpertsConfig,
             )
         },
     ),

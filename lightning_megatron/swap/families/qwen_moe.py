@@ -76,7 +76,7 @@ QWEN2_MOE = Family(
                     *balanced(sparse_layers),
                 ),
                 {"scoring": "softmax", "shared_gate": True},
-                builds=ExpertsConfig,
+                build=ExpertsConfig,
             )
         },
     ),

@@ -13,10 +13,10 @@ from lightning_megatron.plan.settings import shown
 from lightning_megatron.swap.families.field_kinds import KINDS, check_kind
 from lightning_megatron.swap.families.fields import Field, Values
 
-#: Names that kinds had earlier.
-_EARLIER = {"su": "longrope"}
+#: Earlier names of kinds.
+_KIND_ALIASES = {"su": "longrope"}
 #: Further keys of ``rope_parameters`` by kind, besides theta, kind and the rotated share.
-_READ: Mapping[str, frozenset[str]] = {
+_KEYS_OF_KIND: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
     "llama3": frozenset(
@@ -43,32 +43,41 @@ _READ: Mapping[str, frozenset[str]] = {
         }
     ),
 }
-_ALWAYS = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor"})
+_COMMON_KEYS = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor"})
 
 
 def rotary_fields(
-    theta: str = "rope_theta",
-    part: str | None = None,
-    default_part: float = 1.0,
-    earlier: Mapping[str, str] | None = None,
+    base_field: str = "rope_theta",
+    share_field: str | None = None,
+    default_share: float = 1.0,
+    kind_aliases: Mapping[str, str] | None = None,
     default_base: float = 10000.0,
 ) -> tuple[Field, ...]:
     """Return the rules for all fields of rotary positions.
 
     Args:
-        theta: Field of the base in the earlier notation.
-        part: Field of the rotated share of a head in the earlier notation; None if the family
-            always rotates whole heads.
-        default_part: Rotated share if the field is missing.
-        earlier: Further names of the kinds.
+        base_field: Field of the base in the earlier notation.
+        share_field: Field of the rotated share of a head in the earlier notation; None if the
+            family always rotates whole heads.
+        default_share: Rotated share if the field is missing.
+        kind_aliases: Further names of the kinds.
         default_base: Base if the field is missing.
     """
-    rule = _rule(theta, part, default_part, _EARLIER | dict(earlier or {}), default_base)
-    names = {theta, "rope_theta", "partial_rotary_factor", "original_max_position_embeddings"} | (
-        {part} - {None}
+    rule = _rule(
+        base_field,
+        share_field,
+        default_share,
+        _KIND_ALIASES | dict(kind_aliases or {}),
+        default_base,
     )
+    names = {
+        base_field,
+        "rope_theta",
+        "partial_rotary_factor",
+        "original_max_position_embeddings",
+    } | ({share_field} - {None})
     others = tuple(Field(name) for name in sorted(name for name in names if name is not None))
-    return (Field("rope_parameters", becomes=rule), Field("rope_scaling"), *others)
+    return (Field("rope_parameters", target=rule), Field("rope_scaling"), *others)
 
 
 def typed_rotary_fields(
@@ -86,17 +95,17 @@ def typed_rotary_fields(
         window_base: Base of layers with a window if the field is missing.
         local: Field of the base of layers with a window in the earlier notation.
     """
-    (whole, *others) = rotary_fields(default_base=base)
-    rule = whole.becomes
+    (rotary, *others) = rotary_fields(default_base=base)
+    rule = rotary.target
     assert callable(rule), "the first field has the rule"
 
     def typed(values: Values) -> Mapping[str, Any]:
         given = values["rope_parameters"] or {}
         kinds = {"full_attention": {}, "sliding_attention": {}, **given}
         if len(kinds) > 2:
-            why = "layers with a window have positions of their own"
+            reason = "layers with a window have positions of their own"
             legal = "a mapping for full_attention and for sliding_attention"
-            raise _refusal("rope_parameters", given, legal, why)
+            raise _refusal("rope_parameters", given, legal, reason)
         for name, kind in kinds.items():
             check_kind(f"rope_parameters.{name}", kind, KINDS["rope_parameters"], "typed")
         full, sliding = ({} if kind is None else dict(kind) for kind in kinds.values())
@@ -107,21 +116,21 @@ def typed_rotary_fields(
         given_base = sliding.pop("rope_theta", None) or (values[local] if local else None)
         if kind != "default" or any(value is not None for value in sliding.values()):
             legal = "of rope_type default, with no key but rope_theta"
-            why = "angles of layers with a window are not scaled"
-            raise _refusal("rope_parameters.sliding_attention", kind, legal, why)
+            reason = "angles of layers with a window are not scaled"
+            raise _refusal("rope_parameters.sliding_attention", kind, legal, reason)
         own = float(given_base or window_base)
         is_common = own == found["rotary_base"] and found["rotary_scaling"] is None
         return found if is_common else {**found, "window_rotary_base": own}
 
     further = (Field(local),) if local else ()
-    return (Field("rope_parameters", becomes=typed), *others, *further)
+    return (Field("rope_parameters", target=typed), *others, *further)
 
 
 def _rule(
-    theta: str,
-    part: str | None,
-    default_part: float,
-    earlier: Mapping[str, str],
+    base_field: str,
+    share_field: str | None,
+    default_share: float,
+    kind_aliases: Mapping[str, str],
     default_base: float,
 ) -> Callable[[Values], Mapping[str, Any]]:
     def rule(values: Values) -> Mapping[str, Any]:
@@ -136,12 +145,12 @@ def _rule(
                 "all layers use the same rotary positions",
             )
         kind = given.get("rope_type") or given.get("type") or "default"
-        kind = earlier.get(kind, kind)
-        if kind not in _READ:
+        kind = kind_aliases.get(kind, kind)
+        if kind not in _KEYS_OF_KIND:
             raise _refusal(
-                "rope_type", kind, join_or(list(_READ)), "only these kinds are implemented"
+                "rope_type", kind, join_or(list(_KEYS_OF_KIND)), "only these kinds are implemented"
             )
-        unknown = sorted(given.keys() - _READ[kind] - _ALWAYS)
+        unknown = sorted(given.keys() - _KEYS_OF_KIND[kind] - _COMMON_KEYS)
         for name in unknown:
             if given[name] is not None and given[name] is not False:
                 raise _refusal(
@@ -150,23 +159,23 @@ def _rule(
                     "left out",
                     f"{kind} positions do not use it",
                 )
-        base = given.get("rope_theta") or _agreed(values, theta, "rope_theta") or default_base
+        base = given.get("rope_theta") or _agreed(values, base_field, "rope_theta") or default_base
         share = (
             given.get("partial_rotary_factor")
-            or _agreed(values, part, "partial_rotary_factor")
-            or default_part
+            or _agreed(values, share_field, "partial_rotary_factor")
+            or default_share
         )
-        if part is None and share != 1.0:
+        if share_field is None and share != 1.0:
             raise _refusal("partial_rotary_factor", share, "1.0", "this family rotates whole heads")
         head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
         size = int(head_dim * share)
         if size % 2 or not size:
-            why = (
+            reason = (
                 f"it gives {size} of {head_dim} elements of a head, and rotary positions rotate "
                 "pairs of elements"
             )
             raise _refusal(
-                "partial_rotary_factor", share, "a share with an even number of elements", why
+                "partial_rotary_factor", share, "a share with an even number of elements", reason
             )
         rotary_base = float(base)
         rotary_dim = size if size < head_dim else None
@@ -176,21 +185,21 @@ def _rule(
     return rule
 
 
-def _agreed(values: Values, name: str | None, other: str) -> Any:
+def _agreed(values: Values, name: str | None, second_name: str) -> Any:
     # Earlier configurations may give a number under two names.
     first = None if name is None else values[name]
-    second = values[other]
+    second = values[second_name]
     if None not in (first, second) and first != second:
-        raise _refusal(other, second, f"equal to {name} ({first})", "both set the same value")
+        raise _refusal(second_name, second, f"equal to {name} ({first})", "both set the same value")
     return second if first is None else first
 
 
-def _scaling(kind: Any, given: Mapping[str, Any], values: Values) -> RotaryScaling:
+def _scaling(kind: Any, parameters: Mapping[str, Any], values: Values) -> RotaryScaling:
     longest = values["max_position_embeddings"]
     # A field of the configuration itself goes before one inside the mapping.
     length = (
         values["original_max_position_embeddings"]
-        or given.get("original_max_position_embeddings")
+        or parameters.get("original_max_position_embeddings")
         or longest
     )
     needed = {
@@ -199,20 +208,20 @@ def _scaling(kind: Any, given: Mapping[str, Any], values: Values) -> RotaryScali
     }.get(kind, ())
     needed = ("short_factor", "long_factor") if kind == "longrope" else needed
     for name in needed:
-        if given.get(name) is None:
+        if parameters.get(name) is None:
             raise _refusal(
                 f"rope_parameters.{name}",
                 None,
                 "given",
                 f"{kind} positions cannot be computed without it",
             )
-    factor = given.get("factor")
+    factor = parameters.get("factor")
     factor = float(longest / length if factor is None else factor)
     if kind == "linear":
         return RotaryScaling(kind=kind, factor=factor)
     if kind == "llama3":
-        low = float(given["low_freq_factor"])
-        high = float(given["high_freq_factor"])
+        low = float(parameters["low_freq_factor"])
+        high = float(parameters["high_freq_factor"])
         return RotaryScaling(
             kind=kind,
             factor=factor,
@@ -220,30 +229,30 @@ def _scaling(kind: Any, given: Mapping[str, Any], values: Values) -> RotaryScali
             low_frequency_factor=low,
             high_frequency_factor=high,
         )
-    attention = given.get("attention_factor")
+    attention = parameters.get("attention_factor")
     if kind == "longrope":
         return RotaryScaling(
             kind=kind,
             factor=factor,
             original_length=length,
-            short_factors=tuple(given["short_factor"]),
-            long_factors=tuple(given["long_factor"]),
+            short_factors=tuple(parameters["short_factor"]),
+            long_factors=tuple(parameters["long_factor"]),
             attention_factor=attention,
         )
     return RotaryScaling(
         kind=kind,
         factor=factor,
         original_length=length,
-        beta_fast=float(given.get("beta_fast") or 32),
-        beta_slow=float(given.get("beta_slow") or 1),
-        truncate=bool(given.get("truncate", True)),
-        attention_factor=_yarn_attention(factor, given) if attention is None else attention,
+        beta_fast=float(parameters.get("beta_fast") or 32),
+        beta_slow=float(parameters.get("beta_slow") or 1),
+        truncate=bool(parameters.get("truncate", True)),
+        attention_factor=_yarn_attention(factor, parameters) if attention is None else attention,
     )
 
 
-def _yarn_attention(factor: float, given: Mapping[str, Any]) -> float | None:
-    mscale = given.get("mscale")
-    mscale_all = given.get("mscale_all_dim")
+def _yarn_attention(factor: float, parameters: Mapping[str, Any]) -> float | None:
+    mscale = parameters.get("mscale")
+    mscale_all = parameters.get("mscale_all_dim")
     if not mscale or not mscale_all:
         return None
     if factor <= 1.0:
@@ -253,8 +262,8 @@ def _yarn_attention(factor: float, given: Mapping[str, Any]) -> float | None:
     )
 
 
-def _refusal(name: str, value: Any, legal: str, why: str) -> UnsupportedError:
+def _refusal(name: str, value: Any, legal: str, reason: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{name} must be {legal}: it is {shown(value)}, and {why}. Change it if the model allows "
-        "it, or keep Hugging Face's own module."
+        f"{name} must be {legal}: it is {shown(value)}, and {reason}. Change it if the model "
+        "allows it, or keep Hugging Face's own module."
     )

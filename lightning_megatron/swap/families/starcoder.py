@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_megatron.swap.families.family import Family
-from lightning_megatron.swap.families.fields import ConfigTable, Field, one_from
+from lightning_megatron.swap.families.fields import ConfigTable, Field, translate_values
 from lightning_megatron.swap.families.llama import LLAMA_NAMES
 from lightning_megatron.swap.families.llama_fields import HEAD_DIM, OUTDATED, sizes, window
 from lightning_megatron.swap.families.rotary import rotary_fields
@@ -29,24 +29,27 @@ STARCODER2 = Family(
             Field(
                 "hidden_act",
                 "gelu_pytorch_tanh",
-                one_from("hidden_act", "activation", _ACTIVATIONS),
+                translate_values("hidden_act", "activation", _ACTIVATIONS),
             ),
             Field("norm_epsilon", 1e-5, "norm_eps"),
             Field("sliding_window", None, window),
             Field(
-                "use_bias", True, only=(True,), why="norms have biases, and so have all projections"
+                "use_bias",
+                True,
+                allowed=(True,),
+                reason="norms have biases, and so have all projections",
             ),
             Field(
                 "residual_dropout",
                 0.0,
-                only=(0.0,),
-                why="dropout would also apply to the embedding",
+                allowed=(0.0,),
+                reason="dropout would also apply to the embedding",
             ),
             Field(
                 "embedding_dropout",
                 0.0,
-                only=(0.0,),
-                why="dropout would also apply before the residual sums",
+                allowed=(0.0,),
+                reason="dropout would also apply before the residual sums",
             ),
         ),
         {"norm": "layernorm", "position": "rotary", "bias": True},

@@ -19,7 +19,7 @@ from lightning_megatron.swap.hugging_face.save_pretrained import save_as_it_is
 
 #: Methods that search for peft's own layers. After the replacement there are none, so the methods
 #: would silently do nothing.
-_INSIDE = (
+_PEFT_METHODS = (
     *(
         "add_adapter",
         "add_weighted_adapter",
@@ -56,7 +56,7 @@ def bind_methods(root: nn.Module, own_code: Iterable[Any]) -> None:
                     # weights.
                     setattr(wrapper, _BOUND, model.prepare_inputs_for_generation)
                 kind = type(wrapper)
-                refusals = {name: _refused(name) for name in _INSIDE}
+                refusals = {name: _refused(name) for name in _PEFT_METHODS}
                 wrapper.__class__ = type(
                     kind.__name__, (kind,), {"disable_adapter": _disabled, **refusals}
                 )

@@ -208,7 +208,7 @@ class HuggingFaceLM(ReplacedModel):
         if cache is not None:
             self.gpt.config.check_seq_length(cache.length_after(given.shape[1]))
             span = cache.span_of(span, given, *described, extra=extra, num_rows=rows)
-        span = self._laid_out(span, _one_input(input_ids, inputs_embeds))
+        span = self._padded_span(span, _one_input(input_ids, inputs_embeds))
         return _Rows(input_ids, inputs_embeds, labels, span)
 
     def _span_and_labels(
@@ -245,7 +245,7 @@ class HuggingFaceLM(ReplacedModel):
         finally:
             gpt.hidden_states = None
         cut = None if span is None else span.order
-        return result, tuple(whole_sequences(one, gpt.mesh, cut) for one in states)
+        return result, tuple(gather_sequences(one, gpt.mesh, cut) for one in states)
 
     def _from_last_stage(
         self,
@@ -275,8 +275,8 @@ class HuggingFaceLM(ReplacedModel):
             broadcast_(loss, pp, loss_stage)
         return CausalLMOutput(loss if has_labels else None, lambda: logits)
 
-    def _laid_out(self, span: AttentionSpan | None, given: Tensor) -> AttentionSpan | None:
-        return laid_out(span, given, self.gpt.mesh, self.gpt.context)
+    def _padded_span(self, span: AttentionSpan | None, inputs: Tensor) -> AttentionSpan | None:
+        return laid_out(span, inputs, self.gpt.mesh, self.gpt.context)
 
     def _padding(self, num_sequences: int, length: int, multiple: int) -> tuple[int, int]:
         """Return the numbers of rows and positions to append."""
@@ -310,7 +310,7 @@ class HuggingFaceLM(ReplacedModel):
         return full[..., : self.gpt.config.vocab_size].transpose(0, 1)
 
 
-def whole_sequences(hidden: Tensor, mesh: ParallelMesh, cut: TokenOrder | None = None) -> Tensor:
+def gather_sequences(hidden: Tensor, mesh: ParallelMesh, cut: TokenOrder | None = None) -> Tensor:
     """Gather hidden states of whole sequences on every tensor-parallel rank.
 
     Shapes: hidden ``(S/cp, B, D)`` or, under sequence parallelism, ``(S/(cp tp), B, D)``; output

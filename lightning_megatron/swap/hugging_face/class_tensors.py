@@ -79,7 +79,7 @@ class ClassTensors:
         own = self.class_name(name) if self.has(name) else name
         return self._places.get(own.removeprefix(self.prefix), len(self.order))
 
-    def is_alike(self, name: str) -> bool:
+    def has_same_form(self, name: str) -> bool:
         """Return whether the class stores a tensor of the model in the same form."""
         tensor = self._maps[self._key(name)]
         (first, *others) = tensor.sources
@@ -218,7 +218,7 @@ def class_states(
     }
 
 
-def own_state(
+def state_from_class(
     model: ClassTensors | None, name: str, key: str, value: Any, shape: Sequence[int]
 ) -> Any:
     """Return the optimizer state of a replaced model's parameter from that of its class.
@@ -234,7 +234,12 @@ def own_state(
         UnsupportedError: If the class stores the parameter differently and the state is neither a
             scalar nor shaped like the parameter.
     """
-    if model is None or model.is_alike(name) or not isinstance(value, Tensor) or not value.dim():
+    if (
+        model is None
+        or model.has_same_form(name)
+        or not isinstance(value, Tensor)
+        or not value.dim()
+    ):
         return value
     if tuple(value.shape) != tuple(shape):
         raise _other_shape(key, name, value, shape)
@@ -249,7 +254,7 @@ def owner_of(models: Sequence[ClassTensors], name: str) -> ClassTensors | None:
 def _class_state(models: Sequence[ClassTensors], key: str, states: Mapping[str, Any]) -> Any:
     name, value = next(iter(states.items()))
     model = owner_of(models, name)
-    if model is None or model.is_alike(name):
+    if model is None or model.has_same_form(name):
         return value
     if isinstance(value, Tensor) and value.dim():
         for one, tensor in states.items():
@@ -266,10 +271,10 @@ def _class_state(models: Sequence[ClassTensors], key: str, states: Mapping[str, 
     return value
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
+def _is_same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
+    return bool(first == second)
 
 
 def _other_shape(key: str, name: str, value: Tensor, shape: Sequence[int]) -> UnsupportedError:

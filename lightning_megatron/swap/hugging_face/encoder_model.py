@@ -89,7 +89,7 @@ class HuggingFaceEncoder(ReplacedModel):
             # Each answer is a row.
             choices = _num_choices(inputs)
         rows = self._rows(*(_as_rows(one, choices) for one in inputs))
-        length = rows.given.shape[1]
+        length = rows.tokens_or_vectors.shape[1]
         extra = -length % length_multiple(self.layers.mesh)
         targets = labels if head == "masked_lm" else None
         if extra:
@@ -113,7 +113,9 @@ class HuggingFaceEncoder(ReplacedModel):
         positions: Tensor | None,
         token_types: Tensor | None,
     ) -> EncoderInput:
-        shape = EncoderInput(tokens, vectors, None, positions, token_types).given.shape[:2]
+        shape = EncoderInput(tokens, vectors, None, positions, token_types).tokens_or_vectors.shape[
+            :2
+        ]
         valid = _valid(attention_mask, shape, self.mesh.host_values)
         if positions is not None:
             positions = positions.expand(shape)
@@ -123,7 +125,7 @@ class HuggingFaceEncoder(ReplacedModel):
 
     def _padded(self, rows: EncoderInput, extra: int) -> EncoderInput:
         """Append padding positions that no position attends to."""
-        given = rows.given
+        given = rows.tokens_or_vectors
         valid = (
             torch.ones(given.shape[:2], dtype=torch.bool, device=given.device)
             if rows.valid is None
@@ -151,7 +153,7 @@ class HuggingFaceEncoder(ReplacedModel):
         assert logits is not None, "a masked language model computes logits"
         if result.losses is not None and labels is not None:
             loss = result.losses.sum() / (labels != IGNORED).sum().clamp(min=1)
-        return MaskedLMOutput(loss, lambda: self.layers.whole_logits(logits)[:, :length])
+        return MaskedLMOutput(loss, lambda: self.layers.gather_logits(logits)[:, :length])
 
     def _spans(
         self, result: EncoderResult, starts: Tensor | None, ends: Tensor | None, length: int
@@ -184,7 +186,7 @@ class HuggingFaceEncoder(ReplacedModel):
             loss = None if labels is None else self._class_loss(logits, labels)
             return EncoderOutput(loss=loss, logits=logits)
         assert result.hidden is not None, "an encoder without a head returns hidden states"
-        hidden = self.layers.whole(result.hidden)[:, :length]
+        hidden = self.layers.gather_hidden(result.hidden)[:, :length]
         return EncoderOutput(last_hidden_state=hidden, pooler_output=result.pooled)
 
     def _class_loss(self, logits: Tensor, labels: Tensor) -> Tensor:

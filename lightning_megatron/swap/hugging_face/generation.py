@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_reduce_
-from lightning_megatron.models.side_calls import run_aside
+from lightning_megatron.models.side_calls import run_side_call
 from lightning_megatron.swap.hugging_face.causal_lm import HuggingFaceLM
 from lightning_megatron.swap.hugging_face.generation_cache import GenerationCache
 
@@ -46,7 +46,7 @@ class GeneratingLM(HuggingFaceLM):
                 generation; inside a step with pipeline stages, if the arguments depend on values of
                 the step's results.
         """
-        return run_aside(self.gpt, "generate", lambda: self._generated(*args, **kwargs))
+        return run_side_call(self.gpt, "generate", lambda: self._generated(*args, **kwargs))
 
     def _generated(self, *args: Any, **kwargs: Any) -> Tensor:
         if not self._can_cache:
@@ -93,11 +93,11 @@ class GeneratingLM(HuggingFaceLM):
         arguments = signature(inherited.prepare_inputs_for_generation).parameters
         return "cache" if "cache" in arguments else "past_key_values"
 
-    def _check_cache(self, config: Any, given: Mapping[str, Any], mode: Any) -> None:
+    def _check_cache(self, config: Any, arguments: Mapping[str, Any], mode: Any) -> None:
         name = self._cache_argument
-        if given.get(name) is not None:
+        if arguments.get(name) is not None:
             raise UnsupportedError(
-                f"generate takes no {name}: {type(given[name]).__name__} was given. The keys "
+                f"generate takes no {name}: {type(arguments[name]).__name__} was given. The keys "
                 "and values lie in a cache of this rank's layers, which generate makes. Leave it "
                 "out, and pass all tokens."
             )

@@ -61,7 +61,7 @@ class GenerationCache(KeyValueCache):
     def span_of(
         self,
         rows: AttentionSpan | None,
-        given: Shaped[Tensor, "batch seq ..."],
+        inputs: Shaped[Tensor, "batch seq ..."],
         attention_mask: Int[Tensor, "batch _"] | None,
         position_ids: Int[Tensor, "#batch seq"] | None,
         *,
@@ -73,14 +73,14 @@ class GenerationCache(KeyValueCache):
         Args:
             rows: Span of the padded rows without a cache, which counts for the first tokens; None
                 means plain rows.
-            given: Tokens or vectors before they were padded.
+            inputs: Tokens or vectors before they were padded.
             attention_mask: 1 for tokens, 0 for padding, of the earlier tokens too; None means no
                 padding.
             position_ids: Position of each new token; None counts along the row.
             extra: Positions that were appended to each row, which hold no tokens.
             num_rows: Rows that were appended.
         """
-        shape = given.shape[:2]
+        shape = inputs.shape[:2]
         past = CachedTokens(self, shape[1])
         if self.length == 0:
             self._has_padding = attention_mask is not None and not bool(attention_mask.all())
@@ -88,7 +88,7 @@ class GenerationCache(KeyValueCache):
         last = self.length + shape[1]
         if position_ids is None or self.has_ended:
             # Positions of rows that have ended continue beyond those that a model supports.
-            position_ids = torch.arange(self.length, last, device=given.device)[None]
+            position_ids = torch.arange(self.length, last, device=inputs.device)[None]
         if self._has_padding and attention_mask is not None:
             seen = pad_batch(attention_mask[:, :last], 0, 1, num_rows)
             past = replace(past, visible=None if seen is None else seen.to(torch.bool))

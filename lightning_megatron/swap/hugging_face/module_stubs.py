@@ -65,8 +65,8 @@ class ModuleStub(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """Raise an error that names the stage of a parameter that is not on this rank."""
-        is_here = name in self._parameters or name in self._modules
-        if name in vars(self).get(_KEYS, ()) and not is_here:
+        is_on_stage = name in self._parameters or name in self._modules
+        if name in vars(self).get(_KEYS, ()) and not is_on_stage:
             raise AttributeError(
                 f"'{vars(self)[_PATH]}.{name}' is on another pipeline stage, and this rank has no "
                 "such parameter. Use the parameters that named_parameters() lists on each rank, or "
@@ -175,7 +175,7 @@ class ModuleStub(nn.Module):
         )
 
 
-def become_stub(module: nn.Module, path: str) -> None:
+def convert_to_stub(module: nn.Module, path: str) -> None:
     """Convert a module to a stub in place; it stays an instance of its class.
 
     Its parameters and buffers are dropped. The caller must have checked it for hooks before.

@@ -88,7 +88,7 @@ class CausalLMOutput(_Output):
             # The backward pass of a fused loss writes the gradient over this rank's logits. The
             # loss must not refer to the output, or the logits of every microbatch would stay in
             # memory until a garbage collection.
-            loss.register_hook(partial(_spend, weakref.ref(self)))
+            loss.register_hook(partial(_release_graph, weakref.ref(self)))
 
     @property
     def logits(self) -> Tensor:
@@ -117,7 +117,7 @@ class CausalLMOutput(_Output):
         return (*names, *(name for name in further if getattr(self, name) is not None))
 
 
-def _spend(output: weakref.ref[CausalLMOutput], _: Tensor) -> None:
+def _release_graph(output: weakref.ref[CausalLMOutput], _: Tensor) -> None:
     found = output()
     if found is not None:
         found.spend()

@@ -40,7 +40,7 @@ _NO_EXPERTS = (
     "Experts and routers cannot be adapted: name the target_modules, such as ['q_proj', 'k_proj', "
     "'v_proj', 'o_proj'], because 'all-linear' includes experts"
 )
-_OTHERS = "Choose target_modules among the linear layers of its blocks"
+_REMEDY_FOR_TARGETS = "Choose target_modules among the linear layers of its blocks"
 
 
 def is_peft_module(module: Any) -> bool:
@@ -145,7 +145,7 @@ def updates_of(
     ends = {family.head, family.embedding}
     left = layers.keys() - {one.module for one in maps if f"{one.module}.weight" not in ends}
     if left:
-        _refuse(name, f"{named(left)} cannot be adapted", _OTHERS)
+        _refuse(name, f"{named(left)} cannot be adapted", _REMEDY_FOR_TARGETS)
     here: dict[str, Any] = dict(model.named_modules())
     found = []
     for layer, group in groupby(maps, key=lambda one: one.layer):
@@ -154,7 +154,7 @@ def updates_of(
             if not isinstance(
                 here[layer], (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
             ):
-                _refuse(name, f"{parts[0].module!r} cannot be adapted", _OTHERS)
+                _refuse(name, f"{parts[0].module!r} cannot be adapted", _REMEDY_FOR_TARGETS)
             wrappers = tuple(layers[one.module] for one in parts)
             found.append(LayerUpdate(here[layer], parts, wrappers, adapter))
     return found

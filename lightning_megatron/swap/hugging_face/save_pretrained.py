@@ -302,13 +302,13 @@ def _limit(size: int | str | None) -> int:
     )
 
 
-def check_arguments(given: Mapping[str, Any]) -> None:
+def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Refuse unsupported arguments of ``save_pretrained``.
 
     ``is_main_process`` may have any value, because rank 0 always writes.
 
     Args:
-        given: Arguments other than the folder and the size of files.
+        arguments: Arguments other than the folder and the size of files.
 
     Raises:
         UnsupportedError: If an argument is not supported; the message names it.
@@ -321,7 +321,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     harmless |= {"save_embedding_layers": "auto"}
     refused = [
         name
-        for name, value in given.items()
+        for name, value in arguments.items()
         if value is not None and name != "is_main_process" and value != harmless.get(name, False)
     ]
     if refused:

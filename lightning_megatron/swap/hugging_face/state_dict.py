@@ -96,7 +96,7 @@ def _in_tree(name: str, adapter: Adapter | None) -> str:
 
 
 def _add_aliases(
-    found: dict[str, Any], prefix: str, family: Family, config: Any, adapter: Adapter | None
+    tensors: dict[str, Any], prefix: str, family: Family, config: Any, adapter: Adapter | None
 ) -> None:
     """Add tensors with two names under their second name too."""
     aliases = dict(family.copies)
@@ -104,5 +104,5 @@ def _add_aliases(
         aliases[family.head] = family.embedding
     for alias, name in aliases.items():
         own = f"{prefix}{_in_tree(name, adapter)}"
-        if own in found:
-            found[f"{prefix}{_in_tree(alias, adapter)}"] = found[own]
+        if own in tensors:
+            tensors[f"{prefix}{_in_tree(alias, adapter)}"] = tensors[own]

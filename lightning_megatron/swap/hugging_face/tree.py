@@ -18,7 +18,7 @@ from lightning_megatron.models.stage import set_computed_by
 from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.families.expert_names import is_training_only
 from lightning_megatron.swap.hugging_face.module_stubs import (
-    become_stub,
+    convert_to_stub,
     new_container,
     set_counterparts,
     share_buffer,
@@ -74,7 +74,7 @@ def install_layers(
     named = list(_parameters(name, model, family, adapter, paths))
     own_class = type(source)
     for path, module in list(source.named_modules()):
-        become_stub(module, path)
+        convert_to_stub(module, path)
     source.__class__ = stub_class(own_class, kind)
     places = {path: number for number, path in enumerate(trained)}
 

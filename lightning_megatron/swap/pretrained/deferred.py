@@ -16,7 +16,7 @@ from lightning_megatron.layers.init import initialize_
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.swap.families.family import Family
-from lightning_megatron.swap.pretrained.untouched import ModuleDescription
+from lightning_megatron.swap.pretrained.unchanged_models import ModuleDescription
 from lightning_megatron.swap.tensors.mapping import Slices, TensorReader
 from lightning_megatron.swap.tensors.packed import pack
 from lightning_megatron.swap.weights.load import reader_of
@@ -162,7 +162,7 @@ class Origin:
             wanted = [
                 one
                 for one in self.family.tensors(layers.config)
-                if _belongs(one, name, self.family)
+                if _is_of_family(one, name, self.family)
             ]
             initialize_(layers, "cpu", torch.initial_seed(), {one.target for one in wanted})
             theirs: dict[str, Tensor] = {}
@@ -172,7 +172,7 @@ class Origin:
         raise KeyError(name)
 
 
-def _belongs(tensor: Any, name: str, family: Family) -> bool:
+def _is_of_family(tensor: Any, name: str, family: Family) -> bool:
     parts = pack({source.name: torch.empty(0) for source in tensor.sources}, family.packed)
     return name in parts
 
@@ -355,16 +355,16 @@ class OverlayReader:
     """Reader that takes some tensors from one reader and the rest from another.
 
     Args:
-        over: Reader that is used first.
-        under: Reader of all other tensors.
+        overlay: Reader that is used first.
+        base: Reader of all other tensors.
     """
 
-    over: TensorReader
-    under: TensorReader
+    overlay: TensorReader
+    base: TensorReader
 
     def names(self) -> tuple[str, ...]:
         """List the tensors."""
-        return tuple(dict.fromkeys((*self.over.names(), *self.under.names())))
+        return tuple(dict.fromkeys((*self.overlay.names(), *self.base.names())))
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor (elements)."""
@@ -375,7 +375,7 @@ class OverlayReader:
         return self._reader_of(name).read(name, slices)
 
     def _reader_of(self, name: str) -> TensorReader:
-        return self.over if name in set(self.over.names()) else self.under
+        return self.overlay if name in set(self.overlay.names()) else self.base
 
 
 @dataclass(frozen=True)

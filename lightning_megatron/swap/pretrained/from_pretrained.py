@@ -23,8 +23,8 @@ from lightning_megatron.swap.pretrained.deferred import (
     is_part_of_deferred,
     read_deferred,
 )
-from lightning_megatron.swap.pretrained.late_import import when_imported
-from lightning_megatron.swap.pretrained.untouched import describe_modules
+from lightning_megatron.swap.pretrained.late_import import call_on_import
+from lightning_megatron.swap.pretrained.unchanged_models import describe_modules
 from lightning_megatron.swap.pretrained.without_weights import without_weights
 from lightning_megatron.swap.tensors.low_rank import plain_name
 from lightning_megatron.swap.weights.safetensors_folder import QUANTIZATION, SafetensorsFolder
@@ -70,7 +70,9 @@ def building_on_meta() -> Iterator[None]:
         # The import of transformers and peft takes most of a second, and not every model needs
         # them.
         stack.enter_context(
-            when_imported("transformers.modeling_utils", lambda module: _build_later(module, stack))
+            call_on_import(
+                "transformers.modeling_utils", lambda module: _build_later(module, stack)
+            )
         )
         stack.enter_context(_giving_adapters_values())
         stack.enter_context(ReadOnFirstUse())
@@ -226,7 +228,7 @@ def _from_config(cls: Any, build: Callable[..., Any], config: Any, kwargs: dict[
 def _is_replaced(cls: Any, config: Any) -> bool:
     """Return whether a model will be replaced, unless a plan excludes it."""
     family = find_family(cls.__name__)
-    return family is not None and not family.refusal_of(config.to_dict())
+    return family is not None and not family.unsupported_reason(config.to_dict())
 
 
 def _deferred(model: Any, folder: str | None) -> Any:

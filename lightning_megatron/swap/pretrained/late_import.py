@@ -11,7 +11,7 @@ from types import ModuleType
 
 
 @contextmanager
-def when_imported(name: str, act: Callable[[ModuleType], None]) -> Iterator[None]:
+def call_on_import(name: str, act: Callable[[ModuleType], None]) -> Iterator[None]:
     """Call a function with a module, now or when it is imported inside the block.
 
     Args:

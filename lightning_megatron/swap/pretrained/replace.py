@@ -34,7 +34,7 @@ from lightning_megatron.swap.pretrained.deferred import (
     origin_of,
 )
 from lightning_megatron.swap.pretrained.from_pretrained import folder_of
-from lightning_megatron.swap.pretrained.untouched import (
+from lightning_megatron.swap.pretrained.unchanged_models import (
     built_settings,
     check_settings,
     check_tie,
@@ -44,8 +44,8 @@ from lightning_megatron.swap.pretrained.untouched import (
 from lightning_megatron.swap.tensors.low_rank import without_adapters
 from lightning_megatron.swap.tensors.mapping import named
 from lightning_megatron.swap.weights.load import (
-    Loading,
     RenamedTensors,
+    WeightLoading,
     check_tensors,
     plan_loading,
     reader_of,
@@ -112,14 +112,16 @@ def build_swapped_model(
         model.recompute = "full"
     load: Callable[[], str]
     if any(tensor.is_meta for tensor in tensors.values()):
-        own = reader_of(tensors, family)
+        rows_by_name = reader_of(tensors, family)
         # The check of the folder would not notice values that user code set in a model without
         # weights.
-        check_tensors(own, family.tensors(model.config), family, model.config.tie_embeddings)
-        given = own.only(key for key, tensor in tensors.items() if not tensor.is_meta)
+        check_tensors(
+            rows_by_name, family.tensors(model.config), family, model.config.tie_embeddings
+        )
+        given = rows_by_name.only(key for key, tensor in tensors.items() if not tensor.is_meta)
         folder = folder_of(source)
         if folder is None:
-            load = partial(_draw, model, origin, family, own, given)
+            load = partial(_draw, model, origin, family, rows_by_name, given)
         else:
             load = _reading(model, family, folder, given, shows_progress)
     else:
@@ -142,19 +144,22 @@ def build_swapped_model(
     return SwappedModel(model, fill, install)
 
 
-def _copy(loading: Loading, note: str) -> str:
+def _copy(loading: WeightLoading, note: str) -> str:
     """Fill a model with the values of a complete model."""
     loading.run()
     return note
 
 
 def _reading(
-    model: GPT | Encoder, family: Family, folder: str, given: RenamedTensors, shows_progress: bool
+    model: GPT | Encoder, family: Family, folder: str, weights: RenamedTensors, shows_progress: bool
 ) -> Callable[[], str]:
     """Return a function that fills a model with values of a folder and of user code."""
     files = reader_of(SafetensorsFolder(folder), family)
     loading = plan_loading(
-        model, OverlayReader(given, files) if given.own else files, family, may_lack=True
+        model,
+        OverlayReader(weights, files) if weights.rows_by_name else files,
+        family,
+        may_lack=True,
     )
 
     def fill() -> str:
@@ -162,7 +167,7 @@ def _reading(
         note = ""
         if loading.missing:
             note = f"{named(loading.missing)} are not in {folder} and keep their initial values."
-        return _with_given(note, given)
+        return _with_weights_note(note, weights)
 
     return fill
 
@@ -171,12 +176,12 @@ def _draw(
     model: GPT | Encoder,
     origin: Origin | None,
     family: Family,
-    own: RenamedTensors,
-    given: RenamedTensors,
+    drawn: RenamedTensors,
+    weights: RenamedTensors,
 ) -> str:
     """Fill a model with initial values, except for those that user code changed."""
     initialize_(model, model.mesh.device, torch.initial_seed())
-    changed = set(given.names())
+    changed = set(weights.names())
     table = [
         tensor
         for tensor in family.tensors(model.config)
@@ -184,20 +189,24 @@ def _draw(
     ]
     if table and origin is not None:
         # Draw again the tensors that one layer joins with them.
-        shapes = {name: own.shape(name) for tensor in table for name in tensor.source_shapes}
+        shapes = {name: drawn.shape(name) for tensor in table for name in tensor.source_shapes}
         fill_from(
             model,
             {tensor.target: tensor for tensor in table},
-            OverlayReader(given, DrawnTensors(origin, shapes)),
+            OverlayReader(weights, DrawnTensors(origin, shapes)),
             family,
         )
-    return _with_given("", given)
+    return _with_weights_note("", weights)
 
 
-def _with_given(note: str, given: RenamedTensors) -> str:
-    if not given.own:
+def _with_weights_note(note: str, weights: RenamedTensors) -> str:
+    if not weights.rows_by_name:
         return note
-    count = f"{len(given.own)} tensors" if len(given.own) > 4 else named(given.own)
+    count = (
+        f"{len(weights.rows_by_name)} tensors"
+        if len(weights.rows_by_name) > 4
+        else named(weights.rows_by_name)
+    )
     return f"{count} keep the values from configure_model. {note}".strip()
 
 

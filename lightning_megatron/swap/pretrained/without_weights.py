@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 M = TypeVar("M", bound=nn.Module)
 
 #: Functions that create tensors from given values.
-_MAKERS = frozenset(
+_CONSTRUCTORS = frozenset(
     {torch.arange, torch.linspace, torch.tensor, torch.ones, torch.zeros, torch.full}
 )
 
@@ -52,6 +52,6 @@ class _ComputingTables(TorchFunctionMode):
     ) -> Any:
         """Run a function of torch; keep tensors with given values on the CPU."""
         kwargs = dict(kwargs or {})
-        if func in _MAKERS and kwargs.get("device") is None:
+        if func in _CONSTRUCTORS and kwargs.get("device") is None:
             kwargs["device"] = "cpu"
         return func(*args, **kwargs)

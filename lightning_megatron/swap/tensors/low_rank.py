@@ -15,12 +15,12 @@ from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.swap.tensors.mapping import TensorMap, TensorsInMemory, named
 
 #: Parts of tensor names in a layer that peft has wrapped: of the layer itself and of the update.
-_BASE = ".base_layer."
-_ADDED = re.compile(r"\.lora_[A-Za-z_]+\.")
+_BASE_PART = ".base_layer."
+_FACTOR_PART = re.compile(r"\.lora_[A-Za-z_]+\.")
 #: Parts of tensor names in a module that peft trains as a whole: of the trained and the original
 #: module.
-_SAVED = re.compile(r"\.modules_to_save\.[^.]+\.")
-_BEFORE = ".original_module."
+_SAVED_PART = re.compile(r"\.modules_to_save\.[^.]+\.")
+_ORIGINAL_PART = ".original_module."
 #: Name of the updates in this package's layers, and peft's names for their factors.
 UPDATES = "low_rank"
 FACTORS = {"a": "lora_A", "b": "lora_B"}
@@ -100,7 +100,7 @@ class Adapter:
         """Return the name of a model's tensor inside the layers of peft."""
         module, _, kind = name.rpartition(".")
         if module in self.ranks:
-            return f"{module}{_BASE}{kind}"
+            return f"{module}{_BASE_PART}{kind}"
         around = next((saved for saved in self.saved if name.startswith(f"{saved}.")), None)
         return (
             name
@@ -218,7 +218,9 @@ def full_factors(
         if adapter is None
         else {adapter.own_name(n): s for one in factors for n, s in one.source_shapes.items()}
     )
-    given = {name: tuple(tensor.shape) for name, tensor in tensors.items() if _ADDED.search(name)}
+    given = {
+        name: tuple(tensor.shape) for name, tensor in tensors.items() if _FACTOR_PART.search(name)
+    }
     if shapes != given:
         differing = {
             name for name in shapes.keys() | given.keys() if shapes.get(name) != given.get(name)
@@ -268,12 +270,12 @@ def merged(
 
 def is_factor(name: str) -> bool:
     """Return whether a tensor of a model wrapped by peft is a factor of an update."""
-    return _ADDED.search(name) is not None
+    return _FACTOR_PART.search(name) is not None
 
 
 def plain_name(name: str) -> str:
     """Return the name of a tensor before peft wrapped its modules."""
-    return _SAVED.sub(".", name.replace(_BASE, ".").replace(_BEFORE, "."))
+    return _SAVED_PART.sub(".", name.replace(_BASE_PART, ".").replace(_ORIGINAL_PART, "."))
 
 
 def without_adapters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -281,5 +283,5 @@ def without_adapters(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         plain_name(name): tensor
         for name, tensor in tensors.items()
-        if not _ADDED.search(name) and _BEFORE not in name
+        if not _FACTOR_PART.search(name) and _ORIGINAL_PART not in name
     }

@@ -14,7 +14,7 @@ from lightning_megatron.errors import CheckpointMismatchError
 Slices: TypeAlias = tuple[slice, ...]
 """One slice for each dimension, with start and stop."""
 
-_NAMED = 6
+_NUM_SHOWN = 6
 
 
 class TensorReader(Protocol):
@@ -233,5 +233,7 @@ class TensorMap:
 def named(names: Iterable[str]) -> str:
     """Return text with the first few names, in order, and the number of the others."""
     ordered = sorted(names)
-    shown = [repr(name) for name in ordered[:_NAMED]]
-    return ", ".join([*shown, f"{len(ordered) - _NAMED} more"] if len(ordered) > _NAMED else shown)
+    shown = [repr(name) for name in ordered[:_NUM_SHOWN]]
+    return ", ".join(
+        [*shown, f"{len(ordered) - _NUM_SHOWN} more"] if len(ordered) > _NUM_SHOWN else shown
+    )

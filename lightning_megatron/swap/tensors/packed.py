@@ -70,7 +70,7 @@ class Packed:
     Args:
         name: Name of the tensor, with one ``{}`` for the layer.
         parts: Names of the parts, with one ``{}`` for the layer, and one for the number.
-        alternates: Whether the first rows of all parts are followed by their second rows.
+        interleaved: Whether the first rows of all parts are followed by their second rows.
         is_transposed: Whether the tensor, or each element of the stack, has rows of the parts as
             columns.
         is_in_files: Whether files store the tensor, too; the parts are then names for the table
@@ -79,7 +79,7 @@ class Packed:
 
     name: str
     parts: tuple[str, ...]
-    alternates: bool = False
+    interleaved: bool = False
     is_transposed: bool = False
     is_in_files: bool = False
 
@@ -127,7 +127,7 @@ class Packed:
         for index in range(counts[0]) if self.is_stack else (None,):
             numbers = match.groups() if index is None else (*match.groups(), index)
             for number, part in enumerate(self.parts):
-                first, step = (number, num_parts) if self.alternates else (number * size, 1)
+                first, step = (number, num_parts) if self.interleaved else (number * size, 1)
                 rows_of_part = PackedRows(key, index, first, size, step, self.is_transposed)
                 yield part.format(*numbers), rows_of_part
 
@@ -135,7 +135,7 @@ class Packed:
         """Return the tensor, or an element of the stack, of its parts in order."""
         whole = (
             torch.stack(tuple(parts), 1).flatten(0, 1)
-            if self.alternates
+            if self.interleaved
             else torch.cat(tuple(parts))
         )
         return whole.t() if self.is_transposed else whole
@@ -177,7 +177,7 @@ def pack(tensors: Mapping[str, Tensor], rules: Iterable[Packed]) -> dict[str, Te
     rules = tuple(rules)
     parts: dict[tuple[str, Packed], dict[tuple[int, int], Tensor]] = {}
     for name, tensor in tensors.items():
-        hit = _hit(name, rules)
+        hit = _find_packed(name, rules)
         if hit is None:
             found[name] = tensor
         else:
@@ -204,11 +204,11 @@ def packed_for_files(
         rules: Rules of the packed tensors of the class.
     """
     rules = tuple(rule for rule in rules if rule.is_in_files)
-    hits = (_hit(name, rules) for name in names)
+    hits = (_find_packed(name, rules) for name in names)
     missing = Counter(hit[0] for hit in hits if hit is not None)
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors:
-        hit = _hit(name, rules)
+        hit = _find_packed(name, rules)
         if hit is None:
             yield name, tensor
             continue
@@ -218,7 +218,7 @@ def packed_for_files(
             yield from pack(parts.pop(whole), rules).items()
 
 
-def _hit(name: str, rules: Iterable[Packed]) -> tuple[str, Packed, int, int] | None:
+def _find_packed(name: str, rules: Iterable[Packed]) -> tuple[str, Packed, int, int] | None:
     """Return the tensor that has a part, its rule, and the index and number of the part."""
     for rule in rules:
         position = rule.position_of(name)

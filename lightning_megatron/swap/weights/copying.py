@@ -17,7 +17,7 @@ from lightning_megatron.swap.tensors.mapping import Slices, TensorMap, TensorRea
 T = TypeVar("T")
 
 #: Number of pieces that are copied at the same time.
-_NUM_AT_ONCE = 8
+_NUM_CONCURRENT = 8
 #: Size of a piece (bytes). The copies in flight need memory in addition to the tensors.
 PIECE_BYTES = 2**24
 #: Delay before a bar appears (seconds).
@@ -96,11 +96,13 @@ def copy_all(copies: Sequence[Copy], reader: TensorReader, shows_progress: bool 
             delay=BAR_DELAY,
             disable=is_hidden,
         ) as bar,
-        ThreadPoolExecutor(_NUM_AT_ONCE, "weights", *_on_stream_of(copies)) as pool,
+        ThreadPoolExecutor(_NUM_CONCURRENT, "weights", *_on_stream_of(copies)) as pool,
     ):
         # Parts that are far apart in a large model are in different files, which are read in
         # parallel.
-        for num_bytes in pool.map(lambda copy: copy.run(reader), interleave(copies, _NUM_AT_ONCE)):
+        for num_bytes in pool.map(
+            lambda copy: copy.run(reader), interleave(copies, _NUM_CONCURRENT)
+        ):
             bar.update(num_bytes)
 
 
@@ -120,6 +122,6 @@ def _nothing() -> None:
 
 
 def interleave(items: Sequence[T], num_runs: int) -> list[T]:
-    """Interleave a sequence: cut it into equal runs and take one item of each in turn."""
+    """Interleave a sequence: cut it into equal runs, and take one item of each run alternately."""
     length = max(-(-len(items) // num_runs), 1)
     return [item for first in range(length) for item in items[first::length]]

@@ -28,7 +28,7 @@ from lightning_megatron.swap.weights.safetensors_writer import (
 #: File names of peft, and the prefix of tensor names in them.
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
-_ADAPTED = "base_model.model."
+_PEFT_PREFIX = "base_model.model."
 #: Hugging Face's default for the size of a file (bytes).
 MAX_FILE_BYTES = 5 * 10**9
 
@@ -246,7 +246,7 @@ def export_adapter(
     target.mkdir(parents=True, exist_ok=True)
     parts = {target: tensor.split(found[target]) for target, (tensor, _) in wanted.items()}
     tensors = {
-        f"{_ADAPTED}{name}": parts[target][name].to(dtype or parts[target][name].dtype)
+        f"{_PEFT_PREFIX}{name}": parts[target][name].to(dtype or parts[target][name].dtype)
         for target, (_, names) in wanted.items()
         for name in names
     }

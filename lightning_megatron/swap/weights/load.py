@@ -62,7 +62,7 @@ def load_from(
 
 
 @dataclass(frozen=True)
-class Loading:
+class WeightLoading:
     """Checked loading of foreign tensors into this rank's part of a model.
 
     Args:
@@ -106,7 +106,7 @@ def plan_loading(
     family: Family,
     *,
     may_lack: bool = False,
-) -> Loading:
+) -> WeightLoading:
     """Check the names and shapes of foreign tensors, and change nothing.
 
     Args:
@@ -124,7 +124,7 @@ def plan_loading(
         reader, table.values(), family, model.config.tie_embeddings, may_lack=may_lack
     )
     _check_parameters(model, table)
-    return Loading(model, reader, family, table, tuple(sorted(missing)))
+    return WeightLoading(model, reader, family, table, tuple(sorted(missing)))
 
 
 def fill(
@@ -200,30 +200,31 @@ class RenamedTensors:
 
     Args:
         reader: Reader of the tensors by their own names.
-        own: Own names of the tensors, by the table's names.
+        rows_by_name: Own names of the tensors, by the table's names.
     """
 
     reader: TensorReader
-    own: Mapping[str, PackedRows]
+    rows_by_name: Mapping[str, PackedRows]
 
     def only(self, keys: Iterable[str]) -> RenamedTensors:
         """Return a reader limited to the tensors with the given own names."""
         kept = set(keys)
         return RenamedTensors(
-            self.reader, {name: rows for name, rows in self.own.items() if rows.name in kept}
+            self.reader,
+            {name: rows for name, rows in self.rows_by_name.items() if rows.name in kept},
         )
 
     def names(self) -> Iterable[str]:
         """List the tensors."""
-        return self.own.keys()
+        return self.rows_by_name.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor (elements)."""
-        return self.own[name].shape(self.reader.shape(self.own[name].name))
+        return self.rows_by_name[name].shape(self.reader.shape(self.rows_by_name[name].name))
 
     def read(self, name: str, slices: Slices) -> Tensor:
         """Return a part of a tensor."""
-        rows = self.own[name]
+        rows = self.rows_by_name[name]
         return rows.found(self.reader.read(rows.name, rows.slices(slices)))
 
 
@@ -247,17 +248,17 @@ def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> R
             key: name if name == family.head else f"{family.base}{name}"
             for key, name in names.items()
         }
-    own: dict[str, PackedRows] = {}
+    rows_by_name: dict[str, PackedRows] = {}
     for key, name in names.items():
         if family.ignores(name):
             continue
         for part, rows in packed_rows(name, key, reader, family.packed):
-            if own.setdefault(part, rows) != rows:
+            if rows_by_name.setdefault(part, rows) != rows:
                 raise CheckpointMismatchError(
-                    f"a tensor must be present once: {own[part].name!r} and {key!r} are two names "
-                    f"of the same tensor of {family.architecture}. Remove one of them."
+                    f"a tensor must be present once: {rows_by_name[part].name!r} and {key!r} are "
+                    f"two names of the same tensor of {family.architecture}. Remove one of them."
                 )
-    return RenamedTensors(reader, own)
+    return RenamedTensors(reader, rows_by_name)
 
 
 def check_tensors(
@@ -284,12 +285,12 @@ def check_tensors(
         CorruptDataError: If the files mix dtypes that one model cannot have.
     """
     if isinstance(reader.reader, SafetensorsFolder):
-        reader.reader.check_types(rows.name for rows in reader.own.values())
+        reader.reader.check_types(rows.name for rows in reader.rows_by_name.values())
     shapes = {name: shape for tensor in table for name, shape in tensor.source_shapes.items()}
-    if is_tied and family.head in reader.own:
+    if is_tied and family.head in reader.rows_by_name:
         shapes[family.head] = shapes[family.embedding]
-    missing = shapes.keys() - reader.own.keys()
-    unknown = reader.own.keys() - shapes.keys()
+    missing = shapes.keys() - reader.rows_by_name.keys()
+    unknown = reader.rows_by_name.keys() - shapes.keys()
     unknown = {name for name in unknown if not family.is_head(name)}
     lacking = frozenset(name for name in missing if may_lack and family.is_head(name))
     missing = missing - lacking

@@ -35,9 +35,9 @@ CONFIG = "config.json"
 QUANTIZATION = "quantization_config"
 _REMEDY = "Copy it again."
 #: Size limit of an index, enough for a million tensors (bytes).
-_LARGEST_INDEX = 1 << 27
+_MAX_INDEX_BYTES = 1 << 27
 #: Size limit of a configuration, enough for the names of a hundred thousand classes (bytes).
-_LARGEST_CONFIG = 1 << 23
+_MAX_CONFIG_BYTES = 1 << 23
 _FILE = re.compile(r"[^./\\\0][^/\\\0]*\.safetensors")
 _NUMBERED = re.compile(
     r"(?P<start>.*)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})\.safetensors", re.ASCII
@@ -101,7 +101,9 @@ class SafetensorsFolder:
                 f"{self.path} has none. Save the model with save_pretrained."
             )
         path = self.path / CONFIG
-        found = parse_object(read_regular_file(path, _REMEDY, _LARGEST_CONFIG), str(path), _REMEDY)
+        found = parse_object(
+            read_regular_file(path, _REMEDY, _MAX_CONFIG_BYTES), str(path), _REMEDY
+        )
         if is_read_as_numbers(found.get(QUANTIZATION)):
             del found[QUANTIZATION]
         return found
@@ -184,7 +186,7 @@ def _listed(folder: Path) -> dict[str, StoredTensor]:
         return read_header(folder / WEIGHTS)
     if not (folder / INDEX).is_file():
         _refuse(folder)
-    content = read_regular_file(folder / INDEX, _REMEDY, _LARGEST_INDEX)
+    content = read_regular_file(folder / INDEX, _REMEDY, _MAX_INDEX_BYTES)
     weight_map = parse_object(content, str(folder / INDEX), _REMEDY).get("weight_map")
     if (
         not isinstance(weight_map, dict)

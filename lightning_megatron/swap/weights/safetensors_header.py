@@ -34,7 +34,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 #: Size of the field before the header, which contains the header's length (bytes).
 LENGTH_BYTES = 8
-_LARGEST_HEADER = 100_000_000
+_MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        if not 2 <= length <= min(_LARGEST_HEADER, size - LENGTH_BYTES):
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - LENGTH_BYTES):
             raise CorruptDataError(
                 f"a safetensors file must begin with the length of its header: {path} ({size} "
                 f"bytes) gives {length}. The file is truncated or has another format. Copy it "
@@ -117,7 +117,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _check_with_library(path: Path, found: Mapping[str, StoredTensor]) -> None:
+def _check_with_library(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
     library: Any = import_extra("safetensors", "hf")
     try:
         with library.safe_open(path, "pt") as file:
@@ -127,11 +127,11 @@ def _check_with_library(path: Path, found: Mapping[str, StoredTensor]) -> None:
             f"a safetensors file must follow its format: {path} does not ({error}). The file is "
             "damaged or has another format. Copy it again."
         ) from error
-    if names != found.keys():
+    if names != tensors.keys():
         raise CorruptDataError(
             f"a safetensors file must have the tensors that its header names: {path} has "
-            f"{named(names ^ found.keys())} in only one of two readings. The file is damaged. Copy "
-            "it again."
+            f"{named(names ^ tensors.keys())} in only one of two readings. The file is damaged. "
+            "Copy it again."
         )
 
 

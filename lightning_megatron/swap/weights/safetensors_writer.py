@@ -26,7 +26,7 @@ _METADATA = {"format": "pt"}
 #: Approximate size of the blocks of rows in which tensors are written (bytes).
 _BLOCK = 1 << 24
 #: Maximum space that is reserved for a file's header (bytes).
-_LARGEST_HEADER = 1 << 20
+_MAX_HEADER_BYTES = 1 << 20
 _UNFINISHED = ".unfinished"
 
 
@@ -77,7 +77,7 @@ class TensorWriter:
         # The header precedes the data but is known only after them, so space is reserved for it. It
         # is padded with spaces, and the data begin at a multiple of 8 bytes.
         size = _base_size() + max(
-            max(entries, default=0), min(max_header_bytes or _LARGEST_HEADER, sum(entries))
+            max(entries, default=0), min(max_header_bytes or _MAX_HEADER_BYTES, sum(entries))
         )
         self._space = -(-size // 8) * 8
 

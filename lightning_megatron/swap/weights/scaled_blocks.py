@@ -16,11 +16,11 @@ from lightning_megatron.swap.weights.safetensors_header import StoredTensor
 #: Numbers of 4 bits (1 for the sign, 2 for the exponent, 1 for the mantissa), by their bits.
 _FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 #: Elements of one scale in the MXFP4 format.
-_RUN = 32
+_MXFP4_BLOCK = 32
 #: Bits of the exponent zero in a scale of the MXFP4 format.
 _BIAS = 127
 #: Rows and columns of one scale in DeepSeek's format of 8 bits.
-_SIDE = 128
+_FP8_BLOCK = 128
 #: Ends of the names of packed numbers, of their scales, and of the scales of squares.
 _PACKED = "_blocks"
 _SCALES = "_scales"
@@ -65,7 +65,7 @@ class FourBitExperts:
     def shape(self) -> tuple[int, ...]:
         """Return the shape: experts, input features and output features (elements)."""
         experts, outputs, runs = self.scales.shape
-        return experts, runs * _RUN, outputs
+        return experts, runs * _MXFP4_BLOCK, outputs
 
     def read(self, slices: Slices, descriptor_of: Descriptors) -> Tensor:
         """Return a part of the weights.
@@ -75,14 +75,16 @@ class FourBitExperts:
             descriptor_of: Function that opens a file.
         """
         experts, inputs, outputs = slices
-        runs = slice(inputs.start // _RUN, -(-inputs.stop // _RUN))
+        runs = slice(inputs.start // _MXFP4_BLOCK, -(-inputs.stop // _MXFP4_BLOCK))
         exponents = self.scales.read((experts, outputs, runs), descriptor_of)
-        packed = self.packed.read((experts, outputs, runs, slice(0, _RUN // 2)), descriptor_of)
+        packed = self.packed.read(
+            (experts, outputs, runs, slice(0, _MXFP4_BLOCK // 2)), descriptor_of
+        )
         pair = torch.stack((packed & 0xF, packed >> 4), -1)
         positive = torch.tensor(_FOUR_BITS)
         numbers = torch.cat((positive, -positive))[pair.int()].flatten(-2)
         scaled = torch.ldexp(numbers, exponents.int().unsqueeze(-1) - _BIAS).flatten(-2)
-        first = runs.start * _RUN
+        first = runs.start * _MXFP4_BLOCK
         wanted = slice(inputs.start - first, inputs.stop - first, inputs.step)
         return scaled[..., wanted].to(self.dtype).transpose(1, 2)
 
@@ -117,7 +119,8 @@ class ScaledSquares:
         whole = tuple(slice(0, size) for size in self.scales.shape)
         scales = self.scales.read(whole, descriptor_of).float()
         rows, columns = (
-            torch.arange(size)[part] // _SIDE for part, size in zip(slices, self.shape, strict=True)
+            torch.arange(size)[part] // _FP8_BLOCK
+            for part, size in zip(slices, self.shape, strict=True)
         )
         numbers = self.numbers.read(slices, descriptor_of).float()
         return (numbers * scales[rows][:, columns]).to(self.dtype)
@@ -159,7 +162,9 @@ def is_read_as_numbers(quantization: Any) -> bool:
     method = quantization.get("quant_method")
     sides = quantization.get("weight_block_size")
     return method == "mxfp4" or (
-        method == "fp8" and isinstance(sides, (list, tuple)) and [*sides] == [_SIDE, _SIDE]
+        method == "fp8"
+        and isinstance(sides, (list, tuple))
+        and [*sides] == [_FP8_BLOCK, _FP8_BLOCK]
     )
 
 
@@ -167,7 +172,7 @@ def _is_packed(packed: StoredTensor, scales: StoredTensor) -> bool:
     return (
         packed.dtype == scales.dtype == torch.uint8
         and len(scales.shape) == 3
-        and packed.shape == (*scales.shape, _RUN // 2)
+        and packed.shape == (*scales.shape, _MXFP4_BLOCK // 2)
     )
 
 
@@ -176,5 +181,5 @@ def _is_in_squares(numbers: StoredTensor, scales: StoredTensor) -> bool:
         numbers.dtype == torch.float8_e4m3fn
         and scales.dtype.is_floating_point
         and len(numbers.shape) == 2
-        and scales.shape == tuple(-(-size // _SIDE) for size in numbers.shape)
+        and scales.shape == tuple(-(-size // _FP8_BLOCK) for size in numbers.shape)
     )

@@ -15,13 +15,13 @@ import pytest
 from lightning_megatron.errors import ParallelPlanError, RankMismatchError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan import Action, Placement, StageCosts, build_schedule, format_schedule
+from lightning_megatron.plan.custom_order import order_from_function
 from lightning_megatron.plan.greedy_schedule import GreedyConstruction, GreedyRule
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.own_order import order_from_function
 from lightning_megatron.plan.placement import PlacementShape
 from lightning_megatron.plan.schedule import Schedule
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
-from lightning_megatron.strategy.step.own_order_check import OwnOrderCheck
+from lightning_megatron.strategy.step.custom_order_check import CustomOrderCheck
 from tests.proof.test_layouts_equal import check
 from tests.proof.training import Job, Report, train, train_all
 from tests.strategy.tiny import TinyLM, loader
@@ -126,7 +126,7 @@ def reports(
     "name",
     ["halves, tied", "a V", "three chunks in a V", "experts", "function", "function, chunks"],
 )
-def test_own_orders_train_as_one_process(
+def test_custom_orders_train_as_one_process(
     name: str, jobs: dict[str, Job], reports: list[dict[str, Report]]
 ) -> None:
     check(jobs[name], [ranks[name] for ranks in reports], train(Job(jobs[name].kind), 1, "cpu"))
@@ -168,7 +168,7 @@ def fit_and_disagree(rank: int, size: int, path: str) -> tuple[dict[str, float],
         (fails_on_one_rank, RankMismatchError),
         (forgets_the_last, ParallelPlanError),
     ):
-        check = OwnOrderCheck(mesh, order_from_function(function, 2, 1))
+        check = CustomOrderCheck(mesh, order_from_function(function, 2, 1))
         check.check(2)
         with pytest.raises(error) as caught:
             check.check(4)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.fingerprint import check_same_everywhere
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.plan.own_order import OrderOfPasses, OwnOrder, digest_of
+from lightning_megatron.plan.custom_order import CustomOrder, OrderOfPasses, digest_of
 
 _REMEDY = "The function must return the same rows on every rank."
 
 
-class OwnOrderCheck:
+class CustomOrderCheck:
     """Check that the ranks of a model replica run the same legal schedule, before they compute.
 
     The rows of a file have been compared when the ranks joined the job. Those of a function are
@@ -24,7 +24,7 @@ class OwnOrderCheck:
     def __init__(self, mesh: ParallelMesh, order: OrderOfPasses) -> None:
         self._axis = mesh.model_cpu
         self._order = order
-        self._seen: set[int] = set()
+        self._checked_counts: set[int] = set()
 
     def check(self, num_microbatches: int) -> None:
         """Check the schedule of a step.
@@ -39,7 +39,7 @@ class OwnOrderCheck:
         Communication: for a new number of microbatches of a function, one gather over tp x pp on
         the CPU.
         """
-        if not isinstance(self._order, OwnOrder) or num_microbatches in self._seen:
+        if not isinstance(self._order, CustomOrder) or num_microbatches in self._checked_counts:
             return
         failure: ParallelPlanError | None = None
         try:
@@ -52,4 +52,4 @@ class OwnOrderCheck:
             check_same_everywhere(self._axis, {name: rows}, _REMEDY)
         if failure is not None:
             raise failure
-        self._seen.add(num_microbatches)
+        self._checked_counts.add(num_microbatches)

@@ -1,4 +1,4 @@
-"""Port of a job's store, which the first process holds from the moment at which it is chosen."""
+"""Port of a job's store, which the first process reserves as soon as it is chosen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning_megatron.errors import UnsupportedError
 
 
-class HeldPort:
+class ReservedPort:
     """Listening socket on the port that the other ranks are told to connect to.
 
     The ranks start seconds before rank 0 opens its store. Without a socket on the port, another
@@ -39,10 +39,10 @@ class HeldPort:
             raise UnsupportedError(
                 f"the ranks must meet at a free port of this machine: port {port} cannot be used "
                 f"({error.strerror}). Set the environment variable MASTER_PORT to a free port, or "
-                "unset it and a free one is taken."
+                "unset it to use any free port."
             ) from error
 
-    def hand_over(self) -> int | None:
+    def detach(self) -> int | None:
         """Return the file descriptor of the socket, whose new owner closes it; None without one."""
         if self._socket is None:
             return None

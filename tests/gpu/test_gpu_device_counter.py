@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_megatron.graphs.cuda import CudaBackend
-from lightning_megatron.groups.device_word import DevicePlace, DeviceWord
+from lightning_megatron.groups.device_counter import DeviceCounter, DevicePlace
 from lightning_megatron.groups.journal import Journal
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +20,7 @@ _CYCLES = 10**9
 def test_the_host_sees_the_part_in_which_the_device_is() -> None:
     journal = Journal()
     device = torch.device("cuda", torch.cuda.current_device())
-    word = journal.device = DeviceWord(device)
+    word = journal.device = DeviceCounter(device)
     backend = CudaBackend()
 
     def step() -> None:

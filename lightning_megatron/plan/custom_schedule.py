@@ -18,7 +18,7 @@ RowFunction = Callable[[int, int, int, int], Iterable[Action]]
 """Function of rank, pp, number of microbatches and vpp that returns the actions of a stage."""
 
 
-def own_schedule(
+def custom_schedule(
     row_of: RowFunction,
     num_stages: int,
     num_microbatches: int,
@@ -46,7 +46,7 @@ def own_schedule(
     """
     require_positive("num_microbatches", num_microbatches)
     Placement(shape, num_stages, num_chunks)
-    title = name or str(getattr(row_of, "__name__", "own"))
+    title = name or str(getattr(row_of, "__name__", "custom"))
     sizes = (num_stages, num_microbatches, num_chunks)
     # There are four kinds of actions. One more is a repetition, which `validate` finds, so a
     # function that never ends is not read further.
@@ -60,21 +60,21 @@ def own_schedule(
     return schedule
 
 
-def _checked(row: Any, most: int, place: str) -> tuple[Action, ...]:
+def _checked(row: Any, max_actions: int, place: str) -> tuple[Action, ...]:
     """Return the actions of a row, at most a number of them."""
     if not isinstance(row, Iterable):
         raise ParallelPlanError(
             f"{place}: the row must be a sequence of actions: the function returned {shown(row)}. "
             "Use a list of Action(kind, chunk, microbatch), or yield them."
         )
-    actions = tuple(islice(row, most))
+    actions = tuple(islice(row, max_actions))
     for action in actions:
         if not isinstance(action, Action) or not all(
             isinstance(index, int) and not isinstance(index, bool)
             for index in (action.chunk, action.microbatch)
         ):
             raise ParallelPlanError(
-                f"{place}: a row consists of actions, with whole numbers as chunk and microbatch: "
-                f"it has {shown(action)}. Use Action(kind, chunk, microbatch)."
+                f"{place}: a row must consist of actions whose chunk and microbatch are whole "
+                f"numbers: it has {shown(action)}. Use Action(kind, chunk, microbatch)."
             )
     return actions

@@ -10,7 +10,7 @@ from lightning_megatron.plan.activations import ActivationCosts
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepPoint:
     """Moment of a step, with the memory in addition to parameters and optimizer state.
 
     Args:
@@ -93,7 +93,7 @@ class ChunkCosts:
         )
 
 
-def moments(actions: Iterable[Action], chunks: Sequence[ChunkCosts]) -> Iterator[Moment]:
+def moments(actions: Iterable[Action], chunks: Sequence[ChunkCosts]) -> Iterator[StepPoint]:
     """Yield the moments of some actions of a stage, which starts without activations.
 
     Args:
@@ -109,7 +109,7 @@ def moments(actions: Iterable[Action], chunks: Sequence[ChunkCosts]) -> Iterator
         # While the blocks run, the head has not started yet (forward) or is done (backward).
         not_held = costs.head
         if action.kind == "W":
-            yield Moment("backward", num_held, held, losses, costs.weight_half)
+            yield StepPoint("backward", num_held, held, losses, costs.weight_half)
             held -= costs.waiting
             num_held -= 1
             continue
@@ -117,19 +117,19 @@ def moments(actions: Iterable[Action], chunks: Sequence[ChunkCosts]) -> Iterator
             held += costs.kept
             num_held += 1
             losses += loss
-            yield Moment("forward", num_held, held - not_held, losses - loss, costs.forward)
+            yield StepPoint("forward", num_held, held - not_held, losses - loss, costs.forward)
             if loss:
-                yield Moment("forward", num_held, held, losses + costs.loss_forward, 0)
+                yield StepPoint("forward", num_held, held, losses + costs.loss_forward, 0)
             continue
         if loss:
             workspace = costs.head_backward
-            yield Moment("backward", num_held, held, losses + costs.loss_backward, workspace)
-        yield Moment("backward", num_held, held - not_held, losses - loss, costs.backward)
+            yield StepPoint("backward", num_held, held, losses + costs.loss_backward, workspace)
+        yield StepPoint("backward", num_held, held - not_held, losses - loss, costs.backward)
         held -= costs.kept
         losses -= loss
         if action.kind == "I":
             held += costs.waiting
-            yield Moment("backward", num_held, held, losses, costs.backward)
+            yield StepPoint("backward", num_held, held, losses, costs.backward)
         else:
             num_held -= 1
 

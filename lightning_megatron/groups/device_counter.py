@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 #: Launches whose parts are stored; a host is fewer launches ahead of its device.
-_NUM_REMEMBERED = 4096
+_MAX_LAUNCHES = 4096
 
 
 class DevicePlace(NamedTuple):
@@ -30,7 +30,7 @@ class DevicePlace(NamedTuple):
         return f"the device has begun {self.begun} of {self.launched} captured parts{part}"
 
 
-class DeviceWord:
+class DeviceCounter:
     """Counter on the device that captured parts advance, with a copy that the host can always read.
 
     The host runs ahead of a GPU, and no watchdog sees the collectives of a graph. A captured part
@@ -46,9 +46,9 @@ class DeviceWord:
             self._counter = torch.zeros((), dtype=torch.int64, device=device)
             self._copy = torch.zeros((), dtype=torch.int64, pin_memory=device.type == "cuda")
         # Read by another thread, in which torch functions may be intercepted.
-        self._seen = self._copy.numpy()
+        self._host_view = self._copy.numpy()
         self._num_launched = 0
-        self._launches: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=_NUM_REMEMBERED)
+        self._launches: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=_MAX_LAUNCHES)
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -72,7 +72,7 @@ class DeviceWord:
         """
         if self._num_launched == 0:
             return None
-        begun = int(self._seen)
+        begun = int(self._host_view)
         part = ""
         for first, parts in reversed(tuple(self._launches)):
             if first < begun <= first + len(parts):

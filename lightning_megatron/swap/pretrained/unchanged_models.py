@@ -18,7 +18,7 @@ from lightning_megatron.swap.tensors.low_rank import plain_name
 
 #: Attributes that may differ: they configure training or calls, or follow from the shapes of
 #: weights.
-_FREE = frozenset(
+_IGNORED_ATTRIBUTES = frozenset(
     {
         "training",
         "gradient_checkpointing",
@@ -36,7 +36,7 @@ _FREE = frozenset(
     }
 )
 #: Fields of this package's configurations that follow from the shapes of weights.
-_OF_SHAPES = frozenset({"vocab_size", "num_labels"})
+_SHAPE_FIELDS = frozenset({"vocab_size", "num_labels"})
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def built_settings(model: Any) -> dict[str, Any]:
 
 
 def check_settings(
-    name: str, family: Family, built: Mapping[str, Any], now: Mapping[str, Any]
+    name: str, family: Family, built: Mapping[str, Any], current: Mapping[str, Any]
 ) -> None:
     """Refuse a configuration that was changed after the model was built.
 
@@ -105,7 +105,7 @@ def check_settings(
         name: Name of the model, for errors.
         family: Family of the model.
         built: Configuration with which the class built the model.
-        now: Current configuration.
+        current: Current configuration.
 
     Raises:
         UnsupportedError: If this package's layers would compute different results with the two
@@ -114,13 +114,13 @@ def check_settings(
     """
     # The padding token of the embedding is used for both, so that it does not count as a change.
     before, after = (
-        family.config({**one, "pad_token_id": now["pad_token_id"]}) for one in (built, now)
+        family.config({**one, "pad_token_id": current["pad_token_id"]}) for one in (built, current)
     )
     changed = [
         one.name for one in fields(before) if getattr(before, one.name) != getattr(after, one.name)
     ]
-    if set(changed) - _OF_SHAPES:
-        keys = [key for key in now if now[key] != built.get(key) and key != "pad_token_id"]
+    if set(changed) - _SHAPE_FIELDS:
+        keys = [key for key in current if current[key] != built.get(key) and key != "pad_token_id"]
         what = f"{', '.join(keys)} of the configuration of {name!r} changed after it had been built"
         _refuse(what, "Pass the final values to from_pretrained or from_config")
 
@@ -216,7 +216,7 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
         if (
             isinstance(value, (bool, int, float, str))
             and not key.startswith("_")
-            and key not in _FREE
+            and key not in _IGNORED_ATTRIBUTES
         ):
             yield key, value
 

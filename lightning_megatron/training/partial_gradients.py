@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.groups.collectives import Border
+from lightning_megatron.groups.collectives import BoundaryGradients
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.stage import pipelined_modules
@@ -20,7 +20,7 @@ from lightning_megatron.models.staged_blocks import StagedBlocks
 Region = Literal["whole", "part", "mixed", "unknown"]
 
 
-class PartialUse:
+class PartialGradientSearch:
     """Search for whole parameters whose gradients are partial sums over the tensor axis.
 
     A parameter that is used between a ``column`` and a ``row`` layer (a norm of heads, a PReLU)
@@ -37,7 +37,7 @@ class PartialUse:
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh, whole: Collection[str]) -> None:
         self._mesh = mesh
-        self._whole = frozenset(whole)
+        self._replicated = frozenset(whole)
         models = [one for _, one in pipelined_modules(module)]
         own = {
             id(p) for one in models if not isinstance(one, StagedBlocks) for p in one.parameters()
@@ -68,11 +68,11 @@ class PartialUse:
         for parameter, regions in _leaves(node, start).values():
             name = self._names.get(id(parameter))
             if name is not None and "unknown" not in regions:
-                self._judge(name, parameter, regions)
+                self._classify(name, parameter, regions)
 
-    def _judge(self, name: str, parameter: Tensor, regions: set[Region]) -> None:
+    def _classify(self, name: str, parameter: Tensor, regions: set[Region]) -> None:
         spec = shard_spec_of(parameter)
-        is_whole = name in self._whole
+        is_whole = name in self._replicated
         if "mixed" in regions or (is_whole and len(regions) > 1):
             raise ParallelPlanError(
                 "all values between a 'column' and a 'row' layer must come from 'column' layers: a "
@@ -124,7 +124,7 @@ def _leaves(root: Any, start: Region) -> dict[int, tuple[Tensor, set[Region]]]:
 def _regions_of_inputs(node: Any, region: Region, count: int) -> list[Region]:
     function = getattr(type(node), "_forward_cls", None)
     describe = getattr(function, "border", None)
-    border: Border | None = None if describe is None else describe(node)
+    border: BoundaryGradients | None = None if describe is None else describe(node)
     if border is None:
         # A compiled region is one opaque node, so its uses are not known.
         return ["unknown" if "Compiled" in type(node).__name__ else region] * count

@@ -10,16 +10,16 @@ import pytest
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan import Action, Placement, build_schedule, format_schedule, simulate
 from lightning_megatron.plan.budget import TrainingShape, estimate_memory
-from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.plan.microbatches import MicrobatchRule
-from lightning_megatron.plan.model_shape import ModelShape
-from lightning_megatron.plan.own_order import (
-    OwnOrder,
+from lightning_megatron.plan.custom_order import (
+    CustomOrder,
     order_from_file,
     order_from_function,
     order_may_split,
     shape_of_order,
 )
+from lightning_megatron.plan.layout import ParallelLayout
+from lightning_megatron.plan.microbatches import MicrobatchRule
+from lightning_megatron.plan.model_shape import ModelShape
 from lightning_megatron.plan.schedule import forward_schedule
 
 
@@ -45,10 +45,10 @@ def test_a_file_runs_its_number_of_microbatches_only(tmp_path: Path) -> None:
     with pytest.raises(ParallelPlanError) as error:
         order.build(6)
     assert str(error.value) == (
-        f"schedule {str(path)!r} orders 8 microbatches: a step has 6. The rows of a file are for "
+        f"schedule {str(path)!r} orders 8 microbatches: a step has 6. A file is valid for "
         "one number of microbatches. Use batches of 8 x microbatch_size samples on each "
         "data-parallel rank, with drop_last=True if the last batch of an epoch is smaller; or a "
-        "function, which can order any number."
+        "function, which can order any number of microbatches."
     )
     # Evaluation has no rows in the file, and may have any number.
     assert order.build(5, forward_only=True).rows == (
@@ -66,7 +66,8 @@ def test_a_function_runs_every_number_that_it_can_order() -> None:
     assert str(error.value) == (
         "the function of schedule 'last_first' must return the rows of every number of "
         "microbatches that a step has: for pp 4, 5 microbatches and vpp 1 it raised "
-        "ZeroDivisionError: odd. Use numbers that it can order, or a named schedule."
+        "ZeroDivisionError: odd. Use a number of microbatches that it supports, or a named "
+        "schedule."
     )
     assert order.build(5, forward_only=True).num_microbatches == 5
 
@@ -87,11 +88,13 @@ def test_files_of_other_sizes_and_without_backwards_are_refused(tmp_path: Path) 
     path = file_of(tmp_path, "interleaved", 4, 8, 2)
     with pytest.raises(
         ParallelPlanError,
-        match=r"it has 4 rows with vpp of 2, pp is 2, vpp is 1\. Use pp=4 with vpp=2",
+        match=r"it has 4 rows with 2 chunks, pp is 2, vpp is 1\. Use pp=4 with vpp=2",
     ):
         order_from_file(str(path), 2, 1)
     path.write_text("0F0,0F1\n1F0,1F1\n")
-    with pytest.raises(ParallelPlanError, match="must have backwards: its cells are all forwards"):
+    with pytest.raises(
+        ParallelPlanError, match="must have backward passes: all its cells are forward"
+    ):
         order_from_file(str(path), 2, 1)
     path.write_text("0F0,0B0\n1F0\n")
     with pytest.raises(ParallelPlanError, match="on stage 1, F of microbatch 0 in chunk 0 must"):
@@ -112,7 +115,7 @@ def test_ranks_compare_the_rows_of_files_and_not_their_paths(tmp_path: Path) -> 
     assert repr(other) != repr(first)
 
 
-def rule_of(order: OwnOrder, size: int | None = None) -> MicrobatchRule:
+def rule_of(order: CustomOrder, size: int | None = None) -> MicrobatchRule:
     return MicrobatchRule(size, order, order.placement.num_stages, order.placement.num_chunks, None)
 
 
@@ -132,7 +135,7 @@ def test_microbatches_that_are_not_given_follow_from_the_order(tmp_path: Path) -
         rule.check(9)
 
 
-def test_memory_is_estimated_for_the_rows_of_an_own_order(tmp_path: Path) -> None:
+def test_memory_is_estimated_for_the_rows_of_a_custom_order(tmp_path: Path) -> None:
     model = ModelShape(
         num_layers=8,
         hidden_size=64,

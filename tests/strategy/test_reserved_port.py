@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_megatron import UnsupportedError
 from lightning_megatron.groups.agent_store import open_store
-from lightning_megatron.strategy.process.held_port import HeldPort
+from lightning_megatron.strategy.process.reserved_port import ReservedPort
 
 _TIMEOUT = timedelta(seconds=30)
 
@@ -23,10 +23,10 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> LightningEnvironment:
     return LightningEnvironment()
 
 
-def test_a_rank_that_connects_first_waits_for_the_store_on_the_held_port(
+def test_a_rank_that_connects_first_waits_for_the_store_on_the_reserved_port(
     environment: LightningEnvironment,
 ) -> None:
-    held = HeldPort()
+    held = ReservedPort()
     held.hold(environment)
     port = environment.main_port
     with pytest.raises(OSError, match="in use"), socket.socket() as other:
@@ -39,11 +39,11 @@ def test_a_rank_that_connects_first_waits_for_the_store_on_the_held_port(
 
     early = threading.Thread(target=connect)
     early.start()
-    store = open_store("127.0.0.1", port, 0, 2, _TIMEOUT, of_agent=False, listener=held.hand_over())
+    store = open_store("127.0.0.1", port, 0, 2, _TIMEOUT, of_agent=False, listener=held.detach())
     early.join(timeout=30)
     store.set("key", "value")
     assert found[0].get("key") == b"value"
-    assert held.hand_over() is None
+    assert held.detach() is None
 
 
 def test_a_port_of_another_process_is_refused_before_ranks_start(
@@ -53,13 +53,13 @@ def test_a_port_of_another_process_is_refused_before_ranks_start(
         port = other.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(UnsupportedError, match=f"port {port} cannot be used .*MASTER_PORT"):
-            HeldPort().hold(LightningEnvironment())
+            ReservedPort().hold(LightningEnvironment())
 
 
 def test_a_port_is_free_after_its_release(environment: LightningEnvironment) -> None:
-    held = HeldPort()
+    held = ReservedPort()
     held.hold(environment)
     held.release()
-    again = HeldPort()
+    again = ReservedPort()
     again.hold(environment)
     again.release()

@@ -19,8 +19,8 @@ from lightning_megatron.plan import (
     Placement,
     Schedule,
     StageCosts,
+    custom_schedule,
     live_microbatches,
-    own_schedule,
     plan_transfers,
     simulate,
 )
@@ -85,7 +85,7 @@ def own_rows(draw: st.DrawFn) -> tuple[Placement, int, Rows, dict[Node, set[Node
 
 def schedule_of(placement: Placement, microbatches: int, rows: Rows) -> Schedule:
     sizes = (placement.num_stages, microbatches, placement.num_chunks)
-    return own_schedule(lambda rank, *_: rows[rank], *sizes, shape=placement.shape, name="mine")
+    return custom_schedule(lambda rank, *_: rows[rank], *sizes, shape=placement.shape, name="mine")
 
 
 def can_run(rows: Rows, needs: dict[Node, set[Node]]) -> bool:
@@ -164,7 +164,7 @@ def test_the_rows_of_a_function_are_those_of_the_named_schedule() -> None:
     def eager(rank: int, num_stages: int, num_microbatches: int, num_chunks: int) -> Iterable:
         return zero_bubble_row(rank, num_stages, num_microbatches, lead=3)
 
-    schedule = own_schedule(eager, 4, 12)
+    schedule = custom_schedule(eager, 4, 12)
     assert schedule.name == "eager"
     assert simulate(schedule).length > 0
     assert [live_microbatches(schedule, rank).total for rank in range(4)] == [10] * 4
@@ -182,7 +182,10 @@ ONCE = "A stage runs each microbatch of each chunk once: F, then B, or I and lat
     ("row", "message"),
     [
         (None, "the row must be a sequence of actions: the function returned None. Use a list of"),
-        ([("F", 0, 0)], "a row consists of actions, with whole numbers as chunk and microbatch"),
+        (
+            [("F", 0, 0)],
+            "a row must consist of actions whose chunk and microbatch are whole numbers",
+        ),
         ([Action("F", 0, 1.0)], "it has Action(kind='F', chunk=0, microbatch=1.0)"),  # type: ignore[arg-type]
         ([Action("F", True, 1)], "Use Action(kind, chunk, microbatch)."),
         (
@@ -208,27 +211,27 @@ ONCE = "A stage runs each microbatch of each chunk once: F, then B, or I and lat
 )
 def test_rows_that_are_not_legal_say_why(row: Any, message: str) -> None:
     with pytest.raises(ParallelPlanError) as error:
-        own_schedule(lambda *_: row, 1, 2, name="mine")
+        custom_schedule(lambda *_: row, 1, 2, name="mine")
     assert message in str(error.value)
     assert str(error.value).startswith("schedule 'mine'")
 
 
 def test_a_schedule_without_backwards_runs_forwards_alone() -> None:
-    schedule = own_schedule(lambda *_: [F1, F0], 2, 2, forward_only=True)
+    schedule = custom_schedule(lambda *_: [F1, F0], 2, 2, forward_only=True)
     assert simulate(schedule).length == 3
     with pytest.raises(ParallelPlanError, match=r"A stage without backwards runs each microbatch"):
-        own_schedule(lambda *_: [F0, F1, B1, B0], 2, 2, forward_only=True)
+        custom_schedule(lambda *_: [F0, F1, B1, B0], 2, 2, forward_only=True)
 
 
 def test_a_deadlock_names_the_stages_that_wait_for_each_other() -> None:
     rows = [[F0, F1, B0, B1], [F0, B0, F1, B1], [F1, B1, F0, B0]]
     with pytest.raises(ParallelPlanError) as error:
-        own_schedule(lambda rank, *_: rows[rank], 3, 2, name="crossed")
+        custom_schedule(lambda rank, *_: rows[rank], 3, 2, name="crossed")
     assert str(error.value) == (
-        "schedule 'crossed' is not legal: its stages wait for each other. Stage 1 waits for the "
-        "input of B of microbatch 0 in chunk 0 from stage 2, stage 2 waits for the input of F of "
-        "microbatch 1 in chunk 0 from stage 1. A stage must compute what others wait for before it "
-        "waits for them."
+        "schedule 'crossed' is not legal: its stages wait for each other. Stage 1 "
+        "waits for the input of B of microbatch 0 in chunk 0 from stage 2, stage 2 waits for the "
+        "input of F of microbatch 1 in chunk 0 from stage 1. Order the actions so that a stage "
+        "computes what other stages wait for before it waits for them."
     )
 
 
@@ -242,4 +245,4 @@ def test_a_deadlock_names_the_stages_that_wait_for_each_other() -> None:
 )
 def test_sizes_that_cannot_be_are_refused(sizes: tuple[int, ...], message: str) -> None:
     with pytest.raises(ParallelPlanError, match=message):
-        own_schedule(endless, *sizes)  # type: ignore[arg-type]
+        custom_schedule(endless, *sizes)  # type: ignore[arg-type]

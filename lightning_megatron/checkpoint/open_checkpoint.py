@@ -20,7 +20,7 @@ from lightning_megatron.checkpoint.planners import ShardLoadPlanner, TensorToRea
 from lightning_megatron.checkpoint.tensor_files import content_of, damaged, read_tensors
 from lightning_megatron.checkpoint.tensor_index import read_index
 from lightning_megatron.errors import CheckpointMismatchError
-from lightning_megatron.groups.shard_spec import whole_spec
+from lightning_megatron.groups.shard_spec import replicated_spec
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class SavedTensor:
 
 
 @dataclass(frozen=True)
-class Stored:
+class OpenCheckpoint:
     """Checkpoint opened for reading.
 
     Args:
@@ -49,7 +49,7 @@ class Stored:
     index: Metadata
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Stored:
+    def open(cls, path: str | os.PathLike[str]) -> OpenCheckpoint:
         """Open the checkpoint at ``path``.
 
         Raises:
@@ -105,21 +105,22 @@ class Stored:
             )
         full = {name: torch.empty(saved[name].shape, dtype=saved[name].dtype) for name in chosen}
         wanted = {
-            name: TensorToRead(name, tensor, whole_spec(tensor)) for name, tensor in full.items()
+            name: TensorToRead(name, tensor, replicated_spec(tensor))
+            for name, tensor in full.items()
         }
         self.read(ShardLoadPlanner(wanted))
         return full
 
 
 #: Checkpoint to read: its path or URL, or the opened checkpoint.
-Source = str | os.PathLike[str] | Stored
+Source = str | os.PathLike[str] | OpenCheckpoint
 
 
-def opened(source: Source) -> Stored:
+def opened(source: Source) -> OpenCheckpoint:
     """Return an opened checkpoint; if it is passed opened, several reads parse its index only once.
 
     Raises:
         CheckpointMismatchError: If there is no complete checkpoint.
         CorruptDataError: If its header or tensor index is damaged or inconsistent.
     """
-    return source if isinstance(source, Stored) else Stored.open(source)
+    return source if isinstance(source, OpenCheckpoint) else OpenCheckpoint.open(source)

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning_megatron.graphs.effects import EffectObservers
 from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.groups.collectives import all_reduce_
-from lightning_megatron.groups.device_word import DevicePlace, DeviceWord
+from lightning_megatron.groups.device_counter import DeviceCounter, DevicePlace
 from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.journal import Journal
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def test_the_host_names_the_part_that_the_device_has_begun_last() -> None:
-    word = DeviceWord(CPU)
+    word = DeviceCounter(CPU)
     assert word.place is None
     word.launch(["first", "second"])
     word.launch(["third"])
@@ -40,7 +40,7 @@ def test_parts_are_marked_only_in_recordings_for_a_word() -> None:
     with journal.recording("a piece"):
         journal.note("all_reduce", "dp", (0, 1))
     assert journal.parts == []
-    journal.device = DeviceWord(CPU)
+    journal.device = DeviceCounter(CPU)
     journal.begin_part("eager")
     with journal.recording("a piece"):
         journal.note("all_reduce", "dp", (0, 1))
@@ -60,7 +60,7 @@ def stopped(rank: int, size: int) -> tuple[str, RankStatus]:
     """Return where a device stands whose second collective in a graph never starts."""
     mesh = ParallelMesh.create(ParallelLayout(size, tp=2))
     journal = mesh.journal
-    journal.device = DeviceWord(CPU)
+    journal.device = DeviceCounter(CPU)
     observers = EffectObservers(mesh.random, journal)
     value = torch.ones(2)
     has_stopped = False

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError
-from lightning_megatron.plan.own_schedule import RowFunction, own_schedule
+from lightning_megatron.plan.custom_schedule import RowFunction, custom_schedule
 from lightning_megatron.plan.placement import Placement, PlacementShape
 from lightning_megatron.plan.schedule import (
     Schedule,
@@ -25,7 +25,7 @@ CSV_SUFFIX = ".csv"
 
 
 @dataclass(frozen=True, eq=False)
-class OwnOrder:
+class CustomOrder:
     """Order of passes that the user has given, with the placement of the chunks.
 
     A file orders one number of microbatches, and a function any number. Without backwards, as in
@@ -87,32 +87,32 @@ class OwnOrder:
             if num_microbatches != self.table.num_microbatches:
                 raise ParallelPlanError(
                     f"schedule {self.name!r} orders {self.table.num_microbatches} microbatches: a "
-                    f"step has {num_microbatches}. The rows of a file are for one number of "
-                    f"microbatches. Use batches of {self.table.num_microbatches} x microbatch_size "
-                    "samples on each data-parallel rank, with drop_last=True if the last batch of "
-                    "an epoch is smaller; or a function, which can order any number."
+                    f"step has {num_microbatches}. A file is valid for one number of microbatches. "
+                    f"Use batches of {self.table.num_microbatches} x microbatch_size samples on "
+                    "each data-parallel rank, with drop_last=True if the last batch of an epoch is "
+                    "smaller; or a function, which can order any number of microbatches."
                 )
             return self.table
         placement = self.placement
         sizes = (placement.num_stages, num_microbatches, placement.num_chunks)
         try:
-            return own_schedule(self.row_of, *sizes, shape=placement.shape, name=self.name)
+            return custom_schedule(self.row_of, *sizes, shape=placement.shape, name=self.name)
         except ParallelPlanError:
             raise
         except Exception as error:
             raise ParallelPlanError(
                 f"the function of schedule {self.name!r} must return the rows of every number of "
                 f"microbatches that a step has: for pp {sizes[0]}, {num_microbatches} microbatches "
-                f"and vpp {sizes[2]} it raised {type(error).__name__}: {error}. Use numbers that "
-                "it can order, or a named schedule."
+                f"and vpp {sizes[2]} it raised {type(error).__name__}: {error}. Use a number of "
+                "microbatches that it supports, or a named schedule."
             ) from error
 
 
-OrderOfPasses = ScheduleName | OwnOrder
+OrderOfPasses = ScheduleName | CustomOrder
 """Named schedule, or the user's own order."""
 
 
-def order_from_file(path: str, num_stages: int, num_chunks: int) -> OwnOrder:
+def order_from_file(path: str, num_stages: int, num_chunks: int) -> CustomOrder:
     """Read an order from a CSV file, such as ``lightning-megatron schedule --csv`` writes.
 
     Args:
@@ -128,29 +128,29 @@ def order_from_file(path: str, num_stages: int, num_chunks: int) -> OwnOrder:
         table = read_schedule(Path(path))
     except CorruptDataError as error:
         raise ParallelPlanError(
-            f"schedule must be the name of one, or a CSV file with its rows: {error}"
+            f"schedule must be the name of a schedule, or a CSV file with its rows: {error}"
         ) from error
     found = (table.num_stages, table.num_chunks)
     if found != (num_stages, num_chunks):
         raise ParallelPlanError(
-            f"schedule {path!r} must have a row for each stage, and the chunks of each: it has "
-            f"{found[0]} rows with vpp of {found[1]}, pp is {num_stages}, vpp is {num_chunks}. Use "
-            f"pp={found[0]} with vpp={found[1]}, or another file."
+            f"schedule {path!r} must have pp rows with vpp chunks each: it has {found[0]} rows "
+            f"with {found[1]} chunks, pp is {num_stages}, vpp is {num_chunks}. Use pp={found[0]} "
+            f"with vpp={found[1]}, or another file."
         )
     if table.forward_only:
         raise ParallelPlanError(
-            f"schedule {path!r} must have backwards: its cells are all forwards (F). A training "
-            "runs a B, or an I and a W, after each F. Use a file with them; evaluation orders its "
-            "forwards itself."
+            f"schedule {path!r} must have backward passes: all its cells are forward passes (F). "
+            "Training needs a B, or an I and a W, after each F. Use a file with backward passes; "
+            "evaluation needs no schedule file."
         )
 
     def row_of(rank: int, *sizes: int) -> Any:
         return table.rows[rank]
 
-    return OwnOrder(path, row_of, table.placement, table)
+    return CustomOrder(path, row_of, table.placement, table)
 
 
-def order_from_function(row_of: RowFunction, num_stages: int, num_chunks: int) -> OwnOrder:
+def order_from_function(row_of: RowFunction, num_stages: int, num_chunks: int) -> CustomOrder:
     """Return the order of passes of a function; several chunks lie in a loop.
 
     Args:
@@ -160,7 +160,7 @@ def order_from_function(row_of: RowFunction, num_stages: int, num_chunks: int) -
         num_chunks: Chunks per stage (vpp).
     """
     name = str(getattr(row_of, "__qualname__", type(row_of).__name__))
-    return OwnOrder(name, row_of, Placement("loop", num_stages, num_chunks))
+    return CustomOrder(name, row_of, Placement("loop", num_stages, num_chunks))
 
 
 def digest_of(schedule: Schedule) -> str:
@@ -187,16 +187,16 @@ def build_order(
     Raises:
         ParallelPlanError: For sizes that the order cannot run.
     """
-    if isinstance(order, OwnOrder):
+    if isinstance(order, CustomOrder):
         return order.build(num_microbatches)
     return build_schedule(order, num_stages, num_microbatches, num_chunks, group_size)
 
 
 def shape_of_order(order: OrderOfPasses) -> PlacementShape:
     """Return how an order places chunks on the stages."""
-    return order.placement.shape if isinstance(order, OwnOrder) else shape_of(order)
+    return order.placement.shape if isinstance(order, CustomOrder) else shape_of(order)
 
 
 def order_may_split(order: OrderOfPasses) -> bool:
     """Return whether an order runs some backward passes in halves."""
-    return order.may_split if isinstance(order, OwnOrder) else splits_backward(order)
+    return order.may_split if isinstance(order, CustomOrder) else splits_backward(order)

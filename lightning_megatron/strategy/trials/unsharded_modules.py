@@ -1,4 +1,4 @@
-"""Explanation of shape errors in uncut modules that receive sharded features."""
+"""Explanation of shape errors in unsharded modules that receive sharded features."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.swap.whole_features import cut_layers
 
-_CALL = nn.Module._call_impl.__code__
-_OF_SHAPES = re.compile(
+_MODULE_CALL = nn.Module._call_impl.__code__
+_SHAPE_ERROR = re.compile(
     r"size|shape|dimension|split|must match|out of (range|bounds)|mat1|expected", re.IGNORECASE
 )
 #: Largest number of layers that a note names.
-_SHOWN = 6
+_NUM_SHOWN = 6
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 @contextmanager
-def naming_uncut_modules(root: nn.Module, mesh: ParallelMesh) -> Iterator[None]:
-    """Add the module to be cut to torch's shape errors, if it received sharded features.
+def naming_unsharded_modules(root: nn.Module, mesh: ParallelMesh) -> Iterator[None]:
+    """Add the name of the unsharded module to torch's shape errors, if it received sharded
+    features.
 
     A shape error or a failed assertion in the user's own code gets a note that names the layers
     whose features are cut.
@@ -53,7 +54,7 @@ def _reason(error: Exception, root: nn.Module, tp: int) -> str | None:
     if tp == 1 or frame is None:
         return None
     module: nn.Module = frame.f_locals["self"]
-    found = _part_and_whole(module, frame.f_locals.get("args", ()), tp)
+    found = _sharded_and_full_size(module, frame.f_locals.get("args", ()), tp)
     name = next((name for name, one in root.named_modules() if one is module), None)
     if name is not None and isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
         return _reason_of_layer(module, name, frame.f_locals.get("args", ()), tp)
@@ -65,7 +66,7 @@ def _reason(error: Exception, root: nn.Module, tp: int) -> str | None:
         f"a module between layers that are cut over tp ({tp}) must have parameters for this rank's "
         f"part of the features: {name!r} ({kind}) gets {part} of {whole} features, but its {key} "
         "is for all of them, because the plan cuts a layer before it and not this module. "
-        f"{_way_out(module, name)} Or give the layer before it the kind 'column_gather' in "
+        f"{_remedy(module, name)} Or give the layer before it the kind 'column_gather' in "
         "tensor_parallel_plan."
     )
 
@@ -103,21 +104,21 @@ def _add_note(error: Exception, root: nn.Module, tp: int) -> None:
         [layer for layer in cut_layers(root) if layer.kind in ("column", "row")] if tp > 1 else []
     )
     # An assertion of sizes often has no message.
-    may_concern_sizes = isinstance(error, AssertionError) or _OF_SHAPES.search(str(error))
+    may_concern_sizes = isinstance(error, AssertionError) or _SHAPE_ERROR.search(str(error))
     if not layers or not may_concern_sizes:
         return
-    shown = ", ".join(f"{layer.name!r} ('{layer.kind}')" for layer in layers[:_SHOWN])
+    shown = ", ".join(f"{layer.name!r} ('{layer.kind}')" for layer in layers[:_NUM_SHOWN])
     error.add_note(
         f"The plan cuts features over tp ({tp}): code between a 'column' and the next 'row' layer "
         f"gets 1/{tp} of them. These layers are cut: "
-        f"{shown}{', ...' if len(layers) > _SHOWN else ''}. If sizes do not fit for this reason, "
-        "take sizes from the tensors (x.shape[-1], or -1 for the number of heads), or give the "
-        "layers around the code the kinds 'column_gather' and 'row_split', or 'replicate', in "
+        f"{shown}{', ...' if len(layers) > _NUM_SHOWN else ''}. If sizes do not fit for this "
+        "reason, take sizes from the tensors (x.shape[-1], or -1 for the number of heads), or give "
+        "the layers around the code the kinds 'column_gather' and 'row_split', or 'replicate', in "
         "tensor_parallel_plan."
     )
 
 
-def _way_out(module: nn.Module, name: str) -> str:
+def _remedy(module: nn.Module, name: str) -> str:
     if isinstance(module, nn.Linear):
         return f"Use {{{name!r}: 'row'}}, which sums over the parts."
     if isinstance(module, _NORMS):
@@ -129,13 +130,13 @@ def _innermost_call(trace: TracebackType | None) -> FrameType | None:
     """Return the frame of the innermost module call before an error."""
     found = None
     while trace is not None:
-        if trace.tb_frame.f_code is _CALL:
+        if trace.tb_frame.f_code is _MODULE_CALL:
             found = trace.tb_frame
         trace = trace.tb_next
     return found
 
 
-def _part_and_whole(
+def _sharded_and_full_size(
     module: nn.Module, args: tuple[object, ...], tp: int
 ) -> tuple[int, int, str] | None:
     """Return sharded and full feature size, and the parameter's name, if an input is a shard."""
