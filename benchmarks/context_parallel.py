@@ -32,7 +32,7 @@ from benchmarks.context_steps import ROWS, document_lengths, seen_length, shape_
 from benchmarks.data_parallel import launch
 from benchmarks.measure import flops_per_token
 from benchmarks.packed_attention import ATTENTIONS
-from benchmarks.train_shapes import SHAPES
+from benchmarks.shapes import SHAPES
 from lightning_megatron.plan.context_transport import ContextTransport
 
 TABLE = [

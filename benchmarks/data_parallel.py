@@ -19,7 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.train_shapes import LAYOUTS, parser
+from benchmarks.shapes import LAYOUTS
+from benchmarks.train_shapes import parser
 
 TABLE = [
     (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from benchmarks.train_shapes import Layout
+from benchmarks.shapes import Layout
 from lightning_megatron.graphs.cuda import CudaGraph
 from lightning_megatron.graphs.tape import TapeGraph
 from lightning_megatron.groups.launcher import CollectiveLauncher, Work

@@ -30,8 +30,8 @@ import torch
 from benchmarks.graph_figures import CaptureTimes
 from benchmarks.graph_runs import Bits, NoWaits, Peak, SaveAt, be_quiet, train
 from benchmarks.launches import count_launches, launches_of
+from benchmarks.shapes import SHAPES
 from benchmarks.step_timeline import StepTimeline, steps_between_waits
-from benchmarks.train_shapes import SHAPES
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.budget import TrainingShape, estimate_memory
 from lightning_megatron.plan.cuda_graphs import CudaGraphs

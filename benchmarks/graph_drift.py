@@ -54,9 +54,10 @@ from torch.utils.data import DataLoader
 
 from benchmarks.attention_repeats import attention_repeats
 from benchmarks.drift_settings import Setting, chosen_settings, deterministic, settings_of
+from benchmarks.random_training import Tokens, Trained
 from benchmarks.ranks import gpu_of, run_ranks
+from benchmarks.shapes import LAYOUTS, SHAPES
 from benchmarks.step_trace import Trace, Tracer, first_difference, largest_gap
-from benchmarks.train_shapes import LAYOUTS, SHAPES, Tokens, Trained
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.errors import CaptureError, ParallelPlanError, UnsupportedError
 from lightning_megatron.graphs.tape import TapeBackend

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.graphs import mode_of
+from benchmarks.random_training import Tokens, Trained
 from benchmarks.step_trace import digest, own_slices, strategy_of
-from benchmarks.train_shapes import Tokens, Trained
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.graphs.cuda import private_pools
 from lightning_megatron.graphs.tape import TapeBackend

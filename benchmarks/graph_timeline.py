@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from benchmarks.graph_runs import be_quiet, train
+from benchmarks.shapes import SHAPES
 from benchmarks.step_profile import Interval, union
 from benchmarks.step_timeline import GRAPHS, LAUNCHES, StepTimeline, Timeline, timeline_of
-from benchmarks.train_shapes import SHAPES
 
 MODES = ("eager", "segments", "full", "full+update")
 _COLORS = {

@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.graph_tables import Measured, tables
 from benchmarks.ranks import run_ranks
-from benchmarks.train_shapes import LAYOUTS, SHAPES, Layout
+from benchmarks.shapes import LAYOUTS, SHAPES, Layout
 from lightning_megatron.models.config import GPTConfig
 
 MODES = ("eager", "segments", "full")

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.data_parallel import TABLE, run_ours, run_peer
-from benchmarks.train_shapes import LAYOUTS, SHAPES, parser
+from benchmarks.shapes import LAYOUTS, SHAPES
+from benchmarks.train_shapes import parser
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.budget import GIB, TrainingShape, estimate_memory
 from lightning_megatron.plan.kept_activations import fused_activations

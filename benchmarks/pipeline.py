@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.data_parallel import launch
+from benchmarks.shapes import LAYOUTS, SHAPES
 from benchmarks.stage_times import measured_costs
-from benchmarks.train_shapes import LAYOUTS, SHAPES
 from lightning_megatron.plan.schedule import build_schedule
 from lightning_megatron.plan.simulate import simulate
 

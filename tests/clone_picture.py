@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from benchmarks.routing import Popularity
-from benchmarks.train_shapes import CLONE_COST, SHAPES
+from benchmarks.shapes import SHAPES
+from benchmarks.train_shapes import CLONE_COST
 from lightning_megatron.plan.cloning import plan_clones
 from tests.readme_blocks import DOCS
 

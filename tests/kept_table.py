@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from benchmarks.train_shapes import SHAPES
+from benchmarks.shapes import SHAPES
 from lightning_megatron.plan.kept_activations import fused_activations
 from lightning_megatron.plan.network_activations import (
     KeptByMixture,

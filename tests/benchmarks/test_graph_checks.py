@@ -11,7 +11,7 @@ import torch
 from benchmarks import graph_checks
 from benchmarks.graph_checks import Row, parser, run, table
 from benchmarks.graph_runs import Bits, Peak
-from benchmarks.train_shapes import SHAPES
+from benchmarks.shapes import SHAPES
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from tests.benchmarks.test_graph_timeline import events
 

@@ -14,8 +14,8 @@ import torch
 from benchmarks.attention_repeats import attention_repeats
 from benchmarks.drift_settings import Setting, chosen_settings, settings_of
 from benchmarks.graph_drift import Search, lines_of, parser
+from benchmarks.shapes import LAYOUTS, SHAPES
 from benchmarks.step_trace import Trace, digest, first_difference, largest_gap
-from benchmarks.train_shapes import LAYOUTS, SHAPES
 from lightning_megatron.training.gradients import GradientReducer
 
 NAMES = ("head", "query", "embedding")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.memory import CASES, table
-from benchmarks.train_shapes import SHAPES
+from benchmarks.shapes import SHAPES
 from lightning_megatron import GPTConfig, MegatronStrategy
 from lightning_megatron.plan import ParallelLayout
 from lightning_megatron.strategy.options.sizes import check_batch_size

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.step_callbacks import Profile
 from benchmarks.step_profile import (
     Kernel,
     analyse,
@@ -21,7 +22,6 @@ from benchmarks.step_profile import (
     union,
     whole_window,
 )
-from benchmarks.train_shapes import Profile
 
 NCCL = "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 GEMM = "nvjet_sm90_tst_256x128_64x4_2x1_v_bz_coopA_NTN"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.train_shapes import SHAPES
+from benchmarks.shapes import SHAPES
 from lightning_megatron import CudaGraphs
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.fp8 import FP8

@@ -1,0 +1,209 @@
+"""Callbacks that profile steps and time their parts: the optimizer step, and saves beside steps."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from benchmarks.launches import count_launches, launches_of
+from benchmarks.measure import Measure, mark_on_device
+from benchmarks.step_profile import (
+    analyse,
+    find_steps,
+    kernels_of,
+    read_events,
+    report,
+    whole_window,
+)
+
+#: Minimum memory traffic of the optimizer step per element (bytes): read gradient, main parameter
+#: and two moments (4 x 4), write the last three (3 x 4), write the model's parameter in bfloat16
+#: (2), and read the gradient for its norm (4).
+OPTIMIZER_BYTES = 4 * 4 + 3 * 4 + 2 + 4
+#: Speed of a device-to-device copy on an H200, counting bytes read and bytes written (bytes/s).
+COPY_RATE = 4.26e12
+
+
+class Profile(Callback):
+    """Callback that profiles steps on rank 0 and writes an analysis of their time.
+
+    The analysis measures from one optimizer step to the next, so that ``num_steps`` steps give one
+    step less. With ``num_steps=1``, it measures from one wait of the host to the next. This needs
+    no warm-up step of the profiler, but includes communication that would otherwise overlap with
+    the following step, such as gathers of updated parameters. It suits steps that take seconds.
+
+    Args:
+        path: File of the trace (``.json.gz``); the analysis has the same name with ``.txt``.
+        first: Number of the step after which the profiler starts.
+        device_only: Whether to record no host operators, so that the profiler slows the host less.
+        num_steps: Number of profiled steps.
+
+    Raises:
+        ValueError: If no step is profiled.
+    """
+
+    def __init__(
+        self, path: Path, first: int, device_only: bool = False, num_steps: int = 3
+    ) -> None:
+        if num_steps < 1:
+            raise ValueError(
+                f"the profiler needs at least one step, not {num_steps}: a trace without steps has "
+                "no times. Use 1 for steps of seconds, else 3."
+            )
+        self.path = path
+        self.first = first
+        self.device_only = device_only
+        self.num_steps = num_steps
+        self.result: dict[str, Any] = {}
+        self._profiler: Any = None
+
+    @property
+    def last(self) -> int:
+        """Number of the last step that the profiler needs."""
+        return self.first + self.num_steps + (self.num_steps > 1)
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Start, advance or finish the profiler."""
+        if not trainer.is_global_zero:
+            return
+        step = trainer.global_step
+        if step == self.first:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if trainer.strategy.root_device.type == "cuda":
+                # Kernels of earlier steps must not run in the first profiled one.
+                torch.cuda.synchronize()
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+                activities = activities[1:] if self.device_only else activities
+            schedule = None
+            if self.num_steps > 1:
+                schedule = torch.profiler.schedule(
+                    wait=0, warmup=1, active=self.num_steps, repeat=1
+                )
+            self._profiler = torch.profiler.profile(
+                activities=activities, schedule=schedule, on_trace_ready=self._read
+            )
+            self._profiler.start()
+        elif self._profiler is not None:
+            if self.num_steps > 1:
+                self._profiler.step()
+            if step == self.last:
+                self._profiler.stop()
+                self._profiler = None
+
+    def _read(self, profiler: Any) -> None:
+        profiler.export_chrome_trace(str(self.path))
+        events = read_events(self.path)
+        kernels = kernels_of(events)
+        steps = find_steps(kernels) if self.num_steps > 1 else whole_window(kernels)
+        self.result = analyse(kernels, steps)
+        self.result["launches"] = count_launches(launches_of(events), steps)
+        text = report(self.result)
+        self.path.with_name(self.path.name.split(".")[0] + ".txt").write_text(text + "\n")
+        print(text, flush=True)
+
+
+class OptimizerTime(Callback):
+    """Callback that times clipping and the optimizer step on the device.
+
+    The time starts with the reduced gradients and ends with the updated slices of this rank.
+    Gathers of the updated parameters overlap with later work on other streams and are not included.
+
+    Args:
+        first: Number of the first measured step.
+        steps: Number of measured steps.
+    """
+
+    #: This callback does not read gradients, so the strategy need not reduce them for its hooks.
+    reads_gradients = False
+
+    def __init__(self, first: int, steps: int) -> None:
+        self.first = first
+        self.stop = first + steps
+        self.result: dict[str, Any] = {}
+        self._spans: list[list[torch.cuda.Event]] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
+        """Record the time at which the compute stream has the reduced gradients."""
+        if (
+            trainer.strategy.root_device.type == "cuda"
+            and self.first <= trainer.global_step < self.stop
+        ):
+            self._spans.append([mark_on_device()])
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Record the end of the step."""
+        if self._spans and len(self._spans[-1]) == 1:
+            self._spans[-1].append(mark_on_device())
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Compare the median with the time of the memory traffic alone."""
+        if not self._spans:
+            return
+        torch.cuda.synchronize()
+        groups = trainer.optimizers[0].param_groups
+        elements = sum(p.numel() for group in groups for p in group["params"])
+        taken = statistics.median(start.elapsed_time(end) for start, end in self._spans)
+        floor = elements * OPTIMIZER_BYTES / COPY_RATE * 1e3
+        self.result = {
+            "elements": elements,
+            "optimizer_ms": round(taken, 2),
+            "floor_ms": round(floor, 2),
+            "ratio": round(taken / floor, 2),
+            "rule": f"{OPTIMIZER_BYTES} bytes an element of this rank's slice / "
+            f"{COPY_RATE / 1e12} TB/s",
+        }
+        if trainer.is_global_zero:
+            print("optimizer step:", self.result, flush=True)
+
+
+class SaveStall(Callback):
+    """Callback that saves twice in the background and measures the delay of later steps.
+
+    The second save reuses the host buffers of the first.
+
+    Args:
+        folder: Folder of the checkpoints.
+        measure: Callback with the times of all steps.
+        first: Number of the step after which the first save starts.
+        steps: Number of steps to measure after each save.
+    """
+
+    def __init__(self, folder: Path, measure: Measure, first: int, steps: int) -> None:
+        self.folder = folder
+        self.measure = measure
+        self.first = first
+        self.steps = steps
+        self.result: dict[str, Any] = {}
+        self._calls: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Start a save; its call counts in the next step, because this step is already recorded."""
+        if trainer.global_step == self.first + self.steps - 2:
+            # The second save waits for the first one. Wait here instead, in an unmeasured step.
+            trainer.strategy.finish_saves()
+        if trainer.global_step in (self.first, self.first + self.steps):
+            start = time.perf_counter()
+            trainer.save_checkpoint(self.folder / f"step{trainer.global_step}")
+            self._calls.append(time.perf_counter() - start)
+
+    def on_train_end(self, trainer: Trainer, *args: Any) -> None:
+        """Sum the delays of the steps after each save."""
+        median = statistics.median(self.measure.counted())
+        for number, call in enumerate(self._calls):
+            start = self.first + number * self.steps
+            after = self.measure.seconds[start : start + self.steps - 2]
+            self.result[("first", "second")[number]] = {
+                "call_ms": round(call * 1e3, 1),
+                "next_step_ms": round(after[0] * 1e3, 1),
+                "stall_ms": round(sum(s - median for s in after) * 1e3, 1),
+                "in_steps": round(sum(s - median for s in after) / median, 2),
+                "looked_at_steps": len(after),
+                "first_steps_ms": [round(s * 1e3, 1) for s in after[:8]],
+            }
+        if trainer.is_global_zero:
+            print("background save:", self.result, flush=True)
