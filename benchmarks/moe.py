@@ -8,8 +8,8 @@ r"""Benchmark of training steps with mixtures of experts, compared with another 
 The program trains each shape with every routing and every number of places for clones of busy
 experts. Tokens go to experts in turn (balanced), by the untrained router (natural), or to experts
 drawn by popularity (see ``benchmarks/routing.py``). ``benchmarks/shapes.py`` defines shapes,
-``benchmarks/train_shapes.py`` timing, and ``benchmarks/data_parallel.py`` the interface of the peer. The FLOPs of a token
-include only its selected experts.
+``benchmarks/train_shapes.py`` timing, and ``benchmarks/data_parallel.py`` the interface of the
+peer. The FLOPs of a token include only its selected experts.
 
 With several ranks, a second table shows the rows of the busiest rank over the mean, before and
 after clones take over rows, and the time that clones save per step, measured and predicted. The
