@@ -109,7 +109,7 @@ def test_overlap_equals_a_search_for_every_8_gram(tmp_path: Path) -> None:
     found = [gram for gram in grams if any(f" {gram} " in f" {text} " for text in corpus)]
     overlap = report["overlap"][0]
     assert 0 < len(found) < len(grams)
-    assert (overlap["eight_grams"], overlap["found"]) == (len(grams), len(found))
+    assert (overlap["eight_grams"], overlap["num_found"]) == (len(grams), len(found))
     assert (overlap["distinct"], overlap["distinct_found"]) == (len(set(grams)), len(set(found)))
 
 

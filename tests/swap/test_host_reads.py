@@ -83,7 +83,7 @@ def test_microbatches_of_a_batch_that_moved_read_nothing() -> None:
         expected = [model(**part, use_cache=False).loss.detach() for part in parts]
         found = replaced(mesh)
         moved = {key: one.clone() for key, one in batch.items()}
-        mesh.host_values._known.clear()
+        mesh.host_values._cache.clear()
         with Reads(list(moved.values())) as unknown:
             losses_of(found, moved)
         # Without a note of the batch each microbatch has its reads.

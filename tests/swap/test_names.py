@@ -245,7 +245,7 @@ def save_alone(rank: int, size: int, folder: str) -> str:
     model = swapped(twin_of("llama"), mesh)
     mesh.destroy()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(after_run, "_PATIENCE", timedelta(seconds=1))
+        patch.setattr(after_run, "_TIMEOUT", timedelta(seconds=1))
         try:
             if rank == 0:
                 model.save_pretrained(Path(folder))
