@@ -10,7 +10,7 @@ import torch
 from lightning_megatron.cli.kernels import main
 from lightning_megatron.errors import MissingExtraError, UnsupportedError
 from lightning_megatron.kernels.cuda import library, read_sources
-from lightning_megatron.kernels.cuda.load import why_not_runnable
+from lightning_megatron.kernels.cuda.load import reason_not_runnable
 from tests.kernels.cuda.fake import FakeKit
 
 
@@ -127,17 +127,17 @@ def test_commands_that_cannot_be_done_say_why(
 
 def test_a_gpu_of_another_kind_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert why_not_runnable() == "torch sees no GPU"
+    assert reason_not_runnable() == "torch sees no GPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert (
-        why_not_runnable()
+        reason_not_runnable()
         == "A100 has compute capability 8.0, and the kernels are compiled for 9.0"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert "compiled for 9.0; those for 10.0 were compiled but have never been run" in str(
-        why_not_runnable()
+        reason_not_runnable()
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert why_not_runnable() is None
+    assert reason_not_runnable() is None

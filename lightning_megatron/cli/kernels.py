@@ -20,9 +20,9 @@ from lightning_megatron.kernels.cuda import (
     find_library,
     find_toolchain,
     read_sources,
-    why_no_library,
+    reason_against_library,
 )
-from lightning_megatron.kernels.cuda.load import load_library, why_not_runnable
+from lightning_megatron.kernels.cuda.load import load_library, reason_not_runnable
 from lightning_megatron.kernels.cuda.sources import ARCHITECTURE, NEVER_RUN, Sources
 from lightning_megatron.plan.grouped_gemm import (
     VARIANTS,
@@ -175,11 +175,11 @@ def run_check(options: argparse.Namespace) -> None:
     library = find_library(options.cache, sources)
     if library is None:
         raise UnsupportedError(
-            f"the kernels must be built first: {why_no_library(options.cache, sources)}."
+            f"the kernels must be built first: {reason_against_library(options.cache, sources)}."
         )
     load_library(library.path)
     print(f"{library.path}: loaded, {torch.ops.lm_kernels.grouped_gemm.default._schema}")
-    why = why_not_runnable()
+    why = reason_not_runnable()
     if why is not None:
         raise UnsupportedError(
             f"the kernels need an H100, H200 or H20: {why}. They use instructions of sm_90a. On "
@@ -216,7 +216,7 @@ def _describe_installation(options: argparse.Namespace) -> list[str]:
         lines.append(f"compilers  {error}")
     library = find_library(options.cache, sources)
     if library is None:
-        lines.append(f"library    none: {why_no_library(options.cache, sources)}")
+        lines.append(f"library    none: {reason_against_library(options.cache, sources)}")
     else:
         lines.append(f"library    {library.path} ({_versions(library)}), from the {library.origin}")
     return [*lines, "variants", *(f"  {name}" for name in sources.variants)]

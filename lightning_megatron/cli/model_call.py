@@ -115,7 +115,7 @@ class ModelCall(LightningModule):
     def configure_model(self) -> None:
         """Build the model."""
         if self.model is None:
-            self.model = self._source[0].hand_over_model(self.device_mesh)
+            self.model = self._source[0].provide_model(self.device_mesh)
 
     def on_test_epoch_start(self) -> None:
         """Call the function."""

@@ -54,9 +54,9 @@ class BlendedSamples:
         return self.parts[self.choices[index]].lengths(int(self.numbers[index]))
 
     @property
-    def most_documents(self) -> int:
+    def max_documents(self) -> int:
         """Largest number of documents and gaps in a window."""
-        return max(part.most_documents for part in self.parts)
+        return max(part.max_documents for part in self.parts)
 
     @property
     def order_key(self) -> str:

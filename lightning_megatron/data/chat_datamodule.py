@@ -118,7 +118,7 @@ class ChatDataModule(ConversationDataModule):
         check_context_windows(given["context_windows"], given["seq_length"], is_whole=True)
         self.context_windows: int = given["context_windows"]
         if self.streaming is not None:
-            self.streaming.most_pieces(self.seq_length, self.context_windows)
+            self.streaming.max_pieces(self.seq_length, self.context_windows)
         #: Whether rows have several conversations, as ``documents`` of ``TokenDataModule`` says it.
         self.documents: Literal["joined", "whole"] = "whole" if packing else "joined"
 
@@ -128,7 +128,7 @@ class ChatDataModule(ConversationDataModule):
             return self._samples("train", self.seed, num_samples)
         packing = {
             "num_windows": self._num_windows,
-            "most_pieces": self.streaming.most_pieces(self.seq_length, self._num_windows),
+            "max_pieces": self.streaming.max_pieces(self.seq_length, self._num_windows),
         }
         options = self.stream_options(num_samples, packing, is_packed=True)
         return StreamedConversations(**packing, **options)

@@ -63,9 +63,9 @@ class ConversationRows:
         return self._values_of_row(self._texts.tokens, index, NO_TOKEN).astype(np.int64)
 
     @property
-    def most_documents(self) -> int:
+    def max_documents(self) -> int:
         """Largest number of conversations and gaps in a row."""
-        return self._index.most_pieces
+        return self._index.max_pieces
 
     def lengths(self, index: int) -> list[int]:
         """Return the number of tokens of each conversation and gap in a row, in order."""

@@ -49,12 +49,12 @@ class StreamedConversations(StreamedSamples[ConversationRows]):
 
     Args:
         num_windows: Windows of a packed row; 0 puts one conversation or document into each row.
-        most_pieces: Largest number of conversations or documents, and gaps, in a packed row.
-        options: Arguments of ``StreamedSamples`` except ``most_documents``.
+        max_pieces: Largest number of conversations or documents, and gaps, in a packed row.
+        options: Arguments of ``StreamedSamples`` except ``max_documents``.
     """
 
-    def __init__(self, *, num_windows: int, most_pieces: int, **options: Any) -> None:
-        super().__init__(most_documents=most_pieces if num_windows else 1, **options)
+    def __init__(self, *, num_windows: int, max_pieces: int, **options: Any) -> None:
+        super().__init__(max_documents=max_pieces if num_windows else 1, **options)
         self._num_windows = num_windows
 
     def is_answer(self, index: int) -> npt.NDArray[np.bool_]:
@@ -76,6 +76,6 @@ class StreamedConversations(StreamedSamples[ConversationRows]):
             random,
             self._num_windows > 0,
             max(self._num_windows, 1),
-            self.most_documents,
+            self.max_documents,
         )
         return ConversationRows(rows, index)

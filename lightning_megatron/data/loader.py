@@ -71,7 +71,7 @@ class WindowBatches(SampleBatches):
 
     def _lengths(self, numbers: list[int], labels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the document lengths of each row, and set labels across document ends to -100."""
-        lengths = np.zeros((len(numbers), self.samples.most_documents), np.int64)
+        lengths = np.zeros((len(numbers), self.samples.max_documents), np.int64)
         for row, number in enumerate(numbers):
             if number < 0:
                 continue

@@ -34,7 +34,7 @@ class PackedIndex:
         return len(self.firsts) - 1
 
     @property
-    def most_pieces(self) -> int:
+    def max_pieces(self) -> int:
         """Return the largest number of documents and gaps in a row."""
         return int(np.diff(self.firsts).max(initial=0))
 
@@ -97,7 +97,7 @@ def pack_once(
     random: np.random.RandomState | None,
     is_packed: bool,
     num_windows: int,
-    most_pieces: int | None,
+    max_pieces: int | None,
 ) -> PackedIndex:
     """Pack documents like one pass of :func:`index_packed`.
 
@@ -108,10 +108,10 @@ def pack_once(
         random: Random number generator that shuffles documents and rows; None keeps their order.
         is_packed: Whether rows have several documents; otherwise each row has one.
         num_windows: Windows of a row.
-        most_pieces: Largest number of documents and gaps of a row; None sets no limit.
+        max_pieces: Largest number of documents and gaps of a row; None sets no limit.
     """
     pieces = _pieces(lengths, seq_length)
-    return _indexed(_rows_of_pass(pieces, seq_length, random, is_packed, num_windows, most_pieces))
+    return _indexed(_rows_of_pass(pieces, seq_length, random, is_packed, num_windows, max_pieces))
 
 
 def _rows_of_pass(
@@ -120,10 +120,10 @@ def _rows_of_pass(
     random: np.random.RandomState | None,
     is_packed: bool,
     num_windows: int,
-    most_pieces: int | None,
+    max_pieces: int | None,
 ) -> list[npt.NDArray[np.int64]]:
     ordered = pieces if random is None else pieces[random.permutation(len(pieces))]
-    rows = _rows(ordered, seq_length, is_packed, num_windows, random, most_pieces)
+    rows = _rows(ordered, seq_length, is_packed, num_windows, random, max_pieces)
     return rows if random is None else [rows[at] for at in random.permutation(len(rows))]
 
 
@@ -138,16 +138,16 @@ def _rows(
     is_packed: bool,
     num_windows: int,
     random: np.random.RandomState | None,
-    most_pieces: int | None,
+    max_pieces: int | None,
 ) -> list[npt.NDArray[np.int64]]:
     """Return the document, offset and number of tokens of the pieces and gaps of each row."""
     if not is_packed:
         return [pieces[item : item + 1] for item in range(len(pieces))]
     if num_windows == 1:
-        return [pieces[row] for row in best_fit(pieces[:, 2], seq_length + 1, most_pieces)]
+        return [pieces[row] for row in best_fit(pieces[:, 2], seq_length + 1, max_pieces)]
     return [
         np.array([[GAP, 0, size] if item == GAP else pieces[item] for item, size in row])
-        for row in pack_windows(pieces[:, 2], seq_length, num_windows, random, most_pieces)
+        for row in pack_windows(pieces[:, 2], seq_length, num_windows, random, max_pieces)
     ]
 
 

@@ -131,7 +131,7 @@ class PairSamples:
         return [len(sentence) for sentence in self.sentences(index)[0]]
 
     @cached_property
-    def most_documents(self) -> int:
+    def max_documents(self) -> int:
         """Largest number of sentences of a sample."""
         return int((self._index[:, 1] - self._index[:, 0]).max())
 

@@ -62,7 +62,7 @@ class PreferenceDataModule(ConversationDataModule):
         train_samples: Training pairs per epoch over all ranks; None means ``max_steps`` batches if
             the Trainer stops by steps alone, and one pass otherwise.
         streaming: Settings to read and encode the training files during training, as in
-            ``ChatDataModule``; ``most_conversations`` must be left out. ``DPO`` first reads all
+            ``ChatDataModule``; ``max_conversations`` must be left out. ``DPO`` first reads all
             files once, for the reference model.
         cache_dir: Folder of the encoded pairs; None uses ``index_cache`` next to the first file.
         pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
@@ -101,9 +101,9 @@ class PreferenceDataModule(ConversationDataModule):
         given = coerced_arguments(PreferenceDataModule.__init__, locals())
         super().__init__({"train": train, "val": val, "test": test}, given)
         self.length_multiple: int | None = given["length_multiple"]
-        if self.streaming is not None and self.streaming.most_conversations is not None:
+        if self.streaming is not None and self.streaming.max_conversations is not None:
             raise UnsupportedError(
-                f"streaming.most_conversations ({self.streaming.most_conversations}) cannot be "
+                f"streaming.max_conversations ({self.streaming.max_conversations}) cannot be "
                 "used with pairs, because each pair has its own row. Leave it out."
             )
 

@@ -51,7 +51,7 @@ class PairRows:
         index: Index of the pair of each sample, as its only piece.
     """
 
-    most_documents = 2
+    max_documents = 2
 
     def __init__(self, texts: PairTexts, index: PackedIndex) -> None:
         self._texts = texts

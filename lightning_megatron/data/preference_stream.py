@@ -18,11 +18,11 @@ class StreamedPairs(StreamedSamples[PairRows]):
     """Preference pairs of a stream.
 
     Args:
-        options: Arguments of ``StreamedSamples`` except ``most_documents``.
+        options: Arguments of ``StreamedSamples`` except ``max_documents``.
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(most_documents=PairRows.most_documents, **options)
+        super().__init__(max_documents=PairRows.max_documents, **options)
 
     def pair(self, index: int) -> int:
         """Return the number of the pair of a sample, which is that of its row in the files.

@@ -42,7 +42,7 @@ class Samples(Protocol):
         """Hash of everything that determines the order of windows, except their number."""
 
     @property
-    def most_documents(self) -> int:
+    def max_documents(self) -> int:
         """Largest number of documents and gaps in a window."""
 
     def __len__(self) -> int: ...
@@ -225,9 +225,9 @@ class GPTSamples:
         return [size for size in sizes if size]
 
     @property
-    def most_documents(self) -> int:
+    def max_documents(self) -> int:
         """Largest number of documents and gaps in a window."""
-        return self.index.most_pieces
+        return self.index.max_pieces
 
     @property
     def order_key(self) -> str:

@@ -96,7 +96,7 @@ class StreamedSamples(ABC, Generic[Found]):
         stream: Stream of rows of files.
         messages: Log and error messages about these rows.
         seq_length: Tokens that a row of a batch predicts (tokens).
-        most_documents: Largest number of documents of a sample.
+        max_documents: Largest number of documents of a sample.
         key: Fields that identify files, tokenizer and options.
         report: Function that takes a line about the rows that were read, and whether rows were cut
             or left out.
@@ -109,13 +109,13 @@ class StreamedSamples(ABC, Generic[Found]):
         stream: RowStream,
         messages: RowMessages,
         seq_length: int,
-        most_documents: int,
+        max_documents: int,
         key: Mapping[str, Any],
         report: Callable[[str, bool], None],
         num_samples: int | None = None,
     ) -> None:
         self.seq_length = seq_length
-        self.most_documents = most_documents
+        self.max_documents = max_documents
         self.order_key = cache_key({"stream": dict(key)})
         self._stream = stream
         self._messages = messages

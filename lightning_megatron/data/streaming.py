@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.plan.settings import Count, coerce_fields
 
-#: Default of ``most_conversations``: one for each this many tokens of a row, and the minimum.
+#: Default of ``max_conversations``: one for each this many tokens of a row, and the minimum.
 _TOKENS_PER_CONVERSATION = 32
 _MIN_CONVERSATIONS = 16
 
@@ -25,7 +25,7 @@ class Streaming:
             section in memory, and with ``num_workers`` also the next one.
         shuffle: Whether each pass shuffles the files, and each section its conversations and rows;
             otherwise all keep their order.
-        most_conversations: Largest number of conversations, and gaps of ``context_windows``, in a
+        max_conversations: Largest number of conversations, and gaps of ``context_windows``, in a
             packed row. The lengths of all batches have this size. None means one for each 32 tokens
             of a row, and at least 16.
 
@@ -35,12 +35,12 @@ class Streaming:
 
     shuffle_buffer: Count = 10_000
     shuffle: bool = True
-    most_conversations: Count | None = None
+    max_conversations: Count | None = None
 
     def __post_init__(self) -> None:
         coerce_fields(self, "streaming.")
 
-    def most_pieces(self, seq_length: int, num_windows: int) -> int:
+    def max_pieces(self, seq_length: int, num_windows: int) -> int:
         """Return the largest number of conversations and gaps in a packed row.
 
         Args:
@@ -48,15 +48,15 @@ class Streaming:
             num_windows: Windows of a row.
 
         Raises:
-            ParallelPlanError: If ``most_conversations`` is below two for each window.
+            ParallelPlanError: If ``max_conversations`` is below two for each window.
         """
         minimum = 2 * num_windows if num_windows > 1 else 1
-        if self.most_conversations is None:
+        if self.max_conversations is None:
             return max(_MIN_CONVERSATIONS, minimum, seq_length // _TOKENS_PER_CONVERSATION)
-        if self.most_conversations < minimum:
+        if self.max_conversations < minimum:
             raise ParallelPlanError(
-                f"streaming.most_conversations must be at least 2 * context_windows ({minimum}), "
+                f"streaming.max_conversations must be at least 2 * context_windows ({minimum}), "
                 "because each window may have a conversation and a gap: it is "
-                f"{self.most_conversations}. Use {minimum} or more, or leave it out."
+                f"{self.max_conversations}. Use {minimum} or more, or leave it out."
             )
-        return self.most_conversations
+        return self.max_conversations

@@ -60,7 +60,7 @@ class TextDataModule(RowDataModule):
             ``TokenDataModule``.
         context_windows: Windows of a row, which groups of context-parallel ranks share, as in
             ``TokenDataModule``.
-        streaming: Settings of the stream, where ``most_conversations`` counts documents; None uses
+        streaming: Settings of the stream, where ``max_conversations`` counts documents; None uses
             the defaults.
         pin_memory: Whether to pin batches in memory; None pins them if a GPU is available.
 
@@ -99,7 +99,7 @@ class TextDataModule(RowDataModule):
         self.streaming: Streaming = given["streaming"] or Streaming()
         check_context_windows(given["context_windows"], given["seq_length"], is_whole=True)
         self.context_windows: int = given["context_windows"]
-        self.streaming.most_pieces(self.seq_length, self.context_windows)
+        self.streaming.max_pieces(self.seq_length, self.context_windows)
         parts = {"train": train, "val": val, "test": test}
         #: Files of each part with data.
         self.files: dict[str, tuple[Path, ...]] = {
@@ -140,7 +140,7 @@ class TextDataModule(RowDataModule):
     @override
     def training_samples(self, num_samples: int | None) -> StreamedConversations:
         seed = self.seed if self.streaming.shuffle else None
-        most_pieces = self.streaming.most_pieces(self.seq_length, self.context_windows)
+        max_pieces = self.streaming.max_pieces(self.seq_length, self.context_windows)
         files = self.files["train"]
         key: dict[str, Any] = {
             "texts": [sizes_of(path) for path in files],
@@ -151,12 +151,12 @@ class TextDataModule(RowDataModule):
             "section_size": self.streaming.shuffle_buffer,
             "seed": seed,
             "num_windows": self.context_windows,
-            "most_pieces": most_pieces,
+            "max_pieces": max_pieces,
         }
         encode = self._encoder.encode_row
         return StreamedConversations(
             num_windows=self.context_windows,
-            most_pieces=most_pieces,
+            max_pieces=max_pieces,
             stream=RowStream(files, encode, self.streaming.shuffle_buffer, seed, self.num_workers),
             messages=DocumentMessages(),
             seq_length=self.seq_length,

@@ -56,7 +56,7 @@ def pack_windows(
     seq_length: int,
     num_windows: int,
     random: np.random.RandomState | None,
-    most_pieces: int | None = None,
+    max_pieces: int | None = None,
 ) -> list[list[tuple[int, int]]]:
     """Pack documents into rows so that no document spans more windows than the longest one needs.
 
@@ -70,7 +70,7 @@ def pack_windows(
         seq_length: Tokens that a row predicts (tokens).
         num_windows: Windows of a row, a power of two.
         random: Random number generator that shuffles the spans; None keeps their order.
-        most_pieces: Largest number of documents and gaps in a row, at least two for each window;
+        max_pieces: Largest number of documents and gaps in a row, at least two for each window;
             None sets no limit.
 
     Returns:
@@ -84,7 +84,7 @@ def pack_windows(
     # The last token of a row is only a label, and takes no position.
     capacities = spans * window + (spans == num_windows)
     # Subtract one for the gap with which a span may end.
-    most = None if most_pieces is None else most_pieces * spans // num_windows - 1
+    most = None if max_pieces is None else max_pieces * spans // num_windows - 1
     packed = best_fit(sizes, capacities, most)
     by_span: dict[int, list[list[tuple[int, int]]]] = {}
     for items in packed if random is None else _shuffled(packed, random):

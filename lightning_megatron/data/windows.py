@@ -40,7 +40,7 @@ class WindowIndex:
         return len(self.shuffle) or len(self.starts) - 1
 
     @property
-    def most_pieces(self) -> int:
+    def max_pieces(self) -> int:
         """Return the largest number of documents with tokens in a window."""
         return int(np.diff(self.starts[:, 0]).max(initial=0)) + 1
 

@@ -40,7 +40,7 @@ class EvaluatedLM(LightningModule):
     def configure_model(self) -> None:
         """Build the model. Lightning calls this for each test."""
         if self.model is None:
-            self.model = self._source[0].hand_over_model(self.device_mesh)
+            self.model = self._source[0].provide_model(self.device_mesh)
 
     @override
     def setup(self, stage: str) -> None:

@@ -103,7 +103,7 @@ class TaskSamples:
         return order if seed is None else np.random.default_rng([seed, number]).permutation(order)
 
     @property
-    def most_documents(self) -> int:
+    def max_documents(self) -> int:
         """Largest number of documents of a row."""
         return self.rows.choices
 

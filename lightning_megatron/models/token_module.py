@@ -137,7 +137,7 @@ class TokenModule(LightningModule):
             is_trained: Whether the loss is for training; otherwise it is for evaluation.
         """
 
-    def hand_over_model(self, mesh: Any) -> nn.Module:
+    def provide_model(self, mesh: Any) -> nn.Module:
         """Build the model with ``configure_model``, and return it without keeping it.
 
         Another module that runs the model, such as ``EvaluatedLM``, calls this method.

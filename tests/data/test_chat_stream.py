@@ -207,7 +207,7 @@ def test_rows_have_no_more_conversations_than_asked_for(tmp_path: Path, folder: 
     for windows in (1, 4):
         data = ChatDataModule(
             path, folder, seq_length=1024, context_windows=windows,
-            streaming=Streaming(most_conversations=8),
+            streaming=Streaming(max_conversations=8),
         )  # fmt: skip
         samples = streamed(data)
         sizes = []
@@ -218,7 +218,7 @@ def test_rows_have_no_more_conversations_than_asked_for(tmp_path: Path, folder: 
         assert batch["lengths"].shape == (2, 8)
         assert len(rows_of_pass(samples)) - sum(sizes) == 0
     with pytest.raises(ParallelPlanError, match=r"at least 2 \* context_windows \(8\)"):
-        ChatDataModule(path, folder, context_windows=4, streaming=Streaming(most_conversations=7))
+        ChatDataModule(path, folder, context_windows=4, streaming=Streaming(max_conversations=7))
 
 
 def make_data(path: str | list[str], folder: str, **options: Any) -> ChatDataModule:

@@ -59,7 +59,7 @@ def test_every_pass_predicts_every_token_once(
         predicted = []
         for row in range(number * one.num_windows, (number + 1) * one.num_windows):
             pieces = index.pieces(row, bounds)
-            assert 0 < len(pieces) <= index.most_pieces
+            assert 0 < len(pieces) <= index.max_pieces
             assert sum(stop - start for start, stop in pieces) <= seq_length + 1
             predicted += [token for start, stop in pieces for token in range(start + 1, stop)]
         assert sorted(predicted) == wanted

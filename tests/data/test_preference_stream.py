@@ -244,8 +244,8 @@ def test_unsupported_settings_of_a_stream_raise(tmp_path: Path, folder: str) -> 
     path = write_lines(tmp_path / "rows.jsonl", preferences(8))
     with pytest.raises(UnsupportedError, match=r"train_samples \(9\) .* Use max_steps"):
         make_data(path, folder, train_samples=9)
-    with pytest.raises(UnsupportedError, match=r"most_conversations \(4\) cannot be used with pai"):
-        make_data(path, folder, streaming=Streaming(most_conversations=4))
+    with pytest.raises(UnsupportedError, match=r"max_conversations \(4\) cannot be used with pai"):
+        make_data(path, folder, streaming=Streaming(max_conversations=4))
     for options, reason in (
         ({"max_epochs": -1}, "needs max_steps, max_epochs or max_time"),
         ({"max_steps": 3, "overfit_batches": 1}, r"overfit_batches \(1\)"),

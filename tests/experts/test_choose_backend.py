@@ -20,7 +20,7 @@ GPU, BF16 = torch.device("cuda", 0), torch.bfloat16
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Pretend that the GPU is an H100 and that a library is built which can be loaded."""
     library = BuiltLibrary(Path("/cache/liblm_kernels.so"), "13.0", "4.2", 1.0)
-    monkeypatch.setattr(choosing, "why_not_runnable", lambda index: None)
+    monkeypatch.setattr(choosing, "reason_not_runnable", lambda index: None)
     monkeypatch.setattr(choosing, "find_library", lambda cache, sources: library)
     monkeypatch.setattr(choosing, "load_library", lambda path: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -69,7 +69,7 @@ def test_a_library_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatc
 
 def test_other_gpus_take_torchs_kernel_or_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        choosing, "why_not_runnable", lambda index: f"GPU {index} has compute capability 10.0"
+        choosing, "reason_not_runnable", lambda index: f"GPU {index} has compute capability 10.0"
     )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert chosen().backend == "grouped_mm"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.kernels.cuda import default_cache, find_library, read_sources
-from lightning_megatron.kernels.cuda.load import load_library, why_not_runnable
+from lightning_megatron.kernels.cuda.load import load_library, reason_not_runnable
 from lightning_megatron.plan.grouped_gemm import VARIANTS, Pass, pass_of, workspace_bytes
 from tests.gpu.grouped import TAIL, UNTOUCHED, draw
 
@@ -36,7 +36,7 @@ TOLERANCE = {torch.bfloat16: 3e-3, torch.float32: 5e-5}
 @pytest.fixture(scope="module", autouse=True)
 def library() -> None:
     """Load the library, or skip where it is not built or cannot run."""
-    found, why = find_library(default_cache(), read_sources()), why_not_runnable()
+    found, why = find_library(default_cache(), read_sources()), reason_not_runnable()
     if found is None or why is not None:
         pytest.skip(why or "needs the built kernels: lightning-megatron kernels build")
     load_library(found.path)

@@ -17,9 +17,9 @@ from lightning_megatron.kernels.cuda import (
     default_cache,
     find_library,
     read_sources,
-    why_no_library,
+    reason_against_library,
 )
-from lightning_megatron.kernels.cuda.load import load_library, why_not_runnable
+from lightning_megatron.kernels.cuda.load import load_library, reason_not_runnable
 from lightning_megatron.plan.grouped_gemm import MAX_GROUPS, reason_against_fusion
 from lightning_megatron.shapes import Float
 
@@ -178,7 +178,7 @@ def _reason_against_bundled(device: torch.device, num_groups: int) -> str | None
     if num_groups > MAX_GROUPS:
         return f"{num_groups} groups are more than {MAX_GROUPS}"
     return (
-        why_not_runnable(torch.cuda.current_device() if device.index is None else device.index)
+        reason_not_runnable(torch.cuda.current_device() if device.index is None else device.index)
         or _load()
     )
 
@@ -202,7 +202,7 @@ def _load() -> str | None:
     sources = read_sources()
     library = find_library(cache, sources)
     if library is None:
-        return why_no_library(cache, sources)
+        return reason_against_library(cache, sources)
     try:
         load_library(library.path)
     except UnsupportedError as error:

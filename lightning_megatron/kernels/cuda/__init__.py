@@ -10,7 +10,7 @@ from lightning_megatron.kernels.cuda.library import (
     BuiltLibrary,
     default_cache,
     find_library,
-    why_no_library,
+    reason_against_library,
 )
 from lightning_megatron.kernels.cuda.sources import read_sources
 from lightning_megatron.kernels.cuda.toolchain import Toolchain, find_toolchain
@@ -25,5 +25,5 @@ __all__ = [
     "find_library",
     "find_toolchain",
     "read_sources",
-    "why_no_library",
+    "reason_against_library",
 ]

@@ -66,7 +66,7 @@ def find_library(cache: Path, sources: Sources) -> BuiltLibrary | None:
     return replace(describe(found), origin="wheel") if found is not None else None
 
 
-def why_no_library(cache: Path, sources: Sources) -> str:
+def reason_against_library(cache: Path, sources: Sources) -> str:
     """Explain why no library was found, and how to get one.
 
     Args:

@@ -35,7 +35,7 @@ def load_library(path: Path) -> None:
         ) from error
 
 
-def why_not_runnable(device: int = 0) -> str | None:
+def reason_not_runnable(device: int = 0) -> str | None:
     """Return the reason why a GPU cannot run the kernels; None if it can.
 
     Args:

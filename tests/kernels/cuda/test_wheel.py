@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.kernels.cuda import build_library, build_wheel, find_library, why_no_library
+from lightning_megatron.kernels.cuda import (
+    build_library,
+    build_wheel,
+    find_library,
+    reason_against_library,
+)
 from lightning_megatron.kernels.cuda.sources import Sources
 from tests.kernels.cuda.fake import FakeKit
 
@@ -48,7 +53,7 @@ def test_an_installed_wheel_is_found_after_the_cache_and_only_by_its_sources(
     assert installed.requires == ["lightning-megatron==0.1.0"]
     assert installed.read_text("licenses/CUTLASS_LICENSE.txt") is not None
     assert find_library(cache, sources) is None
-    assert "no wheel is installed" in why_no_library(cache, sources)
+    assert "no wheel is installed" in reason_against_library(cache, sources)
 
     monkeypatch.syspath_prepend(tmp_path / "site")
     found = find_library(cache, sources)
@@ -66,7 +71,7 @@ def test_an_installed_wheel_is_found_after_the_cache_and_only_by_its_sources(
     assert find_library(cache, other) is None
     assert (
         f"the wheel in {found.path.parents[1]} was built from other sources ({sources.key})"
-        in why_no_library(cache, other)
+        in reason_against_library(cache, other)
     )
 
 
