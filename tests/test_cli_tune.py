@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_megatron.cli import tune
+from lightning_megatron.cli import separate_job
 from lightning_megatron.cli.main import main
 from lightning_megatron.cli.tune import TunedRun, Tuning, advice_of, table_of
 from lightning_megatron.cli.tune_candidates import Machine, candidates_of
@@ -71,7 +71,7 @@ def tuning(
         log.with_suffix(".json").write_text(json.dumps(content))
         return None
 
-    monkeypatch.setattr(tune, "run_job", run)
+    monkeypatch.setattr(separate_job, "run_job", run)
     return Tuning([], folder, steps=2, warmup=1, timeout=60, gain=0.01)
 
 
@@ -110,7 +110,7 @@ def test_a_recipe_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_recipe_itself_may_be_the_fastest() -> None:
-    assert advice_of(TunedRun({}, 1.0, 2.0, "")) == "No setting is faster than the recipe's own."
+    assert advice_of(TunedRun({}, 1.0, 2.0, "", 1)) == "No setting is faster than the recipe's own."
 
 
 @pytest.mark.parametrize(

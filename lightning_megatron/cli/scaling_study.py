@@ -25,7 +25,7 @@ from lightning_megatron.cli.scaling_cases import (
     check_replicas,
 )
 from lightning_megatron.cli.scaling_report import ScalingRow, records_of, table_of, write_files
-from lightning_megatron.cli.separate_job import run_job
+from lightning_megatron.cli.separate_job import measure_job
 from lightning_megatron.errors import MissingExtraError, UnsupportedError
 from lightning_megatron.models.model_flops import FLOP_RULE
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
@@ -155,17 +155,13 @@ def _run(case: ScalingCase, options: argparse.Namespace, folder: Path) -> dict[s
     if case.devices > options.devices:
         return {"failure": f"needs {case.devices} devices: there are {options.devices}"}
     result, log = (folder / "logs" / f"{case.label}{end}" for end in (".json", ".txt"))
-    result.unlink(missing_ok=True)
     command = [sys.executable, "-m", _JOB, "--case", json.dumps(asdict(case))]
     command += ["--result", str(result), "--steps", str(options.steps)]
     command += ["--warmup", str(options.warmup), "--precision", options.precision]
     command += ["--accelerator", options.accelerator]
     command += ["--strategy", json.dumps(options.strategy)]
     command += ["--recompute", options.recompute] if options.recompute else []
-    failure = run_job(command, log, options.timeout)
-    found: dict[str, Any] = {"failure": failure}
-    if failure is None:
-        found = {**json.loads(result.read_text()), "failure": ""}
+    found = measure_job(command, log, result, options.timeout)
     said = found["failure"] or f"{found['seconds_per_step']:.4g} s a step"
     print(f"{case.label}: {said}", file=sys.stderr, flush=True)
     return found

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 _MEMORY = ("outofmemory", "out of memory", "can't allocate memory", "cannot allocate memory")
 
@@ -33,6 +35,22 @@ def run_job(command: Sequence[str], log: Path, timeout: int) -> str | None:
                 os.killpg(job.pid, signal.SIGKILL)
                 job.wait()
     return reason_in(log.read_text(errors="replace"), job.returncode) if job.returncode else None
+
+
+def measure_job(command: Sequence[str], log: Path, result: Path, timeout: int) -> dict[str, Any]:
+    """Run a program that measures steps by ``StepTimer``; see :func:`run_job` for the arguments.
+
+    Args:
+        result: File of the measurements that the program writes; an old one is removed.
+
+    Returns:
+        The measurements, and under ``failure`` an empty text; after a failure only its reason.
+    """
+    result.unlink(missing_ok=True)
+    failure = run_job(command, log, timeout)
+    if failure is None and not result.is_file():
+        failure = "the data ended before the last measured step"
+    return {"failure": failure} if failure else {**json.loads(result.read_text()), "failure": ""}
 
 
 def reason_in(text: str, returncode: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from lightning_megatron.cli.arguments import at_least_one
-from lightning_megatron.cli.separate_job import run_job
+from lightning_megatron.cli.separate_job import measure_job
 from lightning_megatron.cli.tune_candidates import CandidateValues, Machine, candidates_of
 from lightning_megatron.errors import UnsupportedError
 
@@ -33,12 +33,14 @@ class TunedRun:
         seconds: Mean time of a step (s); None if the run failed.
         peak_gib: Largest memory of rank 0 (GiB); None on CPUs and after a failure.
         failure: Reason for the failure; empty if the run succeeded.
+        num_ranks: Number of ranks; 0 after a failure.
     """
 
     settings: Mapping[str, Any]
     seconds: float | None
     peak_gib: float | None
     failure: str
+    num_ranks: int
 
 
 @dataclass
@@ -80,7 +82,8 @@ class Tuning:
                 f"the recipe must run before it can be tuned: {best.failure}. Its output is in "
                 f"{self._path(0, '.txt')}."
             )
-        for candidates in candidates_of(strategy, self._machine()):
+        machine = Machine(best.peak_gib is not None, best.num_ranks)
+        for candidates in candidates_of(strategy, machine):
             best = self._best_of(candidates, best)
         return best
 
@@ -95,25 +98,21 @@ class Tuning:
     def _measure(self, settings: Mapping[str, Any]) -> TunedRun:
         number = len(self.trials)
         result = self._path(number, ".json")
-        result.unlink(missing_ok=True)
         timer = {"warmup": self.warmup, "steps": self.steps, "path": str(result)}
         command = [sys.executable, "-m", "lightning_megatron", "fit", *self.given]
         command += _options_to_measure(self.warmup + self.steps, timer)
         command += [f"--trainer.strategy.{name}={_text(one)}" for name, one in settings.items()]
-        failure = run_job(command, self._path(number, ".txt"), self.timeout) or ""
-        if not failure and not result.is_file():
-            failure = f"the data ended before {self.warmup + self.steps} steps"
-        measured = {} if failure else json.loads(result.read_text())
+        found = measure_job(command, self._path(number, ".txt"), result, self.timeout)
         trial = TunedRun(
-            settings, measured.get("seconds_per_step"), measured.get("peak_gib"), failure
+            settings,
+            found.get("seconds_per_step"),
+            found.get("peak_gib"),
+            found["failure"],
+            found.get("num_ranks", 0),
         )
         self.trials.append(trial)
         print(_line(trial), file=sys.stderr, flush=True)
         return trial
-
-    def _machine(self) -> Machine:
-        measured = json.loads(self._path(0, ".json").read_text())
-        return Machine(measured["peak_gib"] is not None, measured["num_ranks"])
 
     def _path(self, number: int, suffix: str) -> Path:
         return self.folder / f"run{number}{suffix}"
