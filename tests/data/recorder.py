@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
@@ -16,6 +17,17 @@ from lightning_megatron.data.row_datamodule import RowDataModule
 from lightning_megatron.data.token_file import TokenFileWriter
 
 SEQ_LENGTH = 4
+
+#: Runs that end by a number of steps, by passes, and with epochs shorter than a pass.
+limited = pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_steps": 14, "max_epochs": -1},
+        {"max_epochs": 3},
+        {"max_steps": 14, "limit_train_batches": 4},
+    ],
+    ids=["steps", "passes", "short epochs"],
+)
 
 
 class Watcher(LightningModule):

@@ -22,7 +22,7 @@ from lightning_megatron.errors import (
     UnsupportedError,
 )
 from tests.chat_folder import conversations, save_chat_llama, turn, write_lines
-from tests.data.recorder import Watcher, make_trainer, run
+from tests.data.recorder import Watcher, limited, make_trainer, run
 from tests.data.test_chat_datamodule import LENGTH, expected
 from tests.data.test_datamodule_resume import StopAfter, TwoReplicas
 
@@ -226,15 +226,7 @@ def make_data(path: str | list[str], folder: str, **options: Any) -> ChatDataMod
     return ChatDataModule(path, folder, **{**defaults, **options})
 
 
-@pytest.mark.parametrize(
-    "limits",
-    [
-        {"max_steps": 14, "max_epochs": -1},
-        {"max_epochs": 3},
-        {"max_steps": 14, "limit_train_batches": 4},
-    ],
-    ids=["steps", "passes", "short epochs"],
-)
+@limited
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_killed_run_continues_with_the_next_row(
     tmp_path: Path, folder: str, limits: dict[str, int], num_workers: int

@@ -14,7 +14,7 @@ from lightning_megatron.data.preference_samples import PairSamples
 from lightning_megatron.data.preference_stream import StreamedPairs
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from tests.chat_folder import preferences, save_chat_llama, turn, write_lines
-from tests.data.recorder import make_trainer, run
+from tests.data.recorder import limited, make_trainer, run
 from tests.data.test_chat_stream import write_shards
 from tests.data.test_datamodule_resume import StopAfter, TwoReplicas
 from tests.data.test_preference_datamodule import LENGTH, Pairs
@@ -154,15 +154,7 @@ def test_ranks_share_the_last_batch_of_the_loader(
         assert shares == [[[0, 1], [4, 5], [-1]], [[2, 3], [6, 7], [8]]], options
 
 
-@pytest.mark.parametrize(
-    "limits",
-    [
-        {"max_steps": 14, "max_epochs": -1},
-        {"max_epochs": 3},
-        {"max_steps": 14, "limit_train_batches": 4},
-    ],
-    ids=["steps", "passes", "short epochs"],
-)
+@limited
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_killed_run_continues_with_the_next_pair(
     tmp_path: Path, folder: str, limits: dict[str, int], num_workers: int

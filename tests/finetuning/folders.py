@@ -212,3 +212,13 @@ def write_squad(folder: Path, version: str = "2.0", num_train: int = 10, num_val
         content = squad_content(draw, size, version == "2.0")
         (folder / f"{part}-v{version}.json").write_text(json.dumps(content))
     return folder
+
+
+def write_tasks(root: Path, family: str) -> None:
+    """Save models of a family, with files to train them on: ``classes``, ``options``, ``spans``."""
+    save_encoder(root / "classes", f"{family}ForSequenceClassification", num_labels=3)
+    save_encoder(root / "options", f"{family}ForMultipleChoice")
+    save_encoder(root / "spans", f"{family}ForQuestionAnswering")
+    write_mnli(root / "classes_files")
+    write_race(root / "options_files")
+    write_squad(root / "spans_files")

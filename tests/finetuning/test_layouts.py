@@ -11,7 +11,7 @@ import torch
 
 from lightning_megatron.swap.weights.load import full_tensors
 from tests.finetuning.fits import STEPS, module_and_data, train_all, twin
-from tests.finetuning.folders import save_encoder, write_mnli, write_race, write_squad
+from tests.finetuning.folders import write_tasks
 from tests.world import run_world
 
 pytest.importorskip("transformers")
@@ -28,12 +28,7 @@ WITHOUT_GRADIENT = {
 @pytest.fixture(scope="module", params=["Bert", "Roberta"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("finetuning")
-    save_encoder(root / "classes", f"{request.param}ForSequenceClassification", num_labels=3)
-    save_encoder(root / "options", f"{request.param}ForMultipleChoice")
-    save_encoder(root / "spans", f"{request.param}ForQuestionAnswering")
-    write_mnli(root / "classes_files")
-    write_race(root / "options_files")
-    write_squad(root / "spans_files")
+    write_tasks(root, request.param)
     return root
 
 

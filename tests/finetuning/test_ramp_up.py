@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning_megatron import BERTClassifier, GlueDataModule, RampUp
 from lightning_megatron.errors import ParallelPlanError
 from tests.finetuning.fits import BATCH, STEPS, module_and_data, trainer_of, twin
-from tests.finetuning.folders import save_encoder, write_mnli, write_race, write_squad
+from tests.finetuning.folders import write_tasks
 from tests.sweeps import chosen
 from tests.world import run_world
 
@@ -76,12 +76,7 @@ def train_all(rank: int, size: int, folder: str, kind: str, from_one: str) -> di
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("growing")
-    save_encoder(root / "classes", "BertForSequenceClassification", num_labels=3)
-    save_encoder(root / "options", "BertForMultipleChoice")
-    save_encoder(root / "spans", "BertForQuestionAnswering")
-    write_mnli(root / "classes_files")
-    write_race(root / "options_files")
-    write_squad(root / "spans_files")
+    write_tasks(root, "Bert")
     return root
 
 
