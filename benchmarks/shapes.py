@@ -19,6 +19,12 @@ SHAPES: dict[str, GPTConfig] = {
     "gpt2_1_2b": GPTConfig.gpt2(
         vocab_size=51200, max_seq_length=1024, num_layers=40, hidden_size=1536, num_heads=16
     ),
+    "gpt2_2_5b": GPTConfig.gpt2(
+        vocab_size=51200, max_seq_length=1024, num_layers=54, hidden_size=1920, num_heads=20
+    ),
+    "gpt2_4_2b": GPTConfig.gpt2(
+        vocab_size=51200, max_seq_length=1024, num_layers=64, hidden_size=2304, num_heads=24
+    ),
     "mixtral_s": GPTConfig.llama(
         vocab_size=32768,
         max_seq_length=4096,
