@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.graphs.backend import GraphPool
+from lightning_megatron.groups.collective_matmul import workspaces
 from lightning_megatron.groups.generators import GeneratorPool
 
 T = TypeVar("T")
@@ -46,10 +47,12 @@ class CudaGraph:
 
     Args:
         graph: The graph, whose capture has ended.
+        kept: Memory outside of the pool that the graph uses, which nothing else may keep.
     """
 
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, kept: tuple[Tensor, ...] = ()) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
+        self._kept = kept
 
     def replay(self) -> None:
         """Launch the graph on the current stream."""
@@ -65,6 +68,7 @@ class CudaGraph:
         if self._graph is not None:
             self._graph.reset()
         self._graph = None
+        self._kept = ()
 
 
 class CudaBackend:
@@ -118,7 +122,7 @@ class CudaBackend:
         except RuntimeError:
             _clean_up(graph, pool, registered)
             raise
-        return CudaGraph(graph), result
+        return CudaGraph(graph, workspaces()), result
 
 
 def private_pools(device: torch.device) -> dict[tuple[int, int], int]:

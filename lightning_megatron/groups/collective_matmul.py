@@ -144,6 +144,16 @@ def scaled_matmul_reduce_scatter(
     )
 
 
+def workspaces() -> tuple[Tensor, ...]:
+    """Return the symmetric memory that overlapped products of all axes use now.
+
+    torch replaces the memory of a group when a product needs more. A CUDA graph must keep what it
+    was captured with, because its replays still transfer pieces through it.
+    """
+    cached = symmetric_memory._group_name_to_workspace_tensor.values()
+    return tuple(memory for memory in cached if memory is not None)
+
+
 def release_workspace(axis: MeshAxis) -> None:
     """Free the symmetric memory of an axis, which torch caches under the name of its group."""
     if axis.overlaps_matmul and axis.group is not None:

@@ -164,7 +164,6 @@ class GraphConditions:
         device_type: Type of the devices, such as ``cuda``.
         schedule: Name of the pipeline schedule.
         transport: Transport of tokens to their experts; ``none`` without experts on other ranks.
-        overlap_tensor_parallel: Whether matrix products overlap with the communication over tp.
         is_automatic: Whether the module uses automatic optimization.
         offloads: Whether inputs of layers are offloaded to host memory.
         keeps_core: Whether recomputed blocks keep the results of their attention core.
@@ -179,7 +178,6 @@ class GraphConditions:
     device_type: str
     schedule: str
     transport: Transport | ChosenTransport
-    overlap_tensor_parallel: bool
     is_automatic: bool
     offloads: bool
     keeps_core: bool
@@ -233,12 +231,6 @@ def _reasons(graphs: CudaGraphs, conditions: GraphConditions) -> Iterator[str]:
             "all_to_all, for which the host reads in every layer how many tokens each rank gets. "
             "Use expert_transport of one_sided or all_gather, or mode segments without scope "
             "experts."
-        )
-    if conditions.overlap_tensor_parallel:
-        yield (
-            f"cuda_graphs ({graphs.mode}) cannot be used with overlap_tensor_parallel, whose "
-            "products run on streams and in shared memory that torch manages itself. Leave one of "
-            "them out."
         )
     if conditions.offloads:
         yield (

@@ -52,6 +52,7 @@ CAPTURED: dict[str, dict[str, Any]] = {
     "dp2": {},
     "dp2, late gathers": {"overlap_parameters": True, "bucket_size": 5000},
     "tp2+sp": {"tp": 2},
+    "tp2+sp overlapped": {"tp": 2, "overlap_tensor_parallel": True},
     "pp2 zb-h1": {"pp": 2, "schedule": "zb-h1"},
 }
 STEPS = 4

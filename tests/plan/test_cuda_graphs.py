@@ -15,7 +15,6 @@ FINE = GraphConditions(
     device_type="cuda",
     schedule="interleaved",
     transport="one_sided",
-    overlap_tensor_parallel=False,
     is_automatic=True,
     offloads=False,
     keeps_core=False,
@@ -213,13 +212,6 @@ EXPANDABLE = "expandable_segments:True"
             "cuda_graphs (segments) cannot be used with recompute of full_except_core, whose "
             "results of the attention core are kept between the graphs of two passes over a block. Use "
             "recompute of full or selective, or leave cuda_graphs out.",
-        ),
-        (
-            SEGMENTS,
-            {"overlap_tensor_parallel": True},
-            "cuda_graphs (segments) cannot be used with overlap_tensor_parallel, whose products "
-            "run on streams and in shared memory that torch manages itself. Leave one of them "
-            "out.",
         ),
         (
             FULL,

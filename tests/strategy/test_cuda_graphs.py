@@ -474,7 +474,6 @@ def trainer(graphs: Any, is_gpu: bool = True, **options: Any) -> Trainer:
             {"ep": 2, "expert_transport": "all_to_all"},
             "needs messages of static size",
         ),
-        ("segments", {"tp": 2, "overlap_tensor_parallel": True}, "overlap_tensor_parallel"),
     ],
 )
 def test_a_run_that_cannot_be_captured_is_refused(

@@ -58,7 +58,6 @@ def check_graphs(
             device_type=device_type,
             schedule=options.schedule_name,
             transport=options.expert_transport,
-            overlap_tensor_parallel=options.overlap_tensor_parallel,
             is_automatic=module is None or bool(getattr(module, "automatic_optimization", True)),
             offloads=any(one.offload for one in recomputations),
             keeps_core=any("full_except_core" in one.parts for one in recomputations),

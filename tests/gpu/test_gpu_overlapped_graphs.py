@@ -1,0 +1,112 @@
+"""CUDA graphs of products that overlap with tensor-parallel communication have eager bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron import CudaGraphs
+from lightning_megatron.graphs.backend import collection_paused
+from lightning_megatron.graphs.cuda import CudaBackend
+from lightning_megatron.groups.collective_matmul import (
+    all_gather_matmul,
+    matmul_reduce_scatter,
+    workspaces,
+)
+from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.plan.cuda_graphs import GraphMode
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.gpu.shared_gpu import gpu_of, require_gpus
+from tests.strategy.graph_fits import Fit, fit
+from tests.world import run_world
+
+FEATURES = 512
+MODES: tuple[GraphMode, ...] = ("segments", "full")
+SIZES = [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    """Return random numbers in bfloat16 on the GPU."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).bfloat16().cuda()
+
+
+def replay_products(rank: int, size: int) -> int:
+    """Replay captured products before and after torch replaces their shared memory."""
+    mesh = ParallelMesh.create(
+        ParallelLayout(size, tp=size),
+        device=gpu_of(rank),
+        sequence_parallel=True,
+        overlaps_matmul=True,
+    )
+    rows = 64
+    gathered = draw(rows, 2, FEATURES, seed=rank)
+    scattered = draw(size * rows, 2, FEATURES, seed=20 + rank)
+    matrix = draw(768, FEATURES, seed=9).t()
+
+    def multiply(x: Tensor = gathered, y: Tensor = scattered) -> tuple[Tensor, Tensor]:
+        _, product = all_gather_matmul(x, matrix, mesh.tp, keep=False)
+        return product, matmul_reduce_scatter(y, matrix, mesh.tp)
+
+    backend = CudaBackend()
+    number = 0
+    with torch.cuda.stream(torch.cuda.Stream()), collection_paused():
+        multiply()
+        graph, results = backend.capture(multiply, backend.make_pool())
+        captured_with = workspaces()
+        for seed in range(4):
+            if seed == 2:
+                multiply(draw(8 * rows, 2, FEATURES, seed=1), draw(8 * rows, 2, FEATURES, seed=2))
+                assert workspaces()[0].numel() > captured_with[0].numel()
+                del captured_with
+            gathered.copy_(draw(rows, 2, FEATURES, seed=100 * seed + rank))
+            scattered.copy_(draw(size * rows, 2, FEATURES, seed=100 * seed + 20 + rank))
+            graph.replay()
+            replayed = [one.clone() for one in results]
+            eager = multiply()
+            number += sum(torch.equal(*both) for both in zip(replayed, eager, strict=True))
+        graph.release()
+    mesh.destroy()
+    return number
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_replayed_products_equal_eager_ones_when_their_shared_memory_has_grown(size: int) -> None:
+    require_gpus(size, needs_nccl="products of several ranks transfer their pieces")
+    assert run_world(replay_products, size, backend="nccl") == [8] * size
+
+
+def train(graphs: CudaGraphs | None, size: int) -> Fit:
+    """Train twelve steps in bfloat16 with overlapped products."""
+    return fit(
+        graphs,
+        size,
+        {"tp": size, "overlap_tensor_parallel": True},
+        accelerator="gpu",
+        precision="bf16-mixed",
+        max_steps=12,
+        num_samples=128,
+        model={"hidden_size": 64, "num_heads": 4},
+    )
+
+
+def compare_trainings(rank: int, size: int) -> list[str]:
+    """Return the modes whose trainings differ from an eager one where two eager ones agree."""
+    eager = train(None, size)
+    repeated = set(train(None, size).differences_from(eager))
+    differing: list[str] = []
+    for mode in MODES:
+        captured: Any = train(CudaGraphs(mode, on_failure="error"), size)
+        assert captured.num_graphs[-1] > 0, mode
+        if not set(captured.differences_from(eager)) <= repeated:
+            differing.append(mode)
+    return differing
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_trainings_by_graphs_have_the_bits_of_eager_ones(size: int) -> None:
+    require_gpus(size, needs_nccl="a capture on several ranks has collectives in it")
+    assert run_world(compare_trainings, size, backend="nccl") == [[]] * size
