@@ -169,11 +169,6 @@ class _FP8ColumnLinear(torch.autograd.Function):
         grad = as_rows(grads[0])
         own = None if ctx.of_gradient is None else ctx.of_gradient.take(grads[0])
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        start: Callable[[], Inputs] = partial(start_inputs, kept, scale, mesh, ctx.scaling)
-        if needs_weight and open_queue(ctx) is None:
-            # The inputs arrive while the gradient of the inputs is computed.
-            inputs = start()
-            start = partial(ready, inputs)
         cast = ctx.scaling.cast_gradient(
             grad,
             rows=needs_hidden,
@@ -182,6 +177,12 @@ class _FP8ColumnLinear(torch.autograd.Function):
             column_axes=(mesh.tp,),
             own=own,
         )
+        start: Callable[[], Inputs] = partial(start_inputs, kept, scale, mesh, ctx.scaling)
+        if needs_weight and open_queue(ctx) is None:
+            # The inputs arrive while the input gradient is computed. An all-gather before the cast
+            # would delay its all-reduce of magnitudes, which uses the same communicator.
+            inputs = start()
+            start = partial(ready, inputs)
         grad_hidden = None
         leaving = Pending()
         if needs_hidden:
