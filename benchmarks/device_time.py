@@ -11,6 +11,8 @@ import torch
 
 #: Calls of each variant that warm up and are not measured.
 WARMUP = 3
+#: Cycles of the GPU in a millisecond.
+CYCLES = 1_900_000
 
 
 def device_time(call: Callable[[], Any], head_start: int = 4_000_000) -> float:
@@ -51,6 +53,37 @@ def median_times(
         for name, call in calls.items():
             found[name].append(timer(call))
     return {name: statistics.median(times[WARMUP:]) for name, times in found.items()}
+
+
+def burst(
+    variants: Mapping[str, Callable[[], Any]], guess: float, rounds: int
+) -> dict[str, list[float]]:
+    """Return the times of single calls of alternating variants (ms).
+
+    Args:
+        variants: Functions to time.
+        guess: Approximate time of a call (ms); the GPU idles longer than this before each.
+        rounds: Calls of each variant.
+    """
+    pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {
+        name: [] for name in variants
+    }
+    gap = int(CYCLES * min(8.0, max(0.8, 1.6 * guess)))
+    for call in variants.values():
+        call()
+    torch.cuda._sleep(60 * CYCLES)
+    for number in range(rounds):
+        for name in variants if number % 2 else reversed(variants):
+            torch.cuda._sleep(gap)
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            variants[name]()
+            stop.record()
+            pairs[name].append((start, stop))
+    torch.cuda.synchronize()
+    return {
+        name: [start.elapsed_time(stop) for start, stop in found] for name, found in pairs.items()
+    }
 
 
 def host_time(call: Callable[[], Any]) -> float:

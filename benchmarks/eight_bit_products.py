@@ -18,7 +18,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from benchmarks.grouped_gemm import Problem
+from benchmarks.grouped_problem import Problem
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.fp8 import torch_casts
 from lightning_megatron.plan.grouped_gemm import Pass

@@ -35,17 +35,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.device_time import burst
 from benchmarks.eight_bit_products import MULTIPLE, EightBits, cast_kernels
-from benchmarks.grouped_gemm import (
-    OURS,
-    PASSES,
-    Problem,
-    burst,
-    calls,
-    draw,
-    group_sizes,
-    relative_error,
-)
+from benchmarks.grouped_gemm import OURS, calls
+from benchmarks.grouped_problem import PASSES, Problem, draw, group_sizes, relative_error
 from lightning_megatron.experts.compute.choose_backend import BackendName, choose_backend
 from lightning_megatron.plan.grouped_gemm import Pass
 

@@ -16,10 +16,9 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import pairwise
 from math import prod
 from pathlib import Path
 
@@ -27,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.device_time import burst
+from benchmarks.grouped_problem import PASSES, Problem, draw, group_sizes, relative_error
 from lightning_megatron.experts.compute.backends import BACKENDS
 from lightning_megatron.experts.compute.choose_backend import choose_backend
 from lightning_megatron.layers.gradient_slot import GradientSlot
@@ -42,80 +43,10 @@ SHAPES = {
     "Mixtral-8x7B gate+up": (8, 4096, 28672, 16384),
     "Mixtral-8x7B down": (8, 14336, 4096, 16384),
 }
-PASSES = {
-    Pass.FORWARD: "forward",
-    Pass.DATA_GRAD: "input grad",
-    Pass.WEIGHT_GRAD_BF16: "weight grad",
-    Pass.WEIGHT_GRAD_ADD: "weight grad +=",
-}
 OURS = "ours"
 TORCH = "grouped_mm"
 LOOP = "loop"
 ENGINE = "TE"
-#: Cycles of the GPU in a millisecond.
-CYCLES = 1_900_000
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Operands of all passes of one shape.
-
-    Args:
-        rows: Input ``(R, K)``.
-        grad: Gradient of the output ``(R, N)``.
-        weights: Weights ``(E, N, K)``.
-        sums: Float32 gradients of the weights ``(E, N, K)``.
-        sizes: Number of rows in each group.
-    """
-
-    rows: Tensor
-    grad: Tensor
-    weights: Tensor
-    sums: Tensor
-    sizes: Sequence[int]
-    ends: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        ends = torch.tensor(self.sizes).cumsum(0).int().to(self.rows.device)
-        object.__setattr__(self, "ends", ends)
-
-    @property
-    def groups(self) -> list[slice]:
-        """Rows of each group."""
-        bounds = [0, *torch.tensor(self.sizes).cumsum(0).tolist()]
-        return [slice(start, stop) for start, stop in pairwise(bounds)]
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of one pass."""
-        return 2 * self.rows.shape[0] * self.weights.shape[1] * self.weights.shape[2]
-
-
-def draw(num_groups: int, k: int, n: int, sizes: Sequence[int], device: str = "cuda") -> Problem:
-    """Return random operands of a shape."""
-    num_rows = sum(sizes)
-    rows, grad, weights = (
-        torch.randn(shape, device=device, dtype=torch.bfloat16)
-        for shape in ((num_rows, k), (num_rows, n), (num_groups, n, k))
-    )
-    return Problem(
-        rows, grad, weights.mul_(0.02), torch.zeros(num_groups, n, k, device=device), sizes
-    )
-
-
-def group_sizes(
-    num_rows: int, num_groups: int, skewed: bool, generator: torch.Generator
-) -> list[int]:
-    """Return equal group sizes, or skewed ones as of an unbalanced router.
-
-    Skewed sizes are proportional to the squares of uniform random numbers.
-    """
-    if not skewed:
-        return [num_rows // num_groups] * num_groups
-    shares = torch.rand(num_groups, generator=generator).square() + 0.02
-    sizes = (shares / shares.sum() * num_rows).long().tolist()
-    sizes[0] += num_rows - sum(sizes)
-    return sizes
 
 
 def calls(problem: Problem, which: Pass, ours: str = "bundled") -> dict[str, Callable[[], Tensor]]:
@@ -203,61 +134,6 @@ def _engine_calls(problem: Problem) -> dict[str, Callable[[], Tensor]]:
             return layer(problem.rows, sizes)
 
     return {ENGINE: forward}
-
-
-def relative_error(problem: Problem, which: Pass, call: Callable[[], Tensor]) -> float:
-    """Return the distance from the float64 result, relative to its norm."""
-    problem.sums.fill_(1.0)
-    found = call()
-    distance = size = 0.0
-    for number, group in enumerate(problem.groups):
-        rows, grad, weight = (
-            tensor.double()
-            for tensor in (problem.rows[group], problem.grad[group], problem.weights[number])
-        )
-        if which is Pass.FORWARD:
-            expected = rows @ weight.t()
-            got = found[group]
-        elif which is Pass.DATA_GRAD:
-            expected = grad @ weight
-            got = found[group]
-        else:
-            expected = grad.t() @ rows + (1.0 if which is Pass.WEIGHT_GRAD_ADD else 0.0)
-            got = found[number]
-        distance += float((got.double() - expected).square().sum())
-        size += float(expected.square().sum())
-    return (distance / size) ** 0.5
-
-
-def burst(
-    variants: Mapping[str, Callable[[], Tensor]], guess: float, rounds: int
-) -> dict[str, list[float]]:
-    """Return the times of single calls of alternating variants (ms).
-
-    Args:
-        variants: Functions to time.
-        guess: Approximate time of a call (ms); the GPU idles longer than this before each.
-        rounds: Calls of each variant.
-    """
-    pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {
-        name: [] for name in variants
-    }
-    gap = int(CYCLES * min(8.0, max(0.8, 1.6 * guess)))
-    for call in variants.values():
-        call()
-    torch.cuda._sleep(60 * CYCLES)
-    for number in range(rounds):
-        for name in variants if number % 2 else reversed(variants):
-            torch.cuda._sleep(gap)
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            variants[name]()
-            stop.record()
-            pairs[name].append((start, stop))
-    torch.cuda.synchronize()
-    return {
-        name: [start.elapsed_time(stop) for start, stop in found] for name, found in pairs.items()
-    }
 
 
 @dataclass(frozen=True)

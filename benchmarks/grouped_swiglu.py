@@ -18,7 +18,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from benchmarks.grouped_gemm import burst, draw, group_sizes, publish, read_options
+from benchmarks.device_time import burst
+from benchmarks.grouped_gemm import publish, read_options
+from benchmarks.grouped_problem import draw, group_sizes
 from lightning_megatron.experts.compute.backends import Bundled
 from lightning_megatron.experts.compute.grouped_linear import weighted_activation
 from lightning_megatron.plan.grouped_gemm import Pass, choose_variant, reason_against_fusion

@@ -36,7 +36,7 @@ from benchmarks.expert_eight_bits import (
     pass_table,
     run_case,
 )
-from benchmarks.grouped_gemm import PASSES, Problem, draw, relative_error
+from benchmarks.grouped_problem import PASSES, Problem, draw, relative_error
 from lightning_megatron.plan.grouped_gemm import Pass
 
 SIZES = [32, 16, 64]

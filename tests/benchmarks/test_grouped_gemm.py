@@ -5,18 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.grouped_gemm import (
-    LOOP,
-    OURS,
-    PASSES,
-    TORCH,
-    Row,
-    calls,
-    draw,
-    group_sizes,
-    relative_error,
-    table,
-)
+from benchmarks.grouped_gemm import LOOP, OURS, TORCH, Row, calls, table
+from benchmarks.grouped_problem import PASSES, draw, group_sizes, relative_error
 from lightning_megatron.plan.grouped_gemm import Pass
 
 

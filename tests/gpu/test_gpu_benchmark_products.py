@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.eight_bit_products import EightBits
-from benchmarks.grouped_gemm import PASSES, draw, relative_error
+from benchmarks.grouped_problem import PASSES, draw, relative_error
 from benchmarks.packed_attention import packed_inputs, register
 from lightning_megatron.plan.grouped_gemm import Pass
 from tests.benchmarks.test_packed_attention import LENGTHS, tiny_llama
