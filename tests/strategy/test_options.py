@@ -15,6 +15,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_megatron import (
+    FP8,
     CudaGraphs,
     ExpertLoad,
     LossCurve,
@@ -255,6 +256,16 @@ def test_overlap_in_products_is_reported_if_it_does_nothing() -> None:
     for precision, kind in (("bf16-mixed", "cpu"), ("32-true", "cuda")):
         assert "has no effect" in notes_on(options, precision, kind)[-1]
     assert not any("no effect" in note for note in notes_on(options, "bf16-mixed", "cuda"))
+
+
+def test_fp8_without_graphs_is_reported_on_gpus() -> None:
+    def notes(kind: str, **given: Any) -> list[str]:
+        return notes_on(MegatronStrategy(**given).options, "bf16-mixed", kind)
+
+    assert "cuda_graphs='segments'" in notes("cuda", fp8="tensorwise")[-1]
+    assert notes("cuda", fp8="tensorwise", cuda_graphs="segments") == []
+    assert notes("cpu", fp8=FP8(emulate=True)) == []
+    assert notes("cuda") == []
 
 
 @pytest.mark.parametrize(
