@@ -2,9 +2,12 @@
 
     python -m benchmarks.fp8_losses --out FOLDER
     python -m benchmarks.fp8_losses --out FOLDER --train PREFIX --val PREFIX --recipes bf16 rowwise
+    torchrun --nproc-per-node 4 -m benchmarks.fp8_losses --out FOLDER \\
+        --strategy '{"tp": 2, "pp": 2, "microbatch_size": 2, "cuda_graphs": "segments"}'
 
-Every recipe trains the same model on the same samples, one after the other on one GPU, without
-dropout. FOLDER gets a JSON file for each recipe and a picture of the held-out losses.
+Every recipe trains the same model on the same samples, one after the other and without dropout, on
+one GPU or under the layout of ``--strategy``. FOLDER gets a JSON file for each recipe and a picture
+of the held-out losses.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 
 from lightning_megatron import CausalLM, GPTConfig, MegatronStrategy, TokenDataModule
@@ -71,6 +75,7 @@ def train(
     data: TokenDataModule,
     sizes: Mapping[str, Any],
     options: Mapping[str, Any],
+    layout: Mapping[str, Any] | None = None,
 ) -> Losses:
     """Train with one recipe.
 
@@ -80,15 +85,17 @@ def train(
         data: Samples, in batches of eight.
         sizes: Fields of the model's configuration.
         options: Further arguments of the Trainer.
+        layout: Arguments of the strategy; None means one GPU and one microbatch.
     """
     L.seed_everything(1234)
     recorder = Recorder()
     fp8 = {} if recipe == PLAIN else {"fp8": recipe}
+    layout = {"microbatch_size": 8, **(layout or {})}
     config = GPTConfig(vocab_size=50257, hidden_dropout=0.0, attention_dropout=0.0, **sizes)
     trainer = L.Trainer(
-        devices=1,
+        devices=layout.get("tp", 1) * layout.get("pp", 1),
         precision="bf16-mixed",
-        strategy=MegatronStrategy(microbatch_size=8, **fp8),
+        strategy=MegatronStrategy(**layout, **fp8),
         max_steps=steps,
         val_check_interval=max(steps // NUM_PARTS, 1),
         check_val_every_n_epoch=None,
@@ -152,6 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--train", help="prefix of a token file (default: the bundled corpus)")
     parser.add_argument("--val", help="prefix of a token file of held-out text")
+    parser.add_argument(
+        "--strategy", type=json.loads, default={}, help="arguments of the strategy, as JSON"
+    )
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
     found = []
@@ -161,10 +171,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         files = {"train": given.train, "val": given.val, "cache_dir": str(given.out / "cache")}
         sources: dict[str, Any] = files if given.train else bundled
         data = TokenDataModule(seq_length=length, batch_size=8, **sources)
-        found.append(train(recipe, given.steps, data, SMALL, {"accelerator": "gpu"}))
-        (given.out / f"{recipe}.json").write_text(json.dumps(asdict(found[-1])))
-    print("\n".join(table(found)))
-    draw(found, given.out / "fp8_losses.png")
+        found.append(
+            train(recipe, given.steps, data, SMALL, {"accelerator": "gpu"}, given.strategy)
+        )
+        if rank_zero_only.rank == 0:
+            (given.out / f"{recipe}.json").write_text(json.dumps(asdict(found[-1])))
+    if rank_zero_only.rank == 0:
+        print("\n".join(table(found)), flush=True)
+        draw(found, given.out / "fp8_losses.png")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from benchmarks.fp8_losses import Losses, draw, table, train
 from lightning_megatron import TokenDataModule
 from lightning_megatron.data.token_file import TokenFileWriter
 from lightning_megatron.data.tokenizer import ByteTokenizer
+from tests.world import run_world
 
 TINY = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_seq_length": 16}
 
@@ -38,3 +39,21 @@ def test_a_training_records_every_loss(tmp_path: Path) -> None:
     assert found.train[0] > found.train[-1] > 0
     draw([found], tmp_path / "losses.png")
     assert (tmp_path / "losses.png").stat().st_size > 1000
+
+
+def train_divided(rank: int, size: int, prefix: str, folder: str) -> Losses:
+    """Train under tensor parallelism with two microbatches."""
+    data = TokenDataModule(train=prefix, val=prefix, seq_length=16, batch_size=8)
+    options = {"accelerator": "cpu", "default_root_dir": folder}
+    return train("bf16", 4, data, TINY, options, {"tp": size, "microbatch_size": 4})
+
+
+def test_a_layout_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "text")
+    with TokenFileWriter(prefix, tokenizer=ByteTokenizer()) as writer:
+        writer.add_document(ByteTokenizer().encode("We the people of the United States. " * 40))
+    alone = train_divided(0, 1, prefix, str(tmp_path))
+    for found in run_world(train_divided, 2, prefix, str(tmp_path)):
+        assert found.train == pytest.approx(alone.train, rel=1e-3)
+        assert [steps for steps, _ in found.held_out] == [1, 2, 3, 4]
+        assert found.held_out[-1][1] == pytest.approx(alone.held_out[-1][1], rel=1e-3)
