@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from lightning_megatron.models.causal_lm import CausalLM as CausalLM
     from lightning_megatron.models.config import GPTConfig as GPTConfig
     from lightning_megatron.models.encoder import Encoder as Encoder
-    from lightning_megatron.models.encoder import EncoderInput as EncoderInput
     from lightning_megatron.models.encoder import EncoderResult as EncoderResult
     from lightning_megatron.models.encoder_config import EncoderConfig as EncoderConfig
+    from lightning_megatron.models.encoder_rows import EncoderInput as EncoderInput
     from lightning_megatron.models.gpt import GPT as GPT
     from lightning_megatron.models.hugging_face_lm import HuggingFaceCausalLM as HuggingFaceCausalLM
     from lightning_megatron.models.lora import LoraSettings as LoraSettings
@@ -96,7 +96,7 @@ _HOMES = {
     "DPO": "preferences.dpo",
     "Encoder": "models.encoder",
     "EncoderConfig": "models.encoder_config",
-    "EncoderInput": "models.encoder",
+    "EncoderInput": "models.encoder_rows",
     "EncoderResult": "models.encoder",
     "ExpertClones": "plan.expert_clones",
     "ExpertLoad": "strategy.callbacks.expert_load",

@@ -48,7 +48,7 @@ class BERTDataModule(TokenDataModule):
 
     Shapes:
         A batch is {"tokens": (B, S), "labels": (B, S), "token_types": (B, S), "valid": (B, S),
-        "order": (B,)}, as ``BERTPretraining`` describes it.
+        "lengths": (B,), "order": (B,)}, as ``BERTPretraining`` describes it.
 
     Args:
         train: Prefix of a token file (path without .bin), a list of them, or prefixes with weights.

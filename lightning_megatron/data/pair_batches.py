@@ -25,9 +25,10 @@ class PairBatches(WindowBatches):
 
     Shapes:
         An item is {"tokens": (B, S), "labels": (B, S), "token_types": (B, S), "valid": (B, S),
-        "order": (B,)}. Labels are the original tokens at masked positions, and -100 elsewhere.
-        ``valid`` is False at padding. ``order`` is 1 if the segments are swapped. A row with number
-        -1 has only [CLS] and no label.
+        "lengths": (B,), "order": (B,)}. Labels are the original tokens at masked positions, and
+        -100 elsewhere. ``valid`` is False at padding, and ``lengths`` is the number of tokens
+        before it. ``order`` is 1 if the segments are swapped. A row with number -1 has only [CLS]
+        and no label.
 
     Args:
         samples: Samples of sentences.
@@ -78,7 +79,8 @@ class PairBatches(WindowBatches):
             types[row, ends[0] : size] = 1
         arrays = {"tokens": tokens, "labels": labels, "token_types": types, "valid": valid}
         batch = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return {**batch, "order": torch.from_numpy(order)}
+        lengths = torch.from_numpy(valid.sum(1))
+        return {**batch, "lengths": lengths, "order": torch.from_numpy(order)}
 
     def segments(self, number: int) -> tuple[list[Tokens], int, np.random.RandomState]:
         """Return the segments of a sample.

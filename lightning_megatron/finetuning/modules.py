@@ -18,7 +18,8 @@ from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.finetuning.pretrained import PretrainedEncoder, TaskKind
 from lightning_megatron.finetuning.saved_scores import SavedScores
 from lightning_megatron.finetuning.scores import TaskScores, labelled
-from lightning_megatron.models.encoder import Encoder, EncoderInput
+from lightning_megatron.models.encoder import Encoder
+from lightning_megatron.models.encoder_rows import EncoderInput
 from lightning_megatron.models.module_mesh import advance_streams, mesh_of_module
 from lightning_megatron.models.step_count import total_steps
 from lightning_megatron.models.token_module import IGNORED, TokenModule
@@ -134,11 +135,14 @@ class FineTuning(TokenModule):
 
         Args:
             batch: ``tokens``, ``token_types`` and ``valid``, of the same shape. A model with a
-                single token type, such as RoBERTa, does not read ``token_types``.
+                single token type, such as RoBERTa, does not read ``token_types``. ``lengths``
+                replaces ``valid`` if it is there.
         """
         assert self.model is not None, "configure_model builds the model before its first use"
         types = batch["token_types"] if self.config.num_token_types > 1 else None
-        rows = EncoderInput(batch["tokens"], valid=batch["valid"], token_types=types)
+        lengths = batch.get("lengths")
+        valid = batch["valid"] if lengths is None else None
+        rows = EncoderInput(batch["tokens"], valid=valid, token_types=types, lengths=lengths)
         logits = self.model(rows).logits
         wide = torch.promote_types(logits.dtype, torch.float32)
         return logits.to(wide)
@@ -253,9 +257,11 @@ class BERTClassifier(FineTuning):
     the same weights, in every layout.
 
     Shapes:
-        A batch is {"tokens": (B, S), "token_types": (B, S), "valid": (B, S), "labels": (B,),
-        "row": (B,)}. ``valid`` is false at padding. ``row`` is the index of the row in the data
-        set. Rows that pad a batch have the index -1 and the label -100.
+        A batch is {"tokens": (B, S), "token_types": (B, S), "valid": (B, S), "lengths": (B,),
+        "labels": (B,), "row": (B,)}. ``valid`` is false at padding. ``lengths``, the number of
+        tokens before the padding, is optional: it replaces ``valid`` if all padding is on the
+        right, and is faster on GPUs. ``row`` is the index of the row in the data set. Rows that pad
+        a batch have the index -1 and the label -100.
 
     Args:
         path: Hugging Face folder of a BERT or RoBERTa, or checkpoint of ``BERTPretraining``.
@@ -283,9 +289,10 @@ class BERTMultipleChoice(FineTuning):
 
     Shapes:
         A batch is {"tokens": (B, C, S), "token_types": (B, C, S), "valid": (B, C, S),
-        "labels": (B,), "row": (B,)} with C options. ``valid`` is false at padding. ``row`` is the
-        index of the row in the data set. Rows that pad a batch have the index -1 and the label
-        -100.
+        "lengths": (B, C), "labels": (B,), "row": (B,)} with C options. ``valid`` is false at
+        padding. ``lengths``, the number of tokens before the padding, is optional: it replaces
+        ``valid`` if all padding is on the right, and is faster on GPUs. ``row`` is the index of the
+        row in the data set. Rows that pad a batch have the index -1 and the label -100.
 
     Args:
         path: Hugging Face folder of a BERT or RoBERTa, or checkpoint of ``BERTPretraining``.
@@ -309,10 +316,10 @@ class BERTMultipleChoice(FineTuning):
         self, batch: Mapping[str, Shaped[Tensor, "batch choices seq"]]
     ) -> Float[Tensor, "batch choices"]:
         num_rows, choices = batch["tokens"].shape[:2]
-        inputs = ("tokens", "token_types", "valid")
+        names = [one for one in ("tokens", "token_types", "valid", "lengths") if one in batch]
         return (
             super()
-            .forward({name: batch[name].flatten(0, 1) for name in inputs})
+            .forward({name: batch[name].flatten(0, 1) for name in names})
             .reshape(num_rows, choices)
         )
 
@@ -325,10 +332,12 @@ class BERTQuestionAnswering(FineTuning):
     first token.
 
     Shapes:
-        A batch is {"tokens": (B, S), "token_types": (B, S), "valid": (B, S), "labels": (B, 2),
-        "row": (B,)}. Labels are the first and the last token of the answer. ``valid`` is false at
-        padding. ``row`` is the index of the window. Rows that pad a batch have the index -1 and the
-        labels -100.
+        A batch is {"tokens": (B, S), "token_types": (B, S), "valid": (B, S), "lengths": (B,),
+        "labels": (B, 2), "row": (B,)}. Labels are the first and the last token of the answer.
+        ``valid`` is false at padding. ``lengths``, the number of tokens before the padding, is
+        optional: it replaces ``valid`` if all padding is on the right, and is faster on GPUs.
+        ``row`` is the index of the window. Rows that pad a batch have the index -1 and the labels
+        -100.
 
     Args:
         path: Hugging Face folder of a BERT or RoBERTa, or checkpoint of ``BERTPretraining``.

@@ -136,9 +136,10 @@ class TaskBatches(Dataset):
     """Dataset whose items are whole batches, indexed by a list of positions in the order of rows.
 
     Shapes:
-        An item is {"tokens": (B, S), "token_types": (B, S), "valid": (B, S), "labels": (B, ...),
-        "row": (B,)}, with (B, C, S) if a row has C > 1 sequences. A row with the index -1 is
-        padding: its labels are -100, and only its first token is valid.
+        An item is {"tokens": (B, S), "token_types": (B, S), "valid": (B, S), "lengths": (B,),
+        "labels": (B, ...), "row": (B,)}, with (B, C, S) and (B, C) if a row has C > 1 sequences.
+        ``lengths`` is the number of tokens before the padding. A row with the index -1 is padding:
+        its labels are -100, and only its first token is valid.
 
     Args:
         samples: Rows in their order.
@@ -169,7 +170,8 @@ class TaskBatches(Dataset):
                 tokens[at, choice, : len(one)] = one
                 types[at, choice, rows.first[place] : len(one)] = 1
                 valid[at, choice, : len(one)] = True
-        inputs = {"tokens": tokens, "token_types": types, "valid": valid}
+        lengths = valid.sum(-1)
+        inputs = {"tokens": tokens, "token_types": types, "valid": valid, "lengths": lengths}
         if rows.choices == 1:
             inputs = {name: one[:, 0] for name, one in inputs.items()}
         return _tensors({**inputs, "labels": labels, "row": row})

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from lightning_megatron.layers.attention_sinks import add_sinks
 from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.dense_mask import KeyRows
+from lightning_megatron.layers.dense_mask import KeyRows, keys_of
 from lightning_megatron.layers.visible_blocks import visible_blocks
 from lightning_megatron.shapes import Float
 
@@ -125,6 +125,7 @@ def _called(
 ) -> Any:
     """Call the kernel with heads before positions."""
     length, num_sequences = query.shape[:2]
+    keys = keys or keys_of(span, length)
     options: dict[str, Any] = {
         "score_mod": _of_scores(span, query, keys),
         "block_mask": visible_blocks(span, num_sequences, length, query.device, keys),

@@ -30,7 +30,7 @@ from lightning_megatron.layers.attention_sinks import add_sinks, gradient_of_sin
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.choose_core import Core, choose_part
 from lightning_megatron.layers.choose_flash import choose_flash
-from lightning_megatron.layers.dense_mask import KeyRows
+from lightning_megatron.layers.dense_mask import KeyRows, keys_of
 from lightning_megatron.layers.flash_kernels import FlashCall, FlashKernel
 from lightning_megatron.shapes import Float
 
@@ -191,7 +191,8 @@ def _rows(tensor: Tensor, has_documents: bool) -> Tensor:
 
 
 def _flash_call(query: Tensor, key: Tensor, span: AttentionSpan, keys: KeyRows | None) -> FlashCall:
-    keys = keys or KeyRows(key.shape[0], span.borders, span.longest)
+    length = key.shape[0]
+    keys = keys or keys_of(span, length) or KeyRows(length, span.borders, span.longest)
     bounds = [
         min(longest or length, length)
         for longest, length in ((span.longest, query.shape[0]), (keys.longest, keys.seq_length))

@@ -55,6 +55,9 @@ class AttentionSpan:
         scale: Factor of the scores; None means ``head_dim ** -0.5``.
         borders: Cumulative lengths of all documents of all rows, from 0 to ``batch seq`` as int32.
             :meth:`laid_out` derives them (tokens).
+        key_borders: Cumulative lengths of the documents of the keys, as many as ``borders`` then
+            has for the queries; None means that keys have the documents of the queries. Only
+            without ``causal`` and ``window``. :meth:`padded` describes padding by them (tokens).
         cut: Cut of each document over the ranks that share the rows, or over a group of these
             ranks; ``borders`` then describe the window of the rows that the group holds. None means
             that whole rows are cut, or that nothing is cut.
@@ -83,6 +86,7 @@ class AttentionSpan:
     sinks: Float[Tensor, " heads"] | None = None
     scale: float | None = None
     borders: Int[Tensor, " borders"] | None = None
+    key_borders: Int[Tensor, " borders"] | None = None
     cut: DocumentCut | None = None
     order: TokenOrder | None = None
     results: CoreResults | None = None
@@ -100,6 +104,16 @@ class AttentionSpan:
                 "a span must have either lengths or prefix: both were given. A prefix starts at "
                 "the start of a row, so its tokens would attend to other documents. Leave one of "
                 "them out."
+            )
+        if self.key_borders is not None and (
+            self.borders is None or self.causal or self.window is not None
+        ):
+            raise ParallelPlanError(
+                "span.key_borders must come with borders and without causal and window, because "
+                "these count the distance of a query and a key in one document: borders "
+                f"{'are missing' if self.borders is None else 'are given'}, causal is "
+                f"{self.causal}, window is {self.window}. Use key_borders for attention to all "
+                "keys of a document."
             )
         for name in ("longest", "window"):
             value = getattr(self, name)
@@ -146,6 +160,28 @@ class AttentionSpan:
         longest = max([longest, *(seq_length - sum(row) for row in rows)])
         lengths_of_rows = torch.tensor(rows, dtype=torch.int64).view(len(rows), columns)
         return cls(lengths=lengths_of_rows, longest=longest)
+
+    @classmethod
+    def padded(cls, lengths: Int[Tensor, " batch"], seq_length: int) -> AttentionSpan:
+        """Return the span of bidirectional attention to all tokens that are not padding.
+
+        Equal to a mask of the keys: queries at padding attend to the same keys as the others. The
+        keys of a row that are not padding form a document with all its queries, and its padding
+        forms a document without queries. The number of documents depends on that of the rows alone,
+        and the host reads no value, so the result may be computed inside a captured region.
+
+        Args:
+            lengths: Number of tokens before the padding of each row; a row of padding alone is
+                taken as a row without padding (tokens).
+            seq_length: Length of the rows (tokens).
+        """
+        counts = lengths.masked_fill(lengths < 1, seq_length)[:, None]
+        return cls(
+            causal=False,
+            longest=seq_length,
+            borders=borders_of(torch.full_like(counts, seq_length), seq_length),
+            key_borders=borders_of(counts, seq_length),
+        )
 
     @property
     def has_documents(self) -> bool:
@@ -205,6 +241,7 @@ class AttentionSpan:
             prefix=rows.prefix,
             places=rows.places,
             borders=rows.borders,
+            key_borders=rows.key_borders,
             cut=rows.cut,
             order=rows.order,
             results=rows.results,

@@ -36,6 +36,18 @@ class KeyRows:
     places: Int[Tensor, "#batch _"] | None = None
 
 
+def keys_of(span: AttentionSpan, seq_length: int) -> KeyRows | None:
+    """Return the rows of the keys of whole rows; None if they have the documents of the queries.
+
+    Args:
+        span: Description of the attention.
+        seq_length: Length of the rows (tokens).
+    """
+    if span.key_borders is None:
+        return None
+    return KeyRows(seq_length, span.key_borders, span.longest, places=span.places)
+
+
 def is_plain(span: AttentionSpan, seq_length: int) -> bool:
     """Return whether a span is causal or bidirectional attention over whole rows, without a mask.
 
@@ -62,9 +74,9 @@ def seen_pairs(
         num_sequences: Number of rows (sequences).
         seq_length: Length of the rows of queries (tokens).
         device: Device of the result.
-        keys: Rows of the keys; None means the rows of the queries.
+        keys: Rows of the keys; None means those of the span.
     """
-    keys = keys or KeyRows(seq_length, span.borders)
+    keys = keys or keys_of(span, seq_length) or KeyRows(seq_length, span.borders)
     is_of_keys = span.mask is not None and span.mask.shape[2] == 1
     if span.mask is not None and is_of_keys and not span.causal and span.window is None:
         return _with_self_attention(span.mask)

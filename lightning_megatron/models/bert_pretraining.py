@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.models.encoder import Encoder, EncoderInput, EncoderResult
+from lightning_megatron.models.encoder import Encoder, EncoderResult
 from lightning_megatron.models.encoder_config import EncoderConfig
+from lightning_megatron.models.encoder_rows import EncoderInput
 from lightning_megatron.models.evaluated_set import EvaluatedSet
 from lightning_megatron.models.module_mesh import advance_streams, mesh_of_module
 from lightning_megatron.models.token_module import IGNORED, TokenModule
@@ -36,8 +37,10 @@ class BERTPretraining(TokenModule):
 
     Shapes:
         A batch is {"tokens": (B, S), "labels": (B, S), "token_types": (B, S), "valid": (B, S),
-        "order": (B,)}. Labels are the original tokens at masked positions, and -100 elsewhere.
-        ``valid`` is False at padding. ``order`` is 1 if the segments are swapped, else 0.
+        "lengths": (B,), "order": (B,)}. Labels are the original tokens at masked positions, and
+        -100 elsewhere. ``valid`` is False at padding. ``lengths``, the number of tokens before the
+        padding of each row, is optional: it replaces ``valid`` if all padding is on the right, and
+        is faster on GPUs. ``order`` is 1 if the segments are swapped, else 0.
 
     Args:
         config: Configuration of the model, with the head ``pretraining`` or ``masked_lm``.
@@ -84,6 +87,7 @@ class BERTPretraining(TokenModule):
         labels: Int[Tensor, "batch seq"] | None = None,
         token_types: Int[Tensor, "batch seq"] | None = None,
         valid: Bool[Tensor, "batch seq"] | None = None,
+        lengths: Int[Tensor, " batch"] | None = None,
     ) -> EncoderResult:
         """Return the losses of tokens, or their logits without labels, and the order logits.
 
@@ -92,9 +96,12 @@ class BERTPretraining(TokenModule):
             labels: Original tokens at masked positions, and -100 elsewhere.
             token_types: Segment of each token; None means 0.
             valid: Mask that is False at padding; None means no padding.
+            lengths: Number of tokens before the padding of each row, in place of ``valid``; None
+                means that ``valid`` describes padding (tokens).
         """
         assert self.model is not None, "configure_model builds the model before its first use"
-        rows = EncoderInput(tokens, valid=valid, token_types=token_types)
+        mask = valid if lengths is None else None
+        rows = EncoderInput(tokens, valid=mask, token_types=token_types, lengths=lengths)
         result: EncoderResult = self.model(rows, labels, IGNORED)
         return result
 
@@ -121,7 +128,12 @@ class BERTPretraining(TokenModule):
         self, batch: Mapping[str, Shaped[Tensor, "batch *_"]], batch_idx: int
     ) -> EncoderResult:
         """Return the losses of masked tokens and the order logits."""
-        return self(batch["tokens"], batch.get("labels"), batch["token_types"], batch["valid"])
+        result: EncoderResult = self._result(batch)
+        return result
+
+    def _result(self, batch: Mapping[str, Tensor]) -> Any:
+        names = ("labels", "token_types", "valid", "lengths")
+        return self(batch["tokens"], *map(batch.get, names))
 
     @override
     def mean_loss(
@@ -156,7 +168,7 @@ class BERTPretraining(TokenModule):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the means of token losses and of order losses over masked tokens."""
         labels = batch["labels"]
-        result = self(batch["tokens"], labels, batch.get("token_types"), batch.get("valid"))
+        result = self._result(batch)
         count = num_tokens.clamp(min=1)
         tokens = result.losses.sum() / count
         if result.order_logits is None:

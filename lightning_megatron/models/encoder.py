@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.attention_core import prepared
-from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.context_parallel.attend_across import transport_of
+from lightning_megatron.layers.context_parallel.position_wise import foreign_parts
 from lightning_megatron.layers.context_parallel.sequence_order import (
     joined_parts,
     of_first_rank,
@@ -27,9 +25,10 @@ from lightning_megatron.models.config_checks import check_length
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.models.encoder_heads import build_head
 from lightning_megatron.models.encoder_layers import build_block, build_embedding, context_choice
+from lightning_megatron.models.encoder_rows import EncoderInput, RowAttention
 from lightning_megatron.models.layered import LayeredModule, dtype_of_products
 from lightning_megatron.models.remote_tensor import RemoteTensor, check_present
-from lightning_megatron.shapes import Bool, Float, Int
+from lightning_megatron.shapes import Float, Int
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,40 +56,6 @@ class EncoderResult:
     ) = None
     losses: Float[Tensor, "batch seq"] | None = None
     order_logits: Float[Tensor, "batch 2"] | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class EncoderInput:
-    """Inputs of an encoder: either tokens or vectors, and optional masks and indices.
-
-    Args:
-        tokens: Token ids; None if vectors are given.
-        vectors: Vectors that replace the token embeddings.
-        valid: Mask that is False at padding, to which no token attends; None means no padding.
-        positions: Position of each token; None means the default of the configuration.
-        token_types: Type of each token; None means 0.
-    """
-
-    tokens: Int[Tensor, "batch seq"] | None = None
-    vectors: Float[Tensor, "batch seq hidden"] | None = None
-    valid: Bool[Tensor, "batch seq"] | None = None
-    positions: Int[Tensor, "batch seq"] | None = None
-    token_types: Int[Tensor, "batch seq"] | None = None
-
-    @property
-    def tokens_or_vectors(self) -> Int[Tensor, "batch seq"] | Float[Tensor, "batch seq hidden"]:
-        """Return the tokens or the vectors.
-
-        Raises:
-            UnsupportedError: If neither or both are given.
-        """
-        found = self.vectors if self.tokens is None else self.tokens
-        if found is None or (self.tokens is not None and self.vectors is not None):
-            raise UnsupportedError(
-                "an encoder takes either tokens or vectors, because both describe the same input: "
-                f"{'neither' if found is None else 'both'} were given. Pass one of them."
-            )
-        return found
 
 
 class Encoder(LayeredModule):
@@ -161,7 +126,8 @@ class Encoder(LayeredModule):
             head computes from the first token.
         """
         given = rows.tokens_or_vectors
-        check_present(rows.tokens, rows.vectors, rows.valid, rows.positions, rows.token_types)
+        optional = rows.valid, rows.lengths, rows.positions, rows.token_types
+        check_present(rows.tokens, rows.vectors, *optional)
         self.check_has_all_stages()
         # A row may be longer than the position table if its positions are given or skip padding.
         has_row_positions = rows.positions is None and (
@@ -171,24 +137,30 @@ class Encoder(LayeredModule):
         shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
         check_length(given.shape[1], longest, shards, self.mesh.cp.size)
         self._advance_own_streams(given.device)
+        attention = self._row_attention(rows)
+        num_joined = self._num_joined(rows, attention)
+        inputs = rows if num_joined is None else rows.joined(self._positions(rows))
 
         def run(chunk: int, hidden: Tensor | None) -> Any:
-            like = self._stream_like(rows) if hidden is None else hidden
+            own = attention
+            if hidden is not None:
+                own = replace(attention, dtype=dtype_of_products(hidden))
             return self._run_chunk(
                 chunk,
                 {
-                    "rows": rows,
+                    "rows": inputs,
                     "hidden": hidden,
                     "rotary": None,
-                    "span": self._span(rows, like),
+                    "span": own.span(rows),
                     "labels": labels,
                     "ignore_index": ignore_index,
+                    "num_joined": num_joined,
                 },
             )
 
         result: EncoderResult = self.run_stage(
             run,
-            lambda: self.boundary(given),
+            lambda: self.boundary(inputs.tokens_or_vectors),
             lambda: self._placeholders(given.shape[0], given.shape[1], labels is not None),
         )
         return result
@@ -265,8 +237,7 @@ class Encoder(LayeredModule):
 
     def _embed(self, rows: EncoderInput) -> Tensor:
         assert self.embedding is not None, "the first virtual stage holds the embedding"
-        given = rows.tokens_or_vectors
-        positions = self._positions(rows, given) if rows.positions is None else rows.positions
+        positions = self._positions(rows)
         types = torch.zeros_like(positions) if rows.token_types is None else rows.token_types
         parts = (
             None if one is None else own_part(one, self.mesh.cp, 1)
@@ -275,41 +246,52 @@ class Encoder(LayeredModule):
         hidden: Tensor = self.embedding(*parts)
         return hidden
 
-    def _positions(self, rows: EncoderInput, inputs: Tensor) -> Tensor:
+    def _positions(self, rows: EncoderInput) -> Tensor:
+        """Return the position of each token, which rows may give."""
+        if rows.positions is not None:
+            return rows.positions
         if self.config.positions == "tokens" and rows.tokens is not None:
             padding = self.config.padding_id
             assert padding is not None, "a configuration with token positions has a padding token"
             counted = (rows.tokens != padding).long()
             return counted.cumsum(1) * counted + padding
         first = self.config.first_position
-        num_sequences, length = inputs.shape[:2]
-        return torch.arange(first, first + length, device=inputs.device).expand(
+        given = rows.tokens_or_vectors
+        num_sequences, length = given.shape[:2]
+        return torch.arange(first, first + length, device=given.device).expand(
             num_sequences, length
         )
 
-    def _stream_like(self, rows: EncoderInput) -> Tensor:
-        """Return an empty tensor with the dtype and on the device of the embedding's output."""
-        assert self.embedding is not None, "the first virtual stage holds the embedding"
-        dtype = self.embedding.word.weight.dtype
+    def _row_attention(self, rows: EncoderInput) -> RowAttention:
+        """Return how the layers attend to rows, which is the same on all stages."""
+        given = rows.tokens_or_vectors
+        dtype = self.dtype
         if rows.vectors is not None:
             dtype = torch.promote_types(dtype, rows.vectors.dtype)
-        return rows.tokens_or_vectors.new_empty(0, dtype=dtype)
-
-    def _span(self, rows: EncoderInput, like: Tensor) -> AttentionSpan | None:
-        """Return the attention span of the layers; None without padding."""
-        if rows.valid is None:
-            return None
-        span = AttentionSpan(causal=False, mask=rows.valid[:, None, None, :].bool())
-        mesh = self.mesh
-        if mesh.cp.size > 1 and transport_of(span, mesh, self.context) != "all_to_all":
-            # Each rank has parts of rows, and applies the mask to its keys itself.
-            return span
-        return prepared(
-            span,
-            *rows.valid.shape,
-            dtype=dtype_of_products(like),
-            device=like.device,
+        return RowAttention(
+            self.mesh,
+            self.context,
+            self.config.hidden_size // self.config.num_heads,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            dtype=dtype_of_products(given.new_empty(0, dtype=dtype)),
+            device=given.device,
         )
+
+    def _num_joined(self, rows: EncoderInput, attention: RowAttention) -> int | None:
+        """Return the number of rows if the layers process them as one row; None if they do not.
+
+        Kernels that read lengths take the tokens of one row after the other. With several rows in
+        a batch every layer would copy its queries, keys, values and outputs to this order and back.
+        """
+        is_cut = self.mesh.cp.size > 1 or self.mesh.sequence_parallel
+        if is_cut or not attention.reads_lengths(rows) or self._may_mix_positions:
+            return None
+        return rows.tokens_or_vectors.shape[0]
+
+    @cached_property
+    def _may_mix_positions(self) -> bool:
+        """Whether modules that are not of this package may mix the positions of a row."""
+        return any(True for _ in foreign_parts(self))
 
     @override
     def _first_segment(self) -> Segment:
@@ -335,16 +317,20 @@ class Encoder(LayeredModule):
         return Segment(
             "head",
             self._result,
-            ("hidden", "labels", "ignore_index"),
+            ("hidden", "labels", "ignore_index", "num_joined"),
             ("result",),
             scopes=("head",),
             modules=tuple(p for p in (self.final_norm, self.head, word) if p is not None),
         )
 
-    def _result(self, hidden: Tensor, labels: Tensor | None, ignore_index: int) -> EncoderResult:
+    def _result(
+        self, hidden: Tensor, labels: Tensor | None, ignore_index: int, num_joined: int | None
+    ) -> EncoderResult:
         head: Any = self.head
         if self.final_norm is not None:
             hidden = self.final_norm(hidden)
+        if num_joined is not None:
+            hidden = hidden.view(num_joined, -1, hidden.shape[-1]).transpose(0, 1).contiguous()
         cp = self.mesh.cp
         # Each rank of cp reads the first token of its part; the first rank has that of the row.
         if self.config.head == "classifier":

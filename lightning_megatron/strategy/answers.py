@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.microbatch import Microbatch
-from lightning_megatron.strategy.checks.batch_checks import check_documents
+from lightning_megatron.strategy.checks.batch_checks import check_batch
 from lightning_megatron.strategy.checks.engine_checks import check_engine, following_plugin
 from lightning_megatron.strategy.checks.fp8_checks import check_fp8
 from lightning_megatron.strategy.checks.graph_checks import check_graphs
@@ -139,12 +139,12 @@ class TrainerAnswers(RankStrategy):
         move = super().batch_to_device
         if isinstance(batch, list) and batch and all(isinstance(p, Microbatch) for p in batch):
             for part in batch:
-                check_documents(part.data, self.user_module)
+                check_batch(part.data, self.user_module)
             return [
                 Microbatch(move(part.data, device, dataloader_idx), part.num_samples)
                 for part in batch
             ]
-        check_documents(batch, self.user_module)
+        check_batch(batch, self.user_module)
         return move(batch, device, dataloader_idx)
 
     @property

@@ -58,6 +58,7 @@ def test_a_row_is_two_swapped_or_ordered_parts_of_one_document(
         true = torch.where(labels == -100, rows["tokens"][row], labels)
         size = int(rows["valid"][row].sum())
         assert rows["valid"][row, :size].all()
+        assert rows["lengths"][row] == size
         assert (rows["tokens"][row, size:] == 0).all()
         assert (labels[size:] == -100).all()
         tokens = true[:size].tolist()
@@ -125,6 +126,7 @@ def test_a_row_without_a_sample_has_no_label(corpus: str, vocabulary: str) -> No
     empty = batches[[-1]]
     assert empty["tokens"][0].tolist() == [CLS] + [0] * (LENGTH - 1)
     assert empty["valid"][0].tolist() == [True] + [False] * (LENGTH - 1)
+    assert empty["lengths"][0] == 1
     assert (empty["labels"] == -100).all()
 
 

@@ -48,6 +48,7 @@ def test_rows_equal_those_of_transformers(tmp_path: Path, kind: str) -> None:
     assert torch.equal(found_batch["tokens"], expected["input_ids"][numbers])
     assert torch.equal(found_batch["token_types"], expected["token_type_ids"][numbers])
     assert torch.equal(found_batch["valid"].long(), expected["attention_mask"][numbers])
+    assert torch.equal(found_batch["lengths"], expected["attention_mask"][numbers].sum(1))
     assert found_batch["labels"].tolist() == [found.labels[number] for number in numbers]
 
 

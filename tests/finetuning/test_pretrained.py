@@ -51,7 +51,7 @@ class Pairs(torch.utils.data.Dataset):
         tokens = torch.arange(16) % 11 + index
         return {
             "tokens": tokens, "labels": tokens, "token_types": tokens % 2,
-            "valid": torch.ones(16, dtype=torch.bool), "order": torch.tensor(index % 2),
+            "valid": torch.ones(16, dtype=torch.bool), "lengths": torch.tensor(16), "order": torch.tensor(index % 2),
         }  # fmt: skip
 
 

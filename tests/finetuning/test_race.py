@@ -39,6 +39,7 @@ def test_options_equal_those_of_transformers(tmp_path: Path, kind: str) -> None:
     assert torch.equal(batch["tokens"][:12].flatten(0, 1), expected["input_ids"])
     assert torch.equal(batch["token_types"][:12].flatten(0, 1), expected["token_type_ids"])
     assert torch.equal(batch["valid"][:12].flatten(0, 1).long(), expected["attention_mask"])
+    assert torch.equal(batch["lengths"], batch["valid"].sum(-1))
     assert batch["labels"].tolist() == [*(one.label for one in questions), -100]
     assert batch["row"].tolist() == [*range(12), -1]
     assert data.encoded("val").groups.tolist() == [0] * 6 + [1] * 6

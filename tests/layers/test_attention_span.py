@@ -29,6 +29,8 @@ from tests.oracles import assert_equal
 CPU = torch.device("cpu")
 LENGTHS = torch.tensor([[2, 1, 2], [4, 0, 0]])
 HIDDEN = torch.tensor([[0, 1, 0, 1, 1], [1, 1, 1, 1, 1]])[:, None, None] > 0
+#: Rows of 3 and 5 tokens, the first of them with 2 more of padding.
+PADDED = AttentionSpan.padded(torch.tensor([3, 5]), 5)
 KINDS = {
     "causal": AttentionSpan(),
     "both ways": AttentionSpan(causal=False),
@@ -40,6 +42,13 @@ KINDS = {
     "documents, window": AttentionSpan(LENGTHS, window=2),
     "prefix": AttentionSpan(prefix=torch.tensor([3, 0])),
     "keys hidden": AttentionSpan(mask=HIDDEN),
+    "padded": PADDED,
+    "padded, soft cap, slopes, sinks": replace(
+        PADDED,
+        soft_cap=0.5,
+        slopes=AlibiSlopes(4),
+        sinks=torch.tensor([0.3, -1.0, 0.0, 2.0]).double(),
+    ),
     "soft cap": AttentionSpan(LENGTHS, soft_cap=0.3),
     "slopes": AttentionSpan(slopes=AlibiSlopes(4)),
     "slopes both ways, documents": AttentionSpan(LENGTHS, causal=False, slopes=AlibiSlopes(4, 3.0)),
@@ -95,6 +104,9 @@ def distances(span: AttentionSpan, row: int, place: int, keys: list[int]) -> Ten
 def by_hand(span: AttentionSpan, length: int) -> list[list[list[int]]]:
     """List the keys of each query of the two rows."""
     lengths = [[], []] if span.lengths is None else span.lengths.tolist()
+    if span.key_borders is not None:
+        assert span.key_borders.tolist() == [0, 3, 5, 10, 10]
+        return [[list(range(3))] * length, [list(range(5))] * length]
     rows = []
     for row, sizes in enumerate(lengths):
         whole = [*sizes, length - sum(sizes)]
@@ -235,6 +247,18 @@ def test_lengths_beyond_a_row_never_reach_into_the_next_one() -> None:
     assert borders.tolist() == [0, 5, 5, 5, 7, 10, 10]
 
 
+def test_rows_of_any_lengths_are_padded_within_their_bounds() -> None:
+    span = AttentionSpan.padded(torch.tensor([2, 0, 9, 5, -1]), 5)
+    assert span.key_borders is not None
+    assert span.key_borders.tolist() == [0, 2, 5, 10, 10, 15, 15, 20, 20, 25, 25]
+    assert span.borders is not None
+    assert span.borders.tolist() == [0, 5, 5, 10, 10, 15, 15, 20, 20, 25, 25]
+    assert (span.longest, span.borders.dtype) == (5, torch.int32)
+    mask = torch.arange(5) < torch.tensor([2, 5, 5, 5, 5])[:, None]
+    seen = seen_pairs(span, 5, 5, CPU)
+    assert torch.equal(seen, mask[:, None, None].expand(-1, -1, 5, -1))
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "sum": (lambda: AttentionSpan.packed([[3], [4, 5]], 8), r"8 tokens: row 1 has \[4, 5\], .* 9"),
     "negative": (lambda: AttentionSpan.packed([[-1, 3]], 8), r"from 0 to 8 tokens: row 0"),
@@ -247,6 +271,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda: AttentionSpan(LENGTHS, prefix=torch.tensor([1, 1])),
         "either lengths or prefix",
     ),
+    "keys, causal": (lambda: replace(PADDED, causal=True), "key_borders .* causal is True"),
+    "keys, window": (lambda: replace(PADDED, window=2), "key_borders .* window is 2"),
+    "keys alone": (lambda: replace(PADDED, borders=None), "borders are missing"),
+    "keys, mask": (lambda: replace(PADDED, mask=HIDDEN), "either a mask or lengths and prefix"),
     "window": (lambda: AttentionSpan(window=0), "span.window must be at least 1 token: it is 0"),
     "cap": (lambda: AttentionSpan(soft_cap=0.0), r"span.soft_cap must be above 0: it is 0.0"),
 }
@@ -269,7 +297,7 @@ def test_a_mask_goes_to_kernels_that_take_one(monkeypatch: pytest.MonkeyPatch) -
         assert choice.expand_kv
         assert choice.remedy is None, "who hands in a mask has asked for it"
     assert choose_core(cuda, half).name == "cudnn, flash, efficient, math"
-    for kind in ("documents", "window"):
+    for kind in ("documents", "window", "padded"):
         assert choose_core(cuda, half, KINDS[kind]).name == "flash without a mask"
         slow = choose_core(cuda, torch.float32, KINDS[kind])
         assert (slow.backends, slow.needs_mask) == (masked, True)

@@ -32,6 +32,7 @@ CASES: dict[str, tuple[AttentionSpan, KeyRows | None]] = {
     "soft cap": (AttentionSpan(soft_cap=0.8), None),
     "documents": (PACKED, None),
     "documents, window, soft cap": (replace(PACKED, window=3, soft_cap=0.8), None),
+    "padded": (AttentionSpan.padded(torch.tensor([7, S]), S), None),
     "keys behind": (AttentionSpan(), KeyRows(S, behind=2)),
     "keys behind a window": (AttentionSpan(window=5), KeyRows(S, behind=2)),
     "other documents of keys": (

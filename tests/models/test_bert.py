@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.models.encoder import Encoder, EncoderInput
+from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.encoder_config import EncoderConfig
+from lightning_megatron.models.encoder_rows import EncoderInput
+from tests.models.flash_stand_in import flash_stand_in
 from tests.oracles import assert_equal
 
 transformers = pytest.importorskip("transformers")
@@ -108,8 +111,9 @@ def ours(order: str) -> Encoder:
         torch.set_default_dtype(before)
 
 
+@pytest.mark.parametrize("kernel", ["mask", "lengths", "flash"])
 @pytest.mark.parametrize("order", ["post", "pre"])
-def test_losses_and_gradients_are_those_of_transformers(order: str) -> None:
+def test_losses_and_gradients_are_those_of_transformers(order: str, kernel: str) -> None:
     model = ours(order)
     other = theirs(order)
     weights = {name: one.detach() for name, one in other.named_parameters()}
@@ -127,14 +131,21 @@ def test_losses_and_gradients_are_those_of_transformers(order: str) -> None:
         next_sentence_label=order_labels,
     )  # fmt: skip
     expected.loss.backward()
-    result = model(EncoderInput(tokens, valid=valid, token_types=types), labels)
-    plain = model(EncoderInput(tokens, valid=valid, token_types=types)).logits
-    assert_equal(plain.transpose(0, 1)[valid], expected.prediction_logits[valid], "token logits")
+    rows = EncoderInput(tokens, valid=valid, token_types=types)
+    if kernel != "mask":
+        rows = EncoderInput(tokens, token_types=types, lengths=valid.sum(1))
+    with flash_stand_in() if kernel == "flash" else nullcontext([]) as spans:
+        result = model(rows, labels)
+        plain = model(rows).logits
+        assert len(spans) == (6 if kernel == "flash" else 0)
+    # Also at padding, whose queries attend to the same keys.
+    assert_equal(plain.transpose(0, 1), expected.prediction_logits, "token logits")
     assert_equal(result.order_logits, expected.seq_relationship_logits, "order logits")
     loss = result.losses.sum() / (labels != -100).sum()
     loss = loss + nn.functional.cross_entropy(result.order_logits, order_labels)
     assert_equal(loss, expected.loss, "loss")
-    loss.backward()
+    with flash_stand_in() if kernel == "flash" else nullcontext():
+        loss.backward()
     gradients = {name: one.grad for name, one in other.named_parameters()}
     found = {name: one.grad for name, one in model.named_parameters()}
     for name, gradient in renamed(gradients, order).items():

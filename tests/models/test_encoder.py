@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from lightning_megatron.errors import ParallelPlanError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.init import initialize_
-from lightning_megatron.models.encoder import Encoder, EncoderInput
+from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.encoder_config import EncoderConfig
+from lightning_megatron.models.encoder_rows import EncoderInput
 from lightning_megatron.models.stage import StageCursor, StageDone
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize

@@ -13,13 +13,15 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.segments import split
 from lightning_megatron.models.config import GPTConfig
-from lightning_megatron.models.encoder import Encoder, EncoderInput
+from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.models.encoder_config import EncoderConfig
+from lightning_megatron.models.encoder_rows import EncoderInput
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.recomputation import Recompute
 from lightning_megatron.plan.segment_scopes import SegmentScope
+from tests.models.flash_stand_in import flash_stand_in
 from tests.models.pieces import PieceRunner
 from tests.models.stages import run_pipeline
 from tests.world import run_world
@@ -62,6 +64,13 @@ def gpt_of(config: GPTConfig, mesh: ParallelMesh, recompute: Recompute, transpor
     return model
 
 
+def padding_of(model: Encoder) -> dict[str, Tensor]:
+    """Describe padding by a mask, or by lengths for a model without attention dropout."""
+    if model.config.attention_dropout == 0.0:
+        return {"lengths": torch.tensor([S, 5])}
+    return {"valid": torch.arange(S) < torch.tensor([[S], [5]])}
+
+
 def train(model: GPT | Encoder, mesh: ParallelMesh) -> dict[str, Tensor | None]:
     """Run two microbatches forward, then both backward; return losses and gradients."""
     losses = []
@@ -71,8 +80,7 @@ def train(model: GPT | Encoder, mesh: ParallelMesh) -> dict[str, Tensor | None]:
         if isinstance(model, GPT):
             losses.append(model(tokens, tokens, label_smoothing=0.1).mean())
         else:
-            valid = torch.arange(S) < torch.tensor([[S], [5]])
-            result = model(EncoderInput(tokens, valid=valid), tokens)
+            result = model(EncoderInput(tokens, **padding_of(model)), tokens)
             found = result.pooled if result.losses is None else result.losses
             losses.append(found.mean())
     found: dict[str, Tensor | None] = {}
@@ -134,18 +142,21 @@ def test_pieces_compute_the_same_bits_with_recomputation(name: str, recompute: R
     check_scopes(CONFIGS[name], ParallelMesh.single(seed=4), recompute, scopes)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("head", ["masked_lm", "pooler"])
-def test_an_encoder_in_pieces_computes_the_same_bits(head: Any) -> None:
+def test_an_encoder_in_pieces_computes_the_same_bits(head: Any, dropout: float) -> None:
     config = EncoderConfig(
         vocab_size=V, num_positions=S, num_layers=2, hidden_size=16, num_heads=4,
-        ffn_hidden_size=24, hidden_dropout=0.3, attention_dropout=0.3, head=head,
+        ffn_hidden_size=24, hidden_dropout=0.3, attention_dropout=dropout, head=head,
     )  # fmt: skip
     mesh = ParallelMesh.single(seed=4)
-    expected = train(Encoder(config, mesh, seed=1), mesh)
-    for scopes in SCOPES[:4]:
-        model = Encoder(config, mesh, seed=1)
-        PieceRunner(model, scopes=scopes)
-        assert_same_bits(train(model, mesh), expected, f"{head} {scopes}")
+    with flash_stand_in() as spans:
+        expected = train(Encoder(config, mesh, seed=1), mesh)
+        for scopes in SCOPES[:4]:
+            model = Encoder(config, mesh, seed=1)
+            PieceRunner(model, scopes=scopes)
+            assert_same_bits(train(model, mesh), expected, f"{head} {scopes}")
+    assert bool(spans) == (dropout == 0.0), "rows without attention dropout take no mask"
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -57,6 +57,7 @@ class Pairs(Dataset):
             "labels": true.masked_fill(~masked, -100),
             "token_types": (torch.arange(LENGTH) >= sizes[0]).long() * valid,
             "valid": valid,
+            "lengths": sizes.sum(),
             "order": torch.randint(2, (), generator=draw),
         }
 

@@ -50,7 +50,7 @@ def attend_across(
 
     Raises:
         UnsupportedError: If a transport that computes in parts was asked for and the span has a
-            mask of pairs, a prefix or a window to both sides.
+            mask of pairs, a prefix, documents of keys or a window to both sides.
 
     Communication: that of the transport, over the ranks of cp that share documents.
     """
@@ -125,23 +125,24 @@ def transport_of(
 
     Raises:
         UnsupportedError: If a transport that computes in parts was asked for and the span has a
-            mask of pairs, a prefix or a window to both sides.
+            mask of pairs, a prefix, documents of keys or a window to both sides.
     """
     if choice.transport == "all_to_all":
         return "all_to_all"
     # The parts omit keys after the queries. A prefix, a window to both sides, and a mask of pairs
-    # may need them.
+    # may need them. A part has no documents of keys of its own.
     needs_rows = span.mask is not None and not hides_keys(span)
     needs_rows |= span.prefix is not None
     needs_rows |= span.window is not None and not span.causal
+    needs_rows |= span.key_borders is not None
     if mesh.context.transport == "auto":
         # With a window a rank needs few keys, and kernels for whole rows skip all others.
         return "all_to_all" if needs_rows or span.window is not None else choice.transport
     if needs_rows:
         raise UnsupportedError(
             f"cp_transport {choice.transport!r} cannot be used with a mask of padding between "
-            "tokens, a prefix, or a window to both sides, because each rank has only a part of "
-            "every row. Use 'all_to_all' or 'auto', or describe padding by the lengths of "
-            "documents."
+            "tokens, a prefix, documents of keys, or a window to both sides, because each rank has "
+            "only a part of every row. Use 'all_to_all' or 'auto', or describe padding by the "
+            "lengths of documents."
         )
     return choice.transport

@@ -1,16 +1,34 @@
-"""Checks of a batch before it moves to the device: lengths of documents."""
+"""Checks of a batch before it moves to the device: lengths of documents and of padded rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.layers.attention_span import check_lengths
 from lightning_megatron.models.causal_lm import CausalLM
+from lightning_megatron.models.encoder import Encoder
+from lightning_megatron.models.token_module import TokenModule
+
+
+def check_batch(batch: Any, module: LightningModule) -> None:
+    """Refuse a batch whose lengths of documents or of padded rows cannot be true.
+
+    Args:
+        batch: Batch before it moves. Values on another device are not read.
+        module: Module that will receive the batch.
+
+    Raises:
+        ParallelPlanError: If lengths do not fit their rows, their bound or the mask of padding.
+        UnsupportedError: If a batch has both a mask and boundaries of documents.
+    """
+    check_documents(batch, module)
+    check_padding(batch, module)
 
 
 def check_documents(batch: Any, module: LightningModule) -> None:
@@ -40,6 +58,43 @@ def check_documents(batch: Any, module: LightningModule) -> None:
                 "rows have padding only at their end. Leave one of them out."
             )
         _check_borders(borders.tolist(), tokens.shape[1], batch.get("max_length_q"))
+
+
+def check_padding(batch: Any, module: LightningModule) -> None:
+    """Refuse lengths of padded rows that differ from the mask of the padding.
+
+    Args:
+        batch: Batch before it moves. Values on another device are not read.
+        module: Module that will receive the batch. Only for a :class:`TokenModule` with an
+            :class:`Encoder` do ``lengths`` and ``valid`` certainly describe padding.
+
+    Raises:
+        ParallelPlanError: If the mask is not that of padding on the right of these lengths.
+    """
+    has_encoder = isinstance(getattr(module, "model", None), Encoder)
+    if not (isinstance(batch, Mapping) and isinstance(module, TokenModule) and has_encoder):
+        return
+    lengths = batch.get("lengths")
+    valid = batch.get("valid")
+    if not (_is_known(lengths) and _is_known(valid)):
+        return
+    if lengths.shape != valid.shape[:-1]:
+        raise ParallelPlanError(
+            f"lengths must have a number for each row of valid {tuple(valid.shape)}, because both "
+            f"describe the padding of the same rows: the shape is {tuple(lengths.shape)}. Leave "
+            "lengths out, or give each row its number of tokens before the padding."
+        )
+    is_before = torch.arange(valid.shape[-1]) < lengths[..., None]
+    differs = (valid.bool() != is_before).any(-1).flatten()
+    if bool(differs.any()):
+        row = int(differs.nonzero()[0])
+        number = int(lengths.flatten()[row])
+        raise ParallelPlanError(
+            "valid must be true for the first tokens of a row, as many as its length, if a batch "
+            f"has lengths: row {row} has the length {number} and "
+            f"{int(valid.flatten(0, -2)[row].sum())} valid tokens. Leave lengths out if padding "
+            "is not on the right of each row, or compute them from valid again."
+        )
 
 
 def _is_known(value: Any) -> TypeGuard[Tensor]:

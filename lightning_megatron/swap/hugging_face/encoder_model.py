@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.host_values import HostValues
 from lightning_megatron.layers.context_parallel.sequence_order import length_multiple
-from lightning_megatron.models.encoder import Encoder, EncoderInput, EncoderResult
+from lightning_megatron.models.encoder import Encoder, EncoderResult
+from lightning_megatron.models.encoder_rows import EncoderInput
 from lightning_megatron.models.remote_tensor import RemoteTensor
 from lightning_megatron.swap.hugging_face.outputs import EncoderOutput, MaskedLMOutput, SpanOutput
 from lightning_megatron.swap.hugging_face.replaced_model import IGNORED, ReplacedModel, pad_batch
@@ -116,21 +117,22 @@ class HuggingFaceEncoder(ReplacedModel):
         shape = EncoderInput(tokens, vectors, None, positions, token_types).tokens_or_vectors.shape[
             :2
         ]
-        valid = _valid(attention_mask, shape, self.mesh.host_values)
+        valid, lengths = _padding(attention_mask, shape, self.mesh.host_values)
         if positions is not None:
             positions = positions.expand(shape)
         if token_types is not None:
             token_types = token_types.expand(shape)
-        return EncoderInput(tokens, vectors, valid, positions, token_types)
+        return EncoderInput(tokens, vectors, valid, positions, token_types, lengths)
 
     def _padded(self, rows: EncoderInput, extra: int) -> EncoderInput:
         """Append padding positions that no position attends to."""
         given = rows.tokens_or_vectors
-        valid = (
-            torch.ones(given.shape[:2], dtype=torch.bool, device=given.device)
-            if rows.valid is None
-            else rows.valid
-        )
+        valid = rows.valid
+        lengths = rows.lengths
+        if valid is not None:
+            valid = F.pad(valid, (0, extra), value=False)
+        elif lengths is None:
+            lengths = torch.full(given.shape[:1], given.shape[1], device=given.device)
         config = self.layers.config
         positions = rows.positions
         if positions is None and (config.positions == "row" or rows.tokens is None):
@@ -142,9 +144,10 @@ class HuggingFaceEncoder(ReplacedModel):
         return EncoderInput(
             pad_batch(rows.tokens, extra, config.padding_id or 0),
             None if rows.vectors is None else F.pad(rows.vectors, (0, 0, 0, extra)),
-            F.pad(valid, (0, extra), value=False),
+            valid,
             pad_batch(positions, extra, 0),
             pad_batch(rows.token_types, extra, 0),
+            lengths,
         )
 
     def _masked(self, result: EncoderResult, labels: Tensor | None, length: int) -> MaskedLMOutput:
@@ -242,17 +245,28 @@ def _place_loss(logits: Tensor, places: Tensor) -> Tensor:
     return _cross_entropy(logits, places.view(-1).clamp(0, length), length)
 
 
-def _valid(attention_mask: Tensor | None, shape: torch.Size, host: HostValues) -> Tensor | None:
-    """Return the mask of real tokens; None if all are."""
+def _padding(
+    attention_mask: Tensor | None, shape: torch.Size, host: HostValues
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return a mask that is False at padding, or the lengths of rows if padding is on the right.
+
+    Both are None without padding.
+    """
     if attention_mask is None:
-        return None
+        return None, None
     if attention_mask.shape != shape:
         raise UnsupportedError(
             f"attention_mask must have a number for each token {tuple(shape)}: its shape is "
             f"{tuple(attention_mask.shape)}. Masks with an entry for each pair of tokens are not "
             "supported. Mark padding with 0 in a mask of that shape."
         )
-    return None if bool(host.read(attention_mask).all()) else attention_mask.to(torch.bool)
+    known = host.read(attention_mask) != 0
+    if bool(known.all()):
+        return None, None
+    valid = attention_mask.to(torch.bool)
+    if bool((known[:, 1:] <= known[:, :-1]).all()):
+        return None, valid.sum(1)
+    return valid, None
 
 
 def _refuse(arguments: Mapping[str, Any]) -> None:

@@ -1,0 +1,51 @@
+"""Let a model on the CPU choose kernels as on a GPU, with a stand-in for flash attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron.layers import attention_core, attention_parts
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.choose_core import CoreChoice, choose_core
+from lightning_megatron.layers.choose_flash import FlashChoice
+from lightning_megatron.layers.flash_kernels import FlashAttention3
+from lightning_megatron.models import encoder_rows
+from tests.layers import flash_packages
+
+
+@contextmanager
+def flash_stand_in() -> Iterator[list[AttentionSpan]]:
+    """Compute what takes flash attention in half types on a GPU by a stand-in, in any dtype.
+
+    Yields:
+        Spans of the stand-in's calls so far.
+    """
+    spans: list[AttentionSpan] = []
+
+    def chosen(device: Any, dtype: Any, span: AttentionSpan, *given: Any, **how: Any) -> CoreChoice:
+        if span.mask is None and not how.get("dropout"):
+            return CoreChoice("flash", (), False, False, "a stand-in")
+        return choose_core(device, dtype, span, *given, **how)
+
+    def core_of_part(query: Any, span: AttentionSpan, keys: Any) -> str:
+        spans.append(span)
+        return "flash"
+
+    kernel = FlashAttention3(flash_packages.third())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoder_rows, "choose_core", chosen)
+        patch.setattr(attention_core, "choose_core", chosen)
+        patch.setattr(attention_parts, "core_of_part", core_of_part)
+        choice = FlashChoice(kernel, "", bounds_scores=True)
+        patch.setattr(attention_parts, "choose_flash", lambda *given: choice)
+        yield spans
+
+
+def padded_on_the_right(lengths: list[int], seq_length: int) -> torch.Tensor:
+    """Return the mask of rows with these lengths."""
+    return torch.arange(seq_length) < torch.tensor(lengths)[:, None]
