@@ -13,24 +13,30 @@ from lightning_megatron.layers import attention_core, attention_parts
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.choose_core import CoreChoice, choose_core
 from lightning_megatron.layers.choose_flash import FlashChoice
-from lightning_megatron.layers.flash_kernels import FlashAttention3
+from lightning_megatron.layers.flash_kernels import FlashAttention3, FlashCall
 from lightning_megatron.models import encoder_rows
 from tests.layers import flash_packages
 
 
 @contextmanager
-def flash_stand_in() -> Iterator[list[AttentionSpan]]:
+def flash_stand_in() -> Iterator[list[AttentionSpan | float]]:
     """Compute what takes flash attention in half types on a GPU by a stand-in, in any dtype.
 
+    The stand-in drops no weights, so that its results with and without dropout are equal.
+
     Yields:
-        Spans of the stand-in's calls so far.
+        Spans of the stand-in's calls so far, or the probability of those with dropout.
     """
-    spans: list[AttentionSpan] = []
+    spans: list[AttentionSpan | float] = []
 
     def chosen(device: Any, dtype: Any, span: AttentionSpan, *given: Any, **how: Any) -> CoreChoice:
-        if span.mask is None and not how.get("dropout"):
+        if span.mask is None:
             return CoreChoice("flash", (), False, False, "a stand-in")
         return choose_core(device, dtype, span, *given, **how)
+
+    def drop(query: Any, key: Any, value: Any, call: FlashCall, dropout: float) -> torch.Tensor:
+        spans.append(dropout)
+        return kernel.forward(query, key, value, call)[0]
 
     def core_of_part(query: Any, span: AttentionSpan, keys: Any) -> str:
         spans.append(span)
@@ -41,6 +47,7 @@ def flash_stand_in() -> Iterator[list[AttentionSpan]]:
         patch.setattr(encoder_rows, "choose_core", chosen)
         patch.setattr(attention_core, "choose_core", chosen)
         patch.setattr(attention_parts, "core_of_part", core_of_part)
+        patch.setattr(attention_parts, "attend_with_dropout", drop)
         choice = FlashChoice(kernel, "", bounds_scores=True)
         patch.setattr(attention_parts, "choose_flash", lambda *given: choice)
         yield spans
