@@ -26,6 +26,8 @@ def spans() -> dict[str, AttentionSpan]:
     return {
         "documents": AttentionSpan(lengths, longest=384),
         "documents both ways": AttentionSpan(lengths, causal=False),
+        "padded": AttentionSpan.padded(lengths[:, 2].clamp(min=100), S),
+        "padding alone": AttentionSpan.padded(lengths[:, 2], S),
         "window": AttentionSpan(window=33),
         "documents, window": AttentionSpan(lengths, window=33),
         "sinks": AttentionSpan(sinks=sinks),

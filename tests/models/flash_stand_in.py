@@ -19,38 +19,58 @@ from tests.layers import flash_packages
 
 
 @contextmanager
-def flash_stand_in() -> Iterator[list[AttentionSpan | float]]:
-    """Compute what takes flash attention in half types on a GPU by a stand-in, in any dtype.
+def without_masks() -> Iterator[list[AttentionSpan | float]]:
+    """Compute what takes flash attention in half types on a GPU without a mask, in any dtype.
 
-    The stand-in drops no weights, so that its results with and without dropout are equal.
+    The formula takes the place of the kernel, for models without attention dropout.
 
     Yields:
-        Spans of the stand-in's calls so far, or the probability of those with dropout.
+        Spans of the calls so far, forward and backward.
     """
-    spans: list[AttentionSpan | float] = []
+    calls: list[AttentionSpan | float] = []
+    core_of_part = attention_parts.core_of_part
 
     def chosen(device: Any, dtype: Any, span: AttentionSpan, *given: Any, **how: Any) -> CoreChoice:
         if span.mask is None:
             return CoreChoice("flash", (), False, False, "a stand-in")
         return choose_core(device, dtype, span, *given, **how)
 
-    def drop(query: Any, key: Any, value: Any, call: FlashCall, dropout: float) -> torch.Tensor:
-        spans.append(dropout)
-        return kernel.forward(query, key, value, call)[0]
+    def noted(query: Any, span: AttentionSpan, keys: Any) -> str:
+        calls.append(span)
+        return core_of_part(query, span, keys)
 
-    def core_of_part(query: Any, span: AttentionSpan, keys: Any) -> str:
-        spans.append(span)
-        return "flash"
-
-    kernel = FlashAttention3(flash_packages.third())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder_rows, "choose_core", chosen)
         patch.setattr(attention_core, "choose_core", chosen)
+        patch.setattr(attention_parts, "core_of_part", noted)
+        yield calls
+
+
+@contextmanager
+def flash_stand_in() -> Iterator[list[AttentionSpan | float]]:
+    """Compute the same as :func:`without_masks` by a stand-in for flash attention 3.
+
+    The stand-in drops no weights, so that its results with and without dropout are equal.
+
+    Yields:
+        Spans of the calls so far, or the probability of those with dropout.
+    """
+    kernel = FlashAttention3(flash_packages.third())
+    choice = FlashChoice(kernel, "", bounds_scores=True)
+    with without_masks() as calls, pytest.MonkeyPatch.context() as patch:
+
+        def core_of_part(query: Any, span: AttentionSpan, keys: Any) -> str:
+            calls.append(span)
+            return "flash"
+
+        def drop(query: Any, key: Any, value: Any, call: FlashCall, dropout: float) -> torch.Tensor:
+            calls.append(dropout)
+            return kernel.forward(query, key, value, call)[0]
+
         patch.setattr(attention_parts, "core_of_part", core_of_part)
         patch.setattr(attention_parts, "attend_with_dropout", drop)
-        choice = FlashChoice(kernel, "", bounds_scores=True)
         patch.setattr(attention_parts, "choose_flash", lambda *given: choice)
-        yield spans
+        yield calls
 
 
 def padded_on_the_right(lengths: list[int], seq_length: int) -> torch.Tensor:

@@ -1,0 +1,167 @@
+"""On a GPU an encoder skips the padding of rows with lengths, by flash attention without a mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron import CudaGraphs, Encoder, EncoderConfig, EncoderInput
+from lightning_megatron.layers.attention_core import attend
+from lightning_megatron.layers.attention_span import AttentionSpan
+from lightning_megatron.layers.choose_core import choose_core
+from lightning_megatron.models import encoder_rows
+from lightning_megatron.plan.cuda_graphs import GraphMode
+from tests.models.flash_stand_in import padded_on_the_right
+from tests.strategy.bert_fits import bert_fit
+from tests.strategy.graph_fits import Fit
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+ROWS, LENGTH = 6, 256
+LENGTHS = [256, 200, 64, 1, 0, 131]
+#: Largest norm of a difference, relative to that of the expected values.
+BOUND = 0.03
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference, relative to that of the expected values."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def built(dtype: torch.dtype, **changes: Any) -> Encoder:
+    sizes: dict[str, Any] = {
+        "vocab_size": 128, "num_positions": LENGTH, "num_layers": 3, "hidden_size": 256,
+        "num_heads": 4, "ffn_hidden_size": 512, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        "init_std": 0.1,
+    }  # fmt: skip
+    config = EncoderConfig.bert(**sizes | changes)
+    return Encoder(config, seed=3).to(device="cuda", dtype=dtype)
+
+
+def trained(model: Encoder, rows: EncoderInput, labels: Tensor) -> dict[str, Tensor]:
+    """Return losses, logits and gradients."""
+    result = model(rows, labels)
+    assert result.losses is not None
+    assert result.order_logits is not None
+    (result.losses.mean() + result.order_logits.float().square().mean()).backward()
+    found = {"losses": result.losses, "order": result.order_logits}
+    for name, one in model.named_parameters():
+        assert one.grad is not None
+        found[name] = one.grad
+    return {name: one.detach() for name, one in found.items()}
+
+
+@pytest.mark.parametrize("order", ["pre", "post"])
+def test_rows_with_lengths_are_those_with_a_mask(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = torch.Generator().manual_seed(2)
+    tokens = torch.randint(4, 128, (ROWS, LENGTH), generator=draw).cuda()
+    valid = padded_on_the_right(LENGTHS, LENGTH).cuda()
+    labels = tokens.masked_fill(~valid | (tokens % 3 > 0), -100)
+    lengths = torch.tensor(LENGTHS, device="cuda")
+    options = {"norm_position": order}
+    exact = trained(built(torch.float32, **options), EncoderInput(tokens, valid=valid), labels)
+    masked = trained(built(torch.bfloat16, **options), EncoderInput(tokens, valid=valid), labels)
+    model = built(torch.bfloat16, **options)
+    shapes: list[torch.Size] = []
+    model.layers["1"].register_forward_hook(lambda layer, given, out: shapes.append(out.shape))
+
+    def refused(*given: Any, **options: Any) -> None:
+        raise AssertionError("rows with lengths need no mask")
+
+    monkeypatch.setattr(encoder_rows, "prepared", refused)
+    found = trained(model, EncoderInput(tokens, lengths=lengths), labels)
+    assert shapes == [(ROWS * LENGTH, 1, 256)]
+    for name, one in found.items():
+        assert torch.isfinite(one).all(), name
+        error, usual = difference(one, exact[name]), difference(masked[name], exact[name])
+        assert error < max(1.5 * usual, BOUND), f"{name}: off by {error:.2g}, a mask by {usual:.2g}"
+
+
+def test_padding_gets_no_gradient_as_a_key() -> None:
+    query, key, value = (
+        torch.randn(LENGTH, ROWS, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
+    span = AttentionSpan.padded(torch.tensor(LENGTHS, device="cuda"), LENGTH)
+    for dropout in (0.0, 0.2):
+        found = attend(query, key, value, span, dropout=dropout)
+        gradients = torch.autograd.grad(found.float().square().sum(), (query, key, value))
+        assert all(torch.isfinite(one).all() for one in (found, *gradients))
+        # A row of padding alone is taken as a row without padding.
+        whole = [LENGTH if one == 0 else one for one in LENGTHS]
+        hidden = ~padded_on_the_right(whole, LENGTH).cuda()
+        for one in gradients[1:]:
+            assert not one.transpose(0, 1)[hidden].any()
+            assert one.transpose(0, 1)[~hidden].any()
+
+
+def test_weights_are_dropped_alike_in_both_passes() -> None:
+    length, rows, heads, share = 64, 2, 3, 0.25
+    draw = torch.Generator("cuda").manual_seed(1)
+    query, key = (
+        torch.randn(
+            length, rows, heads, 64, device="cuda", dtype=torch.bfloat16, generator=draw
+        ).requires_grad_()
+        for _ in range(2)
+    )
+    # Unit vectors as values make the output the dropped weights.
+    eye = torch.eye(length, device="cuda", dtype=torch.bfloat16)
+    value = eye[:, None, None].expand(-1, rows, heads, -1).contiguous().requires_grad_()
+    span = AttentionSpan.padded(torch.tensor([length, 40], device="cuda"), length)
+    choice = choose_core(query.device, query.dtype, span, length, dropout=share, head_dim=64)
+    assert choice.core == "flash"
+    torch.manual_seed(5)
+    found = attend(query, key, value, span, dropout=share)
+    again = attend(query, key, value, span, dropout=share)
+    torch.manual_seed(5)
+    assert torch.equal(attend(query, key, value, span, dropout=share), found)
+    assert not torch.equal(again, found), "each call draws other weights"
+    wide = [one.detach().double().requires_grad_() for one in (query, key, value)]
+    scores = torch.einsum("sbhd,tbhd->bhst", wide[0], wide[1]) / 8.0
+    hidden = ~padded_on_the_right([length, 40], length).cuda()
+    weights = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1)
+    kept = (found.unflatten(-1, (heads, -1)) > 0).permute(1, 2, 0, 3)
+    seen = (~hidden)[:, None, None].expand_as(kept)
+    assert float(kept[seen].double().mean()) == pytest.approx(1 - share, abs=0.03)
+    expected = torch.einsum("bhst,tbhd->sbhd", weights * kept / (1 - share), wide[2]).flatten(2)
+    outer = torch.randn(found.shape, device="cuda", generator=draw)
+    ours = [found, *torch.autograd.grad(found, (query, key, value), outer.to(found.dtype))]
+    theirs = [expected, *torch.autograd.grad(expected, wide, outer.double())]
+    for place, (one, wanted) in enumerate(zip(ours, theirs, strict=True)):
+        assert difference(one, wanted) < BOUND, place
+
+
+def on_gpu(graphs: CudaGraphs | None, **options: Any) -> Fit:
+    return bert_fit(graphs, accelerator="gpu", precision="bf16-mixed", **options)
+
+
+@pytest.mark.parametrize("dropout", [(0.0, 0.0), (0.1, 0.1)])
+@pytest.mark.parametrize("order", ["pre", "post"])
+def test_graphs_follow_the_lengths_of_each_batch(
+    order: str, dropout: tuple[float, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"order": order, "dropout": dropout}
+    by_mask = on_gpu(None, has_lengths=False, **options)
+
+    def refused(*given: Any, **options: Any) -> None:
+        raise AssertionError("rows with lengths need no mask")
+
+    monkeypatch.setattr(encoder_rows, "prepared", refused)
+    eager = on_gpu(None, **options)
+    repeated = on_gpu(None, **options).differences_from(eager)
+    if not any(dropout):
+        assert eager.losses == pytest.approx(by_mask.losses, rel=0.05)
+    modes: tuple[GraphMode, ...] = ("segments", "full")
+    for mode in modes:
+        settings = CudaGraphs(mode, warmup_steps=2, on_failure="error")
+        found = on_gpu(settings, **options)
+        assert found.num_graphs[-1] > 0, mode
+        assert set(found.differences_from(eager)) <= set(repeated), mode
