@@ -75,7 +75,7 @@ def timed(tokens: Iterator[list[int | None]]) -> tuple[float, float]:
     start = time.perf_counter()
     next(tokens)
     first = time.perf_counter()
-    # The time to record the CUDA graph is excluded.
+    # The time to capture the CUDA graph is excluded.
     next(tokens)
     next(tokens)
     begun = time.perf_counter()
@@ -84,8 +84,8 @@ def timed(tokens: Iterator[list[int | None]]) -> tuple[float, float]:
     return first - start, (end - begun) / count
 
 
-def ours(model: Any, prompts: list[list[int]], new: int, record: bool) -> Callable[[], Any]:
-    settings = GenerationSettings(new, cuda_graph=record)
+def ours(model: Any, prompts: list[list[int]], new: int, cuda_graph: bool) -> Callable[[], Any]:
+    settings = GenerationSettings(new, cuda_graph=cuda_graph)
     return lambda: timed(generated_tokens(model, prompts, settings))
 
 
@@ -177,9 +177,9 @@ def main() -> None:
     torch.cuda.empty_cache()
     gpt = gpt_of(root)
     for batch in args.batch:
-        for name, record in (("recorded", True), ("not recorded", False)):
+        for name, cuda_graph in (("captured", True), ("not captured", False)):
             for _ in range(args.rounds):
-                first, each = ours(root, prompts[batch], args.new, record)()
+                first, each = ours(root, prompts[batch], args.new, cuda_graph)()
                 keep(results, (batch, name), first, each)
     lines = [*HEAD]
     for batch in args.batch:

@@ -12,7 +12,7 @@ from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.generation.beam_search import Candidates
 from lightning_megatron.generation.prompts import PromptRows
 from lightning_megatron.generation.settings import GenerationSettings
-from lightning_megatron.generation.token_pass import TokenPass, evaluating, reason_against_recording
+from lightning_megatron.generation.token_pass import TokenPass, evaluating, reason_against_capture
 from lightning_megatron.groups.collectives import all_reduce_, broadcast_
 from lightning_megatron.layers.context_parallel.sequence_order import length_multiple
 from lightning_megatron.layers.key_value_cache import KeyValueCache
@@ -179,10 +179,10 @@ class GenerationSession:
         return not all_reduce_(unfinished, self._gpt.mesh.experts_cpu, "max")
 
     def _token_pass(self, num_rows: int) -> TokenPass | None:
-        """Return the forward pass over one token per row; None if it is not recorded."""
-        reason = reason_against_recording(self._gpt, self.max_new_tokens)
+        """Return the forward pass over one token per row; None if it is not captured."""
+        reason = reason_against_capture(self._gpt, self.max_new_tokens)
         if reason is not None:
-            _log.info("passes over single tokens are not recorded as a CUDA graph: %s", reason)
+            _log.info("passes over single tokens are not captured as a CUDA graph: %s", reason)
             return None
         return TokenPass(self._gpt, self._cache, self._rows.padding, num_rows)
 

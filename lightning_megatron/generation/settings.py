@@ -28,8 +28,8 @@ class GenerationSettings:
             divided; values above 0 favour long sequences.
         cuda_graph: Whether forward passes over one token per row run as one CUDA graph on a GPU.
             Models with experts, longrope, ALiBi, soft caps, attention sinks or 8-bit matrix
-            products, and models that several ranks share, run without a graph; the log gives the
-            reason.
+            products, and layouts with pp, cp or sequence parallelism, run without a graph; the log
+            gives the reason.
 
     Raises:
         ParallelPlanError: If a value has a wrong type or is out of range, or ``sample`` is combined

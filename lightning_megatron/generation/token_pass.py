@@ -1,13 +1,22 @@
-"""Forward pass over one new token per row, recorded once as a CUDA graph."""
+"""Forward pass over one new token per row, captured once as a CUDA graph."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from lightning_megatron.errors import SpeedWarning
+from lightning_megatron.graphs.backend import (
+    CAPTURE_ERRORS,
+    CaptureBackend,
+    CapturedGraph,
+    collection_paused,
+)
+from lightning_megatron.graphs.cuda import CudaBackend
 from lightning_megatron.graphs.user_hooks import modules_with_user_hooks
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.key_value_cache import CachedTokens, KeyValueCache
@@ -16,13 +25,13 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.gpt_block import attention_kind
 from lightning_megatron.shapes import Float, Int
 
-#: Smallest number of new tokens for which recording saves time; recording takes as long as
-#: computing a few tokens.
+#: Smallest number of new tokens for which a capture saves time; it takes as long as computing a few
+#: tokens.
 _MIN_TOKENS = 16
 
 
-def reason_against_recording(gpt: GPT, num_tokens: int) -> str | None:
-    """Return why passes over one token per row are not recorded as a CUDA graph; None if they are.
+def reason_against_capture(gpt: GPT, num_tokens: int) -> str | None:
+    """Return why passes over one token per row are not captured as a CUDA graph; None if they are.
 
     Args:
         gpt: The model.
@@ -31,7 +40,7 @@ def reason_against_recording(gpt: GPT, num_tokens: int) -> str | None:
     if gpt.mesh.device.type != "cuda":
         return f"CUDA graphs need a GPU, and the model is on {gpt.mesh.device.type}"
     if num_tokens < _MIN_TOKENS:
-        return f"recording pays off from {_MIN_TOKENS} new tokens, and there are {num_tokens}"
+        return f"a capture pays off from {_MIN_TOKENS} new tokens, and there are {num_tokens}"
     return reason_against_replay(gpt)
 
 
@@ -46,16 +55,18 @@ def reason_against_replay(gpt: GPT) -> str | None:
     """
     config = gpt.config
     mesh = gpt.mesh
-    for name in ("tp", "pp", "cp"):
+    for name in ("pp", "cp"):
         size = getattr(mesh, name).size
         if size > 1:
-            return f"passes of models that several ranks share ({name}={size}) are not recorded"
+            return f"the host sends and receives parts of a pass between ranks ({name}={size})"
+    if mesh.sequence_parallel:
+        return "sequence parallelism pads a pass over one token to a position for each rank of tp"
     if config.experts is not None:
         return "the host reads how many rows each expert has"
     if config.rotary_scaling is not None and config.rotary_scaling.kind == "longrope":
         return "the rotary angles of longrope depend on the length of the rows"
     if any(getattr(module, "scaling", None) is not None for module in gpt.modules()):
-        return "8-bit matrix products, those of Transformer Engine included, are not recorded"
+        return "8-bit matrix products, those of Transformer Engine included, are not captured"
     if torch.is_autocast_enabled(mesh.device.type):
         return "autocast caches copies of weights between operators"
     hooked = next(iter(modules_with_user_hooks(gpt).items()), None)
@@ -73,19 +84,30 @@ def reason_against_replay(gpt: GPT) -> str | None:
 class TokenPass:
     """Forward pass over one new token per row, whose position is a tensor on the device.
 
-    Equals ``GPT.logits_at`` with the tokens of the cache. On a GPU the first call records a CUDA
+    Equals ``GPT.logits_at`` with the tokens of the cache. On a GPU the first call captures a CUDA
     graph, and later calls replay it: the host launches one graph instead of hundreds of kernels.
-    The kernels read the position from the tensor, so one graph serves all positions.
+    The kernels read the position from the tensor, so one graph serves all positions. If the capture
+    fails, a warning names the reason, and all calls run without a graph.
 
     Args:
         gpt: The model.
         cache: Cache of the earlier tokens; it must not be empty.
         padding: Padding before each row; None means no padding (tokens).
         num_rows: Number of rows.
+        backend: Backend that captures the graph; None means CUDA graphs on a GPU, and no graph on
+            other devices.
+
+    Communication: that of the layers over tp. Ranks that replay a graph and ranks that run without
+        one communicate alike.
     """
 
     def __init__(
-        self, gpt: GPT, cache: KeyValueCache, padding: Int[Tensor, " batch"] | None, num_rows: int
+        self,
+        gpt: GPT,
+        cache: KeyValueCache,
+        padding: Int[Tensor, " batch"] | None,
+        num_rows: int,
+        backend: CaptureBackend | None = None,
     ) -> None:
         device = gpt.mesh.device
         self._gpt = gpt
@@ -93,8 +115,16 @@ class TokenPass:
         self._padding = padding
         self._tokens = torch.zeros(num_rows, 1, dtype=torch.long, device=device)
         self._position = torch.zeros(1, dtype=torch.long, device=device)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        if backend is None and device.type == "cuda":
+            backend = CudaBackend()
+        self._backend = backend
+        self._graph: CapturedGraph | None = None
         self._logits: Tensor | None = None
+
+    @property
+    def is_captured(self) -> bool:
+        """Return whether later calls replay a graph."""
+        return self._graph is not None
 
     def __call__(self, tokens: Int[Tensor, " batch"]) -> Float[Tensor, "batch vocab"]:
         """Append the keys and values of new tokens to the cache, and return the logits.
@@ -106,12 +136,12 @@ class TokenPass:
         """
         self._tokens.copy_(tokens[:, None])
         self._position.fill_(self._cache.length)
-        if self._position.device.type != "cuda":
+        if self._backend is None:
             return self._run()
         if self._graph is None:
-            return self._record()
+            return self._capture(self._backend)
         self._graph.replay()
-        assert self._logits is not None, "a recorded pass has logits"
+        assert self._logits is not None, "a captured pass has logits"
         return self._logits
 
     def _run(self) -> Tensor:
@@ -129,20 +159,35 @@ class TokenPass:
                 ),
             )
 
-    def _record(self) -> Tensor:
-        """Record the pass, after a warm-up run that loads kernels and allocates workspaces."""
-        current = torch.cuda.current_stream()
-        side = torch.cuda.Stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            self._run()
-        current.wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._logits = self._run()
-        self._graph = graph
-        graph.replay()
-        return self._logits
+    def _capture(self, backend: CaptureBackend) -> Tensor:
+        """Return the logits of a run that loads kernels and allocates workspaces, then capture."""
+        with _side_stream(self._gpt.mesh.device), collection_paused():
+            logits = self._run()
+            try:
+                self._graph, self._logits = backend.capture(self._run, backend.make_pool())
+            except CAPTURE_ERRORS as error:
+                self._backend = None
+                warnings.warn(
+                    "passes over single tokens run without a CUDA graph, because their capture "
+                    f"failed: {type(error).__name__}: {error}",
+                    SpeedWarning,
+                    stacklevel=2,
+                )
+        return logits
+
+
+@contextmanager
+def _side_stream(device: torch.device) -> Iterator[None]:
+    """Run the block on another stream than the current one, because CUDA cannot capture that."""
+    if device.type != "cuda":
+        yield
+        return
+    current = torch.cuda.current_stream(device)
+    side = torch.cuda.Stream(device)
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        yield
+    current.wait_stream(side)
 
 
 @contextmanager

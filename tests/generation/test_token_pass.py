@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_megatron import GPT, GenerationSettings, GPTConfig, generate
+from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.generation.prompts import PromptRows
 from lightning_megatron.generation.token_pass import (
     TokenPass,
-    reason_against_recording,
+    reason_against_capture,
     reason_against_replay,
 )
+from lightning_megatron.graphs.backend import CaptureBackend
+from lightning_megatron.graphs.tape import TapeBackend
+from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_core import attend
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.cached_attention import attend_with_cache
 from lightning_megatron.layers.key_value_cache import CachedTokens, KeyValueCache
+from lightning_megatron.plan.layout import ParallelLayout
 from tests.generation.test_cached_logits import NEXT, PROMPTS, gather_logits, ours
 from tests.swap import expert_models, families
 from tests.swap.test_language_models import exact_twin
+from tests.world import run_world
 
 
 @torch.no_grad()
-def check_passes(gpt: GPT, prompts: list[list[int]]) -> KeyValueCache:
+def check_passes(
+    gpt: GPT, prompts: list[list[int]], backend: CaptureBackend | None = None
+) -> tuple[KeyValueCache, TokenPass]:
     """Compare the logits after each new token with those of a pass over the whole row."""
     length = max(map(len, prompts))
     cache = KeyValueCache(length + NEXT.shape[1])
     rows = PromptRows.of(prompts, torch.device("cpu"), num_rows=len(prompts), length=length)
     gpt.logits_at(*_at(length - 1, *rows.prefill_inputs(cache)))
     cache.advance(length)
-    one = TokenPass(gpt, cache, rows.padding, len(prompts))
+    one = TokenPass(gpt, cache, rows.padding, len(prompts), backend)
     extended = [list(prompt) for prompt in prompts]
     for number in range(NEXT.shape[1]):
         tokens = NEXT[: len(extended), number]
@@ -40,7 +50,7 @@ def check_passes(gpt: GPT, prompts: list[list[int]]) -> KeyValueCache:
         cache.advance(1)
         for logits, row in zip(found, extended, strict=True):
             torch.testing.assert_close(logits, gather_logits(gpt, row), rtol=0, atol=1e-10)
-    return cache
+    return cache, one
 
 
 def _at(place: int, tokens: Tensor, span: AttentionSpan) -> tuple[Tensor, int, AttentionSpan]:
@@ -68,7 +78,7 @@ def test_latent_attention() -> None:
 
 
 def test_a_ring_keeps_its_window() -> None:
-    cache = check_passes(ours(exact_twin("gemma3")), PROMPTS)
+    cache, _ = check_passes(ours(exact_twin("gemma3")), PROMPTS)
     # Layers 0 and 2 have a window of 4 tokens, layer 1 has none; 6 key/value heads of 8 elements.
     assert cache.num_bytes == 2 * 8 * 3 * 6 * 8 * (4 + 23 + 4)
 
@@ -98,17 +108,67 @@ def test_slots_without_tokens_do_not_count() -> None:
         ("phi3", "longrope"),
     ],
 )
-def test_models_whose_passes_need_the_host_are_not_recorded(case: str, reason: str) -> None:
+def test_models_whose_passes_need_the_host_are_not_captured(case: str, reason: str) -> None:
     assert reason in str(reason_against_replay(ours(exact_twin(case))))
+
+
+def check_captured_passes(rank: int, size: int) -> list[bool]:
+    """Replay the passes of models that tensor-parallel ranks share."""
+    mesh = ParallelMesh.create(ParallelLayout(size, tp=size))
+    captured: list[bool] = []
+    for case in ("gpt2", "llama", "gemma3"):
+        gpt = ours(exact_twin(case), mesh)
+        assert reason_against_replay(gpt) is None
+        _, one = check_passes(gpt, PROMPTS, TapeBackend(mesh.launcher))
+        captured.append(one.is_captured)
+    mesh.destroy()
+    return captured
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_replayed_passes_have_the_logits_of_whole_rows(size: int) -> None:
+    assert run_world(check_captured_passes, size) == [[True] * 3] * size
+
+
+def check_reasons(rank: int, size: int) -> list[str | None]:
+    reasons: list[str | None] = []
+    for layout, options in (
+        (ParallelLayout(size, tp=size), {"sequence_parallel": True}),
+        (ParallelLayout(size, cp=size), {}),
+    ):
+        mesh = ParallelMesh.create(layout, **options)
+        reasons.append(reason_against_replay(ours(exact_twin("llama"), mesh)))
+        mesh.destroy()
+    return reasons
+
+
+def test_ranks_that_share_positions_do_not_capture() -> None:
+    for reasons in run_world(check_reasons, 2):
+        assert "sequence parallelism pads" in str(reasons[0])
+        assert "between ranks (cp=2)" in str(reasons[1])
+
+
+class RefusingBackend(TapeBackend):
+    """Backend whose captures fail."""
+
+    def capture(self, *given: Any, **options: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_a_failed_capture_is_reported_and_changes_nothing() -> None:
+    with pytest.warns(SpeedWarning, match="not permitted when stream is capturing") as caught:
+        _, one = check_passes(ours(exact_twin("llama")), PROMPTS, RefusingBackend())
+    assert not one.is_captured
+    assert len([1 for warning in caught if warning.category is SpeedWarning]) == 1
 
 
 def test_a_model_on_the_host_runs_operator_by_operator(caplog: pytest.LogCaptureFixture) -> None:
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4}
     gpt = GPT(GPTConfig.llama(vocab_size=257, max_seq_length=64, **sizes), seed=0)
-    assert "need a GPU" in str(reason_against_recording(gpt, 64))
+    assert "need a GPU" in str(reason_against_capture(gpt, 64))
     with caplog.at_level("INFO", "lightning_megatron.generation"):
         generate(gpt, [[1, 2]], GenerationSettings(20))
-        assert "not recorded as a CUDA graph: CUDA graphs need a GPU" in caplog.text
+        assert "not captured as a CUDA graph: CUDA graphs need a GPU" in caplog.text
         caplog.clear()
         generate(gpt, [[1, 2]], GenerationSettings(20, cuda_graph=False))
         assert not caplog.records

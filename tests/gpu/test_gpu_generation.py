@@ -1,15 +1,22 @@
-"""Recorded passes of single tokens on a GPU: logits and words of passes that are not."""
+"""Captured passes of single tokens on GPUs have the logits and words of passes that are not."""
 
 from __future__ import annotations
+
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from lightning_megatron import GPT, GenerationSettings, GPTConfig, generate
+from lightning_megatron.generation import token_pass
 from lightning_megatron.generation.prompts import PromptRows
-from lightning_megatron.generation.token_pass import TokenPass, reason_against_recording
+from lightning_megatron.generation.token_pass import TokenPass, reason_against_capture
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.key_value_cache import KeyValueCache
+from lightning_megatron.plan.layout import ParallelLayout
+from tests.gpu.shared_gpu import gpu_of, require_gpus
+from tests.world import run_world
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,21 +28,23 @@ MODELS = {
     "window": GPTConfig.llama(vocab_size=997, max_seq_length=512, sliding_window=24, **SIZES),
     "gpt2": GPTConfig.gpt2(vocab_size=997, max_seq_length=512, **SIZES),
 }
+CAPTURE = token_pass.CudaBackend.capture
 PROMPTS = [[*range(5, 45)], [7, 3, 5], [*range(100, 117)]]
 
 
-def model_of(case: str, dtype: torch.dtype) -> GPT:
-    gpt = GPT(MODELS[case], mesh=ParallelMesh.single("cuda"), seed=3).to("cuda", dtype)
+def model_of(case: str, dtype: torch.dtype, mesh: ParallelMesh | None = None) -> GPT:
+    mesh = mesh or ParallelMesh.single("cuda")
+    gpt = GPT(MODELS[case], mesh=mesh, seed=3).to(mesh.device, dtype)
     with torch.no_grad():
         for parameter in gpt.parameters():
             # Logits that differ enough that no rounding changes the likeliest.
             parameter.mul_(3.0)
-    assert reason_against_recording(gpt, 64) is None
+    assert reason_against_capture(gpt, 64) is None
     return gpt
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_words_are_those_of_passes_that_are_not_recorded(case: str) -> None:
+def test_words_are_those_of_passes_that_are_not_captured(case: str) -> None:
     gpt = model_of(case, torch.float32)
     for prompts in (PROMPTS, PROMPTS[:1]):
         for drawn in ({}, {"sample": True, "top_k": 20, "seed": 5}):
@@ -55,7 +64,7 @@ def test_logits_of_half_types(case: str) -> None:
     how = {"num_rows": len(PROMPTS), "length": length}
     new = torch.randint(1, 997, (60, len(PROMPTS)), device=device)
     found = []
-    for is_recorded in (True, False):
+    for is_captured in (True, False):
         cache = KeyValueCache(length + len(new))
         rows = PromptRows.of(PROMPTS, device, **how)
         tokens, span = rows.prefill_inputs(cache)
@@ -65,7 +74,7 @@ def test_logits_of_half_types(case: str) -> None:
         logits = []
         for tokens in new:
             rows = rows.appended(tokens)
-            if is_recorded:
+            if is_captured:
                 logits.append(one(tokens).clone())
             else:
                 last, span = rows.decode_inputs(cache)
@@ -74,3 +83,29 @@ def test_logits_of_half_types(case: str) -> None:
         found.append(torch.stack(logits).double())
     distance = (found[0] - found[1]).norm() / found[1].norm()
     assert distance < 2e-2
+
+
+def count_equal_words(rank: int, size: int) -> int:
+    """Return the number of models whose captured passes have the words of eager ones."""
+    mesh = ParallelMesh.create(ParallelLayout(size, tp=size), device=gpu_of(rank))
+    number = 0
+    for case in MODELS:
+        gpt = model_of(case, torch.float32, mesh)
+        captures: list[Any] = []
+
+        def capture(*given: Any, captures: list[Any] = captures, **options: Any) -> Any:
+            captures.append(CAPTURE(*given, **options))
+            return captures[-1]
+
+        with mock.patch.object(token_pass.CudaBackend, "capture", capture):
+            words = generate(gpt, PROMPTS, GenerationSettings(80))
+        assert len(captures) == 1, "the capture has succeeded"
+        number += words == generate(gpt, PROMPTS, GenerationSettings(80, cuda_graph=False))
+    mesh.destroy()
+    return number
+
+
+@pytest.mark.gpu2
+def test_words_of_tensor_parallel_ranks_are_those_of_eager_passes() -> None:
+    require_gpus(2, needs_nccl="a capture on several ranks has collectives in it")
+    assert run_world(count_equal_words, 2, backend="nccl") == [len(MODELS)] * 2
