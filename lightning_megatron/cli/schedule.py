@@ -75,7 +75,9 @@ def _run_one(options: argparse.Namespace, sizes: PipelineSizes, own: Schedule | 
     schedule = outcome.schedule
     if options.memory is not None:
         fitted = costs.of(schedule.placement.num_virtual_stages)
-        check_peak(schedule, options.memory, fitted.kept_by(schedule), fitted.weight_half_share)
+        check_peak(
+            schedule, options.memory, fitted.kept_by_stage(schedule), fitted.weight_half_share
+        )
     text = describe_outcome(outcome, source)
     print(text)
     _draw(options.png, [outcome], text)

@@ -66,7 +66,7 @@ class PipelineCosts:
             self.times.merged(num_virtual_stages), tuple(sums), self.weight_half_share
         )
 
-    def kept_by(self, schedule: Schedule) -> tuple[tuple[float, ...], ...]:
+    def kept_by_stage(self, schedule: Schedule) -> tuple[tuple[float, ...], ...]:
         """Return the size of kept activations as ``[stage][chunk]`` of a schedule."""
         return schedule.placement.by_stage(self.kept)
 
@@ -90,9 +90,9 @@ class _Fields:
     forward: tuple[Count, ...]
     input_half: tuple[Count, ...]
     weight_half: tuple[Count, ...]
-    transfer: Annotated[int, Range(least=0, most=MOST)] = 0
+    transfer: Annotated[int, Range(minimum=0, maximum=MOST)] = 0
     kept: tuple[Positive, ...] | None = None
-    weight_half_share: Annotated[float, Range(least=0, most=1)] = WEIGHT_HALF_SHARE
+    weight_half_share: Annotated[float, Range(minimum=0, maximum=1)] = WEIGHT_HALF_SHARE
 
     def __post_init__(self) -> None:
         coerce_fields(self)

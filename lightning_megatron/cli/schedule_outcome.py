@@ -116,7 +116,7 @@ def simulated(
         label or schedule.name,
         simulate(schedule, own.times),
         tuple(live_microbatches(schedule, rank).total for rank in range(schedule.num_stages)),
-        stage_peaks(schedule, own.kept_by(schedule), own.weight_half_share),
+        stage_peaks(schedule, own.kept_by_stage(schedule), own.weight_half_share),
     )
 
 

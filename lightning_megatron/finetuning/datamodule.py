@@ -31,7 +31,7 @@ from lightning_megatron.plan.global_batch import RampUp
 from lightning_megatron.plan.settings import Count, Elements, Index, Range, coerced_arguments
 
 #: Seed of the order of training samples.
-Seed = Annotated[int, Range(least=0, most=2**32 - 1)]
+Seed = Annotated[int, Range(minimum=0, maximum=2**32 - 1)]
 
 
 class TaskDataModule(RowDataModule):

@@ -67,7 +67,7 @@ class FineTuning(TokenModule):
         num_labels: Count = 2,
         from_scratch: bool = False,
         dropout: Probability | None = None,
-        warmup_share: Annotated[float, Range(least=0, below=1)] = 0.0,
+        warmup_share: Annotated[float, Range(minimum=0, below=1)] = 0.0,
         scores_dir: str | None = None,
         **training: Any,
     ) -> None:

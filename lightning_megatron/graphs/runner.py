@@ -351,7 +351,7 @@ class GraphRunner:
         if captured is None or self.failure is not None:
             return segments(values)
         flat = flatten(values)
-        reason = captured.why_unfit(flat)
+        reason = captured.find_mismatch(flat)
         if reason is not None:
             self._note_eager(captured.piece.label, reason)
             return segments(values)

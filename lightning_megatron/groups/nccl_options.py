@@ -42,7 +42,7 @@ _MEGATRON_NAMES = {
 _SETTINGS: Mapping[str, Any] = {
     "high_priority": bool,
     "blocking": Literal[0, 1],
-    "cga_cluster_size": Annotated[int, Range(least=0, most=8)],
+    "cga_cluster_size": Annotated[int, Range(minimum=0, maximum=8)],
     "min_ctas": Count,
     "max_ctas": Count,
     "net_name": str,

@@ -144,8 +144,8 @@ class SegmentList:
             return (held[self._only_result],)
         return tuple([held[place] for place in self._results])
 
-    def run_noting(self, values: tuple[Any, ...], between: list[Any]) -> tuple[Any, ...]:
-        """Run all segments one by one, and return the outputs; equal to calling the list.
+    def run_and_record(self, values: tuple[Any, ...], between: list[Any]) -> tuple[Any, ...]:
+        """Run all segments, record the values between them, and return the outputs of a call.
 
         Args:
             values: Input values, in the order of their names.

@@ -23,7 +23,7 @@ from lightning_megatron.plan.settings import Count, Index, NotNegative, Range, c
 from lightning_megatron.shapes import Float
 
 #: Fraction of the peak.
-Ratio = Annotated[float, Range(least=0, most=1)]
+Ratio = Annotated[float, Range(minimum=0, maximum=1)]
 
 # Attributes that a scheduler saves. They do not include settings: a resumed training uses the
 # current ones.

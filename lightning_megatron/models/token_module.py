@@ -88,7 +88,7 @@ class TokenModule(LightningModule):
         warmup_steps: Index = 0,
         max_steps: Count | None = None,
         schedule: Literal["cosine", "linear", "constant"] = "cosine",
-        min_lr_ratio: Annotated[float, Range(least=0, most=1)] = 0.1,
+        min_lr_ratio: Annotated[float, Range(minimum=0, maximum=1)] = 0.1,
         bytes_per_token: Positive | None = None,
         token_weighted: bool = True,
         lr_schedule: Callable[[Optimizer], LRScheduler] | None = None,

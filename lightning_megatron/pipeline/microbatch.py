@@ -127,9 +127,9 @@ def samples_in(batch: Any) -> int:
     return 1 if first is None or first.dim() == 0 else first.shape[0]
 
 
-def own_containers(batch: Any) -> Any:
+def copy_containers(batch: Any) -> Any:
     """Return a batch in new containers with the same tensors, so that a step may modify them."""
-    return rebuild(batch, own_containers)
+    return rebuild(batch, copy_containers)
 
 
 def _agreed_size(batch: Any) -> int:

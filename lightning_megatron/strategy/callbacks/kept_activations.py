@@ -22,7 +22,7 @@ from lightning_megatron.plan.kept_activations import (
 )
 
 
-def kept_by(model: GPT) -> KeptActivations:
+def kept_activations_of(model: GPT) -> KeptActivations:
     """Return the activations that layers keep for the backward pass on the model's device.
 
     The result depends on the kernels that the device supports, since fused kernels keep fewer

@@ -44,7 +44,7 @@ from lightning_megatron.strategy.options.sequence_option import check_sequence_p
 
 _Strategy = TypeVar("_Strategy")
 #: Durations above 31 years overflow the nanosecond clocks of communication libraries.
-_TIMEOUT_RANGE = Range(above=0, most=1_000_000_000)
+_TIMEOUT_RANGE = Range(above=0, maximum=1_000_000_000)
 
 
 def documents_options(strategy: type[_Strategy]) -> type[_Strategy]:
@@ -231,7 +231,7 @@ class StrategyOptions:
     recompute: Recompute | Recomputation | None
     loss_chunk: LossChunk
     expert_transport: Transport
-    expert_rows: Annotated[float, Range(least=1)] | None
+    expert_rows: Annotated[float, Range(minimum=1)] | None
     expert_clones: Index | ExpertClones
     tensor_parallel_plan: dict[str, str] | None
     pipeline_plan: dict[str, str] | None

@@ -18,7 +18,7 @@ from lightning_megatron.graphs.step_graph import RanStep
 from lightning_megatron.groups.collectives import broadcast_object
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.executor import PipelineExecutor
-from lightning_megatron.pipeline.microbatch import Microbatch, is_cut, own_containers, split_batch
+from lightning_megatron.pipeline.microbatch import Microbatch, copy_containers, is_cut, split_batch
 from lightning_megatron.pipeline.step_plans import Trial
 from lightning_megatron.plan.microbatches import MicrobatchRule
 from lightning_megatron.strategy.logs.log_record import Recorder
@@ -357,7 +357,7 @@ class StepRunner:
                 self._attribute_sync.trial() if self._executor.is_repeated else nullcontext(),
             ):
                 # A step may remove entries from its batch, and another run needs them again.
-                return step_fn(own_containers(data) if is_repeated else data, *args)
+                return step_fn(copy_containers(data) if is_repeated else data, *args)
 
         if losses is None or passes is None:
             return self._executor.run(run_one, microbatches, backward=False, step=step, trial=trial)

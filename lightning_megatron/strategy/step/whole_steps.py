@@ -17,7 +17,7 @@ from torchmetrics import Metric
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.graphs.captured_index import CapturedIndex
 from lightning_megatron.graphs.step_graph import RanStep, Step, StepGraphs
-from lightning_megatron.graphs.user_hooks import why_hooked
+from lightning_megatron.graphs.user_hooks import describe_user_hook
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.modules.module_state import ModuleState
@@ -237,7 +237,7 @@ def refusing_kept_changes(module: nn.Module, step: str) -> Iterator[None]:
             an attribute has changed or a metric was updated. Changes of tensors in place are
             allowed, because replays repeat them.
     """
-    hook = why_hooked(module)
+    hook = describe_user_hook(module)
     if hook is not None:
         raise UnsupportedError(f"a captured {step} must not call user hooks: {hook}")
     state = ModuleState(module)
