@@ -293,12 +293,12 @@ def _hidden(path: Path, kind: str) -> Path:
 
 def _clean_remote(root: Folder) -> None:
     """Remove the folders of saves that the header does not name."""
-    found = [name for name in root.names() if _REMOTE.fullmatch(name)]
+    folders = [name for name in root.names() if _REMOTE.fullmatch(name)]
     try:
-        kept = Header.read(root).folder if found and root.exists(HEADER) else None
+        kept = Header.read(root).folder if folders and root.exists(HEADER) else None
     except (CorruptDataError, UnsupportedError):
         return  # a damaged header may refer to any of the folders
-    for name in found:
+    for name in folders:
         if name != kept:
             root.remove(name)
             logger.info("removed %s/%s, which an interrupted save left", root.name, name)

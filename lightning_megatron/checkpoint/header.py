@@ -102,11 +102,11 @@ class Header:
             if checksum != _sum_of(fields):
                 raise ValueError("its checksum does not match its content")
             files = {name: _record(name, record) for name, record in fields.pop("files").items()}
-            found = cls(ParallelLayout(**fields.pop("layout")), files=files, **fields)
-            found._check_values()
+            header = cls(ParallelLayout(**fields.pop("layout")), files=files, **fields)
+            header._check_values()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise _damaged(folder, f"{type(error).__name__}: {error}") from error
-        return found
+        return header
 
     def _check_values(self) -> None:
         for name in ("global_step", "epoch"):
@@ -122,14 +122,14 @@ class Header:
 def _record(name: str, record: Any) -> FileRecord:
     if name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
         raise ValueError("it lists values that are not names of files")
-    found = FileRecord(**record)
-    if type(found.size) is not int or found.size < 0:
-        raise ValueError(f"the size of {name} must be a number of bytes: it is {found.size!r}")
-    if type(found.checksum) is not str or not _CHECKSUM.fullmatch(found.checksum):
+    parsed = FileRecord(**record)
+    if type(parsed.size) is not int or parsed.size < 0:
+        raise ValueError(f"the size of {name} must be a number of bytes: it is {parsed.size!r}")
+    if type(parsed.checksum) is not str or not _CHECKSUM.fullmatch(parsed.checksum):
         raise ValueError(
-            f"the checksum of {name} must be eight hexadecimal digits: it is {found.checksum!r}"
+            f"the checksum of {name} must be eight hexadecimal digits: it is {parsed.checksum!r}"
         )
-    return found
+    return parsed
 
 
 def _sum_of(fields: Mapping[str, Any]) -> str:

@@ -53,15 +53,15 @@ def describe_models(module: nn.Module, one_process: Mapping[str, Any]) -> dict[s
     Returns:
         Record of each model for the metadata of a checkpoint, by name of the model
     """
-    found: dict[str, dict[str, Any]] = {}
+    records: dict[str, dict[str, Any]] = {}
     for name, part in replaced_models(module):
         config: Any = part.config
-        found[name] = {"architecture": part.family.architecture, "config": config.to_dict()}
+        records[name] = {"architecture": part.family.architecture, "config": config.to_dict()}
         if part.adapter is not None:
-            found[name]["adapter"] = asdict(part.adapter)
+            records[name]["adapter"] = asdict(part.adapter)
     for name, model in own_code_models(module):
-        found[name] = checkpoint_record(name, model, one_process["order"], one_process["aliases"])
-    return found
+        records[name] = checkpoint_record(name, model, one_process["order"], one_process["aliases"])
+    return records
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ def saved_hyper_parameters(path: str) -> Mapping[str, Any] | None:
         CorruptDataError: If the checkpoint is damaged.
     """
     if Path(path).is_file():
-        found = read_single_file(path)
+        content = read_single_file(path)
     elif is_sharded_checkpoint(path):
-        found = load_metadata(path)
+        content = load_metadata(path)
     else:
         return None
-    settings = found.get("hyper_parameters")
+    settings = content.get("hyper_parameters")
     return settings if isinstance(settings, Mapping) else {}

@@ -89,15 +89,16 @@ def check_ranks(index: Metadata, world_size: int) -> None:
     Raises:
         ValueError: If values of ranks are missing or unexpected.
     """
-    found = {
+    entries = {
         name
         for name, entry in index.state_dict_metadata.items()
         if not isinstance(entry, TensorStorageMetadata)
     }
-    if found and (
-        len(found) != world_size or found != {f"{RANK_STATE}{rank}" for rank in range(world_size)}
+    if entries and (
+        len(entries) != world_size
+        or entries != {f"{RANK_STATE}{rank}" for rank in range(world_size)}
     ):
-        raise ValueError(f"it has values of {len(found)} ranks, but the header says {world_size}")
+        raise ValueError(f"it has values of {len(entries)} ranks, but the header says {world_size}")
 
 
 def _check_tensor(name: str, entry: TensorStorageMetadata) -> dict[tuple[int, ...], int]:
@@ -215,12 +216,12 @@ def _check_ends(ends: Mapping[str, int], files: Mapping[str, FileRecord]) -> Non
 
 def pieces_of(index: Metadata, names: Iterable[str]) -> dict[PieceKey, StoredPiece]:
     """Return the expected shape and dtype of the stored pieces of the named tensors."""
-    found = {}
+    pieces = {}
     for name in names:
         entry = index.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata), f"{name} is not a tensor"
         for chunk in entry.chunks:
-            found[name, tuple(chunk.offsets)] = StoredPiece(
+            pieces[name, tuple(chunk.offsets)] = StoredPiece(
                 tuple(chunk.sizes), entry.properties.dtype
             )
-    return found
+    return pieces

@@ -148,14 +148,14 @@ def load_stored(
     Communication: one gather of names over tp x pp; reading needs none.
     """
     shapes = {name: entry.shape for name, entry in stored.tensors.items()}
-    found = match(shapes, _all_expected(tensors, expected), mesh, strict, prefix)
+    matched = match(shapes, _all_expected(tensors, expected), mesh, strict, prefix)
     wanted = {
-        name: TensorToRead(found.sources[name], entry.tensor, entry.placement)
+        name: TensorToRead(matched.sources[name], entry.tensor, entry.placement)
         for name, entry in tensors.items()
-        if name in found.sources
+        if name in matched.sources
     }
     stored.read(ShardLoadPlanner(wanted))
-    return found
+    return matched
 
 
 def copy_full_tensors(
@@ -182,11 +182,11 @@ def copy_full_tensors(
     Communication: one gather of names over tp x pp.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in full.items()}
-    found = match(shapes, _all_expected(tensors, expected), mesh, strict, prefix)
+    matched = match(shapes, _all_expected(tensors, expected), mesh, strict, prefix)
     for name, entry in tensors.items():
-        if name in found.sources:
-            entry.placement.copy_from_full(entry.tensor.detach(), full[found.sources[name]])
-    return found
+        if name in matched.sources:
+            entry.placement.copy_from_full(entry.tensor.detach(), full[matched.sources[name]])
+    return matched
 
 
 def read_full(
@@ -267,11 +267,11 @@ def _all_expected(
 
 
 def _named_values(content: bytes, what: str, weights_only: bool | None) -> dict[str, Any]:
-    found = from_bytes(content, what, weights_only)
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+    values = from_bytes(content, what, weights_only)
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise CorruptDataError(
             f"a file of a checkpoint must be as it was written: {what} holds a "
-            f"{type(found).__name__} in place of named values. The file is damaged. Use another "
+            f"{type(values).__name__} in place of named values. The file is damaged. Use another "
             "checkpoint."
         )
-    return found
+    return values

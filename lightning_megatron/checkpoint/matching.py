@@ -73,7 +73,7 @@ def match(
     all_missing = sorted({name for one in everyone for name in one[1]})
     all_shapes = sorted({entry for one in everyone for entry in one[2]})
     unexpected = sorted(name for name in saved if name.startswith(prefix) and name not in asked)
-    found = Match(sources, tuple(all_missing), tuple(unexpected))
+    result = Match(sources, tuple(all_missing), tuple(unexpected))
     complaints = [
         f"{name} is {was} in the checkpoint and {now} in the model"
         for name, was, now in all_shapes[:_NUM_SHOWN]
@@ -92,7 +92,7 @@ def match(
             "the model with the saved configuration"
             + ("." if all_shapes else ", or load with strict=False.")
         )
-    return found
+    return result
 
 
 def _listed(what: str, names: Sequence[str]) -> list[str]:

@@ -245,11 +245,11 @@ def check_names(
             "numbers",
         )
     for index, optimizer in enumerate(optimizers):
-        found: dict[str, dict[str, Any]] = {}
+        states: dict[str, dict[str, Any]] = {}
         for entry in (name for name in shapes if name.startswith(f"optimizer.{index}.state.")):
             name, _, key = entry.split(".", 3)[3].rpartition(".")
-            found.setdefault(name, {})[key] = entry
-        check_states(index, optimizer["groups"], found, where)
+            states.setdefault(name, {})[key] = entry
+        check_states(index, optimizer["groups"], states, where)
         known = {name for group in optimizer["groups"] for name in group["parameters"]}
         _check_same_names(
             "values belong to no parameter of their optimizer",
@@ -297,8 +297,8 @@ def _duplicates(names: Iterable[str]) -> set[str]:
 
 
 def _check_same_names(what: str, names: Iterable[str], where: str) -> None:
-    if found := sorted(names):
-        raise _damaged(where, f"{what}: {', '.join(found[:5])}")
+    if ordered := sorted(names):
+        raise _damaged(where, f"{what}: {', '.join(ordered[:5])}")
 
 
 def _damaged(where: str, reason: str) -> CorruptDataError:

@@ -72,9 +72,9 @@ def load_model(
     Communication: one gather of names over tp x pp, and one of the parameters over the data axis.
     """
     expected = model_placements(module, main)
-    found = load_tensors(source, model_tensors(module, main), mesh, strict, STATE_DICT, expected)
+    matched = load_tensors(source, model_tensors(module, main), mesh, strict, STATE_DICT, expected)
     main.publish()
-    return found
+    return matched
 
 
 def _buffers(module: nn.Module) -> dict[str, Entry]:

@@ -262,11 +262,11 @@ def _originals(
     The state of a tied copy was saved under the name of the original parameter.
     """
     saved = {name for group in groups for name in group["parameters"]}
-    found = {}
+    originals = {}
     for name in (name for names in names_of_groups for name in names):
         tied_to = main.spec(name).tied_to
-        found[name] = name if tied_to is None else original_name(name, tied_to, saved) or name
-    return found
+        originals[name] = name if tied_to is None else original_name(name, tied_to, saved) or name
+    return originals
 
 
 def _join_stage(groups: list[dict[str, Any]], values: dict[str, Any], mesh: ParallelMesh) -> None:
@@ -283,12 +283,12 @@ def _join_stage(groups: list[dict[str, Any]], values: dict[str, Any], mesh: Para
 
 def _saved_state(stored: OpenCheckpoint, index: int) -> dict[str, dict[str, SavedTensor]]:
     """Return shape and dtype of the saved states, by parameter and key."""
-    found: dict[str, dict[str, SavedTensor]] = {}
+    states: dict[str, dict[str, SavedTensor]] = {}
     for entry, saved in stored.tensors.items():
         if entry.startswith(_prefix(index)):
             name, key = entry.removeprefix(_prefix(index)).rsplit(".", 1)
-            found.setdefault(name, {})[key] = saved
-    return found
+            states.setdefault(name, {})[key] = saved
+    return states
 
 
 def _create_state(

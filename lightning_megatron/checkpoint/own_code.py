@@ -141,12 +141,14 @@ class SavedOwnCodeModel:
             )
         model, report = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
         state = model.state_dict()
-        found = 0.0
+        largest_gap = 0.0
         for name, full in self.tensors():
             theirs = state.get(name)
             if any(report.values()) or theirs is None or theirs.shape != full.shape:
                 return float("inf")
             if full.numel():
                 largest = full.abs().max().item() or 1.0
-                found = max(found, (theirs.to(full.dtype) - full).abs().max().item() / largest)
-        return found
+                largest_gap = max(
+                    largest_gap, (theirs.to(full.dtype) - full).abs().max().item() / largest
+                )
+        return largest_gap

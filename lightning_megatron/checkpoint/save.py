@@ -168,11 +168,12 @@ class CollectiveSave:
                 stream.write(content.metadata)
             records[METADATA] = stream.record
         for name, written in records.items():
-            found = read_record(folder, name)
-            if found != written:
+            stored = read_record(folder, name)
+            if stored != written:
                 raise OSError(
-                    f"{folder.name}/{name} has {found.size} bytes with checksum {found.checksum}, "
-                    f"but {written.size} bytes with checksum {written.checksum} were written"
+                    f"{folder.name}/{name} has {stored.size} bytes with checksum "
+                    f"{stored.checksum}, but {written.size} bytes with checksum {written.checksum} "
+                    "were written"
                 )
         return records
 

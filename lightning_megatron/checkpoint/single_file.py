@@ -32,14 +32,14 @@ def read_single_file(
     """
     text = os.fspath(path)
     with _naming_damage(text):
-        found = _load(text, safe=weights_only is not False)
-    if not isinstance(found, dict) or not isinstance(found.get("state_dict"), dict):
+        content = _load(text, safe=weights_only is not False)
+    if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise CorruptDataError(
             f"a checkpoint file must be written by Lightning: {text} has no mapping 'state_dict'. "
             "Load it in your module instead."
         )
-    check_values(found, text)
-    return found
+    check_values(content, text)
+    return content
 
 
 def verify_single_file(path: str | os.PathLike[str]) -> int:

@@ -233,10 +233,10 @@ class RemoteFolder:
         """Return the sorted names inside; none if the folder does not exist."""
         self._fs.invalidate_cache()
         try:
-            found = self._fs.ls(self._path(), detail=False)
+            paths = self._fs.ls(self._path(), detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(name for path in found if (name := path.rstrip("/").rsplit("/", 1)[-1]))
+        return sorted(name for path in paths if (name := path.rstrip("/").rsplit("/", 1)[-1]))
 
     def exists(self, name: str) -> bool:
         """Return whether a file or folder of that name exists inside."""

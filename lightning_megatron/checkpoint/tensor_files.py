@@ -131,13 +131,13 @@ def check_size(checkpoint: Checkpoint, name: str) -> None:
     """
     wanted = checkpoint.header.files[name].size
     try:
-        found = checkpoint.folder.size(name)
+        size = checkpoint.folder.size(name)
     except FileNotFoundError as error:
         raise damaged(checkpoint, name, "it is missing") from error
     except OSError as error:
         raise damaged(checkpoint, name, f"it cannot be read ({error})") from error
-    if found != wanted:
-        raise damaged(checkpoint, name, f"it has {found} bytes, but {wanted} were written")
+    if size != wanted:
+        raise damaged(checkpoint, name, f"it has {size} bytes, but {wanted} were written")
 
 
 def damaged(checkpoint: Checkpoint, name: str, reason: str) -> CorruptDataError:
@@ -248,12 +248,12 @@ def content_of(checkpoint: Checkpoint, name: str) -> bytes:
             content = file.read()
     except OSError as error:
         raise damaged(checkpoint, name, f"it cannot be read ({error})") from error
-    found = FileRecord(len(content), f"{zlib.crc32(content):08x}")
-    if found != wanted:
+    actual = FileRecord(len(content), f"{zlib.crc32(content):08x}")
+    if actual != wanted:
         raise damaged(
             checkpoint,
             name,
-            f"it has {found.size} bytes and checksum {found.checksum}, but {wanted.size} bytes "
+            f"it has {actual.size} bytes and checksum {actual.checksum}, but {wanted.size} bytes "
             f"with checksum {wanted.checksum} were written",
         )
     return content

@@ -120,10 +120,12 @@ def _verify(path: str | os.PathLike[str], deep: bool, axis: MeshAxis) -> None:
 
 def _check_content(checkpoint: Checkpoint, name: str) -> None:
     wanted = checkpoint.header.files[name]
-    found = read_record(checkpoint.folder, name)
-    if found != wanted:
+    actual = read_record(checkpoint.folder, name)
+    if actual != wanted:
         raise damaged(
-            checkpoint, name, f"its checksum is {found.checksum}, but {wanted.checksum} was written"
+            checkpoint,
+            name,
+            f"its checksum is {actual.checksum}, but {wanted.checksum} was written",
         )
 
 

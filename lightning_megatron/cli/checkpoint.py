@@ -233,11 +233,11 @@ def _describe_optimizers(options: argparse.Namespace, states: Mapping[str, Any])
         rows = [
             (
                 key,
-                str(len(found)),
-                " ".join(sorted({_dtype(one.dtype) for one in found})),
-                _size(sum(map(_bytes, found))),
+                str(len(saved)),
+                " ".join(sorted({_dtype(one.dtype) for one in saved})),
+                _size(sum(map(_bytes, saved))),
             )
-            for key, found in by_key.items()
+            for key, saved in by_key.items()
         ]
         lines += [
             "",
@@ -248,21 +248,21 @@ def _describe_optimizers(options: argparse.Namespace, states: Mapping[str, Any])
 
 
 def _describe_file(options: argparse.Namespace) -> list[str]:
-    found = read_single_file(options.path, weights_only=not options.unsafe)
+    content = read_single_file(options.path, weights_only=not options.unsafe)
     tensors = {
         name: value
-        for name, value in found["state_dict"].items()
+        for name, value in content["state_dict"].items()
         if isinstance(value, torch.Tensor)
     }
     rows = [
         (name, _shape(one.shape), _dtype(one.dtype), _size(_bytes(one)))
         for name, one in tensors.items()
     ]
-    optimizers = found.get("optimizer_states", ())
+    optimizers = content.get("optimizer_states", ())
     return [
         f"{options.path}: a file of another strategy, {_size(Path(options.path).stat().st_size)}",
-        f"step {found.get('global_step', 0):,}, epoch {found.get('epoch', 0)}, saved with "
-        f"Lightning {found.get('pytorch-lightning_version', '?')}",
+        f"step {content.get('global_step', 0):,}, epoch {content.get('epoch', 0)}, saved with "
+        f"Lightning {content.get('pytorch-lightning_version', '?')}",
         "",
         *_table(("model", "shape", "dtype", "size"), rows),
         _total(tensors.values(), "tensor"),

@@ -124,8 +124,8 @@ def read_costs(path: Path, num_stages: int) -> PipelineCosts:
             f"{path}: costs must be a mapping of names to lists: they are {shown(value)}. {_REMEDY}"
         )
     try:
-        found = coerced("costs", value, _Fields)
-        times = StageCosts(found.forward, found.input_half, found.weight_half, found.transfer)
+        fields = coerced("costs", value, _Fields)
+        times = StageCosts(fields.forward, fields.input_half, fields.weight_half, fields.transfer)
         count = times.num_virtual_stages
         if count % num_stages:
             raise ParallelPlanError(
@@ -133,7 +133,7 @@ def read_costs(path: Path, num_stages: int) -> PipelineCosts:
                 f"{count}, pp is {num_stages}. Use {num_stages} times in each list, or a multiple "
                 f"of {num_stages}."
             )
-        kept = (num_stages / count,) * count if found.kept is None else found.kept
+        kept = (num_stages / count,) * count if fields.kept is None else fields.kept
         if len(kept) != count:
             raise ParallelPlanError(
                 f"kept must have a size for every virtual stage: it has {len(kept)}, forward has "
@@ -141,7 +141,7 @@ def read_costs(path: Path, num_stages: int) -> PipelineCosts:
             )
     except ParallelPlanError as error:
         raise ParallelPlanError(f"{path}: {error}") from error
-    return PipelineCosts(times, kept, found.weight_half_share)
+    return PipelineCosts(times, kept, fields.weight_half_share)
 
 
 def _parse_yaml(content: bytes, path: Path) -> Any:

@@ -195,7 +195,7 @@ def _searched(sizes: PipelineSizes, costs: PipelineCosts, limit: float | None) -
         one = build_schedule("1f1b", sizes.num_stages, sizes.num_microbatches)
         limit = max(simulated(one, costs).peaks)
     own = costs.of(sizes.num_stages * sizes.chunks_of(AUTOMATIC))
-    found = search_schedule(
+    result = search_schedule(
         sizes.num_stages,
         sizes.num_microbatches,
         own.times,
@@ -203,9 +203,9 @@ def _searched(sizes: PipelineSizes, costs: PipelineCosts, limit: float | None) -
         limit,
         weight_half_share=own.weight_half_share,
     )
-    schedule = found.chosen.schedule
+    schedule = result.chosen.schedule
     label = AUTOMATIC if schedule.name == AUTOMATIC else f"{AUTOMATIC} ({schedule.name})"
     outcome = simulated(schedule, own, label)
     return ScheduleOutcome(
-        label, outcome.timeline, outcome.live, outcome.peaks, alternatives=found.named
+        label, outcome.timeline, outcome.live, outcome.peaks, alternatives=result.named
     )

@@ -93,13 +93,14 @@ class SeedRun:
             CheckpointMismatchError: If the fit has saved no checkpoint or several.
             UnsupportedError: If the test fails.
         """
-        found = sorted(self.folder.rglob("*.ckpt"))
-        if len(found) != 1:
+        checkpoints = sorted(self.folder.rglob("*.ckpt"))
+        if len(checkpoints) != 1:
             raise CheckpointMismatchError(
                 f"a fit must leave its best checkpoint alone for --test: {self.folder} has "
-                f"{len(found)}. Use a ModelCheckpoint that monitors the result, with save_top_k=1."
+                f"{len(checkpoints)}. Use a ModelCheckpoint that monitors the result, with "
+                "save_top_k=1."
             )
-        self._run("test", [*self.options(given), f"--ckpt_path={found[0]}"])
+        self._run("test", [*self.options(given), f"--ckpt_path={checkpoints[0]}"])
 
     def scores(self, part: str, monitor: str) -> SavedScores:
         """Return the scores of the best model of the fit.
@@ -115,9 +116,9 @@ class SeedRun:
         [*_, path] = sorted(self.folder.rglob("config.yaml"))
         settings: Any = yaml.safe_load(path.read_text())["data"]
         module, _, name = settings["class_path"].rpartition(".")
-        found = getattr(import_module(module), name)(**settings["init_args"])
-        assert isinstance(found, TaskDataModule), "fits that write scores have data of a task"
-        return found
+        data_module = getattr(import_module(module), name)(**settings["init_args"])
+        assert isinstance(data_module, TaskDataModule), "fits that write scores have data of a task"
+        return data_module
 
     def _run(self, name: str, options: Sequence[str]) -> None:
         command = [sys.executable, "-m", "lightning_megatron", name, *options]

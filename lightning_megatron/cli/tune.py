@@ -102,13 +102,13 @@ class Tuning:
         command = [sys.executable, "-m", "lightning_megatron", "fit", *self.given]
         command += _options_to_measure(self.warmup + self.steps, timer)
         command += [f"--trainer.strategy.{name}={_text(one)}" for name, one in settings.items()]
-        found = measure_job(command, self._path(number, ".txt"), result, self.timeout)
+        measured = measure_job(command, self._path(number, ".txt"), result, self.timeout)
         trial = TunedRun(
             settings,
-            found.get("seconds_per_step"),
-            found.get("peak_gib"),
-            found["failure"],
-            found.get("num_ranks", 0),
+            measured.get("seconds_per_step"),
+            measured.get("peak_gib"),
+            measured["failure"],
+            measured.get("num_ranks", 0),
         )
         self.trials.append(trial)
         print(_line(trial), file=sys.stderr, flush=True)
@@ -149,12 +149,12 @@ def strategy_of(given: Sequence[str]) -> dict[str, Any]:
         UnsupportedError: If ``fit`` refuses the options, or the strategy is another one.
     """
     command = [sys.executable, "-m", "lightning_megatron", "fit", *given, "--print_config"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    if found.returncode:
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if completed.returncode:
         # Warnings of other packages may come first.
-        said = found.stderr[max(found.stderr.find("error:"), 0) :].strip()
+        said = completed.stderr[max(completed.stderr.find("error:"), 0) :].strip()
         raise UnsupportedError(f"tune must get options that fit accepts: {said}")
-    strategy = yaml.safe_load(found.stdout)["trainer"]["strategy"]
+    strategy = yaml.safe_load(completed.stdout)["trainer"]["strategy"]
     if not isinstance(strategy, dict) or strategy["class_path"] != _STRATEGY:
         raise UnsupportedError(
             f"tune must get a recipe with MegatronStrategy: its strategy is {strategy!r}. Set "

@@ -106,9 +106,9 @@ def _padded(gpt: GPT, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _losses_by(gpt: GPT, tokens: Tensor, labels: Tensor) -> Tensor:
-    found: Any = gpt(tokens, labels, ignore_index=IGNORED)
+    output: Any = gpt(tokens, labels, ignore_index=IGNORED)
     # The GPT of a replaced model also returns its logits.
-    losses: Tensor = found[0] if isinstance(found, tuple) else found
+    losses: Tensor = output[0] if isinstance(output, tuple) else output
     return losses
 
 
@@ -120,8 +120,8 @@ def _hits_of(gpt: GPT, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def _logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    found: Any = model(input_ids=tokens, use_cache=False)
-    logits: Tensor = found.logits
+    output: Any = model(input_ids=tokens, use_cache=False)
+    logits: Tensor = output.logits
     return logits
 
 

@@ -147,14 +147,14 @@ class TaskDataModule(RowDataModule):
             "task": [type(self).__name__, part, self.settings()],
         }
         names = (*ARRAYS, *self.further_arrays)
-        found = (
+        encoded = (
             self.encode(part)
             if self.cache_dir is None
             else load_or_build(Path(self.cache_dir), fields, lambda: self.encode(part), names)
         )
-        arrays: Any = {name: found[name] for name in ARRAYS}
+        arrays: Any = {name: encoded[name] for name in ARRAYS}
         rows = TaskRows(**arrays, choices=self.choices, key=cache_key(fields))
-        self.keep(part, {name: found[name] for name in self.further_arrays})
+        self.keep(part, {name: encoded[name] for name in self.further_arrays})
         num_left_out, num_cut = rows.counts.tolist()
         notify = rank_zero_warn if num_left_out + num_cut else rank_zero_info
         notify(

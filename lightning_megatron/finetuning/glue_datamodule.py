@@ -81,10 +81,10 @@ class GlueDataModule(TaskDataModule):
 
     @override
     def encode(self, part: str) -> dict[str, npt.NDArray]:
-        found = self._read(part)
+        examples = self._read(part)
         sides = [
-            [text for one in found for text in one.texts[side]]
-            for side in range(len(found[0].texts))
+            [text for one in examples for text in one.texts[side]]
+            for side in range(len(examples[0].texts))
         ]
         second = sides[1] if len(sides) > 1 else None
         tokens, types, num_cut = self.tokenizer.pairs(
@@ -93,9 +93,9 @@ class GlueDataModule(TaskDataModule):
         return joined(
             tokens,
             types,
-            [label for one in found for label in one.labels],
-            [number for number, one in enumerate(found) for _ in one.labels],
-            (sum(one.num_left_out for one in found), num_cut),
+            [label for one in examples for label in one.labels],
+            [number for number, one in enumerate(examples) for _ in one.labels],
+            (sum(one.num_left_out for one in examples), num_cut),
         )
 
     @override

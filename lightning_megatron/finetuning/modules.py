@@ -114,8 +114,8 @@ class FineTuning(TokenModule):
         # A RoBERTa counts positions without padding, so it would fail at the first long text.
         self.config.check_seq_length(data.seq_length)
         parts = {"fit": ("val",), "validate": ("val",), "test": ("test",)}.get(stage, ())
-        found = {part: data.scores(part) for part in parts}
-        self.scores_of = nn.ModuleDict({part: one for part, one in found.items() if one})
+        metrics = {part: data.scores(part) for part in parts}
+        self.scores_of = nn.ModuleDict({part: one for part, one in metrics.items() if one})
 
     def configure_model(self) -> None:
         """Build this rank's part of the model, with the pretrained weights."""
@@ -158,8 +158,8 @@ class FineTuning(TokenModule):
             scores: Scores of each row.
             labels: Labels of each row; the loss of a row with several is their mean.
         """
-        found = F.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="none")
-        return found.mean(1) if found.dim() > 1 else found
+        losses = F.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="none")
+        return losses.mean(1) if losses.dim() > 1 else losses
 
     @override
     def mean_loss(
@@ -228,9 +228,9 @@ class FineTuning(TokenModule):
         metric.reset()
 
     def _scores(self, name: str) -> TaskScores:
-        found = self.scores_of[name]
-        assert isinstance(found, TaskScores), "the data module returns metrics of its task"
-        return found
+        metrics = self.scores_of[name]
+        assert isinstance(metrics, TaskScores), "the data module returns metrics of its task"
+        return metrics
 
     @override
     def _lr_scheduler(self, optimizer: Optimizer) -> LRScheduler:

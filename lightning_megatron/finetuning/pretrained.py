@@ -166,23 +166,23 @@ class PretrainedEncoder:
                 parameter.detach(), shard_spec_of(parameter, model.mesh.tp.rank)
             )
         if stored is None:
-            found = copy_full_tensors(full, entries, model.mesh, strict=False, prefix=_PREFIX)
+            matched = copy_full_tensors(full, entries, model.mesh, strict=False, prefix=_PREFIX)
         else:
-            found = load_tensors(stored, entries, model.mesh, strict=False, prefix=_PREFIX)
-        if found.missing:
+            matched = load_tensors(stored, entries, model.mesh, strict=False, prefix=_PREFIX)
+        if matched.missing:
             raise CheckpointMismatchError(
                 f"a checkpoint must hold all layers of its encoder: {self.path} lacks "
-                f"{', '.join(found.missing[:5])}. Use a checkpoint of BERTPretraining."
+                f"{', '.join(matched.missing[:5])}. Use a checkpoint of BERTPretraining."
             )
         return tuple(lacking)
 
 
 def _hyperparameters(path: str) -> Mapping[str, Any]:
-    found = saved_hyper_parameters(path)
-    if found is None:
+    values = saved_hyper_parameters(path)
+    if values is None:
         raise CheckpointMismatchError(
             f"path must be a Hugging Face folder or a checkpoint of BERTPretraining: {path!r} has "
             "neither config.json nor the header of a checkpoint. Check the path; nothing is "
             "downloaded."
         )
-    return found
+    return values

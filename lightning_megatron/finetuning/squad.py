@@ -49,8 +49,8 @@ def read_squad(path: Path, version: SquadVersion) -> list[SquadQuestion]:
         CorruptDataError: If the file has another structure, or an answer is not at its position in
             the context; the message names the file and the question.
     """
-    found = read_json(path, _REMEDY, _MAX_FILE_BYTES)
-    articles = found.get("data") if isinstance(found, dict) else None
+    content = read_json(path, _REMEDY, _MAX_FILE_BYTES)
+    articles = content.get("data") if isinstance(content, dict) else None
     questions = list(_questions(path, articles, version))
     if not questions:
         raise CorruptDataError(
@@ -142,9 +142,9 @@ def _comparable(answers: Sequence[str]) -> Sequence[str]:
 
 
 def _f1(text: str, answer: str) -> float:
-    found = normalised(text).split()
+    words = normalised(text).split()
     wanted = normalised(answer).split()
-    if not found or not wanted:
-        return float(found == wanted)
-    num_same = sum((Counter(found) & Counter(wanted)).values())
-    return 2 * num_same / (len(found) + len(wanted))
+    if not words or not wanted:
+        return float(words == wanted)
+    num_same = sum((Counter(words) & Counter(wanted)).values())
+    return 2 * num_same / (len(words) + len(wanted))

@@ -125,10 +125,10 @@ class SquadDataModule(TaskDataModule):
             CorruptDataError: If the file is damaged; the message names file and question.
         """
         if part not in self._questions:
-            found = [one for path in self.files(part) for one in read_squad(path, self.version)]
+            questions = [one for path in self.files(part) for one in read_squad(path, self.version)]
             if part == "train":
-                return found  # Only evaluation needs the texts later.
-            self._questions[part] = found
+                return questions  # Only evaluation needs the texts later.
+            self._questions[part] = questions
         return self._questions[part]
 
     @override
@@ -173,17 +173,19 @@ def encoded_windows(
     """
     # Some questions begin with many spaces, which would change where a pair is truncated.
     texts, num_cut = tokenizer.short([one.text.lstrip() for one in questions], question_length)
-    found = tokenizer.windows(texts, [one.context for one in questions], seq_length, doc_stride)
-    owners = found["overflow_to_sample_mapping"]
-    contexts = [_context(found.sequence_ids(window)) for window in range(len(owners))]
+    encoding = tokenizer.windows(texts, [one.context for one in questions], seq_length, doc_stride)
+    owners = encoding["overflow_to_sample_mapping"]
+    contexts = [_context(encoding.sequence_ids(window)) for window in range(len(owners))]
     labels = [
         _label(questions[owner], context, np.array(offsets))
-        for owner, context, offsets in zip(owners, contexts, found["offset_mapping"], strict=True)
+        for owner, context, offsets in zip(
+            owners, contexts, encoding["offset_mapping"], strict=True
+        )
     ]
     arrays = joined(
-        found["input_ids"], found["token_type_ids"], labels, [0] * len(labels), (0, num_cut)
+        encoding["input_ids"], encoding["token_type_ids"], labels, [0] * len(labels), (0, num_cut)
     )
-    offsets = [np.array(one, np.int32) for one in found["offset_mapping"]]
+    offsets = [np.array(one, np.int32) for one in encoding["offset_mapping"]]
     return arrays | {
         "question": np.array(owners, np.int64),
         "offsets": np.concatenate(offsets),

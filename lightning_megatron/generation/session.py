@@ -80,11 +80,11 @@ class GenerationSession:
             Logits on the pipeline stage of the last layers; None on other stages.
         """
         if tokens is not None and self._pass is not None:
-            found: Tensor | None = self._pass(tokens)
+            computed: Tensor | None = self._pass(tokens)
             self._cache.advance(1)
         else:
-            found = self._computed_logits(tokens)
-        return None if found is None else found[: self._num_prompts]
+            computed = self._computed_logits(tokens)
+        return None if computed is None else computed[: self._num_prompts]
 
     def broadcast_tokens(self, tokens: Int[Tensor, " rows"] | None) -> Int[Tensor, " batch"]:
         """Return the next token of each row, filler rows included, on all stages.
@@ -129,10 +129,10 @@ class GenerationSession:
                 torch.empty(shape, device=self._device),
                 torch.empty(shape, dtype=torch.long, device=self._device),
             )
-        found = (
+        received = (
             broadcast_(one.contiguous(), mesh.pp, mesh.layout.loss_stage) for one in candidates
         )
-        return Candidates(*found)
+        return Candidates(*received)
 
     def reorder(self, rows: Int[Tensor, " rows"]) -> None:
         """Copy tokens, cached keys and cached values between the rows of this rank.
@@ -159,11 +159,11 @@ class GenerationSession:
         count = span.past.count
         with evaluating(gpt):
             if gpt.mesh.pp.size == 1:
-                found: Tensor | None = gpt.logits_at(rows, count - 1, span)
+                logits: Tensor | None = gpt.logits_at(rows, count - 1, span)
             else:
-                found = run_stage_by_stage(gpt, lambda: gpt.logits_at(rows, count - 1, span))
+                logits = run_stage_by_stage(gpt, lambda: gpt.logits_at(rows, count - 1, span))
         self._cache.advance(count)
-        return found
+        return logits
 
     def is_over(self, have_ended: bool) -> bool:
         """Return whether the rows of all ranks that share experts have ended.

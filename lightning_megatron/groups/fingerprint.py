@@ -75,16 +75,16 @@ def check_same_in_store(
     own.set(f"fields/{rank}/{number}", json.dumps([socket.gethostname(), dict(fields)]))
     if rank == ranks[0]:
         waiting = _Waiting(everything, rank, ranks, patience)
-        found = [
+        answers = [
             json.loads(waiting.read(own, f"fields/{other}/{number}", [other])) for other in ranks
         ]
-        hosts = [host for host, _ in found]
+        hosts = [host for host, _ in answers]
         one_host = len(set(hosts)) == 1
         names = [
             f"rank {r}" + ("" if one_host else f" on {host}")
             for r, host in zip(ranks, hosts, strict=True)
         ]
-        complaint = _describe_differences([values for _, values in found], names)
+        complaint = _describe_differences([values for _, values in answers], names)
         for other in ranks:
             own.set(f"result/{other}/{number}", complaint or "")
         if complaint is not None:

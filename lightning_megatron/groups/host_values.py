@@ -104,17 +104,17 @@ class HostValues:
         Args:
             tensor: Tensor on any device.
         """
-        found = self.of(tensor)
-        if found is not None or _is_on_host(tensor):
-            return tensor if found is None else found
+        copied = self.of(tensor)
+        if copied is not None or _is_on_host(tensor):
+            return tensor if copied is None else copied
         self.num_reads += 1
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         if type(tensor) is not Tensor or not 0 < size <= _MAX_RATIO * tensor.numel():
             return tensor.cpu()
         whole = tensor.as_strided((size,), (1,), 0)
         self.note(whole, whole.cpu())
-        found = self.of(tensor)
-        return tensor.cpu() if found is None else found
+        copied = self.of(tensor)
+        return tensor.cpu() if copied is None else copied
 
 
 class _RecordedMoves(TorchFunctionMode):

@@ -50,15 +50,17 @@ class PeerRegion:
             dtype: Type of the tensor.
         """
         key = (start, shape, dtype)
-        found = self._views.get(key)
-        if found is None:
+        cached = self._views.get(key)
+        if cached is None:
             if len(self._views) == _REMEMBERED_VIEWS:
                 self._views.clear()
             # Not an inference tensor: validation may create the view, and training may use it.
             with torch.inference_mode(False):
                 size = math.prod(shape) * dtype.itemsize
-                found = self._views[key] = self.memory[start : start + size].view(dtype).view(shape)
-        return found
+                cached = self._views[key] = (
+                    self.memory[start : start + size].view(dtype).view(shape)
+                )
+        return cached
 
     def wait(self) -> None:
         """Let the current stream wait for the streams of all ranks, and for their writes."""
@@ -133,8 +135,8 @@ class PeerMemory:
         Communication: the ranks of the group wait for each other if the region grows.
         """
         is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        found = self._regions.get(use)
-        if found is None or found.memory.numel() < num_bytes:
+        region = self._regions.get(use)
+        if region is None or region.memory.numel() < num_bytes:
             if is_captured:
                 raise RuntimeError(
                     "shared memory must be allocated before a graph is captured, because its "
@@ -143,10 +145,10 @@ class PeerMemory:
                 )
             # Not an inference tensor: validation may allocate the memory, and training may use it.
             with torch.inference_mode(False):
-                found = self._grow(group, num_bytes, device, use)
+                region = self._grow(group, num_bytes, device, use)
         if is_captured:
             self._captured.add(use)
-        return found
+        return region
 
     def wait(self) -> None:
         """Let the current stream wait for the streams of all ranks, and for their writes.
@@ -223,8 +225,8 @@ def _reason() -> str | None:
 
 def _first_reason(reason: str | None, group: dist.ProcessGroup) -> str | None:
     """Return the first reason of any rank, or that the ranks are on different hosts."""
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, (socket.gethostname(), reason), group=group)
-    if len({host for host, _ in found}) > 1:
+    replies: list[Any] = [None] * group.size()
+    dist.all_gather_object(replies, (socket.gethostname(), reason), group=group)
+    if len({host for host, _ in replies}) > 1:
         return "the ranks are on different hosts"
-    return next((reason for _, reason in found if reason is not None), None)
+    return next((reason for _, reason in replies if reason is not None), None)

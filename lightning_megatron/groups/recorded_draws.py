@@ -95,9 +95,9 @@ class DrawRecorder:
 
     def generator_of(self, name: StreamName, purpose: str) -> tuple[torch.Generator, bool]:
         """Return the generator of a stream at this position, and whether it is new."""
-        found = self._here.get((name, purpose))
-        if found is not None:
-            return found, False
+        existing = self._here.get((name, purpose))
+        if existing is not None:
+            return existing, False
         self._here[name, purpose] = generator = self.new_generator(name, purpose)
         return generator, True
 

@@ -260,13 +260,13 @@ class FlatSlice:
     def _pieces(self) -> list[tuple[Box, FlatBox, int]]:
         # Tuples of a box of the full tensor, the box of the local tensor that contains it, and its
         # first index along `dim` within that local box.
-        found: list[tuple[Box, FlatBox, int]] = []
+        pieces: list[tuple[Box, FlatBox, int]] = []
         dim = self.spec.dim
         # Distance between neighbours along `dim` in the flattened tensor.
         stride = prod(self.local_shape[dim + 1 :])
         for outer in flat_range_boxes(self.local_shape, self.start, self.stop):
             if not outer.sizes:
-                found.append((Box((), (), 0, self.spec.ranges[0].copy), outer, 0))
+                pieces.append((Box((), (), 0, self.spec.ranges[0].copy), outer, 0))
                 continue
             # Rows [low, high) of the local tensor; `before` counts the rows of the ranges already
             # visited.
@@ -280,9 +280,9 @@ class FlatSlice:
                     offsets = _replaced(outer.offsets, dim, held.start + first - before)
                     sizes = _replaced(outer.sizes, dim, last - first)
                     local_start = outer.start - self.start + (first - low) * stride
-                    found.append((Box(offsets, sizes, local_start, held.copy), outer, first - low))
+                    pieces.append((Box(offsets, sizes, local_start, held.copy), outer, first - low))
                 before += held.size
-        return found
+        return pieces
 
 
 Placement: TypeAlias = ShardSpec | FlatSlice

@@ -143,11 +143,11 @@ class TransformerBlock(nn.Module):
         """Check that the results of the attention core suffice to compute its gradients."""
         dropout = getattr(self.attention, "dropout", 0.0)
         if dropout > 0.0 or is_compiled(self):
-            found = f"drops {dropout} of its weights" if dropout > 0.0 else "is compiled"
+            problem = f"drops {dropout} of its weights" if dropout > 0.0 else "is compiled"
             raise UnsupportedError(
                 "recompute of full_except_core needs attention that keeps its output and the "
                 "log-sum-exps of its scores, without dropout and outside of torch.compile: layer "
-                f"{self.layer} {found}. Use full."
+                f"{self.layer} {problem}. Use full."
             )
 
     def segments(self, recompute: BlockMode = "none") -> SegmentList:
@@ -289,8 +289,8 @@ class TransformerBlock(nn.Module):
         if self.offload is not None and torch.is_grad_enabled():
             elsewhere = self.offload.keeping(hidden, self.layer)
         with elsewhere:
-            found: Tensor = replayed(run, self.mesh.random, self.layer, hidden, rotary, rows)
-        return found
+            output: Tensor = replayed(run, self.mesh.random, self.layer, hidden, rotary, rows)
+        return output
 
     def _run_with_core(
         self,

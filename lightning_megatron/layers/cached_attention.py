@@ -45,8 +45,8 @@ def attend_with_cache(
     own = key[: past.count], value[: past.count]
     stored = past.cache.extended(layer, *own, span.window)
     if past.cache.place is not None:
-        found = attend_one_token(query[:1], *stored, past.cache.place, past.padding, span.scale)
-        return found.expand(len(query), -1, -1)
+        attended = attend_one_token(query[:1], *stored, past.cache.place, past.padding, span.scale)
+        return attended.expand(len(query), -1, -1)
     if past.cache.length == 0:
         return attend(query, key, value, replace(span, past=None), dropout=dropout)
     return _attend_to_stored(query, stored, span, past, dropout)

@@ -131,12 +131,12 @@ def biases_of(
         keys: Rows of the keys; None means the rows of the queries.
     """
     queries = places_of_visible(span)
-    found = queries if keys is None else keys.places
+    key_places = queries if keys is None else keys.places
     if queries is None:
         queries = torch.arange(seq_length, device=device)[None]
-    if found is None:
-        found = queries if keys is None else torch.arange(keys.seq_length, device=device)[None]
-    return distance_bias(slopes.on(device), queries, found, dtype)
+    if key_places is None:
+        key_places = queries if keys is None else torch.arange(keys.seq_length, device=device)[None]
+    return distance_bias(slopes.on(device), queries, key_places, dtype)
 
 
 def places_from_end(

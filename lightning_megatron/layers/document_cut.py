@@ -112,8 +112,8 @@ class DocumentCut(TokenOrder):
         sizes = starts.diff(dim=1)
         tokens = torch.arange(num_sequences * seq_length, device=borders.device)
         # If several pieces start at the same token, all but the last one are empty.
-        found = torch.searchsorted(starts[:, :-1].flatten(), tokens, right=True) - 1
-        pieces = (found % (2 * size)).view(num_sequences, seq_length)
+        piece_index = torch.searchsorted(starts[:, :-1].flatten(), tokens, right=True) - 1
+        pieces = (piece_index % (2 * size)).view(num_sequences, seq_length)
         most = longest // (2 * size) + 1
         outer = None
         if inner > 1:

@@ -383,9 +383,9 @@ def cached_stack(
         weights: Parameters of equal shape.
         slots: Slot of each of them; None for those without.
     """
-    found = [slot for slot in slots if slot is not None]
-    if len(found) == len(weights):
-        return SlotRow.of(found).stacked_weights(weights)
+    present = [slot for slot in slots if slot is not None]
+    if len(present) == len(weights):
+        return SlotRow.of(present).stacked_weights(weights)
     return stacked_view(weights)
 
 

@@ -111,13 +111,13 @@ class _Input:
     def take(self) -> Tensor:
         """Return the input, and start to fetch the input of the layer before."""
         self.fetch()
-        found = self._device_tensor
-        assert found is not None, "the input has been fetched"
+        tensor = self._device_tensor
+        assert tensor is not None, "the input has been fetched"
         self._copies.wait(self._event)
         self._device_tensor = None
         if self.previous is not None:
             self.previous.fetch()
-        return found
+        return tensor
 
 
 class HostOffload:
@@ -159,8 +159,8 @@ class HostOffload:
             return self._put(tensor.detach(), layer)
 
         def unpack(packed: Any) -> Tensor:
-            found: Tensor = packed.take() if isinstance(packed, _Input) else packed
-            return found
+            tensor: Tensor = packed.take() if isinstance(packed, _Input) else packed
+            return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
@@ -170,9 +170,9 @@ class HostOffload:
             is_host = tensor.device.type == "cpu"
             self._copies = PlainCopies() if is_host else StreamCopies(tensor.device)
         last = None if self._last is None or layer in self._firsts else self._last()
-        found = _Input(tensor, self._copies, last)
-        self._last = weakref.ref(found)
-        self._leaving.append(found)
+        stored = _Input(tensor, self._copies, last)
+        self._last = weakref.ref(stored)
+        self._leaving.append(stored)
         while len(self._leaving) > IN_FLIGHT:
             self._leaving.popleft().release()
-        return found
+        return stored

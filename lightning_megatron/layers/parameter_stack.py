@@ -89,7 +89,7 @@ def split_parameter(parameter: nn.Parameter, rows: Sequence[int]) -> list[nn.Par
             f"{list(rows)}, and the full tensor has shape {tuple(spec.full_shape)} and is sharded "
             f"along dimension {spec.dim}. Pass the rows of all parts."
         )
-    found: list[nn.Parameter] = []
+    parts: list[nn.Parameter] = []
     first = first_local = 0
     for count in rows:
         own = _part_of(spec, first, count)
@@ -99,10 +99,10 @@ def split_parameter(parameter: nn.Parameter, rows: Sequence[int]) -> list[nn.Par
             parameter.requires_grad,
         )
         part.__dict__.update(parameter.__dict__)
-        found.append(set_shard_spec(part, own))
+        parts.append(set_shard_spec(part, own))
         first += count
         first_local += size
-    return found
+    return parts
 
 
 def _part_of(spec: ShardSpec, first: int, count: int) -> ShardSpec:

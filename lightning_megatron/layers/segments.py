@@ -126,18 +126,18 @@ class SegmentList:
         held = [*values, *self._room]
         del values
         for run, reads, read_span, writes, write_span, dropped in self._steps:
-            found = run(
+            result = run(
                 *([held[place] for place in reads] if read_span is None else held[read_span])
             )
             if len(writes) == 1:
-                held[writes[0]] = found
-            elif write_span is not None and len(found) == len(writes):
-                held[write_span] = found
+                held[writes[0]] = result
+            elif write_span is not None and len(result) == len(writes):
+                held[write_span] = result
             else:
-                for place, value in zip(writes, found, strict=True):
+                for place, value in zip(writes, result, strict=True):
                     held[place] = value
             # A remaining reference would keep a value's memory until the end of the list.
-            del found
+            del result
             for place in dropped:
                 held[place] = None
         if self._only_result is not None:
@@ -155,8 +155,8 @@ class SegmentList:
             self._begin()
         held = dict(zip(self.inputs, values, strict=True))
         for segment in self.segments:
-            found = segment.run(*[held[name] for name in segment.reads])
-            written = (found,) if len(segment.writes) == 1 else tuple(found)
+            result = segment.run(*[held[name] for name in segment.reads])
+            written = (result,) if len(segment.writes) == 1 else tuple(result)
             held.update(zip(segment.writes, written, strict=True))
             if segment is not self.segments[-1]:
                 between += written
@@ -200,8 +200,8 @@ class SegmentList:
             keeps_whole: Function that returns whether a module must be called as a whole. Its
                 segment is then kept; it is static if all its parts are, and has all their scopes.
         """
-        found = [one for segment in self.segments for one in _opened(segment, keeps_whole)]
-        return SegmentList(_after(self._begin, found), self.inputs, self.outputs)
+        segments = [one for segment in self.segments for one in _opened(segment, keeps_whole)]
+        return SegmentList(_after(self._begin, segments), self.inputs, self.outputs)
 
     def _check(self) -> None:
         known = set(self.inputs)
@@ -246,13 +246,13 @@ def names_from_outside(segments: Iterable[Segment], outputs: tuple[str, ...]) ->
         segments: Segments in execution order.
         outputs: Names of values that are read after the last segment.
     """
-    found = dict[str, None]()
+    names = dict[str, None]()
     written = set[str]()
     for segment in segments:
-        found.update(dict.fromkeys(name for name in segment.reads if name not in written))
+        names.update(dict.fromkeys(name for name in segment.reads if name not in written))
         written.update(segment.writes)
-    found.update(dict.fromkeys(name for name in outputs if name not in written))
-    return tuple(found)
+    names.update(dict.fromkeys(name for name in outputs if name not in written))
+    return tuple(names)
 
 
 def split(
@@ -335,15 +335,15 @@ def _with_surfaces(
     pieces: Sequence[Sequence[Segment]], outputs: tuple[str, ...]
 ) -> list[SegmentList]:
     """Return pieces as lists, with the names that they read from outside and that others read."""
-    found: list[SegmentList] = []
+    lists: list[SegmentList] = []
     needed = set(outputs)
     for piece in reversed(pieces):
         written = dict.fromkeys(name for segment in piece for name in segment.writes)
         kept = tuple(name for name in written if name in needed)
         inputs = names_from_outside(piece, ())
-        found.insert(0, SegmentList(piece, inputs, kept))
+        lists.insert(0, SegmentList(piece, inputs, kept))
         needed = needed.difference(written).union(inputs)
-    return found
+    return lists
 
 
 def _opened(segment: Segment, keeps_whole: Callable[[nn.Module], bool]) -> Iterator[Segment]:

@@ -36,8 +36,8 @@ def vocab_parallel_argmax(
     has_nan = peak.isnan()
     peak = all_reduce_(peak.masked_fill(has_nan, torch.inf), mesh.tp, "max")
     ids = torch.arange(start, start + own.shape[-1], device=own.device)
-    found = ids.new_full(peak.shape, vocab_size)
+    best = ids.new_full(peak.shape, vocab_size)
     if has_any:
-        found = torch.where(own == peak.unsqueeze(-1), ids, vocab_size).amin(-1)
-    found = all_reduce_(found.masked_fill(has_nan, -1), mesh.tp, "min")
-    return found.masked_fill(found < 0, vocab_size)
+        best = torch.where(own == peak.unsqueeze(-1), ids, vocab_size).amin(-1)
+    best = all_reduce_(best.masked_fill(has_nan, -1), mesh.tp, "min")
+    return best.masked_fill(best < 0, vocab_size)

@@ -98,9 +98,9 @@ class CausalLM(TokenModule):
         if labels is not None:
             labels = F.pad(labels, (0, extra), value=IGNORED)
         span = AttentionSpan(lengths)
-        found = self.model(tokens, labels, label_smoothing, IGNORED, span=span, sums=sums)
+        output = self.model(tokens, labels, label_smoothing, IGNORED, span=span, sums=sums)
         # The loss of appended tokens is 0.
-        return found if labels is not None and sums else found[:, :length]
+        return output if labels is not None and sums else output[:, :length]
 
     @override
     def training_step(

@@ -179,8 +179,8 @@ class GPT(LayeredModule):
         Communication: that of the layers, an all-gather of the logits over tp, and an all-reduce of
             one hidden state over cp.
         """
-        found: Tensor = self._run(tokens, None, 0.0, -100, span, None, False, place)
-        return found
+        logits: Tensor = self._run(tokens, None, 0.0, -100, span, None, False, place)
+        return logits
 
     def _run(
         self,

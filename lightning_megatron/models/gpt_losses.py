@@ -94,5 +94,5 @@ class Targets:
     def _result(
         self, losses: Float[Tensor, "seq_part batch"], mesh: ParallelMesh
     ) -> Float[Tensor, "batch seq"] | Float[Tensor, ""]:
-        found = joined_parts(losses, mesh.cp, cut=self.cut).t().contiguous()
-        return found.sum() if self.are_summed else found
+        joined = joined_parts(losses, mesh.cp, cut=self.cut).t().contiguous()
+        return joined.sum() if self.are_summed else joined

@@ -74,10 +74,10 @@ def load_model(path: str, config: Any, dtype: str) -> nn.Module:
             transformers would initialise at random.
     """
     with naming_folder(path, "a folder must have a model that transformers can load"):
-        model, found = _library().AutoModelForCausalLM.from_pretrained(
+        model, loading_info = _library().AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True
         )
-    missing = sorted(found["missing_keys"])
+    missing = sorted(loading_info["missing_keys"])
     if missing:
         raise CheckpointMismatchError(
             f"a folder must have all weights of its model: {path} lacks {len(missing)} tensor(s) "

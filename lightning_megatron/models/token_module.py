@@ -163,12 +163,12 @@ class TokenModule(LightningModule):
         Raises:
             ParallelPlanError: If the vocabulary of the data is larger than that of the model.
         """
-        found = _vocab_size_of(getattr(self.trainer, "datamodule", None))
-        if found is not None and found > self.vocab_size:
+        vocab_size = _vocab_size_of(getattr(self.trainer, "datamodule", None))
+        if vocab_size is not None and vocab_size > self.vocab_size:
             raise ParallelPlanError(
                 f"vocab_size ({self.vocab_size}) of the model must be at least the vocab_size of "
-                f"the data ({found}), because every token id selects a row of the embedding. Use a "
-                f"vocab_size of {found} or more, or the tokenizer of the model."
+                f"the data ({vocab_size}), because every token id selects a row of the embedding. "
+                f"Use a vocab_size of {vocab_size} or more, or the tokenizer of the model."
             )
 
     def training_step(
@@ -305,6 +305,6 @@ def _count(batch: Mapping[str, Tensor]) -> Tensor:
 def _vocab_size_of(data: Any) -> int | None:
     """Return the vocabulary size of a data module; None if it is not known."""
     with suppress(UnsupportedError):
-        found = getattr(data, "vocab_size", None)
-        return found if isinstance(found, int) else None
+        size = getattr(data, "vocab_size", None)
+        return size if isinstance(size, int) else None
     return None

@@ -173,11 +173,11 @@ def gather_measurements(
     kept = []
     for virtual in range(placement.num_virtual_stages):
         stage, chunk = placement.owner(virtual)
-        found = [chunks[chunk] for rank, chunks, *_ in ranks if rank == stage]
+        replicas = [chunks[chunk] for rank, chunks, *_ in ranks if rank == stage]
         for kind in kinds:
-            slowest = max(one.seconds[kind] for one in found)
+            slowest = max(one.seconds[kind] for one in replicas)
             ticks[kind].append(max(round(slowest * _TICKS_PER_SECOND), 1))
-        kept.append(max(one.kept for one in found))
+        kept.append(max(one.kept for one in replicas))
     shares = [one.waiting for _, chunks, *_ in ranks for one in chunks]
     limits = [limit for _, _, limit, _ in ranks if limit is not None]
     slowest = round(max(seconds for *_, seconds in ranks) * _TICKS_PER_SECOND)

@@ -172,9 +172,10 @@ def plan_clones(
     mean = sum(load) // layout.num_ranks
     room = [max(0, mean - own) for own in load]
     excess = [over for own in by_rank for over in excess_of_rank(own, mean)]
-    found = (assign or assign_largest_first)(excess, room, layout)
+    assigned = (assign or assign_largest_first)(excess, room, layout)
     kept = [
-        (owner, amount) if amount >= max(min_rows, 1) else (NO_EXPERT, 0) for owner, amount in found
+        (owner, amount) if amount >= max(min_rows, 1) else (NO_EXPERT, 0)
+        for owner, amount in assigned
     ]
     rows = list(load)
     for place, (owner, amount) in enumerate(kept):
@@ -252,12 +253,12 @@ def assign_one_shot(
     experts = sorted(range(len(excess)), key=lambda expert: -excess[expert])
     ranks = sorted(range(len(room)), key=lambda rank: -room[rank])
     chunks = overlaps([excess[expert] for expert in experts], [room[rank] for rank in ranks])
-    found = [(NO_EXPERT, 0)] * layout.num_places
+    assigned = [(NO_EXPERT, 0)] * layout.num_places
     for column, rank in enumerate(ranks):
         largest = sorted(range(len(experts)), key=lambda row: -chunks[row][column])
         for number, row in enumerate(largest[: layout.places]):
-            found[rank * layout.places + number] = experts[row], chunks[row][column]
-    return found
+            assigned[rank * layout.places + number] = experts[row], chunks[row][column]
+    return assigned
 
 
 def divide_over_ranks(
@@ -321,7 +322,7 @@ def physical_experts(
     ways: dict[int, list[int]] = {}
     for place, (owner, number) in enumerate(zip(plan.owners, plan.off[rank], strict=True)):
         ways.setdefault(owner, []).extend([plan.layout.physical_place(place)] * number)
-    waiting = {owner: iter(found) for owner, found in ways.items()}
+    waiting = {owner: iter(experts) for owner, experts in ways.items()}
 
     def clone_of(expert: int) -> int:
         if expert == NO_EXPERT:

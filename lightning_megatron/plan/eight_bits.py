@@ -44,12 +44,12 @@ class EightBitLayers:
             tp: Tensor-parallel size.
             shares_casts: Whether microbatches share the casts of weights.
         """
-        found = tuple(
+        sizes = tuple(
             (name, size)
             for name, size in linear_sizes(model, layer, tp).items()
             if settings.includes(layer, model.num_layers, f"layers.{layer}.{name}")
         )
-        return cls(settings, found, shares_casts)
+        return cls(settings, sizes, shares_casts)
 
     @property
     def weight_bytes(self) -> int:
@@ -189,14 +189,14 @@ class EightBitCosts:
             batch: Shape of the microbatch.
             recomputes_core: Whether the backward pass computes the attention core again.
         """
-        found = cls()
+        costs = cls()
         if layers is None:
-            return found
+            return costs
         for name, size in layers.sizes:
-            found = _Layer(layers, model, table, batch, recomputes_core, name, *size).added_to(
-                found
+            costs = _Layer(layers, model, table, batch, recomputes_core, name, *size).added_to(
+                costs
             )
-        return found
+        return costs
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,7 @@ class GreedyConstruction:
         equal ones.
         """
         first = _NEVER
-        found = 0
+        chosen = 0
         inputs = self._inputs[stage.rank]
         for chunk in self._chunk_order:
             number = stage.forwards[chunk]
@@ -223,15 +223,15 @@ class GreedyConstruction:
                 return stage.free, chunk
             if ready < first:
                 first = ready
-                found = chunk
-        return first, found
+                chosen = chunk
+        return first, chosen
 
     def _first_input_half(self, stage: _Stage) -> tuple[int, int]:
         """Return the start and chunk of the input half that can start first; of equal ones the
         last.
         """
         first = _NEVER
-        found = 0
+        chosen = 0
         gradients = self._gradients[stage.rank]
         for chunk in range(len(gradients) - 1, -1, -1):
             number = stage.backwards[chunk]
@@ -242,8 +242,8 @@ class GreedyConstruction:
                 return stage.free, chunk
             if ready < first:
                 first = ready
-                found = chunk
-        return first, found
+                chosen = chunk
+        return first, chosen
 
     def _run(self, stage: _Stage) -> int:
         """Add the chosen action to its row; return the stage that gets its result."""

@@ -92,12 +92,12 @@ class Recomputation:
         Raises:
             ParallelPlanError: For any other value, and as for the class.
         """
-        found: Recompute | Recomputation | None = coerced(
+        choice: Recompute | Recomputation | None = coerced(
             "recompute", value, Recompute | Recomputation | None
         )
-        if isinstance(found, Recomputation):
-            return found
-        return cls(("none",) if found is None else (found,))
+        if isinstance(choice, Recomputation):
+            return choice
+        return cls(("none",) if choice is None else (choice,))
 
     @property
     def is_off(self) -> bool:

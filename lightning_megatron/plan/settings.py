@@ -120,12 +120,14 @@ def coerced(name: str, value: Any, kind: Any) -> Any:
     for bare, bounds in _alternatives(kind):
         if not _is_of(value, bare):
             continue
-        found = _converted(name, value, bare)
+        converted = _converted(name, value, bare)
         if bounds is None or bounds.holds(
-            found.total_seconds() if isinstance(found, timedelta) else found
+            converted.total_seconds() if isinstance(converted, timedelta) else converted
         ):
-            return found
-        raise ParallelPlanError(f"{name} must be {describe(kind, found)}: it is {shown(value)}.")
+            return converted
+        raise ParallelPlanError(
+            f"{name} must be {describe(kind, converted)}: it is {shown(value)}."
+        )
     note = ""
     if value is not None and not _has_type_of(value, kind):
         note = f", of type {type(value).__name__}"
@@ -168,7 +170,7 @@ def _alternatives(kind: Any) -> list[tuple[Any, Range | None]]:
     origin = get_origin(kind)
     args = get_args(kind)
     if origin in (Union, types.UnionType):
-        return [found for one in args for found in _alternatives(one)]
+        return [alternative for one in args for alternative in _alternatives(one)]
     if origin is Annotated:
         bounds = next((note for note in args[1:] if isinstance(note, Range)), None)
         return [(bare, bounds) for bare, _ in _alternatives(args[0])]

@@ -18,13 +18,13 @@ def named_class(arguments: Sequence[str], key: str) -> str | None:
         arguments: Command-line arguments, with names of recipes resolved to paths.
         key: Name of the setting: ``model`` or ``data``.
     """
-    found = None
+    class_path = None
     for option, value in _options(arguments):
         if option in ("-c", "--config"):
-            found = _class_in(value, key) or found
+            class_path = _class_in(value, key) or class_path
         elif option in (f"--{key}", f"--{key}.class_path"):
-            found = value
-    return found if found is not None and _exists(found) else None
+            class_path = value
+    return class_path if class_path is not None and _exists(class_path) else None
 
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -100,8 +100,8 @@ class EightBitBuffer(FlatBuffer):
 
     def magnitudes(self) -> dict[str, Float[Tensor, "1"]]:
         """Return by member name the largest magnitude of its weight, in the members' dtype."""
-        found = self._magnitudes.view(torch.float32).to(self._dtype).split(1)
-        return {name: found[number] for name, number in self._number_of.items()}
+        magnitudes = self._magnitudes.view(torch.float32).to(self._dtype).split(1)
+        return {name: magnitudes[number] for name, number in self._number_of.items()}
 
     @torch.no_grad()
     @override

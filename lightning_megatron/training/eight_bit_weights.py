@@ -28,8 +28,8 @@ class EightBitWeights:
     @property
     def buffers(self) -> list[EightBitBuffer]:
         """Return the buffers that store their weights in 8 bits now."""
-        found = (one for one in self._buffers if isinstance(one, EightBitBuffer))
-        return [one for one in found if one.is_in_eight_bits]
+        buffers = (one for one in self._buffers if isinstance(one, EightBitBuffer))
+        return [one for one in buffers if one.is_in_eight_bits]
 
     def among(self, names: Collection[str]) -> list[tuple[str, ...]]:
         """Return the weights whose parameters are all among the given names.

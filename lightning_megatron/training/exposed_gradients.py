@@ -68,11 +68,11 @@ class ExposedGradients:
         """Copy replaced gradients into the buffers; return the names of those set to None."""
         removed = set()
         for name, entry in self._exposed.items():
-            found = entry.parameter.grad
-            if found is None:
+            gradient = entry.parameter.grad
+            if gradient is None:
                 removed.add(name)
-            elif found is not entry.exposed:
-                entry.gradient.copy_(found.as_subclass(Tensor))
+            elif gradient is not entry.exposed:
+                entry.gradient.copy_(gradient.as_subclass(Tensor))
                 entry.parameter.grad = entry.exposed
         self.withdraw(removed)
         return removed

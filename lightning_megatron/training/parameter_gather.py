@@ -315,9 +315,9 @@ def _waiting(
 
 
 def _buckets_by_parameter(buffers: Sequence[FlatBuffer]) -> Mapping[int, list[_BucketKey]]:
-    found: dict[int, list[_BucketKey]] = {}
+    buckets: dict[int, list[_BucketKey]] = {}
     for index, buffer in enumerate(buffers):
         for number, bucket in enumerate(buffer.plan.buckets):
             for placed in bucket.placed:
-                found.setdefault(id(buffer.members[placed.name]), []).append((index, number))
-    return found
+                buckets.setdefault(id(buffer.members[placed.name]), []).append((index, number))
+    return buckets

@@ -101,7 +101,7 @@ class PartialGradientSearch:
 
 def _leaves(root: Any, start: Region) -> dict[int, tuple[Tensor, set[Region]]]:
     """Return the parameters that a graph reaches, each with the states of its gradients."""
-    found: dict[int, tuple[Tensor, set[Region]]] = {}
+    leaves: dict[int, tuple[Tensor, set[Region]]] = {}
     seen: set[tuple[Any, Region]] = set()
     waiting: list[tuple[Any, Region]] = [(root, start)]
     while waiting:
@@ -111,14 +111,14 @@ def _leaves(root: Any, start: Region) -> dict[int, tuple[Tensor, set[Region]]]:
         seen.add((node, region))
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            found.setdefault(id(leaf), (leaf, set()))[1].add(region)
+            leaves.setdefault(id(leaf), (leaf, set()))[1].add(region)
             continue
         children = [child for child, _ in node.next_functions]
         regions = _regions_of_inputs(node, region, len(children))
         waiting += [
             (child, one) for child, one in zip(children, regions, strict=True) if child is not None
         ]
-    return found
+    return leaves
 
 
 def _regions_of_inputs(node: Any, region: Region, count: int) -> list[Region]:

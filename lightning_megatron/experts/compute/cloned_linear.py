@@ -230,11 +230,11 @@ def _weight_gradients(
         parts = [slot.first_part() for slot in slots]
         ctx.backend.add_weight_gradients_of_both(grad, rows, ends, parts, places)
     else:
-        found = ctx.backend.weight_gradients(grad, rows, ends)
+        gradients = ctx.backend.weight_gradients(grad, rows, ends)
         places = clones.gradients(weights[0])
-        places.copy_(found[len(weights) :])
+        places.copy_(gradients[len(weights) :])
         parts_or_none = [None if slot is None else slot.first_part() for slot in ctx.slots]
-        grad_weights = add_to_slots(found[: len(weights)], weights, parts_or_none, needed)
+        grad_weights = add_to_slots(gradients[: len(weights)], weights, parts_or_none, needed)
     returned = clones.give_back(places)
     if returned is None:
         return grad_weights

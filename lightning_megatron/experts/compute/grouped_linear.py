@@ -311,8 +311,8 @@ class _GroupedLinear(torch.autograd.Function):
         grad = grads[0].contiguous()
         grad_weights: list[Tensor | None] = [None] * len(weights)
         if ctx.make_rows is not None:
-            found = ctx.backend.weight_gradients(grad, ctx.make_rows(*kept), ends)
-            grad_weights = add_to_slots(found, weights, ctx.slots, ctx.needs_input_grad[5:])
+            gradients = ctx.backend.weight_gradients(grad, ctx.make_rows(*kept), ends)
+            grad_weights = add_to_slots(gradients, weights, ctx.slots, ctx.needs_input_grad[5:])
         grad_rows = None
         if ctx.needs_input_grad[0]:
             grad_rows = ctx.backend.input_gradient(grad, weights, ends)

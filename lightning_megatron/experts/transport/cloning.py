@@ -122,9 +122,9 @@ def physical_by_torch(
     first = torch.searchsorted(owners, owners)
     ends = owners * base + until - (until - off)[first]
     keys = experts * base + numbers
-    found = torch.searchsorted(ends, keys, right=True).clamp(max=layout.num_places - 1)
-    is_moved = (owners[found] == experts) & (keys < ends[found]) & (experts != NO_EXPERT)
-    place = places[found]
+    location = torch.searchsorted(ends, keys, right=True).clamp(max=layout.num_places - 1)
+    is_moved = (owners[location] == experts) & (keys < ends[location]) & (experts != NO_EXPERT)
+    place = places[location]
     size = layout.homes + layout.places
     moved = place // layout.places * size + layout.homes + place % layout.places
     home = experts // layout.homes * size + experts % layout.homes

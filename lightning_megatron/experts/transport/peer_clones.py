@@ -266,10 +266,10 @@ def _add_to_slots(
     slots: Sequence[GradientSlot | None], add: Callable[[Tensor, float], None]
 ) -> bool:
     """Add to all slots in one launch, and notify them; return False if that is not possible."""
-    found = [slot for slot in slots if slot is not None]
-    if len(found) < len(slots):
+    present = [slot for slot in slots if slot is not None]
+    if len(present) < len(slots):
         return False
-    row = SlotRow.of(found)
+    row = SlotRow.of(present)
 
     def add_to(sums: Tensor, overwrite: bool) -> None:
         if overwrite:

@@ -97,8 +97,8 @@ class RowExcess:
         Raises:
             RuntimeError: If the device has failed.
         """
-        while (found := int(self._on_host)) == _NOT_WRITTEN:
+        while (excess := int(self._on_host)) == _NOT_WRITTEN:
             # Raises the errors of the device, after which the result would never come.
             torch.cuda.current_stream().query()
             sleep(_PAUSE)
-        return found
+        return excess

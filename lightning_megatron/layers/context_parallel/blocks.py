@@ -57,16 +57,16 @@ def ring_blocks(
         sources = (_places_of(source, rows, device)[0] for source in range(size))
         return [[_of_visible(span, visible[:, places], seq_part)] for places in sources]
     if cut is not None:
-        found = [_of_documents(span, cut, seq_part, rank, source) for source in range(size)]
+        ring = [_of_documents(span, cut, seq_part, rank, source) for source in range(size)]
     else:
         planned = (rows.ring_blocks(rank, one, span.causal, span.window) for one in range(size))
-        found = [[_of_rows(span, one) for one in blocks] for blocks in planned]
+        ring = [[_of_rows(span, one) for one in blocks] for blocks in planned]
     if span.slopes is None:
-        return found
+        return ring
     held = [_places_of(source, cut or rows, device) for source in range(size)]
     return [
         [_placed(one, held[rank], keys) for one in blocks]
-        for blocks, keys in zip(found, held, strict=True)
+        for blocks, keys in zip(ring, held, strict=True)
     ]
 
 
@@ -88,14 +88,14 @@ def gathered_blocks(
         return [_of_visible(span, _visible_keys(span), seq_part)]
     if span.cut is None:
         planned = rows.gathered_blocks(rank, span.causal, span.window)
-        found = [_of_rows(span, one) for one in planned]
+        blocks = [_of_rows(span, one) for one in planned]
     else:
-        found = _of_whole_documents(span, span.cut, length, rank)
+        blocks = _of_whole_documents(span, span.cut, length, rank)
     if span.slopes is None:
-        return found
+        return blocks
     held = _places_of(rank, span.cut or rows, device)
     keys = torch.arange(length, device=device)[None].expand(len(held), -1)
-    return [_placed(one, held, keys) for one in found]
+    return [_placed(one, held, keys) for one in blocks]
 
 
 def hides_keys(span: AttentionSpan) -> bool:
@@ -148,13 +148,13 @@ def _of_whole_documents(
         own = _documents(span, borders, 2 * cut.longest_piece, causal=False)
         return [Block(_ALL, _ALL, own, whole)]
     halves = cut.halves[:, rank].unflatten(1, (2, -1)).unbind(1)
-    found = []
+    blocks = []
     for piece, rows, (keys, borders) in zip(
         (rank, 2 * size - 1 - rank), halves, cut.prefixes, strict=True
     ):
         own = _documents(span, cut.piece_borders[piece], cut.longest_piece, causal=True)
-        found.append(Block(rows, keys, own, KeyRows(keys.shape[1], borders, cut.longest)))
-    return found
+        blocks.append(Block(rows, keys, own, KeyRows(keys.shape[1], borders, cut.longest)))
+    return blocks
 
 
 def taken(tensor: Shaped[Tensor, "seq batch ..."], rows: Rows) -> Shaped[Tensor, "_ batch ..."]:

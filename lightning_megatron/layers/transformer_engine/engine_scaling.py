@@ -104,7 +104,7 @@ class EngineScaling:
             adds: Whether the result is added to ``out``.
             scale: Factor of the result.
         """
-        found, *_ = import_module("transformer_engine.pytorch.cpp_extensions").general_gemm(
+        product, *_ = import_module("transformer_engine.pytorch.cpp_extensions").general_gemm(
             left,
             right,
             out_dtype=dtype,
@@ -115,7 +115,7 @@ class EngineScaling:
             alpha=scale,
             use_split_accumulator=self._is_accurate(of),
         )
-        result: Tensor = found
+        result: Tensor = product
         return result
 
     @property
@@ -150,8 +150,8 @@ class EngineScaling:
         quantization = import_module("transformer_engine.pytorch.quantization")
         recipe = self._recipe
         if self.scales is not None:
-            found = import_module("transformer_engine.common.recipe")
-            recipe = found.Float8CurrentScaling(fp8_format=recipe.fp8_format)
+            recipes = import_module("transformer_engine.common.recipe")
+            recipe = recipes.Float8CurrentScaling(fp8_format=recipe.fp8_format)
         make = quantization.RecipeState.create
         forward = make(recipe, mode="forward", num_quantizers=2, device=self.device)
         backward = make(recipe, mode="backward", num_quantizers=1, device=self.device)
@@ -172,13 +172,13 @@ class EngineScaling:
         assert self.scales is not None, "only recipes with such scales ask for them"
         make = import_module("transformer_engine.pytorch").Float8Quantizer
         unused = torch.zeros(1, dtype=torch.float32, device=self.device)
-        found = {}
+        quantizers = {}
         for use, own in self._current_quantizers.items():
             seen = self.scales.seen(use).view(torch.float32).reshape(1)
             for counts in (True, False):
                 amax = seen if counts else unused
-                found[use, counts] = make(self.scales.factor(use), amax, own.dtype)
-        return found
+                quantizers[use, counts] = make(self.scales.factor(use), amax, own.dtype)
+        return quantizers
 
 
 def engine_recipe(settings: FP8 | None) -> Any:

@@ -63,15 +63,15 @@ def pipelined_module(module: LightningModule, mesh: ParallelMesh) -> PipelinedMo
     """
     if mesh.pp.size == 1:
         return None
-    found = list(pipelined_modules(module))
-    if len(found) != 1:
-        names = ", ".join(name for name, _ in found) or "none"
+    modules = list(pipelined_modules(module))
+    if len(modules) != 1:
+        names = ", ".join(name for name, _ in modules) or "none"
         raise UnsupportedError(
             f"pp ({mesh.pp.size}) above 1 needs exactly one model that can be cut into stages: "
             f"{type(module).__name__} has {names}. "
-            f"{_remedy(module, mesh) if not found else 'Use pp=1.'}"
+            f"{_remedy(module, mesh) if not modules else 'Use pp=1.'}"
         )
-    return found[0][1]
+    return modules[0][1]
 
 
 def _remedy(module: LightningModule, mesh: ParallelMesh) -> str:

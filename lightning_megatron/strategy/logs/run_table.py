@@ -113,7 +113,7 @@ def whole_backward_choices(module: nn.Module) -> list[TableRow]:
     Args:
         module: The sharded module.
     """
-    found = []
+    rows = []
     for name, blocks in pipelined_modules(module):
         others = [
             type(part).__name__
@@ -123,8 +123,8 @@ def whole_backward_choices(module: nn.Module) -> list[TableRow]:
         ]
         if isinstance(blocks, StagedBlocks) and others:
             why = f"{others[0]} computes the gradients of its inputs and its weights at once"
-            found.append(TableRow(f"backward of {name}", "not split into halves", why))
-    return found
+            rows.append(TableRow(f"backward of {name}", "not split into halves", why))
+    return rows
 
 
 def _layout_choices(
@@ -231,21 +231,21 @@ def _stored_choice(module: nn.Module, options: StrategyOptions) -> TableRow:
 def _module_choices(
     module: nn.Module, device: torch.device, dtype: torch.dtype, clones: ExpertClones | None
 ) -> list[TableRow]:
-    found = [_kernel_choice(device, dtype)]
+    rows = [_kernel_choice(device, dtype)]
     for part in module.modules():
         if isinstance(part, Attention):
-            found.append(_attention_choice(part, device, dtype))
+            rows.append(_attention_choice(part, device, dtype))
             if part.mesh.cp.size > 1:
                 context = part.context
-                found.append(TableRow("context parallel", context.transport, context.reason))
+                rows.append(TableRow("context parallel", context.transport, context.reason))
         elif isinstance(part, MixtureOfExperts):
-            found += _product_choices(part, device, dtype)
+            rows += _product_choices(part, device, dtype)
             transport = part.transport_choice
-            found.append(TableRow("expert transport", transport.transport, transport.reason))
+            rows.append(TableRow("expert transport", transport.transport, transport.reason))
             if clones is not None:
                 value = f"at most {clones.places} per rank"
-                found.append(TableRow("clones of experts", value, clones.reason_on(device.type)))
-    return found
+                rows.append(TableRow("clones of experts", value, clones.reason_on(device.type)))
+    return rows
 
 
 def _kernel_choice(device: torch.device, dtype: torch.dtype) -> TableRow:

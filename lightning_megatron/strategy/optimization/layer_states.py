@@ -28,8 +28,8 @@ class LayerStates:
     ) -> None:
         self._mixtures = mixtures
         self._mesh = mesh
-        found = [model.delayed_scales for model in models]
-        self._scales = [scales for scales in found if scales is not None]
+        scales_of_models = [model.delayed_scales for model in models]
+        self._scales = [scales for scales in scales_of_models if scales is not None]
         self._was_fresh = self._is_fresh
         self._has_ended = False
 

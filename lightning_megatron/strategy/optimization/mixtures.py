@@ -129,12 +129,12 @@ class MixtureRuntime:
         for number, layer in self._layers.items():
             if layer.router.follows_load:
                 layer.router.update_(statistics[number].load)
-        found = {
+        by_layer = {
             number: replace(one, rows=self._layers[number].rank_rows.counted())
             for number, one in statistics.items()
         }
         clear_statistics_(self.running)
-        return found
+        return by_layer
 
     def adopt(self, statistics: Mapping[int, StepStatistics]) -> None:
         """Copy the result of :meth:`end_step` from a graph, whose next replay overwrites it.

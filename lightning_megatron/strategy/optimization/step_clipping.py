@@ -101,9 +101,9 @@ class StepClipping:
             norm = torch.empty((), dtype=torch.float32, device=self._main.mesh.device)
             self._deferred = DeferredClipping(clipping, norm)
         else:
-            found, factor = clipping.begin()
-            assert found is not None, "clipping by norm has a norm"
-            norm = found
+            computed, factor = clipping.begin()
+            assert computed is not None, "clipping by norm has a norm"
+            norm = computed
             self._deferred = DeferredClipping(clipping, norm, (norm, factor))
         self._note("gradient norm", norm)
         if self._deferral == "nothing":

@@ -343,11 +343,13 @@ class TrainingState:
 
     def _chunks_of_parameters(self) -> dict[int, int | None]:
         """Return the chunk of each parameter by identity; None for one that several chunks read."""
-        found: dict[int, set[int | None]] = {}
+        chunks_by_id: dict[int, set[int | None]] = {}
         for model in self._models:
             for name, parameter in model.named_parameters(remove_duplicate=False):
-                found.setdefault(id(parameter), set()).add(model.chunk_of(name))
-        return {key: chunks.pop() if len(chunks) == 1 else None for key, chunks in found.items()}
+                chunks_by_id.setdefault(id(parameter), set()).add(model.chunk_of(name))
+        return {
+            key: chunks.pop() if len(chunks) == 1 else None for key, chunks in chunks_by_id.items()
+        }
 
     def _stacks(self) -> Iterator[tuple[Tensor, ...]]:
         """List the parameters that must be neighbours in flat buffers."""

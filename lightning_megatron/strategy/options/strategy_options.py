@@ -323,10 +323,10 @@ class StrategyOptions:
     @property
     def clones(self) -> ExpertClones | None:
         """Return the places for clones of experts; None without any."""
-        found = self.expert_clones
-        if isinstance(found, ExpertClones):
-            return found
-        return ExpertClones(found) if found else None
+        option = self.expert_clones
+        if isinstance(option, ExpertClones):
+            return option
+        return ExpertClones(option) if option else None
 
     @property
     def chunk_shape(self) -> PlacementShape:

@@ -101,11 +101,11 @@ class RankStatus:
         values = json.loads(text)
         call = values.pop("call")
         kind, axis, number, ranks = call or ("", "", 0, ())
-        found = Call(kind, axis, number, tuple(ranks)) if call else None
+        last_call = Call(kind, axis, number, tuple(ranks)) if call else None
         place = values.pop("device")
         device = None if place is None else DevicePlace(*place)
         lines = tuple(values.pop("lines"))
-        return cls(**values, call=found, lines=lines, device=device)
+        return cls(**values, call=last_call, lines=lines, device=device)
 
 
 def _main_frames() -> Iterator[FrameType]:

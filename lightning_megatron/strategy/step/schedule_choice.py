@@ -118,7 +118,7 @@ class ScheduleChoice:
         limit = own_peak * (2 - 1 / base.num_stages)
         if measured.free is not None:
             limit = max(float(measured.free), own_peak)
-        found = search_schedule(
+        result = search_schedule(
             base.num_stages,
             base.num_microbatches,
             measured.costs,
@@ -129,8 +129,8 @@ class ScheduleChoice:
         )
         is_known = measured.free is not None
         transfer = measured.costs.transfer
-        rank_zero_info(_described(found, base.num_microbatches, limit, is_known, transfer))
-        return found.chosen.schedule
+        rank_zero_info(_described(result, base.num_microbatches, limit, is_known, transfer))
+        return result.chosen.schedule
 
     def _free(self, medians: Sequence[ActionMedians], num_microbatches: int) -> int | None:
         """Return the memory of this rank that is free for activations; None on a CPU (bytes)."""

@@ -243,11 +243,11 @@ class TrainingSteps:
         if self._has_checked_batch or all(axis.size == 1 for axis in axes):
             return
         self._has_checked_batch = True
-        found = {"first training batch of its data-parallel rank": digest_of(batch)}
+        digests = {"first training batch of its data-parallel rank": digest_of(batch)}
         for axis in axes:
             check_same_everywhere(
                 axis,
-                found,
+                digests,
                 "Call seed_everything before the data is made if it, its order or its augmentation "
                 "is random, and let no data depend on the rank: the strategy gives each "
                 "data-parallel rank its own batches.",

@@ -272,12 +272,12 @@ def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
     Args:
         module: Module whose steps are captured.
     """
-    found = []
+    attributes = []
     for part in module.modules():
         for held in (vars(part), part._buffers):
-            found.append(dict(held))
-            found += [dict(vars(one)) for one in held.values() if _is_user_object(one)]
-    return found
+            attributes.append(dict(held))
+            attributes += [dict(vars(one)) for one in held.values() if _is_user_object(one)]
+    return attributes
 
 
 def _is_user_object(value: Any) -> bool:

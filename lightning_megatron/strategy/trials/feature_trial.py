@@ -234,13 +234,13 @@ class _FeatureTrial:
         # in earlier code, and is not reported by itself.
         differences = [one for _, one in everyone if one is not None]
         first = min(differences, key=lambda one: one.number, default=None)
-        found = next((one for one, _ in everyone if one), None) or {}
-        if not found and (first is None or not first.is_inside):
+        located = next((one for one, _ in everyone if one), None) or {}
+        if not located and (first is None or not first.is_inside):
             return
         tp = self._mesh.tp.size
         listed = [
             f"{name} is {cut:.9g}, and {whole:.9g} with all features"
-            for name, (cut, whole) in found.items()
+            for name, (cut, whole) in located.items()
         ]
         if first is not None and first.is_inside:
             listed.append(f"the input of {first.layer!r} is {first.distance:.2g} of its size away")

@@ -181,8 +181,8 @@ class _MicrobatchTrial:
         tolerance = self._tried.tolerance()
         changed = self._changed_attributes(pairs[0], parts, tolerance)
         self._state.restore()
-        found = _differences(together, groups, alone, tolerance)
-        if self._any_rank(bool(found)):
+        differences = _differences(together, groups, alone, tolerance)
+        if self._any_rank(bool(differences)):
             # Values that Python and NumPy draw once per batch were equal in both runs. Values that
             # they draw per sample cannot be: another seed shows which results depend on them.
             # Without such draws the same seed shows results that differ in every run.
@@ -194,9 +194,11 @@ class _MicrobatchTrial:
                 if name in after.values
                 and not is_close(before.values[name][0], after.values[name][0], tolerance)
             }
-            self._warn_of_unrepeatable(sorted(unrepeatable & found.keys()))
-            found = {name: numbers for name, numbers in found.items() if name not in unrepeatable}
-        self._check_differences(found, changed, parts[0].num_samples)
+            self._warn_of_unrepeatable(sorted(unrepeatable & differences.keys()))
+            differences = {
+                name: numbers for name, numbers in differences.items() if name not in unrepeatable
+            }
+        self._check_differences(differences, changed, parts[0].num_samples)
         is_counted = self._any_rank(any("num_tokens" in results.values for results in alone))
         if alone and not is_counted and tolerance > _COARSE_TOLERANCE and self._mesh.data.rank == 0:
             self._warn_of_ignored_labels(parts)
@@ -322,7 +324,7 @@ def _differences(
     tolerance: float,
 ) -> dict[str, tuple[float, float, int]]:
     """Return each name's largest difference: combined value, separate value and group size."""
-    found: dict[str, tuple[float, float, int]] = {}
+    differences: dict[str, tuple[float, float, int]] = {}
     for results, group in zip(on_all, groups, strict=False):
         for name, (value, weight) in results.values.items():
             single = [
@@ -331,17 +333,17 @@ def _differences(
             if (
                 len(single) < len(group)
                 or weight == 0.0
-                or len(group) > found.get(name, (0.0, 0.0, 3))[2]
+                or len(group) > differences.get(name, (0.0, 0.0, 3))[2]
             ):
                 continue
             average = combined(single)[0]
-            worst = found.get(name, (0.0, 0.0, 0))
+            worst = differences.get(name, (0.0, 0.0, 0))
             # "not >=" also reports NaN, which "<" would hide.
             if not is_close(value, average, tolerance) and not abs(worst[0] - worst[1]) >= abs(
                 value - average
             ):
-                found[name] = value, average, len(group)
-    return found
+                differences[name] = value, average, len(group)
+    return differences
 
 
 def _text_of_values(

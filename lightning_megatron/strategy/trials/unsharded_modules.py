@@ -54,13 +54,13 @@ def _reason(error: Exception, root: nn.Module, tp: int) -> str | None:
     if tp == 1 or frame is None:
         return None
     module: nn.Module = frame.f_locals["self"]
-    found = _sharded_and_full_size(module, frame.f_locals.get("args", ()), tp)
+    example = _sharded_and_full_size(module, frame.f_locals.get("args", ()), tp)
     name = next((name for name, one in root.named_modules() if one is module), None)
     if name is not None and isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
         return _reason_of_layer(module, name, frame.f_locals.get("args", ()), tp)
-    if found is None or name is None:
+    if example is None or name is None:
         return None
-    (part, whole, key) = found
+    (part, whole, key) = example
     kind = type(module).__name__
     return (
         f"a module between layers that are cut over tp ({tp}) must have parameters for this rank's "
@@ -128,12 +128,12 @@ def _remedy(module: nn.Module, name: str) -> str:
 
 def _innermost_call(trace: TracebackType | None) -> FrameType | None:
     """Return the frame of the innermost module call before an error."""
-    found = None
+    innermost = None
     while trace is not None:
         if trace.tb_frame.f_code is _MODULE_CALL:
-            found = trace.tb_frame
+            innermost = trace.tb_frame
         trace = trace.tb_next
-    return found
+    return innermost
 
 
 def _sharded_and_full_size(

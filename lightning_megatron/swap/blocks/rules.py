@@ -164,8 +164,8 @@ def _sources_of(
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor | None:
-    found: Any = reduce(getattr, name.split("."), module)
-    return found
+    tensor: Any = reduce(getattr, name.split("."), module)
+    return tensor
 
 
 def source_names(rule: BlockRule, request: builders.BlockRequest) -> Mapping[str, str]:

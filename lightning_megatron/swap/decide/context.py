@@ -50,15 +50,15 @@ def check_cut(
     sites = sites_of(root)
     swappable = unique_sites(sites)
     models = choose_models(swappable, choose_kinds(sites, plan), needs_tables=False, tp=None)
-    found: list[GPTConfig | EncoderConfig] = [
+    configs: list[GPTConfig | EncoderConfig] = [
         family.config(site.module.config.to_dict())  # type: ignore[union-attr, operator]
         for site, family in models.replaced
     ]
     for site in sites:
         if isinstance(site.module, GPT | Encoder):
-            found.append(site.module.config)
+            configs.append(site.module.config)
             _check_parts(site.name, site.module, cp)
-    if not found:
+    if not configs:
         raise UnsupportedError(
             f"cp ({cp}) above 1 needs a model that can be cut along the sequence, a "
             "lightning_megatron.GPT or Encoder, or a Hugging Face model of a supported family: "
@@ -66,7 +66,7 @@ def check_cut(
             f"{_listed(_reasons(root, sites, models))}. Use cp=1, with tp, pp or more data ranks "
             "instead."
         )
-    return tuple(found)
+    return tuple(configs)
 
 
 def _check_parts(path: str, model: GPT | Encoder, cp: int) -> None:
@@ -105,6 +105,6 @@ def _own_code_reason(kind: str, reason: str) -> str:
 
 
 def _listed(reasons: Iterator[str]) -> str:
-    found = list(reasons)
-    more = f"; and {len(found) - _NUM_SHOWN} more" if len(found) > _NUM_SHOWN else ""
-    return f": {'; '.join(found[:_NUM_SHOWN])}{more}" if found else ""
+    items = list(reasons)
+    more = f"; and {len(items) - _NUM_SHOWN} more" if len(items) > _NUM_SHOWN else ""
+    return f": {'; '.join(items[:_NUM_SHOWN])}{more}" if items else ""

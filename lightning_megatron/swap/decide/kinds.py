@@ -206,8 +206,8 @@ def _nothing_fits(
             f"parts directly, so that it must be replaced as a whole. {remedy}"
         )
     if matching:
-        found = type(matching[0].module).__name__
-        what = f"{head}{matching[0].name!r} of type {found}. {kind!r} is for {KINDS[kind]}. "
+        type_name = type(matching[0].module).__name__
+        what = f"{head}{matching[0].name!r} of type {type_name}. {kind!r} is for {KINDS[kind]}. "
     else:
         what = f"{head}no module. "
     names = list(

@@ -210,25 +210,25 @@ def suggested_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | 
         root: Root module.
         layout: Layout that determines the required number of blocks.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for name, part in root.named_modules():
         kinds = (
             {type(block) for block in part.children()}
             if type(part) in (nn.ModuleList, nn.Sequential)
             else set()
         )
-        within = any(name.startswith(f"{other}.") for other in found)
+        within = any(name.startswith(f"{other}.") for other in sizes)
         if len(kinds) == 1 and len(list(part.children())) >= layout.pp * layout.vpp and not within:
-            found[name] = sum(parameter.numel() for parameter in part.parameters())
+            sizes[name] = sum(parameter.numel() for parameter in part.parameters())
     # Of lists of equal size, such as those of an encoder and a decoder, take the last one, because
     # it consumes the output of the others.
-    best = max(reversed(found), key=lambda name: found[name], default=None)
-    return {best: "blocks"} if best is not None and found[best] else None
+    best = max(reversed(sizes), key=lambda name: sizes[name], default=None)
+    return {best: "blocks"} if best is not None and sizes[best] else None
 
 
 def _find_blocks(sites: Sequence[ModuleSite], plan: Mapping[str, str]) -> ModuleSite:
     names = [site.name for site in sites]
-    found: list[ModuleSite] = []
+    blocks: list[ModuleSite] = []
     for pattern, kind in plan.items():
         check_kind(pattern, kind, KINDS, "pipeline_plan")
         matching = [site for site in sites if fnmatchcase(site.name, pattern)]
@@ -238,11 +238,11 @@ def _find_blocks(sites: Sequence[ModuleSite], plan: Mapping[str, str]) -> Module
                 f"every pattern of pipeline_plan must match a module: {pattern!r} matches no "
                 f"module. Did you mean {join_or([repr(name) for name in near])}?"
             )
-        found += matching if kind == "blocks" else []
+        blocks += matching if kind == "blocks" else []
     lists = [site.name for site in sites if type(site.module) in (nn.ModuleList, nn.Sequential)]
-    if len(found) != 1 or found[0].name not in lists:
+    if len(blocks) != 1 or blocks[0].name not in lists:
         named = (
-            ", ".join(f"{site.name!r} ({type(site.module).__name__})" for site in found)
+            ", ".join(f"{site.name!r} ({type(site.module).__name__})" for site in blocks)
             or "nothing"
         )
         raise ParallelPlanError(
@@ -250,7 +250,7 @@ def _find_blocks(sites: Sequence[ModuleSite], plan: Mapping[str, str]) -> Module
             f"because its blocks are divided among the stages: {named} has this kind. Use "
             f"{join_or([repr(name) for name in lists[:_NUM_SHOWN]]) if lists else 'pp=1'}."
         )
-    return found[0]
+    return blocks[0]
 
 
 def _enclosing_modules(root: nn.Module, name: str) -> list[tuple[str, nn.Module]]:

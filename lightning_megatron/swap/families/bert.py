@@ -66,17 +66,17 @@ class EncoderNames:
             "position": config.num_positions,
             "token_type": config.num_token_types,
         }
-        found = [
+        tensors = [
             _joined(
                 f"embedding.{name}.weight", (rows, size), (f"{start}.{name}_embeddings.weight",)
             )
             for name, rows in tables.items()
         ]
-        found += _norm("embedding.norm", f"{start}.LayerNorm", config)
-        found += [
+        tensors += _norm("embedding.norm", f"{start}.LayerNorm", config)
+        tensors += [
             tensor for layer in range(config.num_layers) for tensor in self._layer(config, layer)
         ]
-        return (*found, *self._head(config))
+        return (*tensors, *self._head(config))
 
     def _layer(self, config: EncoderConfig, layer: int) -> list[TensorMap]:
         size = config.hidden_size
@@ -99,13 +99,13 @@ class EncoderNames:
             return []
         if config.head == "span":
             return _linear("head.output", (2, size), self.head["output"])
-        found = _linear("head.dense", (size, size), self.head["dense"])
+        tensors = _linear("head.dense", (size, size), self.head["dense"])
         if config.head == "classifier":
-            found += _linear("head.output", (config.num_labels, size), self.head["output"])
+            tensors += _linear("head.output", (config.num_labels, size), self.head["output"])
         if config.head == "masked_lm":
-            found += _norm("head.norm", self.head["norm"], config)
-            found.append(_joined("head.bias", (config.vocab_size,), (self.head["bias"],)))
-        return found
+            tensors += _norm("head.norm", self.head["norm"], config)
+            tensors.append(_joined("head.bias", (config.vocab_size,), (self.head["bias"],)))
+        return tensors
 
 
 def _joined(target: str, shape: tuple[int, ...], sources: tuple[str, ...]) -> TensorMap:

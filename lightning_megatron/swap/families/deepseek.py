@@ -69,9 +69,9 @@ def _rotary_fields(family: str) -> tuple[Field, ...]:
                 raise refusal(family, name, values[name], reason, (expected, None))
         rotate = first.target
         assert callable(rotate), "the rule of rope_parameters is a function"
-        found = dict(rotate({**values, "head_dim": size}))
-        del found["rotary_dim"]
-        return {**found, "attention_scale": _scale(values)}
+        fields = dict(rotate({**values, "head_dim": size}))
+        del fields["rotary_dim"]
+        return {**fields, "attention_scale": _scale(values)}
 
     return (replace(first, target=rule), *others, Field("head_dim"), Field("qk_head_dim"))
 

@@ -157,41 +157,41 @@ class DecoderNames:
         """List the sources of a model's full tensors."""
         size = config.hidden_size
         vocabulary = config.vocab_size
-        found = [_one(WORD_EMBEDDING, (vocabulary, size), f"{self.embedding}.weight")]
+        tensors = [_one(WORD_EMBEDDING, (vocabulary, size), f"{self.embedding}.weight")]
         if self.position is not None:
             shape = (config.max_seq_length, size)
-            found.append(_one("embedding.position.weight", shape, f"{self.position}.weight"))
+            tensors.append(_one("embedding.position.weight", shape, f"{self.position}.weight"))
         if config.embedding_norm:
-            found += self._norm("embedding.norm", self.embedding_norm, config)
-        found += [
+            tensors += self._norm("embedding.norm", self.embedding_norm, config)
+        tensors += [
             tensor for layer in range(config.num_layers) for tensor in self._layer(config, layer)
         ]
-        found += self._norm("final_norm", self.final_norm, config)
+        tensors += self._norm("final_norm", self.final_norm, config)
         if not config.tie_embeddings:
-            found.append(_one("head.weight", (vocabulary, size), f"{self.head}.weight"))
-        return tuple(found)
+            tensors.append(_one("head.weight", (vocabulary, size), f"{self.head}.weight"))
+        return tuple(tensors)
 
     def _layer(self, config: GPTConfig, layer: int) -> list[TensorMap]:
         size = config.hidden_size
         ours = f"layers.{layer}"
         width = config.num_heads * config.value_size
-        found = self._norms(config, layer)
+        tensors = self._norms(config, layer)
         if config.attention_sinks:
             sinks = self.sinks.format(layer)
-            found.append(_one(f"{ours}.attention.sinks", (config.num_heads,), sinks))
+            tensors.append(_one(f"{ours}.attention.sinks", (config.num_heads,), sinks))
         output = (Source(self.output, size),)
         if self.latent is None:
             qkv = self._qkv(config)
-            found += self._linear(layer, "attention.qkv", qkv, size, config.has_qkv_bias)
+            tensors += self._linear(layer, "attention.qkv", qkv, size, config.has_qkv_bias)
         else:
-            found += self.latent.layer(config, layer)
-        found += self._linear(layer, "attention.output", output, width, config.has_output_bias)
+            tensors += self.latent.layer(config, layer)
+        tensors += self._linear(layer, "attention.output", output, width, config.has_output_bias)
         if self.experts is not None and config.has_experts_in(layer):
-            return found + self.experts.layer(config, layer)
+            return tensors + self.experts.layer(config, layer)
         up = "gate_up" if config.is_gated else "up"
         down = (Source(self.down, size),)
-        found += self._linear(layer, f"mlp.{up}", self._up(config), size, config.has_mlp_bias)
-        return found + self._linear(layer, "mlp.down", down, config.ffn_size, config.has_mlp_bias)
+        tensors += self._linear(layer, f"mlp.{up}", self._up(config), size, config.has_mlp_bias)
+        return tensors + self._linear(layer, "mlp.down", down, config.ffn_size, config.has_mlp_bias)
 
     def _norms(self, config: GPTConfig, layer: int) -> list[TensorMap]:
         ours = f"layers.{layer}"
@@ -201,7 +201,7 @@ class DecoderNames:
             "attention_output_norm": self.attention_output_norm,
             "mlp_output_norm": self.mlp_output_norm,
         }
-        found = [
+        tensors = [
             tensor
             for target, name in names.items()
             if name
@@ -214,15 +214,15 @@ class DecoderNames:
             ):
                 heads = number if config.qk_norm_over == "layer" else 1
                 shape = (heads * config.head_size,)
-                found.append(
+                tensors.append(
                     _one(f"{ours}.attention.{target}.weight", shape, f"{name.format(layer)}.weight")
                 )
-        return found
+        return tensors
 
     def _linear(
         self, layer: int, target: str, sources: tuple[Source, ...], num_columns: int, has_bias: bool
     ) -> list[TensorMap]:
-        found = []
+        tensors = []
         num_rows = sum(source.num_rows for source in sources)
         for kind in ("weight", "bias") if has_bias else ("weight",):
             is_weight = kind == "weight"
@@ -235,8 +235,8 @@ class DecoderNames:
                 for s in sources
             )
             shape = (num_rows, num_columns) if is_weight else (num_rows,)
-            found.append(TensorMap(f"layers.{layer}.{target}.{kind}", shape, parts))
-        return found
+            tensors.append(TensorMap(f"layers.{layer}.{target}.{kind}", shape, parts))
+        return tensors
 
     def _qkv(self, config: GPTConfig) -> tuple[Source, ...]:
         head = config.head_size

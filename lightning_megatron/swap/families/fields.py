@@ -231,9 +231,9 @@ class ConfigTable:
                 "config.json."
             )
         self._values(config, GENERAL)
-        found: ModelConfig = self.record(config)
+        result: ModelConfig = self.record(config)
         self._check_known(config)
-        return found
+        return result
 
     def record(self, config: Values) -> Any:
         """Return a configuration of the fields with rules, regardless of other fields.
@@ -248,14 +248,14 @@ class ConfigTable:
             ParallelPlanError: If sizes contradict each other.
         """
         values = self._values(config, self.fields)
-        found = dict(self.fixed)
+        settings = dict(self.fixed)
         for rule in self.fields:
             if callable(rule.target):
-                found |= rule.target(values)
+                settings |= rule.target(values)
             elif rule.target is not None:
-                found[rule.target] = values[rule.name]
+                settings[rule.target] = values[rule.name]
         return self.build(
-            **found, **{name: part.record(config) for name, part in self.parts.items()}
+            **settings, **{name: part.record(config) for name, part in self.parts.items()}
         )
 
     def _values(self, config: Values, rules: Iterable[Field]) -> dict[str, Any]:

@@ -104,8 +104,8 @@ def family_of(name: str, further: Iterable[Family] = ()) -> Family:
     Raises:
         UnsupportedError: If there is no such family; it names the known ones.
     """
-    found = find_family(name, further)
-    if found is None:
+    match = find_family(name, further)
+    if match is None:
         known = ", ".join(
             f"{family.model_type} ({family.architecture})" for family in families(further)
         )
@@ -113,4 +113,4 @@ def family_of(name: str, further: Iterable[Family] = ()) -> Family:
             f"a model that is replaced as a whole must be of a known family: {name!r} is not. Use "
             f"one of {known}, or register your own Family."
         )
-    return found
+    return match

@@ -141,12 +141,12 @@ def windows_of(
         )
     if not any(windowed):
         return {}
-    found = {"sliding_window": width}
+    fields = {"sliding_window": width}
     if not keeps_all:
-        found = dict(window({**values, "sliding_window": width}))
-    if found["sliding_window"] is None or all(windowed):
-        return found
-    return {**found, "window_layers": windowed}
+        fields = dict(window({**values, "sliding_window": width}))
+    if fields["sliding_window"] is None or all(windowed):
+        return fields
+    return {**fields, "window_layers": windowed}
 
 
 ACTIVATION = Field("hidden_act", "silu", translate_values("hidden_act", "activation", GATED))

@@ -109,9 +109,9 @@ def typed_rotary_fields(
         for name, kind in kinds.items():
             check_kind(f"rope_parameters.{name}", kind, KINDS["rope_parameters"], "typed")
         full, sliding = ({} if kind is None else dict(kind) for kind in kinds.values())
-        found = dict(rule({**values, "rope_parameters": full}))
+        fields = dict(rule({**values, "rope_parameters": full}))
         if windows(values).get("sliding_window") is None:
-            return found
+            return fields
         kind = sliding.pop("rope_type", None) or "default"
         given_base = sliding.pop("rope_theta", None) or (values[local] if local else None)
         if kind != "default" or any(value is not None for value in sliding.values()):
@@ -119,8 +119,8 @@ def typed_rotary_fields(
             reason = "angles of layers with a window are not scaled"
             raise _refusal("rope_parameters.sliding_attention", kind, legal, reason)
         own = float(given_base or window_base)
-        is_common = own == found["rotary_base"] and found["rotary_scaling"] is None
-        return found if is_common else {**found, "window_rotary_base": own}
+        is_common = own == fields["rotary_base"] and fields["rotary_scaling"] is None
+        return fields if is_common else {**fields, "window_rotary_base": own}
 
     further = (Field(local),) if local else ()
     return (Field("rope_parameters", target=typed), *others, *further)

@@ -30,8 +30,8 @@ def _rotating(values: Values) -> tuple[bool, ...]:
 
 
 def _rotary_layers(values: Values) -> Mapping[str, Any]:
-    found = _rotating(values)
-    return {"rotary_layers": None if all(found) else found}
+    rotating = _rotating(values)
+    return {"rotary_layers": None if all(rotating) else rotating}
 
 
 def _windows(values: Values) -> Mapping[str, Any]:

@@ -97,9 +97,9 @@ class HuggingFaceLM(ReplacedModel):
     @property
     def gpt(self) -> LabelledGPT:
         """Return the layers that compute."""
-        found = self.body
-        assert isinstance(found, LabelledGPT), "a language model is replaced by a GPT"
-        return found
+        gpt = self.body
+        assert isinstance(gpt, LabelledGPT), "a language model is replaced by a GPT"
+        return gpt
 
     def forward(
         self,
@@ -258,17 +258,17 @@ class HuggingFaceLM(ReplacedModel):
         """Run the pipeline stages in turn, and give every rank the result."""
         pp = self.gpt.mesh.pp
         options = dict[str, Any](device=self.device, dtype=self.dtype)
-        found = run_stage_by_stage(self.gpt, run)
+        output = run_stage_by_stage(self.gpt, run)
         logits = torch.empty(
             num_sequences, kept.stop - kept.start, self.gpt.config.vocab_size, **options
         )
         loss = torch.empty(
             (), device=self.device, dtype=torch.promote_types(self.dtype, torch.float32)
         )
-        if found is not None:
-            logits.copy_(gather(found[1]))
-            if found[0] is not None:
-                loss.copy_(found[0])
+        if output is not None:
+            logits.copy_(gather(output[1]))
+            if output[0] is not None:
+                loss.copy_(output[0])
         loss_stage = self.gpt.mesh.layout.loss_stage
         broadcast_(logits, pp, loss_stage)
         if has_labels:

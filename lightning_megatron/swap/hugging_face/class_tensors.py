@@ -57,14 +57,14 @@ class ClassTensors:
             models: Record of each Hugging Face model, by its name in the module. Models that
                 run their own code are skipped, because they already have their classes' tensors.
         """
-        found = []
+        conversions = []
         for name, model in models.items():
             if OWN_CODE in model:
                 continue
             family = family_of(model["architecture"])
             adapter = Adapter(**model["adapter"]) if "adapter" in model else None
-            found.append(cls(_prefix(name), family, family.config(model["config"]), adapter))
-        return found
+            conversions.append(cls(_prefix(name), family, family.config(model["config"]), adapter))
+        return conversions
 
     def has(self, name: str) -> bool:
         """Return whether a name is a tensor of this model that the class also has."""
@@ -109,8 +109,8 @@ class ClassTensors:
                 f"{named(missing)} of {self.class_name(first)!r} missing. Save all of them "
                 "together."
             )
-        (found,) = pack(theirs, self.family.packed).values()
-        return found
+        (joined,) = pack(theirs, self.family.packed).values()
+        return joined
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """Return a full tensor of the model from the class's tensor that contains it."""
@@ -134,10 +134,10 @@ class ClassTensors:
 
     @cached_property
     def _members(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
+        members: dict[str, list[str]] = {}
         for target, tensor in self._maps.items():
-            found.setdefault(self._class_tensor(tensor), []).append(target)
-        return found
+            members.setdefault(self._class_tensor(tensor), []).append(target)
+        return members
 
     @cached_property
     def _places(self) -> dict[str, int]:
@@ -156,12 +156,12 @@ class ClassTensors:
     def _class_tensor(self, tensor: TensorMap) -> str:
         """Return the class's tensor that contains a tensor, by its name in the table."""
         source = tensor.sources[0].name
-        found = (
+        matches = (
             position
             for rule in self.family.packed
             if (position := rule.position_of(source)) is not None
         )
-        return next((whole for whole, _, _ in found), source)
+        return next((whole for whole, _, _ in matches), source)
 
 
 def class_name_in(models: Sequence[ClassTensors], name: str) -> str:

@@ -36,9 +36,9 @@ class HuggingFaceEncoder(ReplacedModel):
     @property
     def layers(self) -> Encoder:
         """Return the layers and the head that compute."""
-        found = self.body
-        assert isinstance(found, Encoder), "an encoder is replaced by an Encoder"
-        return found
+        encoder = self.body
+        assert isinstance(encoder, Encoder), "an encoder is replaced by an Encoder"
+        return encoder
 
     def forward(
         self,

@@ -57,11 +57,11 @@ class GeneratingLM(HuggingFaceLM):
         self._is_generating = True
         inherited: Any = super()
         try:
-            found: Tensor = inherited.generate(*args, **kwargs)
+            tokens: Tensor = inherited.generate(*args, **kwargs)
         finally:
             self._is_generating = False
             self._cache = None
-        return found
+        return tokens
 
     @property
     def _can_cache(self) -> bool:

@@ -118,9 +118,9 @@ class CausalLMOutput(_Output):
 
 
 def _release_graph(output: weakref.ref[CausalLMOutput], _: Tensor) -> None:
-    found = output()
-    if found is not None:
-        found.spend()
+    released = output()
+    if released is not None:
+        released.spend()
 
 
 class MaskedLMOutput(CausalLMOutput):

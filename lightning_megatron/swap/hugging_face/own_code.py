@@ -53,8 +53,8 @@ def holds_replaced(model: nn.Module) -> bool:
 
 def plain_config(model: Any) -> dict[str, Any]:
     """Return the configuration as in ``config.json``, with all fields."""
-    found: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
-    return found
+    config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    return config
 
 
 def checkpoint_record(

@@ -147,7 +147,7 @@ def updates_of(
     if left:
         _refuse(name, f"{named(left)} cannot be adapted", _REMEDY_FOR_TARGETS)
     here: dict[str, Any] = dict(model.named_modules())
-    found = []
+    updates = []
     for layer, group in groupby(maps, key=lambda one: one.layer):
         if layer in here:
             parts = tuple(group)
@@ -156,8 +156,8 @@ def updates_of(
             ):
                 _refuse(name, f"{parts[0].module!r} cannot be adapted", _REMEDY_FOR_TARGETS)
             wrappers = tuple(layers[one.module] for one in parts)
-            found.append(LayerUpdate(here[layer], parts, wrappers, adapter))
-    return found
+            updates.append(LayerUpdate(here[layer], parts, wrappers, adapter))
+    return updates
 
 
 def is_input_hook(hook: Any) -> bool:
@@ -211,8 +211,8 @@ def _wrapped(source: nn.Module, family: Family) -> tuple[dict[str, Any], dict[st
         if is_peft_module(module) and not (inside and path.startswith(inside)):
             inside = f"{path}."
             is_saved = type(module).__name__ == "ModulesToSaveWrapper"
-            found = saved if is_saved else layers
-            found[family.present_name(f"{path}.weight").removesuffix(".weight")] = module
+            wrappers = saved if is_saved else layers
+            wrappers[family.present_name(f"{path}.weight").removesuffix(".weight")] = module
     return layers, saved
 
 

@@ -43,9 +43,9 @@ class ReplacedModel(nn.Module):
     @property
     def body(self) -> GPT | Encoder:
         """Return the layers that compute, which are outside the model's tree of modules."""
-        found = computed_by(self)
-        assert isinstance(found, (GPT, Encoder)), "the layers are set when the model is replaced"
-        return found
+        layers = computed_by(self)
+        assert isinstance(layers, (GPT, Encoder)), "the layers are set when the model is replaced"
+        return layers
 
     @property
     def mesh(self) -> ParallelMesh:

@@ -150,8 +150,8 @@ def _write_generation(model: Any, folder: str | os.PathLike[str]) -> None:
 
 def mesh_of(model: nn.Module) -> ParallelMesh | None:
     """Return the process groups over which a model is sharded; None if it is on every rank."""
-    found = (getattr(part, "mesh", None) for part in model.modules())
-    return next((mesh for mesh in found if isinstance(mesh, ParallelMesh)), None)
+    meshes = (getattr(part, "mesh", None) for part in model.modules())
+    return next((mesh for mesh in meshes if isinstance(mesh, ParallelMesh)), None)
 
 
 def _tensors_of_class(model: Any) -> dict[str, Tensor]:
@@ -198,8 +198,8 @@ def write_together(
             for name, one in held.items()
         }
         everyone = all_gather_objects(offers, world)
-        found = {name: offer[2] for offers in everyone for name, offer in offers.items()}
-        shapes = {name: found[name] for name in sorted(found, key=block)}
+        all_shapes = {name: offer[2] for offers in everyone for name, offer in offers.items()}
+        shapes = {name: all_shapes[name] for name in sorted(all_shapes, key=block)}
         failure: Exception | None = None
         if world.rank != 0:
             for name in shapes:
@@ -242,7 +242,7 @@ class _Held:
 
 def _held(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, _Held]:
     """List the parts of tensors that this rank sends, by name; one rank sends each copy."""
-    found = {}
+    sent = {}
     for name, tensor in tensors.items():
         spec = shard_spec_of(tensor, mesh.tp.rank)
         if spec.tied_to is not None or not mesh.copies(spec.is_expert).is_first:
@@ -250,8 +250,8 @@ def _held(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, _Held]
         pairs = [(box, view) for box, view in spec.local_views(tensor.detach()) if box.copy == 0]
         if pairs:
             boxes, views = zip(*pairs, strict=True)
-            found[name] = _Held(boxes, views, tensor.dtype, spec.full_shape)
-    return found
+            sent[name] = _Held(boxes, views, tensor.dtype, spec.full_shape)
+    return sent
 
 
 def _send(held: _Held | None, world: MeshAxis) -> None:

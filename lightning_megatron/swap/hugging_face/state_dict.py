@@ -28,12 +28,12 @@ def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         CheckpointMismatchError: If tensors of a model are missing, unexpected or of another shape.
     """
-    found = dict(full)
+    renamed = dict(full)
     for name, part in replaced_models(module):
         prefix = f"{name}." if name else ""
         config = part.body.config
         foreign = {
-            key.removeprefix(prefix): found.pop(key) for key in full if key.startswith(prefix)
+            key.removeprefix(prefix): renamed.pop(key) for key in full if key.startswith(prefix)
         }
         if not foreign:
             continue
@@ -43,14 +43,16 @@ def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
         for target, tensor in full_tensors(
             without_adapters(foreign), part.family, config, dtype, table
         ):
-            found[f"{prefix}{_in_tree(target, adapter)}"] = tensor
+            renamed[f"{prefix}{_in_tree(target, adapter)}"] = tensor
         for target, tensor in full_factors(foreign, adapter, table):
-            found[f"{prefix}{target}"] = tensor
+            renamed[f"{prefix}{target}"] = tensor
         own = dict(part.named_buffers())
         # Tensors that other strategies do not save keep their values.
-        found |= {f"{prefix}{key}": buffer for key, buffer in own.items() if is_training_only(key)}
-        _add_aliases(found, prefix, part.family, config, adapter)
-    return found
+        renamed |= {
+            f"{prefix}{key}": buffer for key, buffer in own.items() if is_training_only(key)
+        }
+        _add_aliases(renamed, prefix, part.family, config, adapter)
+    return renamed
 
 
 def to_foreign_names(
@@ -70,16 +72,16 @@ def to_foreign_names(
     for name in state:
         if not any(name.startswith(model.prefix) and is_training_only(name) for model in models):
             parts.setdefault(class_name_in(models, name), []).append(name)
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for name, members in parts.items():
         model = owner_of(models, members[0])
-        found[name] = (
+        renamed[name] = (
             state[name] if model is None else model.joined({one: state[one] for one in members})
         )
     for model in models:
         _refuse_saved_modules(model.adapter)
-        _add_aliases(found, model.prefix, model.family, model.config, model.adapter)
-    return found
+        _add_aliases(renamed, model.prefix, model.family, model.config, model.adapter)
+    return renamed
 
 
 def _refuse_saved_modules(adapter: Adapter | None) -> None:

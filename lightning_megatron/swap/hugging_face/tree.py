@@ -102,13 +102,13 @@ def _paths(source: nn.Module, family: Family) -> dict[str, str]:
     """Return the names in the tree of all tensors, by their names in the unwrapped class."""
     tensors = [name for name, _ in source.named_parameters(remove_duplicate=False)]
     tensors += [name for name, _ in source.named_buffers(remove_duplicate=False)]
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for name in tensors:
         if is_factor(name):
-            found[name] = name
+            paths[name] = name
         elif ".original_module." not in name:
-            found[family.present_name(plain_name(name))] = name
-    return found
+            paths[family.present_name(plain_name(name))] = name
+    return paths
 
 
 def _parameters(
@@ -144,8 +144,8 @@ def _parameters(
             set_shard_spec(parameter, replace(spec, tied_to=f"{root}.{first}"))
             yield _Named(owner, paths.get(family.head, family.head), parameter)
             continue
-        found = parameters[name]
-        for target, part in zip(found, _parts(model, name, parameter, len(found)), strict=True):
+        targets = parameters[name]
+        for target, part in zip(targets, _parts(model, name, parameter, len(targets)), strict=True):
             yield _Named(owner, _path_of(target.name, paths), part)
             for copy, original in family.copies:
                 if original == target.name and copy in paths:

@@ -130,9 +130,9 @@ class Origin:
             name: Name of the tensor in the class.
         """
         if self.reader is not None:
-            found = _assembled(name, self.reader, self.family)
-            if found is not None:
-                return found
+            stored = _assembled(name, self.reader, self.family)
+            if stored is not None:
+                return stored
         return self._drawn(name)
 
     def has(self, name: str) -> bool:
@@ -223,17 +223,17 @@ def defer(model: nn.Module, origin: Origin) -> None:
 def origin_of(model: nn.Module) -> Origin | None:
     """Return the source of a model's weights; None if it was not built without them."""
     for parameter in model.parameters():
-        found = getattr(parameter, _ATTRIBUTE, None)
-        if found is not None:
-            origin: Origin = found[0]
+        attached = getattr(parameter, _ATTRIBUTE, None)
+        if attached is not None:
+            origin: Origin = attached[0]
             return origin
     return None
 
 
 def is_part_of_deferred(model: nn.Module) -> bool:
     """Return whether a model is a part of a deferred model, such as its body alone."""
-    found = ((name, getattr(one, _ATTRIBUTE, None)) for name, one in model.named_parameters())
-    return any(mark is not None and mark[1] != name for name, mark in found)
+    marks = ((name, getattr(one, _ATTRIBUTE, None)) for name, one in model.named_parameters())
+    return any(mark is not None and mark[1] != name for name, mark in marks)
 
 
 def read_deferred(model: nn.Module) -> Callable[[], None]:

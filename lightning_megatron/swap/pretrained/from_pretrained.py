@@ -155,8 +155,8 @@ def _draw_adapters(model: nn.Module, name: str, first: bool | str) -> None:
 
 def folder_of(model: nn.Module) -> str | None:
     """Return the folder of a deferred model's weights; None if there is none."""
-    found: str | None = getattr(model, _FOLDER, None)
-    return found
+    folder: str | None = getattr(model, _FOLDER, None)
+    return folder
 
 
 def read_missing_values(model: Any) -> Callable[[], None]:

@@ -85,12 +85,12 @@ class Adapter:
         """
         table = tuple(table)
         factors = (factor for one in self.class_maps(table) for factor in (one.a, one.b))
-        found = {factor.target: (factor, tuple(factor.source_shapes)) for factor in factors}
+        tensors = {factor.target: (factor, tuple(factor.source_shapes)) for factor in factors}
         for tensor in table:
             names = tuple(name for name in tensor.source_shapes if self.is_saved(name))
             if names:
-                found[tensor.target] = (tensor, names)
-        return found
+                tensors[tensor.target] = (tensor, names)
+        return tensors
 
     def is_saved(self, name: str) -> bool:
         """Return whether a tensor of the model is trained as a whole."""

@@ -213,7 +213,7 @@ class TensorMap:
             raise ValueError(
                 f"the full tensor {self.target} must have shape {self.shape}: {tuple(full.shape)}."
             )
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         shapes = self.source_shapes
         start = 0
         for source in self.sources:
@@ -221,13 +221,13 @@ class TensorMap:
             start += source.num_rows
             theirs = rows.t() if source.is_transposed else rows
             if theirs.shape == shapes[source.name] and source.strip is None:
-                found[source.name] = theirs
+                tensors[source.name] = theirs
                 continue
-            whole = found.setdefault(source.name, full.new_empty(shapes[source.name]))
+            whole = tensors.setdefault(source.name, full.new_empty(shapes[source.name]))
             by_rows = whole.t() if source.is_transposed else whole
             for here, there, size in source.pieces(0, source.num_rows):
                 by_rows.narrow(0, there, size).copy_(rows.narrow(0, here, size))
-        return found
+        return tensors
 
 
 def named(names: Iterable[str]) -> str:

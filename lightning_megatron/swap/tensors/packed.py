@@ -173,13 +173,13 @@ def packed_rows(
 
 def pack(tensors: Mapping[str, Tensor], rules: Iterable[Packed]) -> dict[str, Tensor]:
     """Pack the files' tensors into the tensors of the class."""
-    found: dict[str, Tensor] = {}
+    packed: dict[str, Tensor] = {}
     rules = tuple(rules)
     parts: dict[tuple[str, Packed], dict[tuple[int, int], Tensor]] = {}
     for name, tensor in tensors.items():
         hit = _find_packed(name, rules)
         if hit is None:
-            found[name] = tensor
+            packed[name] = tensor
         else:
             whole, rule, index, number = hit
             parts.setdefault((whole, rule), {})[index, number] = tensor
@@ -189,8 +189,8 @@ def pack(tensors: Mapping[str, Tensor], rules: Iterable[Packed]) -> dict[str, Te
             rule.joined([pieces[key] for key in sorted(pieces) if key[0] == index])
             for index in indices
         ]
-        found[name] = torch.stack(rows) if rule.is_stack else rows[0]
-    return found
+        packed[name] = torch.stack(rows) if rule.is_stack else rows[0]
+    return packed
 
 
 def packed_for_files(

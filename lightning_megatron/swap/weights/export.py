@@ -154,9 +154,9 @@ def export_folder(
     }
     writer = TensorWriter(target, max_file_bytes, shapes)
     writer.write(foreign_tensors(full_tensors, family, config, table), dtype, kept)
-    found = writer.floating.most_common(1)
+    most_common = writer.floating.most_common(1)
     own = {"model_type": family.model_type, "architectures": [family.architecture]}
-    _write_config(target, {**hf_config, **own}, found[0][0] if found else torch.float32)
+    _write_config(target, {**hf_config, **own}, most_common[0][0] if most_common else torch.float32)
     writer.publish()
 
 
@@ -189,11 +189,11 @@ def export_as_it_is(
     target = _new_folder(folder)
     writer = TensorWriter(target, max_file_bytes, shapes if form is None else form.shapes(shapes))
     writer.write(full_tensors if form is None else form.tensors(full_tensors), dtype)
-    found = writer.floating.most_common(1)
+    most_common = writer.floating.most_common(1)
     _write_config(
         target,
         {**hf_config, "architectures": [architecture]},
-        found[0][0] if found else torch.float32,
+        most_common[0][0] if most_common else torch.float32,
     )
     writer.publish()
 
@@ -235,16 +235,16 @@ def export_adapter(
         CheckpointMismatchError: If a tensor is missing or unknown.
     """
     wanted = adapter.class_tensors(family.class_tensors(family.config(hf_config)))
-    found = dict(full_tensors)
-    if wanted.keys() != found.keys():
+    by_name = dict(full_tensors)
+    if wanted.keys() != by_name.keys():
         raise CheckpointMismatchError(
             "an adapter must be written with all its tensors: "
-            f"{named(wanted.keys() ^ found.keys())} missing or unknown. peft would initialise them "
-            "at random. Give the tensors of the whole model."
+            f"{named(wanted.keys() ^ by_name.keys())} missing or unknown. peft would initialise "
+            "them at random. Give the tensors of the whole model."
         )
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    parts = {target: tensor.split(found[target]) for target, (tensor, _) in wanted.items()}
+    parts = {target: tensor.split(by_name[target]) for target, (tensor, _) in wanted.items()}
     tensors = {
         f"{_PEFT_PREFIX}{name}": parts[target][name].to(dtype or parts[target][name].dtype)
         for target, (_, names) in wanted.items()

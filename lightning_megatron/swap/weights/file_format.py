@@ -38,11 +38,11 @@ class FileFormat:
         """
         if not has_other_format(model):
             return None
-        found = cls(_on_meta(type(model), model.config))
+        file_format = cls(_on_meta(type(model), model.config))
         if getattr(model, "_weight_conversions", None) is not None:
             # Conversions of the files from which the model was read.
-            found.twin._weight_conversions = model._weight_conversions
-        return found
+            file_format.twin._weight_conversions = model._weight_conversions
+        return file_format
 
     @classmethod
     def of_class(cls, architecture: str, config: Mapping[str, Any]) -> FileFormat:
@@ -105,8 +105,8 @@ def has_other_format(model: Any) -> bool:
 
 def block(name: str) -> str:
     """Return the block of a tensor by its name; files join or cut tensors within a block."""
-    found = _BLOCK.match(name)
-    return "" if found is None else found.group()
+    match = _BLOCK.match(name)
+    return "" if match is None else match.group()
 
 
 def _on_meta(kind: Any, config: Any) -> Any:

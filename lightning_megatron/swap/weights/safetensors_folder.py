@@ -101,12 +101,12 @@ class SafetensorsFolder:
                 f"{self.path} has none. Save the model with save_pretrained."
             )
         path = self.path / CONFIG
-        found = parse_object(
+        content = parse_object(
             read_regular_file(path, _REMEDY, _MAX_CONFIG_BYTES), str(path), _REMEDY
         )
-        if is_read_as_numbers(found.get(QUANTIZATION)):
-            del found[QUANTIZATION]
-        return found
+        if is_read_as_numbers(content.get(QUANTIZATION)):
+            del content[QUANTIZATION]
+        return content
 
     def check_types(self, names: Iterable[str]) -> None:
         """Refuse combinations of dtypes that tensors of one model cannot have.
@@ -121,15 +121,15 @@ class SafetensorsFolder:
         Raises:
             CorruptDataError: For such a combination; the message names a tensor of each dtype.
         """
-        found: dict[torch.dtype, str] = {}
+        examples: dict[torch.dtype, str] = {}
         for name in names:
-            found.setdefault(self.dtype_of(name), name)
-        for dtype, name in found.items():
+            examples.setdefault(self.dtype_of(name), name)
+        for dtype, name in examples.items():
             twin = next(
-                (one for one in found if one != dtype and one.itemsize == dtype.itemsize), None
+                (one for one in examples if one != dtype and one.itemsize == dtype.itemsize), None
             )
             if not dtype.is_floating_point or twin is not None:
-                other = "" if twin is None else f", and {found[twin]!r} {twin}"
+                other = "" if twin is None else f", and {examples[twin]!r} {twin}"
                 raise CorruptDataError(
                     "weights must be floating-point numbers, and must not mix types of the same "
                     f"width: {name!r} of {self.path} is {dtype}{other}. The bytes of one type "
@@ -199,8 +199,8 @@ def _listed(folder: Path) -> dict[str, StoredTensor]:
         )
     files = sorted(set(weight_map.values()))
     _check_files(folder, files)
-    found = {file: read_header(folder / file) for file in files}
-    lacking = [name for name, file in weight_map.items() if name not in found[file]]
+    headers = {file: read_header(folder / file) for file in files}
+    lacking = [name for name, file in weight_map.items() if name not in headers[file]]
     if lacking:
         raise CheckpointMismatchError(
             f"every file must have the tensors that {INDEX} lists for it: {named(lacking)} of "
@@ -209,7 +209,7 @@ def _listed(folder: Path) -> dict[str, StoredTensor]:
         )
     hidden = [
         f"{name} in {file}"
-        for file, tensors in found.items()
+        for file, tensors in headers.items()
         for name in tensors
         if weight_map.get(name) != file
     ]
@@ -219,7 +219,7 @@ def _listed(folder: Path) -> dict[str, StoredTensor]:
             f"{folder} are not listed. Index and files are from different saves. Copy the folder "
             "again."
         )
-    return {name: found[file][name] for name, file in weight_map.items()}
+    return {name: headers[file][name] for name, file in weight_map.items()}
 
 
 def _check_files(folder: Path, files: Sequence[str]) -> None:
@@ -254,9 +254,9 @@ def _is_inside(folder: Path, file: str) -> bool:
     In the cache, ``snapshots/REVISION/FILE`` is a link to ``blobs/HASH`` next to ``snapshots``.
     """
     inside = folder.resolve()
-    found = Path(os.path.realpath(folder / file)).parent
+    target = Path(os.path.realpath(folder / file)).parent
     snapshots = next((parent for parent in inside.parents if parent.name == "snapshots"), None)
-    return found in (inside, None if snapshots is None else snapshots.parent / "blobs")
+    return target in (inside, None if snapshots is None else snapshots.parent / "blobs")
 
 
 def _refuse(folder: Path) -> None:

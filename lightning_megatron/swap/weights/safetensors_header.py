@@ -112,9 +112,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     entries = parse_object(content, str(path), "Copy it again.")
     entries.pop("__metadata__", None)
     begin = LENGTH_BYTES + length
-    found = {name: _stored(name, entry, path, begin, size) for name, entry in entries.items()}
-    _check_with_library(path, found)
-    return found
+    tensors = {name: _stored(name, entry, path, begin, size) for name, entry in entries.items()}
+    _check_with_library(path, tensors)
+    return tensors
 
 
 def _check_with_library(path: Path, tensors: Mapping[str, StoredTensor]) -> None:

@@ -132,21 +132,21 @@ def with_scales_joined(tensors: Mapping[str, StoredTensor]) -> dict[str, Readabl
     Args:
         tensors: Tensors of the files, by name.
     """
-    found: dict[str, ReadableTensor] = dict(tensors)
+    joined: dict[str, ReadableTensor] = dict(tensors)
     for name, tensor in tensors.items():
         if name.endswith(_PACKED):
             stem = name.removesuffix(_PACKED)
             scales = tensors.get(f"{stem}{_SCALES}")
             if scales is not None and _is_packed(tensor, scales):
-                del found[name], found[f"{stem}{_SCALES}"]
-                found[stem] = FourBitExperts(tensor, scales)
+                del joined[name], joined[f"{stem}{_SCALES}"]
+                joined[stem] = FourBitExperts(tensor, scales)
         elif name.endswith(_INVERSE):
             stem = name.removesuffix(_INVERSE)
             numbers = tensors.get(stem)
             if numbers is not None and _is_in_squares(numbers, tensor):
-                del found[name]
-                found[stem] = ScaledSquares(numbers, tensor)
-    return found
+                del joined[name]
+                joined[stem] = ScaledSquares(numbers, tensor)
+    return joined
 
 
 def is_read_as_numbers(quantization: Any) -> bool:
