@@ -61,7 +61,7 @@ def boxes_to_write(tensors: Mapping[str, Entry], mesh: ParallelMesh) -> list[Box
                 )
                 (own if entry.is_exclusive else shared[entry.placement.is_expert]).append(piece)
     for is_expert, pieces in shared.items():
-        axis = mesh.copies(is_expert)
+        axis = mesh.replica_axis(is_expert)
         writers = assign_writers(
             [prod(piece.box.sizes) * piece.view.element_size() for piece in pieces], axis.size
         )

@@ -17,7 +17,7 @@ from lightning_megatron.extras import import_extra
 from lightning_megatron.generation.decoding import generate, gpt_of
 from lightning_megatron.generation.settings import GenerationSettings
 from lightning_megatron.generation.stop_text import StopStrings, before_stop
-from lightning_megatron.generation.token_pass import evaluating
+from lightning_megatron.generation.token_pass import evaluation_mode
 from lightning_megatron.groups.collectives import all_gather_objects, broadcast_
 from lightning_megatron.models.relay import run_stage_by_stage
 from lightning_megatron.models.token_module import IGNORED
@@ -270,7 +270,7 @@ class HarnessAnswers:
         mesh = self._gpt.mesh
         given = tokens.to(mesh.device), labels.to(mesh.device)
         self._gpt.wait_for_parameters()
-        with torch.no_grad(), evaluating(self._gpt):
+        with torch.no_grad(), evaluation_mode(self._gpt):
             if mesh.pp.size == 1:
                 scores: Tensor | None = _summed(self._model, *given)
             else:

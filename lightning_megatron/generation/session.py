@@ -12,7 +12,11 @@ from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.generation.beam_search import Candidates
 from lightning_megatron.generation.prompts import PromptRows
 from lightning_megatron.generation.settings import GenerationSettings
-from lightning_megatron.generation.token_pass import TokenPass, evaluating, reason_against_recording
+from lightning_megatron.generation.token_pass import (
+    TokenPass,
+    evaluation_mode,
+    reason_against_recording,
+)
 from lightning_megatron.groups.collectives import all_reduce_, broadcast_
 from lightning_megatron.layers.context_parallel.sequence_order import length_multiple
 from lightning_megatron.layers.key_value_cache import KeyValueCache
@@ -157,7 +161,7 @@ class GenerationSession:
         assert span.past is not None, "rows of prompts have a cache"
         gpt = self._gpt
         count = span.past.count
-        with evaluating(gpt):
+        with evaluation_mode(gpt):
             if gpt.mesh.pp.size == 1:
                 logits: Tensor | None = gpt.logits_at(rows, count - 1, span)
             else:

@@ -331,7 +331,7 @@ class CapturedPiece:
         with (
             torch.inference_mode(False),
             torch.set_grad_enabled(self.piece.has_backward) if kind == "forward" else nullcontext(),
-            tools.random.kept_position(),
+            tools.random.preserve_position(),
             tools.observers.recording(label, generators, state) as recorder,
             without_collection(),
         ):

@@ -134,7 +134,7 @@ class EffectObservers:
 
         When the block ends, gradient slots, gathers of parameters, counts of collectives and
         torch's default generators are restored. Random streams move as they do without a recording,
-        so that the captures of a chunk can follow one another. ``RandomStreams.kept_position``
+        so that the captures of a chunk can follow one another. ``RandomStreams.preserve_position``
         around all of them restores the streams.
 
         Args:

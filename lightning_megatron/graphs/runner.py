@@ -183,7 +183,7 @@ class GraphRunner:
             for slot in self._slots_of(action.unit):
                 slot.leave(action.unit)
 
-    def sending(self, unit: PipelineUnit, transfers: PendingTransfers) -> None:
+    def record_sends(self, unit: PipelineUnit, transfers: PendingTransfers) -> None:
         """Wait for transfers before the slot of a unit is used again; see ``ActionObserver``."""
         if self._plan is not None and self._has_backward:
             # A shared slot returns copies of its results.

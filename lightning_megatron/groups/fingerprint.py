@@ -17,7 +17,8 @@ from lightning_megatron.groups.collectives import all_gather_objects
 Fields = Mapping[str, str | int | float | None]
 
 _REMEDY = "Start every rank with the same command, environment and files."
-#: Time for which rank 0, which may run the store, waits until the others have read the failure.
+#: Time for which rank 0 waits until the other ranks have read the failure. The store may end with
+#: rank 0.
 _READING = timedelta(seconds=30)
 #: Shortest and longest interval between reads of the store by a waiting rank (seconds).
 _MIN_PAUSE_SECONDS = 0.002
@@ -30,7 +31,7 @@ def check_same_everywhere(world: MeshAxis, fields: Fields, remedy: str = _REMEDY
     Args:
         world: Axis with all ranks, on CPU.
         fields: Values by name.
-        remedy: Last sentence of the message: what to do about values that differ.
+        remedy: Last sentence of the error text: what the user should do if values differ.
 
     Raises:
         RankMismatchError: On every rank; the message names the ranks and fields that differ from
@@ -100,7 +101,7 @@ def check_same_in_store(
 
 
 class _Waiting:
-    """Wait for other ranks, unless one of them waits for this rank with another layout.
+    """Wait for other ranks, and raise if one of them waits for this rank with another layout.
 
     Args:
         store: Store in which every rank names the ranks that it is waiting for.
@@ -121,7 +122,7 @@ class _Waiting:
     def read(self, store: dist.Store, key: str, others: Sequence[int]) -> str:
         """Return the value of a key that one of ``others`` writes."""
         pause = _MIN_PAUSE_SECONDS
-        # Ask instead of waiting in the store, whose client logs each wait that ends without a key.
+        # Poll, because the client of the store logs every wait that ends without a key.
         while not store.check([key]):
             for other in others:
                 self._check_layout_of(other)

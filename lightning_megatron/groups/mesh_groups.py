@@ -32,8 +32,8 @@ DEFAULT_TIMEOUTS = {
     "cpu": default_pg_timeout,
     "cuda": default_pg_nccl_timeout or default_pg_timeout,
 }
-#: Time that the ranks wait for each other in a save; one may have much more to write, to a slow
-#: disk.
+#: Time that the ranks wait for each other in a save. A rank may have much more to write than
+#: others, to a slow disk.
 CHECKPOINT_TIMEOUT = timedelta(hours=2)
 #: Axes whose messages must not queue behind large ones on a GPU.
 _HIGH_PRIORITY = ("cp", "pp", "ep")
@@ -207,8 +207,8 @@ class GroupBuilder:
     def _create(
         self, groups: Sequence[Sequence[int]], backend: str, options: Mapping[str, Any]
     ) -> MeshAxis:
-        # A rank outside every group, such as a middle stage and the embedding group, gets a group
-        # of one rank.
+        # A rank outside of all groups gets a group of one rank, such as a middle stage, which is
+        # not in the embedding group.
         mine = MeshAxis("", (self.rank,), 0, None)
         for ranks in groups:
             if len(ranks) == 1:

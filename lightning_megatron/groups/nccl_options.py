@@ -54,7 +54,7 @@ _SETTINGS: Mapping[str, Any] = {
     "nvls_ctas": Count,
 }
 _MEGATRON_SETTINGS = {"is_high_priority_stream": "high_priority"}
-#: Size limit of a file; one with every axis and setting has less than a tenth of it (bytes).
+#: Maximum size of a file. A file with every axis and setting has less than a tenth of it (bytes).
 _MAX_FILE_BYTES = 100_000
 
 NcclOptions = Mapping[str, Mapping[str, Any]]
@@ -95,7 +95,7 @@ def check_installed(options: NcclOptions) -> None:
     """Check that the installed NCCL supports the settings; do nothing if torch has no NCCL.
 
     Raises:
-        ParallelPlanError: For a setting that it does not support.
+        ParallelPlanError: For a setting that the installed NCCL does not support.
     """
     if hasattr(dist, "ProcessGroupNCCL"):
         for values in options.values():
@@ -103,7 +103,7 @@ def check_installed(options: NcclOptions) -> None:
 
 
 def torch_options(settings: Mapping[str, Any]) -> Any:
-    """Return the settings of one axis as options for ``torch.distributed.new_group``.
+    """Convert the settings of one axis to options for ``torch.distributed.new_group``.
 
     Raises:
         ParallelPlanError: For a setting that the installed NCCL does not support.

@@ -17,7 +17,7 @@ from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.chunked_head import LogitForm
 from lightning_megatron.layers.context_parallel.sequence_order import (
     at_place,
-    joined_parts,
+    join_parts,
     own_part,
 )
 from lightning_megatron.layers.document_cut import TokenOrder
@@ -388,7 +388,7 @@ class GPT(LayeredModule):
         vocab_size = self.config.vocab_size
         if targets is None:
             full = gather_from_axis(logits, self.mesh.tp, dim=-1)[..., :vocab_size]
-            return joined_parts(full, self.mesh.cp, cut=cut).transpose(0, 1)
+            return join_parts(full, self.mesh.cp, cut=cut).transpose(0, 1)
         return targets.losses(logits, self.mesh, vocab_size)
 
     def _chunked_result(self, hidden: Tensor, targets: Targets, chunk: int) -> Any:

@@ -25,7 +25,7 @@ from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.private.user_module import attached_trainer
 from lightning_megatron.strategy.process.ranks import RankStrategy
 from lightning_megatron.strategy.process.run_stream import RunStream
-from lightning_megatron.swap import building_on_meta
+from lightning_megatron.swap import build_on_meta
 
 
 class TrainerAnswers(RankStrategy):
@@ -118,7 +118,7 @@ class TrainerAnswers(RankStrategy):
     @override
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        with building_on_meta():
+        with build_on_meta():
             yield
 
     @override
@@ -132,7 +132,7 @@ class TrainerAnswers(RankStrategy):
     ) -> Any:
         # Note masks and lengths on the host, so that code that needs them later does not wait for
         # the device.
-        with self.mesh.host_values.noting():
+        with self.mesh.host_values.record_moves():
             return self._moved(batch, device, dataloader_idx)
 
     def _moved(self, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:

@@ -66,7 +66,7 @@ def cut_layers(module: nn.Module) -> list[CutLayer]:
 
 
 @contextmanager
-def recording_inputs(
+def record_inputs(
     layers: Sequence[CutLayer], axis: MeshAxis, *, is_whole: bool
 ) -> Iterator[list[LayerInput]]:
     """Record the inputs of sharded layers inside the block.

@@ -115,7 +115,7 @@ class EightBitBuffer(FlatBuffer):
             super().store_main_parameters(mesh, stored=stored)
             return
         self._casts.find(self._magnitudes)
-        for axis in (mesh.copies(self.is_expert), mesh.tp):
+        for axis in (mesh.replica_axis(self.is_expert), mesh.tp):
             all_reduce_(self._magnitudes, axis, "max")
         self._casts.cast(self._magnitudes, FORMAT)
         self._scales[:, 0].copy_(torch_casts.scales_of(self._magnitudes, FORMAT))

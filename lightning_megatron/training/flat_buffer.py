@@ -147,7 +147,7 @@ class FlatBuffer:
         planned = self.plan.buckets[bucket]
         whole = self.parameters[planned.start : planned.stop]
         own = self.own_part(self.parameters, bucket)
-        return start_all_gather(whole, own, mesh.copies(self.is_expert))
+        return start_all_gather(whole, own, mesh.replica_axis(self.is_expert))
 
     @torch.no_grad()
     def load_main_parameters(self) -> None:

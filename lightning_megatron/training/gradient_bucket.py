@@ -56,7 +56,7 @@ class GradientBucket:
         Communication: one reduce-scatter over the data axis, or over that of experts; an all-reduce
         if ranks get whole buckets.
         """
-        axis = mesh.copies(self.buffer.is_expert)
+        axis = mesh.replica_axis(self.buffer.is_expert)
         buffer = self.buffer
         planned = buffer.plan.buckets[self.index]
         whole = buffer.gradients[planned.start : planned.stop]

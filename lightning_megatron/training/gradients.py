@@ -89,7 +89,7 @@ class GradientReducer:
                 GradientBucket.of(buffer, index) for index in range(len(buffer.plan.buckets))
             )
             mesh = self._main.mesh
-            scale = mesh.copies(buffer.is_expert).size / mesh.data.size
+            scale = mesh.replica_axis(buffer.is_expert).size / mesh.data.size
             for name, parameter in buffer.members.items():
                 owner = self._owner_of([name])
                 slot = GradientSlot(

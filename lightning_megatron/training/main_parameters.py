@@ -162,7 +162,9 @@ class MainParameters:
         Args:
             names: Names of the parameters to count; None means all.
         """
-        is_first = {is_expert: self.mesh.copies(is_expert).is_first for is_expert in (False, True)}
+        is_first = {
+            is_expert: self.mesh.replica_axis(is_expert).is_first for is_expert in (False, True)
+        }
         return self._counted.of(self._slices, is_first, names)
 
     def names_of(self, optimizer: Optimizer) -> list[list[str]]:
@@ -241,7 +243,7 @@ class MainParameters:
             alike.setdefault(key, []).append(name)
         for (dtype, _, is_expert, in_eight_bits), members in alike.items():
             own = [names for names in weights if names[0] in members] if in_eight_bits else None
-            axis = self.mesh.copies(is_expert)
+            axis = self.mesh.replica_axis(is_expert)
             made.append(self._make_buffer(members, dtype, granularity, axis, own))
         # The buffers changed the memory of the parameters, not the objects. Groups and state still
         # refer to these objects, which the main parameters replace.

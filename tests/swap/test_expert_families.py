@@ -30,7 +30,7 @@ from lightning_megatron.swap.families.expert_names import ExpertNames
 from lightning_megatron.swap.families.fields import IRRELEVANT
 from lightning_megatron.swap.hugging_face.class_tensors import ClassTensors
 from lightning_megatron.swap.hugging_face.state_dict import to_foreign_names, to_own_names
-from lightning_megatron.swap.pretrained.from_pretrained import building_on_meta
+from lightning_megatron.swap.pretrained.from_pretrained import build_on_meta
 from lightning_megatron.swap.tensors.mapping import Slices, TensorsInMemory
 from lightning_megatron.swap.tensors.packed import Packed, pack
 from lightning_megatron.swap.weights.export import export_folder, foreign_tensors
@@ -645,7 +645,7 @@ def test_a_model_that_is_left_alone_has_its_values(is_pretrained: bool, tmp_path
         expected = library.from_pretrained(tmp_path)
     else:
         expected = library.from_config(twin.config, dtype=torch.bfloat16)
-    with building_on_meta():
+    with build_on_meta():
         model = (
             library.from_pretrained(tmp_path)
             if is_pretrained

@@ -39,7 +39,7 @@ def own_part(
     return torch.cat([tensor.narrow(dim, rows.start, len(rows)) for rows in ranges], dim)
 
 
-def joined_parts(
+def join_parts(
     tensor: Shaped[Tensor, "..."], axis: MeshAxis, dim: int = 0, cut: TokenOrder | None = None
 ) -> Shaped[Tensor, "..."]:
     """Return the whole sequence on every rank, from the two pieces that each rank holds.
@@ -99,7 +99,7 @@ def of_first_rank(value: Shaped[Tensor, "..."], axis: MeshAxis) -> Shaped[Tensor
     """Return the value of the rank that holds the first tokens of the rows, on every rank.
 
     The backward pass gives that rank the sum of the gradients of all ranks, and the other ranks
-    zeros, as in :func:`joined_parts`.
+    zeros, as in :func:`join_parts`.
 
     Args:
         value: Value that each rank computes from the first of its tokens.

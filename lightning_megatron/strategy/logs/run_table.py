@@ -178,7 +178,7 @@ def _num_full_elements(module: nn.Module, mesh: ParallelMesh) -> int:
     counted = 0
     for parameter in module.parameters():
         spec = shard_spec_of(parameter, mesh.tp.rank)
-        if spec.tied_to is None and mesh.copies(spec.is_expert).is_first:
+        if spec.tied_to is None and mesh.replica_axis(spec.is_expert).is_first:
             counted += sum(prod(box.sizes) for box in spec.boxes() if box.copy == 0)
     return int(all_reduce_(torch.tensor(counted), mesh.world_cpu))
 

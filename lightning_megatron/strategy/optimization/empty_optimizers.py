@@ -24,7 +24,7 @@ _REMEDY = (
 
 
 @contextmanager
-def allowing_empty_optimizers(mesh: ParallelMesh) -> Iterator[None]:
+def allow_empty_optimizers(mesh: ParallelMesh) -> Iterator[None]:
     """Allow optimizers without parameters inside the block, if the model is cut into stages.
 
     A module that trains only its head has no trained parameters on the other stages, and torch

@@ -45,8 +45,8 @@ from lightning_megatron.strategy.step.weight_reads import WeightReads
 from lightning_megatron.strategy.step.whole_steps import WholeSteps
 from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
 from lightning_megatron.strategy.trials.microbatch_check import MicrobatchTrials
-from lightning_megatron.strategy.trials.unsharded_modules import naming_unsharded_modules
-from lightning_megatron.strategy.trials.weight_writes import keeping_state
+from lightning_megatron.strategy.trials.unsharded_modules import name_unsharded_modules
+from lightning_megatron.strategy.trials.weight_writes import preserve_state
 
 
 class StepRunner:
@@ -345,7 +345,7 @@ class StepRunner:
         is_repeated = self._mesh.pp.size > 1 or self.limited_rows is not None
         sizes = {id(part.data): part.num_samples for part in microbatches}
         step_fn = getattr(module, name)
-        trial = Trial(name, partial(keeping_state, module, name))
+        trial = Trial(name, partial(preserve_state, module, name))
         guard = nullcontext() if guard is None else guard
 
         def run_one(data: Any) -> Any:
@@ -353,7 +353,7 @@ class StepRunner:
             begin()
             with (
                 guard,
-                naming_unsharded_modules(module, self._mesh),
+                name_unsharded_modules(module, self._mesh),
                 self._attribute_sync.trial() if self._executor.is_repeated else nullcontext(),
             ):
                 # A step may remove entries from its batch, and another run needs them again.

@@ -56,7 +56,7 @@ class ScheduleChoice:
         self._times: ActionTimes | None = None
         self._measured: MeasuredStages | None = None
         self._schedules: dict[int, Schedule] = {}
-        executor.follow(self._schedule)
+        executor.use_schedule(self._schedule)
 
     @property
     def measured(self) -> MeasuredStages | None:
@@ -91,7 +91,7 @@ class ScheduleChoice:
                 medians, self._mesh, self._placement, free, transfer
             )
             self._times = None
-            self._executor.follow(self._schedule)
+            self._executor.use_schedule(self._schedule)
 
     def _schedule(self, num_microbatches: int, forward_only: bool) -> Schedule:
         base = self._base(num_microbatches, forward_only)

@@ -143,7 +143,7 @@ class WholeSteps:
                 holds_sums=sums,
                 variant=(sums, gather.is_deferred, states is not None),
                 prepare=gather.wait_for_started,
-                around=partial(refusing_kept_changes, self._module, "training_step"),
+                around=partial(refuse_kept_changes, self._module, "training_step"),
                 held=partial(attributes_of, self._module),
             )
         )
@@ -182,7 +182,7 @@ class WholeSteps:
                 run_eagerly=lambda: run(microbatches, args),
                 run=lambda given: run(given, _unread(args)),
                 prepare=self._state.main.wait,
-                around=partial(refusing_kept_changes, self._module, key[0]),
+                around=partial(refuse_kept_changes, self._module, key[0]),
                 held=partial(attributes_of, self._module),
             )
         )
@@ -223,7 +223,7 @@ class WholeSteps:
 
 
 @contextmanager
-def refusing_kept_changes(module: nn.Module, step: str) -> Iterator[None]:
+def refuse_kept_changes(module: nn.Module, step: str) -> Iterator[None]:
     """Refuse steps with Python effects that a replay would not repeat, and undo these effects.
 
     A replay runs no Python code, so it neither calls hooks of modules nor changes attributes.

@@ -12,7 +12,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.layered import layered_modules
-from lightning_megatron.pipeline.microbatch import Microbatch, ignored_in, is_cut, joined_parts
+from lightning_megatron.pipeline.microbatch import Microbatch, count_ignored, is_cut, join_parts
 from lightning_megatron.strategy.modules.buffers import BatchStatistics
 from lightning_megatron.strategy.modules.module_state import ModuleState
 from lightning_megatron.strategy.trials.trial_step import (
@@ -21,11 +21,11 @@ from lightning_megatron.strategy.trials.trial_step import (
     TrialStep,
     combined,
     is_close,
-    uncompiled,
-    undoing_changes,
+    undo_changes,
+    without_compilation,
 )
 from lightning_megatron.strategy.trials.uneven_masks import UnevenMasks
-from lightning_megatron.strategy.trials.weight_writes import refusing_weight_writes
+from lightning_megatron.strategy.trials.weight_writes import refuse_weight_writes
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class MicrobatchTrials:
             return
         parts = list(microbatches[:_MAX_MICROBATCHES])
         groups = _groups(len(parts))
-        together = joined_parts(batch, parts, groups)
+        together = join_parts(batch, parts, groups)
         # Layers differ between stages, and batches between data ranks, but a trial is collective:
         # either all ranks run it or none.
         if not all(all_gather_objects(bool(groups) and not self._drops, self._mesh.world_cpu)):
@@ -109,10 +109,10 @@ class MicrobatchTrials:
         whole = Microbatch(batch, sum(part.num_samples for part in microbatches))
         # Weights that still arrive from other ranks would look like weights that a step writes.
         self._wait()
-        with undoing_changes(self._module, self._mesh) as state, uncompiled(self._module):
+        with undo_changes(self._module, self._mesh) as state, without_compilation(self._module):
             trial = _MicrobatchTrial(self._mesh, self._module, key[0], run, state, whole)
             try:
-                with refusing_weight_writes(self._module, key[0]):
+                with refuse_weight_writes(self._module, key[0]):
                     if trial.compare(together, groups, parts):
                         self._finished.add(key)
             except UnsupportedError:
@@ -291,7 +291,7 @@ class _MicrobatchTrial:
 
     def _warn_of_ignored_labels(self, parts: Sequence[Microbatch]) -> None:
         """Warn of token means over unequal microbatches, which rounding hides in half precision."""
-        counts = [ignored_in(part.data) / part.num_samples for part in parts]
+        counts = [count_ignored(part.data) / part.num_samples for part in parts]
         if len(set(counts)) > 1:
             log.warning(
                 "The microbatches of a batch have different numbers of labels of -100. In half "

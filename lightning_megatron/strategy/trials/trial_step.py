@@ -123,7 +123,7 @@ class TrialStep:
 
 
 @contextmanager
-def undoing_changes(module: LightningModule, mesh: ParallelMesh) -> Iterator[ModuleState]:
+def undo_changes(module: LightningModule, mesh: ParallelMesh) -> Iterator[ModuleState]:
     """Restore the module's state outside its parameters, and random streams, after the block.
 
     Args:
@@ -145,7 +145,7 @@ def undoing_changes(module: LightningModule, mesh: ParallelMesh) -> Iterator[Mod
 
 
 @contextmanager
-def uncompiled(module: LightningModule) -> Iterator[None]:
+def without_compilation(module: LightningModule) -> Iterator[None]:
     """Run compiled modules eagerly inside the block, if there are any.
 
     Trials run under dispatch modes. ``torch.compile`` never compiles a function again whose first

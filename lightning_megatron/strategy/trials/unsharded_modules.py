@@ -25,7 +25,7 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 @contextmanager
-def naming_unsharded_modules(root: nn.Module, mesh: ParallelMesh) -> Iterator[None]:
+def name_unsharded_modules(root: nn.Module, mesh: ParallelMesh) -> Iterator[None]:
     """Add the name of the unsharded module to torch's shape errors, if it received sharded
     features.
 

@@ -16,7 +16,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import broadcast_, gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.context_parallel.sequence_order import joined_parts, length_multiple
+from lightning_megatron.layers.context_parallel.sequence_order import join_parts, length_multiple
 from lightning_megatron.layers.document_cut import TokenOrder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.gpt_inputs import laid_out
@@ -305,7 +305,7 @@ class HuggingFaceLM(ReplacedModel):
                 )
             shard = self.gpt.logits(shard)
         cut = None if span is None else span.order
-        own = joined_parts(shard, mesh.cp, cut=cut)[kept, :rows]
+        own = join_parts(shard, mesh.cp, cut=cut)[kept, :rows]
         full = gather_from_axis(own, mesh.tp, dim=-1)
         return full[..., : self.gpt.config.vocab_size].transpose(0, 1)
 
@@ -319,7 +319,7 @@ def gather_sequences(hidden: Tensor, mesh: ParallelMesh, cut: TokenOrder | None 
         an all-gather forward and a reduce-scatter backward.
     """
     full = gather_from_axis(hidden, mesh.tp, dim=0) if mesh.sequence_parallel else hidden
-    return joined_parts(full, mesh.cp, cut=cut).transpose(0, 1)
+    return join_parts(full, mesh.cp, cut=cut).transpose(0, 1)
 
 
 def _mean(total: Tensor, labels: Tensor | None, num_items: Tensor | int | None) -> Tensor:

@@ -245,7 +245,7 @@ def _held(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, _Held]
     sent = {}
     for name, tensor in tensors.items():
         spec = shard_spec_of(tensor, mesh.tp.rank)
-        if spec.tied_to is not None or not mesh.copies(spec.is_expert).is_first:
+        if spec.tied_to is not None or not mesh.replica_axis(spec.is_expert).is_first:
             continue
         pairs = [(box, view) for box, view in spec.local_views(tensor.detach()) if box.copy == 0]
         if pairs:

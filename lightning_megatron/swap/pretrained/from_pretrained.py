@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 from lightning_megatron.extras import import_extra
-from lightning_megatron.models.hugging_face_folder import naming_folder
+from lightning_megatron.models.hugging_face_folder import name_folder_in_errors
 from lightning_megatron.swap.families import find_family
 from lightning_megatron.swap.hugging_face.family_layers import build_layers
 from lightning_megatron.swap.pretrained.deferred import (
@@ -59,7 +59,7 @@ _LOADING_INFO = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_ms
 
 
 @contextmanager
-def building_on_meta() -> Iterator[None]:
+def build_on_meta() -> Iterator[None]:
     """Build models of known families on the meta device inside the block.
 
     Weights are read only from local folders, when the model is swapped. All other models, and
@@ -270,7 +270,7 @@ def _from_pretrained(
     with_info = given.pop("output_loading_info", False)
     if config is None:
         # Fields of the configuration may be among the arguments.
-        with naming_folder(
+        with name_folder_in_errors(
             str(path), "config.json must be a configuration that transformers reads"
         ):
             config, given = cls.config_class.from_pretrained(
@@ -285,7 +285,9 @@ def _from_pretrained(
         return _naming_files(path, lambda: load(cls, *args, **kwargs))
     if dtype in (None, "auto"):
         dtype = config.dtype or SafetensorsFolder(path).dtype
-    with naming_folder(str(path), "config.json must describe a model that transformers builds"):
+    with name_folder_in_errors(
+        str(path), "config.json must describe a model that transformers builds"
+    ):
         model = cls._from_config(config, dtype=dtype)
     setattr(model, _FOLDER, str(path))
     _deferred(model, str(path))
