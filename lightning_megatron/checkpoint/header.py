@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lightning_megatron.checkpoint.storage import FileRecord, Folder, writing
+from lightning_megatron.checkpoint.storage import FileRecord, Folder, open_for_writing
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strict_json import parse_object
@@ -22,9 +22,9 @@ HEADER = "checkpoint.json"
 METADATA = "meta.pt"
 #: Index of tensors and their positions in files, written by torch.distributed.checkpoint.
 TENSOR_INDEX = ".metadata"
-#: Prefix of the index's entries with the values of one rank.
+#: Prefix of index entries that contain the values of one rank.
 RANK_STATE = "rank_state."
-#: Limit of the header's size; it suffices for half a million files (bytes).
+#: Maximum size of the header, which suffices for half a million files (bytes).
 _MAX_HEADER_BYTES = 1 << 26
 #: Last second of the year 9999, the largest year of Python's dates (seconds since 1970).
 _MAX_SECONDS = 253402300799
@@ -37,7 +37,7 @@ class Header:
 
     Args:
         layout: Layout of the job that saved the checkpoint.
-        torch: Version of torch that saved it.
+        torch: Version of torch that saved the checkpoint.
         files: Size and checksum of every other file, by name.
         global_step: Number of optimizer steps taken; checkpoints are ordered by it.
         epoch: Epoch in which the checkpoint was saved.
@@ -57,13 +57,13 @@ class Header:
 
     @property
     def age(self) -> tuple[int, int, float]:
-        """Sort key of checkpoints: the newest has the largest."""
+        """Return the sort key of checkpoints: the newest checkpoint has the largest key."""
         return self.global_step, self.epoch, self.saved_at
 
     def write(self, folder: Folder, name: str = HEADER) -> None:
         """Write the header into a folder and flush it to disk."""
         fields = asdict(self)
-        with writing(folder, name) as stream:
+        with open_for_writing(folder, name) as stream:
             stream.write(
                 (json.dumps({**fields, "checksum": _sum_of(fields)}, indent=2) + "\n").encode()
             )

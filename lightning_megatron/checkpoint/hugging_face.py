@@ -16,7 +16,7 @@ from lightning_megatron.checkpoint.consolidate import (
     HUGGING_FACE,
     MODEL,
     ONE_PROCESS,
-    Written,
+    WrittenSize,
     read_one_by_one,
 )
 from lightning_megatron.checkpoint.header import Header
@@ -44,7 +44,7 @@ from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 
 
 def describe_models(module: nn.Module, one_process: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the class, configuration and adapter of every Hugging Face model inside a module.
+    """Describe every Hugging Face model inside a module: its class, configuration and adapter.
 
     Args:
         module: LightningModule or other root module.
@@ -107,7 +107,8 @@ class SavedModel:
         )
 
     def merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the full tensors of the model with the adapter merged, by names of its class."""
+        """Yield the full tensors of the model with the adapter merged, by the names in its "
+        "class."""
         if self.adapter is None:
             return self._read()
         maps = self.adapter.class_maps(self._table)
@@ -144,7 +145,7 @@ def find_model(
 
     Raises:
         CheckpointMismatchError: If there is no complete checkpoint, or it has no such model.
-        UnsupportedError: If the model kept its own layers and peft has wrapped them.
+        UnsupportedError: If the model's layers were not replaced, and peft has wrapped them.
     """
     metadata = load_metadata(path, weights_only=not unsafe)
     name, record = _chosen(metadata.get(HUGGING_FACE) or {}, name, path)
@@ -170,7 +171,7 @@ def export_model(
         name: Attribute of the LightningModule with the model; None selects the only one.
         dtype: Dtype of the weights; None keeps the saved dtype, which is full precision under mixed
             precision.
-        max_file_bytes: Limit of a file's size, except for a file with one larger tensor (bytes).
+        max_file_bytes: Maximum size of a file, unless it has a single larger tensor (bytes).
         unsafe: Whether to unpickle objects of any type.
         merge: Whether to write the whole model with its adapter merged, instead of the adapter.
 
@@ -210,7 +211,7 @@ def import_model(
     name: str = "model",
     dtype: torch.dtype | None = None,
     num_files: int = 1,
-) -> Written:
+) -> WrittenSize:
     """Write the weights of a local Hugging Face folder as a checkpoint.
 
     The checkpoint has no optimizer: validate, test and predict accept it as ``ckpt_path``.

@@ -20,7 +20,7 @@ class Match:
 
     Args:
         sources: Name of the entry for every tensor of this rank's stage that the checkpoint has.
-        missing: Names of the tensors of any rank that the checkpoint lacks.
+        missing: Names of the tensors that any rank needs and the checkpoint lacks.
         unexpected: Names of the entries that no rank needs.
     """
 
@@ -43,8 +43,8 @@ def match(
         expected: Placements of the tensors of this rank's stage, including those of other data
             ranks.
         mesh: Mesh of this rank.
-        strict: Whether missing and unexpected entries raise.
-        prefix: Prefix of the entries that can be unexpected.
+        strict: Whether missing and unexpected entries raise an error.
+        prefix: Prefix of the names of entries that may be reported as unexpected.
 
     Raises:
         CheckpointMismatchError: On all ranks, with names and shapes.

@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face models that keep their own layers."""
+"""Checkpoints of Hugging Face models whose layers were not replaced by layers of this package."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class SavedOwnCodeModel:
         path: Checkpoint of the model.
         architecture: Name of the model's class.
         config: Configuration of the model.
-        entries: Entry of each tensor by its name in the model.
+        entries: Name of the entry of each tensor, by the name of the tensor in the model.
         empty: Shapes of the tensors without elements, which are not stored, by entry.
-        form: Conversion between the model and its files; None if files have the same tensors.
+        form: Conversion between the tensors of the model and of its files; None if they are equal.
     """
 
     path: str | os.PathLike[str]
@@ -108,7 +108,7 @@ class SavedOwnCodeModel:
         )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full tensors of the model, one block after the other, by their names in it."""
+        """Yield the full tensors with their names in the model, one block after the other."""
         name_of = {entry: name for name, entry in self.entries.items()}
         for entry, shape in self.empty.items():
             if entry in name_of:

@@ -18,7 +18,7 @@ from lightning_megatron.checkpoint import (
     saved_tensors,
     verify_checkpoint,
 )
-from lightning_megatron.checkpoint.consolidate import MODEL, OPTIMIZERS, Written, consolidate
+from lightning_megatron.checkpoint.consolidate import MODEL, OPTIMIZERS, WrittenSize, consolidate
 from lightning_megatron.checkpoint.rewrite import rewrite
 from lightning_megatron.checkpoint.single_file import read_single_file, verify_single_file
 from lightning_megatron.cli.arguments import at_least_one
@@ -314,7 +314,7 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [lines[0], "-" * min(120, sum(widths) + 2 * (len(widths) - 1)), *lines[1:]]
 
 
-def _summary(out: object, written: Written, weights_only: bool) -> str:
+def _summary(out: object, written: WrittenSize, weights_only: bool) -> str:
     what = "weights only" if weights_only else "to continue from"
     return f"{out}: {_plural(written.num_tensors, 'tensor')}, {_size(written.num_bytes)}, {what}"
 

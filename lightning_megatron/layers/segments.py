@@ -33,7 +33,7 @@ class Segment:
         starts_transfer: Whether the written values contain started transfers, for which the
             segments that read these values wait.
         parts: Function that returns the list of segments that ``run`` runs; None if there is none.
-        stays_whole: Whether :meth:`SegmentList.opened` keeps the segment although it has parts,
+        stays_whole: Whether :meth:`SegmentList.expand` keeps the segment although it has parts,
             because ``run`` does more than run them.
         keeps_only_inputs: Whether the backward pass reads nothing of the forward pass but the
             values of ``reads``, because it recomputes the rest.
@@ -189,7 +189,7 @@ class SegmentList:
             )
         )
 
-    def opened(self, keeps_whole: Callable[[nn.Module], bool] = is_compiled) -> SegmentList:
+    def expand(self, keeps_whole: Callable[[nn.Module], bool] = is_compiled) -> SegmentList:
         """Return the list with every segment that has parts replaced by its parts.
 
         Equal to this list, gradients included, except that the modules of replaced segments are not
@@ -200,7 +200,7 @@ class SegmentList:
             keeps_whole: Function that returns whether a module must be called as a whole. Its
                 segment is then kept; it is static if all its parts are, and has all their scopes.
         """
-        segments = [one for segment in self.segments for one in _opened(segment, keeps_whole)]
+        segments = [one for segment in self.segments for one in _expand(segment, keeps_whole)]
         return SegmentList(_after(self._begin, segments), self.inputs, self.outputs)
 
     def _check(self) -> None:
@@ -265,7 +265,7 @@ def split(
 
     Each piece is a list: its ``inputs`` are the values that it reads from outside, its ``outputs``
     the values that a later piece or the caller reads. ``is_static`` distinguishes static runs from
-    eager pieces. Running the pieces one after the other equals ``segments.opened(keeps_whole)``.
+    eager pieces. Running the pieces one after the other equals ``segments.expand(keeps_whole)``.
 
     A transfer starts and ends in one piece, together with the segments between start and end; the
     piece is eager if one of these segments is. Segments that keep only their inputs for the
@@ -282,7 +282,7 @@ def split(
         UnsupportedError: If a scope or a cut is unknown.
     """
     wanted = expanded_scopes(scopes)
-    opened = segments.opened(keeps_whole)
+    opened = segments.expand(keeps_whole)
     unknown = sorted(set(cuts) - {segment.name for segment in opened})
     if unknown:
         raise UnsupportedError(
@@ -346,12 +346,12 @@ def _with_surfaces(
     return lists
 
 
-def _opened(segment: Segment, keeps_whole: Callable[[nn.Module], bool]) -> Iterator[Segment]:
+def _expand(segment: Segment, keeps_whole: Callable[[nn.Module], bool]) -> Iterator[Segment]:
     """Yield the renamed parts of a segment; the segment itself if it stays whole."""
     if segment.parts is None:
         yield segment
         return
-    parts = segment.parts().opened(keeps_whole)
+    parts = segment.parts().expand(keeps_whole)
     if segment.stays_whole or any(map(keeps_whole, segment.modules)):
         yield replace(segment, parts=None, is_static=parts.is_static, scopes=parts.scopes)
         return

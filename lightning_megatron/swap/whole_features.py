@@ -1,4 +1,4 @@
-"""Comparison of sharded layers with the same layers run on all features."""
+"""Inputs of sharded layers, for a comparison with the same layers on all features."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_megatron.swap.decide.kinds import SWAPPED_AS
 
 #: Kinds of layers that produce or consume sharded features, and of modules sharded with them.
 _CUT = ("column", "row", "features")
-#: Size limit of the sample of a call's input (elements). A sample has some positions, each with
+#: Maximum size of the sample of a call's input (elements). A sample has some positions, each with
 #: all of this rank's features.
 _MAX_SAMPLE_ELEMENTS = 2**16
 
@@ -124,7 +124,7 @@ def _note(
     inputs: list[LayerInput],
     is_whole: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Keep a sample of an input, and cut the complete input of a row layer."""
+    """Record a sample of an input, and cut the complete input of a row layer."""
     given = args or tuple(kwargs.values())
     if not given or not isinstance(given[0], Tensor):
         return None

@@ -23,12 +23,12 @@ from lightning_megatron.layers.regions import column_linear, row_linear
 from lightning_megatron.layers.sequence_shard import CUT, SequenceShard, gathered
 from lightning_megatron.swap.blocks.dropout import TensorDropout
 
-#: Maximum difference of copies of a tensor, relative to its largest element.
+#: Maximum difference between two ranks' copies of a tensor, relative to its largest element.
 _TOLERANCE = 1e-2
 
 
 class _Entry:
-    """Division of a module's complete inputs along the sequence.
+    """Function that cuts a module's complete inputs along the sequence.
 
     Args:
         name: Name of the module, for errors.
@@ -172,7 +172,7 @@ class SequenceRowLinear(RowParallelLinear):
 
 
 def gather_sequence_inputs(module: nn.Module) -> None:
-    """Gather whole sequences for a block without sequence parallelism."""
+    """Register a hook that gathers complete sequences for a block that needs them."""
     module.register_forward_pre_hook(_full_inputs, with_kwargs=True)
 
 

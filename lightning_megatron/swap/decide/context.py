@@ -1,4 +1,4 @@
-"""Which modules context parallelism can cut, decided before any process group exists."""
+"""Check of modules under context parallelism, before any process group exists."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ _NUM_SHOWN = 4
 def check_cut(
     root: nn.Module, cp: int, plan: Mapping[str, str] | None
 ) -> tuple[GPTConfig | EncoderConfig, ...]:
-    """Refuse a module without a model that can be cut along the sequence, or with foreign parts.
+    """Refuse a module that context parallelism does not support.
 
-    Such a model, a decoder or an encoder, cuts the sequences that it is called with, and joins its
-    results, so the modules around it see whole sequences, and may mix positions: every rank of cp
-    computes them in full. Inside the model are modules of this package and those that compute
-    positions separately.
+    The module must contain a model that can be cut along the sequence: a GPT, an Encoder, or a
+    Hugging Face model that becomes one. The model cuts its input sequences and joins its results.
+    Modules around the model therefore see complete sequences and may mix positions; every rank of
+    cp computes them in full. All modules inside the model must belong to this package, or compute
+    each position separately.
 
     Args:
         root: Root module; it may have been swapped in an earlier run.
-        cp: Ranks that share a sequence (ranks).
+        cp: Number of ranks that share a sequence (ranks).
         plan: The user's tensor_parallel_plan.
 
     Returns:
@@ -45,7 +46,7 @@ def check_cut(
 
     Raises:
         ParallelPlanError: If the plan does not fit the module.
-        UnsupportedError: If there is no such model, or a module inside one that may mix positions.
+        UnsupportedError: If there is no such model, or a module inside one may mix positions.
     """
     sites = sites_of(root)
     swappable = unique_sites(sites)
@@ -81,7 +82,7 @@ def _check_parts(path: str, model: GPT | Encoder, cp: int) -> None:
 
 
 def _reasons(root: nn.Module, sites: Sequence[ModuleSite], models: ModelChoice) -> Iterator[str]:
-    """Describe modules that see whole sequences."""
+    """Describe modules that are not cut along the sequence."""
     inside: list[str] = []
     for model in models.own_code:
         if model.is_outermost:

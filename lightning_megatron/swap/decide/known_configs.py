@@ -1,4 +1,4 @@
-"""Configurations of the models of a module, found before any process group exists."""
+"""Configurations of the models in a module, before any process group exists."""
 
 from __future__ import annotations
 

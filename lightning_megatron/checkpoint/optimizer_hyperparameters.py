@@ -42,7 +42,7 @@ def check_hyperparameters(
 
 
 def _has_same_type(current: Any, taken: Any) -> bool:
-    """Return whether a saved value has the type of the current one; int and float count as one."""
+    """Return whether a saved value has the type of the current one; int and float are one type."""
     if current is None:
         return True
     if isinstance(current, Tensor) or isinstance(taken, Tensor):

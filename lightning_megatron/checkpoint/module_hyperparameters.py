@@ -12,7 +12,9 @@ from lightning_megatron.checkpoint.single_file import read_single_file
 
 
 def saved_hyper_parameters(path: str) -> Mapping[str, Any] | None:
-    """Return the hyperparameters in a checkpoint, empty if it has none; None if there is none.
+    """Return the hyperparameters of the module in a checkpoint; None if there is no checkpoint.
+
+    The result is empty if the checkpoint has no hyperparameters.
 
     Args:
         path: Single file, directory of a sharded checkpoint, or anything else.
