@@ -107,8 +107,7 @@ class SavedModel:
         )
 
     def merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full tensors of the model with the adapter merged, by the names in its "
-        "class."""
+        """Yield the full tensors with the adapter merged, by the names in the model's class."""
         if self.adapter is None:
             return self._read()
         maps = self.adapter.class_maps(self._table)

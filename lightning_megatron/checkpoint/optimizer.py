@@ -201,8 +201,7 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Mapp
 
 
 def _held(main: MainParameters, name: str) -> tuple[Placement, bool] | None:
-    """Return placement and ``is_exclusive`` of this rank's part of a parameter; None without "
-    "one."""
+    """Return the placement and ``is_exclusive`` of this rank's part of a parameter, if any."""
     one = main.slices.get(name)
     if one is not None:
         return one.placement, one.is_exclusive

@@ -64,8 +64,10 @@ class HostCopies:
         self._host_tensors([piece.view for piece in pieces])
 
     def wait_for_snapshot(self) -> None:
-        """Make later GPU work wait until the original tensors have been read; the host does not "
-        "wait."""
+        """Make later GPU work wait until the original tensors have been read.
+
+        The host does not wait.
+        """
         if self._originals_read is not None:
             torch.cuda.current_stream(self.device).wait_event(self._originals_read)
 
@@ -118,7 +120,8 @@ class HostCopies:
     def _host_tensors(self, like: Sequence[Tensor]) -> list[Tensor]:
         """Return host tensors with the shapes and dtypes of other tensors.
 
-        Each storage is no larger than its tensor, because ``torch.save`` writes complete storages."""
+        Each storage is no larger than its tensor, because ``torch.save`` writes complete storages.
+        """
         for buffer in self._buffers:
             buffer.used = 0
         padded = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in like]

@@ -48,8 +48,7 @@ class CheckpointWriter:
 
     @property
     def pending(self) -> str | None:
-        """Return the path of the background save whose result is not yet known; None without "
-        "one."""
+        """Return the path of the background save whose result is not known yet, if there is one."""
         return None if self._running is None else os.fspath(self._running.save.path)
 
     def save(

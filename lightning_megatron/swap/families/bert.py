@@ -28,7 +28,7 @@ _ACTIVATIONS = {
 #: This package's name of the weight that computes the logits of classes.
 CLASSIFIER = "head.output.weight"
 _PROBLEM_TYPES = (None, "regression", "single_label_classification", "multi_label_classification")
-#: Fields of the first releases of BERT, and of features that no model of these classes has.
+#: Fields that only the first releases of BERT read, or that no model of these classes reads.
 _IRRELEVANT = frozenset(
     {
         "directionality",
@@ -51,7 +51,7 @@ class EncoderNames:
 
     Args:
         prefix: Prefix of the names of all tensors except the head's.
-        head: Names of the head's layers, by this package's names.
+        head: Names of the head's layers in the class, by their names in this package.
     """
 
     prefix: str = ""

@@ -50,7 +50,8 @@ _NAMES = replace(
     ),
 )
 _NO_CODE = "only these routers are implemented"
-#: Losses in the code of the first releases; Hugging Face's class and this package omit them.
+#: Settings of losses that only the code of the first releases has. Hugging Face's class and this
+#: package do not compute these losses.
 _IGNORED = frozenset({"aux_loss_alpha", "seq_aux", "ep_size"})
 
 
@@ -77,7 +78,7 @@ def _rotary_fields(family: str) -> tuple[Field, ...]:
 
 
 def _scale(values: Values) -> float | None:
-    """Return the factor of scores, which grows with the length of sequences; None if it does not.
+    """Return the factor of scores, which grows with the supported length; None without a factor.
 
     Source: Peng et al. 2023 (yarn), section 3.4.
     """

@@ -38,10 +38,11 @@ class Family:
         head: Name of the output head's weight, which a file may have in addition to a tied
             embedding.
         embedding: Name of the token embedding's weight.
-        heads: Patterns of whole names of tensors that belong to heads. Heads of other classes in a
+        heads: Patterns of full names of tensors that belong to heads. Heads of other classes in a
             file are skipped. Missing heads of this class keep their initial values.
-        copies: Further names of a tensor in a state dict, with the name of that tensor.
-        packed: Rules of tensors that the class packs; the table uses the names in files.
+        copies: Pairs of a further name in a state dict and the name of the tensor that it repeats.
+        packed: Rules for tensors that the class packs. The tables of the family use the names in
+            files.
     """
 
     model_type: str
@@ -64,7 +65,7 @@ class Family:
             settings: Configuration to check.
         """
         if settings.get("expert_settings"):
-            # Only models of this package have such.
+            # Only models of this package have these settings.
             return ""
         try:
             self.config(settings)
@@ -73,7 +74,7 @@ class Family:
         return ""
 
     def ignores(self, name: str) -> bool:
-        """Return whether a tensor of this name has no weights of its own."""
+        """Return whether a tensor with this name contains no weights, or repeats another tensor."""
         return any(name == copy for copy, _ in self.copies) or any(
             re.fullmatch(pattern, name) for pattern in self.ignored
         )
@@ -85,8 +86,8 @@ class Family:
     def class_tensors(self, config: ModelConfig) -> tuple[TensorMap, ...]:
         """List the sources of a model's parameters in its class's tree.
 
-        The list equals :attr:`tensors` with the names of the class as targets; a joined layer has
-        several entries.
+        The list is that of :attr:`tensors`, with the names in the class as targets. A layer that
+        joins several layers of the class has several entries.
         """
         return class_table(self.tensors(config), self.packed)
 
@@ -111,10 +112,10 @@ class DecoderNames:
         final_norm: Norm before the head.
         attention_norm: Norm before the attention, if there is one.
         mlp_norm: Norm before the MLP, if there is one.
-        qkv: Projections to queries, keys and values, or the joint one.
+        qkv: Projections to queries, keys and values, or one projection to all of them.
         output: Output projection of the attention.
-        up: First projections of the MLP: gate and up, the joint one, or the one before the
-            activation.
+        up: First projections of the MLP: gate and up, one projection to both, or the projection
+            before the activation of an MLP without a gate.
         down: Second projection of the MLP.
         query_norm: Norm of queries, if there is one.
         key_norm: Norm of keys, if there is one.
@@ -124,12 +125,14 @@ class DecoderNames:
         sinks: Scores of the heads' sinks, if there are any; the name of the tensor.
         position: Position embedding, if there is one.
         embedding_norm: Norm after the embedding, if there is one.
-        head: Output head, if it has a weight of its own.
+        head: Output head, if its weight is not that of the embedding.
         is_transposed: Whether weights of projections are stored input first.
-        latent: Projections to latent vectors and to heads, if attention has them; ``qkv`` does not
-            count then.
-        experts: Routers and experts, if there are any; the MLPs are then those of the other layers.
-        by_heads: Whether ``qkv`` has the query, key and value rows of one head after the other.
+        latent: Projections to latent vectors and to heads, if attention has them; ``qkv`` is then
+            not used.
+        experts: Routers and experts, if there are any; ``up`` and ``down`` are then those of layers
+            without experts.
+        by_heads: Whether ``qkv`` has the query, key and value rows of each head together, one head
+            after the other.
     """
 
     embedding: str

@@ -8,10 +8,10 @@ from typing import Annotated, Any, TypeAlias
 from lightning_megatron.errors import CheckpointMismatchError, ParallelPlanError
 from lightning_megatron.plan.settings import Count, NotNegative, Probability, Range, coerced, shown
 
-#: Sizes are multiplied with each other and with the bytes of an element, in 64 bits.
+#: Size that can be multiplied by another size and the bytes of an element in 64 bits.
 Size: TypeAlias = Annotated[int, Range(minimum=1, maximum=1 << 28)]
-#: Limit of layers. A list of all layers is built, which a larger number would let exhaust the
-#: memory before weights are checked.
+#: Number of layers. The maximum prevents that a list of all layers exhausts the memory before the
+#: weights are checked.
 Layers: TypeAlias = Annotated[int, Range(minimum=1, maximum=10_000)]
 Number: TypeAlias = Annotated[int, Range(minimum=0, maximum=1 << 28)]
 Share: TypeAlias = Annotated[float, Range(above=0, maximum=1)]
@@ -117,7 +117,7 @@ def check_kind(name: str, value: Any, kind: Any, family: str) -> None:
         family: Name of the family, for errors.
 
     Raises:
-        CheckpointMismatchError: Naming the field, its value and what is legal.
+        CheckpointMismatchError: With the field, its value and the legal values.
     """
     if not isinstance(kind, Mapping):
         try:

@@ -1,4 +1,4 @@
-"""Rules for the fields of foreign configurations: used, ignored, or refused by name."""
+"""Rules for the fields of Hugging Face configurations: each is used, ignored or refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_megatron.swap.families.unknown_fields import (
 )
 
 Values: TypeAlias = Mapping[str, Any]
-"""Fields of a foreign configuration by name, with the family's defaults where none are given."""
+"""Fields of a Hugging Face configuration by name, with the family's defaults for missing ones."""
 
 #: Fields of every Hugging Face configuration that do not affect training: names, files, tokens, and
 #: how text is generated.
@@ -126,7 +126,7 @@ _NO_CROSS_ATTENTION = "cross attention is not implemented"
 
 @dataclass(frozen=True)
 class Field:
-    """Rule for a field of a foreign configuration.
+    """Rule for a field of a Hugging Face configuration.
 
     Args:
         name: Name in the configuration.
@@ -136,7 +136,8 @@ class Field:
         allowed: Supported values; None allows all.
         reason: Reason why no other value is supported.
         aliases: Further names of the field in files.
-        kind: Kind of the value, as in ``KINDS``; None uses the kind of the field's name there.
+        kind: Type and range of the value, as in ``KINDS``; None means the entry of ``KINDS`` for
+            the field's name.
     """
 
     name: str
@@ -148,10 +149,11 @@ class Field:
     kind: Any = None
 
     def value_in(self, config: Values, family: str) -> Any:
-        """Return a configuration's value of the field, or the default.
+        """Return the value of the field in a configuration, or the default.
 
         Raises:
-            UnsupportedError: If it gives two under different names.
+            UnsupportedError: If the configuration has different values under two names of the
+                field.
         """
         given = {
             name: config[name]
@@ -186,9 +188,9 @@ GENERAL = (
 class ConfigTable:
     """Conversion of a family's configurations to those of this package.
 
-    Every field is used, ignored, or refused unless it has the supported value. A field that the
-    table lacks is ignored if Hugging Face ignores it too. Otherwise it is refused unless it is off
-    (None or False).
+    Every field is used, ignored, or refused unless it has a supported value. A field without a rule
+    is ignored if Hugging Face's class ignores it, too. Otherwise the field is refused unless its
+    value is None or False.
 
     Args:
         family: Name of the family, for messages.
@@ -208,7 +210,7 @@ class ConfigTable:
 
     @property
     def names(self) -> frozenset[str]:
-        """Return the names of all fields that the table knows."""
+        """Return the names of all fields that the table has a rule for or ignores."""
         own = {name for rule in (*self.fields, *GENERAL) for name in (rule.name, *rule.aliases)}
         return self.ignored.union(own, *(part.names for part in self.parts.values()))
 
@@ -219,9 +221,9 @@ class ConfigTable:
             config: Configuration, as from ``config.to_dict()`` or ``config.json``.
 
         Raises:
-            UnsupportedError: Naming the field and its value, if it requests something that this
-                package does not compute.
-            CheckpointMismatchError: If a value is of another type than the family's.
+            UnsupportedError: With the field and its value, if the field requests a feature that
+                this package does not have.
+            CheckpointMismatchError: If a value has another type than in the family.
             ParallelPlanError: If sizes contradict each other.
         """
         if not isinstance(config, Mapping) or not all(isinstance(name, str) for name in config):
@@ -285,7 +287,7 @@ class ConfigTable:
         on = sorted(
             name for name in unknown if config[name] is not None and config[name] is not False
         )
-        # Settings of this package take effect, although Hugging Face ignores them.
+        # Settings of this package have an effect, although Hugging Face's class ignores them.
         overlooked = unknown_fields(on, config.get("model_type")) - {SETTINGS}
         for name in on:
             if name not in overlooked:
@@ -302,7 +304,7 @@ class ConfigTable:
 def refusal(
     family: str, name: str, value: Any, reason: str, allowed: tuple[Any, ...] = (None, False)
 ) -> UnsupportedError:
-    """Return the error for a field that asks for an unsupported computation."""
+    """Return the error for a field that requests an unsupported feature."""
     legal = join_or(allowed)
     return UnsupportedError(
         f"{name} of a {family} configuration must be {legal}: it is {shown(value)}. Here {reason}. "
@@ -328,6 +330,6 @@ def translate_values(
 
 
 def padding_id(values: Values) -> Mapping[str, Any]:
-    """Return the token of padding; torch.nn.Embedding counts a negative one from the end."""
+    """Return the padding token. A negative id counts from the end, as in torch.nn.Embedding."""
     given = values["pad_token_id"]
     return {"padding_id": given if given is None or given >= 0 else values["vocab_size"] + given}

@@ -14,13 +14,14 @@ class LatentNames:
 
     Args:
         query_down: Projection to latent vectors of queries.
-        query_norm: Norm of these.
-        query_up: Projection of these to heads.
+        query_norm: Norm of the latent vectors of queries.
+        query_up: Projection of the latent vectors to query heads.
         query: Projection of the hidden states to query heads, without latent vectors.
         key_value_down: Projection to latent vectors of keys and values, and to the keys' elements
             that all heads share.
         key_value_norm: Norm of these latent vectors.
-        key_value: Projection of these to keys and values, of one head after the other.
+        key_value: Projection of these latent vectors to the keys and values of one head after the
+            other.
     """
 
     query_down: str

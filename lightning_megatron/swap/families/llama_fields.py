@@ -1,4 +1,4 @@
-"""Configuration fields that Llama and its descendants share."""
+"""Configuration fields that Llama and families derived from it share."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def sizes(
     """Return the rules for the shared fields, with a family's defaults.
 
     Args:
-        vocab_size: Tokens of the vocabulary (tokens).
+        vocab_size: Size of the vocabulary (tokens).
         hidden_size: Size D of the residual stream (elements).
         intermediate_size: Inner features of the MLP (elements).
         num_layers: Transformer blocks (layers).
         num_heads: Query heads (heads).
         max_length: Longest sequence (tokens).
         num_kv_heads: Key/value heads; None means num_heads (heads).
-        norm_eps: Added to variances.
+        norm_eps: Number that norms add to variances.
         tied: Whether the output head shares the token embedding's weight.
-        padding: Token whose vector is not trained by its lookups, or None.
+        padding: Token whose lookups do not train its embedding vector; None without one.
     """
     return (
         Field("vocab_size", vocab_size, "vocab_size"),
@@ -82,8 +82,8 @@ def _kv_heads(values: Values) -> Mapping[str, Any]:
 
 
 def head_dim(values: Values) -> Mapping[str, Any]:
-    """Return the head size, if it does not follow from other fields."""
-    # Some versions store the value that follows from the sizes.
+    """Return the head size if it differs from the one that follows from other fields."""
+    # Some versions of transformers store the value that follows from the sizes.
     given = values["head_dim"]
     heads = values["num_attention_heads"]
     return {"head_dim": None if given is None or given * heads == values["hidden_size"] else given}
@@ -96,7 +96,7 @@ def _attention_bias(values: Values) -> Mapping[str, Any]:
 def window(values: Values) -> Mapping[str, Any]:
     """Return the attention window, if it is shorter than a sequence can be."""
     given = values["sliding_window"]
-    # No window is faster.
+    # Attention without a window is faster.
     return {
         "sliding_window": None
         if given is None or given >= values["max_position_embeddings"]
@@ -119,11 +119,11 @@ def windows_of(
         width: Attention window of the sliding layers; None means none (tokens).
         values: Fields of the configuration.
         family: Name of the family, for errors.
-        keeps_all: Whether windows count that are longer than all sequences, because layers with a
-            window have other positions.
+        keeps_all: Whether to keep windows that are longer than every sequence, because layers with
+            a window have other positions.
 
     Raises:
-        UnsupportedError: If a kind is another, or kinds and layers do not match.
+        UnsupportedError: For another kind, or if there is not one kind for each layer.
     """
     legal = ("full_attention", "sliding_attention")
     for layer, kind in enumerate(types):

@@ -13,9 +13,9 @@ from lightning_megatron.plan.settings import shown
 from lightning_megatron.swap.families.field_kinds import KINDS, check_kind
 from lightning_megatron.swap.families.fields import Field, Values
 
-#: Earlier names of kinds.
+#: Names of kinds in earlier configurations.
 _KIND_ALIASES = {"su": "longrope"}
-#: Further keys of ``rope_parameters`` by kind, besides theta, kind and the rotated share.
+#: Keys of ``rope_parameters`` by kind, besides the base, the kind and the rotated share.
 _KEYS_OF_KIND: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -58,7 +58,7 @@ def rotary_fields(
     Args:
         base_field: Field of the base in the earlier notation.
         share_field: Field of the rotated share of a head in the earlier notation; None if the
-            family always rotates whole heads.
+            family always rotates all elements of a head.
         default_share: Rotated share if the field is missing.
         kind_aliases: Further names of the kinds.
         default_base: Base if the field is missing.
@@ -196,7 +196,7 @@ def _agreed(values: Values, name: str | None, second_name: str) -> Any:
 
 def _scaling(kind: Any, parameters: Mapping[str, Any], values: Values) -> RotaryScaling:
     longest = values["max_position_embeddings"]
-    # A field of the configuration itself goes before one inside the mapping.
+    # A field of the configuration takes precedence over a key of the mapping.
     length = (
         values["original_max_position_embeddings"]
         or parameters.get("original_max_position_embeddings")

@@ -43,7 +43,8 @@ _IRRELEVANT = frozenset({"return_dict", "cache_position", "max_length_k", "cu_se
 class LabelledGPT(GPT):
     """GPT that returns the losses and this rank's logits, sequence first.
 
-    If losses are computed in chunks, it returns the output of the last norm in place of logits.
+    If losses are computed in chunks, the model returns the output of the last norm instead of the
+    logits.
     """
 
     @override
@@ -78,7 +79,7 @@ class LabelledGPT(GPT):
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Rows of a call: tokens or vectors, the label of each position's next token, and the span."""
+    """Inputs of a call: tokens or vectors, labels of the next tokens, and the attention span."""
 
     tokens: Tensor | None
     embeddings: Tensor | None
@@ -90,8 +91,8 @@ class HuggingFaceLM(ReplacedModel):
     """Hugging Face causal language model, computed by the layers of a GPT.
 
     Loss, logits and gradients equal those of the replaced model. Labels are token ids, which the
-    forward pass shifts. A batch without any counted label has the loss 0; Hugging Face's model
-    returns NaN.
+    forward pass shifts. The loss of a batch in which all labels are ignored is 0; Hugging Face's
+    model returns NaN.
     """
 
     @property
@@ -128,18 +129,21 @@ class HuggingFaceLM(ReplacedModel):
             input_ids: Token ids; alternatively ``inputs_embeds``.
             attention_mask: 1 for tokens, 0 for padding, on either side.
             position_ids: Position of every token. Without an attention mask, a position that is
-                not one more than its predecessor starts a new sequence, which attention stays in.
+                not one more than its predecessor starts a new sequence, and tokens attend only
+                within their sequence.
             past_key_values: The name of ``cache`` before transformers 5.24.
             inputs_embeds: Vectors instead of token ids.
             labels: Token ids, or -100 where no loss is computed.
             use_cache: Argument without effect; only ``generate`` fills a cache.
             logits_to_keep: Number of last positions whose logits are returned (0: all).
-            num_items_in_batch: Divisor of the summed loss; by default their number (tokens).
+            num_items_in_batch: Divisor of the summed loss; by default the number of labels that
+                are not ignored (tokens).
             shift_labels: Labels that are already shifted.
             cu_seq_lens_q: Boundaries of sequences packed into one row, as in flash attention.
             max_length_q: Upper bound of the lengths of these sequences (tokens).
             output_hidden_states: Whether to return the states of all layers; requires pp=1.
-            cache: Cache of ``generate``, which has the earlier tokens; None means none.
+            cache: Cache of ``generate`` with the keys and values of earlier tokens; None without
+                one.
             others: Further arguments, none of which may change the result.
 
         Raises:
@@ -192,14 +196,14 @@ class HuggingFaceLM(ReplacedModel):
         """Return the arguments of a call, padded to the form that the layout needs."""
         given = _one_input(input_ids, inputs_embeds)
         described = attention_mask, position_ids
-        # The mask of tokens that follow a cache has another shape, and the cache reads it.
+        # With a cache, the mask also covers earlier tokens, and the cache reads it.
         is_continued = cache is not None and cache.length > 0
         own = (None, None) if is_continued else described
         span, labels = self._span_and_labels(*own, packed, given.shape[:2], labels, shift_labels)
         multiple = length_multiple(self.gpt.mesh, is_cut=not is_continued)
         rows, extra = self._padding(len(given), given.shape[1], multiple)
         if rows or extra:
-            # Appended positions change no earlier one, and their results are dropped.
+            # Appended positions do not affect earlier ones, and their results are dropped.
             input_ids = pad_batch(input_ids, extra, 0, rows)
             labels = pad_batch(labels, extra, IGNORED, rows)
             if inputs_embeds is not None:
@@ -221,7 +225,8 @@ class HuggingFaceLM(ReplacedModel):
         shift_labels: Tensor | None,
     ) -> tuple[AttentionSpan | None, Tensor | None]:
         """Return the attention span, and the label of each position's next token."""
-        # The host knows the labels of the batch, but not values that are computed from them.
+        # The host has the labels of the batch, but not the shifted labels that are computed on the
+        # device.
         described = attention_mask, position_ids, packed, shape
         host = self.mesh.host_values
         if shift_labels is None:
@@ -231,7 +236,7 @@ class HuggingFaceLM(ReplacedModel):
     def _with_states(
         self, run: Callable[[], T], span: AttentionSpan | None
     ) -> tuple[T, tuple[Tensor, ...]]:
-        """Run the model and return the hidden states of all its layers too."""
+        """Run the model; return its result and the hidden states of all layers."""
         gpt = self.gpt
         if gpt.mesh.pp.size > 1:
             raise UnsupportedError(
@@ -255,7 +260,7 @@ class HuggingFaceLM(ReplacedModel):
         kept: slice,
         has_labels: bool,
     ) -> CausalLMOutput:
-        """Run the pipeline stages in turn, and give every rank the result."""
+        """Run the pipeline stages in turn, and broadcast the result to all ranks."""
         pp = self.gpt.mesh.pp
         options = dict[str, Any](device=self.device, dtype=self.dtype)
         output = run_stage_by_stage(self.gpt, run)
@@ -311,7 +316,7 @@ class HuggingFaceLM(ReplacedModel):
 
 
 def gather_sequences(hidden: Tensor, mesh: ParallelMesh, cut: TokenOrder | None = None) -> Tensor:
-    """Gather hidden states of whole sequences on every tensor-parallel rank.
+    """Gather the hidden states of complete sequences on every tensor-parallel rank.
 
     Shapes: hidden ``(S/cp, B, D)`` or, under sequence parallelism, ``(S/(cp tp), B, D)``; output
         ``(B, S, D)``.

@@ -55,7 +55,7 @@ class ClassTensors:
 
         Args:
             models: Record of each Hugging Face model, by its name in the module. Models that
-                run their own code are skipped, because they already have their classes' tensors.
+                run their own code are skipped, because their tensors are those of their classes.
         """
         conversions = []
         for name, model in models.items():
@@ -67,7 +67,7 @@ class ClassTensors:
         return conversions
 
     def has(self, name: str) -> bool:
-        """Return whether a name is a tensor of this model that the class also has."""
+        """Return whether a name is that of a tensor of this model which the class has, too."""
         return name.startswith(self.prefix) and self._key(name) in self._maps
 
     def class_name(self, name: str) -> str:
@@ -90,8 +90,8 @@ class ClassTensors:
         """Join full tensors of the model into the tensor of the class.
 
         Args:
-            parts: All parts of one class tensor (the same :meth:`class_name`), by name. A
-                vocabulary may have rows of padding.
+            parts: All parts of one tensor of the class (those with the same :meth:`class_name`), by
+                name. A vocabulary may have padding rows.
 
         Raises:
             CheckpointMismatchError: If a part is missing.
@@ -165,7 +165,7 @@ class ClassTensors:
 
 
 def class_name_in(models: Sequence[ClassTensors], name: str) -> str:
-    """Return a parameter's name in the module before its models are replaced.
+    """Return the name that a parameter had before the models of the module were replaced.
 
     Args:
         models: Conversions of the module's replaced models.
@@ -247,7 +247,7 @@ def state_from_class(
 
 
 def owner_of(models: Sequence[ClassTensors], name: str) -> ClassTensors | None:
-    """Return the replaced model that a parameter belongs to; None if there is none."""
+    """Return the replaced model to which a parameter belongs; None if there is none."""
     return next((model for model in models if model.has(name)), None)
 
 

@@ -25,9 +25,9 @@ _IRRELEVANT = frozenset({"use_cache", "return_dict"})
 class HuggingFaceEncoder(ReplacedModel):
     """Hugging Face encoder, with or without a head, computed by an Encoder's layers.
 
-    Outputs, loss and gradients equal those of the replaced model. A masked language model without
-    any counted label has the loss 0; Hugging Face's model returns NaN. Losses of half-precision
-    models are computed in float32.
+    Outputs, loss and gradients equal those of the replaced model. If all labels of a masked
+    language model are ignored, the loss is 0; Hugging Face's model returns NaN. Losses of
+    half-precision models are computed in float32.
     """
 
     #: Hugging Face's configuration.
@@ -69,7 +69,7 @@ class HuggingFaceEncoder(ReplacedModel):
             labels: Targets of a head, or -100 where no loss is computed.
             start_positions: First token of each answer ``(B)``; a position outside of the row has
                 no loss.
-            end_positions: Last token of each answer ``(B)``, likewise.
+            end_positions: Last token of each answer ``(B)``, with the same rule.
             others: Further arguments, none of which may change the result; ``return_dict=False``
                 returns a tuple.
 
@@ -87,7 +87,7 @@ class HuggingFaceEncoder(ReplacedModel):
         inputs = input_ids, inputs_embeds, attention_mask, position_ids, token_type_ids
         choices = None
         if self.family.architecture.endswith("ForMultipleChoice"):
-            # Each answer is a row.
+            # Each choice becomes a row.
             choices = _num_choices(inputs)
         rows = self._rows(*(_as_rows(one, choices) for one in inputs))
         length = rows.tokens_or_vectors.shape[1]
@@ -125,7 +125,7 @@ class HuggingFaceEncoder(ReplacedModel):
         return EncoderInput(tokens, vectors, valid, positions, token_types, lengths)
 
     def _padded(self, rows: EncoderInput, extra: int) -> EncoderInput:
-        """Append padding positions that no position attends to."""
+        """Append padding positions, to which no token attends."""
         given = rows.tokens_or_vectors
         valid = rows.valid
         lengths = rows.lengths
@@ -218,7 +218,7 @@ def _as_rows(tensor: Tensor | None, choices: int | None) -> Tensor | None:
 
 
 def _num_choices(inputs: tuple[Tensor | None, ...]) -> int:
-    """Return the number of answers of each sample."""
+    """Return the number of choices of each sample."""
     tokens, vectors = inputs[:2]
     given = vectors if tokens is None else tokens
     if given is None or given.dim() != (4 if tokens is None else 3):
@@ -240,7 +240,7 @@ def _widened(logits: Tensor) -> Tensor:
 
 
 def _place_loss(logits: Tensor, places: Tensor) -> Tensor:
-    """Return the mean loss of positions in rows; those outside of a row do not count."""
+    """Return the mean loss of positions, without those that are outside of their row."""
     length = logits.shape[1]
     return _cross_entropy(logits, places.view(-1).clamp(0, length), length)
 

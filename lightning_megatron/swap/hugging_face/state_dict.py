@@ -17,13 +17,14 @@ from lightning_megatron.swap.weights.load import full_tensors
 
 
 def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict with the tensors of replaced models under this package's names.
+    """Convert the tensors of replaced models in a state dict to this package's names.
 
     Most tensors keep their names. Some are stored differently or are joined from several tensors.
 
     Args:
         module: Module whose Hugging Face models have been replaced.
-        full: Full tensors by the names before the replacement; other tensors are passed on.
+        full: Full tensors, by the names before the replacement. Tensors outside of replaced models
+            are returned unchanged.
 
     Raises:
         CheckpointMismatchError: If tensors of a model are missing, unexpected or of another shape.
@@ -47,7 +48,7 @@ def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
         for target, tensor in full_factors(foreign, adapter, table):
             renamed[f"{prefix}{target}"] = tensor
         own = dict(part.named_buffers())
-        # Tensors that other strategies do not save keep their values.
+        # Other strategies do not save these tensors, so the module keeps its values.
         renamed |= {
             f"{prefix}{key}": buffer for key, buffer in own.items() if is_training_only(key)
         }
@@ -58,15 +59,15 @@ def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
 def to_foreign_names(
     models: Sequence[ClassTensors], state: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return a state dict with replaced models' tensors in their class's names and order.
+    """Convert replaced models' tensors in a state dict to the names and order of their classes.
 
     Args:
         models: Conversions of the replaced models.
-        state: Full tensors by this package's names; vocabularies may have rows of padding.
+        state: Full tensors, by this package's names. Vocabularies may have padding rows.
 
     Raises:
-        UnsupportedError: If peft trained modules as a whole, because peft also keeps their original
-            tensors.
+        UnsupportedError: If peft trained all weights of a module, because peft's state dict also
+            has the original weights, which a replaced model does not keep.
     """
     parts: dict[str, list[str]] = {}
     for name in state:
@@ -100,7 +101,7 @@ def _in_tree(name: str, adapter: Adapter | None) -> str:
 def _add_aliases(
     tensors: dict[str, Any], prefix: str, family: Family, config: Any, adapter: Adapter | None
 ) -> None:
-    """Add tensors with two names under their second name too."""
+    """Add each tensor with two names under the second name, too."""
     aliases = dict(family.copies)
     if config.tie_embeddings:
         aliases[family.head] = family.embedding
