@@ -32,7 +32,7 @@ from lightning_megatron.swap.hugging_face.class_tensors import (
     class_name_in,
     class_states,
 )
-from lightning_megatron.swap.hugging_face.state_dict import to_foreign_names
+from lightning_megatron.swap.hugging_face.state_dict import to_class_names
 
 _STATE = re.compile(r"optimizer\.\d+\.state\.")
 _TRAINING = re.compile(rf"{_STATE.pattern}|{re.escape(CURRENT)}")
@@ -97,7 +97,7 @@ def consolidate(
     shapes = {name: one.shape for name, one in saved.items()}
     where = stored.checkpoint.file(METADATA)
     check_names(one_process, metadata.get(OPTIMIZERS, ()), shapes, where)
-    models = ClassTensors.saved(metadata.pop(HUGGING_FACE, {}))
+    models = ClassTensors.from_checkpoint(metadata.pop(HUGGING_FACE, {}))
     metadata = without_training(metadata) if weights_only else metadata
     target = _new_file(out)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
@@ -120,10 +120,10 @@ def consolidate(
         aliases = one_process["aliases"]
         order = {name: aliases.get(name, name) for name in one_process["order"]}
         state = {name: tensors.get(f"{MODEL}{first}") for name, first in order.items()}
-        values["state_dict"] = to_foreign_names(models, state)
+        values["state_dict"] = to_class_names(models, state)
         if not weights_only and any(name.startswith(CURRENT) for name in names):
             current = {name: tensors.get(f"{CURRENT}{first}") for name, first in order.items()}
-            values["current_model_state"] = to_foreign_names(models, current)
+            values["current_model_state"] = to_class_names(models, current)
         if not weights_only:
             values["optimizer_states"] = [
                 _numbered(index, optimizer, one_process["numbering"][index], tensors, models)

@@ -36,7 +36,7 @@ from lightning_megatron.swap.hugging_face.own_code import (
     own_code_models,
 )
 from lightning_megatron.swap.hugging_face.replaced_model import replaced_models
-from lightning_megatron.swap.tensors.low_rank import Adapter, is_factor, merged, plain_name
+from lightning_megatron.swap.tensors.low_rank import Adapter, is_factor, merge_updates, plain_name
 from lightning_megatron.swap.tensors.mapping import TensorMap
 from lightning_megatron.swap.weights.export import MAX_FILE_BYTES, export_adapter, export_folder
 from lightning_megatron.swap.weights.load import full_tensors
@@ -112,7 +112,7 @@ class SavedModel:
             return self._read()
         maps = self.adapter.class_maps(self._table)
         factors = dict(self._read({factor.target for one in maps for factor in (one.a, one.b)}))
-        return merged(self._read(), factors, maps, self.adapter)
+        return merge_updates(self._read(), factors, maps, self.adapter)
 
     @property
     def _table(self) -> tuple[TensorMap, ...]:

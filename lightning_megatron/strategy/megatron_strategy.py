@@ -55,7 +55,7 @@ from lightning_megatron.strategy.private.processes import reset_seed
 from lightning_megatron.strategy.private.user_module import publish_device_mesh
 from lightning_megatron.strategy.run import Run
 from lightning_megatron.strategy.sharding import shard_module, start_mixtures
-from lightning_megatron.swap.hugging_face.state_dict import to_own_names
+from lightning_megatron.swap.hugging_face.state_dict import to_package_names
 from lightning_megatron.training.ties import name_copies_as_originals
 
 
@@ -252,7 +252,7 @@ class MegatronStrategy(TrainerAnswers):
         full = checkpoint["state_dict"]
         if self.run.is_fit and averaging_callback(self.user_module.trainer) is not None:
             full = checkpoint.get("current_model_state", full)
-        own = to_own_names(self.user_module, full)
+        own = to_package_names(self.user_module, full)
         load_full_weights(own, self.user_module, self.run.state.main, self.mesh, strict)
 
     @property

@@ -28,7 +28,7 @@ from lightning_megatron.strategy.options.sizes import (
 )
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.data_loading import train_dataloaders
-from lightning_megatron.swap.decide.stages import suggested_plan
+from lightning_megatron.swap.decide.stages import suggest_plan
 from lightning_megatron.version import __version__
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def pipelined_module(module: LightningModule, mesh: ParallelMesh) -> PipelinedMo
 
 def _remedy(module: LightningModule, mesh: ParallelMesh) -> str:
     """Describe how the user can divide a module into stages."""
-    plan = suggested_plan(module, mesh.layout)
+    plan = suggest_plan(module, mesh.layout)
     if plan is None:
         return (
             "A pipeline_plan needs an nn.ModuleList or nn.Sequential with at least "

@@ -13,7 +13,7 @@ from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.swap.decide.kinds import ModuleSite
-from lightning_megatron.swap.decide.model_plan import DeclaredPlan, declared_plan
+from lightning_megatron.swap.decide.model_plan import DeclaredPlan, supported_plan
 from lightning_megatron.swap.decide.stages import Stages, plan_stages
 from lightning_megatron.swap.families import Family, find_family
 from lightning_megatron.swap.hugging_face.own_code import is_hugging_face, is_pretrained
@@ -149,7 +149,7 @@ def _own_code_models(
         plan = None
         if tp is not None and is_hugging_face(site.module) and not site.is_inside(planned):
             planned.append(site.name)
-            plan = declared_plan(site.module, tp, site.name)
+            plan = supported_plan(site.module, tp, site.name)
         yield OwnCodeModel(site, reasons.get(site.name, ""), plan, is_outermost)
 
 

@@ -57,7 +57,7 @@ class DeclaredPlan:
         return f"its own plan{left}{', ...' if len(self.left) > _NUM_SHOWN else ''}"
 
 
-def declared_plan(model: Any, tp: int, called: str = "model") -> DeclaredPlan:
+def supported_plan(model: Any, tp: int, called: str = "model") -> DeclaredPlan:
     """Return the supported part of the plan that a Hugging Face model defines.
 
     Modules with the same parent, such as the projections of an attention, are sharded together or

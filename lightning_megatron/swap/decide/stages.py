@@ -201,7 +201,7 @@ def plan_stages(
     return Stages(blocks, partition, ends, outer_owners, ties, twins, end_twins, mesh)
 
 
-def suggested_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | None:
+def suggest_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | None:
     """Suggest a plan that divides the largest list of blocks; None if no list is long enough.
 
     The plan assumes that modules run in the order of their definition. If they do not, the first

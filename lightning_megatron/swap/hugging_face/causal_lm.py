@@ -27,7 +27,7 @@ from lightning_megatron.swap.hugging_face.generation_cache import GenerationCach
 from lightning_megatron.swap.hugging_face.outputs import CausalLMOutput
 from lightning_megatron.swap.hugging_face.packed_rows import (
     PackedRow,
-    padded_span,
+    pad_span,
     shifted,
     span_of,
 )
@@ -208,7 +208,7 @@ class HuggingFaceLM(ReplacedModel):
             labels = pad_batch(labels, extra, IGNORED, rows)
             if inputs_embeds is not None:
                 inputs_embeds = F.pad(inputs_embeds, (0, 0, 0, extra, 0, rows))
-            span = padded_span(span, extra, rows)
+            span = pad_span(span, extra, rows)
         if cache is not None:
             self.gpt.config.check_seq_length(cache.length_after(given.shape[1]))
             span = cache.span_of(span, given, *described, extra=extra, num_rows=rows)

@@ -50,7 +50,7 @@ class ClassTensors:
         ]
 
     @classmethod
-    def saved(cls, models: Mapping[str, Mapping[str, Any]]) -> list[ClassTensors]:
+    def from_checkpoint(cls, models: Mapping[str, Mapping[str, Any]]) -> list[ClassTensors]:
         """Return the conversions of a checkpoint's replaced models.
 
         Args:
@@ -86,7 +86,7 @@ class ClassTensors:
         is_cut = bool(others) or first.is_transposed or first.strip is not None or first.first > 0
         return not is_cut and self._class_tensor(tensor) == first.name
 
-    def joined(self, parts: Mapping[str, Tensor]) -> Tensor:
+    def join(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Join full tensors of the model into the tensor of the class.
 
         Args:
@@ -260,7 +260,7 @@ def _class_state(models: Sequence[ClassTensors], key: str, states: Mapping[str, 
         for one, tensor in states.items():
             if tuple(tensor.shape) != model.shape(one):
                 raise _other_shape(key, one, tensor, model.shape(one))
-        return model.joined(states)
+        return model.join(states)
     differing = [one for one, other in states.items() if not _is_same(value, other)]
     if differing:
         raise UnsupportedError(

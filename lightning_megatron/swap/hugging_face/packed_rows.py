@@ -91,7 +91,7 @@ def shifted(labels: Tensor | None) -> Tensor | None:
     return None if labels is None else F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
-def padded_span(span: AttentionSpan | None, extra: int, num_rows: int) -> AttentionSpan | None:
+def pad_span(span: AttentionSpan | None, extra: int, num_rows: int) -> AttentionSpan | None:
     """Return a span with additional padding positions and rows.
 
     Args:

@@ -16,7 +16,7 @@ from lightning_megatron.swap.tensors.low_rank import Adapter, full_factors, with
 from lightning_megatron.swap.weights.load import full_tensors
 
 
-def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
+def to_package_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the tensors of replaced models in a state dict to this package's names.
 
     Most tensors keep their names. Some are stored differently or are joined from several tensors.
@@ -56,7 +56,7 @@ def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-def to_foreign_names(
+def to_class_names(
     models: Sequence[ClassTensors], state: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Convert replaced models' tensors in a state dict to the names and order of their classes.
@@ -77,7 +77,7 @@ def to_foreign_names(
     for name, members in parts.items():
         model = owner_of(models, members[0])
         renamed[name] = (
-            state[name] if model is None else model.joined({one: state[one] for one in members})
+            state[name] if model is None else model.join({one: state[one] for one in members})
         )
     for model in models:
         _refuse_saved_modules(model.adapter)

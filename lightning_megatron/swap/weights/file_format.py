@@ -40,7 +40,7 @@ class FileFormat:
             return None
         file_format = cls(_on_meta(type(model), model.config))
         if getattr(model, "_weight_conversions", None) is not None:
-            # Conversions of the files from which the model was read.
+            # Conversions that were used when the model was read from files.
             file_format.twin._weight_conversions = model._weight_conversions
         return file_format
 
@@ -68,7 +68,7 @@ class FileFormat:
         return cls(_on_meta(kind, kind.config_class.from_dict(dict(config))))
 
     def shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Return names and shapes of the files' tensors from those of the model (elements)."""
+        """Convert the names and shapes of the model's tensors to those of the files (elements)."""
         given = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
         return {
             name: tuple(tensor.shape)
@@ -79,7 +79,7 @@ class FileFormat:
         """Convert full tensors of the model to those of the files.
 
         Args:
-            full: Names and values; the tensors of a :func:`block` must follow each other.
+            full: Names and values; the tensors of each :func:`block` must be adjacent.
         """
         revert = import_extra("transformers.core_model_loading", "hf").revert_weight_conversion
         for _, group in groupby(full, key=lambda one: block(one[0])):

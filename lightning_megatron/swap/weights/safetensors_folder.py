@@ -25,7 +25,7 @@ from lightning_megatron.swap.weights.safetensors_header import StoredTensor, rea
 from lightning_megatron.swap.weights.scaled_blocks import (
     ReadableTensor,
     is_read_as_numbers,
-    with_scales_joined,
+    join_scales,
 )
 
 WEIGHTS = "model.safetensors"
@@ -47,9 +47,9 @@ _NUMBERED = re.compile(
 class SafetensorsFolder:
     """Reader of the tensors in a local Hugging Face folder.
 
-    Equal to ``safetensors.safe_open`` on each file. Headers are read and checked at once. Tensors
-    are read on request, from any thread. Weights in MXFP4, and in 8 bits with a scale for every
-    128 rows and columns, are read as bfloat16. Damage that a header cannot show
+    Equal to ``safetensors.safe_open`` on each file. The constructor reads and checks the headers.
+    Any thread may read tensors. Weights in MXFP4, and weights in 8 bits with a scale for every 128
+    rows and columns, are read as bfloat16. Damage that a header does not reveal
     (:func:`read_header`) is not detected.
 
     Args:
@@ -64,7 +64,7 @@ class SafetensorsFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._tensors = with_scales_joined(_listed(self.path))
+        self._tensors = join_scales(_listed(self.path))
         self._opened: dict[Path, int] = {}
         self._opening = Lock()
 
@@ -75,7 +75,7 @@ class SafetensorsFolder:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Return the floating-point dtype of most elements; float32 if there is none."""
+        """Return the most frequent floating-point dtype; float32 if there is none."""
         count: Counter[torch.dtype] = Counter()
         for tensor in self._tensors.values():
             if tensor.dtype.is_floating_point:
@@ -89,11 +89,11 @@ class SafetensorsFolder:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Return the content of ``config.json``, without a format that reading undoes.
+        """Return the content of ``config.json``, without quantization that reading undoes.
 
         Raises:
             CheckpointMismatchError: If there is no such file.
-            CorruptDataError: If it is not JSON, or has more than eight megabytes.
+            CorruptDataError: If the file is not JSON, or has more than eight megabytes.
         """
         if not (self.path / CONFIG).is_file():
             raise CheckpointMismatchError(
@@ -181,7 +181,7 @@ class SafetensorsFolder:
 
 
 def _listed(folder: Path) -> dict[str, StoredTensor]:
-    # If different saves left both, prefer the single file, as Hugging Face does.
+    # If the folder has both, from different saves, prefer the single file, as Hugging Face does.
     if (folder / WEIGHTS).is_file():
         return read_header(folder / WEIGHTS)
     if not (folder / INDEX).is_file():
