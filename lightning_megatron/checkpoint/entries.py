@@ -49,7 +49,7 @@ def boxes_to_write(tensors: Mapping[str, Entry], mesh: ParallelMesh) -> list[Box
             ranks with the same experts).
         mesh: Mesh of this rank.
     """
-    own: list[BoxToWrite] = []
+    assigned: list[BoxToWrite] = []
     shared: dict[bool, list[BoxToWrite]] = {False: [], True: []}
     for name, entry in tensors.items():
         if entry.placement.tied_to is not None:
@@ -59,14 +59,18 @@ def boxes_to_write(tensors: Mapping[str, Entry], mesh: ParallelMesh) -> list[Box
                 piece = BoxToWrite(
                     name, entry.placement.full_shape, box, view, entry.changes_in_forward
                 )
-                (own if entry.is_exclusive else shared[entry.placement.is_expert]).append(piece)
+                (assigned if entry.is_exclusive else shared[entry.placement.is_expert]).append(
+                    piece
+                )
     for is_expert, pieces in shared.items():
         axis = mesh.replica_axis(is_expert)
         writers = assign_writers(
             [prod(piece.box.sizes) * piece.view.element_size() for piece in pieces], axis.size
         )
-        own += [piece for piece, writer in zip(pieces, writers, strict=True) if writer == axis.rank]
-    return own
+        assigned += [
+            piece for piece, writer in zip(pieces, writers, strict=True) if writer == axis.rank
+        ]
+    return assigned
 
 
 def assign_writers(sizes: Sequence[int], num_writers: int) -> list[int]:

@@ -230,8 +230,10 @@ def import_model(
     family = family_of(_architecture(source))
     config = family.config(source.config)
     prefix = f"{MODEL}{name}."
-    own = full_tensors(source, family, config, dtype or source.dtype, family.class_tensors(config))
-    tensors = ((f"{prefix}{key}", full) for key, full in own)
+    named_tensors = full_tensors(
+        source, family, config, dtype or source.dtype, family.class_tensors(config)
+    )
+    tensors = ((f"{prefix}{key}", full) for key, full in named_tensors)
     metadata = {
         "epoch": 0,
         "global_step": 0,

@@ -59,8 +59,8 @@ class SavedOwnCodeModel:
         """
         name = record["architecture"]
         config = record["config"]
-        own = record[OWN_CODE]
-        entries = {one: f"{MODEL}{entry}" for one, entry in own["tensors"].items()}
+        names = record[OWN_CODE]
+        entries = {one: f"{MODEL}{entry}" for one, entry in names["tensors"].items()}
         adapted = [one for one in entries if is_factor(one) or plain_name(one) != one]
         if adapted:
             raise UnsupportedError(
@@ -77,7 +77,7 @@ class SavedOwnCodeModel:
                 f"{os.fspath(path)}. Hugging Face would initialise them at random. Save a "
                 "checkpoint with all weights."
             )
-        form = FileFormat.of_class(name, config) if own["has_other_format"] else None
+        form = FileFormat.of_class(name, config) if names["has_other_format"] else None
         return cls(path, name, config, entries, empty, form)
 
     def export(

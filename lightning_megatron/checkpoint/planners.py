@@ -149,10 +149,10 @@ class ShardLoadPlanner(LoadPlanner):
                 replace(item, dest_index=replace(item.dest_index, fqn=name))
                 for item in create_read_items_for_chunk_list(wanted.source, saved, chunks)
             ]
-        none = torch.Size((0,))
+        empty = torch.Size((0,))
         for name in self._objects:
             index = MetadataIndex(name)
-            items.append(ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none))
+            items.append(ReadItem(LoadItemType.BYTE_IO, index, empty, index, empty, empty))
         return LoadPlan(items)
 
     @override

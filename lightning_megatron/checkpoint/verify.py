@@ -136,10 +136,10 @@ def _agree(check: Callable[[], object], axis: MeshAxis) -> Exception | None:
     """
     with CaughtError(BaseException) as caught:
         check()
-    own = caught.error
-    errors = [one for one in all_gather_objects(_to_send(own), axis) if one is not None]
-    if own is not None and not isinstance(own, Exception):
-        raise own
+    local_error = caught.error
+    errors = [one for one in all_gather_objects(_to_send(local_error), axis) if one is not None]
+    if local_error is not None and not isinstance(local_error, Exception):
+        raise local_error
     for error in errors:
         if not isinstance(error, Exception):
             raise error

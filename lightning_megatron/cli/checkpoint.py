@@ -213,7 +213,7 @@ def _describe_optimizers(options: argparse.Namespace, states: Mapping[str, Any])
         return ["", "no optimizer: saved with weights only"]
     lines: list[str] = []
     for number, optimizer in enumerate(optimizers):
-        own = {
+        entries = {
             name.removeprefix(prefix): one
             for prefix in (f"optimizer.{number}.state.",)
             for name, one in states.items()
@@ -228,7 +228,7 @@ def _describe_optimizers(options: argparse.Namespace, states: Mapping[str, Any])
             *_table((f"optimizer {number}: group", "parameters", "hyperparameters"), groups),
         ]
         by_key: dict[str, list[Any]] = {}
-        for name, one in own.items():
+        for name, one in entries.items():
             by_key.setdefault(name if options.all else name.rpartition(".")[2], []).append(one)
         rows = [
             (
@@ -242,7 +242,7 @@ def _describe_optimizers(options: argparse.Namespace, states: Mapping[str, Any])
         lines += [
             "",
             *_table(("state", "tensors", "dtype", "size"), rows),
-            _total(own.values(), "tensor"),
+            _total(entries.values(), "tensor"),
         ]
     return lines
 

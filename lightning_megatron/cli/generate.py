@@ -78,7 +78,7 @@ def _settings(
     if not ends and tokenizer.eod is not None:
         ends = (tokenizer.eod,)
     draws = {name: getattr(options, name) for name in _OF_DRAWS}
-    given = {name: value for name, value in draws.items() if value is not None}
+    chosen = {name: value for name, value in draws.items() if value is not None}
     return GenerationSettings(
         options.max_new_tokens,
         sample=options.sample,
@@ -86,7 +86,7 @@ def _settings(
         seed=options.seed,
         beams=options.beams,
         length_penalty=1.0 if options.length_penalty is None else options.length_penalty,
-        **given,
+        **chosen,
     )
 
 

@@ -46,8 +46,8 @@ class OpenedModel:
                 ``HuggingFaceCausalLM``.
         """
         if Path(path, "config.json").is_file():
-            given: Any = {"path": path, "dtype": dtype}
-            return cls(path, HuggingFaceCausalLM(**given), None, path)
+            arguments: Any = {"path": path, "dtype": dtype}
+            return cls(path, HuggingFaceCausalLM(**arguments), None, path)
         settings = _hyperparameters(path)
         if isinstance(settings.get("config"), Mapping):
             return cls(path, CausalLM(settings["config"]), path, None)

@@ -143,19 +143,19 @@ def main(args: Sequence[str]) -> None:
         CheckpointMismatchError: If scores are missing, or belong to different data.
         UnsupportedError: If a fit fails.
     """
-    options, given = seeds_parser().parse_known_args(args)
+    options, fit_options = seeds_parser().parse_known_args(args)
     first = options.first_seed
     runs = [
         SeedRun(seed, options.output / f"seed{seed}")
         for seed in range(first, first + options.seeds)
     ]
     for run in runs:
-        run.fit(given)
+        run.fit(fit_options)
     report = summary(runs, "val", options.monitor)
     if options.test:
         chosen = runs[report["median_run"]]
         for run in runs:
-            run.test(given)
+            run.test(fit_options)
         tested = summary(runs, "test", options.monitor)
         report["test"] = {
             "of_the_median_run": chosen.scores("test", options.monitor).results,

@@ -128,11 +128,16 @@ def main(args: Sequence[str]) -> None:
     Raises:
         UnsupportedError: If the recipe uses another strategy, or does not run.
     """
-    options, given = tune_parser().parse_known_args(args)
-    strategy = strategy_of(given)
+    options, fit_options = tune_parser().parse_known_args(args)
+    strategy = strategy_of(fit_options)
     options.output.mkdir(parents=True, exist_ok=True)
     tuning = Tuning(
-        given, options.output, options.steps, options.warmup, options.timeout, options.gain / 100
+        fit_options,
+        options.output,
+        options.steps,
+        options.warmup,
+        options.timeout,
+        options.gain / 100,
     )
     best = tuning.search(strategy)
     print(table_of(tuning.trials))
@@ -218,7 +223,7 @@ def tune_parser() -> argparse.ArgumentParser:
 def _options_to_measure(steps: int, timer: Mapping[str, Any]) -> list[str]:
     """Return options that train for some steps, with the timer as the only callback."""
     callbacks = [{"class_path": _TIMER, "init_args": dict(timer)}]
-    given = {
+    trainer_options = {
         "max_steps": steps,
         "limit_val_batches": 0,
         "callbacks": callbacks,
@@ -227,7 +232,7 @@ def _options_to_measure(steps: int, timer: Mapping[str, Any]) -> list[str]:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    return [f"--trainer.{name}={_text(value)}" for name, value in given.items()]
+    return [f"--trainer.{name}={_text(value)}" for name, value in trainer_options.items()]
 
 
 def _text(value: Any) -> str:

@@ -223,8 +223,8 @@ class HarnessAnswers:
         stop = StopStrings(self._tokenizer.decode, until) if until else None
 
         def answer(batch: Sequence[list[int]], number: int) -> list[str]:
-            own = GenerationSettings(**settings, seed=self._num_draws + number)
-            continuations = generate(self._model, batch, own, stop)
+            draw_settings = GenerationSettings(**settings, seed=self._num_draws + number)
+            continuations = generate(self._model, batch, draw_settings, stop)
             return [before_stop(self._text(row), until) for row in continuations]
 
         answers = self._answer_all(cut, len, answer)
@@ -268,13 +268,13 @@ class HarnessAnswers:
                 row.tokens[len(row.tokens) - row.num_scored :]
             )
         mesh = self._gpt.mesh
-        given = tokens.to(mesh.device), labels.to(mesh.device)
+        inputs = tokens.to(mesh.device), labels.to(mesh.device)
         self._gpt.wait_for_parameters()
         with torch.no_grad(), evaluation_mode(self._gpt):
             if mesh.pp.size == 1:
-                scores: Tensor | None = _summed(self._model, *given)
+                scores: Tensor | None = _summed(self._model, *inputs)
             else:
-                scores = run_stage_by_stage(self._gpt, lambda: _summed(self._model, *given))
+                scores = run_stage_by_stage(self._gpt, lambda: _summed(self._model, *inputs))
         if scores is None:
             scores = torch.empty(self._batch_size, 2, dtype=torch.float64, device=mesh.device)
         scores = broadcast_(scores, mesh.pp, mesh.layout.loss_stage)
@@ -302,8 +302,8 @@ class HarnessAnswers:
             # Rows are sorted by length, so the first row of a round is its longest.
             self._round_length = length(rows[batches[first][0]]) - 1
             texts = answer([rows[one] for one in batch], number if has_own else first)
-            own = dict(zip(batch, texts, strict=True)) if has_own else {}
-            for part in all_gather_objects(own, self._gpt.mesh.dp_cpu):
+            by_index = dict(zip(batch, texts, strict=True)) if has_own else {}
+            for part in all_gather_objects(by_index, self._gpt.mesh.dp_cpu):
                 answers |= part
         return [answers[number] for number in range(len(rows))]
 

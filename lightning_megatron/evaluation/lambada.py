@@ -116,9 +116,9 @@ class ClozeRows(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Int[Tensor, "window"]]:
         tokens, num_scored = self._rows[index]
-        given = torch.tensor(tokens, dtype=torch.int64)
+        sequence = torch.tensor(tokens, dtype=torch.int64)
         row = empty_row(self.window)
         end = len(tokens) - 1
-        row["tokens"][:end] = given[:-1]
-        row["labels"][end - num_scored : end] = given[-num_scored:]
+        row["tokens"][:end] = sequence[:-1]
+        row["labels"][end - num_scored : end] = sequence[-num_scored:]
         return row

@@ -76,10 +76,10 @@ class TaskDataModule(RowDataModule):
         cache_dir: str | None = None,
         pin_memory: bool | None = None,
     ) -> None:
-        given = coerced_arguments(TaskDataModule.__init__, locals())
-        super().__init__(**row_arguments(given))
-        self.tokenizer_folder: str = given["tokenizer"]
-        self.cache_dir: str | None = given["cache_dir"]
+        arguments = coerced_arguments(TaskDataModule.__init__, locals())
+        super().__init__(**row_arguments(arguments))
+        self.tokenizer_folder: str = arguments["tokenizer"]
+        self.cache_dir: str | None = arguments["cache_dir"]
         self._encoded: dict[str, TaskRows] = {}
 
     @abstractmethod

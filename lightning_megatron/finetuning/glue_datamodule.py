@@ -57,17 +57,17 @@ class GlueDataModule(TaskDataModule):
         malformed: Malformed = "refuse",
         **options: Any,
     ) -> None:
-        given = coerced_arguments(GlueDataModule.__init__, locals())
-        super().__init__(given["tokenizer"], **options)
-        self.task: GlueName = given["task"]
-        self.malformed: Malformed = given["malformed"]
+        arguments = coerced_arguments(GlueDataModule.__init__, locals())
+        super().__init__(arguments["tokenizer"], **options)
+        self.task: GlueName = arguments["task"]
+        self.malformed: Malformed = arguments["malformed"]
         columns = GLUE_TASKS[self.task]
         self.num_labels = len(columns.labels)
-        root = Path(given["folder"])
+        root = Path(arguments["folder"])
         self._files = {
             "train": [root / columns.train],
             "val": [root / name for name in columns.validation.values()],
-            "test": [Path(name) for name in given["test"] or ()],
+            "test": [Path(name) for name in arguments["test"] or ()],
         }
         present("files of the task " + self.task, (p for f in self._files.values() for p in f))
 

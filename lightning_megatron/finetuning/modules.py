@@ -71,21 +71,21 @@ class FineTuning(TokenModule):
         scores_dir: str | None = None,
         **training: Any,
     ) -> None:
-        given = coerced_arguments(FineTuning.__init__, locals())
+        arguments = coerced_arguments(FineTuning.__init__, locals())
         super().__init__(**training)
-        self.path: str = given["path"]
+        self.path: str = arguments["path"]
         self.from_scratch = from_scratch
-        self.scores_dir: str | None = given["scores_dir"]
-        self.warmup_share: float = given["warmup_share"]
+        self.scores_dir: str | None = arguments["scores_dir"]
+        self.warmup_share: float = arguments["warmup_share"]
         if self.warmup_share and (self.warmup_steps or self.lr_schedule is not None):
             raise ParallelPlanError(
                 f"warmup_share ({self.warmup_share}) must be 0 with warmup_steps or lr_schedule, "
                 "because both describe the warm-up. Leave one of them out."
             )
         self.source = PretrainedEncoder.at(self.path, self.kind)
-        self.config = self.source.config_with(given["num_labels"], given["dropout"])
+        self.config = self.source.config_with(arguments["num_labels"], arguments["dropout"])
         own = ("path", "from_scratch", "dropout", "warmup_share", "scores_dir")
-        self.save_hyperparameters({name: given[name] for name in own})
+        self.save_hyperparameters({name: arguments[name] for name in own})
         self.model: Encoder | None = None
         self.scores_of = nn.ModuleDict()
 

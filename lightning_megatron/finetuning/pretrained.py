@@ -95,14 +95,14 @@ class PretrainedEncoder:
                 )
             family = _FAMILIES[model_type][kind]
             return cls(path, family.config(settings), family)
-        given = _hyperparameters(path).get("config")
-        if not isinstance(given, Mapping):
+        fields = _hyperparameters(path).get("config")
+        if not isinstance(fields, Mapping):
             raise UnsupportedError(
                 f"a checkpoint to fine-tune must be one of BERTPretraining: {path} has no "
                 "hyperparameter config. Train a BERTPretraining first, or use a Hugging Face "
                 "folder."
             )
-        config: EncoderConfig = coerced("config", dict(given), EncoderConfig)
+        config: EncoderConfig = coerced("config", dict(fields), EncoderConfig)
         # BERT applies the dropout of hidden states before the classifier too.
         config = replace(config, head=_HEADS[kind], head_dropout=config.hidden_dropout)
         return cls(path, config, None)

@@ -122,8 +122,8 @@ class SpanScores(TaskScores):
                 question = int(self.places.question[window])
                 if question in unseen:
                     continue
-                none = float(part[at, 0].sum())
-                without[question] = min(none, without.get(question, none))
+                no_answer = float(part[at, 0].sum())
+                without[question] = min(no_answer, without.get(question, no_answer))
                 listed = candidates.setdefault(question, [])
                 for span in zip(first.tolist(), last.tolist(), value.tolist(), strict=True):
                     if span[2] > float("-inf"):

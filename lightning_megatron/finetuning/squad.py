@@ -88,12 +88,12 @@ def _question(
         )
     for answer in answers:
         start: Any = answer.get("answer_start")
-        given: Any = answer.get("text")
-        is_there = isinstance(start, int) and isinstance(given, str) and given
-        if not is_there or context[start : start + len(given)] != given:
+        expected: Any = answer.get("text")
+        is_there = isinstance(start, int) and isinstance(expected, str) and expected
+        if not is_there or context[start : start + len(expected)] != expected:
             raise CorruptDataError(
-                f"{place} must have its answer in the context at answer_start: {given!r} is not at "
-                f"{start!r}. {_REMEDY}"
+                f"{place} must have its answer in the context at answer_start: {expected!r} is not "
+                f"at {start!r}. {_REMEDY}"
             )
     texts = tuple(answer["text"] for answer in answers)
     return SquadQuestion(key, text, context, texts, answers[0]["answer_start"] if answers else -1)

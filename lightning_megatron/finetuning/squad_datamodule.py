@@ -68,21 +68,21 @@ class SquadDataModule(TaskDataModule):
         threshold: float = 0.0,
         **options: Any,
     ) -> None:
-        given = coerced_arguments(SquadDataModule.__init__, locals())
-        super().__init__(given["tokenizer"], seq_length=given["seq_length"], **options)
-        self.version: SquadVersion = given["version"]
-        self.doc_stride: int = given["doc_stride"]
-        self.question_length: int = given["question_length"]
-        self.num_best: int = given["num_best"]
-        self.answer_length: int = given["answer_length"]
-        self.threshold: float = given["threshold"]
+        arguments = coerced_arguments(SquadDataModule.__init__, locals())
+        super().__init__(arguments["tokenizer"], seq_length=arguments["seq_length"], **options)
+        self.version: SquadVersion = arguments["version"]
+        self.doc_stride: int = arguments["doc_stride"]
+        self.question_length: int = arguments["question_length"]
+        self.num_best: int = arguments["num_best"]
+        self.answer_length: int = arguments["answer_length"]
+        self.threshold: float = arguments["threshold"]
         # Pairs have at least three special tokens; the tokenizer is not read yet.
         self._check_room(num_special=3)
-        root = Path(given["folder"])
+        root = Path(arguments["folder"])
         self._files = {
             "train": [root / f"train-v{self.version}.json"],
             "val": [root / f"dev-v{self.version}.json"],
-            "test": [Path(given["test"])] if given["test"] else [],
+            "test": [Path(arguments["test"])] if arguments["test"] else [],
         }
         present("files of SQuAD", (path for paths in self._files.values() for path in paths))
         self._places: dict[str, WindowPlaces] = {}

@@ -140,8 +140,8 @@ class PairTokenizer:
         num_cut = 0
         for start in range(0, len(texts), _CHUNK):
             part = list(texts[start : start + _CHUNK])
-            given = self._call(part, add_special_tokens=False, return_offsets_mapping=True)
-            for text, places in zip(part, given["offset_mapping"], strict=True):
+            encoding = self._call(part, add_special_tokens=False, return_offsets_mapping=True)
+            for text, places in zip(part, encoding["offset_mapping"], strict=True):
                 is_long = len(places) > max_tokens
                 num_cut += is_long
                 shortened.append(text[: _end_of(places, max_tokens)] if is_long else text)
@@ -167,9 +167,9 @@ class PairTokenizer:
         )  # fmt: skip
 
     def _call(self, *texts: list[str], **options: Any) -> Any:
-        given = {"truncation": False, "padding": False, "return_attention_mask": False}
+        defaults = {"truncation": False, "padding": False, "return_attention_mask": False}
         return self._tokenizer(
-            *texts, **(given | options), return_token_type_ids=True, verbose=False
+            *texts, **(defaults | options), return_token_type_ids=True, verbose=False
         )
 
 

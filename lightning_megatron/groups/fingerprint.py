@@ -71,13 +71,14 @@ def check_same_in_store(
     among = f"{ranks[0]} to {ranks[-1]}"
     everything = dist.PrefixStore("lightning_megatron/same", store)
     everything.set(f"open/{rank}", json.dumps([ranks[0], ranks[-1]]))
-    own = dist.PrefixStore(among, everything)
-    number = own.add(f"begun/{rank}", 1)
-    own.set(f"fields/{rank}/{number}", json.dumps([socket.gethostname(), dict(fields)]))
+    entries = dist.PrefixStore(among, everything)
+    number = entries.add(f"begun/{rank}", 1)
+    entries.set(f"fields/{rank}/{number}", json.dumps([socket.gethostname(), dict(fields)]))
     if rank == ranks[0]:
         waiting = _Waiting(everything, rank, ranks, patience)
         answers = [
-            json.loads(waiting.read(own, f"fields/{other}/{number}", [other])) for other in ranks
+            json.loads(waiting.read(entries, f"fields/{other}/{number}", [other]))
+            for other in ranks
         ]
         hosts = [host for host, _ in answers]
         one_host = len(set(hosts)) == 1
@@ -87,15 +88,15 @@ def check_same_in_store(
         ]
         complaint = _describe_differences([values for _, values in answers], names)
         for other in ranks:
-            own.set(f"result/{other}/{number}", complaint or "")
+            entries.set(f"result/{other}/{number}", complaint or "")
         if complaint is not None:
-            _wait_for_readers(own, ranks, number)
+            _wait_for_readers(entries, ranks, number)
     result = _Waiting(everything, rank, ranks, patience).read(
-        own, f"result/{rank}/{number}", ranks[:1]
+        entries, f"result/{rank}/{number}", ranks[:1]
     )
     everything.set(f"open/{rank}", "[]")
     if result:
-        own.set(f"read/{rank}/{number}", "")
+        entries.set(f"read/{rank}/{number}", "")
         raise RankMismatchError(result)
     return number - 1
 

@@ -67,8 +67,8 @@ def start_all_gather_sequence(x: Tensor, axis: MeshAxis) -> InFlight:
         return whole, start_all_gather(whole, x.contiguous(), axis)
 
     def scatter(grad: Tensor) -> tuple[Tensor, Pending]:
-        own = grad.new_empty((grad.shape[0] // axis.size, *grad.shape[1:]))
-        return own, start_reduce_scatter(own, grad.contiguous(), axis)
+        part = grad.new_empty((grad.shape[0] // axis.size, *grad.shape[1:]))
+        return part, start_reduce_scatter(part, grad.contiguous(), axis)
 
     return InFlight(x, gather, scatter)
 

@@ -69,9 +69,9 @@ class GroupBuilder:
         self.device = device
         self.timeout = timeout
         self.backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-        given = read_nccl_options(options)
+        by_axis = read_nccl_options(options)
         self.options = {
-            name: {"high_priority": name in _HIGH_PRIORITY, **given.get(name, {})}
+            name: {"high_priority": name in _HIGH_PRIORITY, **by_axis.get(name, {})}
             for name in GROUP_NAMES
         }
         self.created: list[dist.ProcessGroup] = []

@@ -317,9 +317,9 @@ class TransformerBlock(nn.Module):
         rotary: tuple[Tensor, Tensor] | None,
         rows: AttentionSpan | None,
     ) -> tuple[Tensor, Tensor]:
-        stream, hidden, given = normalised_for(self.attention, self.attention_norm, hidden)
+        stream, hidden, extras = normalised_for(self.attention, self.attention_norm, hidden)
         with self._norm_output(self.attention_norm, stream, hidden):
-            update = self.attention(hidden, rotary, is_core_recomputed, rows, **given)
+            update = self.attention(hidden, rotary, is_core_recomputed, rows, **extras)
         return stream, self._update(update, self.attention_output_norm)
 
     def _attend_beside_mlp(
@@ -331,9 +331,9 @@ class TransformerBlock(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         assert self.attention_norm is not None, "parallel blocks have a norm of each input"
         assert self.mlp_norm is not None, "parallel blocks have a norm of each input"
-        stream, hidden, given = normalised_for(self.attention, self.attention_norm, hidden)
+        stream, hidden, extras = normalised_for(self.attention, self.attention_norm, hidden)
         stream, normed = self.mlp_norm(stream, None, True)
-        update = self._attended(hidden, rotary, is_core_recomputed, rows, **given)
+        update = self._attended(hidden, rotary, is_core_recomputed, rows, **extras)
         return stream + update, normed
 
     def _attend_and_normalise(
@@ -373,9 +373,9 @@ class TransformerBlock(nn.Module):
         return self._add(stream, self.mlp(normed))
 
     def _normalise_and_feed(self, stream: Tensor, update: Tensor) -> Tensor:
-        stream, normed, given = normalised_for(self.mlp, self.mlp_norm, stream, update)
+        stream, normed, extras = normalised_for(self.mlp, self.mlp_norm, stream, update)
         with self._norm_output(self.mlp_norm, stream, normed):
-            output = self.mlp(normed, **given)
+            output = self.mlp(normed, **extras)
         return self._add(stream, output)
 
     def _norm_output(

@@ -192,8 +192,8 @@ class KeyValueCache:
     @property
     def num_bytes(self) -> int:
         """Return the memory of all layers on this rank (bytes)."""
-        own = 0 if self.held is None else self.held.cache.num_bytes
-        return own + sum(buffer.nbytes for buffer in self._buffers())
+        held_bytes = 0 if self.held is None else self.held.cache.num_bytes
+        return held_bytes + sum(buffer.nbytes for buffer in self._buffers())
 
     def extended(
         self,

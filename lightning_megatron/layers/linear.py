@@ -145,17 +145,17 @@ class ColumnParallelLinear(nn.Module):
         elif isinstance(self.scaling, EngineScaling):
             output = engine_column_linear(hidden, weight, bias, self.mesh, self.scaling)
         else:
-            given = magnitude, of_gradient
-            output = fp8_column_linear(hidden, weight, bias, self.mesh, self.scaling, *given)
+            magnitudes = magnitude, of_gradient
+            output = fp8_column_linear(hidden, weight, bias, self.mesh, self.scaling, *magnitudes)
         if self.low_rank is not None:
             output = self.low_rank(hidden, output)
         return gather_from_axis(output, self.mesh.tp, dim=-1) if self.gather_output else output
 
     @override
     def extra_repr(self) -> str:
-        own = self.weights.parts if self.weights is not None else (self.weight,)
+        parts = self.weights.parts if self.weights is not None else (self.weight,)
         has_bias = self.bias is not None or self.biases is not None
-        num_rows = sum(map(len, own))
+        num_rows = sum(map(len, parts))
         return f"{self.in_features}, {self.out_features} ({num_rows} here), bias={has_bias}"
 
 
@@ -249,8 +249,8 @@ class RowParallelLinear(nn.Module):
         elif isinstance(self.scaling, EngineScaling):
             output = engine_row_linear(hidden, self.weight, bias, self.mesh, self.scaling)
         else:
-            own = self.weight, bias, self.mesh, self.scaling
-            output = fp8_row_linear(hidden, *own, magnitude)
+            parameters = self.weight, bias, self.mesh, self.scaling
+            output = fp8_row_linear(hidden, *parameters, magnitude)
         return output if self.low_rank is None else self.low_rank(hidden, output)
 
     @override

@@ -92,14 +92,14 @@ def split_parameter(parameter: nn.Parameter, rows: Sequence[int]) -> list[nn.Par
     parts: list[nn.Parameter] = []
     first = first_local = 0
     for count in rows:
-        own = _part_of(spec, first, count)
-        size = own.local_extent
+        part_spec = _part_of(spec, first, count)
+        size = part_spec.local_extent
         part = nn.Parameter(
             parameter.detach()[first_local : first_local + size],
             parameter.requires_grad,
         )
         part.__dict__.update(parameter.__dict__)
-        parts.append(set_shard_spec(part, own))
+        parts.append(set_shard_spec(part, part_spec))
         first += count
         first_local += size
     return parts

@@ -42,8 +42,8 @@ def mark_filled(
             are copied, because the next replay overwrites them.
     """
     for slot in slots:
-        own = rows.get(slot)
-        slot.note_filled(None if own is None else tuple(one.clone() for one in own))
+        slot_rows = rows.get(slot)
+        slot.note_filled(None if slot_rows is None else tuple(one.clone() for one in slot_rows))
 
 
 @torch.no_grad()

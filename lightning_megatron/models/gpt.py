@@ -194,21 +194,21 @@ class GPT(LayeredModule):
         place: int | None = None,
     ) -> Any:
         """Run the model and return the result of :meth:`_run_head`; see :meth:`forward`."""
-        given = tokens_or_embeddings(tokens, embeddings)
+        inputs = tokens_or_embeddings(tokens, embeddings)
         check_present(tokens, embeddings)
         self.check_has_all_stages()
         parts = 1 if continues_cache(span) else self.mesh.cp.size
         shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
-        self.config.check_seq_length(given.shape[1], shards, parts)
-        span = laid_out(span, given, self.mesh, self.context)
-        self._advance_own_streams(given.device)
+        self.config.check_seq_length(inputs.shape[1], shards, parts)
+        span = laid_out(span, inputs, self.mesh, self.context)
+        self._advance_own_streams(inputs.device)
         if self.cursor is None or not self.cursor.probe:
-            self._check_tokens(given.shape[0] * given.shape[1])
+            self._check_tokens(inputs.shape[0] * inputs.shape[1])
 
         rows = span or AttentionSpan()
 
         def run(chunk: int, hidden: Tensor | None) -> Any:
-            like = self._stream_like(given, embeddings) if hidden is None else hidden
+            like = self._stream_like(inputs, embeddings) if hidden is None else hidden
             values = {
                 "tokens": tokens,
                 "positions": rows.positions,
@@ -225,13 +225,13 @@ class GPT(LayeredModule):
             layers = self._layers_of_chunk[chunk]
             parts_of_model = self.config, layers, self._rotary, self.mesh
             dropout = self.config.attention_dropout if self.training else 0.0
-            shared = layer_inputs(*parts_of_model, like, given.shape[:2], span, dropout=dropout)
+            shared = layer_inputs(*parts_of_model, like, inputs.shape[:2], span, dropout=dropout)
             return self._run_chunk(chunk, values | shared)
 
         return self.run_stage(
             run,
-            lambda: self.boundary(given, parts),
-            lambda: self._placeholder(given.shape[:2], labels is not None, sums),
+            lambda: self.boundary(inputs, parts),
+            lambda: self._placeholder(inputs.shape[:2], labels is not None, sums),
         )
 
     def _placeholder(self, shape: torch.Size, has_losses: bool, sums: bool) -> Any:
@@ -295,11 +295,11 @@ class GPT(LayeredModule):
         assert self.embedding is not None, "the first virtual stage holds the embedding"
         cp = self.mesh.cp
         if cp.size > 1:
-            given = tokens if vectors is None else vectors
-            assert given is not None, "a call without vectors has tokens"
+            inputs = tokens if vectors is None else vectors
+            assert inputs is not None, "a call without vectors has tokens"
             if positions is None and self.embedding.position is not None:
-                index = torch.arange(given.shape[1], device=given.device)
-                positions = index.expand(given.shape[:2])
+                index = torch.arange(inputs.shape[1], device=inputs.device)
+                positions = index.expand(inputs.shape[:2])
             tokens, positions, vectors = (
                 None if one is None else own_part(one, cp, 1, cut)
                 for one in (tokens, positions, vectors)

@@ -70,13 +70,13 @@ class HuggingFaceCausalLM(TokenModule):
         lora: LoraSettings | None = None,
         **training: Any,
     ) -> None:
-        given = coerced_arguments(HuggingFaceCausalLM.__init__, locals())
+        arguments = coerced_arguments(HuggingFaceCausalLM.__init__, locals())
         super().__init__(**training)
-        self.path: str = given["path"]
+        self.path: str = arguments["path"]
         self.from_scratch = from_scratch
         self.dtype_name = dtype
         self.expert_settings = expert_settings
-        self.lora: LoraSettings | None = given["lora"]
+        self.lora: LoraSettings | None = arguments["lora"]
         if self.lora is not None:
             # The strategy prepares peft for models without weights, which needs its import before
             # configure_model.
@@ -84,7 +84,7 @@ class HuggingFaceCausalLM(TokenModule):
         # TokenModule saves its arguments itself, as plain values.
         names = ("path", "from_scratch", "dtype", "expert_settings")
         plain = {"lora": None if self.lora is None else asdict(self.lora)}
-        self.save_hyperparameters({name: given[name] for name in names} | plain)
+        self.save_hyperparameters({name: arguments[name] for name in names} | plain)
         # This imports transformers before configure_model, so that the strategy can keep ranks from
         # loading the whole model.
         self.config: Any = read_config(self.path)

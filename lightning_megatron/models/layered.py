@@ -256,13 +256,13 @@ class LayeredModule(PipelinedModule):
     def _run_chunk(self, chunk: int, values: Mapping[str, Any]) -> Any:
         """Run a chunk on values by name; its segments read the values that they name as inputs."""
         segments = self._lists[chunk]
-        given = tuple([values[name] for name in segments.inputs])
+        inputs = tuple([values[name] for name in segments.inputs])
         # The shapes of rows that continue a cache differ in each call.
         is_whole = values.get("past") is None
         if self.runner is None or self.watches_layers or not is_whole:
-            return segments(given)[0]
+            return segments(inputs)[0]
         is_last = self.is_last_stage(chunk)
-        return self.runner.run(chunk, segments, given, is_last, self.training)[0]
+        return self.runner.run(chunk, segments, inputs, is_last, self.training)[0]
 
     def boundary(
         self,

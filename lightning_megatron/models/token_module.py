@@ -100,22 +100,22 @@ class TokenModule(LightningModule):
                 "weight_decay_schedule", weight_decay_schedule
             ),
         }
-        given = coerced_arguments(TokenModule.__init__, locals() | schedulers)
+        arguments = coerced_arguments(TokenModule.__init__, locals() | schedulers)
         super().__init__()
-        self.learning_rate: float = given["learning_rate"]
-        self.weight_decay: float = given["weight_decay"]
-        self.betas: tuple[float, float] = given["betas"]
-        self.warmup_steps: int = given["warmup_steps"]
-        self.max_steps: int | None = given["max_steps"]
-        self.schedule: Literal["cosine", "linear", "constant"] = given["schedule"]
-        self.min_lr_ratio: float = given["min_lr_ratio"]
-        self.bytes_per_token: float | None = given["bytes_per_token"]
-        self.token_weighted: bool = given["token_weighted"]
+        self.learning_rate: float = arguments["learning_rate"]
+        self.weight_decay: float = arguments["weight_decay"]
+        self.betas: tuple[float, float] = arguments["betas"]
+        self.warmup_steps: int = arguments["warmup_steps"]
+        self.max_steps: int | None = arguments["max_steps"]
+        self.schedule: Literal["cosine", "linear", "constant"] = arguments["schedule"]
+        self.min_lr_ratio: float = arguments["min_lr_ratio"]
+        self.bytes_per_token: float | None = arguments["bytes_per_token"]
+        self.token_weighted: bool = arguments["token_weighted"]
         self.lr_schedule = schedulers["lr_schedule"]
         self.weight_decay_schedule = schedulers["weight_decay_schedule"]
         self._check_schedulers()
         plain = {name: one and one.plain() for name, one in schedulers.items()}
-        self.save_hyperparameters(given | plain)
+        self.save_hyperparameters(arguments | plain)
 
     @property
     @abstractmethod

@@ -139,9 +139,11 @@ class ActionTimes:
         growth: dict[Kind, float] = {}
         kinds: tuple[Kind, ...] = ("F", "I", "W")
         for kind in kinds:
-            own = [n for n, (one, *_) in enumerate(spans) if (one.kind, one.chunk) == (kind, chunk)]
-            seconds[kind] = statistics.median(spans[n][2] - spans[n][1] for n in own)
-            growth[kind] = statistics.median(self._records[n][3] for n in own)
+            indices = [
+                n for n, (one, *_) in enumerate(spans) if (one.kind, one.chunk) == (kind, chunk)
+            ]
+            seconds[kind] = statistics.median(spans[n][2] - spans[n][1] for n in indices)
+            growth[kind] = statistics.median(self._records[n][3] for n in indices)
         kept = max(int(growth["F"]), 0)
         waiting = 0.0
         if kept:
@@ -170,8 +172,8 @@ def gather_measurements(
 
     Communication: one gather over the world, on the CPU.
     """
-    own = (mesh.pp.rank, tuple(medians), free, transfer)
-    ranks = all_gather_objects(own, mesh.world_cpu)
+    measured = (mesh.pp.rank, tuple(medians), free, transfer)
+    ranks = all_gather_objects(measured, mesh.world_cpu)
     kinds: tuple[Kind, ...] = ("F", "I", "W")
     ticks: dict[Kind, list[int]] = {kind: [] for kind in kinds}
     kept = []

@@ -226,12 +226,12 @@ class PipelineExecutor:
         )
 
     def _check_placement(self, schedule: Schedule) -> None:
-        own = self.mesh.layout.placement
-        if schedule.placement != own:
+        placement = self.mesh.layout.placement
+        if schedule.placement != placement:
             raise ParallelPlanError(
                 "a schedule must place chunks as the layout does, because the layers are already "
                 f"placed: schedule {schedule.name!r} has {schedule.placement}, the layout has "
-                f"{own}. Give the layout the shape and sizes of the schedule."
+                f"{placement}. Give the layout the shape and sizes of the schedule."
             )
 
     @property

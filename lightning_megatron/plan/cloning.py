@@ -226,14 +226,14 @@ def assign_largest_first(
     space = list(room)
     taken: list[list[tuple[int, int]]] = [[] for _ in room]
     for _ in range(layout.num_places):
-        free = [rank for rank, own in enumerate(taken) if len(own) < layout.places]
+        free = [rank for rank, experts in enumerate(taken) if len(experts) < layout.places]
         rank = max(free, key=lambda rank: space[rank])
         expert = max(range(len(left)), key=lambda expert: left[expert])
         amount = min(left[expert], space[rank])
         left[expert] -= amount
         space[rank] -= amount
         taken[rank].append((expert, amount))
-    return [place for own in taken for place in own]
+    return [place for experts in taken for place in experts]
 
 
 def assign_one_shot(
@@ -278,12 +278,12 @@ def divide_over_ranks(
     off = [[0] * len(owners) for _ in counts]
     for owner in sorted(set(owners) - {NO_EXPERT}):
         places = [place for place, other in enumerate(owners) if other == owner]
-        own = [row[owner] for row in counts]
-        total = max(sum(own), 1)
+        sent = [row[owner] for row in counts]
+        total = max(sum(sent), 1)
         for place in places:
-            for rank, number in enumerate(own):
+            for rank, number in enumerate(sent):
                 off[rank][place] = number * amounts[place] // total
-        left = [number - sum(off[rank][p] for p in places) for rank, number in enumerate(own)]
+        left = [number - sum(off[rank][p] for p in places) for rank, number in enumerate(sent)]
         missing = [amounts[place] - sum(row[place] for row in off) for place in places]
         for row, more in zip(off, overlaps(left, missing), strict=True):
             for place, number in zip(places, more, strict=True):

@@ -221,8 +221,8 @@ class _Layer:
     def wide_input(self) -> int:
         """Return the input of the layer in the type of the activations (bytes)."""
         whole = self.batch.num_tokens * self.batch.activation_bytes * self.in_features
-        own = self.batch.tp if self.batch.sequence_parallel and not self.ends_region else 1
-        return whole // own
+        divisor = self.batch.tp if self.batch.sequence_parallel and not self.ends_region else 1
+        return whole // divisor
 
     @property
     def kept(self) -> int | None:

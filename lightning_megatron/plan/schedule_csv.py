@@ -145,7 +145,10 @@ def _placement(cells: Sequence[Sequence[_Cell]], name: str) -> Placement:
     ]
     # The first rank of each placement whose virtual stages are others.
     wrong = [
-        next((rank for rank, own in enumerate(stages) if own != _stages_of(placement, rank)), None)
+        next(
+            (rank for rank, listed in enumerate(stages) if listed != _stages_of(placement, rank)),
+            None,
+        )
         for placement in placements
     ]
     if None in wrong:

@@ -252,8 +252,8 @@ class MegatronStrategy(TrainerAnswers):
         full = checkpoint["state_dict"]
         if self.run.is_fit and averaging_callback(self.user_module.trainer) is not None:
             full = checkpoint.get("current_model_state", full)
-        own = to_package_names(self.user_module, full)
-        load_full_weights(own, self.user_module, self.run.state.main, self.mesh, strict)
+        renamed = to_package_names(self.user_module, full)
+        load_full_weights(renamed, self.user_module, self.run.state.main, self.mesh, strict)
 
     @property
     @override

@@ -42,8 +42,8 @@ def _class_in(path: str, key: str) -> str | None:
     except (OSError, ValueError, yaml.YAMLError):
         # The parser reads the file again and reports the error.
         return None
-    given = content.get(key) if isinstance(content, dict) else None
-    chosen = given.get("class_path") if isinstance(given, dict) else given
+    entry = content.get(key) if isinstance(content, dict) else None
+    chosen = entry.get("class_path") if isinstance(entry, dict) else entry
     return chosen if isinstance(chosen, str) else None
 
 

@@ -45,5 +45,5 @@ def rejoin(root: nn.Module, mesh: ParallelMesh) -> None:
         moved.append((module, old))
     for module, old in moved:
         same = old.sequence_parallel == mesh.sequence_parallel
-        own = mesh if same else replace(mesh, sequence_parallel=old.sequence_parallel)
-        setattr(module, "mesh", own)  # noqa: B010 - a module may have any attribute
+        new_mesh = mesh if same else replace(mesh, sequence_parallel=old.sequence_parallel)
+        setattr(module, "mesh", new_mesh)  # noqa: B010 - a module may have any attribute

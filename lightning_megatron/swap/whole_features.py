@@ -125,10 +125,10 @@ def _note(
     is_whole: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Record a sample of an input, and cut the complete input of a row layer."""
-    given = args or tuple(kwargs.values())
-    if not given or not isinstance(given[0], Tensor):
+    values = args or tuple(kwargs.values())
+    if not values or not isinstance(values[0], Tensor):
         return None
-    hidden = given[0]
+    hidden = values[0]
     takes_part = is_whole and layer.kind == "row"
     if takes_part:
         hidden = gathered(hidden)

@@ -95,8 +95,8 @@ class EightBitBuffer(FlatBuffer):
         """
         number = self._weights.index(names)
         parts = tuple(self._view(name) for name in names)
-        own = slice(number, number + 1)
-        return StoredWeight(parts, self._scales[number, :1], self._magnitudes[own])
+        entry = slice(number, number + 1)
+        return StoredWeight(parts, self._scales[number, :1], self._magnitudes[entry])
 
     def magnitudes(self) -> dict[str, Float[Tensor, "1"]]:
         """Return by member name the largest magnitude of its weight, in the members' dtype."""

@@ -146,14 +146,14 @@ class FlatBuffer:
         """
         planned = self.plan.buckets[bucket]
         whole = self.parameters[planned.start : planned.stop]
-        own = self.own_part(self.parameters, bucket)
-        return start_all_gather(whole, own, mesh.replica_axis(self.is_expert))
+        part = self.own_part(self.parameters, bucket)
+        return start_all_gather(whole, part, mesh.replica_axis(self.is_expert))
 
     @torch.no_grad()
     def load_main_parameters(self) -> None:
         """Copy this rank's part of the model's parameters into the main parameters."""
-        for own, main in self._local_parts():
-            main.copy_(own)
+        for part, main in self._local_parts():
+            main.copy_(part)
 
     @torch.no_grad()
     def store_main_parameters(self, mesh: ParallelMesh, *, stored: bool = False) -> None:
@@ -163,8 +163,8 @@ class FlatBuffer:
             mesh: Process groups of this rank.
             stored: Whether the optimizer step has already written the rounded values.
         """
-        for own, main in () if stored else self._local_parts():
-            own.copy_(main)
+        for part, main in () if stored else self._local_parts():
+            part.copy_(main)
 
     @torch.no_grad()
     def adopt_user_writes(self, names: Collection[str] = ()) -> None:
@@ -221,9 +221,9 @@ class FlatBuffer:
         pairs = []
         done = 0
         for bucket in range(len(self.plan.buckets)):
-            own = self.own_part(self.parameters, bucket)
-            pairs.append((own, self.main_parameters[done : done + own.numel()]))
-            done += own.numel()
+            part = self.own_part(self.parameters, bucket)
+            pairs.append((part, self.main_parameters[done : done + part.numel()]))
+            done += part.numel()
         return pairs
 
     def _stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -266,8 +266,8 @@ class FlatBuffer:
             spec if is_whole else FlatSlice(spec, tuple(shape), part_slice.start, part_slice.stop)
         )
         main = nn.Parameter(flat[start : start + size].view(form))
-        own = slice(part_slice.buffer_start, part_slice.buffer_start + size)
-        gradient = self.gradients[own].view(form)
+        elements = slice(part_slice.buffer_start, part_slice.buffer_start + size)
+        gradient = self.gradients[elements].view(form)
         half = self._half(part_slice, form)
         if is_whole:
             set_shard_spec(main, spec)

@@ -138,16 +138,16 @@ class MainParameters:
         While gradients are shown as ``parameter.grad``, the shown gradients are listed in place of
         the slices, which are parts of them.
         """
-        own = [
+        entries = [
             one
             for name, one in self._slices.items()
             if one.main.grad is not None and (names is None or name in names)
         ]
         if not self.exposed_gradients.is_on:
-            return [one.main.grad for one in own if one.main.grad is not None]
+            return [one.main.grad for one in entries if one.main.grad is not None]
         apart = [
             one.main.grad
-            for one in own
+            for one in entries
             if one.main.grad is not None and one.main.dtype != one.gradient.dtype
         ]
         return self.exposed_gradients.gradients(names) + apart
@@ -242,9 +242,11 @@ class MainParameters:
             key = parameter.dtype, parameter.device, is_expert, name in inside
             alike.setdefault(key, []).append(name)
         for (dtype, _, is_expert, in_eight_bits), members in alike.items():
-            own = [names for names in weights if names[0] in members] if in_eight_bits else None
+            in_slots = (
+                [names for names in weights if names[0] in members] if in_eight_bits else None
+            )
             axis = self.mesh.replica_axis(is_expert)
-            made.append(self._make_buffer(members, dtype, granularity, axis, own))
+            made.append(self._make_buffer(members, dtype, granularity, axis, in_slots))
         # The buffers changed the memory of the parameters, not the objects. Groups and state still
         # refer to these objects, which the main parameters replace.
         self._put_main_parameters_into(optimizer)

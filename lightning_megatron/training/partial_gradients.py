@@ -39,12 +39,12 @@ class PartialGradientSearch:
         self._mesh = mesh
         self._replicated = frozenset(whole)
         models = [one for _, one in pipelined_modules(module)]
-        own = {
+        in_models = {
             id(p) for one in models if not isinstance(one, StagedBlocks) for p in one.parameters()
         }
         # Only parameters outside of the package's own models need the walk over the graph.
         self._names: Mapping[int, str] = (
-            {id(p): name for name, p in module.named_parameters() if id(p) not in own}
+            {id(p): name for name, p in module.named_parameters() if id(p) not in in_models}
             if mesh.tp.size > 1
             else {}
         )

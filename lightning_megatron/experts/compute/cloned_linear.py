@@ -151,8 +151,8 @@ def cloned_swiglu(
     kernels = require_kernels(rows)
     factors = probabilities.detach().float().contiguous()
     if not torch.is_grad_enabled():
-        given = rows.contiguous(), weights, clones.fetch(weights), factors, ends
-        return Bundled.swiglu_of_both(*given, keep=False)[0], None
+        inputs = rows.contiguous(), weights, clones.fetch(weights), factors, ends
+        return Bundled.swiglu_of_both(*inputs, keep=False)[0], None
     activated: list[Tensor] = []
 
     def output(

@@ -169,8 +169,8 @@ def weighted_activation(
     kernels = fused_kernels(inner) if activation in _FUSED else None
     if kernels is not None:
         run = getattr(kernels, _FUSED[activation])
-        given = inner, probabilities, ends
-        return run(*given), Recipe.of(run, *given)
+        inputs = inner, probabilities, ends
+        return run(*inputs), Recipe.of(run, *inputs)
     activated = activate(inner, activation)
     result = _weighted(activated, probabilities)
     if torch.compiler.is_compiling():

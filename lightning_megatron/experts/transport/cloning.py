@@ -191,8 +191,8 @@ def _divide(
     """
     # A place without an owner moves nothing, so expert 0 can be used as its owner.
     expert = owners.clamp(min=0)
-    own = counts[:, expert]
-    first = own * amounts // own.sum(0).clamp(min=1)
+    sent = counts[:, expert]
+    first = sent * amounts // sent.sum(0).clamp(min=1)
     left = (counts.index_add(1, expert, -first))[:, expert]
     missing = amounts - first.sum(0)
     # The places of one owner, in order, and the remaining selections of ranks form intervals on one

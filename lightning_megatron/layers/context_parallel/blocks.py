@@ -127,14 +127,14 @@ def _of_visible(span: AttentionSpan, visible: Bool[Tensor, "batch _"], num_queri
     """
     num_rows, num_keys = visible.shape
     counts = visible.sum(1, keepdim=True)
-    own = _documents(
+    visible_span = _documents(
         replace(span, mask=None),
         borders_of(torch.full_like(counts, num_queries), num_queries),
         num_queries,
         causal=False,
     )
     keys = KeyRows(num_keys, borders_of(counts, num_keys), num_keys)
-    return Block(_ALL, (~visible).int().argsort(dim=1, stable=True), own, keys)
+    return Block(_ALL, (~visible).int().argsort(dim=1, stable=True), visible_span, keys)
 
 
 def _of_whole_documents(
@@ -145,15 +145,15 @@ def _of_whole_documents(
     if not span.causal:
         whole = KeyRows(length, span.borders, cut.longest)
         borders = cut.part_borders[rank]
-        own = _documents(span, borders, 2 * cut.longest_piece, causal=False)
-        return [Block(_ALL, _ALL, own, whole)]
+        query_span = _documents(span, borders, 2 * cut.longest_piece, causal=False)
+        return [Block(_ALL, _ALL, query_span, whole)]
     halves = cut.halves[:, rank].unflatten(1, (2, -1)).unbind(1)
     blocks = []
     for piece, rows, (keys, borders) in zip(
         (rank, 2 * size - 1 - rank), halves, cut.prefixes, strict=True
     ):
-        own = _documents(span, cut.piece_borders[piece], cut.longest_piece, causal=True)
-        blocks.append(Block(rows, keys, own, KeyRows(keys.shape[1], borders, cut.longest)))
+        query_span = _documents(span, cut.piece_borders[piece], cut.longest_piece, causal=True)
+        blocks.append(Block(rows, keys, query_span, KeyRows(keys.shape[1], borders, cut.longest)))
     return blocks
 
 
@@ -236,8 +236,8 @@ def _of_documents(
     half = seq_part // 2
     if source < rank:
         early = KeyRows(half, cut.piece_borders[source], cut.longest_piece)
-        own = _documents(span, *part, causal=False)
-        return [Block(_ALL, cut.halves[:, source, :half], own, early)]
+        query_span = _documents(span, *part, causal=False)
+        return [Block(_ALL, cut.halves[:, source, :half], query_span, early)]
     late = cut.piece_borders[2 * cut.size - 1 - rank], cut.longest_piece
     return [Block(cut.halves[:, rank, half:], _ALL, _documents(span, *late, causal=False), keys)]
 

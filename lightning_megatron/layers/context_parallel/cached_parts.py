@@ -72,8 +72,8 @@ def attend_to_held(
     past = span.past
     assert past is not None, "the tokens have a cache"
     held = _held(past.cache.held)
-    own = held.local_indices(past.cache.length, past.count)
-    keys, values = held.cache.extended(layer, key[own], value[own], None)
+    local = held.local_indices(past.cache.length, past.count)
+    keys, values = held.cache.extended(layer, key[local], value[local], None)
     rows = KeyRows(keys.shape[2], places=past.key_places)
     whole = keys.permute(2, 0, 1, 3), values.permute(2, 0, 1, 3)
     out, log_sum = forward_by_operators(query, *whole, replace(span, past=None), rows)

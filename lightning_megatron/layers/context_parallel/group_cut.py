@@ -59,8 +59,8 @@ def in_groups(
     in_windows = cuts.order.unflatten(0, (num_sequences, -1))
     order = (in_windows + firsts[:, None, None]).flatten(1, 2)
 
-    own = firsts[rank // groups.size][None]
-    borders = _borders_of_windows(span.borders, num_sequences, groups.seq_length, own, window)
+    starts = firsts[rank // groups.size][None]
+    borders = _borders_of_windows(span.borders, num_sequences, groups.seq_length, starts, window)
     longest = min(span.longest or window, window)
     cut = DocumentCut.of(borders, num_sequences, window, groups.size, place, longest=longest)
     held = TokenOrder(groups.cp, order, order.flatten(1).argsort(1))

@@ -90,9 +90,9 @@ def at_place(
     else:
         index = cut.places[:, place]
     index = index.to(part.device)
-    own = part[index % length, torch.arange(num_sequences, device=part.device)]
-    is_elsewhere = (index // length != axis.rank).view(-1, *[1] * (own.dim() - 1))
-    return reduce_from_axis(own.masked_fill(is_elsewhere, 0.0), axis)
+    local = part[index % length, torch.arange(num_sequences, device=part.device)]
+    is_elsewhere = (index // length != axis.rank).view(-1, *[1] * (local.dim() - 1))
+    return reduce_from_axis(local.masked_fill(is_elsewhere, 0.0), axis)
 
 
 def of_first_rank(value: Shaped[Tensor, "..."], axis: MeshAxis) -> Shaped[Tensor, "..."]:

@@ -173,11 +173,11 @@ class EngineScaling:
         make = import_module("transformer_engine.pytorch").Float8Quantizer
         unused = torch.zeros(1, dtype=torch.float32, device=self.device)
         quantizers = {}
-        for use, own in self._current_quantizers.items():
+        for use, quantizer in self._current_quantizers.items():
             seen = self.scales.seen(use).view(torch.float32).reshape(1)
             for counts in (True, False):
                 amax = seen if counts else unused
-                quantizers[use, counts] = make(self.scales.factor(use), amax, own.dtype)
+                quantizers[use, counts] = make(self.scales.factor(use), amax, quantizer.dtype)
         return quantizers
 
 

@@ -87,17 +87,17 @@ def checkpoint_folders(trainer: Trainer) -> Iterator[str]:
     Args:
         trainer: The Trainer, whose callbacks and loggers know their folders.
     """
-    given = [
+    folders = [
         callback.dirpath
         for callback in trainer.checkpoint_callbacks
         if isinstance(callback, ModelCheckpoint)
     ]
-    given += [
+    folders += [
         callback.dirpath
         for callback in trainer.checkpoint_callbacks
         if isinstance(callback, OnExceptionCheckpoint)
     ]
-    known = [os.fspath(one) for one in given if one is not None]
+    known = [os.fspath(one) for one in folders if one is not None]
     seen: set[str] = set()
     for folder in known or [os.fspath(trainer.default_root_dir)]:
         siblings = []

@@ -158,8 +158,8 @@ def _layout_choices(
             why = f"default for vpp {layout.vpp}"
         if options.schedule == "auto":
             why = "for the first steps, whose times decide the next schedule"
-        own = options.custom_order
-        shown_schedule = options.schedule_name if own is None else own.name
+        custom = options.custom_order
+        shown_schedule = options.schedule_name if custom is None else custom.name
         choices.append(TableRow("pipeline schedule", shown_schedule, why))
         if options.may_split_backward:
             choices += whole_backward_choices(module)

@@ -89,5 +89,5 @@ class LayerStates:
     @property
     def step_tensors(self) -> list[Tensor]:
         """Return the tensors of this stage's layers to which steps write."""
-        own = [tensor for scales in self._scales for tensor in scales.step_tensors]
-        return self._mixtures.step_tensors + own
+        scale_tensors = [tensor for scales in self._scales for tensor in scales.step_tensors]
+        return self._mixtures.step_tensors + scale_tensors

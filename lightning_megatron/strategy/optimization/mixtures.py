@@ -145,8 +145,10 @@ class MixtureRuntime:
         if statistics:
             sums = torch.stack([one.sums for one in statistics.values()])
             self.statistics = {
-                number: replace(one, sums=own, rows=None if one.rows is None else one.rows.clone())
-                for (number, one), own in zip(statistics.items(), sums, strict=True)
+                number: replace(
+                    one, sums=layer_sums, rows=None if one.rows is None else one.rows.clone()
+                )
+                for (number, one), layer_sums in zip(statistics.items(), sums, strict=True)
             }
 
     @property

@@ -203,9 +203,9 @@ def _named_by(function: FunctionType, owner: object) -> Iterator[object]:
     for one in objects:
         if isinstance(one, ModuleType) and one.__name__.partition(".")[0] != "torch":
             yield from (vars(one)[name] for name in names if name in vars(one))
-    own = {} if owner is None else {name: getattr(type(owner), name, None) for name in names}
+    attributes = {} if owner is None else {name: getattr(type(owner), name, None) for name in names}
     yield from (
-        method.__get__(owner) for method in own.values() if isinstance(method, FunctionType)
+        method.__get__(owner) for method in attributes.values() if isinstance(method, FunctionType)
     )
 
 

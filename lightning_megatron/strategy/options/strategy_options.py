@@ -53,12 +53,12 @@ def documents_options(strategy: type[_Strategy]) -> type[_Strategy]:
     Args:
         strategy: Class whose arguments are the fields of :class:`StrategyOptions`.
     """
-    own = inspect.getdoc(strategy)
+    summary = inspect.getdoc(strategy)
     options = inspect.getdoc(StrategyOptions)
     # Python removes docstrings with -OO.
-    if own is not None and options is not None:
+    if summary is not None and options is not None:
         section = options[options.find("Args:") : options.find("Raises:")].rstrip()
-        strategy.__doc__ = f"{own}\n\n{section}\n"
+        strategy.__doc__ = f"{summary}\n\n{section}\n"
     return strategy
 
 
@@ -342,8 +342,8 @@ class StrategyOptions:
     def needs_tables(self) -> bool:
         """Return whether an argument needs a feature that only this package's models have."""
         is_on = self.ep > 1, self.cp > 1, self.sequence_parallel, self.overlap_tensor_parallel
-        given = self.recompute, self.loss_chunk, self.fp8
-        return any(is_on) or any(one is not None for one in given) or self.backend == "te"
+        options = self.recompute, self.loss_chunk, self.fp8
+        return any(is_on) or any(one is not None for one in options) or self.backend == "te"
 
     @property
     def schedule_name(self) -> ScheduleName:
@@ -385,8 +385,8 @@ class StrategyOptions:
     @property
     def timeout_delta(self) -> timedelta | None:
         """Return the timeout as a timedelta, as torch expects."""
-        given = self.timeout
-        return timedelta(seconds=given) if isinstance(given, (int, float)) else given
+        timeout = self.timeout
+        return timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
 
     def as_dict(self) -> dict[str, Any]:
         """Return all arguments by name."""

@@ -73,25 +73,25 @@ def _reason(error: Exception, root: nn.Module, tp: int) -> str | None:
 
 def _reason_of_layer(module: nn.Module, name: str, args: tuple[object, ...], tp: int) -> str | None:
     """Return why the input size of a sharded layer is wrong; None if it may be right."""
-    given = args[0].shape[-1] if args and isinstance(args[0], Tensor) and args[0].dim() else 0
+    width = args[0].shape[-1] if args and isinstance(args[0], Tensor) and args[0].dim() else 0
     whole = int(module.in_features)  # type: ignore[arg-type]
     rule = f"layers that are cut over tp ({tp}) must follow each other as 'column' and 'row'"
-    if isinstance(module, RowParallelLinear) and not module.split_input and given == whole:
+    if isinstance(module, RowParallelLinear) and not module.split_input and width == whole:
         return (
             f"{rule}: {name!r} ('row') gets all {whole} features, but needs this rank's "
             f"{whole // tp}. Use {{{name!r}: 'row_split'}} in tensor_parallel_plan, or give the "
             "layer before it the kind 'column'. If it already has this kind, take sizes from the "
             "tensors in the code between the two."
         )
-    if isinstance(module, RowParallelLinear) and module.split_input and given * tp == whole:
+    if isinstance(module, RowParallelLinear) and module.split_input and width * tp == whole:
         return (
-            f"{rule}: {name!r} ('row_split') gets this rank's {given} features, but splits all "
+            f"{rule}: {name!r} ('row_split') gets this rank's {width} features, but splits all "
             f"{whole} itself. Use {{{name!r}: 'row'}} in tensor_parallel_plan, or the kind "
             "'column_gather' for the layer before it."
         )
-    if isinstance(module, ColumnParallelLinear) and given * tp == whole:
+    if isinstance(module, ColumnParallelLinear) and width * tp == whole:
         return (
-            f"{rule}: {name!r} ('column') gets this rank's {given} features, but needs all "
+            f"{rule}: {name!r} ('column') gets this rank's {width} features, but needs all "
             f"{whole}. Give the layer before it the kind 'column_gather' in tensor_parallel_plan, "
             f"or {name!r} the kind 'row'."
         )

@@ -97,17 +97,17 @@ class WeightWrites(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operator after copying the weights that it writes."""
-        given = dict(kwargs or {})
+        options = dict(kwargs or {})
         if func._schema.is_mutable:
             arguments = func._schema.arguments
             named = [
                 *zip(arguments, args, strict=False),
-                *((one, given.get(one.name)) for one in arguments),
+                *((one, options.get(one.name)) for one in arguments),
             ]
             for argument, value in named:
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     self._keep(value if isinstance(value, (list, tuple)) else [value])
-        return func(*args, **given)
+        return func(*args, **options)
 
     @torch.no_grad()
     def undo(self) -> None:

@@ -93,11 +93,11 @@ def rules_of(module: nn.Module) -> dict[str, BlockRule]:
 
 def _rule_for_features(module: nn.Module) -> BlockRule | None:
     """Return the rule for a module with one parameter row per feature or head."""
-    own = dict(module.named_parameters(recurse=False))
-    rows = {parameter.shape[:1] for parameter in own.values()}
-    if len(rows) != 1 or not rows.pop() or len(own) != sum(1 for _ in module.parameters()):
+    parameters = dict(module.named_parameters(recurse=False))
+    rows = {parameter.shape[:1] for parameter in parameters.values()}
+    if len(rows) != 1 or not rows.pop() or len(parameters) != sum(1 for _ in module.parameters()):
         return None
-    return BlockRule("features", type(module), builders.features, _same(*own))
+    return BlockRule("features", type(module), builders.features, _same(*parameters))
 
 
 def build_target(rule: BlockRule, request: builders.BlockRequest) -> nn.Module:

@@ -86,9 +86,11 @@ def fill_model(target: nn.Module, source: Any, device: torch.device) -> None:
 
 def _is_standard(source: nn.Module) -> TypeGuard[_Whole]:
     """Return whether a model has only modules that its config describes."""
-    own: Any = type(source)
+    source_class: Any = type(source)
     return any(
-        isinstance(source, kind) and own.__init__ is kind.__init__ and own._build is kind._build
+        isinstance(source, kind)
+        and source_class.__init__ is kind.__init__
+        and source_class._build is kind._build
         for kind in (GPT, Encoder)
     )
 

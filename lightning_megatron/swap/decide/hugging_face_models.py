@@ -98,8 +98,8 @@ def choose_models(
         for site, family in known
     }
     replaced = [(site, family) for site, family in known if not reasons[site.name]]
-    own = _own_code_models(sites, [site.name for site, _ in replaced], reasons, tp)
-    return ModelChoice(tuple(replaced), tuple(own))
+    remaining = _own_code_models(sites, [site.name for site, _ in replaced], reasons, tp)
+    return ModelChoice(tuple(replaced), tuple(remaining))
 
 
 def _settings(model: Any) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def find_stages(
         if mesh.pp.size == 1 or has_stages or replaced:
             return None
         plans = {site.name: _declared_stages(site.module) for site in models}
-        known = [name for name, own in plans.items() if own]
+        known = [name for name, declared in plans.items() if declared]
         if len(known) != 1:
             return None
         plan = {f"{known[0]}.{name}": kind for name, kind in plans[known[0]].items()}

@@ -29,5 +29,5 @@ def known_configs(root: nn.Module, plan: Mapping[str, str] | None) -> tuple[Laye
         family.config(site.module.config.to_dict())  # type: ignore[union-attr, operator]
         for site, family in models.replaced
     ]
-    own = [site.module.config for site in sites if isinstance(site.module, LayeredModule)]
-    return (*own, *replaced)
+    configs = [site.module.config for site in sites if isinstance(site.module, LayeredModule)]
+    return (*configs, *replaced)

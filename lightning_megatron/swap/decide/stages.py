@@ -106,9 +106,9 @@ class Stages:
         before = sum(p.numel() for p in self.blocks.module.parameters())
         # The list may have been replaced since planning, so look it up again.
         source: Any = root.get_submodule(self.blocks.name)
-        own = [(root.get_submodule(end.site.name), True) for end in self.ends if self._holds(end)]
-        own += [(owner, False) for owner, _, _ in self.outer_owners if self.mesh.pp.is_first]
-        staged = StagedBlocks(self.blocks.name, source, self.twins, self.partition, self.mesh, own)
+        kept = [(root.get_submodule(end.site.name), True) for end in self.ends if self._holds(end)]
+        kept += [(owner, False) for owner, _, _ in self.outer_owners if self.mesh.pp.is_first]
+        staged = StagedBlocks(self.blocks.name, source, self.twins, self.partition, self.mesh, kept)
         setattr(root.get_submodule(self.blocks.name.rpartition(".")[0]), self.blocks.key, staged)
         staged.plan = {self.blocks.name: "blocks"} | {
             end.site.name: "first" if end.is_before else "last"

@@ -142,8 +142,8 @@ def _labels(values: Values) -> Mapping[str, Any]:
 
 
 def _head_dropout(values: Values) -> Mapping[str, Any]:
-    given = values["classifier_dropout"]
-    return {"head_dropout": values["hidden_dropout_prob"] if given is None else given}
+    dropout = values["classifier_dropout"]
+    return {"head_dropout": values["hidden_dropout_prob"] if dropout is None else dropout}
 
 
 def _fields(vocab_size: int, padding: int) -> tuple[Field, ...]:

@@ -82,9 +82,9 @@ def _scale(values: Values) -> float | None:
 
     Source: Peng et al. 2023 (yarn), section 3.4.
     """
-    given = values["rope_scaling"] or values["rope_parameters"] or {}
-    growth = given.get("mscale_all_dim")
-    factor = given.get("factor")
+    rope = values["rope_scaling"] or values["rope_parameters"] or {}
+    growth = rope.get("mscale_all_dim")
+    factor = rope.get("factor")
     if not growth or factor is None or factor <= 1:
         return None
     head_dim = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]

@@ -155,17 +155,17 @@ class Field:
             UnsupportedError: If the configuration has different values under two names of the
                 field.
         """
-        given = {
+        present = {
             name: config[name]
             for name in (self.name, *self.aliases)
             if config.get(name) is not None
         }
-        first = next(iter(given), self.name)
-        for name, value in given.items():
-            if name != first and value != given[first]:
-                reason = f"it is another name of {first} ({shown(given[first])})"
-                raise refusal(family, name, value, reason, (given[first], None))
-        return next(iter(given.values())) if given else config.get(self.name, self.default)
+        first = next(iter(present), self.name)
+        for name, value in present.items():
+            if name != first and value != present[first]:
+                reason = f"it is another name of {first} ({shown(present[first])})"
+                raise refusal(family, name, value, reason, (present[first], None))
+        return next(iter(present.values())) if present else config.get(self.name, self.default)
 
 
 #: Fields that every Hugging Face configuration may have, and that request unsupported features
@@ -211,8 +211,8 @@ class ConfigTable:
     @property
     def names(self) -> frozenset[str]:
         """Return the names of all fields that the table has a rule for or ignores."""
-        own = {name for rule in (*self.fields, *GENERAL) for name in (rule.name, *rule.aliases)}
-        return self.ignored.union(own, *(part.names for part in self.parts.values()))
+        known = {name for rule in (*self.fields, *GENERAL) for name in (rule.name, *rule.aliases)}
+        return self.ignored.union(known, *(part.names for part in self.parts.values()))
 
     def __call__(self, config: Values) -> ModelConfig:
         """Return this package's configuration of a model.
@@ -331,5 +331,5 @@ def translate_values(
 
 def padding_id(values: Values) -> Mapping[str, Any]:
     """Return the padding token. A negative id counts from the end, as in torch.nn.Embedding."""
-    given = values["pad_token_id"]
-    return {"padding_id": given if given is None or given >= 0 else values["vocab_size"] + given}
+    token = values["pad_token_id"]
+    return {"padding_id": token if token is None or token >= 0 else values["vocab_size"] + token}

@@ -29,13 +29,13 @@ from lightning_megatron.swap.families.rotary import rotary_fields, typed_rotary_
 
 def _gemma_activation(values: Values) -> Mapping[str, Any]:
     # The first releases call the tanh approximation gelu.
-    given = values["hidden_act"]
-    meant = "gelu_pytorch_tanh" if given == "gelu" else given
+    activation = values["hidden_act"]
+    meant = "gelu_pytorch_tanh" if activation == "gelu" else activation
     other = values["hidden_activation"]
     if other is not None and other != meant:
         reason = (
-            f"hidden_act is {given}, and versions of transformers disagree about which of the two "
-            "counts"
+            f"hidden_act is {activation}, and versions of transformers disagree about which of the "
+            "two counts"
         )
         raise refusal("Gemma", "hidden_activation", other, reason, (meant, None))
     return translate_values("hidden_act", "activation", GATED)({**values, "hidden_act": meant})

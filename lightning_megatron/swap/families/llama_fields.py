@@ -84,9 +84,9 @@ def _kv_heads(values: Values) -> Mapping[str, Any]:
 def head_dim(values: Values) -> Mapping[str, Any]:
     """Return the head size if it differs from the one that follows from other fields."""
     # Some versions of transformers store the value that follows from the sizes.
-    given = values["head_dim"]
+    size = values["head_dim"]
     heads = values["num_attention_heads"]
-    return {"head_dim": None if given is None or given * heads == values["hidden_size"] else given}
+    return {"head_dim": None if size is None or size * heads == values["hidden_size"] else size}
 
 
 def _attention_bias(values: Values) -> Mapping[str, Any]:
@@ -95,12 +95,12 @@ def _attention_bias(values: Values) -> Mapping[str, Any]:
 
 def window(values: Values) -> Mapping[str, Any]:
     """Return the attention window, if it is shorter than a sequence can be."""
-    given = values["sliding_window"]
+    width = values["sliding_window"]
     # Attention without a window is faster.
     return {
         "sliding_window": None
-        if given is None or given >= values["max_position_embeddings"]
-        else given
+        if width is None or width >= values["max_position_embeddings"]
+        else width
     }
 
 

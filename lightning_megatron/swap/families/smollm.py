@@ -22,9 +22,9 @@ from lightning_megatron.swap.families.rotary import rotary_fields
 
 def _rotating(values: Values) -> tuple[bool, ...]:
     # Despite its name, the field lists the layers that rotate.
-    given = values["no_rope_layers"]
-    if given is not None:
-        return tuple(bool(flag) for flag in given)
+    flags = values["no_rope_layers"]
+    if flags is not None:
+        return tuple(bool(flag) for flag in flags)
     every = values["no_rope_layer_interval"]
     return tuple((layer + 1) % every != 0 for layer in range(values["num_hidden_layers"]))
 

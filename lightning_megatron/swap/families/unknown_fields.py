@@ -96,11 +96,11 @@ def _known_of(model_type: str) -> tuple[frozenset[str] | None, str]:
     )
     root = Path(library.__file__).parent
     spec = find_spec(config_class.__module__)
-    own = (
+    paths = (
         [] if spec is None or spec.origin is None else sorted(Path(spec.origin).parent.glob("*.py"))
     )
     files = [
-        *own,
+        *paths,
         *(root / f"{name}.py" for name in _SHARED),
         *sorted((root / "integrations").glob("*attention*.py")),
     ]

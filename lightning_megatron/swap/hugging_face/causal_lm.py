@@ -154,14 +154,14 @@ class HuggingFaceLM(ReplacedModel):
         stages run in turn and the last one broadcasts the result, so all ranks must make the call.
         """
         _refuse(others)
-        own = _own_caches(past_key_values=past_key_values, cache=cache)
-        past = next(iter(own.values()), None)
-        given = _one_input(input_ids, inputs_embeds)
-        length = given.shape[1]
+        caches = _own_caches(past_key_values=past_key_values, cache=cache)
+        past = next(iter(caches.values()), None)
+        inputs = _one_input(input_ids, inputs_embeds)
+        length = inputs.shape[1]
         described = attention_mask, position_ids, PackedRow(cu_seq_lens_q, max_length_q)
         rows = self._rows(input_ids, inputs_embeds, *described, labels, shift_labels, past)
         kept = slice(max(0, length - logits_to_keep) if logits_to_keep else 0, length)
-        gather = partial(self._gather, kept, len(given), self._is_chunked(rows.labels), rows.span)
+        gather = partial(self._gather, kept, len(inputs), self._is_chunked(rows.labels), rows.span)
 
         def run() -> tuple[Tensor | None, Tensor]:
             how = {"span": rows.span, "embeddings": rows.embeddings}
@@ -172,15 +172,15 @@ class HuggingFaceLM(ReplacedModel):
 
         if self.gpt.mesh.pp.size > 1 and self.gpt.cursor is None and not torch.is_grad_enabled():
             has_labels = rows.labels is not None
-            output = self._from_last_stage(run, gather, len(given), kept, has_labels)
+            output = self._from_last_stage(run, gather, len(inputs), kept, has_labels)
         elif not output_hidden_states:
             loss, shard = run()
             output = CausalLMOutput(loss, lambda: gather(shard))
         else:
             (loss, shard), states = self._with_states(run, rows.span)
-            states = tuple(one[: len(given), :length] for one in states)
+            states = tuple(one[: len(inputs), :length] for one in states)
             output = CausalLMOutput(loss, lambda: gather(shard), states)
-        return _with_caches(output, own, length)
+        return _with_caches(output, caches, length)
 
     def _rows(
         self,
@@ -194,14 +194,16 @@ class HuggingFaceLM(ReplacedModel):
         cache: GenerationCache | None,
     ) -> _Rows:
         """Return the arguments of a call, padded to the form that the layout needs."""
-        given = _one_input(input_ids, inputs_embeds)
+        inputs = _one_input(input_ids, inputs_embeds)
         described = attention_mask, position_ids
         # With a cache, the mask also covers earlier tokens, and the cache reads it.
         is_continued = cache is not None and cache.length > 0
-        own = (None, None) if is_continued else described
-        span, labels = self._span_and_labels(*own, packed, given.shape[:2], labels, shift_labels)
+        arguments = (None, None) if is_continued else described
+        span, labels = self._span_and_labels(
+            *arguments, packed, inputs.shape[:2], labels, shift_labels
+        )
         multiple = length_multiple(self.gpt.mesh, is_cut=not is_continued)
-        rows, extra = self._padding(len(given), given.shape[1], multiple)
+        rows, extra = self._padding(len(inputs), inputs.shape[1], multiple)
         if rows or extra:
             # Appended positions do not affect earlier ones, and their results are dropped.
             input_ids = pad_batch(input_ids, extra, 0, rows)
@@ -210,8 +212,8 @@ class HuggingFaceLM(ReplacedModel):
                 inputs_embeds = F.pad(inputs_embeds, (0, 0, 0, extra, 0, rows))
             span = pad_span(span, extra, rows)
         if cache is not None:
-            self.gpt.config.check_seq_length(cache.length_after(given.shape[1]))
-            span = cache.span_of(span, given, *described, extra=extra, num_rows=rows)
+            self.gpt.config.check_seq_length(cache.length_after(inputs.shape[1]))
+            span = cache.span_of(span, inputs, *described, extra=extra, num_rows=rows)
         span = self._padded_span(span, _one_input(input_ids, inputs_embeds))
         return _Rows(input_ids, inputs_embeds, labels, span)
 
@@ -310,8 +312,8 @@ class HuggingFaceLM(ReplacedModel):
                 )
             shard = self.gpt.logits(shard)
         cut = None if span is None else span.order
-        own = join_parts(shard, mesh.cp, cut=cut)[kept, :rows]
-        full = gather_from_axis(own, mesh.tp, dim=-1)
+        local = join_parts(shard, mesh.cp, cut=cut)[kept, :rows]
+        full = gather_from_axis(local, mesh.tp, dim=-1)
         return full[..., : self.gpt.config.vocab_size].transpose(0, 1)
 
 
@@ -335,9 +337,11 @@ def _mean(total: Tensor, labels: Tensor | None, num_items: Tensor | int | None) 
 
 def _own_caches(**caches: Any) -> dict[str, GenerationCache]:
     """Return the cache of ``generate``, if a call has it, by the name of its argument."""
-    own = {name: one for name, one in caches.items() if isinstance(one, GenerationCache)}
-    _refuse({**caches, **dict.fromkeys(own)})
-    return own
+    generation_caches = {
+        name: one for name, one in caches.items() if isinstance(one, GenerationCache)
+    }
+    _refuse({**caches, **dict.fromkeys(generation_caches)})
+    return generation_caches
 
 
 def _with_caches(
@@ -361,11 +365,11 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
 
 
 def _one_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-    given = [one for one in (input_ids, inputs_embeds) if one is not None]
-    if len(given) != 1:
+    inputs = [one for one in (input_ids, inputs_embeds) if one is not None]
+    if len(inputs) != 1:
         raise UnsupportedError(
             "a language model takes either input_ids or inputs_embeds: "
-            f"{'both' if given else 'neither'} were given. Both describe the same input. Pass one "
+            f"{'both' if inputs else 'neither'} were given. Both describe the same input. Pass one "
             "of them."
         )
-    return given[0]
+    return inputs[0]

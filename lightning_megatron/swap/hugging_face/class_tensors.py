@@ -76,8 +76,8 @@ class ClassTensors:
 
     def place(self, name: str) -> int:
         """Return a parameter's index in the class's order; ``len(order)`` if it is unknown."""
-        own = self.class_name(name) if self.has(name) else name
-        return self._places.get(own.removeprefix(self.prefix), len(self.order))
+        class_name = self.class_name(name) if self.has(name) else name
+        return self._places.get(class_name.removeprefix(self.prefix), len(self.order))
 
     def has_same_form(self, name: str) -> bool:
         """Return whether the class stores a tensor of the model in the same form."""
@@ -117,8 +117,8 @@ class ClassTensors:
         tensor = self._maps[self._key(name)]
         key = self._class_tensor(tensor)
         reader = TensorsInMemory({key: whole})
-        own = dict(packed_rows(key, key, reader, self.family.packed))
-        return tensor.full(RenamedTensors(reader, own), whole.dtype)
+        rows = dict(packed_rows(key, key, reader, self.family.packed))
+        return tensor.full(RenamedTensors(reader, rows), whole.dtype)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the full shape of a tensor of the model (elements)."""
@@ -144,8 +144,8 @@ class ClassTensors:
         return {name: number for number, name in enumerate(self.order)}
 
     def _key(self, name: str) -> str:
-        own = name.removeprefix(self.prefix)
-        return own if is_factor(own) else self.family.present_name(plain_name(own))
+        key = name.removeprefix(self.prefix)
+        return key if is_factor(key) else self.family.present_name(plain_name(key))
 
     def _is_of_stack(self, name: str) -> bool:
         source = self._maps[self._key(name)].sources[0].name
@@ -187,8 +187,8 @@ def in_class_order(models: Sequence[ClassTensors], names: Sequence[str]) -> list
     ordered = list(names)
     for model in models:
         held = [number for number, name in enumerate(names) if name.startswith(model.prefix)]
-        own = sorted((names[number] for number in held), key=model.place)
-        for number, name in zip(held, own, strict=True):
+        sorted_names = sorted((names[number] for number in held), key=model.place)
+        for number, name in zip(held, sorted_names, strict=True):
             ordered[number] = name
     return ordered
 
@@ -213,8 +213,8 @@ def class_states(
     for name in states:
         groups.setdefault(class_name_in(models, name), []).append(name)
     return {
-        name: _class_state(models, key, {one: states[one] for one in own})
-        for name, own in groups.items()
+        name: _class_state(models, key, {one: states[one] for one in group})
+        for name, group in groups.items()
     }
 
 

@@ -137,9 +137,9 @@ class HuggingFaceEncoder(ReplacedModel):
         positions = rows.positions
         if positions is None and (config.positions == "row" or rows.tokens is None):
             first = config.first_position
-            length = given.shape[1]
-            positions = torch.arange(first, first + length, device=given.device).expand(
-                given.shape[:2]
+            length = inputs.shape[1]
+            positions = torch.arange(first, first + length, device=inputs.device).expand(
+                inputs.shape[:2]
             )
         return EncoderInput(
             pad_batch(rows.tokens, extra, config.padding_id or 0),
@@ -220,15 +220,15 @@ def _as_rows(tensor: Tensor | None, choices: int | None) -> Tensor | None:
 def _num_choices(inputs: tuple[Tensor | None, ...]) -> int:
     """Return the number of choices of each sample."""
     tokens, vectors = inputs[:2]
-    given = vectors if tokens is None else tokens
-    if given is None or given.dim() != (4 if tokens is None else 3):
+    tokens_or_vectors = vectors if tokens is None else tokens
+    if tokens_or_vectors is None or tokens_or_vectors.dim() != (4 if tokens is None else 3):
         raise UnsupportedError(
             "a model for multiple choice takes input_ids of the shape (batch, choices, tokens), or "
             "inputs_embeds with one dimension more: "
-            f"{None if given is None else tuple(given.shape)} was given. Put the answers of a "
+            f"{None if tokens_or_vectors is None else tuple(tokens_or_vectors.shape)} was given. Put the answers of a "
             "sample into a dimension of their own."
         )
-    return given.shape[1]
+    return tokens_or_vectors.shape[1]
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, ignored: int = IGNORED) -> Tensor:

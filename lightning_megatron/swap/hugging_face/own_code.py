@@ -73,8 +73,8 @@ def checkpoint_record(
         one.removeprefix(prefix): aliases.get(one, one) for one in order if one.startswith(prefix)
     }
     kept = {one: of_tensor[one] for one in names_in_files(model, of_tensor)}
-    own = {"tensors": kept, "has_other_format": has_other_format(model)}
-    return {"architecture": type(model).__name__, "config": plain_config(model), OWN_CODE: own}
+    record = {"tensors": kept, "has_other_format": has_other_format(model)}
+    return {"architecture": type(model).__name__, "config": plain_config(model), OWN_CODE: record}
 
 
 def names_in_files(model: Any, of_tensor: Mapping[str, Any]) -> list[str]:

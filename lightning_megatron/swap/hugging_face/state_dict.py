@@ -47,10 +47,10 @@ def to_package_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, An
             renamed[f"{prefix}{_in_tree(target, adapter)}"] = tensor
         for target, tensor in full_factors(foreign, adapter, table):
             renamed[f"{prefix}{target}"] = tensor
-        own = dict(part.named_buffers())
+        buffers = dict(part.named_buffers())
         # Other strategies do not save these tensors, so the module keeps its values.
         renamed |= {
-            f"{prefix}{key}": buffer for key, buffer in own.items() if is_training_only(key)
+            f"{prefix}{key}": buffer for key, buffer in buffers.items() if is_training_only(key)
         }
         _add_aliases(renamed, prefix, part.family, config, adapter)
     return renamed
@@ -106,6 +106,6 @@ def _add_aliases(
     if config.tie_embeddings:
         aliases[family.head] = family.embedding
     for alias, name in aliases.items():
-        own = f"{prefix}{_in_tree(name, adapter)}"
-        if own in tensors:
-            tensors[f"{prefix}{_in_tree(alias, adapter)}"] = tensors[own]
+        original = f"{prefix}{_in_tree(name, adapter)}"
+        if original in tensors:
+            tensors[f"{prefix}{_in_tree(alias, adapter)}"] = tensors[original]

@@ -128,15 +128,15 @@ def _parameters(
             parameters[factor.target] = (
                 ClassParameter(adapter.own_name(factor.sources[0].name), factor.sources),
             )
-    own = dict(model.named_parameters())
-    for name in own:
+    named_parameters = dict(model.named_parameters())
+    for name in named_parameters:
         if len(parameters.get(name, ())) > 1 and name.endswith(".weight"):
             joint = model.get_submodule(name.removesuffix(".weight"))
             assert isinstance(joint, ColumnParallelLinear), (
                 "layers that join others are cut by their outputs"
             )
             joint.split([target.num_rows for target in parameters[name]])
-    for name, parameter in own.items():
+    for name, parameter in named_parameters.items():
         owner = name.rpartition(".")[0]
         spec = shard_spec_of(parameter)
         if spec.tied_to is not None:

@@ -340,14 +340,14 @@ def _value_of(parameter: Tensor) -> Tensor:
 
 
 def _give_value(parameter: Tensor, value: Tensor) -> None:
-    given = (
+    replacement = (
         nn.Parameter(value, parameter.requires_grad)
         if isinstance(parameter, nn.Parameter)
         else value
     )
     kept = dict(vars(parameter))
     # The parameter must stay the same object, because modules and optimizers may refer to it.
-    swap_tensors(parameter, given)
+    swap_tensors(parameter, replacement)
     vars(parameter).update(kept)
 
 

@@ -190,7 +190,7 @@ def read_missing_values(model: Any) -> Callable[[], None]:
         **dict(full.named_parameters(remove_duplicate=False)),
         **dict(full.named_buffers(remove_duplicate=False)),
     }
-    given: list[tuple[dict[str, Any], str, Tensor]] = []
+    filled: list[tuple[dict[str, Any], str, Tensor]] = []
     shared: dict[int, Tensor] = {}
     for path, owner in model.named_modules():
         for tensors in (owner._parameters, owner._buffers):
@@ -209,10 +209,10 @@ def read_missing_values(model: Any) -> Callable[[], None]:
                 if isinstance(old, nn.Parameter):
                     value = nn.Parameter(value, old.requires_grad)
                 # Shared tensors stay shared.
-                given.append((tensors, key, shared.setdefault(id(old), value)))
+                filled.append((tensors, key, shared.setdefault(id(old), value)))
 
     def give() -> None:
-        for tensors, key, value in given:
+        for tensors, key, value in filled:
             tensors[key] = value
 
     return give
@@ -253,33 +253,33 @@ def _from_pretrained(
     cls: Any, load: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     path: Any = kwargs.get("pretrained_model_name_or_path", args[0] if args else None)
-    given = {
+    options = {
         name: value
         for name, value in kwargs.items()
         if value is not None and name not in _IRRELEVANT
     }
-    dtype = given.pop("dtype", given.pop("torch_dtype", None))
-    config = given.pop("config", None)
-    given.pop("pretrained_model_name_or_path", None)
+    dtype = options.pop("dtype", options.pop("torch_dtype", None))
+    config = options.pop("config", None)
+    options.pop("pretrained_model_name_or_path", None)
     is_folder = len(args) <= 1 and isinstance(path, (str, Path)) and Path(path).is_dir()
     if not is_folder or not SafetensorsFolder.exists_in(path):
         return load(cls, *args, **kwargs)
     if find_family(cls.__name__) is None:
         return _name_files(path, lambda: load(cls, *args, **kwargs))
-    with_info = given.pop("output_loading_info", False)
+    with_info = options.pop("output_loading_info", False)
     if config is None:
         # Fields of the configuration may be among the arguments.
         with name_folder_in_errors(
             str(path), "config.json must be a configuration that transformers reads"
         ):
-            config, given = cls.config_class.from_pretrained(
-                path, return_unused_kwargs=True, **given
+            config, options = cls.config_class.from_pretrained(
+                path, return_unused_kwargs=True, **options
             )
     config = _of_numbers(config)
-    if is_read_as_numbers(given.get(QUANTIZATION)):
-        del given[QUANTIZATION]
+    if is_read_as_numbers(options.get(QUANTIZATION)):
+        del options[QUANTIZATION]
     with _name_configuration(path):
-        is_replaced = not given and _is_replaced(cls, config)
+        is_replaced = not options and _is_replaced(cls, config)
     if not is_replaced:
         return _name_files(path, lambda: load(cls, *args, **kwargs))
     if dtype in (None, "auto"):

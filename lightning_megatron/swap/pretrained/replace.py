@@ -118,12 +118,14 @@ def build_swapped_model(
         check_tensors(
             rows_by_name, family.tensors(model.config), family, model.config.tie_embeddings
         )
-        given = rows_by_name.only(key for key, tensor in tensors.items() if not tensor.is_meta)
+        with_values = rows_by_name.only(
+            key for key, tensor in tensors.items() if not tensor.is_meta
+        )
         folder = folder_of(source)
         if folder is None:
-            load = partial(_draw, model, origin, family, rows_by_name, given)
+            load = partial(_draw, model, origin, family, rows_by_name, with_values)
         else:
-            load = _reading(model, family, folder, given, shows_progress)
+            load = _reading(model, family, folder, with_values, shows_progress)
     else:
         load = partial(_copy, plan_loading(model, tensors, family), NOTE if is_cut(mesh) else "")
     updates = [] if adapter is None else updates_of(name, model, source, family, adapter)

@@ -218,12 +218,12 @@ def full_factors(
         if adapter is None
         else {adapter.own_name(n): s for one in factors for n, s in one.source_shapes.items()}
     )
-    given = {
+    actual = {
         name: tuple(tensor.shape) for name, tensor in tensors.items() if _FACTOR_PART.search(name)
     }
-    if shapes != given:
+    if shapes != actual:
         differing = {
-            name for name in shapes.keys() | given.keys() if shapes.get(name) != given.get(name)
+            name for name in shapes.keys() | actual.keys() if shapes.get(name) != actual.get(name)
         }
         raise CheckpointMismatchError(
             f"the LoRA factors must match the adapter of the model: {named(differing)} are "

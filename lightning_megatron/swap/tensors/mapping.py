@@ -136,11 +136,11 @@ class TensorMap:
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        given = sum(source.num_rows for source in self.sources)
-        if given != self.shape[0]:
+        num_rows = sum(source.num_rows for source in self.sources)
+        if num_rows != self.shape[0]:
             raise ValueError(
                 f"the sources of a tensor must have as many rows as the tensor: {self.target} has "
-                f"{self.shape[0]}, its sources have {given}. Correct the table."
+                f"{self.shape[0]}, its sources have {num_rows}. Correct the table."
             )
 
     @property

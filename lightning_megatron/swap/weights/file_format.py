@@ -69,10 +69,10 @@ class FileFormat:
 
     def shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """Convert the names and shapes of the model's tensors to those of the files (elements)."""
-        given = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
+        on_meta = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
         return {
             name: tuple(tensor.shape)
-            for name, tensor in self.tensors(sorted(given, key=lambda one: block(one[0])))
+            for name, tensor in self.tensors(sorted(on_meta, key=lambda one: block(one[0])))
         }
 
     def tensors(self, full: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
