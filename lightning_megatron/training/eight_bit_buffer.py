@@ -99,7 +99,7 @@ class EightBitBuffer(FlatBuffer):
         return StoredWeight(parts, self._scales[number, :1], self._magnitudes[entry])
 
     def magnitudes(self) -> dict[str, Float[Tensor, "1"]]:
-        """Return by member name the largest magnitude of its weight, in the members' dtype."""
+        """Return the largest magnitude of each member's weight, by member, in the members' dtype."""
         magnitudes = self._magnitudes.view(torch.float32).to(self._dtype).split(1)
         return {name: magnitudes[number] for name, number in self._number_of.items()}
 
@@ -140,7 +140,7 @@ class EightBitBuffer(FlatBuffer):
                 whole[place.start : place.stop].copy_(self._numbers(name).flatten())
         self.parameters = whole
         self.is_in_eight_bits = False
-        # The casts hold a reference to the 8-bit memory.
+        # The casts would keep the 8-bit memory alive.
         del self._casts
         if gathers:
             super().store_main_parameters(mesh)
@@ -198,7 +198,7 @@ class EightBitBuffer(FlatBuffer):
         return None if self.is_in_eight_bits else super()._half(one, form)
 
     def _slice_casts(self) -> Any:
-        """Return the casts of this rank's slices, by fused kernels if these are available."""
+        """Return the function that casts this rank's slices, with fused kernels if available."""
         main = self.main_parameters
         assert main is not None, "bytes are no main parameters"
         kernels = None

@@ -1,4 +1,4 @@
-"""Detection of whole (unsharded) parameters that are used on a part of the features."""
+"""Detection of unsharded parameters that are used on a part of the features."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Region = Literal["whole", "part", "mixed", "unknown"]
 
 
 class PartialGradientSearch:
-    """Search for whole parameters whose gradients are partial sums over the tensor axis.
+    """Search for unsharded parameters whose gradients are partial sums over the tensor axis.
 
     A parameter that is used between a ``column`` and a ``row`` layer (a norm of heads, a PReLU)
-    gets gradients from the features of its rank only. The autograd graph shows this: the layers of
-    this package declare which of their gradients are partial, and the nodes between two layers do
-    not change that. Parameters of this package's models are skipped, because their shard specs
-    declare partial gradients.
+    gets gradients only from the features of its rank. The autograd graph reveals such uses: the
+    layers of this package declare which of their gradients are partial, and the nodes between two
+    layers do not change that. Parameters of this package's models are skipped, because their shard
+    specs declare partial gradients.
 
     Args:
         module: Module that is trained.
         mesh: Process groups of this rank.
-        whole: Names of the parameters that every rank of tp has whole.
+        whole: Names of the parameters that every rank of tp has in full.
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh, whole: Collection[str]) -> None:
@@ -56,7 +56,7 @@ class PartialGradientSearch:
         Args:
             node: Root of the graph: the node of the loss, or of the tensor that a pipeline stage
                 sends; None if there is no graph.
-            is_loss: Whether ``node`` is that of the loss.
+            is_loss: Whether ``node`` belongs to the loss.
 
         Raises:
             ParallelPlanError: If the gradient of a parameter would be neither complete nor a part

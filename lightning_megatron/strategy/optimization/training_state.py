@@ -311,7 +311,7 @@ class TrainingState:
             return norm
 
         def after(part: int) -> None:
-            self.main.gather.updated(step.pieces[part].names)
+            self.main.gather.mark_updated(step.pieces[part].names)
 
         def part_of(piece: UpdatePiece) -> Callable[[], None]:
             # The first part sets the factor when it runs or is captured.

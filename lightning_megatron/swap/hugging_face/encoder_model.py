@@ -225,8 +225,8 @@ def _num_choices(inputs: tuple[Tensor | None, ...]) -> int:
         raise UnsupportedError(
             "a model for multiple choice takes input_ids of the shape (batch, choices, tokens), or "
             "inputs_embeds with one dimension more: "
-            f"{None if tokens_or_vectors is None else tuple(tokens_or_vectors.shape)} was given. Put the answers of a "
-            "sample into a dimension of their own."
+            f"{None if tokens_or_vectors is None else tuple(tokens_or_vectors.shape)} was given. "
+            "Put the answers of a sample into a dimension of their own."
         )
     return tokens_or_vectors.shape[1]
 
