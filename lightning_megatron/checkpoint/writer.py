@@ -213,9 +213,7 @@ class CheckpointWriter:
 
 @dataclass(frozen=True)
 class _DeferredChange:
-    """Removal of a path, or link to a target, that is applied when a newer checkpoint is
-    complete.
-    """
+    """Removal or link of a path that is applied when a newer checkpoint is complete."""
 
     path: str | os.PathLike[str]
     target: str | os.PathLike[str] | None = None

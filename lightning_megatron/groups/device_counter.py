@@ -68,9 +68,7 @@ class DeviceCounter:
 
     @property
     def progress(self) -> DeviceProgress | None:
-        """Return the progress of the device without waiting for it; None before the first
-        launch.
-        """
+        """Return the progress of the device without a wait; None before the first launch."""
         if self._num_launched == 0:
             return None
         begun = int(self._host_view)

@@ -18,7 +18,7 @@ from lightning_megatron.layers.core_results import CoreResults
 from lightning_megatron.layers.dropout import hidden_dropout
 from lightning_megatron.layers.fp8.magnitude import Magnitude
 from lightning_megatron.layers.mlp import MLP
-from lightning_megatron.layers.normed_input import normalised_for
+from lightning_megatron.layers.normed_input import normalise_for
 from lightning_megatron.layers.offload import HostOffload
 from lightning_megatron.layers.recompute import output_recomputed, replayed
 from lightning_megatron.layers.segments import Segment, SegmentList, is_compiled
@@ -287,7 +287,7 @@ class TransformerBlock(nn.Module):
         if self.keeps_core and torch.is_grad_enabled():
             run = partial(self._run_with_core, CoreResults())
         if self.offload is not None and torch.is_grad_enabled():
-            elsewhere = self.offload.keeping(hidden, self.layer)
+            elsewhere = self.offload.save_on_host(hidden, self.layer)
         with elsewhere:
             output: Tensor = replayed(run, self.mesh.random, self.layer, hidden, rotary, rows)
         return output
@@ -317,7 +317,7 @@ class TransformerBlock(nn.Module):
         rotary: tuple[Tensor, Tensor] | None,
         rows: AttentionSpan | None,
     ) -> tuple[Tensor, Tensor]:
-        stream, hidden, extras = normalised_for(self.attention, self.attention_norm, hidden)
+        stream, hidden, extras = normalise_for(self.attention, self.attention_norm, hidden)
         with self._norm_output(self.attention_norm, stream, hidden):
             update = self.attention(hidden, rotary, is_core_recomputed, rows, **extras)
         return stream, self._update(update, self.attention_output_norm)
@@ -331,7 +331,7 @@ class TransformerBlock(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         assert self.attention_norm is not None, "parallel blocks have a norm of each input"
         assert self.mlp_norm is not None, "parallel blocks have a norm of each input"
-        stream, hidden, extras = normalised_for(self.attention, self.attention_norm, hidden)
+        stream, hidden, extras = normalise_for(self.attention, self.attention_norm, hidden)
         stream, normed = self.mlp_norm(stream, None, True)
         update = self._attended(hidden, rotary, is_core_recomputed, rows, **extras)
         return stream + update, normed
@@ -353,7 +353,7 @@ class TransformerBlock(nn.Module):
 
     def _normalise(self, stream: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
         # The MLP runs in a segment of its own, which gets tensors only.
-        stream, normed, _ = normalised_for(None, self.mlp_norm, stream, update)
+        stream, normed, _ = normalise_for(None, self.mlp_norm, stream, update)
         return stream, normed
 
     def _mlp(self, hidden: Tensor) -> Tensor:
@@ -373,7 +373,7 @@ class TransformerBlock(nn.Module):
         return self._add(stream, self.mlp(normed))
 
     def _normalise_and_feed(self, stream: Tensor, update: Tensor) -> Tensor:
-        stream, normed, extras = normalised_for(self.mlp, self.mlp_norm, stream, update)
+        stream, normed, extras = normalise_for(self.mlp, self.mlp_norm, stream, update)
         with self._norm_output(self.mlp_norm, stream, normed):
             output = self.mlp(normed, **extras)
         return self._add(stream, output)

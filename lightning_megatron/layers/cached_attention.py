@@ -43,7 +43,7 @@ def attend_with_cache(
     past = span.past
     assert past is not None, "the tokens have a cache"
     new_tokens = key[: past.count], value[: past.count]
-    stored = past.cache.extended(layer, *new_tokens, span.window)
+    stored = past.cache.extend(layer, *new_tokens, span.window)
     if past.cache.place is not None:
         attended = attend_one_token(query[:1], *stored, past.cache.place, past.padding, span.scale)
         return attended.expand(len(query), -1, -1)

@@ -137,8 +137,8 @@ class ColumnParallelLinear(nn.Module):
             of_gradient: Object in which the backward pass of the operator that reads the output
                 stores the magnitude of the output's gradient; None if it stores no magnitude.
         """
-        weight = self.weight if self.weights is None else self.weights.joined()
-        bias = self.bias if self.biases is None or not add_bias else self.biases.joined()
+        weight = self.weight if self.weights is None else self.weights.concatenate()
+        bias = self.bias if self.biases is None or not add_bias else self.biases.concatenate()
         bias = bias if add_bias else None
         if self.scaling is None:
             output = column_linear(hidden, weight, bias, self.mesh)

@@ -8,7 +8,7 @@ from lightning_megatron.layers.fp8.magnitude import Magnitude, no_magnitude
 from lightning_megatron.shapes import Float
 
 
-def normalised_for(
+def normalise_for(
     reader: nn.Module | None,
     norm: nn.Module | None,
     hidden: Float[Tensor, "*tokens hidden"],

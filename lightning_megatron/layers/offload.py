@@ -142,7 +142,7 @@ class HostOffload:
         self._last: weakref.ref[_Input] | None = None
 
     @contextmanager
-    def keeping(self, hidden: Shaped[Tensor, "..."], layer: int) -> Iterator[None]:
+    def save_on_host(self, hidden: Shaped[Tensor, "..."], layer: int) -> Iterator[None]:
         """Make autograd save ``hidden`` in host memory for operators inside the block.
 
         Args:

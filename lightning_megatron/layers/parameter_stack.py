@@ -49,8 +49,8 @@ class ParameterStack(nn.Module):
         """Return the parameters from the first row to the last."""
         return tuple(part for part in self._parameters.values() if part is not None)
 
-    def joined(self) -> Float[Tensor, "rows ..."]:
-        """Return the concatenated parameters; the gradient of the result reaches each of them."""
+    def concatenate(self) -> Float[Tensor, "rows ..."]:
+        """Concatenate the parameters; the gradient of the result reaches each of them."""
         if torch.compiler.is_compiling():
             return torch.cat(self.parts)
         if self._leaf is None or not self._leaf.presents(self._parameters.values()):

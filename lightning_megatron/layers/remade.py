@@ -35,7 +35,7 @@ class Recipe:
         return Recipe(lambda *tensors: make(*tensors).to(dtype), self.tensors)
 
     @classmethod
-    def keeping(cls, tensor: Shaped[Tensor, "..."]) -> Recipe:
+    def of_tensor(cls, tensor: Shaped[Tensor, "..."]) -> Recipe:
         """Return the recipe of a tensor that is kept instead of recomputed."""
         return cls(_itself, (tensor,))
 

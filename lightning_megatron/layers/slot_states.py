@@ -59,7 +59,7 @@ def fill_empty(slots: Iterable[GradientSlot]) -> None:
 
 
 @contextmanager
-def kept_states(slots: Iterable[GradientSlot]) -> Iterator[None]:
+def preserve_states(slots: Iterable[GradientSlot]) -> Iterator[None]:
     """Restore the current states of the slots when the block ends."""
     before = [(slot, slot.is_empty, slot.rows) for slot in slots]
     try:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.sequence_shard import gathered
+from lightning_megatron.layers.sequence_shard import gather_shard
 from lightning_megatron.models.block_proxy import (
     BlockProxy,
     BlockProxyList,
@@ -265,7 +265,7 @@ class StagedBlocks(CutBlocks):
                     "a tensor, for which another stage waits. Pass a tensor in every step, or use "
                     "pp=1."
                 )
-            cursor.sent.append(gathered(value))
+            cursor.sent.append(gather_shard(value))
         if cursor.is_last_call:
             names = plan.extras.get(stage, ())
             cursor.sent += [self._value_to_send(cursor, name) for name in names]
@@ -288,7 +288,7 @@ class StagedBlocks(CutBlocks):
                 f"{value_name!r} cannot be sent to a later stage, because it is sharded over tp or "
                 "belongs to a submodule that was called outside of its module. Use pp=1."
             )
-        return gathered(cursor.known[value_name])
+        return gather_shard(cursor.known[value_name])
 
     def _run(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.training:

@@ -110,8 +110,9 @@ def _stored_scores(model: ModelShape, batch: MicrobatchShape, seq_length: int) -
 def _of_hidden(
     model: ModelShape, table: KeptActivations, batch: MicrobatchShape
 ) -> tuple[int, int]:
-    """Return the kept bytes, and those that wait for the weight half, except the gradient of the
-    output (bytes).
+    """Return the bytes kept for the backward pass, and those kept for the weight half.
+
+    The gradient of the output is not counted.
     """
     query, key = model.widths(batch.tp)
     element = batch.num_tokens * batch.activation_bytes

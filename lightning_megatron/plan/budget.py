@@ -238,9 +238,7 @@ def _stage_memory(
     ends: ActivationCosts,
     eight_bits: Sequence[EightBitLayers],
 ) -> StageMemory:
-    """Find the peak memory of one stage; ``ends`` has the costs of the layers outside of its
-    blocks.
-    """
+    """Find the peak memory of a stage; ``ends`` has the costs of layers outside of its blocks."""
     blocks = [block for chunk in chunks for block in chunk]
     num_mixtures = sum(block.has_experts for block in blocks)
     dense = model.stage_parameters(layout, stage, len(blocks), num_mixtures)

@@ -84,8 +84,7 @@ class ExpertPlaces:
 
 @dataclass(frozen=True)
 class CloneSettings:
-    """Places for clones of busy experts, and the smallest clone that saves more than its transfers
-    cost.
+    """Places for clones of busy experts, and the smallest clone that is worth its transfers.
 
     Args:
         places: Number of places on every rank (places).
@@ -292,9 +291,7 @@ def divide_over_ranks(
 
 
 def overlaps(rows: Sequence[int], columns: Sequence[int]) -> list[list[int]]:
-    """Return the overlap of each row with each column, if both are consecutive intervals on a
-    line.
-    """
+    """Return the overlap of each row with each column, as consecutive intervals on a line."""
     row_ends = list(accumulate(rows))
     column_ends = list(accumulate(columns))
     return [

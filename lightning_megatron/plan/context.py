@@ -38,9 +38,7 @@ class AttentionBlock:
 
     @property
     def is_aligned(self) -> bool:
-        """Return whether the last query attends to the last key, with no mask but the causal
-        one.
-        """
+        """Return whether the mask is only causal, and the last query attends to the last key."""
         at_end = self.offset == len(self.keys) - len(self.queries)
         return self.is_causal and self.window is None and at_end
 

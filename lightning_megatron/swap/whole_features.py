@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import gather_from_axis
-from lightning_megatron.layers.sequence_shard import SequenceShard, gathered
+from lightning_megatron.layers.sequence_shard import SequenceShard, gather_shard
 from lightning_megatron.swap.decide.kinds import SWAPPED_AS
 
 #: Kinds of layers that produce or consume sharded features, and of modules sharded with them.
@@ -131,7 +131,7 @@ def _note(
     hidden = values[0]
     takes_part = is_whole and layer.kind == "row"
     if takes_part:
-        hidden = gathered(hidden)
+        hidden = gather_shard(hidden)
         width = int(module.weight.shape[1])  # type: ignore[index]
         if hidden.shape[-1] == width * axis.size:
             hidden = hidden[..., axis.rank * width : (axis.rank + 1) * width]

@@ -99,7 +99,7 @@ class EightBitBuffer(FlatBuffer):
         return StoredWeight(parts, self._scales[number, :1], self._magnitudes[entry])
 
     def magnitudes(self) -> dict[str, Float[Tensor, "1"]]:
-        """Return the largest magnitude of each member's weight, by member, in the members' dtype."""
+        """Return the largest magnitude of each member's weight, in the dtype of the members."""
         magnitudes = self._magnitudes.view(torch.float32).to(self._dtype).split(1)
         return {name: magnitudes[number] for name, number in self._number_of.items()}
 

@@ -207,7 +207,7 @@ class FlatBuffer:
 
     @property
     def still_holds(self) -> bool:
-        """Return whether all parameters are still views of this buffer, as ``module.to`` may end."""
+        """Return whether all parameters are views of this buffer; ``module.to`` may change that."""
         return all(map(self.is_view, self.members))
 
     def _count_writes(self) -> list[int]:

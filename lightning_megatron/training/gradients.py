@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.groups.pending import Pending
 from lightning_megatron.layers.gradient_slot import GradientSlot, Owner, set_slot
-from lightning_megatron.layers.slot_states import kept_states
+from lightning_megatron.layers.slot_states import preserve_states
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.shapes import Shaped
 from lightning_megatron.training.assigned_gradients import assign_gradients
@@ -75,8 +75,7 @@ class GradientReducer:
         self._hooks: list[RemovableHandle] = []
         self._partial = PartialSums({}, main.mesh)
         self._row_sums = RowSums(main.mesh, main.config.exchanges_rows)
-        #: Unsharded parameters whose gradients are partial sums over tp, although their shard specs
-        #: do not say so.
+        #: Unsharded parameters whose gradients training has found to be partial sums over tp.
         self.used_on_parts: set[str] = set()
 
     def watch(self, buffers: Iterable[FlatBuffer]) -> None:
@@ -205,10 +204,7 @@ class GradientReducer:
         self._finished.difference_update(names)
 
     def take_finished(self, names: Collection[str]) -> dict[str, Shaped[Tensor, "..."]]:
-        """Return copies of reduced gradients that ``zero_grad`` has not cleared.
-
-        The buffers may then be reused.
-        """
+        """Return copies of reduced gradients, so that later gradients may use their buffers."""
         kept = self._finished.intersection(names)
         self._finished.difference_update(names)
         return {name: self._gradient_of(name).clone() for name in kept}
@@ -270,7 +266,7 @@ class GradientReducer:
                 "recordings of gradients must not be nested: a gradient would belong to two "
                 "captured passes. End the first recording before the next one starts."
             )
-        with kept_states(self._slots.values()), self._starts.preserve_counts():
+        with preserve_states(self._slots.values()), self._starts.preserve_counts():
             for slot in self._slots.values():
                 slot.is_empty = slot.is_empty if state is None else state == "empty"
                 slot.rows = ()

@@ -33,9 +33,8 @@ class CloneSource(Protocol):
     def plan(self) -> tuple[Int[Tensor, "..."], ...]:
         """Return the tensors of the plan that the methods read."""
 
-    def following(self, *plan: Int[Tensor, "..."]) -> CloneSource:
-        """Return the transfer for another plan, such as the one that a recomputation has computed
-        again.
+    def for_plan(self, *plan: Int[Tensor, "..."]) -> CloneSource:
+        """Return the transfer for another plan, such as one that a recomputation has computed.
 
         Args:
             plan: Tensors in the order of :attr:`plan`.
@@ -181,7 +180,7 @@ class _ClonedLinear(torch.autograd.Function):
         recipe: Recipe | None,
         *weights: Tensor,
     ) -> Tensor:
-        recipe = recipe or Recipe.keeping(rows)
+        recipe = recipe or Recipe.of_tensor(rows)
         ctx.save_for_backward(ends, *clones.plan, *weights, *recipe.tensors)
         ctx.num_plan = len(clones.plan)
         ctx.make_rows = recipe.make
@@ -197,7 +196,7 @@ class _ClonedLinear(torch.autograd.Function):
         ends, *tensors = ctx.saved_tensors
         first = ctx.num_plan
         last = first + len(ctx.slots)
-        clones: CloneSource = ctx.clones.following(*tensors[:first])
+        clones: CloneSource = ctx.clones.for_plan(*tensors[:first])
         weights = tensors[first:last]
         grad = grads[0].contiguous()
         grad_weights: list[Tensor | None] = [None] * len(weights)

@@ -229,7 +229,7 @@ class _IntoSlots(torch.autograd.Function):
         weights: tuple[Tensor, ...],
         slots: list[GradientSlot],
     ) -> Tensor:
-        recipe = recipe or Recipe.keeping(rows)
+        recipe = recipe or Recipe.of_tensor(rows)
         ctx.save_for_backward(ends, *recipe.tensors)
         ctx.make_rows = recipe.make
         ctx.backend = backend
@@ -292,7 +292,7 @@ class _GroupedLinear(torch.autograd.Function):
         recipe: Recipe | None,
         *weights: Tensor,
     ) -> Tensor:
-        recipe = recipe or Recipe.keeping(rows)
+        recipe = recipe or Recipe.of_tensor(rows)
         needs_weights = any(ctx.needs_input_grad[5:])
         ctx.save_for_backward(ends, *weights, *(recipe.tensors if needs_weights else ()))
         ctx.make_rows = recipe.make if needs_weights else None

@@ -38,7 +38,7 @@ class CloneCollectives:
         """Return the owners, which the backward pass reads again."""
         return (self.owners,)
 
-    def following(self, *plan: Int[Tensor, "places"]) -> CloneCollectives:
+    def for_plan(self, *plan: Int[Tensor, "places"]) -> CloneCollectives:
         """Return the transfer for owners that a recomputation has planned again."""
         (owners,) = plan
         return replace(self, owners=owners)

@@ -91,8 +91,7 @@ class RowExcess:
         return lambda: torch.cuda.current_stream().wait_stream(stream)
 
     def wait(self) -> int:
-        """Wait until the device has written the result, and return it; if it is above 0, rows were
-        missing.
+        """Wait for the result of the device, and return it; above 0, rows were missing.
 
         Raises:
             RuntimeError: If the device has failed.

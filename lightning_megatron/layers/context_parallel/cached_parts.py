@@ -41,7 +41,7 @@ def store_first(
     if held is None:
         places = _held_places(span.order, key.shape[0], axis, key.device)
         held = past.cache.hold(places, past.count, axis.size, axis.rank)
-    held.cache.extended(layer, key, value, None)
+    held.cache.extend(layer, key, value, None)
 
 
 def attend_to_held(
@@ -73,7 +73,7 @@ def attend_to_held(
     assert past is not None, "the tokens have a cache"
     held = _held(past.cache.held)
     local = held.local_indices(past.cache.length, past.count)
-    keys, values = held.cache.extended(layer, key[local], value[local], None)
+    keys, values = held.cache.extend(layer, key[local], value[local], None)
     rows = KeyRows(keys.shape[2], places=past.key_places)
     whole = keys.permute(2, 0, 1, 3), values.permute(2, 0, 1, 3)
     out, log_sum = forward_by_operators(query, *whole, replace(span, past=None), rows)

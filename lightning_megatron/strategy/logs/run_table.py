@@ -1,6 +1,4 @@
-"""Table of the choices of a fit with their reasons, and a warning for each choice that costs
-speed.
-"""
+"""Table of the choices of a fit with their reasons, and warnings for slow choices."""
 
 from __future__ import annotations
 

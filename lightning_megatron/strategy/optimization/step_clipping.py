@@ -69,7 +69,7 @@ class StepClipping:
         self._deferred: DeferredClipping | None = None
 
     @contextmanager
-    def deferring(self, deferral: Deferral) -> Iterator[None]:
+    def defer_to(self, deferral: Deferral) -> Iterator[None]:
         """Defer clipping inside the block to the code that calls :meth:`take`.
 
         Args:

@@ -265,7 +265,7 @@ class TrainingState:
         is_fused = self._fused_update.serves(self.main, optimizer)
         is_skipped = False
         stored = False
-        with self.clipping.deferring(self._deferral(is_fused)):
+        with self.clipping.defer_to(self._deferral(is_fused)):
             if self._loss_scale is None and not is_fused:
                 result = optimizer.step(closure=with_gradients, **options)
             else:

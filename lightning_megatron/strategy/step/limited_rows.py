@@ -151,7 +151,7 @@ class LimitedRows:
     def _run(
         self, first: Callable[[], _Ran], again: Callable[[], _Ran], restore: Callable[[], None]
     ) -> _Ran:
-        with self._limit.limiting(), self._reading():
+        with self._limit.limit_rows(), self._reading():
             result = first()
         if not self._limit.was_too_small():
             return result
@@ -161,7 +161,7 @@ class LimitedRows:
             self.graphs.suspend()
         try:
             restore()
-            with self._limit.measuring() as measured:
+            with self._limit.measure_rows() as measured:
                 result = again()
         except Exception as error:
             error.add_note(

@@ -188,19 +188,11 @@ class StepRunner:
         ) -> MicrobatchOutputs:
             losses = MicrobatchLosses(parts, factor, divisor, token_scale)
             guard = self.reads.guard(module, "training_step")
-            with self._replay.record(module) as log_record:
+            with self._replay.record(module) as log:
                 outputs = self._run(
-                    module,
-                    "training_step",
-                    list(parts),
-                    args,
-                    log_record,
-                    step,
-                    losses,
-                    passes,
-                    guard,
+                    module, "training_step", list(parts), args, log, step, losses, passes, guard
                 )
-            return MicrobatchOutputs(outputs, log_record, losses)
+            return MicrobatchOutputs(outputs, log, losses)
 
         graphs = self.whole_steps
         limited = self.limited_rows
@@ -254,9 +246,9 @@ class StepRunner:
 
         def run(parts: Sequence[Microbatch], args: tuple[Any, ...]) -> MicrobatchOutputs:
             guard = self.reads.guard(module, name)
-            with self._replay.record(module) as log_record:
-                outputs = self._run(module, name, list(parts), args, log_record, step, guard=guard)
-            return MicrobatchOutputs(outputs, log_record)
+            with self._replay.record(module) as log:
+                outputs = self._run(module, name, list(parts), args, log, step, guard=guard)
+            return MicrobatchOutputs(outputs, log)
 
         def eagerly() -> RanStep[MicrobatchOutputs]:
             return RanStep(run(microbatches, args))

@@ -26,8 +26,7 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 @contextmanager
 def name_unsharded_modules(root: nn.Module, mesh: ParallelMesh) -> Iterator[None]:
-    """Add the name of the unsharded module to torch's shape errors, if it received sharded
-    features.
+    """Name the unsharded module in torch's shape errors, if it received sharded features.
 
     A shape error or a failed assertion in the user's own code gets a note that names the layers
     whose features are cut.

@@ -20,7 +20,7 @@ from lightning_megatron.groups.shard_spec import replicated_spec, set_shard_spec
 from lightning_megatron.layers.fp8.magnitude import GradientMagnitude, Magnitude
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.regions import column_linear, row_linear
-from lightning_megatron.layers.sequence_shard import CUT, SequenceShard, gathered
+from lightning_megatron.layers.sequence_shard import CUT, SequenceShard, gather_shard
 from lightning_megatron.swap.blocks.dropout import TensorDropout
 
 #: Maximum difference between two ranks' copies of a tensor, relative to its largest element.
@@ -165,8 +165,8 @@ class SequenceRowLinear(RowParallelLinear):
         self, hidden: Tensor, add_bias: bool = True, magnitude: Magnitude | None = None
     ) -> Tensor:
         if self.split_input:
-            hidden = split_to_axis(gathered(hidden), self.mesh.tp, dim=-1)
-        rows = gathered(hidden).movedim(CUT, 0)
+            hidden = split_to_axis(gather_shard(hidden), self.mesh.tp, dim=-1)
+        rows = gather_shard(hidden).movedim(CUT, 0)
         output = row_linear(rows, self.weight, self.bias if add_bias else None, self.mesh)
         return SequenceShard.of(output.movedim(0, CUT), self.mesh.tp)
 
@@ -179,8 +179,8 @@ def gather_sequence_inputs(module: nn.Module) -> None:
 def _full_inputs(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    return tuple(gathered(one) for one in args), {
-        name: gathered(one) for name, one in kwargs.items()
+    return tuple(gather_shard(one) for one in args), {
+        name: gather_shard(one) for name, one in kwargs.items()
     }
 
 
