@@ -28,7 +28,7 @@ from lightning_megatron.shapes import Float
 NormPosition = Literal["pre", "post"]
 
 BlockMode = Literal["none", "selective", "full"]
-"""Whether the backward pass recomputes nothing, the attention core, or the whole block."""
+"""What the backward pass recomputes: nothing, the attention core, or the full block."""
 
 #: Names of the values that a block reads.
 _INPUTS = ("hidden", "rotary", "rows")
@@ -37,8 +37,9 @@ _INPUTS = ("hidden", "rotary", "rows")
 class TransformerBlock(nn.Module):
     """Self-attention and an MLP, each with a norm and a residual connection.
 
-    With ``pre`` the norms read the residual stream but never replace it (figure 7 (b) of the
-    paper). With ``post`` they replace it (figure 7 (a), the original BERT). Equal to
+    With ``pre``, the norms read the residual stream and do not change it (figure 7 (b) of the
+    paper). With ``post``, the outputs of the norms replace it (figure 7 (a), the original BERT).
+    Equal to
     torch.nn.TransformerEncoderLayer with ``norm_first`` True or False. A parallel block computes
     ``x + attention(norm1(x)) + mlp(norm2(x))``.
 
@@ -91,10 +92,10 @@ class TransformerBlock(nn.Module):
         self.is_parallel = is_parallel
         #: Whether the backward pass recomputes the outputs of norms before sublayers.
         self.recomputes_norms = False
-        #: Whether the recomputation of the block takes the results of its attention core from the
+        #: Whether the recomputation of the block reuses the results of the attention core from the
         #: first forward pass.
         self.keeps_core = False
-        #: Storage in host memory of the input of a recomputed block; None keeps it on the device.
+        #: Host storage for the input of a recomputed block; None keeps the input on the device.
         self.offload: HostOffload | None = None
         self._lists = {mode: self.segments(mode) for mode in get_args(BlockMode)}
 
@@ -103,8 +104,8 @@ class TransformerBlock(nn.Module):
 
         Args:
             parts: Parts of this block that are recomputed.
-            offload: Storage in host memory of the input of a fully recomputed block; None keeps
-                the input on the device.
+            offload: Host storage for the input of a fully recomputed block; None keeps the input on
+                the device.
 
         Raises:
             UnsupportedError: If the block cannot recompute ``norms``, because no norm before each
@@ -154,9 +155,9 @@ class TransformerBlock(nn.Module):
         """Return the list that a forward pass runs.
 
         The list reads ``hidden``, ``rotary`` and ``rows``, and writes ``hidden``. Its segments are
-        ``attention`` and ``mlp`` with their norms and residual additions; a mixture of experts
-        has segments of its own. With ``recompute="full"`` there is one segment, whose backward
-        pass runs the list for ``"none"`` a second time.
+        ``attention`` and ``mlp`` with their norms and residual additions; a mixture of experts is
+        divided into several segments. With ``recompute="full"`` there is one segment, whose
+        backward pass runs the list for ``"none"`` a second time.
 
         Args:
             recompute: Activations that the backward pass recomputes.
@@ -196,7 +197,7 @@ class TransformerBlock(nn.Module):
             hidden: The residual stream.
             rotary: Cosines and sines from ``rotary_tables``; None means no rotary embedding.
             recompute: Activations that the backward pass recomputes.
-            rows: Documents, prefix or mask of the rows; None means whole rows.
+            rows: Documents, prefix or mask of the rows; None means rows of one document.
         """
         return self._lists[recompute]((hidden, rotary, rows))[0]
 
@@ -352,7 +353,7 @@ class TransformerBlock(nn.Module):
         return self._update(self.attention(hidden, *how, **given), self.attention_output_norm)
 
     def _normalise(self, stream: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
-        # The MLP runs in a segment of its own, which gets tensors only.
+        # The MLP runs in a separate segment, whose inputs are only tensors.
         stream, normed, _ = normalise_for(None, self.mlp_norm, stream, update)
         return stream, normed
 

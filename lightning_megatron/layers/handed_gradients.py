@@ -1,4 +1,4 @@
-"""Gradients of several weights, for their slots or for autograd."""
+"""Distribution of the gradients of several weights to their slots or to autograd."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class TokenCache(Protocol):
 
     @property
     def place(self) -> Int[Tensor, "1"] | None:
-        """Return the place of the one new token of each row; None if the host knows it."""
+        """Return the place of the new token of each row, on the device; None if the host knows it."""
 
     @property
     def length(self) -> int:
@@ -125,7 +125,7 @@ class KeyValueCache:
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
         self.length = 0
-        #: Place of the one new token of each row while only the device knows it.
+        #: Place of the new token of each row, while only the device knows the place.
         self.place: Int[Tensor, "1"] | None = None
         #: Tokens of this rank if ranks share the rows.
         self.held: HeldTokens | None = None

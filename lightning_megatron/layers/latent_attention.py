@@ -1,4 +1,4 @@
-"""Multi-head latent attention whose heads are sharded over the tensor axis."""
+"""Multi-head latent attention whose heads are sharded over the tensor-parallel axis."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class LatentAttention(Attention):
             rotary: Cosines and sines from ``rotary_tables``.
             recompute_core: Whether the backward pass recomputes the attention core instead of
                 keeping its activations.
-            rows: Documents, prefix or mask of the rows; None means whole rows.
+            rows: Documents, prefix or mask of the rows; None means rows of one document.
         """
         query = self._queries(hidden, rotary)
         key, value = self._keys_and_values(hidden, rotary)

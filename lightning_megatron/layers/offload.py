@@ -1,4 +1,4 @@
-"""Storage of inputs of layers in host memory until their backward passes."""
+"""Offload of layers' inputs to host memory until their backward passes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_megatron.shapes import Shaped
 
-#: Number of inputs that a forward pass leaves on the device while they are copied.
+#: Maximum number of inputs on the device that a forward pass is copying to the host.
 IN_FLIGHT = 2
 
 
@@ -46,7 +46,7 @@ class StreamCopies:
     def leave(self, tensor: Shaped[Tensor, "..."]) -> tuple[Shaped[Tensor, "..."], Any]:
         """Start a copy to pinned memory, after the computation of the tensor.
 
-        The caller must keep the tensor until it has waited for the copy.
+        The caller must keep the tensor alive until it has waited for the copy.
         """
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return host, self._copied(host, tensor, self._leaving)
@@ -92,7 +92,7 @@ class _Input:
     def __init__(self, tensor: Tensor, copies: Copies, previous: _Input | None) -> None:
         self._copies = copies
         self._device = tensor.device
-        #: Input of the layer before, which the backward pass needs next.
+        #: Input of the previous layer, which the backward pass needs next.
         self.previous = previous
         self._host, self._event = copies.leave(tensor)
         self._device_tensor: Tensor | None = tensor
@@ -109,7 +109,7 @@ class _Input:
             self._device_tensor, self._event = self._copies.arrive(self._host, self._device)
 
     def take(self) -> Tensor:
-        """Return the input, and start to fetch the input of the layer before."""
+        """Return the input, and start to fetch the input of the previous layer."""
         self.fetch()
         tensor = self._device_tensor
         assert tensor is not None, "the input has been fetched"

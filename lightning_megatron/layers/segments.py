@@ -34,7 +34,7 @@ class Segment:
             segments that read these values wait.
         parts: Function that returns the list of segments that ``run`` runs; None if there is none.
         stays_whole: Whether :meth:`SegmentList.expand` keeps the segment although it has parts,
-            because ``run`` does more than run them.
+            because ``run`` does more than run its parts.
         keeps_only_inputs: Whether the backward pass reads nothing of the forward pass but the
             values of ``reads``, because it recomputes the rest.
     """
@@ -190,7 +190,7 @@ class SegmentList:
         )
 
     def expand(self, keeps_whole: Callable[[nn.Module], bool] = is_compiled) -> SegmentList:
-        """Return the list with every segment that has parts replaced by its parts.
+        """Replace every segment that has parts by its parts, and return the new list.
 
         Equal to this list, gradients included, except that the modules of replaced segments are not
         called, so their hooks do not run. The names of the parts, and of values between them, begin
@@ -274,23 +274,23 @@ def split(
     Args:
         segments: List of a chunk or of a layer.
         scopes: Scopes whose static segments go into static runs; ``all`` means every scope.
-        cuts: Names of segments of the opened list after which a static run ends. During a transfer
-            the run ends after the transfer.
+        cuts: Names of segments of the expanded list after which a static run ends. During a
+            transfer the run ends after the transfer.
         keeps_whole: Function that returns whether a module must be called as a whole.
 
     Raises:
         UnsupportedError: If a scope or a cut is unknown.
     """
     wanted = expanded_scopes(scopes)
-    opened = segments.expand(keeps_whole)
-    unknown = sorted(set(cuts) - {segment.name for segment in opened})
+    expanded = segments.expand(keeps_whole)
+    unknown = sorted(set(cuts) - {segment.name for segment in expanded})
     if unknown:
         raise UnsupportedError(
             f"a cut must name a segment of the list: {unknown} are not among "
-            f"{[segment.name for segment in opened]}. A cut is the name of the segment before it."
+            f"{[segment.name for segment in expanded]}. A cut is the name of the segment before it."
         )
     marked = [
-        replace(one, is_static=one.is_static and wanted.issuperset(one.scopes)) for one in opened
+        replace(one, is_static=one.is_static and wanted.issuperset(one.scopes)) for one in expanded
     ]
     pieces: list[list[Segment]] = []
     is_ended = True

@@ -104,7 +104,7 @@ class TrainerAnswers(RankStrategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         # The Trainer ignores its precision argument if a plugin is set, so None stays None.
         if precision_plugin is not None:
-            self.options = following_plugin(self.options, precision_plugin)
+            self.options = with_plugin_recipe(self.options, precision_plugin)
             precision_plugin = MegatronPrecision.from_lightning(precision_plugin)
         self._precision_plugin = precision_plugin
 

@@ -26,7 +26,7 @@ _QUESTIONS = {
 _NEEDED = ("prepare_for_saving", "restore_from_saved", "Float8Quantizer")
 
 
-def following_plugin(options: StrategyOptions, plugin: Precision) -> StrategyOptions:
+def with_plugin_recipe(options: StrategyOptions, plugin: Precision) -> StrategyOptions:
     """Return the options with the recipe of Lightning's precision plugin for Transformer Engine.
 
     Under Lightning, the plugin replaces torch modules and enters the recipe around every step.
