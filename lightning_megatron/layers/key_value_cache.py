@@ -25,7 +25,7 @@ class TokenCache(Protocol):
 
     @property
     def place(self) -> Int[Tensor, "1"] | None:
-        """Return the place of the new token of each row, on the device; None if the host knows it."""
+        """Return the device tensor with each new token's place; None if the host has the place."""
 
     @property
     def length(self) -> int:

@@ -169,7 +169,7 @@ class SegmentList:
 
     @property
     def keeps_only_inputs(self) -> bool:
-        """Return whether backward passes read nothing but the inputs of the segments."""
+        """Return whether backward passes read only the inputs of the segments."""
         return all(segment.keeps_only_inputs for segment in self.segments)
 
     @property

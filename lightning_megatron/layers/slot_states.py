@@ -38,7 +38,7 @@ def mark_filled(
 
     Args:
         slots: The slots.
-        rows: Rows of the gradients, for slots that got gradients of known rows only. The tensors
+        rows: Rows of the gradients, for slots that got only gradients of known rows. The tensors
             are copied, because the next replay overwrites them.
     """
     for slot in slots:

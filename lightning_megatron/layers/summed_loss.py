@@ -48,7 +48,7 @@ def summed_cross_entropy(
         weight: This rank's rows of the head.
         labels: Token ids.
         mesh: Process groups of this rank.
-        vocab_size: The true vocabulary, without padding (tokens).
+        vocab_size: Size of the vocabulary without padding (tokens).
         chunk: Number of tokens whose logits exist at the same time (tokens).
         label_smoothing: Probability spread evenly over the vocabulary.
         ignore_index: Label whose loss and gradient are zero.

@@ -22,7 +22,7 @@ def vocab_parallel_argmax(
     Args:
         logits_shard: This rank's columns of the logits.
         mesh: Process groups of this rank.
-        vocab_size: The true vocabulary, without padding (tokens).
+        vocab_size: Size of the vocabulary without padding (tokens).
 
     Communication: one max and one min all-reduce over tp, of one number per token.
     """

@@ -1,4 +1,4 @@
-"""Blocks of queries and keys into which context parallelism divides attention, by rank of the keys.
+"""Blocks of queries and keys into which context parallelism divides attention.
 
 ``layers.attention_parts`` computes the attention of a block.
 """
@@ -113,7 +113,7 @@ def hides_keys(span: AttentionSpan) -> bool:
 
 
 def _visible_keys(span: AttentionSpan) -> Bool[Tensor, "batch seq"]:
-    """Return which keys of whole rows are visible; a row without visible keys shows all of them."""
+    """Return which keys of full rows are visible; in a row without visible keys, all are."""
     assert span.mask is not None, "a span that hides keys has a mask"
     mask = span.mask[:, 0, 0]
     return mask | ~mask.any(1, keepdim=True)
@@ -158,7 +158,7 @@ def _of_whole_documents(
 
 
 def taken(tensor: Shaped[Tensor, "seq batch ..."], rows: Rows) -> Shaped[Tensor, "_ batch ..."]:
-    """Return the given positions of a tensor, which may differ between the rows of the batch.
+    """Return some positions of a tensor, which may differ between the rows of the batch.
 
     Args:
         tensor: Tensor, sequence first.
@@ -173,7 +173,7 @@ def taken(tensor: Shaped[Tensor, "seq batch ..."], rows: Rows) -> Shaped[Tensor,
 def add_at(
     tensor: Shaped[Tensor, "seq batch ..."], rows: Rows, values: Shaped[Tensor, "_ batch ..."]
 ) -> None:
-    """Add values to the given positions of a contiguous tensor, in place.
+    """Add values to some positions of a contiguous tensor, in place.
 
     Args:
         tensor: Tensor, sequence first.
@@ -190,7 +190,7 @@ def add_at(
 def put_at(
     tensor: Shaped[Tensor, "seq batch ..."], rows: Rows, values: Shaped[Tensor, "_ batch ..."]
 ) -> None:
-    """Replace the given positions of a contiguous tensor, in place.
+    """Replace some positions of a contiguous tensor, in place.
 
     Args:
         tensor: Tensor, sequence first.

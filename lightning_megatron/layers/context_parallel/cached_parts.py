@@ -94,11 +94,11 @@ def held_span(
     dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionSpan:
-    """Return rows of new tokens with the mask of the keys that this rank holds.
+    """Return the span of new tokens, with a mask of the keys that this rank holds.
 
     Args:
         kind: Attention of the layers over whole rows.
-        rows: Rows with ``past``, whose cache holds a part of the earlier tokens.
+        rows: Span with ``past``, whose cache holds a part of the earlier tokens.
         seq_length: New positions of each row, with padding after the tokens (tokens).
         dtype: Dtype of queries, keys and values.
         device: Device of the layers.
@@ -114,7 +114,7 @@ def held_span(
     index = keys.clamp(min=0)
     if past.visible is not None:
         index = index.expand(len(past.visible), -1)
-        # Padding attends to itself, because no query may be without keys.
+        # Padding attends to itself, because every query must have a key.
         seen = seen & past.visible.gather(1, index)[:, None] | (distance == 0)
     mask = torch.zeros(seen.shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
     mask = mask.masked_fill_(~seen, -torch.inf)[:, None]

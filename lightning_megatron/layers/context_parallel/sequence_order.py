@@ -96,7 +96,7 @@ def at_place(
 
 
 def of_first_rank(value: Shaped[Tensor, "..."], axis: MeshAxis) -> Shaped[Tensor, "..."]:
-    """Return the value of the rank that holds the first tokens of the rows, on every rank.
+    """Broadcast the value of the rank that holds the first tokens of the rows.
 
     The backward pass gives that rank the sum of the gradients of all ranks, and the other ranks
     zeros, as in :func:`join_parts`.
@@ -149,7 +149,7 @@ def in_rank_order(
 
 
 def length_multiple(mesh: ParallelMesh, *, is_cut: bool = True) -> int:
-    """Return the number that the length of rows must be a multiple of (tokens).
+    """Return the divisor of all legal row lengths (tokens).
 
     Args:
         mesh: Process groups of this rank.

@@ -18,7 +18,7 @@ from lightning_megatron.shapes import Float
 
 #: A tensor, or Transformer Engine's class of a matrix in 8 bits.
 Factor = Any
-#: Which of the three products of a linear layer.
+#: Name of one of the three products of a linear layer.
 Pass = Literal["forward", "input gradient", "weight gradient"]
 _LAYOUTS: Final[dict[Pass, str]] = {
     "forward": "TN",
@@ -62,7 +62,7 @@ class EngineScaling:
 
         Args:
             matrix: The factor.
-            use: Which factor of the layer's products it is.
+            use: Role of the factor in the layer's products.
             columns: Whether a product that sums over columns will use it, too, besides the product
                 that sums over rows.
             counts: Whether the largest magnitude counts towards the scales of the next step.
@@ -98,7 +98,7 @@ class EngineScaling:
         Args:
             left: The weight; for the weight gradient, the inputs.
             right: The inputs; for the gradients, the gradient of the outputs.
-            of: Which product.
+            of: Name of the product.
             dtype: Dtype of the result.
             out: Memory of the result, of this dtype.
             adds: Whether the result is added to ``out``.
@@ -260,7 +260,7 @@ class ComputedProduct:
     def add_to(
         self, sums: Float[Tensor, "out_local in_local"], *, is_empty: bool, scale: float
     ) -> bool:
-        """Leave the addition to the caller."""
+        """Return False, so that the caller adds the gradient."""
         return False
 
     def split(self, rows: Sequence[int]) -> list[ComputedProduct]:
