@@ -37,9 +37,8 @@ _INPUTS = ("hidden", "rotary", "rows")
 class TransformerBlock(nn.Module):
     """Self-attention and an MLP, each with a norm and a residual connection.
 
-    With ``pre``, the norms read the residual stream and do not change it (figure 7 (b) of the
-    paper). With ``post``, the outputs of the norms replace it (figure 7 (a), the original BERT).
-    Equal to
+    With ``pre``, the norms do not change the residual stream (figure 7 (b) of the paper). With
+    ``post``, their outputs replace it (figure 7 (a), the original BERT). Equal to
     torch.nn.TransformerEncoderLayer with ``norm_first`` True or False. A parallel block computes
     ``x + attention(norm1(x)) + mlp(norm2(x))``.
 
