@@ -17,7 +17,7 @@ from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.checks.batch_checks import check_batch
-from lightning_megatron.strategy.checks.engine_checks import check_engine, following_plugin
+from lightning_megatron.strategy.checks.engine_checks import check_engine, with_plugin_recipe
 from lightning_megatron.strategy.checks.fp8_checks import check_fp8
 from lightning_megatron.strategy.checks.graph_checks import check_graphs
 from lightning_megatron.strategy.checks.run_checks import configuration_fields

@@ -126,13 +126,13 @@ class HuggingFaceEncoder(ReplacedModel):
 
     def _padded(self, rows: EncoderInput, extra: int) -> EncoderInput:
         """Append padding positions, to which no token attends."""
-        given = rows.tokens_or_vectors
+        inputs = rows.tokens_or_vectors
         valid = rows.valid
         lengths = rows.lengths
         if valid is not None:
             valid = F.pad(valid, (0, extra), value=False)
         elif lengths is None:
-            lengths = torch.full(given.shape[:1], given.shape[1], device=given.device)
+            lengths = torch.full(inputs.shape[:1], inputs.shape[1], device=inputs.device)
         config = self.layers.config
         positions = rows.positions
         if positions is None and (config.positions == "row" or rows.tokens is None):
