@@ -43,7 +43,7 @@ PARTS: dict[str, tuple[tuple[type, str], ...]] = {
     "keys": (
         (KeyAgreement, "agree"),
         (ChunkKey, "of"),
-        (CapturedPiece, "why_unfit"),
+        (CapturedPiece, "find_mismatch"),
         (BatchForm, "of"),
     ),
     "copies": ((PieceInputs, "fill"), (OutputGradients, "fill"), (StaticInputs, "fill")),

@@ -7,9 +7,9 @@ import re
 from benchmarks.shapes import SHAPES
 from lightning_megatron.plan.kept_activations import fused_activations
 from lightning_megatron.plan.network_activations import (
-    KeptByMixture,
     MicrobatchShape,
-    kept_by_mixture,
+    MixtureActivations,
+    mixture_activations,
 )
 from tests.readme_blocks import DOCS
 
@@ -33,11 +33,11 @@ PARTS = (
 )
 
 
-def kept(expert_rows: float | None, sends_again: bool = False) -> KeptByMixture:
+def kept(expert_rows: float | None, sends_again: bool = False) -> MixtureActivations:
     """Return what a layer of Qwen3-30B-A3B's shape keeps for one sequence with ep 4."""
     shape = SHAPES["qwen3_48"].memory_shape()
     batch = MicrobatchShape(num_tokens=4096, ep=4, transport="one_sided", expert_rows=expert_rows)
-    return kept_by_mixture(shape, fused_activations(shape), batch, sends_again)
+    return mixture_activations(shape, fused_activations(shape), batch, sends_again)
 
 
 def table() -> str:

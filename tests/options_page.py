@@ -61,14 +61,14 @@ def _legal(kind: Any) -> list[str]:
 
 def _bounds(limits: Any) -> str:
     words = []
-    if limits.least is not None:
-        words.append(f"of at least {limits.least}")
+    if limits.minimum is not None:
+        words.append(f"of at least {limits.minimum}")
     if limits.above is not None:
         words.append(f"above {limits.above}")
     if limits.below is not None:
         words.append(f"below {limits.below}")
-    if limits.most is not None and limits.most < _MOST:
-        words.append(f"of at most {limits.most}")
+    if limits.maximum is not None and limits.maximum < _MOST:
+        words.append(f"of at most {limits.maximum}")
     return " " + " and ".join(words) if words else ""
 
 

@@ -1,4 +1,4 @@
-"""Steps that ranks take together: all succeed, or all raise with the reasons."""
+"""Collective steps: all ranks succeed, or all ranks raise an error with the reasons."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def run_collectively(action: Callable[[], T], axis: MeshAxis, what: str) -> list
     """Run ``action`` on every rank and return all results; if any rank fails, all ranks raise.
 
     Args:
-        action: Step of this rank, without communication.
-        axis: Ranks that take part.
-        what: Description of the step in errors: "saving ...".
+        action: Function that runs the step on this rank, without communication.
+        axis: Axis of the ranks that take part.
+        what: Description of the step in errors, such as "saving ...".
 
     Raises:
         CheckpointSaveError: On every rank, with the reasons of the ranks that failed.
@@ -70,8 +70,8 @@ def run_on_first(action: Callable[[], T], axis: MeshAxis) -> T:
     """Run ``action`` on the first rank and return its result on all ranks.
 
     Args:
-        action: Step of the first rank, without communication.
-        axis: Ranks that take part.
+        action: Function that the first rank runs, without communication.
+        axis: Axis of the ranks that take part.
 
     Raises:
         Exception: On all ranks, the error of the first rank.
@@ -88,7 +88,7 @@ def run_on_first(action: Callable[[], T], axis: MeshAxis) -> T:
 
 
 def failure(what: str, reasons: dict[int, str], num_ranks: int) -> CheckpointSaveError:
-    """Return the error with the failed ranks and their reasons."""
+    """Return an error that lists the failed ranks and their reasons."""
     shown = "; ".join(
         f"rank {rank}: {reason}" for rank, reason in sorted(reasons.items())[:_NUM_SHOWN]
     )

@@ -32,7 +32,7 @@ from lightning_megatron.swap.hugging_face.class_tensors import (
     class_name_in,
     class_states,
 )
-from lightning_megatron.swap.hugging_face.state_dict import to_foreign_names
+from lightning_megatron.swap.hugging_face.state_dict import to_class_names
 
 _STATE = re.compile(r"optimizer\.\d+\.state\.")
 _TRAINING = re.compile(rf"{_STATE.pattern}|{re.escape(CURRENT)}")
@@ -43,7 +43,7 @@ _TRAINING_KEYS = (OPTIMIZERS, "callbacks", "lr_schedulers", "MegatronPrecision",
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenSize:
     """Size of a checkpoint that was written.
 
     Args:
@@ -61,16 +61,16 @@ def consolidate(
     weights_only: bool = False,
     dtype: torch.dtype | None = None,
     unsafe: bool = False,
-) -> Written:
+) -> WrittenSize:
     """Write one file from which ``Trainer(strategy="auto").fit(ckpt_path=...)`` resumes.
 
-    Tensors are read one after the other into temporary files in the folder of the result, so that
-    only a few of them are in memory at a time.
+    Tensors are copied one after the other to temporary files in the folder of ``out``, so that only
+    a few of them are in memory at a time.
 
     Args:
         path: Checkpoint of this library, saved under any layout.
         out: File to write, on a mounted file system.
-        weights_only: Whether to omit everything that only training needs.
+        weights_only: Whether to omit optimizer states and all else that only training needs.
         dtype: Dtype of the floating-point weights; None keeps the saved dtype, which is full
             precision under mixed precision.
         unsafe: Whether to unpickle objects of any type.
@@ -97,7 +97,7 @@ def consolidate(
     shapes = {name: one.shape for name, one in saved.items()}
     where = stored.checkpoint.file(METADATA)
     check_names(one_process, metadata.get(OPTIMIZERS, ()), shapes, where)
-    models = ClassTensors.saved(metadata.pop(HUGGING_FACE, {}))
+    models = ClassTensors.from_checkpoint(metadata.pop(HUGGING_FACE, {}))
     metadata = without_training(metadata) if weights_only else metadata
     target = _new_file(out)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
@@ -120,10 +120,10 @@ def consolidate(
         aliases = one_process["aliases"]
         order = {name: aliases.get(name, name) for name in one_process["order"]}
         state = {name: tensors.get(f"{MODEL}{first}") for name, first in order.items()}
-        values["state_dict"] = to_foreign_names(models, state)
+        values["state_dict"] = to_class_names(models, state)
         if not weights_only and any(name.startswith(CURRENT) for name in names):
             current = {name: tensors.get(f"{CURRENT}{first}") for name, first in order.items()}
-            values["current_model_state"] = to_foreign_names(models, current)
+            values["current_model_state"] = to_class_names(models, current)
         if not weights_only:
             values["optimizer_states"] = [
                 _numbered(index, optimizer, one_process["numbering"][index], tensors, models)
@@ -133,7 +133,7 @@ def consolidate(
         unfinished = Path(folder) / target.name
         torch.save(values, unfinished)
         os.replace(unfinished, target)
-        return Written(tensors.num_tensors, tensors.num_bytes)
+        return WrittenSize(tensors.num_tensors, tensors.num_bytes)
 
 
 def _parameter_of(entry: str) -> str:
@@ -179,12 +179,12 @@ def read_one_by_one(stored: OpenCheckpoint, names: Iterable[str]) -> Iterator[tu
 
 
 class _TensorsOnDisk:
-    """Full tensors in memory-mapped files.
+    """Store of full tensors in memory-mapped files.
 
     Args:
         folder: Folder of the files.
-        one_process: The checkpoint's record of the model in one process. It has the number of rows
-            of the tensors that are padded there, and the shapes of tensors without elements.
+        one_process: The checkpoint's record of the model in one process: the number of rows of
+            padded tensors, and the shapes of tensors without elements.
         saved: All entries of the checkpoint.
     """
 
@@ -200,15 +200,16 @@ class _TensorsOnDisk:
 
     @property
     def num_tensors(self) -> int:
-        """Number of tensors."""
+        """Return the number of tensors."""
         return len(self._tensors)
 
     def add(self, entry: str, name: str, full: Tensor) -> None:
-        """Store a full tensor with the padding that it has in one process.
+        """Store a full tensor, with the padding of the model in one process.
 
         Args:
             entry: Name of the tensor in the checkpoint.
-            name: Name of the parameter, also for an optimizer state of it.
+            name: Name of the parameter; for an optimizer state, the parameter to which the state
+                belongs.
             full: Tensor without padding.
         """
         shape = list(full.shape)
@@ -226,7 +227,7 @@ class _TensorsOnDisk:
         self.num_bytes += kept.nbytes
 
     def get(self, entry: str) -> Tensor:
-        """Return a tensor; one without elements is not stored and is created from its shape."""
+        """Return a tensor. A tensor without elements is not stored, but created from its shape."""
         shape = self._empty.get(entry.removeprefix(MODEL).removeprefix(CURRENT), (0,))
         return self._tensors[entry] if entry in self._tensors else torch.empty(shape)
 
@@ -245,14 +246,14 @@ def _numbered(
     tensors: _TensorsOnDisk,
     models: Sequence[ClassTensors],
 ) -> dict[str, Any]:
-    """Return an optimizer's state dict in torch's form, with numbers in place of names."""
+    """Return an optimizer's state dict as torch has it, with numbers in place of names."""
     if isinstance(numbering, str):
         raise UnsupportedError(
             f"{numbering} Until then, write only the weights (--weights-only), which do not depend "
             "on the order."
         )
-    # Several of our parameters can be one parameter of the model's class: it takes the position of
-    # the first.
+    # Several parameters of this package can be one parameter of the model's class. The latter takes
+    # the position of the first of them.
     groups = [
         list(dict.fromkeys(class_name_in(models, name) for name in names)) for names in numbering
     ]
@@ -295,7 +296,7 @@ def _without_division(metadata: Mapping[str, Any], dp: int) -> dict[str, Any]:
 
 
 def _translate_precision(values: dict[str, Any]) -> None:
-    """Convert the state of the loss scale to the one of Lightning's own mixed precision."""
+    """Convert the state of the loss scale to that of Lightning's mixed-precision plugin."""
     scale = values.pop("MegatronPrecision", {}).get("loss_scale")
     if scale is not None:
         values["MixedPrecision"] = {

@@ -1,8 +1,8 @@
 """Atomic creation, replacement and removal of checkpoint directories.
 
-On a mounted file system, a checkpoint is written to a sibling directory and then renamed. A
-directory behind a URL cannot be renamed atomically. There the files go to a new subfolder of the
-checkpoint, and the header, written last, names the subfolder.
+On a mounted file system, a checkpoint is written to a sibling directory, which is then renamed. A
+directory behind a URL cannot be renamed atomically. Its files are therefore written to a new
+subfolder of the checkpoint, and the header, which is written last, names the subfolder.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _NEW_HEADER = f"{HEADER}.new"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Complete checkpoint, found and ready to be read.
+    """Complete checkpoint that is ready to be read.
 
     Args:
         path: Path or URL of the checkpoint.
         header: Header of the checkpoint.
-        folder: Folder of its files.
+        folder: Folder of the checkpoint's files.
     """
 
     path: str
@@ -52,12 +52,15 @@ class Checkpoint:
     folder: Folder
 
     def file(self, name: str) -> str:
-        """Return the path of one file, for messages."""
+        """Return the path of a file, for error messages."""
         return f"{self.folder.name}/{name}"
 
 
 class CheckpointPath(Protocol):
-    """Steps of writing a checkpoint to its path; one rank calls all of them except ``folder``."""
+    """Path of a checkpoint, with the steps of a save.
+
+    One rank calls all methods; the other ranks call only :meth:`folder`.
+    """
 
     def begin(self) -> str:
         """Create an empty folder for a new checkpoint and return a token that identifies it."""
@@ -66,7 +69,7 @@ class CheckpointPath(Protocol):
         """Return the folder to which all ranks write."""
 
     def publish(self, token: str, header: Header) -> None:
-        """Make the checkpoint visible under its path, replacing an existing one."""
+        """Make the checkpoint visible under its path, and replace an existing one."""
 
     def discard(self, token: str | None) -> None:
         """Remove the files of an unfinished checkpoint; do nothing if ``begin`` did not return."""
@@ -92,10 +95,10 @@ class LocalCheckpointPath:
         return LocalFolder(unfinished_path(self.path))
 
     def publish(self, token: str, header: Header) -> None:
-        """Write the header and rename the directory, replacing an existing checkpoint.
+        """Write the header and rename the directory, which replaces an existing checkpoint.
 
         If the process dies between the two renames, the old checkpoint remains under a hidden name,
-        where reading still finds it.
+        under which :func:`find_checkpoint` still finds it.
         """
         unfinished = unfinished_path(self.path)
         replaced = _hidden(self.path, _REPLACED)
@@ -131,7 +134,7 @@ class LocalCheckpointPath:
 
 @dataclass(frozen=True)
 class RemoteCheckpointPath:
-    """URL; the header ``URL/checkpoint.json`` names the folder ``URL/save-...`` of the files."""
+    """Path behind a URL; ``URL/checkpoint.json`` names the folder ``URL/save-...`` of the files."""
 
     url: str
 
@@ -166,13 +169,13 @@ class RemoteCheckpointPath:
             folder_at(self.url.rsplit("/", 1)[0]).remove(self.url.rsplit("/", 1)[1])
 
     def remove(self) -> None:
-        """Remove the header, which ends the checkpoint's visibility, and then the files."""
+        """Remove the header, which hides the checkpoint from readers, and then the files."""
         self._root.remove(HEADER)
         folder_at(self.url.rsplit("/", 1)[0]).remove(self.url.rsplit("/", 1)[1])
 
 
 def checkpoint_path_of(path: str | os.PathLike[str]) -> CheckpointPath:
-    """Return the steps of writing a checkpoint to a path or URL."""
+    """Return the object that writes a checkpoint to a path or URL."""
     if is_url(path):
         return RemoteCheckpointPath(os.fspath(path).rstrip("/"))
     return LocalCheckpointPath(Path(path))
@@ -188,8 +191,8 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
     Raises:
         CheckpointMismatchError: If there is no complete checkpoint.
-        CorruptDataError: If its header is damaged.
-        UnsupportedError: If it has an unknown format version.
+        CorruptDataError: If the header is damaged.
+        UnsupportedError: If the checkpoint has an unknown format version.
     """
     root = _readable(path)
     if not root.exists(HEADER):
@@ -278,7 +281,7 @@ def _readable(path: str | os.PathLike[str]) -> Folder:
 
 
 def _remove_leftover(path: Path) -> bool:
-    """Remove a leftover path; on failure log a warning and return False: the next save retries."""
+    """Remove a leftover path; log a warning and return False on failure. The next save retries."""
     try:
         remove_path(path)
     except OSError as error:
@@ -293,12 +296,12 @@ def _hidden(path: Path, kind: str) -> Path:
 
 def _clean_remote(root: Folder) -> None:
     """Remove the folders of saves that the header does not name."""
-    found = [name for name in root.names() if _REMOTE.fullmatch(name)]
+    folders = [name for name in root.names() if _REMOTE.fullmatch(name)]
     try:
-        kept = Header.read(root).folder if found and root.exists(HEADER) else None
+        kept = Header.read(root).folder if folders and root.exists(HEADER) else None
     except (CorruptDataError, UnsupportedError):
         return  # a damaged header may refer to any of the folders
-    for name in found:
+    for name in folders:
         if name != kept:
             root.remove(name)
             logger.info("removed %s/%s, which an interrupted save left", root.name, name)

@@ -12,8 +12,8 @@ from lightning_megatron.checkpoint.planners import BoxToWrite
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import Placement
 
-#: Smaller pieces are all written by the first data rank, because distributing them saves no time
-#: (bytes).
+#: Smallest piece that may be assigned to another than the first data-parallel rank (bytes).
+#: Distributing smaller pieces saves no time.
 _MIN_DISTRIBUTED_BYTES = 65536
 
 
@@ -24,9 +24,9 @@ class Entry:
     Args:
         tensor: Local tensor; a ``FlatSlice`` has one dimension.
         placement: Placement of the local tensor in the full tensor.
-        is_exclusive: Whether this rank alone has these elements among the data-parallel ranks (for
-            expert parameters: among the ranks with the same experts), and therefore writes them.
-            Otherwise these ranks have equal tensors and share the writing.
+        is_exclusive: Whether, among the data-parallel ranks (for expert parameters: among the ranks
+            with the same experts), only this rank has these elements, and therefore writes them.
+            Otherwise these ranks have equal tensors, and each of them writes some pieces.
         changes_in_forward: Whether a forward pass may change the tensor, as for the statistics of
             a batch norm.
     """
@@ -38,7 +38,7 @@ class Entry:
 
 
 def boxes_to_write(tensors: Mapping[str, Entry], mesh: ParallelMesh) -> list[BoxToWrite]:
-    """Return the pieces that this rank writes.
+    """Return the pieces of tensors that this rank writes.
 
     Over all ranks, each element of each full tensor is in exactly one piece. Ranks with equal
     tensors divide the pieces by size.
@@ -49,7 +49,7 @@ def boxes_to_write(tensors: Mapping[str, Entry], mesh: ParallelMesh) -> list[Box
             ranks with the same experts).
         mesh: Mesh of this rank.
     """
-    own: list[BoxToWrite] = []
+    assigned: list[BoxToWrite] = []
     shared: dict[bool, list[BoxToWrite]] = {False: [], True: []}
     for name, entry in tensors.items():
         if entry.placement.tied_to is not None:
@@ -59,21 +59,25 @@ def boxes_to_write(tensors: Mapping[str, Entry], mesh: ParallelMesh) -> list[Box
                 piece = BoxToWrite(
                     name, entry.placement.full_shape, box, view, entry.changes_in_forward
                 )
-                (own if entry.is_exclusive else shared[entry.placement.is_expert]).append(piece)
+                (assigned if entry.is_exclusive else shared[entry.placement.is_expert]).append(
+                    piece
+                )
     for is_expert, pieces in shared.items():
-        axis = mesh.copies(is_expert)
+        axis = mesh.replica_axis(is_expert)
         writers = assign_writers(
             [prod(piece.box.sizes) * piece.view.element_size() for piece in pieces], axis.size
         )
-        own += [piece for piece, writer in zip(pieces, writers, strict=True) if writer == axis.rank]
-    return own
+        assigned += [
+            piece for piece, writer in zip(pieces, writers, strict=True) if writer == axis.rank
+        ]
+    return assigned
 
 
 def assign_writers(sizes: Sequence[int], num_writers: int) -> list[int]:
-    """Assign pieces to writers such that each writes about the same number of bytes.
+    """Assign pieces to writers so that each writes about the same number of bytes.
 
-    Small pieces go to the first writer. The others are assigned in the order of falling size, each
-    to the writer with the least load.
+    The first writer gets all small pieces. The others are assigned in order of decreasing size,
+    each to the writer with the smallest load.
 
     Args:
         sizes: Size of every piece (bytes).

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lightning_megatron.checkpoint.storage import FileRecord, Folder, writing
+from lightning_megatron.checkpoint.storage import FileRecord, Folder, open_for_writing
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.strict_json import parse_object
@@ -22,9 +22,9 @@ HEADER = "checkpoint.json"
 METADATA = "meta.pt"
 #: Index of tensors and their positions in files, written by torch.distributed.checkpoint.
 TENSOR_INDEX = ".metadata"
-#: Prefix of the index's entries with the values of one rank.
+#: Prefix of index entries that contain the values of one rank.
 RANK_STATE = "rank_state."
-#: Limit of the header's size; it suffices for half a million files (bytes).
+#: Maximum size of the header, which suffices for half a million files (bytes).
 _MAX_HEADER_BYTES = 1 << 26
 #: Last second of the year 9999, the largest year of Python's dates (seconds since 1970).
 _MAX_SECONDS = 253402300799
@@ -37,7 +37,7 @@ class Header:
 
     Args:
         layout: Layout of the job that saved the checkpoint.
-        torch: Version of torch that saved it.
+        torch: Version of torch that saved the checkpoint.
         files: Size and checksum of every other file, by name.
         global_step: Number of optimizer steps taken; checkpoints are ordered by it.
         epoch: Epoch in which the checkpoint was saved.
@@ -57,13 +57,13 @@ class Header:
 
     @property
     def age(self) -> tuple[int, int, float]:
-        """Sort key of checkpoints: the newest has the largest."""
+        """Return the sort key of checkpoints: the newest checkpoint has the largest key."""
         return self.global_step, self.epoch, self.saved_at
 
     def write(self, folder: Folder, name: str = HEADER) -> None:
         """Write the header into a folder and flush it to disk."""
         fields = asdict(self)
-        with writing(folder, name) as stream:
+        with open_for_writing(folder, name) as stream:
             stream.write(
                 (json.dumps({**fields, "checksum": _sum_of(fields)}, indent=2) + "\n").encode()
             )
@@ -102,11 +102,11 @@ class Header:
             if checksum != _sum_of(fields):
                 raise ValueError("its checksum does not match its content")
             files = {name: _record(name, record) for name, record in fields.pop("files").items()}
-            found = cls(ParallelLayout(**fields.pop("layout")), files=files, **fields)
-            found._check_values()
+            header = cls(ParallelLayout(**fields.pop("layout")), files=files, **fields)
+            header._check_values()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise _damaged(folder, f"{type(error).__name__}: {error}") from error
-        return found
+        return header
 
     def _check_values(self) -> None:
         for name in ("global_step", "epoch"):
@@ -122,14 +122,14 @@ class Header:
 def _record(name: str, record: Any) -> FileRecord:
     if name in ("", ".", "..") or any(sign in name for sign in "/\\\0"):
         raise ValueError("it lists values that are not names of files")
-    found = FileRecord(**record)
-    if type(found.size) is not int or found.size < 0:
-        raise ValueError(f"the size of {name} must be a number of bytes: it is {found.size!r}")
-    if type(found.checksum) is not str or not _CHECKSUM.fullmatch(found.checksum):
+    parsed = FileRecord(**record)
+    if type(parsed.size) is not int or parsed.size < 0:
+        raise ValueError(f"the size of {name} must be a number of bytes: it is {parsed.size!r}")
+    if type(parsed.checksum) is not str or not _CHECKSUM.fullmatch(parsed.checksum):
         raise ValueError(
-            f"the checksum of {name} must be eight hexadecimal digits: it is {found.checksum!r}"
+            f"the checksum of {name} must be eight hexadecimal digits: it is {parsed.checksum!r}"
         )
-    return found
+    return parsed
 
 
 def _sum_of(fields: Mapping[str, Any]) -> str:

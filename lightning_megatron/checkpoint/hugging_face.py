@@ -16,7 +16,7 @@ from lightning_megatron.checkpoint.consolidate import (
     HUGGING_FACE,
     MODEL,
     ONE_PROCESS,
-    Written,
+    WrittenSize,
     read_one_by_one,
 )
 from lightning_megatron.checkpoint.header import Header
@@ -36,7 +36,7 @@ from lightning_megatron.swap.hugging_face.own_code import (
     own_code_models,
 )
 from lightning_megatron.swap.hugging_face.replaced_model import replaced_models
-from lightning_megatron.swap.tensors.low_rank import Adapter, is_factor, merged, plain_name
+from lightning_megatron.swap.tensors.low_rank import Adapter, is_factor, merge_updates, plain_name
 from lightning_megatron.swap.tensors.mapping import TensorMap
 from lightning_megatron.swap.weights.export import MAX_FILE_BYTES, export_adapter, export_folder
 from lightning_megatron.swap.weights.load import full_tensors
@@ -44,7 +44,7 @@ from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 
 
 def describe_models(module: nn.Module, one_process: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the class, configuration and adapter of every Hugging Face model inside a module.
+    """Describe every Hugging Face model inside a module: its class, configuration and adapter.
 
     Args:
         module: LightningModule or other root module.
@@ -53,15 +53,15 @@ def describe_models(module: nn.Module, one_process: Mapping[str, Any]) -> dict[s
     Returns:
         Record of each model for the metadata of a checkpoint, by name of the model
     """
-    found: dict[str, dict[str, Any]] = {}
+    records: dict[str, dict[str, Any]] = {}
     for name, part in replaced_models(module):
         config: Any = part.config
-        found[name] = {"architecture": part.family.architecture, "config": config.to_dict()}
+        records[name] = {"architecture": part.family.architecture, "config": config.to_dict()}
         if part.adapter is not None:
-            found[name]["adapter"] = asdict(part.adapter)
+            records[name]["adapter"] = asdict(part.adapter)
     for name, model in own_code_models(module):
-        found[name] = checkpoint_record(name, model, one_process["order"], one_process["aliases"])
-    return found
+        records[name] = checkpoint_record(name, model, one_process["order"], one_process["aliases"])
+    return records
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,12 @@ class SavedModel:
         )
 
     def merged_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the full tensors of the model with the adapter merged, by names of its class."""
+        """Yield the full tensors with the adapter merged, by the names in the model's class."""
         if self.adapter is None:
             return self._read()
         maps = self.adapter.class_maps(self._table)
         factors = dict(self._read({factor.target for one in maps for factor in (one.a, one.b)}))
-        return merged(self._read(), factors, maps, self.adapter)
+        return merge_updates(self._read(), factors, maps, self.adapter)
 
     @property
     def _table(self) -> tuple[TensorMap, ...]:
@@ -144,7 +144,7 @@ def find_model(
 
     Raises:
         CheckpointMismatchError: If there is no complete checkpoint, or it has no such model.
-        UnsupportedError: If the model kept its own layers and peft has wrapped them.
+        UnsupportedError: If the model's layers were not replaced, and peft has wrapped them.
     """
     metadata = load_metadata(path, weights_only=not unsafe)
     name, record = _chosen(metadata.get(HUGGING_FACE) or {}, name, path)
@@ -170,7 +170,7 @@ def export_model(
         name: Attribute of the LightningModule with the model; None selects the only one.
         dtype: Dtype of the weights; None keeps the saved dtype, which is full precision under mixed
             precision.
-        max_file_bytes: Limit of a file's size, except for a file with one larger tensor (bytes).
+        max_file_bytes: Maximum size of a file, unless it has a single larger tensor (bytes).
         unsafe: Whether to unpickle objects of any type.
         merge: Whether to write the whole model with its adapter merged, instead of the adapter.
 
@@ -210,7 +210,7 @@ def import_model(
     name: str = "model",
     dtype: torch.dtype | None = None,
     num_files: int = 1,
-) -> Written:
+) -> WrittenSize:
     """Write the weights of a local Hugging Face folder as a checkpoint.
 
     The checkpoint has no optimizer: validate, test and predict accept it as ``ckpt_path``.
@@ -230,8 +230,10 @@ def import_model(
     family = family_of(_architecture(source))
     config = family.config(source.config)
     prefix = f"{MODEL}{name}."
-    own = full_tensors(source, family, config, dtype or source.dtype, family.class_tensors(config))
-    tensors = ((f"{prefix}{key}", full) for key, full in own)
+    named_tensors = full_tensors(
+        source, family, config, dtype or source.dtype, family.class_tensors(config)
+    )
+    tensors = ((f"{prefix}{key}", full) for key, full in named_tensors)
     metadata = {
         "epoch": 0,
         "global_step": 0,

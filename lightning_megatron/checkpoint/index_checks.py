@@ -1,8 +1,8 @@
 """Validation of a tensor index: each element of each tensor is stored exactly once.
 
-Checksums detect accidental damage. These checks detect manipulation, which can also correct the
-checksums. They do not detect changed values, or a consistent swap of two tensors of the same shape
-and dtype.
+Checksums detect accidental damage. These checks also detect manipulation, after which the checksums
+may be correct. They do not detect changed values, or a consistent swap of two tensors of the same
+shape and dtype.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from lightning_megatron.checkpoint.header import RANK_STATE
 from lightning_megatron.checkpoint.storage import FileRecord
 
-#: Limit of a tensor's elements, so that its size in bytes fits into 64 bits.
+#: Maximum number of elements of a tensor, so that its size in bytes fits into 64 bits.
 _MAX_ELEMENTS = 1 << 59
 
 #: Offsets and sizes of a piece (elements).
@@ -37,11 +37,11 @@ PieceKey: TypeAlias = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """Stored piece of a tensor.
+    """Shape and dtype of a stored piece of a tensor.
 
     Args:
         shape: Shape of the piece (elements).
-        dtype: Dtype of its elements.
+        dtype: Dtype of the elements.
     """
 
     shape: tuple[int, ...]
@@ -80,24 +80,25 @@ def check_index(index: Metadata, files: Mapping[str, FileRecord]) -> None:
 
 
 def check_ranks(index: Metadata, world_size: int) -> None:
-    """Check that the index has the values of all saved ranks, or of none if it has weights only.
+    """Check that the index has values of all ranks of the saved job, or only weights.
 
     Args:
         index: Index that was read.
-        world_size: Number of ranks of the job that saved it (ranks).
+        world_size: Number of ranks of the job that saved the checkpoint (ranks).
 
     Raises:
         ValueError: If values of ranks are missing or unexpected.
     """
-    found = {
+    entries = {
         name
         for name, entry in index.state_dict_metadata.items()
         if not isinstance(entry, TensorStorageMetadata)
     }
-    if found and (
-        len(found) != world_size or found != {f"{RANK_STATE}{rank}" for rank in range(world_size)}
+    if entries and (
+        len(entries) != world_size
+        or entries != {f"{RANK_STATE}{rank}" for rank in range(world_size)}
     ):
-        raise ValueError(f"it has values of {len(found)} ranks, but the header says {world_size}")
+        raise ValueError(f"it has values of {len(entries)} ranks, but the header says {world_size}")
 
 
 def _check_tensor(name: str, entry: TensorStorageMetadata) -> dict[tuple[int, ...], int]:
@@ -215,12 +216,12 @@ def _check_ends(ends: Mapping[str, int], files: Mapping[str, FileRecord]) -> Non
 
 def pieces_of(index: Metadata, names: Iterable[str]) -> dict[PieceKey, StoredPiece]:
     """Return the expected shape and dtype of the stored pieces of the named tensors."""
-    found = {}
+    pieces = {}
     for name in names:
         entry = index.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata), f"{name} is not a tensor"
         for chunk in entry.chunks:
-            found[name, tuple(chunk.offsets)] = StoredPiece(
+            pieces[name, tuple(chunk.offsets)] = StoredPiece(
                 tuple(chunk.sizes), entry.properties.dtype
             )
-    return found
+    return pieces

@@ -1,7 +1,7 @@
 """Loading of checkpoints: each rank reads its own pieces of the full tensors.
 
-The layout of the save does not matter. Reading runs no code that a file contains, unless the caller
-requests it.
+The checkpoint may have been saved under any layout. Reading runs no code that a file contains,
+unless the caller requests it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_megatron.checkpoint.open_checkpoint import (
     OpenCheckpoint,
     SavedTensor,
     Source,
-    opened,
+    open_source,
 )
 from lightning_megatron.checkpoint.planners import ShardLoadPlanner, TensorToRead
 from lightning_megatron.checkpoint.tensor_files import content_of
@@ -34,13 +34,13 @@ from lightning_megatron.groups.shard_spec import Placement
 
 @dataclass(frozen=True)
 class RankState:
-    """Per-rank values of the saved rank that corresponds best to this rank.
+    """Values that the rank of the saved job with the closest coordinates stored.
 
     Args:
         values: Argument ``rank_state`` of the save on the saved rank.
         rank: Global rank of the saved rank.
         same_data: Whether the saved job divided its data among the same number of ranks. Otherwise
-            values about consumed samples do not apply to this rank.
+            the values about consumed samples are not valid for this rank.
     """
 
     values: dict[str, Any]
@@ -53,7 +53,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
 
     Raises:
         CheckpointMismatchError: If there is no complete checkpoint.
-        CorruptDataError: If its header is damaged.
+        CorruptDataError: If the header is damaged.
     """
     return find_checkpoint(path).header
 
@@ -83,8 +83,8 @@ def load_metadata(source: Source, weights_only: bool | None = None) -> dict[str,
 
 
 def saved_tensors(source: Source) -> dict[str, SavedTensor]:
-    """Return shape and dtype of the full tensors of a checkpoint, by name."""
-    return opened(source).tensors
+    """Return the shape and dtype of every full tensor of a checkpoint, by name."""
+    return open_source(source).tensors
 
 
 def load_tensors(
@@ -103,10 +103,10 @@ def load_tensors(
         source: Checkpoint, saved under any layout.
         tensors: Entries of this rank by the names under which they were saved.
         mesh: Mesh of this rank.
-        strict: Whether missing and unexpected entries raise; other shapes always raise.
-        prefix: Prefix of the entries that can be unexpected.
+        strict: Whether missing and unexpected entries raise an error. Different shapes always do.
+        prefix: Prefix of the names of entries that may be reported as unexpected.
         expected: Placements of all tensors of this rank's pipeline stage, if this rank has only
-            some of them; None uses ``tensors``.
+            some of them; None means those of ``tensors``.
 
     Returns:
         Names of found, missing and unexpected entries
@@ -117,7 +117,7 @@ def load_tensors(
 
     Communication: one gather of names over tp x pp; reading needs none.
     """
-    return load_stored(opened(source), tensors, mesh, strict, prefix, expected)
+    return load_stored(open_source(source), tensors, mesh, strict, prefix, expected)
 
 
 def load_stored(
@@ -148,14 +148,14 @@ def load_stored(
     Communication: one gather of names over tp x pp; reading needs none.
     """
     shapes = {name: entry.shape for name, entry in stored.tensors.items()}
-    found = match(shapes, _all_expected(tensors, expected), mesh, strict, prefix)
+    matched = match(shapes, _all_expected(tensors, expected), mesh, strict, prefix)
     wanted = {
-        name: TensorToRead(found.sources[name], entry.tensor, entry.placement)
+        name: TensorToRead(matched.sources[name], entry.tensor, entry.placement)
         for name, entry in tensors.items()
-        if name in found.sources
+        if name in matched.sources
     }
     stored.read(ShardLoadPlanner(wanted))
-    return found
+    return matched
 
 
 def copy_full_tensors(
@@ -182,11 +182,11 @@ def copy_full_tensors(
     Communication: one gather of names over tp x pp.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in full.items()}
-    found = match(shapes, _all_expected(tensors, expected), mesh, strict, prefix)
+    matched = match(shapes, _all_expected(tensors, expected), mesh, strict, prefix)
     for name, entry in tensors.items():
-        if name in found.sources:
-            entry.placement.copy_from_full(entry.tensor.detach(), full[found.sources[name]])
-    return found
+        if name in matched.sources:
+            entry.placement.copy_from_full(entry.tensor.detach(), full[matched.sources[name]])
+    return matched
 
 
 def read_full(
@@ -210,14 +210,15 @@ def load_rank_state(
 ) -> RankState:
     """Read the per-rank values that were saved at this rank's coordinates in the layout.
 
-    If the saved layout is smaller along an axis, a coordinate that it lacks becomes 0.
+    If the saved layout is smaller along an axis and lacks this rank's coordinate, 0 takes its
+    place.
 
     Args:
         source: Checkpoint, saved under any layout.
         mesh: Mesh of this rank.
         weights_only: Same as for :func:`load_metadata`.
     """
-    stored = opened(source)
+    stored = open_source(source)
     saved = stored.checkpoint.header.layout
     now = mesh.layout
     coordinates = {
@@ -244,7 +245,7 @@ def load_rank_states(
         ranks: Ranks of the saved job, counted from its first rank; None reads all.
         weights_only: Same as for :func:`load_metadata`.
     """
-    stored = opened(source)
+    stored = open_source(source)
     checkpoint = stored.checkpoint
     chosen = range(checkpoint.header.layout.world_size) if ranks is None else ranks
     entries = {rank: f"{RANK_STATE}{rank}" for rank in chosen}
@@ -267,11 +268,11 @@ def _all_expected(
 
 
 def _named_values(content: bytes, what: str, weights_only: bool | None) -> dict[str, Any]:
-    found = from_bytes(content, what, weights_only)
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+    values = from_bytes(content, what, weights_only)
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise CorruptDataError(
             f"a file of a checkpoint must be as it was written: {what} holds a "
-            f"{type(found).__name__} in place of named values. The file is damaged. Use another "
+            f"{type(values).__name__} in place of named values. The file is damaged. Use another "
             "checkpoint."
         )
-    return found
+    return values

@@ -20,7 +20,7 @@ class Match:
 
     Args:
         sources: Name of the entry for every tensor of this rank's stage that the checkpoint has.
-        missing: Names of the tensors of any rank that the checkpoint lacks.
+        missing: Names of the tensors that any rank needs and the checkpoint lacks.
         unexpected: Names of the entries that no rank needs.
     """
 
@@ -43,8 +43,8 @@ def match(
         expected: Placements of the tensors of this rank's stage, including those of other data
             ranks.
         mesh: Mesh of this rank.
-        strict: Whether missing and unexpected entries raise.
-        prefix: Prefix of the entries that can be unexpected.
+        strict: Whether missing and unexpected entries raise an error.
+        prefix: Prefix of the names of entries that may be reported as unexpected.
 
     Raises:
         CheckpointMismatchError: On all ranks, with names and shapes.
@@ -73,7 +73,7 @@ def match(
     all_missing = sorted({name for one in everyone for name in one[1]})
     all_shapes = sorted({entry for one in everyone for entry in one[2]})
     unexpected = sorted(name for name in saved if name.startswith(prefix) and name not in asked)
-    found = Match(sources, tuple(all_missing), tuple(unexpected))
+    result = Match(sources, tuple(all_missing), tuple(unexpected))
     complaints = [
         f"{name} is {was} in the checkpoint and {now} in the model"
         for name, was, now in all_shapes[:_NUM_SHOWN]
@@ -92,7 +92,7 @@ def match(
             "the model with the saved configuration"
             + ("." if all_shapes else ", or load with strict=False.")
         )
-    return found
+    return result
 
 
 def _listed(what: str, names: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Validation of a checkpoint's metadata: types of the values that are read, and names in them."""
+"""Validation of a checkpoint's metadata: the types of values that are read, and their names."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ ONE_PROCESS = "megatron_one_process"
 HUGGING_FACE = "hugging_face"
 #: Prefix of the entries of a model's tensors.
 MODEL = "state_dict."
-#: Prefix of the current weights, if the model's tensors are averages of weights.
+#: Prefix of the current weights, if the entries of the model are averaged weights.
 CURRENT = "current_model_state."
-#: Prefix of the histories that scale products in 8 bits.
+#: Prefix of the histories from which the scales of 8-bit products follow.
 SCALES = "fp8."
 
 #: A vocabulary is padded to at most twice its rows plus this number (rows).
@@ -38,7 +38,7 @@ def _is_names(value: Any) -> bool:
 
 
 def _is_shape(value: Any) -> bool:
-    # torch counts elements in 64 bits, and multiplies also the sizes next to a size of 0.
+    # torch counts elements in 64 bits, and the product must fit even if another size is 0.
     return (
         isinstance(value, list)
         and all(map(_is_number, value))
@@ -245,11 +245,11 @@ def check_names(
             "numbers",
         )
     for index, optimizer in enumerate(optimizers):
-        found: dict[str, dict[str, Any]] = {}
+        states: dict[str, dict[str, Any]] = {}
         for entry in (name for name in shapes if name.startswith(f"optimizer.{index}.state.")):
             name, _, key = entry.split(".", 3)[3].rpartition(".")
-            found.setdefault(name, {})[key] = entry
-        check_states(index, optimizer["groups"], found, where)
+            states.setdefault(name, {})[key] = entry
+        check_states(index, optimizer["groups"], states, where)
         known = {name for group in optimizer["groups"] for name in group["parameters"]}
         _check_same_names(
             "values belong to no parameter of their optimizer",
@@ -297,8 +297,8 @@ def _duplicates(names: Iterable[str]) -> set[str]:
 
 
 def _check_same_names(what: str, names: Iterable[str], where: str) -> None:
-    if found := sorted(names):
-        raise _damaged(where, f"{what}: {', '.join(found[:5])}")
+    if ordered := sorted(names):
+        raise _damaged(where, f"{what}: {', '.join(ordered[:5])}")
 
 
 def _damaged(where: str, reason: str) -> CorruptDataError:

@@ -18,9 +18,9 @@ STATE_DICT = "state_dict."
 def model_tensors(module: nn.Module, main: MainParameters) -> dict[str, Entry]:
     """Return the entries of this rank's parameters and buffers, with the prefix ``state_dict.``.
 
-    A trained parameter is represented by its main parameter, so that a checkpoint of half-precision
-    training has full precision. If the main parameter is divided among the data ranks, the entry is
-    this rank's slice. Persistent buffers are whole on every rank.
+    The entry of a trained parameter is its main parameter, so that a checkpoint of half-precision
+    training has full precision. If the main parameter is divided among the data-parallel ranks, the
+    entry is this rank's slice. Every rank has persistent buffers in full.
 
     Args:
         module: Module with the parameters.
@@ -42,7 +42,7 @@ def model_tensors(module: nn.Module, main: MainParameters) -> dict[str, Entry]:
 def model_placements(module: nn.Module, main: MainParameters) -> dict[str, Placement]:
     """Return the placements of all parameters and buffers of this rank's pipeline stage.
 
-    The names are those of ``model_tensors``. Slices of other data ranks are included.
+    The names are those of :func:`model_tensors`. Slices of other data-parallel ranks are included.
     """
     placements: dict[str, Placement] = {
         f"{STATE_DICT}{name}": main.spec(name) for name in main.names
@@ -64,7 +64,7 @@ def load_model(
         module: Module with the parameters.
         main: Main parameters of the module.
         mesh: Mesh of this rank.
-        strict: Whether missing and unexpected entries raise.
+        strict: Whether missing and unexpected entries raise an error.
 
     Raises:
         CheckpointMismatchError: On all ranks, with names and shapes.
@@ -72,9 +72,9 @@ def load_model(
     Communication: one gather of names over tp x pp, and one of the parameters over the data axis.
     """
     expected = model_placements(module, main)
-    found = load_tensors(source, model_tensors(module, main), mesh, strict, STATE_DICT, expected)
+    matched = load_tensors(source, model_tensors(module, main), mesh, strict, STATE_DICT, expected)
     main.publish()
-    return found
+    return matched
 
 
 def _buffers(module: nn.Module) -> dict[str, Entry]:

@@ -54,7 +54,7 @@ class OpenCheckpoint:
 
         Raises:
             CheckpointMismatchError: If there is no complete checkpoint.
-            CorruptDataError: If its header or tensor index is damaged or inconsistent; the message
+            CorruptDataError: If the header or tensor index is damaged or inconsistent; the message
                 names the file.
         """
         checkpoint = find_checkpoint(path)
@@ -69,7 +69,7 @@ class OpenCheckpoint:
 
     @cached_property
     def tensors(self) -> dict[str, SavedTensor]:
-        """Shape and dtype of the full tensors, by name."""
+        """Return the shape and dtype of every full tensor, by name."""
         return {
             name: SavedTensor(tuple(entry.size), entry.properties.dtype)
             for name, entry in self.index.state_dict_metadata.items()
@@ -77,7 +77,7 @@ class OpenCheckpoint:
         }
 
     def read(self, planner: LoadPlanner) -> None:
-        """Read the items of a planner.
+        """Read the items that a planner requests.
 
         Raises:
             CorruptDataError: If a file is damaged; the message names it.
@@ -116,11 +116,13 @@ class OpenCheckpoint:
 Source = str | os.PathLike[str] | OpenCheckpoint
 
 
-def opened(source: Source) -> OpenCheckpoint:
-    """Return an opened checkpoint; if it is passed opened, several reads parse its index only once.
+def open_source(source: Source) -> OpenCheckpoint:
+    """Open a checkpoint, or return the one that is already open.
+
+    Code that reads several times should pass an opened checkpoint, whose index is parsed once.
 
     Raises:
         CheckpointMismatchError: If there is no complete checkpoint.
-        CorruptDataError: If its header or tensor index is damaged or inconsistent.
+        CorruptDataError: If the header or tensor index is damaged or inconsistent.
     """
     return source if isinstance(source, OpenCheckpoint) else OpenCheckpoint.open(source)

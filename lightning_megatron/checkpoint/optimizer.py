@@ -1,4 +1,4 @@
-"""Entries of an optimizer: its state by parameter name, to resume training under any layout."""
+"""Entries of an optimizer, by parameter name, from which training resumes under any layout."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.checkpoint.entries import Entry
-from lightning_megatron.checkpoint.hyperparameters import check_hyperparameters
 from lightning_megatron.checkpoint.load import load_stored
 from lightning_megatron.checkpoint.metadata_checks import check_states
 from lightning_megatron.checkpoint.open_checkpoint import (
     OpenCheckpoint,
     SavedTensor,
     Source,
-    opened,
+    open_source,
 )
+from lightning_megatron.checkpoint.optimizer_hyperparameters import check_hyperparameters
 from lightning_megatron.checkpoint.parameter_groups import (
     check_same_groups,
     check_saved_groups,
@@ -38,7 +38,7 @@ def optimizer_tensors(
     """Return the entries of this rank's optimizer state.
 
     The name of an entry is ``optimizer.{index}.state.{parameter}.{key}``. A state tensor with the
-    shape of its main parameter has the same placement. A scalar is whole on every rank.
+    shape of its main parameter has the same placement. Every rank has a scalar in full.
 
     Args:
         index: Index of the optimizer.
@@ -63,7 +63,7 @@ def optimizer_tensors(
 def optimizer_metadata(
     optimizer: torch.optim.Optimizer, main: MainParameters, mesh: ParallelMesh
 ) -> dict[str, Any]:
-    """Collect the parts of an optimizer's state that are not tensors: groups and plain values.
+    """Collect what an optimizer's state has besides tensors: parameter groups and plain values.
 
     Args:
         optimizer: Optimizer over ``main``, after ``main.attach``.
@@ -131,7 +131,7 @@ def load_optimizer(
     mesh: ParallelMesh,
     metadata: Mapping[str, Any],
 ) -> None:
-    """Load the state of an optimizer in place; state that was not saved is removed.
+    """Load the state of an optimizer in place, and remove state that was not saved.
 
     Args:
         source: Checkpoint, saved under any layout.
@@ -155,7 +155,7 @@ def load_optimizer(
     check_hyperparameters(
         optimizer.param_groups, [group["hyperparameters"] for group in metadata["groups"]], index
     )
-    stored = opened(source)
+    stored = open_source(source)
     saved = _saved_state(stored, index)
     check_states(index, metadata["groups"], saved, stored.checkpoint.path)
     expected = {
@@ -164,8 +164,8 @@ def load_optimizer(
         for key, one in saved.get(original[name], {}).items()
     }
     for name, parameter in _parameters_of(optimizer, main):
-        # Remove state that the checkpoint lacks, such as that of a learning rate search: it must
-        # not survive the restore.
+        # Remove state that the checkpoint lacks, such as that of a learning rate search, so that
+        # training continues as if the search had not run.
         kept = (
             saved.get(original[name], {}).keys() | metadata["values"].get(original[name], {}).keys()
         )
@@ -201,7 +201,7 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Mapp
 
 
 def _held(main: MainParameters, name: str) -> tuple[Placement, bool] | None:
-    """Return placement and ``is_exclusive`` of this rank's part of a parameter, if it has one."""
+    """Return the placement and ``is_exclusive`` of this rank's part of a parameter, if any."""
     one = main.slices.get(name)
     if one is not None:
         return one.placement, one.is_exclusive
@@ -211,7 +211,7 @@ def _held(main: MainParameters, name: str) -> tuple[Placement, bool] | None:
 def _placement(
     name: str, key: str, shape: tuple[int, ...], part_shape: tuple[int, ...], placement: Placement
 ) -> Placement:
-    """Return the placement of a state tensor, which is tied if its parameter is.
+    """Return the placement of a state tensor, which is tied if the parameter is tied.
 
     Args:
         name: Name of the parameter in errors.
@@ -262,11 +262,11 @@ def _originals(
     The state of a tied copy was saved under the name of the original parameter.
     """
     saved = {name for group in groups for name in group["parameters"]}
-    found = {}
+    originals = {}
     for name in (name for names in names_of_groups for name in names):
         tied_to = main.spec(name).tied_to
-        found[name] = name if tied_to is None else original_name(name, tied_to, saved) or name
-    return found
+        originals[name] = name if tied_to is None else original_name(name, tied_to, saved) or name
+    return originals
 
 
 def _join_stage(groups: list[dict[str, Any]], values: dict[str, Any], mesh: ParallelMesh) -> None:
@@ -282,13 +282,13 @@ def _join_stage(groups: list[dict[str, Any]], values: dict[str, Any], mesh: Para
 
 
 def _saved_state(stored: OpenCheckpoint, index: int) -> dict[str, dict[str, SavedTensor]]:
-    """Return shape and dtype of the saved states, by parameter and key."""
-    found: dict[str, dict[str, SavedTensor]] = {}
+    """Return the shape and dtype of every saved state, by parameter and key."""
+    states: dict[str, dict[str, SavedTensor]] = {}
     for entry, saved in stored.tensors.items():
         if entry.startswith(_prefix(index)):
             name, key = entry.removeprefix(_prefix(index)).rsplit(".", 1)
-            found.setdefault(name, {})[key] = saved
-    return found
+            states.setdefault(name, {})[key] = saved
+    return states
 
 
 def _create_state(

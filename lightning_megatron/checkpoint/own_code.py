@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face models that keep their own layers."""
+"""Checkpoints of Hugging Face models whose layers were not replaced by layers of this package."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class SavedOwnCodeModel:
         path: Checkpoint of the model.
         architecture: Name of the model's class.
         config: Configuration of the model.
-        entries: Entry of each tensor by its name in the model.
+        entries: Name of the entry of each tensor, by the name of the tensor in the model.
         empty: Shapes of the tensors without elements, which are not stored, by entry.
-        form: Conversion between the model and its files; None if files have the same tensors.
+        form: Conversion between the tensors of the model and of its files; None if they are equal.
     """
 
     path: str | os.PathLike[str]
@@ -59,8 +59,8 @@ class SavedOwnCodeModel:
         """
         name = record["architecture"]
         config = record["config"]
-        own = record[OWN_CODE]
-        entries = {one: f"{MODEL}{entry}" for one, entry in own["tensors"].items()}
+        names = record[OWN_CODE]
+        entries = {one: f"{MODEL}{entry}" for one, entry in names["tensors"].items()}
         adapted = [one for one in entries if is_factor(one) or plain_name(one) != one]
         if adapted:
             raise UnsupportedError(
@@ -77,7 +77,7 @@ class SavedOwnCodeModel:
                 f"{os.fspath(path)}. Hugging Face would initialise them at random. Save a "
                 "checkpoint with all weights."
             )
-        form = FileFormat.of_class(name, config) if own["has_other_format"] else None
+        form = FileFormat.of_class(name, config) if names["has_other_format"] else None
         return cls(path, name, config, entries, empty, form)
 
     def export(
@@ -108,7 +108,7 @@ class SavedOwnCodeModel:
         )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full tensors of the model, one block after the other, by their names in it."""
+        """Yield the full tensors with their names in the model, one block after the other."""
         name_of = {entry: name for name, entry in self.entries.items()}
         for entry, shape in self.empty.items():
             if entry in name_of:
@@ -141,12 +141,14 @@ class SavedOwnCodeModel:
             )
         model, report = kind.from_pretrained(folder, dtype="auto", output_loading_info=True)
         state = model.state_dict()
-        found = 0.0
+        largest_gap = 0.0
         for name, full in self.tensors():
             theirs = state.get(name)
             if any(report.values()) or theirs is None or theirs.shape != full.shape:
                 return float("inf")
             if full.numel():
                 largest = full.abs().max().item() or 1.0
-                found = max(found, (theirs.to(full.dtype) - full).abs().max().item() / largest)
-        return found
+                largest_gap = max(
+                    largest_gap, (theirs.to(full.dtype) - full).abs().max().item() / largest
+                )
+        return largest_gap

@@ -1,4 +1,4 @@
-"""Checks of an optimizer's parameter groups, over pipeline stages and against a checkpoint."""
+"""Comparison of an optimizer's parameter groups among stages and with those of a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOT_SAVED = frozenset({"params", "param_names"}) | _IMPLEMENTATION
 
 
 def hyperparameters_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the hyperparameters of an optimizer's group that are saved, tensors on the CPU."""
+    """Return the hyperparameters of a parameter group to save, with tensors on the CPU."""
     return {key: _on_cpu(value) for key, value in group.items() if key not in _NOT_SAVED}
 
 
@@ -31,8 +31,8 @@ def different_hyperparameters(
         stages: Hyperparameters of every group, by stage. All stages have equally many groups.
 
     Returns:
-        Number of the group, name, and values by stage (None where it is missing); None if all are
-        equal.
+        Index of the group, name of the hyperparameter, and its values by stage (None where a stage
+        lacks it); None if all hyperparameters are equal.
     """
     for number, groups in enumerate(zip(*stages, strict=True)):
         for key in sorted({key for group in groups for key in group}):

@@ -1,4 +1,4 @@
-"""Planners of torch.distributed.checkpoint for the boxes of a placement."""
+"""Planners for torch.distributed.checkpoint, which write and read the boxes of placements."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BoxToWrite:
 
 
 class ShardSavePlanner(DefaultSavePlanner):
-    """Planner of a save: boxes of full tensors, and pickled objects.
+    """Planner of a save of pieces of full tensors and of pickled objects.
 
     If several ranks list the same box, the lowest rank writes it.
 
@@ -102,9 +102,9 @@ class TensorToRead:
 
 
 class ShardLoadPlanner(LoadPlanner):
-    """Planner of a load: the boxes of local tensors, and pickled objects.
+    """Planner of a load into local tensors, and of pickled objects.
 
-    The boxes of the reader may differ from those of the save in any way.
+    The boxes may differ from those of the save in any way.
 
     Args:
         tensors: Tensors to load, by names that the caller chooses.
@@ -149,10 +149,10 @@ class ShardLoadPlanner(LoadPlanner):
                 replace(item, dest_index=replace(item.dest_index, fqn=name))
                 for item in create_read_items_for_chunk_list(wanted.source, saved, chunks)
             ]
-        none = torch.Size((0,))
+        empty = torch.Size((0,))
         for name in self._objects:
             index = MetadataIndex(name)
-            items.append(ReadItem(LoadItemType.BYTE_IO, index, none, index, none, none))
+            items.append(ReadItem(LoadItemType.BYTE_IO, index, empty, index, empty, empty))
         return LoadPlan(items)
 
     @override

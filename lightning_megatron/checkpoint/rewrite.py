@@ -1,4 +1,4 @@
-"""Rewriting of a checkpoint: another number of files, another dtype, or weights only."""
+"""Copy of a checkpoint with another number of files, in another dtype, or of the weights only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from lightning_megatron.checkpoint.consolidate import (
     MODEL,
-    Written,
+    WrittenSize,
     read_one_by_one,
     without_training,
 )
@@ -33,12 +33,17 @@ from lightning_megatron.checkpoint.header import METADATA, RANK_STATE, TENSOR_IN
 from lightning_megatron.checkpoint.load import load_metadata, load_rank_states
 from lightning_megatron.checkpoint.metadata_checks import ONE_PROCESS, OPTIMIZERS, check_names
 from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
-from lightning_megatron.checkpoint.storage import FileRecord, Folder, HashingStream, writing
+from lightning_megatron.checkpoint.storage import (
+    FileRecord,
+    Folder,
+    HashingStream,
+    open_for_writing,
+)
 from lightning_megatron.checkpoint.tensor_index import write_index
 from lightning_megatron.checkpoint.values import to_bytes
 from lightning_megatron.checkpoint.verify import verify_checkpoint
 
-#: Approximate limit of a piece's size, so that a rank need not read the whole tensor (bytes).
+#: Approximate maximum size of a piece, so that a rank need not read the full tensor (bytes).
 _PIECE = 1 << 26
 
 
@@ -49,7 +54,7 @@ def rewrite(
     weights_only: bool = False,
     dtype: torch.dtype | None = None,
     unsafe: bool = False,
-) -> Written:
+) -> WrittenSize:
     """Write a copy of a checkpoint, with other files or another dtype.
 
     Tensors are read and written one after the other, so that only a few of them are in memory at a
@@ -60,7 +65,7 @@ def rewrite(
         out: Directory or URL of the copy; an existing checkpoint is replaced when the copy is
             complete.
         num_files: Number of tensor files, which get about the same size.
-        weights_only: Whether to omit everything that only training needs.
+        weights_only: Whether to omit optimizer states and all else that only training needs.
         dtype: Dtype of the floating-point weights; None keeps the saved dtype.
         unsafe: Whether to unpickle objects of any type.
 
@@ -105,7 +110,7 @@ def write_checkpoint(
     objects: Mapping[str, bytes],
     metadata: Mapping[str, Any],
     header: Header,
-) -> Written:
+) -> WrittenSize:
     """Write full tensors as a checkpoint, which becomes visible when it is complete.
 
     Args:
@@ -122,25 +127,25 @@ def write_checkpoint(
         folder = target.folder(token)
         files = _TensorFiles(folder, num_files)
         count = 0
-        with files.opened():
+        with files.open_all():
             for name, full in tensors:
                 files.add_tensor(name, full)
                 count += 1
             for name, data in objects.items():
                 files.add_object(name, data)
         records = files.finish()
-        with writing(folder, METADATA) as stream:
+        with open_for_writing(folder, METADATA) as stream:
             stream.write(to_bytes(dict(metadata)))
         records[METADATA] = stream.record
         target.publish(token, replace(header, files=records))
     except BaseException:
         target.discard(token)
         raise
-    return Written(count, files.num_bytes)
+    return WrittenSize(count, files.num_bytes)
 
 
 class _TensorFiles:
-    """Tensor files of a checkpoint; each piece is appended to the shortest file."""
+    """Writer of a checkpoint's tensor files, which appends each piece to the smallest file."""
 
     def __init__(self, folder: Folder, num_files: int) -> None:
         self._folder = folder
@@ -149,12 +154,12 @@ class _TensorFiles:
         self._index = Metadata(state_dict_metadata={}, storage_data={})
         self.num_bytes = 0
 
-    def opened(self) -> ExitStack:
-        """Open the files and return a context; its end flushes them to disk."""
+    def open_all(self) -> ExitStack:
+        """Open the files; return a context manager that flushes them to disk at its end."""
         stack = ExitStack()
         for number in range(self._num_files):
             name = f"__{number}_0.distcp"
-            self._streams[name] = stack.enter_context(writing(self._folder, name))
+            self._streams[name] = stack.enter_context(open_for_writing(self._folder, name))
         return stack
 
     def add_tensor(self, name: str, full: Tensor) -> None:
@@ -190,7 +195,7 @@ class _TensorFiles:
 
     def finish(self) -> dict[str, FileRecord]:
         """Write the tensor index and return the records of all files."""
-        with writing(self._folder, TENSOR_INDEX) as stream:
+        with open_for_writing(self._folder, TENSOR_INDEX) as stream:
             write_index(self._index, stream)
         return {
             **{name: one.record for name, one in self._streams.items()},

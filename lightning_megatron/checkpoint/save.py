@@ -23,7 +23,7 @@ from lightning_megatron.checkpoint.directory import CheckpointPath, checkpoint_p
 from lightning_megatron.checkpoint.entries import Entry, boxes_to_write
 from lightning_megatron.checkpoint.header import METADATA, RANK_STATE, TENSOR_INDEX, Header
 from lightning_megatron.checkpoint.planners import BoxToWrite, ShardSavePlanner
-from lightning_megatron.checkpoint.storage import FileRecord, Folder, read_record, writing
+from lightning_megatron.checkpoint.storage import FileRecord, Folder, open_for_writing, read_record
 from lightning_megatron.checkpoint.tensor_files import TensorFileWriter, run_alone
 from lightning_megatron.checkpoint.values import to_bytes
 from lightning_megatron.errors import CheckpointSaveError
@@ -32,7 +32,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """Snapshot of the data that one rank writes.
+    """Data that one rank writes in a save.
 
     Args:
         pieces: Pieces of tensors.
@@ -86,12 +86,13 @@ def gather_content(
 class CollectiveSave:
     """Collective save of one checkpoint.
 
-    It can run in any thread, because it communicates over a process group of its own.
+    The save can run in any thread, because no other code uses its process group.
 
     Args:
         path: Directory or URL to create or replace.
         mesh: Mesh of this rank.
-        content: Function that returns the data of this rank, or raises the error of collecting it.
+        content: Function that returns the data of this rank, or raises the error that occurred
+            while the data was collected.
         token: Token of the folder to which all ranks write, set by ``run``.
     """
 
@@ -164,15 +165,16 @@ class CollectiveSave:
     ) -> dict[str, FileRecord]:
         """Write the metadata on the first rank, and verify the checksums of this rank's files."""
         if self.mesh.world.rank == 0:
-            with writing(folder, METADATA) as stream:
+            with open_for_writing(folder, METADATA) as stream:
                 stream.write(content.metadata)
             records[METADATA] = stream.record
         for name, written in records.items():
-            found = read_record(folder, name)
-            if found != written:
+            stored = read_record(folder, name)
+            if stored != written:
                 raise OSError(
-                    f"{folder.name}/{name} has {found.size} bytes with checksum {found.checksum}, "
-                    f"but {written.size} bytes with checksum {written.checksum} were written"
+                    f"{folder.name}/{name} has {stored.size} bytes with checksum "
+                    f"{stored.checksum}, but {written.size} bytes with checksum {written.checksum} "
+                    "were written"
                 )
         return records
 
@@ -192,8 +194,8 @@ class CollectiveSave:
             action()
 
     def _discard(self, target: CheckpointPath) -> None:
-        # Ignore errors here: the next save removes leftovers, and the reason for the failure of
-        # this save must not be hidden.
+        # Ignore errors here: they would hide the reason why this save failed, and the next save
+        # removes leftovers.
         with CaughtError():
             self._first(partial(target.discard, self.token))
         run_collectively(lambda: None, self.mesh.checkpoint_cpu, "removing what was written")
@@ -209,9 +211,9 @@ def save_checkpoint(
     """Write a checkpoint that any layout can load; return when it is complete.
 
     Every full tensor becomes one entry without padding. Replicas and tied copies are omitted, and
-    the data-parallel ranks share the writing. The checkpoint appears at ``path`` only after all
-    ranks have written and verified their files, and an older checkpoint at ``path`` remains until
-    then.
+    each data-parallel rank writes some of the pieces. The checkpoint appears at ``path`` only after
+    all ranks have written and verified their files, and an older checkpoint at ``path`` remains
+    until then.
 
     Args:
         path: Directory to create or replace, on a file system that all ranks share, or an fsspec

@@ -31,15 +31,15 @@ def read_single_file(
         UnsupportedError: If it contains objects other than tensors and plain values.
     """
     text = os.fspath(path)
-    with _naming_damage(text):
-        found = _load(text, safe=weights_only is not False)
-    if not isinstance(found, dict) or not isinstance(found.get("state_dict"), dict):
+    with _name_damaged_file(text):
+        content = _load(text, safe=weights_only is not False)
+    if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise CorruptDataError(
             f"a checkpoint file must be written by Lightning: {text} has no mapping 'state_dict'. "
             "Load it in your module instead."
         )
-    check_values(found, text)
-    return found
+    check_values(content, text)
+    return content
 
 
 def verify_single_file(path: str | os.PathLike[str]) -> int:
@@ -52,7 +52,7 @@ def verify_single_file(path: str | os.PathLike[str]) -> int:
         CorruptDataError: If the file is damaged or not a checkpoint.
     """
     text = os.fspath(path)
-    with _naming_damage(text), zipfile.ZipFile(text) as file:
+    with _name_damaged_file(text), zipfile.ZipFile(text) as file:
         wrong = file.testzip()
         if wrong is not None:
             raise ValueError(f"the checksum of {wrong} inside does not match its content")
@@ -88,7 +88,7 @@ def _load(path: str, safe: bool) -> Any:
 
 
 @contextmanager
-def _naming_damage(path: str) -> Iterator[None]:
+def _name_damaged_file(path: str) -> Iterator[None]:
     """Convert exceptions from reading a damaged file to an error that names the file."""
     try:
         yield

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lightning_megatron.checkpoint.planners import BoxToWrite
 
-#: Usual size of a buffer (bytes). A large piece needs a larger one, and few small pieces a smaller
-#: one. Sizes are powers of two, because the allocator of pinned memory rounds up to these.
+#: Usual size of a buffer (bytes). A large piece needs a larger buffer, and a few small pieces need
+#: a smaller one. Sizes are powers of two, because the allocator of pinned memory rounds up to
+#: these.
 _BUFFER = 1 << 28
 #: Alignment of a copy within a buffer (bytes).
 _ALIGNMENT = 64
@@ -27,10 +28,10 @@ class _Buffer:
 class HostCopies:
     """Reusable host memory for copies of tensors, pinned if the tensors are on a GPU.
 
-    A GPU copies on its own stream while it computes. A copy to the host takes longer than a
-    training step. Tensors that fit into unused GPU memory are therefore first cloned on the GPU,
-    which is about a hundred times faster. Only the other tensors must stay unchanged until they are
-    on the host.
+    On a GPU, copies run on a separate stream beside the computation. A copy to the host takes
+    longer than a training step, during which the tensor must not change. Tensors that fit into
+    unused GPU memory are therefore first cloned on the GPU, which is about a hundred times faster.
+    Only the other tensors must stay unchanged until their copies are on the host.
 
     Args:
         device: Device of the tensors.
@@ -43,7 +44,7 @@ class HostCopies:
     _copied: torch.cuda.Event | None = None
 
     def copy(self, pieces: Sequence[BoxToWrite]) -> list[BoxToWrite]:
-        """Start copying and return the pieces with host tensors in place of their views.
+        """Start to copy pieces, and return them with host tensors in place of their views.
 
         The previous copies are overwritten. On a GPU, call :meth:`wait_for_snapshot` before a
         tensor is changed, and :meth:`wait` before a copy is read."""
@@ -56,11 +57,17 @@ class HostCopies:
         return [replace(piece, view=host) for piece, host in zip(pieces, hosts, strict=True)]
 
     def reserve(self, pieces: Sequence[BoxToWrite]) -> None:
-        """Allocate the memory for such pieces now: pinning some gigabytes takes about a second."""
+        """Allocate the memory for copies of these pieces before the first save.
+
+        Pinning a few gigabytes takes about a second.
+        """
         self._host_tensors([piece.view for piece in pieces])
 
     def wait_for_snapshot(self) -> None:
-        """Make later GPU work wait until the original tensors were read; the host does not wait."""
+        """Make later GPU work wait until the original tensors have been read.
+
+        The host does not wait.
+        """
         if self._originals_read is not None:
             torch.cuda.current_stream(self.device).wait_event(self._originals_read)
 
@@ -103,7 +110,7 @@ class HostCopies:
                 host.copy_(piece.view)
 
     def _send(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
-        """Copy to the host on the copy stream, and return an event of the end."""
+        """Start copies to the host on the copy stream, and return an event that marks their end."""
         assert self._stream is not None, "made before the first copy"
         with torch.cuda.stream(self._stream):
             for source, host in pairs:
@@ -111,10 +118,10 @@ class HostCopies:
         return self._stream.record_event()
 
     def _host_tensors(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return host tensors with the shapes and dtypes of others.
+        """Return host tensors with the shapes and dtypes of other tensors.
 
-        The storage of each is no larger than the tensor, because ``torch.save`` writes whole
-        storages."""
+        Each storage is no larger than its tensor, because ``torch.save`` writes complete storages.
+        """
         for buffer in self._buffers:
             buffer.used = 0
         padded = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in like]
@@ -141,14 +148,14 @@ class HostCopies:
 
 
 def spare_memory(device: torch.device) -> int:
-    """Return the GPU memory beyond this process's peak, less a reserve of a sixteenth (bytes)."""
+    """Return the GPU memory that this process never used, less a reserve of 1/16 (bytes)."""
     free, total = torch.cuda.mem_get_info(device)
     may_take = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
     return max(0, free - may_take - total // 16)
 
 
 def choose_fitting(sizes: Sequence[int], room: int) -> list[bool]:
-    """Return for each size whether it fits into the room that the chosen ones before it leave."""
+    """Choose sizes in order while they fit into the remaining room; return a flag for each size."""
     chosen = []
     for size in sizes:
         chosen.append(size <= room)

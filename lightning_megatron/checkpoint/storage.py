@@ -45,10 +45,11 @@ class FileRecord:
 
 
 class HashingStream(io.BufferedWriter):
-    """Buffered stream to a file that counts bytes, computes a checksum, and stores a write error.
+    """Buffered stream to a file that counts bytes, computes a checksum and stores a write error.
 
-    ``torch.save`` replaces errors of its stream with its own, which do not give the reason. The
-    buffer collects its many small writes, about forty for each tensor.
+    ``torch.save`` replaces the errors of a stream by errors without the reason; :attr:`error` has
+    the original one. The buffer collects the many small writes of ``torch.save``, about forty for
+    each tensor.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -57,12 +58,12 @@ class HashingStream(io.BufferedWriter):
 
     @property
     def error(self) -> OSError | None:
-        """Error that ended the writing, or None."""
+        """Return the error that ended the writing; None without one."""
         return self._sink.error
 
     @property
     def record(self) -> FileRecord:
-        """Size and checksum of the bytes written so far."""
+        """Return the size and checksum of the bytes written so far."""
         self.flush()
         return FileRecord(self._sink.size, f"{self._sink.sum:08x}")
 
@@ -233,10 +234,10 @@ class RemoteFolder:
         """Return the sorted names inside; none if the folder does not exist."""
         self._fs.invalidate_cache()
         try:
-            found = self._fs.ls(self._path(), detail=False)
+            paths = self._fs.ls(self._path(), detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return sorted(name for path in found if (name := path.rstrip("/").rsplit("/", 1)[-1]))
+        return sorted(name for path in paths if (name := path.rstrip("/").rsplit("/", 1)[-1]))
 
     def exists(self, name: str) -> bool:
         """Return whether a file or folder of that name exists inside."""
@@ -279,8 +280,8 @@ def folder_at(path: str | os.PathLike[str]) -> Folder:
 
 
 @contextmanager
-def writing(folder: Folder, name: str) -> Iterator[HashingStream]:
-    """Open a file of a folder for writing; ``record`` is final when the block ends.
+def open_for_writing(folder: Folder, name: str) -> Iterator[HashingStream]:
+    """Open a file of a folder for writing; the ``record`` of the stream is final after the block.
 
     Raises:
         OSError: With the file's path, if the file cannot be written.

@@ -1,4 +1,4 @@
-"""Tensor files in the format of torch.distributed.checkpoint, in any folder and with checksums."""
+"""Tensor files with checksums, in the format of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing_extensions import override
 from lightning_megatron.checkpoint.directory import Checkpoint
 from lightning_megatron.checkpoint.header import TENSOR_INDEX
 from lightning_megatron.checkpoint.index_checks import PieceKey, StoredPiece, pieces_of
-from lightning_megatron.checkpoint.storage import FileRecord, Folder, writing
+from lightning_megatron.checkpoint.storage import FileRecord, Folder, open_for_writing
 from lightning_megatron.checkpoint.tensor_index import write_index
 from lightning_megatron.errors import CorruptDataError
 
@@ -28,7 +28,7 @@ from lightning_megatron.errors import CorruptDataError
 class TensorFileWriter(StorageWriter):
     """Writer of one file for each rank, and of the tensor index on the first rank.
 
-    ``records`` has the size and checksum of each file that this rank has written.
+    The attribute ``records`` has the size and checksum of each file that this rank has written.
 
     Args:
         folder: Folder of the files.
@@ -65,7 +65,7 @@ class TensorFileWriter(StorageWriter):
         results = []
         name = f"__{self._rank}_0.distcp"
         if plan.items:
-            with writing(self._folder, name) as stream:
+            with open_for_writing(self._folder, name) as stream:
                 for item in plan.items:
                     start = stream.tell()
                     data = planner.resolve_data(item)
@@ -85,7 +85,7 @@ class TensorFileWriter(StorageWriter):
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         metadata.storage_data = {one.index: one.storage_data for rank in results for one in rank}
-        with writing(self._folder, TENSOR_INDEX) as stream:
+        with open_for_writing(self._folder, TENSOR_INDEX) as stream:
             write_index(metadata, stream)
         self.records[TENSOR_INDEX] = stream.record
 
@@ -97,7 +97,7 @@ class TensorFileWriter(StorageWriter):
 
 
 def read_tensors(checkpoint: Checkpoint, index: Metadata, planner: LoadPlanner) -> None:
-    """Read the items of a planner; every stored piece is read once.
+    """Read the items that a planner requests; every stored piece is read once.
 
     Raises:
         CorruptDataError: If a file is missing, truncated or damaged; the message names it.
@@ -131,13 +131,13 @@ def check_size(checkpoint: Checkpoint, name: str) -> None:
     """
     wanted = checkpoint.header.files[name].size
     try:
-        found = checkpoint.folder.size(name)
+        size = checkpoint.folder.size(name)
     except FileNotFoundError as error:
         raise damaged(checkpoint, name, "it is missing") from error
     except OSError as error:
         raise damaged(checkpoint, name, f"it cannot be read ({error})") from error
-    if found != wanted:
-        raise damaged(checkpoint, name, f"it has {found} bytes, but {wanted} were written")
+    if size != wanted:
+        raise damaged(checkpoint, name, f"it has {size} bytes, but {wanted} were written")
 
 
 def damaged(checkpoint: Checkpoint, name: str, reason: str) -> CorruptDataError:
@@ -220,7 +220,7 @@ def _copy(
 
 
 def run_alone(planner: SavePlanner, writer: TensorFileWriter) -> None:
-    """Save from one process, with the steps of ``torch.distributed.checkpoint.save``."""
+    """Save from one process, without the collectives of ``torch.distributed.checkpoint.save``."""
     planner.set_up_planner({}, is_coordinator=True)
     plans, metadata = planner.create_global_plan([planner.create_local_plan()])
     results = writer.write_data(planner.finish_plan(plans[0]), planner).value()
@@ -228,7 +228,7 @@ def run_alone(planner: SavePlanner, writer: TensorFileWriter) -> None:
 
 
 def _alone(data: Tensor) -> Tensor:
-    """Return a host tensor with a storage of its own size: ``torch.save`` writes whole storages."""
+    """Return a host tensor whose storage has no other data, since ``torch.save`` would write it."""
     host = data.detach().cpu()
     return host if host.untyped_storage().size() == host.nbytes else host.clone()
 
@@ -248,12 +248,12 @@ def content_of(checkpoint: Checkpoint, name: str) -> bytes:
             content = file.read()
     except OSError as error:
         raise damaged(checkpoint, name, f"it cannot be read ({error})") from error
-    found = FileRecord(len(content), f"{zlib.crc32(content):08x}")
-    if found != wanted:
+    actual = FileRecord(len(content), f"{zlib.crc32(content):08x}")
+    if actual != wanted:
         raise damaged(
             checkpoint,
             name,
-            f"it has {found.size} bytes and checksum {found.checksum}, but {wanted.size} bytes "
+            f"it has {actual.size} bytes and checksum {actual.checksum}, but {wanted.size} bytes "
             f"with checksum {wanted.checksum} were written",
         )
     return content

@@ -46,9 +46,9 @@ class _IndexUnpickler(pickle.Unpickler):
         if (
             module == "torch"
             and "." not in name
-            and isinstance(found := getattr(torch, name, None), torch.dtype)
+            and isinstance(dtype := getattr(torch, name, None), torch.dtype)
         ):
-            return found
+            return dtype
         raise pickle.UnpicklingError(
             f"it names {module}.{name}, which does not belong in a list of tensors"
         )
@@ -60,10 +60,10 @@ def read_index(file: IO[bytes]) -> Metadata:
     Raises:
         pickle.UnpicklingError: If the pickle names another class, or is not a tensor index.
     """
-    found = _IndexUnpickler(file).load()
-    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
+    metadata = _IndexUnpickler(file).load()
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise pickle.UnpicklingError("it is not a list of tensors")
-    return found
+    return metadata
 
 
 def write_index(index: Metadata, file: HashingStream) -> None:

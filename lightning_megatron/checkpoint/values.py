@@ -14,7 +14,7 @@ from lightning_megatron.checkpoint.collective_steps import CaughtError
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 
 _NUM_SHOWN = 5
-#: Errors of torch when it lists the types in data that ``torch.save`` did not write.
+#: Errors that torch raises if it lists the types in data that ``torch.save`` did not write.
 _UNREADABLE = (
     RuntimeError,
     pickle.UnpicklingError,
@@ -68,7 +68,7 @@ def from_bytes(data: bytes, what: str, weights_only: bool | None = None) -> Any:
 
 
 def unsafe_keys(values: Mapping[str, Any], data: bytes) -> list[str]:
-    """Return the keys of values that cannot be loaded safely, each with the types at fault.
+    """Return the keys of values that cannot be loaded safely, each with the types that prevent it.
 
     Args:
         values: Values to save; nested mappings are searched.
@@ -83,7 +83,7 @@ def unsafe_keys(values: Mapping[str, Any], data: bytes) -> list[str]:
 
 
 def _search(value: Any, path: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield path and types of the innermost values that cannot be loaded safely."""
+    """Yield the path and the types of the innermost values that cannot be loaded safely."""
     if isinstance(value, Mapping):
         inner = [(f"{path}[{key!r}]" if path else str(key), part) for key, part in value.items()]
         unsafe = [(name, part) for name, part in inner if not _is_safe(to_bytes(part))]

@@ -32,8 +32,8 @@ def verify_checkpoint(
             reads all files in this process.
 
     Raises:
-        CorruptDataError: If a file is damaged, with a mesh on all ranks; the message names the
-            file.
+        CorruptDataError: If a file is damaged; the message names the file. With a mesh, all ranks
+            raise.
         CheckpointMismatchError: If there is no complete checkpoint.
         UnsupportedError: If it has an unknown format version.
 
@@ -44,18 +44,18 @@ def verify_checkpoint(
 
 
 def verify_together(check: Callable[[], object], axis: MeshAxis) -> None:
-    """Run a check of files on every rank; if it fails on one, all ranks raise.
+    """Run a check of files on every rank; if it fails on one rank, all ranks raise.
 
     Args:
-        check: Check of this rank, without communication.
-        axis: Ranks that take part.
+        check: Function that checks files on this rank, without communication.
+        axis: Axis of the ranks that take part.
 
     Raises:
         CorruptDataError: On all ranks, if a file is damaged or cannot be read on one.
         CheckpointMismatchError: On all ranks, if the check raises it on one.
         UnsupportedError: On all ranks, if the check raises it on one.
-        BaseException: On a rank that was interrupted (KeyboardInterrupt and similar), its own; on
-            the others KeyboardInterrupt.
+        BaseException: On a rank that was interrupted (KeyboardInterrupt and similar), the same
+            interrupt; on the others KeyboardInterrupt.
 
     Communication: one gather of errors.
     """
@@ -120,10 +120,12 @@ def _verify(path: str | os.PathLike[str], deep: bool, axis: MeshAxis) -> None:
 
 def _check_content(checkpoint: Checkpoint, name: str) -> None:
     wanted = checkpoint.header.files[name]
-    found = read_record(checkpoint.folder, name)
-    if found != wanted:
+    actual = read_record(checkpoint.folder, name)
+    if actual != wanted:
         raise damaged(
-            checkpoint, name, f"its checksum is {found.checksum}, but {wanted.checksum} was written"
+            checkpoint,
+            name,
+            f"its checksum is {actual.checksum}, but {wanted.checksum} was written",
         )
 
 
@@ -134,10 +136,10 @@ def _agree(check: Callable[[], object], axis: MeshAxis) -> Exception | None:
     """
     with CaughtError(BaseException) as caught:
         check()
-    own = caught.error
-    errors = [one for one in all_gather_objects(_to_send(own), axis) if one is not None]
-    if own is not None and not isinstance(own, Exception):
-        raise own
+    local_error = caught.error
+    errors = [one for one in all_gather_objects(_to_send(local_error), axis) if one is not None]
+    if local_error is not None and not isinstance(local_error, Exception):
+        raise local_error
     for error in errors:
         if not isinstance(error, Exception):
             raise error
@@ -145,7 +147,7 @@ def _agree(check: Callable[[], object], axis: MeshAxis) -> Exception | None:
 
 
 def _to_send(error: BaseException | None) -> BaseException | None:
-    """Return an error that describes a rank's error and can be sent to other ranks."""
+    """Convert a rank's error to one that can be sent to other ranks; None stays None."""
     if error is None or isinstance(
         error, (CorruptDataError, CheckpointMismatchError, UnsupportedError)
     ):

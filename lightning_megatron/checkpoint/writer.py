@@ -1,4 +1,4 @@
-"""Checkpoint writer that can save in a background thread and raises its failures in training."""
+"""Checkpoint writer that saves in the foreground or in a background thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
-    """Writer of checkpoints in the foreground or background, at most one at a time.
+    """Writer of checkpoints in the foreground or background, one at a time.
 
     All ranks must call all methods in the same order, except :meth:`reserve` and
     :meth:`wait_for_snapshot`.
@@ -43,12 +43,12 @@ class CheckpointWriter:
         self._copies = HostCopies(mesh.device)
         self._running: _Background | None = None
         self._warned_keys: set[str] = set()
-        # Whether a path will exist after the save in the background, for paths that it changes.
+        # For each path that the background save changes: whether it will exist after the save.
         self._will_exist: dict[str, bool] = {}
 
     @property
     def pending(self) -> str | None:
-        """Path of the background save whose result is not yet known; None without one."""
+        """Return the path of the background save whose result is not known yet, if there is one."""
         return None if self._running is None else os.fspath(self._running.save.path)
 
     def save(
@@ -73,7 +73,7 @@ class CheckpointWriter:
             CheckpointSaveError: On all ranks, for a failure of this save or of a previous save in
                 the background.
 
-        Communication: gathers plans and results over the world, over a process group of its own.
+        Communication: gathers plans and results over the world, in a separate process group.
         """
         self.wait()
         content: list[RankSnapshot] = []
@@ -91,8 +91,8 @@ class CheckpointWriter:
                 raise caught.error
             return content[0]
 
-        # Only `wait` above and the save itself communicate. Every rank enters both, also without
-        # data of its own, so no rank waits for one that has left.
+        # Only `wait` above and the save itself communicate. Every rank enters both, even if an
+        # error left it without data, so that no rank waits for another forever.
         save = CollectiveSave(path, self._mesh, collected)
         if not background:
             save.run()
@@ -102,7 +102,7 @@ class CheckpointWriter:
         if not self._defer_copies:
             self.wait_for_snapshot()
         self._running = _Background(save)
-        # From now on the path exists for callers, although the thread publishes it later.
+        # From now on `will_exist` reports the path, although the thread publishes it later.
         self._will_exist = {_key(path): True}
         self._running.start()
         # The thread reports any error to the other ranks. An interrupt must also end this rank's
@@ -120,11 +120,11 @@ class CheckpointWriter:
             self._copies.reserve(boxes_to_write(tensors, self._mesh))
 
     def wait_for_snapshot(self) -> None:
-        """Make later GPU work wait until the tensors of a save were read."""
+        """Make later GPU work wait until the tensors of a save have been read."""
         self._copies.wait_for_snapshot()
 
     def poll(self) -> None:
-        """Raise the failure of a background save once it is known to all ranks.
+        """Raise the error of a failed background save once all ranks know of it.
 
         All ranks must call this method the same number of times, such as after every batch. They
         raise in the same call.
@@ -157,15 +157,15 @@ class CheckpointWriter:
             self._copies.free()
 
     def remove(self, path: str | os.PathLike[str]) -> None:
-        """Remove a checkpoint on rank 0, during a background save only after its success.
+        """Remove a checkpoint on rank 0; during a background save, only after the save succeeds.
 
-        The old checkpoint may be the only one until the new one is complete, so it stays if the
-        save fails. Failure to remove it is logged as a warning and does not end training.
+        Until the new checkpoint is complete, the old one may be the only one, so it stays if the
+        save fails. A failure to remove it is logged as a warning and does not end training.
         """
         self._change(_DeferredChange(path))
 
     def link(self, path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
-        """Link a path to a checkpoint on rank 0, during a background save only after its success.
+        """Link a path to a checkpoint on rank 0; during a background save, only after it succeeds.
 
         Until then the path keeps its previous target. Failure to link is logged as a warning.
 
@@ -213,9 +213,7 @@ class CheckpointWriter:
 
 @dataclass(frozen=True)
 class _DeferredChange:
-    """Removal of a path, or link to a target, that is applied when a newer checkpoint is
-    complete.
-    """
+    """Removal or link of a path that is applied when a newer checkpoint is complete."""
 
     path: str | os.PathLike[str]
     target: str | os.PathLike[str] | None = None
@@ -236,7 +234,7 @@ class _DeferredChange:
 
 @dataclass
 class _Background:
-    """Save in a thread, whose end all ranks see in the same call of :meth:`is_over`.
+    """Save in a thread. All ranks see its end in the same call of :meth:`is_over`.
 
     Ranks reach different points of training before their threads end. The threads therefore gather
     the number of calls on each rank. :meth:`is_over` returns True from the call after the largest

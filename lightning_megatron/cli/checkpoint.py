@@ -18,7 +18,7 @@ from lightning_megatron.checkpoint import (
     saved_tensors,
     verify_checkpoint,
 )
-from lightning_megatron.checkpoint.consolidate import MODEL, OPTIMIZERS, Written, consolidate
+from lightning_megatron.checkpoint.consolidate import MODEL, OPTIMIZERS, WrittenSize, consolidate
 from lightning_megatron.checkpoint.rewrite import rewrite
 from lightning_megatron.checkpoint.single_file import read_single_file, verify_single_file
 from lightning_megatron.cli.arguments import at_least_one
@@ -213,7 +213,7 @@ def _describe_optimizers(options: argparse.Namespace, states: Mapping[str, Any])
         return ["", "no optimizer: saved with weights only"]
     lines: list[str] = []
     for number, optimizer in enumerate(optimizers):
-        own = {
+        entries = {
             name.removeprefix(prefix): one
             for prefix in (f"optimizer.{number}.state.",)
             for name, one in states.items()
@@ -228,41 +228,41 @@ def _describe_optimizers(options: argparse.Namespace, states: Mapping[str, Any])
             *_table((f"optimizer {number}: group", "parameters", "hyperparameters"), groups),
         ]
         by_key: dict[str, list[Any]] = {}
-        for name, one in own.items():
+        for name, one in entries.items():
             by_key.setdefault(name if options.all else name.rpartition(".")[2], []).append(one)
         rows = [
             (
                 key,
-                str(len(found)),
-                " ".join(sorted({_dtype(one.dtype) for one in found})),
-                _size(sum(map(_bytes, found))),
+                str(len(saved)),
+                " ".join(sorted({_dtype(one.dtype) for one in saved})),
+                _size(sum(map(_bytes, saved))),
             )
-            for key, found in by_key.items()
+            for key, saved in by_key.items()
         ]
         lines += [
             "",
             *_table(("state", "tensors", "dtype", "size"), rows),
-            _total(own.values(), "tensor"),
+            _total(entries.values(), "tensor"),
         ]
     return lines
 
 
 def _describe_file(options: argparse.Namespace) -> list[str]:
-    found = read_single_file(options.path, weights_only=not options.unsafe)
+    content = read_single_file(options.path, weights_only=not options.unsafe)
     tensors = {
         name: value
-        for name, value in found["state_dict"].items()
+        for name, value in content["state_dict"].items()
         if isinstance(value, torch.Tensor)
     }
     rows = [
         (name, _shape(one.shape), _dtype(one.dtype), _size(_bytes(one)))
         for name, one in tensors.items()
     ]
-    optimizers = found.get("optimizer_states", ())
+    optimizers = content.get("optimizer_states", ())
     return [
         f"{options.path}: a file of another strategy, {_size(Path(options.path).stat().st_size)}",
-        f"step {found.get('global_step', 0):,}, epoch {found.get('epoch', 0)}, saved with "
-        f"Lightning {found.get('pytorch-lightning_version', '?')}",
+        f"step {content.get('global_step', 0):,}, epoch {content.get('epoch', 0)}, saved with "
+        f"Lightning {content.get('pytorch-lightning_version', '?')}",
         "",
         *_table(("model", "shape", "dtype", "size"), rows),
         _total(tensors.values(), "tensor"),
@@ -314,7 +314,7 @@ def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [lines[0], "-" * min(120, sum(widths) + 2 * (len(widths) - 1)), *lines[1:]]
 
 
-def _summary(out: object, written: Written, weights_only: bool) -> str:
+def _summary(out: object, written: WrittenSize, weights_only: bool) -> str:
     what = "weights only" if weights_only else "to continue from"
     return f"{out}: {_plural(written.num_tensors, 'tensor')}, {_size(written.num_bytes)}, {what}"
 

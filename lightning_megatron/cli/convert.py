@@ -211,8 +211,8 @@ def compare(saved: SavedModel, folder: str) -> float:
     tokens = torch.randint(
         0, config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0)
     )
-    found, expected = (_result(model(input_ids=tokens)) for model in (ours, theirs))
-    return float((found - expected).abs().max() / expected.abs().max())
+    computed, expected = (_result(model(input_ids=tokens)) for model in (ours, theirs))
+    return float((computed - expected).abs().max() / expected.abs().max())
 
 
 def _result(output: Any) -> Tensor:

@@ -185,10 +185,10 @@ def draw_layout(
 
 def _panel_rows(layout: ParallelLayout, experts: bool) -> list[tuple[str, list[Panel]]]:
     def row(title: str, groups: dict[str, list[list[int]]]) -> tuple[str, list[Panel]]:
-        sizes = " x ".join(f"{axis} {len(found[0])}" for axis, found in groups.items())
-        panels = [Panel(axis, found) for axis, found in groups.items() if len(found[0]) > 1]
+        sizes = " x ".join(f"{axis} {len(members[0])}" for axis, members in groups.items())
+        panels = [Panel(axis, members) for axis, members in groups.items() if len(members[0]) > 1]
         return f"{title}: {sizes}", panels or [
-            Panel(axis, found) for axis, found in groups.items()
+            Panel(axis, members) for axis, members in groups.items()
         ][:1]
 
     rows = [row("Dense grid", {axis: layout.groups(axis) for axis in ("tp", "cp", "dp", "pp")})]

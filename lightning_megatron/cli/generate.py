@@ -78,7 +78,7 @@ def _settings(
     if not ends and tokenizer.eod is not None:
         ends = (tokenizer.eod,)
     draws = {name: getattr(options, name) for name in _OF_DRAWS}
-    given = {name: value for name, value in draws.items() if value is not None}
+    chosen = {name: value for name, value in draws.items() if value is not None}
     return GenerationSettings(
         options.max_new_tokens,
         sample=options.sample,
@@ -86,23 +86,23 @@ def _settings(
         seed=options.seed,
         beams=options.beams,
         length_penalty=1.0 if options.length_penalty is None else options.length_penalty,
-        **given,
+        **chosen,
     )
 
 
 def _texts(options: argparse.Namespace) -> list[str]:
     """Return the prompts that the options give; refuse empty prompts."""
     if options.prompt is not None:
-        found = [(text, f"--prompt {text!r}") for text in options.prompt]
+        prompts = [(text, f"--prompt {text!r}") for text in options.prompt]
     else:
-        found = _texts_of_file(Path(options.prompts))
-    for text, place in found:
+        prompts = _texts_of_file(Path(options.prompts))
+    for text, place in prompts:
         if not text.strip():
             raise UnsupportedError(
                 f"a prompt must have a word, which the model continues: {place} has none. Leave it "
                 "out, or write a word."
             )
-    return [text for text, _ in found]
+    return [text for text, _ in prompts]
 
 
 def _texts_of_file(path: Path) -> list[tuple[str, str]]:
@@ -111,14 +111,14 @@ def _texts_of_file(path: Path) -> list[tuple[str, str]]:
             f"the prompts must be a file: {path} is none. Give a text file with a prompt on each "
             'line, or JSON lines such as {"prompt": "..."} (.jsonl).'
         )
-    found = [
+    prompts = [
         (text.rstrip("\r\n"), f"{path}:{line}")
         for chunk in read_chunks(path, "line", _CHUNK_BYTES)
         for line, text in zip(chunk.lines, parse_chunk(chunk, "prompt"), strict=True)
     ]
-    if not found:
+    if not prompts:
         raise CorruptDataError(f"{path} has no prompt. Write one on each line.")
-    return found
+    return prompts
 
 
 def _check_options(options: argparse.Namespace) -> None:

@@ -96,7 +96,7 @@ def _evaluation(
         )
         # The harness prints its progress; the standard output must contain only the results.
         with redirect_stdout(sys.stderr):
-            found = library.simple_evaluate(
+            report = library.simple_evaluate(
                 lm,
                 tasks=names,
                 num_fewshot=options.fewshot,
@@ -106,7 +106,7 @@ def _evaluation(
                 log_samples=False,
             )
         # The harness returns its results only on the first rank of each node.
-        return None if found is None else found["results"]
+        return None if report is None else report["results"]
 
     return run
 

@@ -207,10 +207,10 @@ def _describe_installation(options: argparse.Namespace) -> list[str]:
     sources = read_sources()
     lines = [f"sources    {sources.folder} ({sources.key})"]
     try:
-        found: Any = find_toolchain(options.cuda_home, options.cutlass)
+        toolchain: Any = find_toolchain(options.cuda_home, options.cutlass)
         lines += [
-            f"nvcc       {found.nvcc} ({found.nvcc_version})",
-            f"CUTLASS    {found.cutlass} ({found.cutlass_version})",
+            f"nvcc       {toolchain.nvcc} ({toolchain.nvcc_version})",
+            f"CUTLASS    {toolchain.cutlass} ({toolchain.cutlass_version})",
         ]
     except (MissingExtraError, UnsupportedError) as error:
         lines.append(f"compilers  {error}")

@@ -113,14 +113,14 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: Arguments, the subcommand first; None uses those of this process.
     """
-    given = list(sys.argv[1:] if args is None else args)
-    name = help_parser().parse_args(given[:1] or ["--help"]).command
+    arguments = list(sys.argv[1:] if args is None else args)
+    name = help_parser().parse_args(arguments[:1] or ["--help"]).command
     run = import_module(COMMANDS[name].module).main
     if COMMANDS[name].module == TRAINER:
         # The strategy launches the other ranks with the command line of this process. MegatronCLI
         # therefore reads `sys.argv` itself unless arguments were given.
         try:
-            run(None if args is None else given)
+            run(None if args is None else arguments)
         except ValueError as error:
             ours = _wrapped(error)
             if ours is None:
@@ -128,7 +128,7 @@ def main(args: Sequence[str] | None = None) -> None:
             _end(name, ours)
         return
     try:
-        run(given[1:])
+        run(arguments[1:])
     except OUR_ERRORS as error:
         _end(name, error)
 

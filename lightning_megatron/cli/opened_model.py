@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.checkpoint.hyper_parameters import saved_hyper_parameters
+from lightning_megatron.checkpoint.module_hyperparameters import saved_hyper_parameters
 from lightning_megatron.data.tokenizer import FileTokenizer, Tokenizer
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.models.causal_lm import CausalLM
@@ -46,8 +46,8 @@ class OpenedModel:
                 ``HuggingFaceCausalLM``.
         """
         if Path(path, "config.json").is_file():
-            given: Any = {"path": path, "dtype": dtype}
-            return cls(path, HuggingFaceCausalLM(**given), None, path)
+            arguments: Any = {"path": path, "dtype": dtype}
+            return cls(path, HuggingFaceCausalLM(**arguments), None, path)
         settings = _hyperparameters(path)
         if isinstance(settings.get("config"), Mapping):
             return cls(path, CausalLM(settings["config"]), path, None)
@@ -83,13 +83,13 @@ class OpenedModel:
         if self.folder is None:
             return ()
         file = Path(self.folder, "generation_config.json")
-        found = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None
-        if found is None:
+        tokens = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None
+        if tokens is None:
             config: Any = self.module.config
-            found = config.get_text_config().eos_token_id
-        if found is None:
+            tokens = config.get_text_config().eos_token_id
+        if tokens is None:
             return ()
-        return tuple(found) if isinstance(found, list) else (int(found),)
+        return tuple(tokens) if isinstance(tokens, list) else (int(tokens),)
 
     def prefix_token(self, tokenizer: Tokenizer) -> int | None:
         """Return the token that precedes texts without a context; None if there is none.
@@ -105,9 +105,9 @@ class OpenedModel:
             for name in ("bos_token", "eos_token"):
                 text = settings.get(name)
                 text = text["content"] if isinstance(text, dict) else text
-                found = None if text is None else tokenizer.token_id(text)
-                if found is not None:
-                    return found
+                token = None if text is None else tokenizer.token_id(text)
+                if token is not None:
+                    return token
         return tokenizer.eod
 
     def tokenizer_name(self, given: str | None) -> str:
@@ -119,20 +119,20 @@ class OpenedModel:
         Raises:
             UnsupportedError: If ``given`` is None and the model has no folder.
         """
-        found = given or self.folder
-        if found is None:
+        name = given or self.folder
+        if name is None:
             raise UnsupportedError(
                 f"{self.path} names no tokenizer: a CausalLM knows only the number of its tokens. "
                 "Give the one that it was trained with: --tokenizer bytes, gpt2 or a path."
             )
-        return found
+        return name
 
 
 def _hyperparameters(path: str) -> Mapping[str, Any]:
-    found = saved_hyper_parameters(path)
-    if found is None:
+    values = saved_hyper_parameters(path)
+    if values is None:
         raise CheckpointMismatchError(
             f"MODEL must be a Hugging Face folder or a checkpoint: {path} has neither config.json "
             "nor the header of a checkpoint. Check the path; nothing is downloaded."
         )
-    return found
+    return values

@@ -71,10 +71,10 @@ def records_of(rows: Sequence[ScalingRow]) -> list[dict[str, Any]]:
         rows: Rows of all studies, in order.
     """
     firsts: dict[Study, ScalingRow] = {}
-    found = []
+    records = []
     for row in rows:
         first = firsts.setdefault(row.study, row)
-        found.append(
+        records.append(
             {
                 "study": row.study,
                 **asdict(row.case),
@@ -91,7 +91,7 @@ def records_of(rows: Sequence[ScalingRow]) -> list[dict[str, Any]]:
                 "failure": row.failure,
             }
         )
-    return found
+    return records
 
 
 def table_of(records: Sequence[Mapping[str, Any]]) -> str:

@@ -140,14 +140,14 @@ def strategy_options(text: str) -> dict[str, Any]:
         CorruptDataError: If the text is not a JSON object.
         UnsupportedError: If the strategy has no option of that name, or the study sets it.
     """
-    found = parse_object(text.encode(), "--strategy", 'Pass {"cuda_graphs": "segments"}.')
+    options = parse_object(text.encode(), "--strategy", 'Pass {"cuda_graphs": "segments"}.')
     legal = set(inspect.signature(MegatronStrategy).parameters) - _SET_BY_STUDY
-    if unknown := sorted(found.keys() - legal):
+    if unknown := sorted(options.keys() - legal):
         raise UnsupportedError(
             f"--strategy must hold options of MegatronStrategy that the study does not set: got "
             f"{unknown}. Use some of {sorted(legal)}."
         )
-    return found
+    return options
 
 
 def _run(case: ScalingCase, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -161,10 +161,10 @@ def _run(case: ScalingCase, options: argparse.Namespace, folder: Path) -> dict[s
     command += ["--accelerator", options.accelerator]
     command += ["--strategy", json.dumps(options.strategy)]
     command += ["--recompute", options.recompute] if options.recompute else []
-    found = measure_job(command, log, result, options.timeout)
-    said = found["failure"] or f"{found['seconds_per_step']:.4g} s a step"
+    measured = measure_job(command, log, result, options.timeout)
+    said = measured["failure"] or f"{measured['seconds_per_step']:.4g} s a step"
     print(f"{case.label}: {said}", file=sys.stderr, flush=True)
-    return found
+    return measured
 
 
 def _row(study: Study, case: ScalingCase, found: dict[str, Any]) -> ScalingRow:

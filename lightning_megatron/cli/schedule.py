@@ -55,14 +55,14 @@ def main(args: Sequence[str] | None = None) -> None:
         parser.error(
             "--csv writes one schedule, and --compare simulates all: leave one of them out"
         )
-    own = read_schedule(options.name) if _is_file(options.name) else None
-    if own is None and (options.pp is None or options.microbatches is None):
+    from_file = read_schedule(options.name) if _is_file(options.name) else None
+    if from_file is None and (options.pp is None or options.microbatches is None):
         parser.error("--pp and --microbatches are required")
-    sizes = _sizes(options, own)
+    sizes = _sizes(options, from_file)
     if options.compare:
-        _run_comparison(options, sizes, own)
+        _run_comparison(options, sizes, from_file)
     else:
-        _run_one(options, sizes, own)
+        _run_one(options, sizes, from_file)
 
 
 def _run_one(options: argparse.Namespace, sizes: PipelineSizes, own: Schedule | None) -> None:
@@ -75,7 +75,9 @@ def _run_one(options: argparse.Namespace, sizes: PipelineSizes, own: Schedule | 
     schedule = outcome.schedule
     if options.memory is not None:
         fitted = costs.of(schedule.placement.num_virtual_stages)
-        check_peak(schedule, options.memory, fitted.kept_by(schedule), fitted.weight_half_share)
+        check_peak(
+            schedule, options.memory, fitted.kept_by_stage(schedule), fitted.weight_half_share
+        )
     text = describe_outcome(outcome, source)
     print(text)
     _draw(options.png, [outcome], text)
@@ -124,13 +126,13 @@ def _sizes(options: argparse.Namespace, own: Schedule | None) -> PipelineSizes:
         return PipelineSizes(
             options.pp, options.microbatches, options.chunks, options.microbatch_group_size
         )
-    given = {"pp": options.pp, "microbatches": options.microbatches}
+    sizes = {"pp": options.pp, "microbatches": options.microbatches}
     present = {"pp": own.num_stages, "microbatches": own.num_microbatches}
     # In a comparison, --chunks applies to the named schedules, not to the file.
     if not options.compare:
-        given["chunks"] = options.chunks
+        sizes["chunks"] = options.chunks
         present["chunks"] = own.num_chunks
-    for name, size in given.items():
+    for name, size in sizes.items():
         if size not in (None, present[name]):
             raise ParallelPlanError(
                 f"--{name} must be that of the file: it is {size}, {options.name} has "

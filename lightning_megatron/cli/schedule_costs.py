@@ -66,7 +66,7 @@ class PipelineCosts:
             self.times.merged(num_virtual_stages), tuple(sums), self.weight_half_share
         )
 
-    def kept_by(self, schedule: Schedule) -> tuple[tuple[float, ...], ...]:
+    def kept_by_stage(self, schedule: Schedule) -> tuple[tuple[float, ...], ...]:
         """Return the size of kept activations as ``[stage][chunk]`` of a schedule."""
         return schedule.placement.by_stage(self.kept)
 
@@ -90,9 +90,9 @@ class _Fields:
     forward: tuple[Count, ...]
     input_half: tuple[Count, ...]
     weight_half: tuple[Count, ...]
-    transfer: Annotated[int, Range(least=0, most=MOST)] = 0
+    transfer: Annotated[int, Range(minimum=0, maximum=MOST)] = 0
     kept: tuple[Positive, ...] | None = None
-    weight_half_share: Annotated[float, Range(least=0, most=1)] = WEIGHT_HALF_SHARE
+    weight_half_share: Annotated[float, Range(minimum=0, maximum=1)] = WEIGHT_HALF_SHARE
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -124,8 +124,8 @@ def read_costs(path: Path, num_stages: int) -> PipelineCosts:
             f"{path}: costs must be a mapping of names to lists: they are {shown(value)}. {_REMEDY}"
         )
     try:
-        found = coerced("costs", value, _Fields)
-        times = StageCosts(found.forward, found.input_half, found.weight_half, found.transfer)
+        fields = coerced("costs", value, _Fields)
+        times = StageCosts(fields.forward, fields.input_half, fields.weight_half, fields.transfer)
         count = times.num_virtual_stages
         if count % num_stages:
             raise ParallelPlanError(
@@ -133,7 +133,7 @@ def read_costs(path: Path, num_stages: int) -> PipelineCosts:
                 f"{count}, pp is {num_stages}. Use {num_stages} times in each list, or a multiple "
                 f"of {num_stages}."
             )
-        kept = (num_stages / count,) * count if found.kept is None else found.kept
+        kept = (num_stages / count,) * count if fields.kept is None else fields.kept
         if len(kept) != count:
             raise ParallelPlanError(
                 f"kept must have a size for every virtual stage: it has {len(kept)}, forward has "
@@ -141,7 +141,7 @@ def read_costs(path: Path, num_stages: int) -> PipelineCosts:
             )
     except ParallelPlanError as error:
         raise ParallelPlanError(f"{path}: {error}") from error
-    return PipelineCosts(times, kept, found.weight_half_share)
+    return PipelineCosts(times, kept, fields.weight_half_share)
 
 
 def _parse_yaml(content: bytes, path: Path) -> Any:

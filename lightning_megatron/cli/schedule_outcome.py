@@ -111,12 +111,12 @@ def simulated(
     Raises:
         ParallelPlanError: If the costs cannot be merged to the virtual stages of the schedule.
     """
-    own = costs.of(schedule.placement.num_virtual_stages)
+    merged_costs = costs.of(schedule.placement.num_virtual_stages)
     return ScheduleOutcome(
         label or schedule.name,
-        simulate(schedule, own.times),
+        simulate(schedule, merged_costs.times),
         tuple(live_microbatches(schedule, rank).total for rank in range(schedule.num_stages)),
-        stage_peaks(schedule, own.kept_by(schedule), own.weight_half_share),
+        stage_peaks(schedule, merged_costs.kept_by_stage(schedule), merged_costs.weight_half_share),
     )
 
 
@@ -194,18 +194,18 @@ def _searched(sizes: PipelineSizes, costs: PipelineCosts, limit: float | None) -
     if limit is None:
         one = build_schedule("1f1b", sizes.num_stages, sizes.num_microbatches)
         limit = max(simulated(one, costs).peaks)
-    own = costs.of(sizes.num_stages * sizes.chunks_of(AUTOMATIC))
-    found = search_schedule(
+    merged_costs = costs.of(sizes.num_stages * sizes.chunks_of(AUTOMATIC))
+    result = search_schedule(
         sizes.num_stages,
         sizes.num_microbatches,
-        own.times,
-        own.kept,
+        merged_costs.times,
+        merged_costs.kept,
         limit,
-        weight_half_share=own.weight_half_share,
+        weight_half_share=merged_costs.weight_half_share,
     )
-    schedule = found.chosen.schedule
+    schedule = result.chosen.schedule
     label = AUTOMATIC if schedule.name == AUTOMATIC else f"{AUTOMATIC} ({schedule.name})"
-    outcome = simulated(schedule, own, label)
+    outcome = simulated(schedule, merged_costs, label)
     return ScheduleOutcome(
-        label, outcome.timeline, outcome.live, outcome.peaks, alternatives=found.named
+        label, outcome.timeline, outcome.live, outcome.peaks, alternatives=result.named
     )

@@ -93,13 +93,14 @@ class SeedRun:
             CheckpointMismatchError: If the fit has saved no checkpoint or several.
             UnsupportedError: If the test fails.
         """
-        found = sorted(self.folder.rglob("*.ckpt"))
-        if len(found) != 1:
+        checkpoints = sorted(self.folder.rglob("*.ckpt"))
+        if len(checkpoints) != 1:
             raise CheckpointMismatchError(
                 f"a fit must leave its best checkpoint alone for --test: {self.folder} has "
-                f"{len(found)}. Use a ModelCheckpoint that monitors the result, with save_top_k=1."
+                f"{len(checkpoints)}. Use a ModelCheckpoint that monitors the result, with "
+                "save_top_k=1."
             )
-        self._run("test", [*self.options(given), f"--ckpt_path={found[0]}"])
+        self._run("test", [*self.options(given), f"--ckpt_path={checkpoints[0]}"])
 
     def scores(self, part: str, monitor: str) -> SavedScores:
         """Return the scores of the best model of the fit.
@@ -115,9 +116,9 @@ class SeedRun:
         [*_, path] = sorted(self.folder.rglob("config.yaml"))
         settings: Any = yaml.safe_load(path.read_text())["data"]
         module, _, name = settings["class_path"].rpartition(".")
-        found = getattr(import_module(module), name)(**settings["init_args"])
-        assert isinstance(found, TaskDataModule), "fits that write scores have data of a task"
-        return found
+        data_module = getattr(import_module(module), name)(**settings["init_args"])
+        assert isinstance(data_module, TaskDataModule), "fits that write scores have data of a task"
+        return data_module
 
     def _run(self, name: str, options: Sequence[str]) -> None:
         command = [sys.executable, "-m", "lightning_megatron", name, *options]
@@ -142,19 +143,19 @@ def main(args: Sequence[str]) -> None:
         CheckpointMismatchError: If scores are missing, or belong to different data.
         UnsupportedError: If a fit fails.
     """
-    options, given = seeds_parser().parse_known_args(args)
+    options, fit_options = seeds_parser().parse_known_args(args)
     first = options.first_seed
     runs = [
         SeedRun(seed, options.output / f"seed{seed}")
         for seed in range(first, first + options.seeds)
     ]
     for run in runs:
-        run.fit(given)
+        run.fit(fit_options)
     report = summary(runs, "val", options.monitor)
     if options.test:
         chosen = runs[report["median_run"]]
         for run in runs:
-            run.test(given)
+            run.test(fit_options)
         tested = summary(runs, "test", options.monitor)
         report["test"] = {
             "of_the_median_run": chosen.scores("test", options.monitor).results,

@@ -49,13 +49,13 @@ class StepTimer(Callback):
 
 def _measured(trainer: Trainer, seconds: float, outputs: Any) -> dict[str, Any]:
     has_loss = isinstance(outputs, Mapping) and outputs.get("loss") is not None
-    found: dict[str, Any] = {"seconds_per_step": seconds, "num_ranks": trainer.world_size}
-    found["loss"] = float(outputs["loss"]) if has_loss else None
-    found |= {"peak_gib": None, "device": "CPU"}
+    measured: dict[str, Any] = {"seconds_per_step": seconds, "num_ranks": trainer.world_size}
+    measured["loss"] = float(outputs["loss"]) if has_loss else None
+    measured |= {"peak_gib": None, "device": "CPU"}
     if _on_gpu():
-        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        found["device"] = torch.cuda.get_device_name()
-    return found
+        measured["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        measured["device"] = torch.cuda.get_device_name()
+    return measured
 
 
 def _on_gpu() -> bool:

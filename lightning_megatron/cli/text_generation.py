@@ -85,10 +85,10 @@ class TextGeneration:
             # Replicas that share experts must all run, so a replica without a batch repeats the
             # first batch of the round.
             batch = batches[number] if has_own else batches[first]
-            found = self._continued(
+            continuations = self._continued(
                 model, batch, number if has_own else first, streams=prints and not self.prints_json
             )
-            every = all_gather_objects(found if has_own else [], mesh.dp_cpu)
+            every = all_gather_objects(continuations if has_own else [], mesh.dp_cpu)
             if prints:
                 self._print_rows(batches[first : first + mesh.dp.size], every)
 
@@ -122,19 +122,19 @@ class TextGeneration:
             self._print_head(batch[0])
         stream = self._stream(batch[0])
         if settings.beams > 1:
-            found = generate(model, prompts, settings, stops)
+            continuations = generate(model, prompts, settings, stops)
             if streams:
-                _say(self.text_of(batch[0], found[0]) + "\n")
-            return found
-        found = [[] for _ in batch]
+                _say(self.text_of(batch[0], continuations[0]) + "\n")
+            return continuations
+        continuations = [[] for _ in batch]
         for tokens in generated_tokens(model, prompts, settings, stops):
-            for row, token in zip(found, tokens, strict=True):
+            for row, token in zip(continuations, tokens, strict=True):
                 row.extend([] if token is None else [token])
             if streams and tokens[0] is not None:
                 _say("".join(map(stream.push, self._spoken([tokens[0]]))))
         if streams:
             _say(stream.finish() + "\n")
-        return found
+        return continuations
 
     def _print_rows(
         self, batches: Sequence[Sequence[SampledRow]], found: Sequence[Sequence[Sequence[int]]]

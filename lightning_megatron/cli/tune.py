@@ -102,13 +102,13 @@ class Tuning:
         command = [sys.executable, "-m", "lightning_megatron", "fit", *self.given]
         command += _options_to_measure(self.warmup + self.steps, timer)
         command += [f"--trainer.strategy.{name}={_text(one)}" for name, one in settings.items()]
-        found = measure_job(command, self._path(number, ".txt"), result, self.timeout)
+        measured = measure_job(command, self._path(number, ".txt"), result, self.timeout)
         trial = TunedRun(
             settings,
-            found.get("seconds_per_step"),
-            found.get("peak_gib"),
-            found["failure"],
-            found.get("num_ranks", 0),
+            measured.get("seconds_per_step"),
+            measured.get("peak_gib"),
+            measured["failure"],
+            measured.get("num_ranks", 0),
         )
         self.trials.append(trial)
         print(_line(trial), file=sys.stderr, flush=True)
@@ -128,11 +128,16 @@ def main(args: Sequence[str]) -> None:
     Raises:
         UnsupportedError: If the recipe uses another strategy, or does not run.
     """
-    options, given = tune_parser().parse_known_args(args)
-    strategy = strategy_of(given)
+    options, fit_options = tune_parser().parse_known_args(args)
+    strategy = strategy_of(fit_options)
     options.output.mkdir(parents=True, exist_ok=True)
     tuning = Tuning(
-        given, options.output, options.steps, options.warmup, options.timeout, options.gain / 100
+        fit_options,
+        options.output,
+        options.steps,
+        options.warmup,
+        options.timeout,
+        options.gain / 100,
     )
     best = tuning.search(strategy)
     print(table_of(tuning.trials))
@@ -149,12 +154,12 @@ def strategy_of(given: Sequence[str]) -> dict[str, Any]:
         UnsupportedError: If ``fit`` refuses the options, or the strategy is another one.
     """
     command = [sys.executable, "-m", "lightning_megatron", "fit", *given, "--print_config"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    if found.returncode:
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if completed.returncode:
         # Warnings of other packages may come first.
-        said = found.stderr[max(found.stderr.find("error:"), 0) :].strip()
+        said = completed.stderr[max(completed.stderr.find("error:"), 0) :].strip()
         raise UnsupportedError(f"tune must get options that fit accepts: {said}")
-    strategy = yaml.safe_load(found.stdout)["trainer"]["strategy"]
+    strategy = yaml.safe_load(completed.stdout)["trainer"]["strategy"]
     if not isinstance(strategy, dict) or strategy["class_path"] != _STRATEGY:
         raise UnsupportedError(
             f"tune must get a recipe with MegatronStrategy: its strategy is {strategy!r}. Set "
@@ -218,7 +223,7 @@ def tune_parser() -> argparse.ArgumentParser:
 def _options_to_measure(steps: int, timer: Mapping[str, Any]) -> list[str]:
     """Return options that train for some steps, with the timer as the only callback."""
     callbacks = [{"class_path": _TIMER, "init_args": dict(timer)}]
-    given = {
+    trainer_options = {
         "max_steps": steps,
         "limit_val_batches": 0,
         "callbacks": callbacks,
@@ -227,7 +232,7 @@ def _options_to_measure(steps: int, timer: Mapping[str, Any]) -> list[str]:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    return [f"--trainer.{name}={_text(value)}" for name, value in given.items()]
+    return [f"--trainer.{name}={_text(value)}" for name, value in trainer_options.items()]
 
 
 def _text(value: Any) -> str:

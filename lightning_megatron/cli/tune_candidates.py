@@ -46,17 +46,19 @@ def candidates_of(strategy: Mapping[str, Any], machine: Machine) -> list[Candida
         machine: Kind of device and number of ranks of the job.
     """
     data_ranks = machine.num_ranks // (strategy["tp"] * strategy["pp"])
-    found: list[CandidateValues] = []
+    candidates: list[CandidateValues] = []
     if strategy["tp"] > 1 and strategy["sequence_parallel"] is not False:
-        found.append(CandidateValues("overlap_tensor_parallel", (True, False)))
+        candidates.append(CandidateValues("overlap_tensor_parallel", (True, False)))
     if machine.on_gpu:
-        found.append(CandidateValues("cuda_graphs", (None, "segments")))
+        candidates.append(CandidateValues("cuda_graphs", (None, "segments")))
     if data_ranks > 1 and strategy["zero"] == 1:
-        found.append(CandidateValues("bucket_size", _BUCKET_SIZES))
-        found.append(CandidateValues("overlap_parameters", (True, False)))
+        candidates.append(CandidateValues("bucket_size", _BUCKET_SIZES))
+        candidates.append(CandidateValues("overlap_parameters", (True, False)))
     if data_ranks > 1 and machine.on_gpu and not isinstance(strategy["nccl_options"], str):
-        found.append(CandidateValues("nccl_options", _channels(strategy["nccl_options"] or {})))
-    return [_without(one, strategy[one.option]) for one in found]
+        candidates.append(
+            CandidateValues("nccl_options", _channels(strategy["nccl_options"] or {}))
+        )
+    return [_without(one, strategy[one.option]) for one in candidates]
 
 
 def _channels(options: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -88,13 +88,13 @@ def write_report(
         "broken_lines": report.broken_lines,
         "overlap": overlaps,
     }
-    found = ((number, int(matches[number])) for number in np.flatnonzero(matches >= 0))
+    matched = ((number, int(matches[number])) for number in np.flatnonzero(matches >= 0))
     with open(path, "w", encoding="utf-8") as file:
         file.write(json.dumps(head, indent=1, ensure_ascii=False)[:-2])
         _write_list(
             file,
             "test_matches",
-            ({"document": spool.place(int(n)), "test": test_places[test]} for n, test in found),
+            ({"document": spool.place(int(n)), "test": test_places[test]} for n, test in matched),
         )
         _write_list(
             file,

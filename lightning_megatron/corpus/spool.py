@@ -94,12 +94,12 @@ class Spool:
 
         Shapes: kept (N,) -> (num_grams,).
         """
-        found = np.zeros(num_grams, dtype=np.bool_)
+        is_found = np.zeros(num_grams, dtype=np.bool_)
         with open(self._folder / "hits", "rb") as file:
             while block := file.read(_BLOCK * _HIT.itemsize):
                 hits = np.frombuffer(block, dtype=_HIT)
-                found[hits["gram"][kept[hits["document"]]]] = True
-        return found
+                is_found[hits["gram"][kept[hits["document"]]]] = True
+        return is_found
 
     def lines(self, kept: npt.NDArray[np.bool_]) -> Iterator[bytes]:
         """Yield the lines of the kept documents, each with its line feed."""

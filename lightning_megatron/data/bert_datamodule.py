@@ -112,7 +112,7 @@ class BERTDataModule(TokenDataModule):
         global_batch_size: Count | None = None,
         ramp_up: RampUp | None = None,
         num_workers: Index = 0,
-        seed: Annotated[int, Range(least=0, most=2**32 - 1)] = 1234,
+        seed: Annotated[int, Range(minimum=0, maximum=2**32 - 1)] = 1234,
         train_samples: Elements | None = None,
         data_dir: str = "data",
         cache_dir: str | None = None,

@@ -120,7 +120,7 @@ class TokenDataModule(RowDataModule):
         global_batch_size: Count | None = None,
         ramp_up: RampUp | None = None,
         num_workers: Index = 0,
-        seed: Annotated[int, Range(least=0, most=2**32 - 1)] = 1234,
+        seed: Annotated[int, Range(minimum=0, maximum=2**32 - 1)] = 1234,
         order: Literal["passes", "megatron"] = "passes",
         train_samples: Elements | None = None,
         mask_after_eod: bool = False,

@@ -88,7 +88,7 @@ class TextDataModule(RowDataModule):
         global_batch_size: Count | None = None,
         ramp_up: RampUp | None = None,
         num_workers: Index = 0,
-        seed: Annotated[int, Range(least=0, most=2**32 - 1)] = 1234,
+        seed: Annotated[int, Range(minimum=0, maximum=2**32 - 1)] = 1234,
         balance_attention: bool = False,
         context_windows: Count = 1,
         streaming: Streaming | None = None,

@@ -87,8 +87,8 @@ class EvaluationData(LightningDataModule):
     @override
     def test_dataloader(self) -> DataLoader:
         strategy = None if self.trainer is None else self.trainer.strategy
-        given = getattr(strategy, "distributed_sampler_kwargs", None)
-        num_ranks = given["num_replicas"] if given else 1
+        sampler = getattr(strategy, "distributed_sampler_kwargs", None)
+        num_ranks = sampler["num_replicas"] if sampler else 1
         return DataLoader(
             _FullBatches(self._rows, num_ranks * self.batch_size), batch_size=self.batch_size
         )
@@ -126,13 +126,13 @@ class WikiTextData(EvaluationData):
         is_plain: bool = False,
         batch_size: Count = 1,
     ) -> None:
-        given = coerced_arguments(WikiTextData.__init__, locals())
-        super().__init__(given["tokenizer"])
-        self.path: str = given["path"]
-        self.window: int = given["window"]
-        self.stride: int = given["stride"]
+        arguments = coerced_arguments(WikiTextData.__init__, locals())
+        super().__init__(arguments["tokenizer"])
+        self.path: str = arguments["path"]
+        self.window: int = arguments["window"]
+        self.stride: int = arguments["stride"]
         self.is_plain = is_plain
-        self.batch_size = given["batch_size"]
+        self.batch_size = arguments["batch_size"]
         self._num_words = 0
 
     @override
@@ -182,11 +182,11 @@ class LambadaData(EvaluationData):
     def __init__(
         self, path: str, tokenizer: str, window: Count | None = None, batch_size: Count = 1
     ) -> None:
-        given = coerced_arguments(LambadaData.__init__, locals())
-        super().__init__(given["tokenizer"])
-        self.path: str = given["path"]
-        self.window: int | None = given["window"]
-        self.batch_size = given["batch_size"]
+        arguments = coerced_arguments(LambadaData.__init__, locals())
+        super().__init__(arguments["tokenizer"])
+        self.path: str = arguments["path"]
+        self.window: int | None = arguments["window"]
+        self.batch_size = arguments["batch_size"]
         self._num_passages = 0
 
     @override

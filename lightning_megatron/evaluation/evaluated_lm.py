@@ -50,11 +50,11 @@ class EvaluatedLM(LightningModule):
             ParallelPlanError: If the vocabulary of the tokenizer is larger than the model's.
         """
         data = self._data
-        own = self._source[0].vocab_size
-        if data.vocab_size > own:
+        model_size = self._source[0].vocab_size
+        if data.vocab_size > model_size:
             raise ParallelPlanError(
-                f"the tokenizer must have at most as many tokens as the model ({own}): it has "
-                f"{data.vocab_size}, and the model has no embedding for the others. Use the "
+                f"the tokenizer must have at most as many tokens as the model ({model_size}): it "
+                f"has {data.vocab_size}, and the model has no embedding for the others. Use the "
                 "tokenizer of the model."
             )
         self._metrics_of_task = nn.ModuleDict(data.metrics())

@@ -17,7 +17,7 @@ from lightning_megatron.extras import import_extra
 from lightning_megatron.generation.decoding import generate, gpt_of
 from lightning_megatron.generation.settings import GenerationSettings
 from lightning_megatron.generation.stop_text import StopStrings, before_stop
-from lightning_megatron.generation.token_pass import evaluating
+from lightning_megatron.generation.token_pass import evaluation_mode
 from lightning_megatron.groups.collectives import all_gather_objects, broadcast_
 from lightning_megatron.models.relay import run_stage_by_stage
 from lightning_megatron.models.token_module import IGNORED
@@ -191,8 +191,8 @@ class HarnessAnswers:
         answers = [""] * len(requests)
         for kind, numbers in kinds.items():
             contexts = [requests[number].args[0] for number in numbers]
-            found = self._generated(contexts, json.loads(kind))
-            for number, text in zip(numbers, found, strict=True):
+            texts = self._generated(contexts, json.loads(kind))
+            for number, text in zip(numbers, texts, strict=True):
                 answers[number] = text
         return answers
 
@@ -223,9 +223,9 @@ class HarnessAnswers:
         stop = StopStrings(self._tokenizer.decode, until) if until else None
 
         def answer(batch: Sequence[list[int]], number: int) -> list[str]:
-            own = GenerationSettings(**settings, seed=self._num_draws + number)
-            found = generate(self._model, batch, own, stop)
-            return [before_stop(self._text(row), until) for row in found]
+            draw_settings = GenerationSettings(**settings, seed=self._num_draws + number)
+            continuations = generate(self._model, batch, draw_settings, stop)
+            return [before_stop(self._text(row), until) for row in continuations]
 
         answers = self._answer_all(cut, len, answer)
         self._num_draws += len(cut) if settings["sample"] else 0
@@ -268,17 +268,17 @@ class HarnessAnswers:
                 row.tokens[len(row.tokens) - row.num_scored :]
             )
         mesh = self._gpt.mesh
-        given = tokens.to(mesh.device), labels.to(mesh.device)
+        inputs = tokens.to(mesh.device), labels.to(mesh.device)
         self._gpt.wait_for_parameters()
-        with torch.no_grad(), evaluating(self._gpt):
+        with torch.no_grad(), evaluation_mode(self._gpt):
             if mesh.pp.size == 1:
-                found: Tensor | None = _summed(self._model, *given)
+                scores: Tensor | None = _summed(self._model, *inputs)
             else:
-                found = run_stage_by_stage(self._gpt, lambda: _summed(self._model, *given))
-        if found is None:
-            found = torch.empty(self._batch_size, 2, dtype=torch.float64, device=mesh.device)
-        found = broadcast_(found, mesh.pp, mesh.layout.loss_stage)
-        return [(score, bool(is_best)) for score, is_best in found[: len(batch)].tolist()]
+                scores = run_stage_by_stage(self._gpt, lambda: _summed(self._model, *inputs))
+        if scores is None:
+            scores = torch.empty(self._batch_size, 2, dtype=torch.float64, device=mesh.device)
+        scores = broadcast_(scores, mesh.pp, mesh.layout.loss_stage)
+        return [(score, bool(is_best)) for score, is_best in scores[: len(batch)].tolist()]
 
     def _answer_all(
         self, rows: Sequence[Any], length: Callable[[Any], int], answer: Callable[..., list[T]]
@@ -301,9 +301,9 @@ class HarnessAnswers:
             batch = batches[number] if has_own else batches[first]
             # Rows are sorted by length, so the first row of a round is its longest.
             self._round_length = length(rows[batches[first][0]]) - 1
-            found = answer([rows[one] for one in batch], number if has_own else first)
-            own = dict(zip(batch, found, strict=True)) if has_own else {}
-            for part in all_gather_objects(own, self._gpt.mesh.dp_cpu):
+            texts = answer([rows[one] for one in batch], number if has_own else first)
+            by_index = dict(zip(batch, texts, strict=True)) if has_own else {}
+            for part in all_gather_objects(by_index, self._gpt.mesh.dp_cpu):
                 answers |= part
         return [answers[number] for number in range(len(rows))]
 
@@ -345,9 +345,9 @@ def _settings_of(
             f"generation_kwargs of a task must be {', '.join(_SETTINGS)}, until and max_gen_toks: "
             f"{', '.join(unknown)} would be ignored. Leave them out."
         )
-    found = {_SETTINGS[name]: value for name, value in kwargs.items() if value is not None}
-    if not found["sample"]:
+    settings = {_SETTINGS[name]: value for name, value in kwargs.items() if value is not None}
+    if not settings["sample"]:
         # Tasks set a temperature of 0 for greedy decoding.
         for name in ("temperature", "top_k", "top_p"):
-            found.pop(name, None)
-    return {**found, "max_new_tokens": max_tokens, "stop_tokens": end_tokens}
+            settings.pop(name, None)
+    return {**settings, "max_new_tokens": max_tokens, "stop_tokens": end_tokens}

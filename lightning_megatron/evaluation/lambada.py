@@ -51,7 +51,7 @@ def read_passages(path: str | os.PathLike[str]) -> list[Passage]:
             f"LAMBADA must be a file of JSON lines (.jsonl): {os.fspath(path)!r} is not. Give the "
             'path of a file with lines such as {"text": "... last word"}.'
         )
-    found = []
+    passages = []
     for chunk in read_chunks(file, "line", _CHUNK_BYTES):
         for line, text in zip(chunk.lines, parse_chunk(chunk, "text"), strict=True):
             place = f"{path}:{line}"
@@ -61,10 +61,10 @@ def read_passages(path: str | os.PathLike[str]) -> list[Passage]:
                     f"{place} has fewer than two words: {text[:60]!r}. A passage has a context and "
                     "a last word. Remove the line."
                 )
-            found.append(Passage(context.rstrip(), word, place))
-    if not found:
+            passages.append(Passage(context.rstrip(), word, place))
+    if not passages:
         raise CorruptDataError(f"{path} has no passage. Copy it again.")
-    return found
+    return passages
 
 
 class ClozeRows(Dataset):
@@ -116,9 +116,9 @@ class ClozeRows(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Int[Tensor, "window"]]:
         tokens, num_scored = self._rows[index]
-        given = torch.tensor(tokens, dtype=torch.int64)
+        sequence = torch.tensor(tokens, dtype=torch.int64)
         row = empty_row(self.window)
         end = len(tokens) - 1
-        row["tokens"][:end] = given[:-1]
-        row["labels"][end - num_scored : end] = given[-num_scored:]
+        row["tokens"][:end] = sequence[:-1]
+        row["labels"][end - num_scored : end] = sequence[-num_scored:]
         return row

@@ -38,9 +38,9 @@ class WordPerplexity(Metric):
     num_labels: Tensor
 
     def __init__(self, num_words: Count | None = None, **metric: Any) -> None:
-        given = coerced_arguments(WordPerplexity.__init__, locals())
+        arguments = coerced_arguments(WordPerplexity.__init__, locals())
         super().__init__(**metric)
-        self.num_words: int | None = given["num_words"]
+        self.num_words: int | None = arguments["num_words"]
         self.add_state("loss_sum", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("num_labels", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_megatron.layers.context_parallel.sequence_order import (
-    joined_parts,
+    join_parts,
     length_multiple,
 )
 from lightning_megatron.layers.vocab_argmax import vocab_parallel_argmax
@@ -106,9 +106,9 @@ def _padded(gpt: GPT, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _losses_by(gpt: GPT, tokens: Tensor, labels: Tensor) -> Tensor:
-    found: Any = gpt(tokens, labels, ignore_index=IGNORED)
+    output: Any = gpt(tokens, labels, ignore_index=IGNORED)
     # The GPT of a replaced model also returns its logits.
-    losses: Tensor = found[0] if isinstance(found, tuple) else found
+    losses: Tensor = output[0] if isinstance(output, tuple) else output
     return losses
 
 
@@ -116,12 +116,12 @@ def _losses_by(gpt: GPT, tokens: Tensor, labels: Tensor) -> Tensor:
 def _hits_of(gpt: GPT, hidden: Tensor, labels: Tensor) -> Tensor:
     """Return whether labels have the largest logit, from the output of the last norm."""
     best = vocab_parallel_argmax(gpt.logits(hidden), gpt.mesh, gpt.config.vocab_size)
-    return joined_parts(best, gpt.mesh.cp).t() == labels
+    return join_parts(best, gpt.mesh.cp).t() == labels
 
 
 def _logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    found: Any = model(input_ids=tokens, use_cache=False)
-    logits: Tensor = found.logits
+    output: Any = model(input_ids=tokens, use_cache=False)
+    logits: Tensor = output.logits
     return logits
 
 

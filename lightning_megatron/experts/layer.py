@@ -159,7 +159,7 @@ class MixtureOfExperts(nn.Module):
         is_static = choice.dispatcher.is_static
         chosen = ("tokens", "probabilities", "selected")
         dispatch: dict[str, Any] = {"is_static": is_static, "scopes": ("preprocess",)}
-        found = [
+        segments = [
             Segment(
                 "route",
                 self._route,
@@ -174,7 +174,7 @@ class MixtureOfExperts(nn.Module):
         if self.shared is not None:
             # Between send and receive, where it overlaps with the transport of tokens, and its
             # backward pass with that of their gradients.
-            found.append(
+            segments.append(
                 Segment(
                     "shared",
                     self.shared,
@@ -184,7 +184,7 @@ class MixtureOfExperts(nn.Module):
                     modules=(self.shared,),
                 )
             )
-        found += [
+        segments += [
             Segment(
                 "receive",
                 self._receive,
@@ -220,10 +220,10 @@ class MixtureOfExperts(nn.Module):
             ),
         ]
         if self.shared is not None:
-            found.append(
+            segments.append(
                 Segment("join", torch.add, ("output", "shared"), ("output",), scopes=("combine",))
             )
-        return SegmentList(found, ("hidden",), ("output",))
+        return SegmentList(segments, ("hidden",), ("output",))
 
     def _route(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         # The view sums the gradients of all its readers. If this segment runs separately, it then

@@ -31,7 +31,7 @@ from lightning_megatron.plan.global_batch import RampUp
 from lightning_megatron.plan.settings import Count, Elements, Index, Range, coerced_arguments
 
 #: Seed of the order of training samples.
-Seed = Annotated[int, Range(least=0, most=2**32 - 1)]
+Seed = Annotated[int, Range(minimum=0, maximum=2**32 - 1)]
 
 
 class TaskDataModule(RowDataModule):
@@ -76,10 +76,10 @@ class TaskDataModule(RowDataModule):
         cache_dir: str | None = None,
         pin_memory: bool | None = None,
     ) -> None:
-        given = coerced_arguments(TaskDataModule.__init__, locals())
-        super().__init__(**row_arguments(given))
-        self.tokenizer_folder: str = given["tokenizer"]
-        self.cache_dir: str | None = given["cache_dir"]
+        arguments = coerced_arguments(TaskDataModule.__init__, locals())
+        super().__init__(**row_arguments(arguments))
+        self.tokenizer_folder: str = arguments["tokenizer"]
+        self.cache_dir: str | None = arguments["cache_dir"]
         self._encoded: dict[str, TaskRows] = {}
 
     @abstractmethod
@@ -147,14 +147,14 @@ class TaskDataModule(RowDataModule):
             "task": [type(self).__name__, part, self.settings()],
         }
         names = (*ARRAYS, *self.further_arrays)
-        found = (
+        encoded = (
             self.encode(part)
             if self.cache_dir is None
             else load_or_build(Path(self.cache_dir), fields, lambda: self.encode(part), names)
         )
-        arrays: Any = {name: found[name] for name in ARRAYS}
+        arrays: Any = {name: encoded[name] for name in ARRAYS}
         rows = TaskRows(**arrays, choices=self.choices, key=cache_key(fields))
-        self.keep(part, {name: found[name] for name in self.further_arrays})
+        self.keep(part, {name: encoded[name] for name in self.further_arrays})
         num_left_out, num_cut = rows.counts.tolist()
         notify = rank_zero_warn if num_left_out + num_cut else rank_zero_info
         notify(

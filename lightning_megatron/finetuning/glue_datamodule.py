@@ -57,17 +57,17 @@ class GlueDataModule(TaskDataModule):
         malformed: Malformed = "refuse",
         **options: Any,
     ) -> None:
-        given = coerced_arguments(GlueDataModule.__init__, locals())
-        super().__init__(given["tokenizer"], **options)
-        self.task: GlueName = given["task"]
-        self.malformed: Malformed = given["malformed"]
+        arguments = coerced_arguments(GlueDataModule.__init__, locals())
+        super().__init__(arguments["tokenizer"], **options)
+        self.task: GlueName = arguments["task"]
+        self.malformed: Malformed = arguments["malformed"]
         columns = GLUE_TASKS[self.task]
         self.num_labels = len(columns.labels)
-        root = Path(given["folder"])
+        root = Path(arguments["folder"])
         self._files = {
             "train": [root / columns.train],
             "val": [root / name for name in columns.validation.values()],
-            "test": [Path(name) for name in given["test"] or ()],
+            "test": [Path(name) for name in arguments["test"] or ()],
         }
         present("files of the task " + self.task, (p for f in self._files.values() for p in f))
 
@@ -81,10 +81,10 @@ class GlueDataModule(TaskDataModule):
 
     @override
     def encode(self, part: str) -> dict[str, npt.NDArray]:
-        found = self._read(part)
+        examples = self._read(part)
         sides = [
-            [text for one in found for text in one.texts[side]]
-            for side in range(len(found[0].texts))
+            [text for one in examples for text in one.texts[side]]
+            for side in range(len(examples[0].texts))
         ]
         second = sides[1] if len(sides) > 1 else None
         tokens, types, num_cut = self.tokenizer.pairs(
@@ -93,9 +93,9 @@ class GlueDataModule(TaskDataModule):
         return joined(
             tokens,
             types,
-            [label for one in found for label in one.labels],
-            [number for number, one in enumerate(found) for _ in one.labels],
-            (sum(one.num_left_out for one in found), num_cut),
+            [label for one in examples for label in one.labels],
+            [number for number, one in enumerate(examples) for _ in one.labels],
+            (sum(one.num_left_out for one in examples), num_cut),
         )
 
     @override

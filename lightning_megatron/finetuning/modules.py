@@ -67,25 +67,25 @@ class FineTuning(TokenModule):
         num_labels: Count = 2,
         from_scratch: bool = False,
         dropout: Probability | None = None,
-        warmup_share: Annotated[float, Range(least=0, below=1)] = 0.0,
+        warmup_share: Annotated[float, Range(minimum=0, below=1)] = 0.0,
         scores_dir: str | None = None,
         **training: Any,
     ) -> None:
-        given = coerced_arguments(FineTuning.__init__, locals())
+        arguments = coerced_arguments(FineTuning.__init__, locals())
         super().__init__(**training)
-        self.path: str = given["path"]
+        self.path: str = arguments["path"]
         self.from_scratch = from_scratch
-        self.scores_dir: str | None = given["scores_dir"]
-        self.warmup_share: float = given["warmup_share"]
+        self.scores_dir: str | None = arguments["scores_dir"]
+        self.warmup_share: float = arguments["warmup_share"]
         if self.warmup_share and (self.warmup_steps or self.lr_schedule is not None):
             raise ParallelPlanError(
                 f"warmup_share ({self.warmup_share}) must be 0 with warmup_steps or lr_schedule, "
                 "because both describe the warm-up. Leave one of them out."
             )
         self.source = PretrainedEncoder.at(self.path, self.kind)
-        self.config = self.source.config_with(given["num_labels"], given["dropout"])
+        self.config = self.source.config_with(arguments["num_labels"], arguments["dropout"])
         own = ("path", "from_scratch", "dropout", "warmup_share", "scores_dir")
-        self.save_hyperparameters({name: given[name] for name in own})
+        self.save_hyperparameters({name: arguments[name] for name in own})
         self.model: Encoder | None = None
         self.scores_of = nn.ModuleDict()
 
@@ -114,8 +114,8 @@ class FineTuning(TokenModule):
         # A RoBERTa counts positions without padding, so it would fail at the first long text.
         self.config.check_seq_length(data.seq_length)
         parts = {"fit": ("val",), "validate": ("val",), "test": ("test",)}.get(stage, ())
-        found = {part: data.scores(part) for part in parts}
-        self.scores_of = nn.ModuleDict({part: one for part, one in found.items() if one})
+        metrics = {part: data.scores(part) for part in parts}
+        self.scores_of = nn.ModuleDict({part: one for part, one in metrics.items() if one})
 
     def configure_model(self) -> None:
         """Build this rank's part of the model, with the pretrained weights."""
@@ -158,8 +158,8 @@ class FineTuning(TokenModule):
             scores: Scores of each row.
             labels: Labels of each row; the loss of a row with several is their mean.
         """
-        found = F.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="none")
-        return found.mean(1) if found.dim() > 1 else found
+        losses = F.cross_entropy(scores, labels, ignore_index=IGNORED, reduction="none")
+        return losses.mean(1) if losses.dim() > 1 else losses
 
     @override
     def mean_loss(
@@ -228,9 +228,9 @@ class FineTuning(TokenModule):
         metric.reset()
 
     def _scores(self, name: str) -> TaskScores:
-        found = self.scores_of[name]
-        assert isinstance(found, TaskScores), "the data module returns metrics of its task"
-        return found
+        metrics = self.scores_of[name]
+        assert isinstance(metrics, TaskScores), "the data module returns metrics of its task"
+        return metrics
 
     @override
     def _lr_scheduler(self, optimizer: Optimizer) -> LRScheduler:

@@ -15,7 +15,7 @@ from lightning_megatron.checkpoint import (
     copy_full_tensors,
     load_tensors,
 )
-from lightning_megatron.checkpoint.hyper_parameters import saved_hyper_parameters
+from lightning_megatron.checkpoint.module_hyperparameters import saved_hyper_parameters
 from lightning_megatron.checkpoint.open_checkpoint import OpenCheckpoint
 from lightning_megatron.checkpoint.single_file import read_single_file
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
@@ -95,14 +95,14 @@ class PretrainedEncoder:
                 )
             family = _FAMILIES[model_type][kind]
             return cls(path, family.config(settings), family)
-        given = _hyperparameters(path).get("config")
-        if not isinstance(given, Mapping):
+        fields = _hyperparameters(path).get("config")
+        if not isinstance(fields, Mapping):
             raise UnsupportedError(
                 f"a checkpoint to fine-tune must be one of BERTPretraining: {path} has no "
                 "hyperparameter config. Train a BERTPretraining first, or use a Hugging Face "
                 "folder."
             )
-        config: EncoderConfig = coerced("config", dict(given), EncoderConfig)
+        config: EncoderConfig = coerced("config", dict(fields), EncoderConfig)
         # BERT applies the dropout of hidden states before the classifier too.
         config = replace(config, head=_HEADS[kind], head_dropout=config.hidden_dropout)
         return cls(path, config, None)
@@ -166,23 +166,23 @@ class PretrainedEncoder:
                 parameter.detach(), shard_spec_of(parameter, model.mesh.tp.rank)
             )
         if stored is None:
-            found = copy_full_tensors(full, entries, model.mesh, strict=False, prefix=_PREFIX)
+            matched = copy_full_tensors(full, entries, model.mesh, strict=False, prefix=_PREFIX)
         else:
-            found = load_tensors(stored, entries, model.mesh, strict=False, prefix=_PREFIX)
-        if found.missing:
+            matched = load_tensors(stored, entries, model.mesh, strict=False, prefix=_PREFIX)
+        if matched.missing:
             raise CheckpointMismatchError(
                 f"a checkpoint must hold all layers of its encoder: {self.path} lacks "
-                f"{', '.join(found.missing[:5])}. Use a checkpoint of BERTPretraining."
+                f"{', '.join(matched.missing[:5])}. Use a checkpoint of BERTPretraining."
             )
         return tuple(lacking)
 
 
 def _hyperparameters(path: str) -> Mapping[str, Any]:
-    found = saved_hyper_parameters(path)
-    if found is None:
+    values = saved_hyper_parameters(path)
+    if values is None:
         raise CheckpointMismatchError(
             f"path must be a Hugging Face folder or a checkpoint of BERTPretraining: {path!r} has "
             "neither config.json nor the header of a checkpoint. Check the path; nothing is "
             "downloaded."
         )
-    return found
+    return values

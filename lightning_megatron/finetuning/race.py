@@ -55,11 +55,11 @@ def read_race(path: Path, group: int) -> list[RaceQuestion]:
     Raises:
         CorruptDataError: If the file has another structure; the message names file and question.
     """
-    found = parse_object(read_regular_file(path, _REMEDY, _MAX_FILE_BYTES), str(path), _REMEDY)
-    passage = found.get("article")
+    content = parse_object(read_regular_file(path, _REMEDY, _MAX_FILE_BYTES), str(path), _REMEDY)
+    passage = content.get("article")
     if not isinstance(passage, str) or not passage.strip():
         raise CorruptDataError(f"{path} must have a text as article. {_REMEDY}")
-    lists = [found.get(name) for name in ("questions", "options", "answers")]
+    lists = [content.get(name) for name in ("questions", "options", "answers")]
     if not all(isinstance(one, list) and one for one in lists) or len({*map(_size, lists)}) > 1:
         raise CorruptDataError(
             f"{path} must have as many questions as options and answers: it has "

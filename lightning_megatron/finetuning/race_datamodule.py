@@ -52,10 +52,10 @@ class RaceDataModule(TaskDataModule):
     def __init__(
         self, folder: str, tokenizer: str, question_length: Count = 128, **options: Any
     ) -> None:
-        given = coerced_arguments(RaceDataModule.__init__, locals())
-        super().__init__(given["tokenizer"], **options)
-        self.folder = Path(given["folder"])
-        self.question_length: int = given["question_length"]
+        arguments = coerced_arguments(RaceDataModule.__init__, locals())
+        super().__init__(arguments["tokenizer"], **options)
+        self.folder = Path(arguments["folder"])
+        self.question_length: int = arguments["question_length"]
         if not self.files("train") and not self.files("val") and not self.files("test"):
             raise UnsupportedError(
                 f"the folder of RACE must have files such as train/middle/1.txt: {folder!r} has "

@@ -97,13 +97,13 @@ def best_scores(folder: Path, part: str, monitor: str, largest: bool = True) -> 
             f"{folder} must have scores of the part {part!r}: it has none. Fit with validation "
             "data, and set scores_dir of the module."
         )
-    found = [SavedScores.read(folder / f"{part}-step{step}.npz") for step in steps]
-    if monitor not in found[0].results:
+    candidates = [SavedScores.read(folder / f"{part}-step{step}.npz") for step in steps]
+    if monitor not in candidates[0].results:
         raise CheckpointMismatchError(
-            f"the result to compare must be one of {', '.join(found[0].results)}: it is "
+            f"the result to compare must be one of {', '.join(candidates[0].results)}: it is "
             f"{monitor!r}. Choose one of them."
         )
-    return (max if largest else min)(found, key=lambda one: one.results[monitor])
+    return (max if largest else min)(candidates, key=lambda one: one.results[monitor])
 
 
 def ensemble_results(metric: TaskScores, models: Sequence[SavedScores]) -> dict[str, float]:

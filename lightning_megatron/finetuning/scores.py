@@ -79,8 +79,8 @@ class TaskScores(Metric):
         """Return the results over the rows of all ranks."""
         #: Scores of all ranks, from which the last results were computed.
         self.computed = self.table()
-        found = self.results(*self.computed)
-        return {name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()}
+        results = self.results(*self.computed)
+        return {name: torch.tensor(value, dtype=torch.float64) for name, value in results.items()}
 
     @staticmethod
     def combined(tables: Float[Tensor, "models rows *scores"]) -> Float[Tensor, "rows *scores"]:
@@ -126,13 +126,13 @@ class ClassScores(TaskScores):
     ) -> dict[str, float]:
         chosen = scores.argmax(1)
         is_right = chosen == self.labels
-        found = {"accuracy": _share(is_right, is_seen)}
+        results = {"accuracy": _share(is_right, is_seen)}
         if len(self.names) > 1:
             for number, name in enumerate(self.names):
-                found[f"accuracy_{name}"] = _share(is_right, is_seen & (self.groups == number))
+                results[f"accuracy_{name}"] = _share(is_right, is_seen & (self.groups == number))
         if self.has_f1:
-            found["f1"] = float(binary_f1_score(chosen[is_seen], self.labels[is_seen]))
-        return found
+            results["f1"] = float(binary_f1_score(chosen[is_seen], self.labels[is_seen]))
+        return results
 
 
 def _share(is_right: Tensor, is_counted: Tensor) -> float:

@@ -109,7 +109,7 @@ class SpanScores(TaskScores):
             scores: Scores of starts and ends of all windows.
             is_seen: Which windows have scores.
         """
-        found: dict[int, list[tuple[float, str]]] = {}
+        candidates: dict[int, list[tuple[float, str]]] = {}
         without: dict[int, float] = {}
         unseen = set(self.places.question[~is_seen.numpy()].tolist())
         for start in range(0, len(scores), _CHUNK):
@@ -122,15 +122,15 @@ class SpanScores(TaskScores):
                 question = int(self.places.question[window])
                 if question in unseen:
                     continue
-                none = float(part[at, 0].sum())
-                without[question] = min(none, without.get(question, none))
-                listed = found.setdefault(question, [])
+                no_answer = float(part[at, 0].sum())
+                without[question] = min(no_answer, without.get(question, no_answer))
+                listed = candidates.setdefault(question, [])
                 for span in zip(first.tolist(), last.tolist(), value.tolist(), strict=True):
                     if span[2] > float("-inf"):
                         listed.append((span[2], self._text(window, span[0], span[1])))
         return {
             question: _answer(listed, without[question], self.num_best)
-            for question, listed in found.items()
+            for question, listed in candidates.items()
         }
 
     def predictions(self, answers: dict[int, Answer]) -> dict[str, str]:
@@ -152,16 +152,16 @@ class SpanScores(TaskScores):
         right = {number: self.questions[number].answers for number in answers}
         exact = {number: exact_score(text, right[number]) for number, text in chosen.items()}
         f1 = {number: f1_score(text, right[number]) for number, text in chosen.items()}
-        found = {"exact_match": _mean(exact.values()), "f1": _mean(f1.values())}
+        results = {"exact_match": _mean(exact.values()), "f1": _mean(f1.values())}
         if not self.may_lack:
-            return found
+            return results
         with_answer = [number for number in answers if right[number]]
         others = [number for number in answers if not right[number]]
-        found["exact_match_answerable"] = _mean(exact[number] for number in with_answer)
-        found["f1_answerable"] = _mean(f1[number] for number in with_answer)
-        found["exact_match_unanswerable"] = _mean(exact[number] for number in others)
-        found["best_f1"], found["best_f1_threshold"] = self._best_f1(answers)
-        return found
+        results["exact_match_answerable"] = _mean(exact[number] for number in with_answer)
+        results["f1_answerable"] = _mean(f1[number] for number in with_answer)
+        results["exact_match_unanswerable"] = _mean(exact[number] for number in others)
+        results["best_f1"], results["best_f1_threshold"] = self._best_f1(answers)
+        return results
 
     @staticmethod
     @override
@@ -239,5 +239,5 @@ def _answer(listed: list[tuple[float, str]], no_answer: float, num_best: int) ->
 
 
 def _mean(values: Any) -> float:
-    found = list(values)
-    return sum(found) / len(found) if found else float("nan")
+    numbers = list(values)
+    return sum(numbers) / len(numbers) if numbers else float("nan")

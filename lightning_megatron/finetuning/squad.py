@@ -49,8 +49,8 @@ def read_squad(path: Path, version: SquadVersion) -> list[SquadQuestion]:
         CorruptDataError: If the file has another structure, or an answer is not at its position in
             the context; the message names the file and the question.
     """
-    found = read_json(path, _REMEDY, _MAX_FILE_BYTES)
-    articles = found.get("data") if isinstance(found, dict) else None
+    content = read_json(path, _REMEDY, _MAX_FILE_BYTES)
+    articles = content.get("data") if isinstance(content, dict) else None
     questions = list(_questions(path, articles, version))
     if not questions:
         raise CorruptDataError(
@@ -88,12 +88,12 @@ def _question(
         )
     for answer in answers:
         start: Any = answer.get("answer_start")
-        given: Any = answer.get("text")
-        is_there = isinstance(start, int) and isinstance(given, str) and given
-        if not is_there or context[start : start + len(given)] != given:
+        expected: Any = answer.get("text")
+        is_there = isinstance(start, int) and isinstance(expected, str) and expected
+        if not is_there or context[start : start + len(expected)] != expected:
             raise CorruptDataError(
-                f"{place} must have its answer in the context at answer_start: {given!r} is not at "
-                f"{start!r}. {_REMEDY}"
+                f"{place} must have its answer in the context at answer_start: {expected!r} is not "
+                f"at {start!r}. {_REMEDY}"
             )
     texts = tuple(answer["text"] for answer in answers)
     return SquadQuestion(key, text, context, texts, answers[0]["answer_start"] if answers else -1)
@@ -142,9 +142,9 @@ def _comparable(answers: Sequence[str]) -> Sequence[str]:
 
 
 def _f1(text: str, answer: str) -> float:
-    found = normalised(text).split()
+    words = normalised(text).split()
     wanted = normalised(answer).split()
-    if not found or not wanted:
-        return float(found == wanted)
-    num_same = sum((Counter(found) & Counter(wanted)).values())
-    return 2 * num_same / (len(found) + len(wanted))
+    if not words or not wanted:
+        return float(words == wanted)
+    num_same = sum((Counter(words) & Counter(wanted)).values())
+    return 2 * num_same / (len(words) + len(wanted))

@@ -68,21 +68,21 @@ class SquadDataModule(TaskDataModule):
         threshold: float = 0.0,
         **options: Any,
     ) -> None:
-        given = coerced_arguments(SquadDataModule.__init__, locals())
-        super().__init__(given["tokenizer"], seq_length=given["seq_length"], **options)
-        self.version: SquadVersion = given["version"]
-        self.doc_stride: int = given["doc_stride"]
-        self.question_length: int = given["question_length"]
-        self.num_best: int = given["num_best"]
-        self.answer_length: int = given["answer_length"]
-        self.threshold: float = given["threshold"]
+        arguments = coerced_arguments(SquadDataModule.__init__, locals())
+        super().__init__(arguments["tokenizer"], seq_length=arguments["seq_length"], **options)
+        self.version: SquadVersion = arguments["version"]
+        self.doc_stride: int = arguments["doc_stride"]
+        self.question_length: int = arguments["question_length"]
+        self.num_best: int = arguments["num_best"]
+        self.answer_length: int = arguments["answer_length"]
+        self.threshold: float = arguments["threshold"]
         # Pairs have at least three special tokens; the tokenizer is not read yet.
         self._check_room(num_special=3)
-        root = Path(given["folder"])
+        root = Path(arguments["folder"])
         self._files = {
             "train": [root / f"train-v{self.version}.json"],
             "val": [root / f"dev-v{self.version}.json"],
-            "test": [Path(given["test"])] if given["test"] else [],
+            "test": [Path(arguments["test"])] if arguments["test"] else [],
         }
         present("files of SQuAD", (path for paths in self._files.values() for path in paths))
         self._places: dict[str, WindowPlaces] = {}
@@ -125,10 +125,10 @@ class SquadDataModule(TaskDataModule):
             CorruptDataError: If the file is damaged; the message names file and question.
         """
         if part not in self._questions:
-            found = [one for path in self.files(part) for one in read_squad(path, self.version)]
+            questions = [one for path in self.files(part) for one in read_squad(path, self.version)]
             if part == "train":
-                return found  # Only evaluation needs the texts later.
-            self._questions[part] = found
+                return questions  # Only evaluation needs the texts later.
+            self._questions[part] = questions
         return self._questions[part]
 
     @override
@@ -173,17 +173,19 @@ def encoded_windows(
     """
     # Some questions begin with many spaces, which would change where a pair is truncated.
     texts, num_cut = tokenizer.short([one.text.lstrip() for one in questions], question_length)
-    found = tokenizer.windows(texts, [one.context for one in questions], seq_length, doc_stride)
-    owners = found["overflow_to_sample_mapping"]
-    contexts = [_context(found.sequence_ids(window)) for window in range(len(owners))]
+    encoding = tokenizer.windows(texts, [one.context for one in questions], seq_length, doc_stride)
+    owners = encoding["overflow_to_sample_mapping"]
+    contexts = [_context(encoding.sequence_ids(window)) for window in range(len(owners))]
     labels = [
         _label(questions[owner], context, np.array(offsets))
-        for owner, context, offsets in zip(owners, contexts, found["offset_mapping"], strict=True)
+        for owner, context, offsets in zip(
+            owners, contexts, encoding["offset_mapping"], strict=True
+        )
     ]
     arrays = joined(
-        found["input_ids"], found["token_type_ids"], labels, [0] * len(labels), (0, num_cut)
+        encoding["input_ids"], encoding["token_type_ids"], labels, [0] * len(labels), (0, num_cut)
     )
-    offsets = [np.array(one, np.int32) for one in found["offset_mapping"]]
+    offsets = [np.array(one, np.int32) for one in encoding["offset_mapping"]]
     return arrays | {
         "question": np.array(owners, np.int64),
         "offsets": np.concatenate(offsets),

@@ -102,16 +102,16 @@ class PairTokenizer:
         for start in range(0, len(first), _CHUNK):
             chosen = slice(start, start + _CHUNK)
             texts = [list(first[chosen])] + ([] if second is None else [list(second[chosen])])
-            found = self._call(*texts)
-            long = [at for at, one in enumerate(found["input_ids"]) if len(one) > max_tokens]
+            encoding = self._call(*texts)
+            long = [at for at, one in enumerate(encoding["input_ids"]) if len(one) > max_tokens]
             if long:
                 num_cut += len(long)
                 short = self._cut([[side[at] for at in long] for side in texts], max_tokens, cut)
                 for name in ("input_ids", "token_type_ids"):
                     for at, one in zip(long, short[name], strict=True):
-                        found[name][at] = one
-            tokens += found["input_ids"]
-            types += found["token_type_ids"]
+                        encoding[name][at] = one
+            tokens += encoding["input_ids"]
+            types += encoding["token_type_ids"]
         return tokens, types, num_cut
 
     def _cut(self, texts: list[list[str]], max_tokens: int, cut: Cut) -> Any:
@@ -136,16 +136,16 @@ class PairTokenizer:
             texts: Texts; special tokens are not counted.
             max_tokens: Maximum number of tokens (tokens).
         """
-        found = []
+        shortened = []
         num_cut = 0
         for start in range(0, len(texts), _CHUNK):
             part = list(texts[start : start + _CHUNK])
-            given = self._call(part, add_special_tokens=False, return_offsets_mapping=True)
-            for text, places in zip(part, given["offset_mapping"], strict=True):
+            encoding = self._call(part, add_special_tokens=False, return_offsets_mapping=True)
+            for text, places in zip(part, encoding["offset_mapping"], strict=True):
                 is_long = len(places) > max_tokens
                 num_cut += is_long
-                found.append(text[: _end_of(places, max_tokens)] if is_long else text)
-        return found, num_cut
+                shortened.append(text[: _end_of(places, max_tokens)] if is_long else text)
+        return shortened, num_cut
 
     def windows(
         self, questions: Sequence[str], contexts: Sequence[str], max_tokens: int, shared: int
@@ -167,9 +167,9 @@ class PairTokenizer:
         )  # fmt: skip
 
     def _call(self, *texts: list[str], **options: Any) -> Any:
-        given = {"truncation": False, "padding": False, "return_attention_mask": False}
+        defaults = {"truncation": False, "padding": False, "return_attention_mask": False}
         return self._tokenizer(
-            *texts, **(given | options), return_token_type_ids=True, verbose=False
+            *texts, **(defaults | options), return_token_type_ids=True, verbose=False
         )
 
 

@@ -126,8 +126,8 @@ class BeamSearch:
         ends = torch.isin(tokens, self._stop_tokens)
         if self._stop_function is not None:
             rows = sequences[:, :, : self._length].flatten(0, 1).tolist()
-            found = torch.tensor([self._stop_function(row) for row in rows], device=tokens.device)
-            ends = ends | found.view_as(ends)
+            stopped = torch.tensor([self._stop_function(row) for row in rows], device=tokens.device)
+            ends = ends | stopped.view_as(ends)
         return ends
 
     def _keep_ended(self, sequences: Tensor, scores: Tensor, ends: Tensor) -> None:

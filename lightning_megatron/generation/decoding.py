@@ -67,12 +67,12 @@ def _decode(
     stop_function: StopFunction | None,
 ) -> list[list[int]]:
     """Return the new tokens of each prompt, by greedy decoding or sampling."""
-    found: list[list[int]] = [[] for _ in prompts]
+    continuations: list[list[int]] = [[] for _ in prompts]
     for tokens in generated_tokens(gpt, prompts, settings, stop_function):
-        for row, token in zip(found, tokens, strict=True):
+        for row, token in zip(continuations, tokens, strict=True):
             if token is not None:
                 row.append(token)
-    return found
+    return continuations
 
 
 def generated_tokens(
@@ -173,13 +173,13 @@ def gpt_of(model: nn.Module) -> GPT:
     Raises:
         UnsupportedError: If the module does not contain exactly one GPT.
     """
-    found = [one for _, one in pipelined_modules(model) if isinstance(one, GPT)]
-    if len(found) != 1:
+    gpts = [one for _, one in pipelined_modules(model) if isinstance(one, GPT)]
+    if len(gpts) != 1:
         raise UnsupportedError(
             "generate needs a model with one GPT of lightning_megatron: "
-            f"{type(model).__name__} has {len(found)}. Only the attention of a GPT fills the "
+            f"{type(model).__name__} has {len(gpts)}. Only the attention of a GPT fills the "
             "key/value cache. Pass a GPT, a configured CausalLM or a Hugging Face model whose "
             "layers the strategy has replaced. For another model, call the generate method of that "
             "model."
         )
-    return found[0]
+    return gpts[0]

@@ -12,7 +12,11 @@ from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.generation.beam_search import Candidates
 from lightning_megatron.generation.prompts import PromptRows
 from lightning_megatron.generation.settings import GenerationSettings
-from lightning_megatron.generation.token_pass import TokenPass, evaluating, reason_against_capture
+from lightning_megatron.generation.token_pass import (
+    TokenPass,
+    evaluation_mode,
+    reason_against_capture,
+)
 from lightning_megatron.groups.collectives import all_reduce_, broadcast_
 from lightning_megatron.layers.context_parallel.sequence_order import length_multiple
 from lightning_megatron.layers.key_value_cache import KeyValueCache
@@ -80,11 +84,11 @@ class GenerationSession:
             Logits on the pipeline stage of the last layers; None on other stages.
         """
         if tokens is not None and self._pass is not None:
-            found: Tensor | None = self._pass(tokens)
+            computed: Tensor | None = self._pass(tokens)
             self._cache.advance(1)
         else:
-            found = self._computed_logits(tokens)
-        return None if found is None else found[: self._num_prompts]
+            computed = self._computed_logits(tokens)
+        return None if computed is None else computed[: self._num_prompts]
 
     def broadcast_tokens(self, tokens: Int[Tensor, " rows"] | None) -> Int[Tensor, " batch"]:
         """Return the next token of each row, filler rows included, on all stages.
@@ -129,10 +133,10 @@ class GenerationSession:
                 torch.empty(shape, device=self._device),
                 torch.empty(shape, dtype=torch.long, device=self._device),
             )
-        found = (
+        received = (
             broadcast_(one.contiguous(), mesh.pp, mesh.layout.loss_stage) for one in candidates
         )
-        return Candidates(*found)
+        return Candidates(*received)
 
     def reorder(self, rows: Int[Tensor, " rows"]) -> None:
         """Copy tokens, cached keys and cached values between the rows of this rank.
@@ -157,13 +161,13 @@ class GenerationSession:
         assert span.past is not None, "rows of prompts have a cache"
         gpt = self._gpt
         count = span.past.count
-        with evaluating(gpt):
+        with evaluation_mode(gpt):
             if gpt.mesh.pp.size == 1:
-                found: Tensor | None = gpt.logits_at(rows, count - 1, span)
+                logits: Tensor | None = gpt.logits_at(rows, count - 1, span)
             else:
-                found = run_stage_by_stage(gpt, lambda: gpt.logits_at(rows, count - 1, span))
+                logits = run_stage_by_stage(gpt, lambda: gpt.logits_at(rows, count - 1, span))
         self._cache.advance(count)
-        return found
+        return logits
 
     def is_over(self, have_ended: bool) -> bool:
         """Return whether the rows of all ranks that share experts have ended.

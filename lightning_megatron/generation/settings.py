@@ -40,7 +40,7 @@ class GenerationSettings:
     sample: bool = False
     temperature: Positive = 1.0
     top_k: Count | None = None
-    top_p: Annotated[float, Range(above=0, most=1)] = 1.0
+    top_p: Annotated[float, Range(above=0, maximum=1)] = 1.0
     stop_tokens: tuple[Index, ...] = ()
     seed: Index = 0
     beams: Count = 1

@@ -53,8 +53,8 @@ def before_stop(text: str, strings: Sequence[str]) -> str:
         text: Text.
         strings: Stop strings.
     """
-    found = [place for string in strings if (place := text.find(string)) >= 0]
-    return text[: min(found)] if found else text
+    starts = [place for string in strings if (place := text.find(string)) >= 0]
+    return text[: min(starts)] if starts else text
 
 
 class TextStream:
@@ -105,21 +105,21 @@ class TextStream:
         """Return the remaining text."""
         text = self._decode(self._window)[self._num_decoded :]
         self._num_decoded += len(text)
-        found = self._until_stop(text)
+        released = self._until_stop(text)
         rest = "" if self._has_stopped else self._held_back
         self._held_back = ""
-        return found + rest
+        return released + rest
 
     def _until_stop(self, new: str) -> str:
         """Return the held-back and new text, up to the first possible stop string."""
         if self._has_stopped:
             return ""
         text = self._held_back + new
-        found = before_stop(text, self._strings)
-        self._has_stopped = len(found) < len(text)
+        released = before_stop(text, self._strings)
+        self._has_stopped = len(released) < len(text)
         if self._has_stopped:
             self._held_back = ""
-            return found
+            return released
         held = max((_overlap(text, string) for string in self._strings), default=0)
         self._held_back = text[len(text) - held :]
         return text[: len(text) - held]

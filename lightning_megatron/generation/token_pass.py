@@ -149,7 +149,7 @@ class TokenPass:
         positions = self._position.expand(self._tokens.shape)
         if self._padding is not None:
             positions = positions - self._padding[:, None]
-        with evaluating(self._gpt), self._cache.at(self._position):
+        with evaluation_mode(self._gpt), self._cache.at(self._position):
             return self._gpt.logits_at(
                 self._tokens,
                 0,
@@ -191,7 +191,7 @@ def _side_stream(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def evaluating(gpt: GPT) -> Iterator[None]:
+def evaluation_mode(gpt: GPT) -> Iterator[None]:
     """Put all modules of a model in evaluation mode inside the ``with`` block.
 
     Args:

@@ -25,7 +25,7 @@ def without_hooked(segments: SegmentList) -> SegmentList:
     Args:
         segments: Segments of a chunk.
     """
-    opened = segments.opened(must_be_called)
+    opened = segments.expand(must_be_called)
     found = [
         replace(one, is_static=one.is_static and _hook_in(one.modules) is None) for one in opened
     ]

@@ -75,13 +75,13 @@ class CapturedPiece:
 
     # ---- forward pass
 
-    def why_unfit(self, values: FlatValues) -> str | None:
-        """Return why the graphs cannot take these inputs; None if they can, or do not exist yet."""
+    def find_mismatch(self, values: FlatValues) -> str | None:
+        """Return why these inputs do not fit the graphs; None if they do, or before the capture."""
         if self._inputs is None:
             return None
         if values.form != self._form:
             return "inputs of another form than at the capture"
-        return self._inputs.why_unfit(values.tensors)
+        return self._inputs.find_mismatch(values.tensors)
 
     @property
     def is_captured(self) -> bool:
@@ -127,7 +127,7 @@ class CapturedPiece:
 
         def run() -> tuple[Any, ...]:
             if self._memory.is_shared:
-                return self.piece.segments.run_noting(given, between)
+                return self.piece.segments.run_and_record(given, between)
             return self.piece.segments(given)
 
         graph, effects, found = self._capture("forward", generators, run)
@@ -331,7 +331,7 @@ class CapturedPiece:
         with (
             torch.inference_mode(False),
             torch.set_grad_enabled(self.piece.has_backward) if kind == "forward" else nullcontext(),
-            tools.random.kept_position(),
+            tools.random.preserve_position(),
             tools.observers.recording(label, generators, state) as recorder,
             without_collection(),
         ):

@@ -38,7 +38,7 @@ class ChunkPieces:
     ) -> None:
         self._segments = segments
         self._wait_for = wait_for
-        opened = segments.opened(keeps_whole)
+        opened = segments.expand(keeps_whole)
         # Other chunks of the stage have the other cuts.
         own_cuts = {segment.name for segment in opened}.intersection(cuts)
         self.pieces = split(opened, scopes, own_cuts, keeps_whole)

@@ -134,7 +134,7 @@ class EffectObservers:
 
         When the block ends, gradient slots, gathers of parameters, counts of collectives and
         torch's default generators are restored. Random streams move as they do without a recording,
-        so that the captures of a chunk can follow one another. ``RandomStreams.kept_position``
+        so that the captures of a chunk can follow one another. ``RandomStreams.preserve_position``
         around all of them restores the streams.
 
         Args:
@@ -187,7 +187,7 @@ class EffectObservers:
                 sums that are. Also if activations are recomputed and no position is given, or if
                 parameters of other ranks are out of date and the computation does not gather them.
 
-        Communication: that of ``GradientReducer.arrived``, after the replay.
+        Communication: that of ``GradientReducer.mark_arrived``, after the replay.
         """
         gradients = effects.gradients
         self._check(effects)
@@ -198,7 +198,7 @@ class EffectObservers:
             self._gather.mark_gathered()
         if self._reducer is not None:
             for names in gradients.groups:
-                self._reducer.arrived(names)
+                self._reducer.mark_arrived(names)
             self._reducer.mark_summed(gradients)
 
     def _check(self, effects: Effects) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_megatron.groups.generators import drawing_from
+from lightning_megatron.groups.generators import draw_from
 from lightning_megatron.groups.launcher import Work
 
 #: Entry of a tape.
@@ -38,7 +38,7 @@ class Operator:
 
     def __call__(self) -> None:
         """Run the operator again."""
-        with nullcontext() if self.generator is None else drawing_from(self.generator):
+        with nullcontext() if self.generator is None else draw_from(self.generator):
             results = tree_leaves(self.function(*self.args, **self.kwargs))
         for position, tensor in self.made:
             tensor.copy_(results[position])

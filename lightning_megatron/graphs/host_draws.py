@@ -13,7 +13,7 @@ from lightning_megatron.errors import UnsupportedError
 
 
 @contextmanager
-def refusing_host_draws(device: torch.device) -> Iterator[None]:
+def refuse_host_draws(device: torch.device) -> Iterator[None]:
     """Refuse draws of the host's generators inside the block, and undo them.
 
     These are Python's ``random``, the generator of ``numpy.random`` and, on a GPU, torch's

@@ -41,8 +41,8 @@ class PieceInputs:
         """Return the size of the copies (bytes)."""
         return sum(tensor.nbytes for tensor in self.copied)
 
-    def why_unfit(self, tensors: Sequence[Tensor]) -> str | None:
-        """Return why a replay cannot take these inputs; None if it can."""
+    def find_mismatch(self, tensors: Sequence[Tensor]) -> str | None:
+        """Return why a replay cannot use these inputs; None if it can."""
         for position, (static, given) in enumerate(zip(self.tensors, tensors, strict=True)):
             if given.shape != static.shape or given.dtype != static.dtype:
                 return f"{_shown(given)}, captured for {_shown(static)}"

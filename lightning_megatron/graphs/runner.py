@@ -183,7 +183,7 @@ class GraphRunner:
             for slot in self._slots_of(action.unit):
                 slot.leave(action.unit)
 
-    def sending(self, unit: PipelineUnit, transfers: PendingTransfers) -> None:
+    def record_sends(self, unit: PipelineUnit, transfers: PendingTransfers) -> None:
         """Wait for transfers before the slot of a unit is used again; see ``ActionObserver``."""
         if self._plan is not None and self._has_backward:
             # A shared slot returns copies of its results.
@@ -351,7 +351,7 @@ class GraphRunner:
         if captured is None or self.failure is not None:
             return segments(values)
         flat = flatten(values)
-        reason = captured.why_unfit(flat)
+        reason = captured.find_mismatch(flat)
         if reason is not None:
             self._note_eager(captured.piece.label, reason)
             return segments(values)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.nest import leaves, rebuild
-from lightning_megatron.pipeline.microbatch import Microbatch, own_containers
+from lightning_megatron.pipeline.microbatch import Microbatch, copy_containers
 
 #: Types of values that are part of the form of a microbatch, because a graph repeats what Python
 #: computed from them.
@@ -113,7 +113,7 @@ class StaticInputs:
     @property
     def microbatches(self) -> list[Microbatch]:
         """Return the microbatches in new containers, from which a step may remove entries."""
-        return [Microbatch(own_containers(part.data), part.num_samples) for part in self._parts]
+        return [Microbatch(copy_containers(part.data), part.num_samples) for part in self._parts]
 
     @property
     def num_bytes(self) -> int:

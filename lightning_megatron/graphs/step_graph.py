@@ -19,7 +19,7 @@ from lightning_megatron.graphs.backend import (
     collection_paused,
 )
 from lightning_megatron.graphs.effects import EffectObservers, Effects
-from lightning_megatron.graphs.host_draws import refusing_host_draws
+from lightning_megatron.graphs.host_draws import refuse_host_draws
 from lightning_megatron.graphs.report import GraphCounts, beyond
 from lightning_megatron.graphs.static_inputs import BatchForm, StaticInputs, reason_against
 from lightning_megatron.graphs.step_kind import TRAINING
@@ -350,10 +350,10 @@ class StepGraphs:
         generators = self._draws[kind].exact()
         label = f"the whole {step.name}"
         with (
-            self._random.kept_position(),
+            self._random.preserve_position(),
             collection_paused(),
             step.around(),
-            refusing_host_draws(self._device),
+            refuse_host_draws(self._device),
             self._observers.recording(label, generators, None, step.holds_sums) as recorder,
         ):
             graph, result = self._backend.capture(lambda: step.run(microbatches), pool, generators)

@@ -43,8 +43,8 @@ def modules_with_user_hooks(root: nn.Module) -> dict[str, str]:
     return found
 
 
-def why_hooked(root: nn.Module) -> str | None:
-    """Return why no graph can hold a whole module; None if no user has put a hook on a part of it.
+def describe_user_hook(root: nn.Module) -> str | None:
+    """Return why a hook of a user prevents one graph of a module; None without such a hook.
 
     Args:
         root: Module to search, with all its parts.

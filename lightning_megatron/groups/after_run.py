@@ -1,4 +1,4 @@
-"""Communication among the ranks of a mesh after its run, when its groups have been destroyed."""
+"""Communication among the ranks of a mesh after the run, which has destroyed its groups."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TIMEOUT = timedelta(minutes=2)
 def ranks_on_cpu(mesh: ParallelMesh) -> Iterator[MeshAxis]:
     """Yield the axis of all ranks of a mesh on the CPU, even after its groups have been destroyed.
 
-    After a run the ranks form a new group, which lives as long as the block.
+    After a run, the ranks form a new group, which is destroyed when the block ends.
 
     Args:
         mesh: Mesh of this rank.

@@ -20,12 +20,12 @@ def open_store(
     rank: int,
     size: int,
     timeout: timedelta,
-    of_agent: bool,
+    use_agent_store: bool,
     listener: int | None = None,
 ) -> dist.Store:
     """Return the store that all ranks of the job share.
 
-    If a process group exists, it is the store of that group.
+    If a process group already exists, return its store.
 
     Args:
         address: Host of the store.
@@ -33,9 +33,9 @@ def open_store(
         rank: Global rank of this process. Rank 0 runs the store, unless torchrun does.
         size: Number of ranks in the job.
         timeout: Time to wait for the other ranks.
-        of_agent: Whether torchrun runs the store.
+        use_agent_store: Whether torchrun's agent runs the store.
         listener: File descriptor of a socket of rank 0 that listens on the port, which the store
-            owns from then on; None lets the store open one.
+            owns from then on; None lets the store open a socket.
 
     Raises:
         RankMismatchError: If the other ranks do not connect to torchrun's store in time.
@@ -44,7 +44,7 @@ def open_store(
     """
     if dist.is_initialized():
         return default_store()
-    if of_agent:
+    if use_agent_store:
         return join_agent_store(address, port, rank, size, timeout)
     return dist.TCPStore(
         address, port, size, rank == 0, timeout, multi_tenant=True, master_listen_fd=listener
@@ -117,7 +117,8 @@ def _answer(asking: dist.Store, size: int, deadline: float) -> str:
     answered: dict[int, bytes] = {}
     while (arrived := asking.add(f"{name}/arrived", 0)) < size - 1:
         for rank in range(1, size):
-            # The word may be that of a dead rank. Its successor overwrites it and is answered, too.
+            # A dead rank may have written the word. The rank that replaces it overwrites the word
+            # and is answered, too.
             if asking.check([f"ask/{rank}"]) and (
                 word := asking.get(f"ask/{rank}")
             ) != answered.get(rank):

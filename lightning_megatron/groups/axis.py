@@ -1,4 +1,4 @@
-"""One axis of the mesh, as seen by one rank."""
+"""Axis of the mesh: one group of ranks, from the view of one of them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class MeshAxis:
         ranks: Global ranks of the group, in axis order.
         rank: Position of this rank in ``ranks``.
         group: Process group; None for a group of one rank, which never communicates.
-        overlaps_matmul: Whether matrix products on GPUs are overlapped with their communication,
-            piece by piece.
+        overlaps_matmul: Whether matrix products on GPUs are cut into pieces that overlap with their
+            communication.
         journal: Counter of this rank's collectives.
-        launcher: Point through which this rank's collectives start.
+        launcher: Object through which this rank starts its collectives.
         peer_memory: Symmetric memory that the ranks of the group write into.
     """
 
@@ -55,7 +55,7 @@ class MeshAxis:
         return self.rank == self.size - 1
 
     def note(self, kind: str) -> tuple[str, str, int, tuple[int, ...]]:
-        """Count a collective of this rank just before it starts."""
+        """Record in the journal that this rank starts a collective next."""
         return self.journal.note(kind, self.name, self.ranks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MeshAxis:

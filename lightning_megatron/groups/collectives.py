@@ -165,7 +165,7 @@ class _Conjugate(torch.autograd.Function):
             return None
         backward = ctx.backward_collective
         forward = ctx.forward_collective
-        # A gradient is complete if backward sums it over all ranks, or gathers the parts of a
+        # Backward returns a complete gradient if it sums over all ranks, or gathers the parts of a
         # tensor that forward has split.
         is_whole = backward is _summed or (backward is _gathered and forward is _split)
         return BoundaryGradients(

@@ -1,4 +1,4 @@
-"""Counter by which a device reports its progress inside the graphs that the host has launched."""
+"""Counter of the captured parts that a device has begun, readable while CUDA graphs run."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 import torch
 
-#: Launches whose parts are stored; a host is fewer launches ahead of its device.
+#: Number of launches whose parts are stored. A host never runs so many launches ahead of a device.
 _MAX_LAUNCHES = 4096
 
 
-class DevicePlace(NamedTuple):
-    """Progress of a device in the captured parts that its host has launched.
+class DeviceProgress(NamedTuple):
+    """Progress of a device through the captured parts that its host has launched.
 
     Args:
         begun: Number of parts that the device has begun.
         launched: Number of parts that the host has launched.
-        part: Description of the part that the device has begun last; empty if unknown.
+        part: Description of the last part that the device has begun; empty if unknown.
     """
 
     begun: int
@@ -31,7 +31,7 @@ class DevicePlace(NamedTuple):
 
 
 class DeviceCounter:
-    """Counter on the device that captured parts advance, with a copy that the host can always read.
+    """Counter on the device that captured parts increment, with a copy that the host can read.
 
     The host runs ahead of a GPU, and no watchdog sees the collectives of a graph. A captured part
     therefore begins with an addition to the counter and its copy to pinned memory. The host reads
@@ -45,19 +45,20 @@ class DeviceCounter:
         with torch.inference_mode(False):
             self._counter = torch.zeros((), dtype=torch.int64, device=device)
             self._copy = torch.zeros((), dtype=torch.int64, pin_memory=device.type == "cuda")
-        # Read by another thread, in which torch functions may be intercepted.
+        # A numpy view, because another thread reads it, in which torch functions may be
+        # intercepted.
         self._host_view = self._copy.numpy()
         self._num_launched = 0
         self._launches: deque[tuple[int, tuple[str, ...]]] = deque(maxlen=_MAX_LAUNCHES)
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Let the device count one part; called at the beginning of a part inside a capture."""
+        """Make the device count one part; call this at the beginning of a part inside a capture."""
         self._counter.add_(1)
         self._copy.copy_(self._counter, non_blocking=True)
 
     def launch(self, parts: Sequence[str]) -> None:
-        """Store the parts that the host launches now.
+        """Record that the host now launches parts.
 
         Args:
             parts: Descriptions of the parts, in the order in which the device begins them.
@@ -66,10 +67,8 @@ class DeviceCounter:
         self._num_launched += len(parts)
 
     @property
-    def place(self) -> DevicePlace | None:
-        """Return the progress of the device without waiting for it; None before the first
-        launch.
-        """
+    def progress(self) -> DeviceProgress | None:
+        """Return the progress of the device without a wait; None before the first launch."""
         if self._num_launched == 0:
             return None
         begun = int(self._host_view)
@@ -77,4 +76,4 @@ class DeviceCounter:
         for first, parts in reversed(tuple(self._launches)):
             if first < begun <= first + len(parts):
                 part = parts[begun - first - 1]
-        return DevicePlace(begun, self._num_launched, part)
+        return DeviceProgress(begun, self._num_launched, part)

@@ -17,7 +17,8 @@ from lightning_megatron.groups.collectives import all_gather_objects
 Fields = Mapping[str, str | int | float | None]
 
 _REMEDY = "Start every rank with the same command, environment and files."
-#: Time for which rank 0, which may run the store, waits until the others have read the failure.
+#: Time for which rank 0 waits until the other ranks have read the failure. The store may end with
+#: rank 0.
 _READING = timedelta(seconds=30)
 #: Shortest and longest interval between reads of the store by a waiting rank (seconds).
 _MIN_PAUSE_SECONDS = 0.002
@@ -30,7 +31,7 @@ def check_same_everywhere(world: MeshAxis, fields: Fields, remedy: str = _REMEDY
     Args:
         world: Axis with all ranks, on CPU.
         fields: Values by name.
-        remedy: Last sentence of the message: what to do about values that differ.
+        remedy: Last sentence of the error text: what the user should do if values differ.
 
     Raises:
         RankMismatchError: On every rank; the message names the ranks and fields that differ from
@@ -70,37 +71,38 @@ def check_same_in_store(
     among = f"{ranks[0]} to {ranks[-1]}"
     everything = dist.PrefixStore("lightning_megatron/same", store)
     everything.set(f"open/{rank}", json.dumps([ranks[0], ranks[-1]]))
-    own = dist.PrefixStore(among, everything)
-    number = own.add(f"begun/{rank}", 1)
-    own.set(f"fields/{rank}/{number}", json.dumps([socket.gethostname(), dict(fields)]))
+    entries = dist.PrefixStore(among, everything)
+    number = entries.add(f"begun/{rank}", 1)
+    entries.set(f"fields/{rank}/{number}", json.dumps([socket.gethostname(), dict(fields)]))
     if rank == ranks[0]:
         waiting = _Waiting(everything, rank, ranks, patience)
-        found = [
-            json.loads(waiting.read(own, f"fields/{other}/{number}", [other])) for other in ranks
+        answers = [
+            json.loads(waiting.read(entries, f"fields/{other}/{number}", [other]))
+            for other in ranks
         ]
-        hosts = [host for host, _ in found]
+        hosts = [host for host, _ in answers]
         one_host = len(set(hosts)) == 1
         names = [
             f"rank {r}" + ("" if one_host else f" on {host}")
             for r, host in zip(ranks, hosts, strict=True)
         ]
-        complaint = _describe_differences([values for _, values in found], names)
+        complaint = _describe_differences([values for _, values in answers], names)
         for other in ranks:
-            own.set(f"result/{other}/{number}", complaint or "")
+            entries.set(f"result/{other}/{number}", complaint or "")
         if complaint is not None:
-            _wait_for_readers(own, ranks, number)
+            _wait_for_readers(entries, ranks, number)
     result = _Waiting(everything, rank, ranks, patience).read(
-        own, f"result/{rank}/{number}", ranks[:1]
+        entries, f"result/{rank}/{number}", ranks[:1]
     )
     everything.set(f"open/{rank}", "[]")
     if result:
-        own.set(f"read/{rank}/{number}", "")
+        entries.set(f"read/{rank}/{number}", "")
         raise RankMismatchError(result)
     return number - 1
 
 
 class _Waiting:
-    """Wait for other ranks, unless one of them waits for this rank with another layout.
+    """Wait for other ranks, and raise if one of them waits for this rank with another layout.
 
     Args:
         store: Store in which every rank names the ranks that it is waiting for.
@@ -121,7 +123,7 @@ class _Waiting:
     def read(self, store: dist.Store, key: str, others: Sequence[int]) -> str:
         """Return the value of a key that one of ``others`` writes."""
         pause = _MIN_PAUSE_SECONDS
-        # Ask instead of waiting in the store, whose client logs each wait that ends without a key.
+        # Poll, because the client of the store logs every wait that ends without a key.
         while not store.check([key]):
             for other in others:
                 self._check_layout_of(other)

@@ -22,11 +22,11 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 @contextmanager
-def drawing_from(generator: torch.Generator) -> Iterator[None]:
-    """Let operators without their own generator draw from this one inside the block.
+def draw_from(generator: torch.Generator) -> Iterator[None]:
+    """Replace the default generator by this one inside the block.
 
-    The state of ``generator`` advances, and that of the default generator does not. A block in a
-    capture of a CUDA graph is legal.
+    The state of ``generator`` advances, and that of the default generator does not. The block may
+    be inside a capture of a CUDA graph.
     """
     default = default_generator(generator.device)
     if generator.device.type == "cuda":
@@ -53,7 +53,7 @@ class GeneratorPool:
     The code that captures a CUDA graph makes a pool of a fixed size and registers all its
     :attr:`generators` with the graph before the capture begins. A recording of single operators
     makes a pool without a size. It reads :attr:`current` when it records an operator, and runs the
-    operator again inside :func:`drawing_from`.
+    operator again inside :func:`draw_from`.
 
     Args:
         device: Device of the draws.
@@ -74,7 +74,7 @@ class GeneratorPool:
         self._idle = frozenset(idle)
         #: Number of generators that are taken.
         self.num_taken = 0
-        #: Current generator of draws; None outside of random streams.
+        #: Generator from which operators draw now; None outside of random streams.
         self.current: torch.Generator | None = None
         self._is_fixed = size is not None
 
@@ -97,9 +97,9 @@ class GeneratorPool:
         return self.of_streams[self.num_taken - 1]
 
     def exact(self) -> GeneratorPool:
-        """Return a pool of the size that an ordinary run determined, for a capture of the same run.
+        """Return a pool of the size that this run needed, for a capture of the same computation.
 
-        Streams from which the run has drawn nothing are idle in it.
+        Streams from which the run has drawn nothing are idle in the new pool.
         """
         idle = [number for number, one in enumerate(self.of_streams) if _is_fresh(one)]
         return GeneratorPool(self.device, self.num_taken, idle)
@@ -110,16 +110,16 @@ class GeneratorPool:
         return [one for number, one in enumerate(self.of_streams) if number not in self._idle]
 
     def is_idle(self, generator: torch.Generator) -> bool:
-        """Return whether a generator is that of an idle stream."""
+        """Return whether a generator belongs to an idle stream."""
         return any(self.of_streams[number] is generator for number in self._idle)
 
     @contextmanager
-    def drawing(self, generator: torch.Generator) -> Iterator[None]:
+    def draw_from(self, generator: torch.Generator) -> Iterator[None]:
         """Draw from one of the generators inside the block; blocks may be nested."""
         outside = self.current
         self.current = generator
         try:
-            with drawing_from(generator):
+            with draw_from(generator):
                 yield
         finally:
             self.current = outside

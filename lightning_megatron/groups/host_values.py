@@ -1,4 +1,4 @@
-"""Host copies of the values of device tensors, noted before a batch moves to the device."""
+"""Host copies of integer tensors, recorded when a batch moves to the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_RATIO = 1024
 
 @dataclass(frozen=True, eq=False)
 class _CachedValues:
-    """Values of a storage, and the versions of both tensors to which they belong."""
+    """Values of a storage, and the versions of both tensors for which the values are valid."""
 
     storage: StorageWeakRef
     values: Tensor
@@ -28,27 +28,27 @@ class _CachedValues:
 
 
 class HostValues:
-    """Values on the host of integer tensors on a device.
+    """Host copies of integer tensors that are on a device.
 
-    The masks, positions and labels of a batch are on the host before it moves. Decisions use these
-    values, also for the parts of tensors in microbatches, so that the host does not wait for the
-    device. Tensors that were created on the device are read once as a whole, for all of their
-    parts. A tensor that is written in place afterwards is read again.
+    The masks, positions and labels of a batch are on the host before it moves to the device. Code
+    that decides by these values reads the host copies, also for slices of tensors in microbatches,
+    so that the host does not wait for the device. A tensor that was created on the device is read
+    once in full, for all of its slices. A tensor that is written in place is read again.
 
     No value is returned while a graph is captured, because the graph would repeat the decision.
     """
 
     def __init__(self) -> None:
         self._cache: dict[int, _CachedValues] = {}
-        #: Number of reads for which the host waited for a device.
+        #: Number of reads for which the host had to wait for a device.
         self.num_reads = 0
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Note the values of integer tensors that move from the host to a device in the block.
+    def record_moves(self) -> Iterator[None]:
+        """Record the values of integer tensors that move from the host to a device in the block.
 
-        Those of the last batch are discarded. Results are not inference tensors, because these have
-        no version counters that show a later write.
+        The values of the previous batch are discarded. The moved tensors are not inference tensors,
+        because these lack the version counters that reveal a later write.
         """
         self._cache.clear()
         has_gradients = torch.is_grad_enabled()
@@ -61,7 +61,7 @@ class HostValues:
             yield
 
     def note(self, tensor: Tensor, values: Tensor) -> None:
-        """Note the values of a tensor that fills its storage.
+        """Record the values of a tensor that fills its storage.
 
         Args:
             tensor: Tensor on a device.
@@ -104,21 +104,21 @@ class HostValues:
         Args:
             tensor: Tensor on any device.
         """
-        found = self.of(tensor)
-        if found is not None or _is_on_host(tensor):
-            return tensor if found is None else found
+        copied = self.of(tensor)
+        if copied is not None or _is_on_host(tensor):
+            return tensor if copied is None else copied
         self.num_reads += 1
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         if type(tensor) is not Tensor or not 0 < size <= _MAX_RATIO * tensor.numel():
             return tensor.cpu()
         whole = tensor.as_strided((size,), (1,), 0)
         self.note(whole, whole.cpu())
-        found = self.of(tensor)
-        return tensor.cpu() if found is None else found
+        copied = self.of(tensor)
+        return tensor.cpu() if copied is None else copied
 
 
 class _RecordedMoves(TorchFunctionMode):
-    """Note the results of moves of integer tensors from the host."""
+    """Record the integer tensors that moves from the host return."""
 
     def __init__(self, host: HostValues) -> None:
         super().__init__()

@@ -17,22 +17,22 @@ from lightning_megatron.groups.pending import (
     start_reduce_scatter,
 )
 
-#: Function that starts a collective; it returns the tensor for the result, and the collective to
-#: wait for.
+#: Function that starts a collective, and returns the tensor for the result and the handle to wait
+#: for.
 Start = Callable[[Tensor], tuple[Tensor, Pending]]
 
 
 class InFlight:
-    """Tensor in flight between ranks, with a start and a wait that autograd records.
+    """Tensor in flight between ranks, whose start and wait autograd records.
 
     Backward reverses the order: the gradient's collective starts where forward waited, and
     completes where forward started. Autograd runs later nodes first. The backward of the
     computation between start and wait therefore overlaps with the gradient's collective.
 
     Args:
-        x: Tensor to send; without ``forward``, the result of :meth:`wait`.
-        forward: Start of the collective; None if there is nothing to send.
-        backward: Start of the collective for the gradient of the result.
+        x: Tensor to send. Without ``forward``, :meth:`wait` returns it.
+        forward: Function that starts the collective; None if there is nothing to send.
+        backward: Function that starts the collective for the gradient of the result.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class InFlight:
     def wait(self) -> Tensor:
         """Return the result; call this once.
 
-        Autograd keeps this object alive, so it drops its reference to the result.
+        This drops the object's reference to the result, because autograd keeps the object alive.
         """
         result = self._result
         self._result = None
@@ -67,8 +67,8 @@ def start_all_gather_sequence(x: Tensor, axis: MeshAxis) -> InFlight:
         return whole, start_all_gather(whole, x.contiguous(), axis)
 
     def scatter(grad: Tensor) -> tuple[Tensor, Pending]:
-        own = grad.new_empty((grad.shape[0] // axis.size, *grad.shape[1:]))
-        return own, start_reduce_scatter(own, grad.contiguous(), axis)
+        part = grad.new_empty((grad.shape[0] // axis.size, *grad.shape[1:]))
+        return part, start_reduce_scatter(part, grad.contiguous(), axis)
 
     return InFlight(x, gather, scatter)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.device_counter import DeviceCounter
 
-#: End of the names under which exchanges between the neighbours on an axis are counted.
+#: Suffix of the names under which exchanges between neighbours on an axis are counted.
 NEIGHBOURS = " neighbours"
 
 
@@ -38,7 +38,7 @@ class Call(NamedTuple):
 
 
 class RecordedCall(NamedTuple):
-    """Collective that a captured computation contains, noted once at its capture.
+    """Collective in a captured computation, recorded once at its capture.
 
     Args:
         kind: Kind of collective, such as ``all_reduce``.
@@ -54,8 +54,8 @@ class RecordedCall(NamedTuple):
 class Journal:
     """Counter of one rank's collectives by axis.
 
-    All ranks of an axis run the same collectives in the same order, so that the rank with the
-    smaller count has not arrived yet. Exchanges between neighbours have counters of their own,
+    All ranks of an axis run the same collectives in the same order. If ranks hang, those with the
+    smallest count have not arrived yet. Exchanges between neighbours have separate counters,
     because their number may differ between ranks.
     """
 
@@ -67,7 +67,7 @@ class Journal:
         self._last: tuple[str, str, int, tuple[int, ...]] | None = None
         self._recorded: list[RecordedCall] | None = None
         self._label = ""
-        #: Counter that captured parts advance on the device; None if it is not read.
+        #: Counter that captured parts increment on the device; None if nothing reads it.
         self.device: DeviceCounter | None = None
         #: Descriptions of the parts that the recording has marked; a new list in each recording.
         self.parts: list[str] = []
@@ -75,7 +75,7 @@ class Journal:
     def note(
         self, kind: str, axis: str, ranks: tuple[int, ...]
     ) -> tuple[str, str, int, tuple[int, ...]]:
-        """Count a collective just before it starts, and return the argument of :meth:`again`.
+        """Count a collective just before it starts, and return the argument of :meth:`record_wait`.
 
         While :meth:`recording` is active, the collective is recorded instead of counted.
 
@@ -99,13 +99,13 @@ class Journal:
         """Refuse further collectives on these axes, because their groups have been destroyed."""
         self._destroyed = frozenset(axes)
 
-    def again(self, call: tuple[str, str, int, tuple[int, ...]] | None) -> None:
-        """Set the last collective to an earlier one, which this rank now waits for."""
+    def record_wait(self, call: tuple[str, str, int, tuple[int, ...]] | None) -> None:
+        """Record that this rank now waits for an earlier collective, which becomes :attr:`last`."""
         if self._recorded is None:
             self._last = call
 
     def begin_part(self, part: object) -> None:
-        """Let the device count the beginning of a part of the recorded computation.
+        """Record the beginning of a part of a computation, which the device will count.
 
         Without :meth:`recording`, or without :attr:`device`, nothing happens.
 
@@ -150,10 +150,10 @@ class Journal:
 
         Args:
             calls: Collectives that :meth:`recording` has recorded. Without any, nothing changes.
-            label: Description of the replay. :attr:`last` has it as the kind of collective,
-                together with the axis of the last recorded one, because the host cannot know which
-                of the collectives in a replay the device has reached. An example is ``replay of
-                layers 3..4, backward, 6 collectives``.
+            label: Description of the replay, such as ``replay of layers 3..4, backward, 6
+                collectives``. :attr:`last` then has this text as its kind, with the axis of the
+                last recorded collective, because the host cannot know which collective of a replay
+                the device has reached.
             parts: Parts that the replay begins on the device, as :attr:`parts` has recorded them.
 
         Raises:

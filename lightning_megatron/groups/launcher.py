@@ -1,4 +1,4 @@
-"""Point through which the collectives of a rank start, where a recording can intercept them."""
+"""Launcher of a rank's collectives, at which a recording can intercept them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Work(Protocol):
 
 
 class CollectiveRecorder(Protocol):
-    """Recording of a computation that keeps every collective as one entry, to run it again."""
+    """Recording of a computation, in which every collective is one entry that can run again."""
 
     def run(self, collective: Callable[[], object], written: Sequence[Tensor]) -> None:
         """Run a collective that is complete when it returns, and record it.
@@ -39,11 +39,11 @@ class CollectiveRecorder(Protocol):
 
 
 class CollectiveLauncher:
-    """Point through which every collective of tensors of one rank starts.
+    """Launcher of all collectives of tensors on one rank.
 
-    Without a recorder it only starts them. A recorder sees each collective as a whole, but not the
-    operations of a backend inside it, such as copies between tensors. Collectives of Python objects
-    and barriers do not pass this point, because they run on the host.
+    Without a recorder, the launcher only starts them. A recorder sees each collective as one entry,
+    without the operations of the backend inside it, such as copies between tensors. Collectives of
+    Python objects and barriers do not use the launcher, because they run on the host.
     """
 
     __slots__ = ("recorder",)
@@ -55,7 +55,7 @@ class CollectiveLauncher:
     def run(self, collective: Callable[[], object], *written: Tensor) -> None:
         """Run a collective that writes some tensors and is complete when it returns.
 
-        On a GPU it is complete for the current stream.
+        On a GPU, the current stream has then waited for the collective, and the host has not.
         """
         if self.recorder is None:
             collective()

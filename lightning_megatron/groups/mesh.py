@@ -38,12 +38,12 @@ class ParallelMesh:
     all experts of a stage (etp x ep). ``checkpoint_cpu`` contains all ranks and is reserved for a
     thread that saves checkpoints during training.
 
-    ``cp_groups`` are axes of fewer ranks of cp, which share documents where ``context.groups`` says
-    so; :meth:`group_of_cp` finds them by size.
+    ``cp_groups`` are axes of 2, 4, ... neighbouring ranks of cp. If ``context.groups`` is set, the
+    ranks of one such group share a document; :meth:`group_of_cp` finds the groups by size.
 
     ``context`` and ``loss_chunk`` are settings that models read when they are built: the transport
-    of attention over cp, and the tokens whose logits exist at once, which the division of layers
-    among stages counts.
+    of attention over cp, and the number of tokens whose logits exist at once. The division of
+    layers among stages depends on the latter.
     """
 
     layout: ParallelLayout
@@ -138,9 +138,9 @@ class ParallelMesh:
                 :func:`~lightning_megatron.groups.nccl_options.read_nccl_options`.
             overlaps_matmul: Whether to overlap matrix products at the border of tensor-parallel
                 regions with their communication, where ``groups.collective_matmul`` supports it.
-            context: Transport of attention over cp and its levels; None means one level and the
-                choice of each layer.
-            loss_chunk: Tokens whose logits will exist at once; None means those of all.
+            context: Transport of attention over cp and its levels; None means one level, on which
+                each layer chooses its transport.
+            loss_chunk: Number of tokens whose logits exist at once; None means all tokens.
 
         Raises:
             ParallelPlanError: If the existing process group has fewer ranks than the layout needs,
@@ -184,10 +184,10 @@ class ParallelMesh:
 
     @property
     def has_loss(self) -> bool:
-        """Return whether this rank's stage has the last virtual stage, and computes the loss."""
+        """Return whether this rank's stage has the last virtual stage, which computes the loss."""
         return self.pp.rank == self.layout.loss_stage
 
-    def copies(self, is_expert: bool) -> MeshAxis:
+    def replica_axis(self, is_expert: bool) -> MeshAxis:
         """Return the axis of a parameter's replicas: ``edp`` for experts, else ``data``."""
         return self.edp if is_expert else self.data
 
@@ -219,7 +219,7 @@ class ParallelMesh:
 
     @property
     def full_model_cpu(self) -> MeshAxis:
-        """Return the axis of ranks that together have every parameter.
+        """Return the axis of ranks that together have every parameter of the model.
 
         It is ``model_cpu``, or ``world_cpu`` if ep is above 1.
         """

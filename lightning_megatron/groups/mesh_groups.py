@@ -32,8 +32,8 @@ DEFAULT_TIMEOUTS = {
     "cpu": default_pg_timeout,
     "cuda": default_pg_nccl_timeout or default_pg_timeout,
 }
-#: Time that the ranks wait for each other in a save; one may have much more to write, to a slow
-#: disk.
+#: Time that the ranks wait for each other in a save. A rank may have much more to write than
+#: others, to a slow disk.
 CHECKPOINT_TIMEOUT = timedelta(hours=2)
 #: Axes whose messages must not queue behind large ones on a GPU.
 _HIGH_PRIORITY = ("cp", "pp", "ep")
@@ -69,9 +69,9 @@ class GroupBuilder:
         self.device = device
         self.timeout = timeout
         self.backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-        given = read_nccl_options(options)
+        by_axis = read_nccl_options(options)
         self.options = {
-            name: {"high_priority": name in _HIGH_PRIORITY, **given.get(name, {})}
+            name: {"high_priority": name in _HIGH_PRIORITY, **by_axis.get(name, {})}
             for name in GROUP_NAMES
         }
         self.created: list[dist.ProcessGroup] = []
@@ -107,12 +107,12 @@ class GroupBuilder:
         return True
 
     def _check_world(self) -> None:
-        found = dist.get_world_size()
+        world_size = dist.get_world_size()
         wanted = self.layout.world_size + self.layout.rank_offset
-        if found < wanted:
+        if world_size < wanted:
             raise ParallelPlanError(
-                f"the initialised process group has {found} ranks, and the layout needs {wanted}. "
-                f"Start {wanted} processes, or change the layout."
+                f"the initialised process group has {world_size} ranks, and the layout needs "
+                f"{wanted}. Start {wanted} processes, or change the layout."
             )
         (ranks,) = self._all_ranks()
         rank = dist.get_rank()
@@ -120,9 +120,9 @@ class GroupBuilder:
             raise ParallelPlanError(
                 f"a layout must contain the rank that creates its groups: rank {rank} is not in "
                 f"{ranks[0]} to {ranks[-1]}. Give this rank a layout with its own rank_offset, or "
-                f"all {found} ranks a larger layout."
+                f"all {world_size} ranks a larger layout."
             )
-        self.is_part = found != self.layout.world_size
+        self.is_part = world_size != self.layout.world_size
 
     def compare(self, sequence_parallel: bool) -> int:
         """Compare the layout and the package over all ranks of the layout before it has groups.
@@ -174,11 +174,11 @@ class GroupBuilder:
         """Create the axes of 2, 4 and more neighbouring ranks of cp, up to half of it."""
         cp = self.layout.cp
         whole = self.layout.groups("cp")
-        found = []
+        axes = []
         for size in context_group_sizes(cp)[1:-1]:
             runs = [ranks[i : i + size] for ranks in whole for i in range(0, cp, size)]
-            found.append(self._axis(f"cp_of_{size}", runs, self.backend, "cp"))
-        return tuple(found)
+            axes.append(self._axis(f"cp_of_{size}", runs, self.backend, "cp"))
+        return tuple(axes)
 
     def _checkpoint_axis(self) -> MeshAxis:
         """Create a separate group of all ranks that is not counted and waits for slow disks."""
@@ -207,8 +207,8 @@ class GroupBuilder:
     def _create(
         self, groups: Sequence[Sequence[int]], backend: str, options: Mapping[str, Any]
     ) -> MeshAxis:
-        # A rank outside every group, such as a middle stage and the embedding group, gets a group
-        # of one rank.
+        # A rank outside of all groups gets a group of one rank, such as a middle stage, which is
+        # not in the embedding group.
         mine = MeshAxis("", (self.rank,), 0, None)
         for ranks in groups:
             if len(ranks) == 1:

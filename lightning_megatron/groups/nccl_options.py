@@ -42,7 +42,7 @@ _MEGATRON_NAMES = {
 _SETTINGS: Mapping[str, Any] = {
     "high_priority": bool,
     "blocking": Literal[0, 1],
-    "cga_cluster_size": Annotated[int, Range(least=0, most=8)],
+    "cga_cluster_size": Annotated[int, Range(minimum=0, maximum=8)],
     "min_ctas": Count,
     "max_ctas": Count,
     "net_name": str,
@@ -54,7 +54,7 @@ _SETTINGS: Mapping[str, Any] = {
     "nvls_ctas": Count,
 }
 _MEGATRON_SETTINGS = {"is_high_priority_stream": "high_priority"}
-#: Size limit of a file; one with every axis and setting has less than a tenth of it (bytes).
+#: Maximum size of a file. A file with every axis and setting has less than a tenth of it (bytes).
 _MAX_FILE_BYTES = 100_000
 
 NcclOptions = Mapping[str, Mapping[str, Any]]
@@ -72,7 +72,7 @@ def read_nccl_options(options: Mapping[str, Any] | str | None) -> dict[str, dict
         ParallelPlanError: For a file that cannot be read, and for an unknown axis, setting or
             value.
     """
-    found: dict[str, dict[str, Any]] = {}
+    settings: dict[str, dict[str, Any]] = {}
     names: dict[str, str] = {}
     if options is None:
         options = {}
@@ -80,22 +80,22 @@ def read_nccl_options(options: Mapping[str, Any] | str | None) -> dict[str, dict
         options = _read(options)
     for name, values in options.items():
         axis = _axis(name)
-        if axis in found:
+        if axis in settings:
             raise ParallelPlanError(
                 f"nccl_options must name every axis once: {name!r} and {names[axis]!r} are the "
                 "same axis. Combine the settings of both."
             )
-        found[axis] = _settings(name, values)
+        settings[axis] = _settings(name, values)
         names[axis] = name
-    check_installed(found)
-    return found
+    check_installed(settings)
+    return settings
 
 
 def check_installed(options: NcclOptions) -> None:
     """Check that the installed NCCL supports the settings; do nothing if torch has no NCCL.
 
     Raises:
-        ParallelPlanError: For a setting that it does not support.
+        ParallelPlanError: For a setting that the installed NCCL does not support.
     """
     if hasattr(dist, "ProcessGroupNCCL"):
         for values in options.values():
@@ -103,7 +103,7 @@ def check_installed(options: NcclOptions) -> None:
 
 
 def torch_options(settings: Mapping[str, Any]) -> Any:
-    """Return the settings of one axis as options for ``torch.distributed.new_group``.
+    """Convert the settings of one axis to options for ``torch.distributed.new_group``.
 
     Raises:
         ParallelPlanError: For a setting that the installed NCCL does not support.
@@ -136,7 +136,7 @@ def _axis(name: Any) -> str:
 
 
 def _settings(axis: str, values: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name, value in coerced(f"nccl_options[{axis!r}]", values, dict[str, Any]).items():
         setting = _MEGATRON_SETTINGS.get(name, name)
         if setting not in _SETTINGS:
@@ -144,17 +144,17 @@ def _settings(axis: str, values: Any) -> dict[str, Any]:
                 f"nccl_options must be settings of NCCL: {shown(name)} of {axis!r} is not. Use "
                 f"{', '.join(_SETTINGS)}."
             )
-        if setting in found:
+        if setting in settings:
             raise ParallelPlanError(
                 f"nccl_options[{axis!r}] must give {setting} once: {name} is the same setting."
             )
-        found[setting] = coerced(f"nccl_options[{axis!r}].{name}", value, _SETTINGS[setting])
-    if found.get("min_ctas", 0) > found.get("max_ctas", found.get("min_ctas", 0)):
+        settings[setting] = coerced(f"nccl_options[{axis!r}].{name}", value, _SETTINGS[setting])
+    if settings.get("min_ctas", 0) > settings.get("max_ctas", settings.get("min_ctas", 0)):
         raise ParallelPlanError(
-            f"min_ctas ({found['min_ctas']}) of nccl_options[{axis!r}] must be at most max_ctas "
-            f"({found['max_ctas']})."
+            f"min_ctas ({settings['min_ctas']}) of nccl_options[{axis!r}] must be at most max_ctas "
+            f"({settings['max_ctas']})."
         )
-    return found
+    return settings
 
 
 def _read(path: str) -> Mapping[Any, Any]:
@@ -167,7 +167,7 @@ def _read(path: str) -> Mapping[Any, Any]:
                 "more."
             )
         _check_keys(yaml.compose(content, yaml.SafeLoader), path)
-        found = yaml.safe_load(content)
+        document = yaml.safe_load(content)
     except ParallelPlanError:
         raise
     except (CorruptDataError, yaml.YAMLError, RecursionError, ValueError) as error:
@@ -176,7 +176,7 @@ def _read(path: str) -> Mapping[Any, Any]:
             f"{shown(path)} cannot be read ({str(error)[:300]})."
         ) from error
     # YAML returns None for an empty file and for one with only comments.
-    return coerced(f"the content of {path!r}", {} if found is None else found, dict[Any, Any])
+    return coerced(f"the content of {path!r}", {} if document is None else document, dict[Any, Any])
 
 
 def _check_keys(node: yaml.Node | None, path: str) -> None:

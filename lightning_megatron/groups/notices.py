@@ -13,14 +13,14 @@ _T = TypeVar("_T")
 
 
 class Notices:
-    """Notices that every rank of the job can read, kept in the store of the process groups.
+    """Notices that every rank of the job can read, in the store of the process groups.
 
-    A separate connection keeps them independent of threads that wait in the store. The process that
-    runs the store may itself hang. If it does not answer in time, methods return a default value,
-    and no further requests are sent.
+    A separate connection makes them independent of threads that wait in the store. The process that
+    runs the store may itself hang. If that process does not answer in time, methods return a
+    default value, and no further requests are sent.
 
     Args:
-        job: Name that no other job, and no other run of this job, has.
+        job: Unique name of this run of the job.
         patience: Time to wait for an answer (seconds).
     """
 
@@ -48,7 +48,7 @@ class Notices:
         return self._ask(read_all, {})
 
     def claim(self, name: str) -> bool:
-        """Return whether this rank is the first to claim ``name``; True if nothing answers."""
+        """Return whether this rank claims ``name`` first; True if the store does not answer."""
         return self._ask(lambda: self._store.add(name, 1) == 1, True)
 
     def give_up(self, name: str) -> None:

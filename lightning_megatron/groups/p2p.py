@@ -20,16 +20,16 @@ class PendingTransfers:
         self,
         work: Work | None = None,
         tensors: Sequence[Tensor] = (),
-        noted: Callable[[], None] = lambda: None,
+        on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         self._work = work
         self._tensors = tuple(tensors)
-        self._noted = noted
+        self._on_wait = on_wait
 
     def wait(self) -> None:
         """Wait for all transfers, on a GPU with the current stream only; later calls do nothing."""
         if self._work is not None:
-            self._noted()
+            self._on_wait()
             self._work.wait()
         self._work = None
         self._tensors = ()
@@ -37,7 +37,7 @@ class PendingTransfers:
     def is_done(self) -> bool:
         """Return whether all transfers are known to be complete, without waiting.
 
-        Inside a capture of a CUDA graph nothing is known, and asking would end the capture.
+        The result is False inside a capture of a CUDA graph, where a query would end the capture.
         """
         if self._work is None:
             return True
@@ -93,5 +93,5 @@ def start_transfers(
         lambda: _Batch(dist.batch_isend_irecv(operations)), *(buffer for buffer, _ in receives)
     )
     return PendingTransfers(
-        work, [op.tensor for op in operations], lambda: axis.journal.again(call)
+        work, [op.tensor for op in operations], lambda: axis.journal.record_wait(call)
     )

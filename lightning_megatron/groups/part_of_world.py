@@ -1,4 +1,4 @@
-"""Process groups of a layout that has only part of a job's ranks."""
+"""Process groups of a layout with only some of the job's ranks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 from torch.distributed import distributed_c10d
 
-#: Group numbers that are reserved for one mesh.
+#: Number of group numbers that are reserved for one mesh.
 _GROUPS = 2**32
-#: Mesh numbers that are reserved for the layouts with one first rank.
+#: Number of mesh numbers that are reserved for the layouts with the same first rank.
 _MESHES = 2**32
 
 
@@ -17,10 +17,10 @@ _MESHES = 2**32
 def groups_of_part(rank_offset: int, number: int) -> Iterator[None]:
     """Let ``new_group`` run on the ranks of one layout only.
 
-    torch numbers groups separately on every rank, and uses these numbers as names in the shared
-    store. It also splits NCCL communicators from that of all ranks, which requires all ranks to
-    take part. Within this context the numbers are unique to this part and this mesh, and
-    communicators are created from scratch.
+    Every rank numbers its groups by itself, and torch uses these numbers as names in the shared
+    store. torch also splits NCCL communicators from that of all ranks, which requires all ranks to
+    take part. Inside this context, the numbers are unique to this layout and mesh, and torch
+    creates communicators from scratch.
 
     Args:
         rank_offset: First rank of the layout, which identifies it among the layouts of the job.

@@ -1,4 +1,4 @@
-"""Symmetric memory of an axis, which other ranks write into without action of the owner."""
+"""Symmetric memory of an axis, into which other ranks write without action of the owner."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TEST_BYTES = 16
 _REMEMBERED_VIEWS = 1024
 
 
-#: Use of a region of shared memory. The lifetimes of uses differ, so each has its own region.
+#: Use of a region of shared memory. Each use has its own region, because the lifetimes differ.
 PeerUse = Literal["tokens", "tokens again", "clone counts", "clone weights", "clone gradients"]
 
 
@@ -50,15 +50,17 @@ class PeerRegion:
             dtype: Type of the tensor.
         """
         key = (start, shape, dtype)
-        found = self._views.get(key)
-        if found is None:
+        cached = self._views.get(key)
+        if cached is None:
             if len(self._views) == _REMEMBERED_VIEWS:
                 self._views.clear()
             # Not an inference tensor: validation may create the view, and training may use it.
             with torch.inference_mode(False):
                 size = math.prod(shape) * dtype.itemsize
-                found = self._views[key] = self.memory[start : start + size].view(dtype).view(shape)
-        return found
+                cached = self._views[key] = (
+                    self.memory[start : start + size].view(dtype).view(shape)
+                )
+        return cached
 
     def wait(self) -> None:
         """Let the current stream wait for the streams of all ranks, and for their writes."""
@@ -67,10 +69,10 @@ class PeerRegion:
 
 
 class PeerMemory:
-    """Regions of one axis, one for each use, shared by all layers that put rows over the axis.
+    """Regions of one axis, one for each use, shared by all layers that send rows over the axis.
 
-    They grow on demand and are freed with the groups. All ranks use them in the same order, each on
-    one stream.
+    The regions grow on demand and are freed with the process groups. All ranks use them in the same
+    order, each on one stream.
     """
 
     def __init__(self) -> None:
@@ -91,9 +93,10 @@ class PeerMemory:
         Args:
             group: Process group of the ranks.
             device: Device of this rank.
-            missing: Reason that this rank already has against it.
+            missing: Reason why this rank cannot, if the caller knows one.
 
-        Communication: on GPUs, the first call compares the ranks' results and tries the memory.
+        Communication: on GPUs, the first call gathers the reasons of all ranks, and allocates a
+            small region as a test.
         """
         if device.type != "cuda":
             return f"ranks are on {device.type}"
@@ -123,9 +126,9 @@ class PeerMemory:
 
         Args:
             group: Process group of the ranks.
-            num_bytes: Least size of the region (bytes).
+            num_bytes: Minimum size of the region (bytes).
             device: Device of this rank.
-            use: What the region holds.
+            use: Use of the region.
 
         Raises:
             RuntimeError: If the region would have to grow during the capture of a CUDA graph.
@@ -133,8 +136,8 @@ class PeerMemory:
         Communication: the ranks of the group wait for each other if the region grows.
         """
         is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        found = self._regions.get(use)
-        if found is None or found.memory.numel() < num_bytes:
+        region = self._regions.get(use)
+        if region is None or region.memory.numel() < num_bytes:
             if is_captured:
                 raise RuntimeError(
                     "shared memory must be allocated before a graph is captured, because its "
@@ -143,10 +146,10 @@ class PeerMemory:
                 )
             # Not an inference tensor: validation may allocate the memory, and training may use it.
             with torch.inference_mode(False):
-                found = self._grow(group, num_bytes, device, use)
+                region = self._grow(group, num_bytes, device, use)
         if is_captured:
             self._captured.add(use)
-        return found
+        return region
 
     def wait(self) -> None:
         """Let the current stream wait for the streams of all ranks, and for their writes.
@@ -176,9 +179,9 @@ class PeerMemory:
         assert group is not None, "GPUs share memory only within a process group"
         if before is not None and use in self._captured:
             self._replaced_regions.append(before)
-        # The old region may be freed only when no rank writes into it any more. After the
-        # synchronization the writes of this rank have completed, and the rendezvous in _shared
-        # waits for all ranks.
+        # The old region must not be freed before all ranks have finished their writes into it.
+        # The synchronization completes the writes of this rank, and the rendezvous in _shared waits
+        # for all ranks.
         torch.cuda.synchronize(device)
         self._regions[use] = _shared(group, num_bytes, device)
         self._captured.discard(use)
@@ -194,8 +197,8 @@ class PeerMemory:
 
 def _shared(group: dist.ProcessGroup, num_bytes: int, device: torch.device) -> PeerRegion:
     memory = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
-    # Memory that is not written must be finite, because kernels multiply values next to a weight by
-    # zeros. The writes of other ranks come after the rendezvous.
+    # Unwritten memory must be finite, because kernels multiply the values beyond a weight's end by
+    # zero. Other ranks write only after the rendezvous.
     memory.zero_()
     torch.cuda.synchronize(device)
     handle = symmetric_memory.rendezvous(memory, group)
@@ -222,9 +225,9 @@ def _reason() -> str | None:
 
 
 def _first_reason(reason: str | None, group: dist.ProcessGroup) -> str | None:
-    """Return the first reason of any rank, or that the ranks are on different hosts."""
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, (socket.gethostname(), reason), group=group)
-    if len({host for host, _ in found}) > 1:
+    """Return the first reason that any rank has, or that the ranks are on different hosts."""
+    replies: list[Any] = [None] * group.size()
+    dist.all_gather_object(replies, (socket.gethostname(), reason), group=group)
+    if len({host for host, _ in replies}) > 1:
         return "the ranks are on different hosts"
-    return next((reason for _, reason in found if reason is not None), None)
+    return next((reason for _, reason in replies if reason is not None), None)

@@ -1,6 +1,6 @@
-"""Asynchronous collectives that overlap with other work of the host, and on a GPU of the device.
+"""Asynchronous collectives, without autograd.
 
-They have no autograd. On an axis of one rank they are complete when they return.
+On an axis of one rank, they are complete when they return.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Pending:
 
     Args:
         work: Handle of the collective; None if there is nothing to wait for.
-        then: Function that completes the result after the communication.
-        keep: Tensors to keep alive until then.
-        noted: Function that records in the journal that this rank now waits for the collective.
+        after: Function that completes the result after the communication.
+        keep: Tensors to keep alive until the communication is complete.
+        on_wait: Function that records in the journal that this rank now waits for the collective.
     """
 
     def __init__(
@@ -36,24 +36,24 @@ class Pending:
         work: Work | None = None,
         after: Callable[[], None] | None = None,
         keep: tuple[Tensor, ...] = (),
-        noted: Callable[[], None] = lambda: None,
+        on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         self._work = work
         self._then = after
         self._keep = keep
-        self._noted = noted
+        self._on_wait = on_wait
 
     def wait(self) -> None:
         """Wait until the result is available; later calls do nothing.
 
-        On a GPU only the current stream waits, on a CPU the host.
+        On a GPU, only the current stream waits; on a CPU, the host waits.
         """
         work = self._work
         then = self._then
         self._work = None
         self._then = None
         if work is not None:
-            self._noted()
+            self._on_wait()
             work.wait()
         if then is not None:
             then()
@@ -70,11 +70,11 @@ def start_all_gather(out: Tensor, x: Tensor, axis: MeshAxis) -> Pending:
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         return Pending()
-    noted = _note("all_gather", axis)
+    on_wait = _note("all_gather", axis)
     work = axis.launcher.start(
         lambda: all_gather_into(out, _apart(x, axis), group=axis.group, async_op=True), out
     )
-    return Pending(work, keep=(out, x), noted=noted)
+    return Pending(work, keep=(out, x), on_wait=on_wait)
 
 
 def start_reduce_scatter(out: Tensor, x: Tensor, axis: MeshAxis, op: ReduceOp = "sum") -> Pending:
@@ -89,11 +89,11 @@ def start_reduce_scatter(out: Tensor, x: Tensor, axis: MeshAxis, op: ReduceOp = 
         return Pending()
     native, scale = _native_op(op, axis)
     result = out if _works_in_place(axis) else out.new_empty(out.shape)
-    noted = _note("reduce_scatter", axis)
+    on_wait = _note("reduce_scatter", axis)
     work = axis.launcher.start(
         lambda: reduce_scatter_into(result, x, op=native, group=axis.group, async_op=True), result
     )
-    return Pending(work, _finish(out, result, scale), keep=(out, x, result), noted=noted)
+    return Pending(work, _finish(out, result, scale), keep=(out, x, result), on_wait=on_wait)
 
 
 def start_all_reduce(x: Tensor, axis: MeshAxis, op: ReduceOp = "sum") -> Pending:
@@ -101,11 +101,11 @@ def start_all_reduce(x: Tensor, axis: MeshAxis, op: ReduceOp = "sum") -> Pending
     if axis.group is None:
         return Pending()
     native, scale = _native_op(op, axis)
-    noted = _note("all_reduce", axis)
+    on_wait = _note("all_reduce", axis)
     work = axis.launcher.start(
         lambda: dist.all_reduce(x, op=native, group=axis.group, async_op=True), x
     )
-    return Pending(work, _finish(x, x, scale), keep=(x,), noted=noted)
+    return Pending(work, _finish(x, x, scale), keep=(x,), on_wait=on_wait)
 
 
 def start_all_to_all(
@@ -118,18 +118,18 @@ def start_all_to_all(
     if axis.group is None:
         out.copy_(x)
         return Pending()
-    noted = _note("all_to_all", axis)
+    on_wait = _note("all_to_all", axis)
     sizes = list(receives), list(sends)
     work = axis.launcher.start(
         lambda: dist.all_to_all_single(out, x, *sizes, group=axis.group, async_op=True), out
     )
-    return Pending(work, keep=(out, x), noted=noted)
+    return Pending(work, keep=(out, x), on_wait=on_wait)
 
 
 def _note(kind: str, axis: MeshAxis) -> Callable[[], None]:
     """Count a collective; return a function that records the wait for it in the journal."""
     call = axis.note(kind)
-    return lambda: axis.journal.again(call)
+    return lambda: axis.journal.record_wait(call)
 
 
 def _finish(out: Tensor, result: Tensor, scale: int) -> Callable[[], None] | None:

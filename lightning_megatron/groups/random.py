@@ -22,7 +22,7 @@ from lightning_megatron.groups.recorded_draws import (
 )
 from lightning_megatron.groups.stream_position import StreamName, StreamPosition
 
-#: State of a generator, or the generator of a captured computation that has it.
+#: State of a default generator, or the generator that takes its place in a captured computation.
 _State = torch.Tensor | torch.Generator
 
 
@@ -133,7 +133,7 @@ class RandomStreams:
         if not in_backward:
             self._runs[layer] += 1
             return self._runs[layer] - 1
-        # A backward pass starts with the latest run.
+        # A backward pass recomputes the latest run first.
         self._repeats[layer] += 1
         return max(self._runs[layer] - self._repeats[layer], 0)
 
@@ -196,8 +196,8 @@ class RandomStreams:
         would seed the default generator. The draws are then bitwise those of the same computation
         without a graph.
 
-        The streams move inside the block as they would without it. :meth:`kept_position` restores
-        them after one or several recordings.
+        The streams move inside the block as they would without it. :meth:`preserve_position`
+        restores them after one or several recordings.
 
         Args:
             pool: Generators of this computation, one for each stream at each position. Inside a
@@ -205,7 +205,7 @@ class RandomStreams:
                 Elsewhere the block draws the numbers that it would draw without a recording.
 
         Returns:
-            Object whose ``recorded`` is the result when the block has ended.
+            Recorder, whose attribute ``recorded`` is complete when the block has ended.
 
         Raises:
             RuntimeError: If a recording is active already.
@@ -226,14 +226,14 @@ class RandomStreams:
     ) -> StreamPosition:
         """Prepare the generators of a recorded computation for its next replay.
 
-        The streams move as the computation would move them, so that draws of code after the replay
-        are those without a graph.
+        The streams move as the computation would move them, so that code after the replay draws the
+        same numbers as without a graph.
 
         Args:
             recorded: Result of :meth:`recording`.
-            position: Step and microbatch of the replay; None means those of the current position. A
-                backward pass that recomputes activations needs the position that this method has
-                returned for its forward pass.
+            position: Step and microbatch of the replay; None means the current ones. A backward
+                pass that recomputes activations needs the position that this method returned for
+                the forward pass.
 
         Returns:
             The position to pass for the backward pass of the same computation.
@@ -262,10 +262,8 @@ class RandomStreams:
         return replace(origin, run=earlier_runs)
 
     @contextmanager
-    def kept_position(self) -> Iterator[None]:
-        """Return to the current position when the block ends, and discard the draws of the
-        block.
-        """
+    def preserve_position(self) -> Iterator[None]:
+        """Restore the current position when the block ends, and discard the draws of the block."""
         position = self.position
         states = dict(self._states)
         counts = (self._runs.copy(), self._repeats.copy())
@@ -277,7 +275,7 @@ class RandomStreams:
             self._runs, self._repeats = counts
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seed and the position, from which a checkpoint continues the streams."""
+        """Return the seed and the position, with which a resumed run continues the streams."""
         return {"seed": self.seed, "position": asdict(self.position)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -293,7 +291,7 @@ class RandomStreams:
         generator, is_new = recorder.generator_of(name, purpose)
         if is_new and not recorder.pool.is_capturing:
             self._seed_generator(Draw(name, purpose, generator))
-        with recorder.pool.drawing(generator):
+        with recorder.pool.draw_from(generator):
             yield
         self._states[name, purpose] = generator
 
@@ -307,7 +305,7 @@ class RandomStreams:
         try:
             torch.default_generator.manual_seed(seed)
             seeded = torch.default_generator.get_state()
-            with recorder.pool.drawing(generator):
+            with recorder.pool.draw_from(generator):
                 yield
             if recorder.pool.is_capturing:
                 _check_not_drawn(seeded)
@@ -347,8 +345,8 @@ class RandomStreams:
 
     def _seed_of(self, name: StreamName, purpose: str = "") -> int:
         here = self.position
-        # The first run and a stream without purpose add nothing, so that their seeds do not depend
-        # on these features.
+        # The first run and a stream without a purpose add no words to the seed, so that programs
+        # without these features keep their random numbers.
         words = (purpose,) if purpose else ()
         run = (here.run,) if here.run else ()
         place = (here.step, here.microbatch, here.layer, *run)

@@ -10,9 +10,9 @@ import torch
 from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.stream_position import StreamName, StreamPosition
 
-#: Kinds of moves of the random streams: ``stay`` where the recording found them, ``begin`` a
-#: microbatch, ``enter`` a layer, ``replay`` a layer whose activations are recomputed, or ``return``
-#: from that replay.
+#: Kinds of moves of the random streams: ``stay`` at the position where the recording began,
+#: ``begin`` a microbatch, ``enter`` a layer, ``replay`` a layer whose activations are recomputed,
+#: or ``return`` from that replay.
 MoveKind = Literal["stay", "begin", "enter", "replay", "return"]
 
 
@@ -38,8 +38,8 @@ class Move:
     Args:
         kind: Kind of the move.
         position: Position after the move, at the capture.
-        is_own: Whether the microbatch of the position began inside the recording. Otherwise it is
-            that of the replay.
+        is_own: Whether the microbatch of the position began inside the recording. Otherwise the
+            position at a replay has the microbatch of that replay.
         in_backward: Whether autograd was running a backward pass.
         draws: Streams that the computation draws from at this position.
     """
@@ -87,7 +87,7 @@ class DrawRecorder:
         self._here: dict[tuple[StreamName, str], torch.Generator] = {}
 
     def move(self, kind: MoveKind, position: StreamPosition, in_backward: bool) -> None:
-        """Note a move of all streams."""
+        """Record a move of all streams."""
         is_own = kind == "begin" or self._moves[-1].is_own
         self._moves.append(Move(kind, position, is_own, in_backward))
         self._draws.append([])
@@ -95,16 +95,16 @@ class DrawRecorder:
 
     def generator_of(self, name: StreamName, purpose: str) -> tuple[torch.Generator, bool]:
         """Return the generator of a stream at this position, and whether it is new."""
-        found = self._here.get((name, purpose))
-        if found is not None:
-            return found, False
+        existing = self._here.get((name, purpose))
+        if existing is not None:
+            return existing, False
         self._here[name, purpose] = generator = self.new_generator(name, purpose)
         return generator, True
 
     def new_generator(
         self, name: StreamName | Literal["default"], purpose: str = ""
     ) -> torch.Generator:
-        """Note a draw, and return the generator that it comes from."""
+        """Record a draw, and return the generator from which it is drawn."""
         generator = self.pool.take()
         self._draws[-1].append(Draw(name, purpose, generator))
         return generator

@@ -23,7 +23,7 @@ class Box:
         offsets: First index of the piece in each dimension of the full tensor (elements).
         sizes: Extent of the piece in each dimension (elements).
         local_start: First index of the piece along the sharded dimension of the local tensor; for a
-            flat slice, the index of its first element in the slice (elements).
+            flat slice, the index of the piece's first element in the slice (elements).
         copy: Index of this rank's copy of the piece. Norms count copy 0, and checkpoints save it.
     """
 
@@ -38,9 +38,9 @@ class ShardSpec:
     """Placement of a local tensor in its full tensor.
 
     The local tensor is the concatenation of ``ranges`` of the full tensor along ``dim``, followed
-    by padding rows that are not part of the full tensor (padded vocabulary). Data-parallel and
-    context-parallel ranks always have copies and are not described; for experts these are the
-    expert-data-parallel ranks.
+    by padding rows that are not part of the full tensor (padded vocabulary). Copies on
+    data-parallel and context-parallel ranks, for experts on expert-data-parallel ranks, are not
+    described, because every such rank has one.
 
     Args:
         full_shape: Shape of the full tensor, without padding (elements).
@@ -52,7 +52,7 @@ class ShardSpec:
         tied_to: Name of the first-stage parameter of the same model that this last-stage parameter
             copies.
         is_expert: Whether the tensor belongs to experts, which are distributed over the expert
-            grid. Its gradient on a rank includes the tokens of all ranks that send tokens there.
+            grid. The gradient on a rank includes the tokens of all ranks that send tokens to it.
     """
 
     full_shape: tuple[int, ...]
@@ -75,7 +75,7 @@ class ShardSpec:
         )
 
     def tied(self, name: str) -> ShardSpec:
-        """Return the same placement for the last-stage copy of the parameter ``name``."""
+        """Return this placement for the copy of the parameter ``name`` on the last stage."""
         return replace(self, tied_to=name)
 
     def boxes(self) -> list[Box]:
@@ -154,9 +154,9 @@ class ShardSpec:
 class FlatSlice:
     """Placement of a range of a flattened local tensor in its full tensor.
 
-    A data rank's share of the optimizer consists of such ranges. They may start and end at any
-    element, and may include padding rows, which belong to no box. The interface is that of
-    :class:`ShardSpec`.
+    The part of the optimizer on a data-parallel rank consists of such ranges. A range may start and
+    end at any element, and may include padding rows, which belong to no box. The interface is that
+    of :class:`ShardSpec`.
 
     Args:
         spec: Placement of the local tensor in the full one.
@@ -260,13 +260,13 @@ class FlatSlice:
     def _pieces(self) -> list[tuple[Box, FlatBox, int]]:
         # Tuples of a box of the full tensor, the box of the local tensor that contains it, and its
         # first index along `dim` within that local box.
-        found: list[tuple[Box, FlatBox, int]] = []
+        pieces: list[tuple[Box, FlatBox, int]] = []
         dim = self.spec.dim
         # Distance between neighbours along `dim` in the flattened tensor.
         stride = prod(self.local_shape[dim + 1 :])
         for outer in flat_range_boxes(self.local_shape, self.start, self.stop):
             if not outer.sizes:
-                found.append((Box((), (), 0, self.spec.ranges[0].copy), outer, 0))
+                pieces.append((Box((), (), 0, self.spec.ranges[0].copy), outer, 0))
                 continue
             # Rows [low, high) of the local tensor; `before` counts the rows of the ranges already
             # visited.
@@ -280,9 +280,9 @@ class FlatSlice:
                     offsets = _replaced(outer.offsets, dim, held.start + first - before)
                     sizes = _replaced(outer.sizes, dim, last - first)
                     local_start = outer.start - self.start + (first - low) * stride
-                    found.append((Box(offsets, sizes, local_start, held.copy), outer, first - low))
+                    pieces.append((Box(offsets, sizes, local_start, held.copy), outer, first - low))
                 before += held.size
-        return found
+        return pieces
 
 
 Placement: TypeAlias = ShardSpec | FlatSlice

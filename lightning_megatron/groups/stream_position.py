@@ -1,4 +1,4 @@
-"""Names of random streams, and the position in training that their draws belong to."""
+"""Names of the random streams, and the position in training at which they draw."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ StreamName = Literal["replicated", "tensor", "expert"]
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """Position in training that a draw belongs to.
+    """Position in training at which a random stream draws.
 
     Args:
         step: Optimizer step (steps).

@@ -42,8 +42,8 @@ class AlibiSlopes:
         Args:
             heads: Range of heads, counted from the first of these heads.
         """
-        own = range(self.num_heads) if self.heads is None else self.heads
-        return replace(self, heads=own[heads.start : heads.stop])
+        available = range(self.num_heads) if self.heads is None else self.heads
+        return replace(self, heads=available[heads.start : heads.stop])
 
     def on(self, device: torch.device) -> Float[Tensor, " heads"]:
         """Return the slopes on a device, in float64.
@@ -53,8 +53,8 @@ class AlibiSlopes:
         Args:
             device: Device of the scores.
         """
-        own = range(self.num_heads) if self.heads is None else self.heads
-        heads = torch.arange(own.start, own.stop, dtype=torch.float64, device=device)
+        numbers = range(self.num_heads) if self.heads is None else self.heads
+        heads = torch.arange(numbers.start, numbers.stop, dtype=torch.float64, device=device)
         power = 1 << (self.num_heads.bit_length() - 1)
         further = (heads - power) + 0.5
         steps = torch.where(heads < power, heads + 1, further) / power

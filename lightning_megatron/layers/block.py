@@ -18,7 +18,7 @@ from lightning_megatron.layers.core_results import CoreResults
 from lightning_megatron.layers.dropout import hidden_dropout
 from lightning_megatron.layers.fp8.magnitude import Magnitude
 from lightning_megatron.layers.mlp import MLP
-from lightning_megatron.layers.normed_input import normalised_for
+from lightning_megatron.layers.normed_input import normalise_for
 from lightning_megatron.layers.offload import HostOffload
 from lightning_megatron.layers.recompute import output_recomputed, replayed
 from lightning_megatron.layers.segments import Segment, SegmentList, is_compiled
@@ -28,7 +28,7 @@ from lightning_megatron.shapes import Float
 NormPosition = Literal["pre", "post"]
 
 BlockMode = Literal["none", "selective", "full"]
-"""Whether the backward pass recomputes nothing, the attention core, or the whole block."""
+"""What the backward pass recomputes: nothing, the attention core, or the full block."""
 
 #: Names of the values that a block reads.
 _INPUTS = ("hidden", "rotary", "rows")
@@ -37,8 +37,8 @@ _INPUTS = ("hidden", "rotary", "rows")
 class TransformerBlock(nn.Module):
     """Self-attention and an MLP, each with a norm and a residual connection.
 
-    With ``pre`` the norms read the residual stream but never replace it (figure 7 (b) of the
-    paper). With ``post`` they replace it (figure 7 (a), the original BERT). Equal to
+    With ``pre``, the norms do not change the residual stream (figure 7 (b) of the paper). With
+    ``post``, their outputs replace it (figure 7 (a), the original BERT). Equal to
     torch.nn.TransformerEncoderLayer with ``norm_first`` True or False. A parallel block computes
     ``x + attention(norm1(x)) + mlp(norm2(x))``.
 
@@ -91,10 +91,10 @@ class TransformerBlock(nn.Module):
         self.is_parallel = is_parallel
         #: Whether the backward pass recomputes the outputs of norms before sublayers.
         self.recomputes_norms = False
-        #: Whether the recomputation of the block takes the results of its attention core from the
+        #: Whether the recomputation of the block reuses the results of the attention core from the
         #: first forward pass.
         self.keeps_core = False
-        #: Storage in host memory of the input of a recomputed block; None keeps it on the device.
+        #: Host storage for the input of a recomputed block; None keeps the input on the device.
         self.offload: HostOffload | None = None
         self._lists = {mode: self.segments(mode) for mode in get_args(BlockMode)}
 
@@ -103,8 +103,8 @@ class TransformerBlock(nn.Module):
 
         Args:
             parts: Parts of this block that are recomputed.
-            offload: Storage in host memory of the input of a fully recomputed block; None keeps
-                the input on the device.
+            offload: Host storage for the input of a fully recomputed block; None keeps the input on
+                the device.
 
         Raises:
             UnsupportedError: If the block cannot recompute ``norms``, because no norm before each
@@ -143,20 +143,20 @@ class TransformerBlock(nn.Module):
         """Check that the results of the attention core suffice to compute its gradients."""
         dropout = getattr(self.attention, "dropout", 0.0)
         if dropout > 0.0 or is_compiled(self):
-            found = f"drops {dropout} of its weights" if dropout > 0.0 else "is compiled"
+            problem = f"drops {dropout} of its weights" if dropout > 0.0 else "is compiled"
             raise UnsupportedError(
                 "recompute of full_except_core needs attention that keeps its output and the "
                 "log-sum-exps of its scores, without dropout and outside of torch.compile: layer "
-                f"{self.layer} {found}. Use full."
+                f"{self.layer} {problem}. Use full."
             )
 
     def segments(self, recompute: BlockMode = "none") -> SegmentList:
         """Return the list that a forward pass runs.
 
         The list reads ``hidden``, ``rotary`` and ``rows``, and writes ``hidden``. Its segments are
-        ``attention`` and ``mlp`` with their norms and residual additions; a mixture of experts
-        has segments of its own. With ``recompute="full"`` there is one segment, whose backward
-        pass runs the list for ``"none"`` a second time.
+        ``attention`` and ``mlp`` with their norms and residual additions; a mixture of experts is
+        divided into several segments. With ``recompute="full"`` there is one segment, whose
+        backward pass runs the list for ``"none"`` a second time.
 
         Args:
             recompute: Activations that the backward pass recomputes.
@@ -196,7 +196,7 @@ class TransformerBlock(nn.Module):
             hidden: The residual stream.
             rotary: Cosines and sines from ``rotary_tables``; None means no rotary embedding.
             recompute: Activations that the backward pass recomputes.
-            rows: Documents, prefix or mask of the rows; None means whole rows.
+            rows: Documents, prefix or mask of the rows; None means rows of one document.
         """
         return self._lists[recompute]((hidden, rotary, rows))[0]
 
@@ -287,10 +287,10 @@ class TransformerBlock(nn.Module):
         if self.keeps_core and torch.is_grad_enabled():
             run = partial(self._run_with_core, CoreResults())
         if self.offload is not None and torch.is_grad_enabled():
-            elsewhere = self.offload.keeping(hidden, self.layer)
+            elsewhere = self.offload.save_on_host(hidden, self.layer)
         with elsewhere:
-            found: Tensor = replayed(run, self.mesh.random, self.layer, hidden, rotary, rows)
-        return found
+            output: Tensor = replayed(run, self.mesh.random, self.layer, hidden, rotary, rows)
+        return output
 
     def _run_with_core(
         self,
@@ -317,9 +317,9 @@ class TransformerBlock(nn.Module):
         rotary: tuple[Tensor, Tensor] | None,
         rows: AttentionSpan | None,
     ) -> tuple[Tensor, Tensor]:
-        stream, hidden, given = normalised_for(self.attention, self.attention_norm, hidden)
+        stream, hidden, extras = normalise_for(self.attention, self.attention_norm, hidden)
         with self._norm_output(self.attention_norm, stream, hidden):
-            update = self.attention(hidden, rotary, is_core_recomputed, rows, **given)
+            update = self.attention(hidden, rotary, is_core_recomputed, rows, **extras)
         return stream, self._update(update, self.attention_output_norm)
 
     def _attend_beside_mlp(
@@ -331,9 +331,9 @@ class TransformerBlock(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         assert self.attention_norm is not None, "parallel blocks have a norm of each input"
         assert self.mlp_norm is not None, "parallel blocks have a norm of each input"
-        stream, hidden, given = normalised_for(self.attention, self.attention_norm, hidden)
+        stream, hidden, extras = normalise_for(self.attention, self.attention_norm, hidden)
         stream, normed = self.mlp_norm(stream, None, True)
-        update = self._attended(hidden, rotary, is_core_recomputed, rows, **given)
+        update = self._attended(hidden, rotary, is_core_recomputed, rows, **extras)
         return stream + update, normed
 
     def _attend_and_normalise(
@@ -352,8 +352,8 @@ class TransformerBlock(nn.Module):
         return self._update(self.attention(hidden, *how, **given), self.attention_output_norm)
 
     def _normalise(self, stream: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
-        # The MLP runs in a segment of its own, which gets tensors only.
-        stream, normed, _ = normalised_for(None, self.mlp_norm, stream, update)
+        # The MLP runs in a separate segment, whose inputs are only tensors.
+        stream, normed, _ = normalise_for(None, self.mlp_norm, stream, update)
         return stream, normed
 
     def _mlp(self, hidden: Tensor) -> Tensor:
@@ -373,9 +373,9 @@ class TransformerBlock(nn.Module):
         return self._add(stream, self.mlp(normed))
 
     def _normalise_and_feed(self, stream: Tensor, update: Tensor) -> Tensor:
-        stream, normed, given = normalised_for(self.mlp, self.mlp_norm, stream, update)
+        stream, normed, extras = normalise_for(self.mlp, self.mlp_norm, stream, update)
         with self._norm_output(self.mlp_norm, stream, normed):
-            output = self.mlp(normed, **given)
+            output = self.mlp(normed, **extras)
         return self._add(stream, output)
 
     def _norm_output(

@@ -42,11 +42,11 @@ def attend_with_cache(
     """
     past = span.past
     assert past is not None, "the tokens have a cache"
-    own = key[: past.count], value[: past.count]
-    stored = past.cache.extended(layer, *own, span.window)
+    new_tokens = key[: past.count], value[: past.count]
+    stored = past.cache.extend(layer, *new_tokens, span.window)
     if past.cache.place is not None:
-        found = attend_one_token(query[:1], *stored, past.cache.place, past.padding, span.scale)
-        return found.expand(len(query), -1, -1)
+        attended = attend_one_token(query[:1], *stored, past.cache.place, past.padding, span.scale)
+        return attended.expand(len(query), -1, -1)
     if past.cache.length == 0:
         return attend(query, key, value, replace(span, past=None), dropout=dropout)
     return _attend_to_stored(query, stored, span, past, dropout)
@@ -60,11 +60,11 @@ def cached_span(
     dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionSpan:
-    """Return rows of new tokens with the mask that layers of one kind share.
+    """Return the span of new tokens, with a mask that all layers of one kind share.
 
     Args:
         kind: Attention of the layers over whole rows.
-        rows: Rows with ``past``, whose cache is not empty.
+        rows: Span with ``past``, whose cache is not empty.
         seq_length: New positions of each row, with padding after the tokens (tokens).
         dtype: Dtype of queries, keys and values.
         device: Device of the layers.
@@ -83,7 +83,7 @@ def cached_span(
         if kind.window is not None:
             seen = seen & (distance < kind.window)
         if past.visible is not None:
-            # Padding attends to itself, because no query may be without keys.
+            # Padding attends to itself, because every query must have a key.
             seen = seen & past.visible[:, None, None, keys] | (distance == 0)
         mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
     if kind.slopes is None:

@@ -1,4 +1,4 @@
-"""Results of attention cores that are kept for the recomputation of their block."""
+"""Store of attention cores' results for the recomputation of their block."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ class CoreResults:
     """Outputs and log-sum-exps of the attention cores of a block that is recomputed.
 
     The gradients of an attention core need its inputs, its output and the log-sum-exps of its
-    scores. The inputs are cheap to recompute, but in long rows the core is not: the first forward
-    pass keeps its results here, and later ones take them, in the same order.
+    scores. The inputs are cheap to recompute, but in long rows the core is not. The first forward
+    pass therefore stores the results of the cores here, and later passes read them in the same
+    order.
     """
 
     def __init__(self) -> None:
@@ -25,11 +26,11 @@ class CoreResults:
         self._num_taken: int | None = None
 
     def start(self) -> None:
-        """Begin a forward pass: the first one keeps results, later ones take them."""
+        """Begin a forward pass: the first one stores results, later ones read them."""
         self._num_taken = 0 if self._kept else None
 
     def of(self, compute: Callable[[], Results]) -> Results:
-        """Compute and keep the next core's results in the first pass; return them in later passes.
+        """Return the next core's results; compute and store them only in the first pass.
 
         Args:
             compute: Function that returns the output and the log-sum-exps of the next core.

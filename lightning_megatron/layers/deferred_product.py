@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 
 def ready(value: T) -> T:
-    """Return an argument: with ``partial``, a function that has nothing to start or to wait for."""
+    """Return the argument; ``partial(ready, x)`` stands for a transfer that is complete."""
     return value
 
 
 def open_queue(ctx: Any) -> WeightGradientQueue | None:
-    """Return the queue that the weight gradient is deferred to; None if it is computed at once."""
+    """Return the queue for the weight gradient; None if the gradient is computed at once."""
     slot = ctx.weight_slot
     return None if slot is None or not ctx.needs_input_grad[1] else slot.open_queue
 

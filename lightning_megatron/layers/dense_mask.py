@@ -1,4 +1,4 @@
-"""Dense attention masks, for kernels that take no other description of a span."""
+"""Dense attention masks, for kernels that support no other description of a span."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from lightning_megatron.layers.alibi import AlibiSlopes, distance_bias
 from lightning_megatron.layers.attention_span import AttentionSpan, document_of_tokens
 from lightning_megatron.shapes import Bool, Float, Int
 
-#: The row stride of a mask is a multiple of this (elements).
+#: Divisor of the row stride of a mask (elements).
 _ALIGNMENT = 8
 
 
 @dataclass(frozen=True, eq=False)
 class KeyRows:
-    """Rows of keys and values that differ from those of the queries.
+    """Description of rows of keys and values that differ from those of the queries.
 
     Args:
         seq_length: Length of the rows (tokens).
@@ -131,12 +131,12 @@ def biases_of(
         keys: Rows of the keys; None means the rows of the queries.
     """
     queries = places_of_visible(span)
-    found = queries if keys is None else keys.places
+    key_places = queries if keys is None else keys.places
     if queries is None:
         queries = torch.arange(seq_length, device=device)[None]
-    if found is None:
-        found = queries if keys is None else torch.arange(keys.seq_length, device=device)[None]
-    return distance_bias(slopes.on(device), queries, found, dtype)
+    if key_places is None:
+        key_places = queries if keys is None else torch.arange(keys.seq_length, device=device)[None]
+    return distance_bias(slopes.on(device), queries, key_places, dtype)
 
 
 def places_from_end(
@@ -164,7 +164,7 @@ def places_from_end(
 def _with_self_attention(
     mask: Bool[Tensor, "#batch 1 #seq seq"],
 ) -> Bool[Tensor, "#batch 1 #seq seq"]:
-    """Let queries without keys attend to themselves, because their weights would be 0 / 0."""
+    """Make queries without keys attend to themselves, because their weights would be 0 / 0."""
     is_alone = ~mask.any(-1, keepdim=True)
     if mask.shape[2] == 1:
         return mask | is_alone

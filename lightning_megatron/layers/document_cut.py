@@ -14,12 +14,13 @@ from lightning_megatron.shapes import Int
 
 @dataclass(frozen=True, eq=False)
 class TokenOrder:
-    """Positions of the rows that each of the ranks that share them holds.
+    """Positions of each row that every rank holds, if several ranks share the rows.
 
     Args:
-        size: Number of ranks that share the rows; 1 means that each holds all positions (ranks).
+        size: Number of ranks that share the rows; 1 means that every rank has all positions
+            (ranks).
         order: Position in the row of each token of each rank.
-        places: Place of each position among the parts of all ranks, joined by rank; the inverse of
+        places: Index of each position in the concatenation of all ranks' parts; the inverse of
             ``order``.
     """
 
@@ -46,10 +47,10 @@ class DocumentCut(TokenOrder):
 
     As in :class:`~lightning_megatron.plan.context.ContextCut`, rank ``r`` holds the pieces ``r``
     and ``2 size - 1 - r``, but of every document, so that the causal work of each document is
-    balanced. The pieces of a document differ by at most one token, and the remaining tokens of the
-    documents of a row go to its pieces in turn: all ranks hold the same number of tokens of a row,
-    without padding. All shapes follow from the shape of the batch, and the host reads no value from
-    the device. A rank holds its tokens in the order of the row.
+    balanced. The sizes of a document's pieces differ by at most one token. The longer pieces rotate
+    from document to document, so that all ranks hold the same number of tokens of a row, without
+    padding. All shapes follow from the shape of the batch, and the host reads no value from the
+    device. A rank holds its tokens in the order of the row.
 
     Args:
         size: Ranks that share the rows (ranks).
@@ -112,8 +113,8 @@ class DocumentCut(TokenOrder):
         sizes = starts.diff(dim=1)
         tokens = torch.arange(num_sequences * seq_length, device=borders.device)
         # If several pieces start at the same token, all but the last one are empty.
-        found = torch.searchsorted(starts[:, :-1].flatten(), tokens, right=True) - 1
-        pieces = (found % (2 * size)).view(num_sequences, seq_length)
+        piece_index = torch.searchsorted(starts[:, :-1].flatten(), tokens, right=True) - 1
+        pieces = (piece_index % (2 * size)).view(num_sequences, seq_length)
         most = longest // (2 * size) + 1
         outer = None
         if inner > 1:
@@ -126,8 +127,8 @@ def _piece_starts(borders: Tensor, num_sequences: int, num_pieces: int) -> Tenso
     """Return the first token of each piece of each document, and the document's end."""
     lengths = borders.diff()
     extra = lengths % num_pieces
-    # The remaining tokens of a document go to the pieces after those that got the remaining tokens
-    # of the document before it, so that all pieces of a row have the same total length.
+    # The longer pieces of a document are those after the longer pieces of the document before it,
+    # so that the pieces with one number have the same total length in a row.
     of_rows = extra.view(num_sequences, -1)
     first = ((of_rows.cumsum(1) - of_rows) % num_pieces).flatten()[:, None]
     extra = extra[:, None]

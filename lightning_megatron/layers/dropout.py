@@ -20,8 +20,8 @@ def hidden_dropout(
     """Drop elements of the residual stream.
 
     All tensor-parallel ranks have the same activations and must drop the same elements. Under
-    sequence parallelism each rank has its own positions and draws its own mask. The default
-    generators of torch do not change.
+    sequence parallelism, ranks have different positions and draw different masks. The states of
+    torch's default generators do not change.
 
     Args:
         hidden: Activations.
@@ -44,7 +44,7 @@ def tensor_region_stream(
 ) -> AbstractContextManager[None]:
     """Select the random stream for dropout inside a tensor-parallel region.
 
-    Ranks have different heads or features there, so each draws its own mask. The stream does not
+    Ranks have different heads or features there, and draw different masks. The stream does not
     change if nothing will be dropped.
     """
     return mesh.random.fork("tensor") if training and probability > 0.0 else nullcontext()

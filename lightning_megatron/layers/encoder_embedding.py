@@ -75,5 +75,5 @@ class EncoderEmbedding(nn.Module):
                 return split_to_axis(hidden, self.mesh.tp, dim=0)
             return hidden
         assert tokens is not None, "there are tokens where there are no vectors"
-        found: Tensor = self.word(tokens)
-        return found
+        embedded: Tensor = self.word(tokens)
+        return embedded

@@ -127,7 +127,7 @@ class TorchFlash:
     ) -> Gradients:
         """Return the gradients of queries, keys and values."""
         without_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
-        found: Gradients = torch.ops.aten._flash_attention_backward(
+        gradients: Gradients = torch.ops.aten._flash_attention_backward(
             *(grad_out, query, key, value, out, lse, call.query_borders, call.key_borders),
             *(call.longest_query, call.longest_key, 0.0, call.causal, without_dropout),
             torch.empty(0, device=query.device),
@@ -135,7 +135,7 @@ class TorchFlash:
             window_size_left=call.left,
             window_size_right=call.right,
         )
-        return found
+        return gradients
 
 
 def attend_with_dropout(

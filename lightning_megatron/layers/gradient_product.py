@@ -31,7 +31,7 @@ class GradientProduct(Protocol):
             scale: Factor of the gradient.
 
         Returns:
-            Whether the gradient was added. If not, the caller adds :meth:`value`.
+            Whether the gradient was added. If not, the caller must add :meth:`value`.
         """
         ...
 

@@ -19,11 +19,11 @@ _ATTRIBUTE = "gradient_slot"
 
 @dataclass(frozen=True)
 class Owner:
-    """Callbacks of the owner of several slots, called once for all of them.
+    """Callbacks for several slots, which are called once for all of them.
 
     Args:
-        accepts: Returns whether the owner currently accepts gradients of all the slots.
-        on_gradients: Called after a gradient was added to every slot.
+        accepts: Function that returns whether gradients are currently accepted for all slots.
+        on_gradients: Function that is called after a gradient was added to every slot.
     """
 
     accepts: Callable[[], bool]
@@ -31,16 +31,16 @@ class Owner:
 
 
 class GradientSlot:
-    """Sum of a parameter's gradients in a given tensor, which may have a wider dtype.
+    """Sum of a parameter's gradients, in a tensor that may have a wider dtype.
 
     The first gradient of a step overwrites the tensor, so it need not be zeroed.
 
     Args:
         gradient: Tensor of the sum, of the parameter's local shape.
-        on_gradient: Called after every addition.
-        accepts: Returns whether gradients are currently accepted; others are dropped.
-        join: Returns one owner for several slots that have the same ``join``; None calls the
-            callbacks of each slot.
+        on_gradient: Function that is called after every addition.
+        accepts: Function that returns whether gradients are currently accepted; others are dropped.
+        join: Function that returns one owner for several slots with the same ``join``. None means
+            that the callbacks of each slot are called.
         scale: Factor of every gradient.
         queue: Queue to which layers may defer the matrix product of the gradient; None computes
             all products at once.
@@ -75,15 +75,15 @@ class GradientSlot:
 
     @property
     def slots(self) -> tuple[GradientSlot, ...]:
-        """Return a tuple of this slot, the counterpart of :attr:`StackedSlot.slots`."""
+        """Return a tuple with this slot, the counterpart of :attr:`StackedSlot.slots`."""
         return (self,)
 
     @property
     def open_queue(self) -> WeightGradientQueue | None:
         """Return the queue to which the product can be deferred now; None if there is none.
 
-        Compiled graphs compute all gradients at once, because they cannot put anything into a
-        queue. Linear layers with slots run between compiled graphs.
+        Compiled graphs compute all gradients at once, because they cannot use a queue. Linear
+        layers with slots run between compiled graphs.
         """
         if torch.compiler.is_compiling() or self._queue is None or not self._queue.is_open:
             return None
@@ -104,7 +104,7 @@ class GradientSlot:
 
     @torch.no_grad()
     def add_sum(self, parts: Float[Tensor, "parts ..."]) -> None:
-        """Add a gradient that is given as parts of a sum.
+        """Add a gradient that is the sum of some parts.
 
         Equal to ``add(parts.sum(0))``.
         """
@@ -157,9 +157,10 @@ class GradientSlot:
         self._on_gradient()
 
     def first_part(self) -> GradientSlot:
-        """Return a slot for all parts of a gradient but the last; it does not notify the owner.
+        """Return a slot for all parts of a gradient except the last, which does not notify the
+        owner.
 
-        It adds to the same sum, to which this slot then adds the last part.
+        It adds to the same sum. This slot must then add the last part.
         """
         if self._first_part is None:
             self._first_part = GradientSlot(
@@ -172,7 +173,7 @@ class GradientSlot:
         """Record that a gradient was added, without a call of the owner.
 
         Args:
-            rows: Indices of the rows that the gradient belongs to; None means the whole parameter.
+            rows: Indices of the rows to which the gradient belongs; None means all rows.
         """
         self.is_empty = False
         self.rows = None if rows is None or self.rows is None else self.rows + rows
@@ -238,11 +239,11 @@ class SlotRow:
         are empty or none is.
 
         Args:
-            add: Receives the sums as one tensor, and whether to overwrite them; it must apply
-                :attr:`scale`.
+            add: Function of the sums as one tensor, and of whether to overwrite them. The function
+                must apply :attr:`scale`.
 
         Returns:
-            Whether ``add`` was called. If not, the caller adds the gradient of each slot.
+            Whether ``add`` was called. If not, the caller must add the gradient of each slot.
         """
         states = [slot.is_empty for slot in self._slots]
         is_empty = states[0]
@@ -259,9 +260,9 @@ class SlotRow:
         """Add the gradients of all parameters by one call, wherever their sums lie in memory.
 
         Args:
-            add: Receives the sum of each parameter, whether to overwrite it, and whether its slot
-                accepts gradients; it must not change the sums of other slots, and must apply the
-                scales of the slots.
+            add: Function of the sums of the parameters, of whether to overwrite each sum, and of
+                whether each slot accepts gradients. The function must not change the sums of slots
+                that accept none, and must apply the scales of the slots.
         """
         slots = self._slots
         accepted = [slot._accepts() for slot in slots]
@@ -272,7 +273,7 @@ class SlotRow:
 
     @staticmethod
     def owner_of(slots: Sequence[GradientSlot]) -> Owner:
-        """Return one owner for all slots; it calls each slot if they cannot be joined."""
+        """Return one owner for all slots, which calls each slot if the slots cannot be joined."""
         joins = [slot._join for slot in slots]
         join = joins[0] if joins.count(joins[0]) == len(joins) else None
         if join is not None:
@@ -341,7 +342,7 @@ class StackedSlot:
         self._owner.on_gradients()
 
     def _joined_sums(self) -> Tensor | None:
-        """Return the sums as one tensor; None if not adjacent, or if scale or dtype differ."""
+        """Return the sums as one tensor; None if they are apart or differ in scale or dtype."""
         first = self.slots[0]
         end = first.gradient.data_ptr()
         for slot in self.slots:
@@ -358,8 +359,8 @@ def slot_of(parameter: Tensor | None) -> Any:
 
     Returns:
         A :class:`GradientSlot`, or a :class:`StackedSlot` for a fused weight. None if the parameter
-        is frozen or if autograd keeps its gradient. A parameter with hooks gets its gradient from
-        autograd, which runs the hooks; compiled blocks ignore hooks.
+        is frozen or if autograd accumulates its gradient, as for parameters with hooks, which
+        autograd runs. Compiled blocks ignore hooks.
     """
     if parameter is None or not parameter.requires_grad:
         return None
@@ -381,11 +382,11 @@ def cached_stack(
 
     Args:
         weights: Parameters of equal shape.
-        slots: Slot of each of them; None for those without.
+        slots: Slot of each parameter; None for a parameter without a slot.
     """
-    found = [slot for slot in slots if slot is not None]
-    if len(found) == len(weights):
-        return SlotRow.of(found).stacked_weights(weights)
+    present = [slot for slot in slots if slot is not None]
+    if len(present) == len(weights):
+        return SlotRow.of(present).stacked_weights(weights)
     return stacked_view(weights)
 
 

@@ -1,4 +1,4 @@
-"""Gradients of several weights, for their slots or for autograd."""
+"""Distribution of the gradients of several weights to their slots or to autograd."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def add_to_slots(
     Returns:
         Gradient of each weight for autograd; None if the gradient is in a slot or not needed.
     """
-    found: list[Tensor | None] = [None] * len(weights)
+    remaining: list[Tensor | None] = [None] * len(weights)
     for number, (weight, slot) in enumerate(zip(weights, slots, strict=True)):
         if slot is not None:
             slot.add(gradients[number])
         elif needed[number]:
-            found[number] = gradients[number].to(weight.dtype)
-    return found
+            remaining[number] = gradients[number].to(weight.dtype)
+    return remaining

@@ -42,7 +42,7 @@ class Initializer:
 
     @classmethod
     def constant(cls, value: float) -> Initializer:
-        """Return an initializer that fills with a number."""
+        """Return an initializer that fills a tensor with a constant."""
         return cls("constant", value=value)
 
     @classmethod
@@ -101,8 +101,8 @@ def initialize_(
 
     Full tensors are drawn one at a time in float32. The seed of each is derived from ``seed`` and
     the name of the parameter in ``module``. All layouts therefore start with the same full weights,
-    and a rank needs memory for its shards and one full tensor only. The last-stage copy of a tied
-    parameter draws the values of its original. Parameters that modules share stay shared.
+    and a rank needs memory only for its shards and one full tensor. The last-stage copy of a tied
+    parameter gets the values of its original. Shared parameters stay shared.
 
     Args:
         module: Root module, to which the names are relative.

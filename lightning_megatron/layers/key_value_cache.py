@@ -25,7 +25,7 @@ class TokenCache(Protocol):
 
     @property
     def place(self) -> Int[Tensor, "1"] | None:
-        """Return the place of the one new token of each row; None if the host knows it."""
+        """Return the device tensor with each new token's place; None if the host has the place."""
 
     @property
     def length(self) -> int:
@@ -47,7 +47,7 @@ class TokenCache(Protocol):
             rank: This rank's place among them.
         """
 
-    def extended(
+    def extend(
         self,
         layer: int,
         key: Float[Tensor, "_ batch kv_heads head_dim"],
@@ -66,7 +66,7 @@ class TokenCache(Protocol):
         """
 
     def places(self, window: int | None, count: int, device: torch.device) -> Int[Tensor, " _"]:
-        """Return the place in its row of each token that ``extended`` returns for new tokens.
+        """Return the place in its row of each token that ``extend`` returns for new tokens.
 
         Args:
             window: Sliding window of the layer; None means none (tokens).
@@ -125,7 +125,7 @@ class KeyValueCache:
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
         self.length = 0
-        #: Place of the one new token of each row while only the device knows it.
+        #: Place of the new token of each row, while only the device knows the place.
         self.place: Int[Tensor, "1"] | None = None
         #: Tokens of this rank if ranks share the rows.
         self.held: HeldTokens | None = None
@@ -135,7 +135,7 @@ class KeyValueCache:
     def at(self, place: Int[Tensor, "1"]) -> Iterator[None]:
         """Take the place of the one new token of each row from the device, inside the block.
 
-        The host reads no value from the device, so a CUDA graph can capture the calls. ``extended``
+        The host reads no value from the device, so a CUDA graph can capture the calls. ``extend``
         returns all slots, of which slot ``p % slots`` holds the token at place ``p``.
 
         Args:
@@ -192,10 +192,10 @@ class KeyValueCache:
     @property
     def num_bytes(self) -> int:
         """Return the memory of all layers on this rank (bytes)."""
-        own = 0 if self.held is None else self.held.cache.num_bytes
-        return own + sum(buffer.nbytes for buffer in self._buffers())
+        held_bytes = 0 if self.held is None else self.held.cache.num_bytes
+        return held_bytes + sum(buffer.nbytes for buffer in self._buffers())
 
-    def extended(
+    def extend(
         self,
         layer: int,
         key: Float[Tensor, "_ batch kv_heads head_dim"],
@@ -232,7 +232,7 @@ class KeyValueCache:
         return self._written(keys, new[0]), self._written(values, new[1])
 
     def places(self, window: int | None, count: int, device: torch.device) -> Int[Tensor, " _"]:
-        """Return the place in its row of each token that ``extended`` returns for new tokens.
+        """Return the place in its row of each token that ``extend`` returns for new tokens.
 
         Args:
             window: Sliding window of the layer; None means none (tokens).

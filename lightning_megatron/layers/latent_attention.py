@@ -1,4 +1,4 @@
-"""Multi-head latent attention whose heads are sharded over the tensor axis."""
+"""Multi-head latent attention whose heads are sharded over the tensor-parallel axis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_megatron.layers.fp8.magnitude import Magnitude
 from lightning_megatron.layers.init import Initializer
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.norm import RMSNorm
-from lightning_megatron.layers.normed_input import normalised_for
+from lightning_megatron.layers.normed_input import normalise_for
 from lightning_megatron.layers.replicated import ReplicatedLinear
 from lightning_megatron.layers.rotary import apply_rotary
 from lightning_megatron.plan.latent_attention import LatentAttentionConfig
@@ -72,11 +72,13 @@ class LatentAttention(Attention):
         initializer: Initializer | None = None,
         output_initializer: Initializer | None = None,
     ) -> None:
-        own = even_range(num_heads, mesh.tp.size, mesh.tp.rank, what="num_attention_heads").size
+        local_heads = even_range(
+            num_heads, mesh.tp.size, mesh.tp.rank, what="num_attention_heads"
+        ).size
         super().__init__(
             mesh,
-            heads=own,
-            kv_heads=own,
+            heads=local_heads,
+            kv_heads=local_heads,
             head_dim=sizes.head_dim,
             value_dim=sizes.value_dim,
             kind=kind,
@@ -141,18 +143,18 @@ class LatentAttention(Attention):
             rotary: Cosines and sines from ``rotary_tables``.
             recompute_core: Whether the backward pass recomputes the attention core instead of
                 keeping its activations.
-            rows: Documents, prefix or mask of the rows; None means whole rows.
+            rows: Documents, prefix or mask of the rows; None means rows of one document.
         """
         query = self._queries(hidden, rotary)
         key, value = self._keys_and_values(hidden, rotary)
         return self.output(self.mixed(query, key, value, rows, recompute_core))
 
     def _queries(self, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        given: dict[str, Magnitude] = {}
+        extras: dict[str, Magnitude] = {}
         if self.query_down is not None:
             latent = self.query_down(hidden)
-            _, hidden, given = normalised_for(self.query, self.query_norm, latent)
-        query = self.query(hidden, **given).unflatten(-1, (-1, self.head_dim))
+            _, hidden, extras = normalise_for(self.query, self.query_norm, latent)
+        query = self.query(hidden, **extras).unflatten(-1, (-1, self.head_dim))
         plain, rotated = query.split([self.sizes.plain_dim, self.sizes.rotary_dim], -1)
         return torch.cat((plain, apply_rotary(rotated, rotary, self.interleaved)), -1)
 
@@ -163,8 +165,8 @@ class LatentAttention(Attention):
         latent, shared = self.key_value_down(hidden).split(
             [sizes.key_value_rank, sizes.rotary_dim], -1
         )
-        _, latent, given = normalised_for(self.key_value, self.key_value_norm, latent)
-        heads = self.key_value(latent, **given)
+        _, latent, extras = normalise_for(self.key_value, self.key_value_norm, latent)
+        heads = self.key_value(latent, **extras)
         plain, value = heads.unflatten(-1, (-1, sizes.plain_dim + sizes.value_dim)).split(
             [sizes.plain_dim, sizes.value_dim], -1
         )

@@ -137,25 +137,25 @@ class ColumnParallelLinear(nn.Module):
             of_gradient: Object in which the backward pass of the operator that reads the output
                 stores the magnitude of the output's gradient; None if it stores no magnitude.
         """
-        weight = self.weight if self.weights is None else self.weights.joined()
-        bias = self.bias if self.biases is None or not add_bias else self.biases.joined()
+        weight = self.weight if self.weights is None else self.weights.concatenate()
+        bias = self.bias if self.biases is None or not add_bias else self.biases.concatenate()
         bias = bias if add_bias else None
         if self.scaling is None:
             output = column_linear(hidden, weight, bias, self.mesh)
         elif isinstance(self.scaling, EngineScaling):
             output = engine_column_linear(hidden, weight, bias, self.mesh, self.scaling)
         else:
-            given = magnitude, of_gradient
-            output = fp8_column_linear(hidden, weight, bias, self.mesh, self.scaling, *given)
+            magnitudes = magnitude, of_gradient
+            output = fp8_column_linear(hidden, weight, bias, self.mesh, self.scaling, *magnitudes)
         if self.low_rank is not None:
             output = self.low_rank(hidden, output)
         return gather_from_axis(output, self.mesh.tp, dim=-1) if self.gather_output else output
 
     @override
     def extra_repr(self) -> str:
-        own = self.weights.parts if self.weights is not None else (self.weight,)
+        parts = self.weights.parts if self.weights is not None else (self.weight,)
         has_bias = self.bias is not None or self.biases is not None
-        num_rows = sum(map(len, own))
+        num_rows = sum(map(len, parts))
         return f"{self.in_features}, {self.out_features} ({num_rows} here), bias={has_bias}"
 
 
@@ -249,8 +249,8 @@ class RowParallelLinear(nn.Module):
         elif isinstance(self.scaling, EngineScaling):
             output = engine_row_linear(hidden, self.weight, bias, self.mesh, self.scaling)
         else:
-            own = self.weight, bias, self.mesh, self.scaling
-            output = fp8_row_linear(hidden, *own, magnitude)
+            parameters = self.weight, bias, self.mesh, self.scaling
+            output = fp8_row_linear(hidden, *parameters, magnitude)
         return output if self.low_rank is None else self.low_rank(hidden, output)
 
     @override

@@ -37,7 +37,7 @@ def vocab_parallel_cross_entropy(
         logits_shard: This rank's columns of the logits.
         labels: Token ids.
         mesh: Process groups of this rank.
-        vocab_size: The true vocabulary, without padding (tokens).
+        vocab_size: Size of the vocabulary without padding (tokens).
         label_smoothing: Probability spread evenly over the vocabulary.
         ignore_index: Label whose loss and gradient are zero.
         overwrite_logits: Whether the backward pass may write the gradient into the memory of the
@@ -176,7 +176,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LossTerms:
-    """Settings of the loss of a token.
+    """Settings of the loss per token.
 
     Args:
         tp: Axis over which the vocabulary is sharded.

@@ -157,13 +157,13 @@ class LowRankUpdates(nn.ModuleDict):
 
 def _common(ranges: Sequence[ShardRange], rows: range) -> list[ShardRange]:
     """Return the intersection of ranges and rows, relative to the first of the rows."""
-    found = []
+    common = []
     for piece in ranges:
         start = max(piece.start, rows.start)
         stop = min(piece.stop, rows.stop)
         if start < stop:
-            found.append(ShardRange(start - rows.start, stop - rows.start, piece.copy))
-    return found
+            common.append(ShardRange(start - rows.start, stop - rows.start, piece.copy))
+    return common
 
 
 def _size(ranges: Iterable[ShardRange]) -> int:

@@ -126,12 +126,12 @@ class MLP(nn.Module):
             activated = recomputed(run, features)
         else:
             activated = run(features)
-        found = None if magnitudes is None else Magnitude(activated, magnitudes)
+        largest = None if magnitudes is None else Magnitude(activated, magnitudes)
         # ReLU keeps only its output for the backward pass, so there is nothing to recompute.
         if not is_recomputed:
-            return self.down(activated, magnitude=found)
+            return self.down(activated, magnitude=largest)
         with output_recomputed(activated, partial(activate, features.detach(), self.activation)):
-            return self.down(activated, magnitude=found)
+            return self.down(activated, magnitude=largest)
 
 
 def is_gated(activation: Activation) -> bool:

@@ -1,4 +1,4 @@
-"""Norms of the residual stream, which also find the magnitudes that the next layer needs."""
+"""Norm of the residual stream, which also computes the magnitude that the next layer needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lightning_megatron.layers.fp8.magnitude import Magnitude, no_magnitude
 from lightning_megatron.shapes import Float
 
 
-def normalised_for(
+def normalise_for(
     reader: nn.Module | None,
     norm: nn.Module | None,
     hidden: Float[Tensor, "*tokens hidden"],
@@ -21,9 +21,9 @@ def normalised_for(
         layer: ``magnitude`` if its attribute ``reads_magnitude`` is true.
 
     Args:
-        reader: Layer that is called with the normalised vectors; None if the caller does not call
-            it, so that nobody could use the magnitude.
-        norm: The norm; None means that the layer reads the stream itself.
+        reader: Layer that is called with the normalised vectors; None if no layer can use the
+            magnitude.
+        norm: The norm; None means that the layer reads the residual stream.
         hidden: The residual stream.
         update: Tensor that is added to the stream; None means no addition.
     """

@@ -1,4 +1,4 @@
-"""Storage of inputs of layers in host memory until their backward passes."""
+"""Offload of layers' inputs to host memory until their backward passes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_megatron.shapes import Shaped
 
-#: Number of inputs that a forward pass leaves on the device while they are copied.
+#: Maximum number of inputs on the device that a forward pass is copying to the host.
 IN_FLIGHT = 2
 
 
@@ -46,7 +46,7 @@ class StreamCopies:
     def leave(self, tensor: Shaped[Tensor, "..."]) -> tuple[Shaped[Tensor, "..."], Any]:
         """Start a copy to pinned memory, after the computation of the tensor.
 
-        The caller must keep the tensor until it has waited for the copy.
+        The caller must keep the tensor alive until it has waited for the copy.
         """
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         return host, self._copied(host, tensor, self._leaving)
@@ -92,7 +92,7 @@ class _Input:
     def __init__(self, tensor: Tensor, copies: Copies, previous: _Input | None) -> None:
         self._copies = copies
         self._device = tensor.device
-        #: Input of the layer before, which the backward pass needs next.
+        #: Input of the previous layer, which the backward pass needs next.
         self.previous = previous
         self._host, self._event = copies.leave(tensor)
         self._device_tensor: Tensor | None = tensor
@@ -109,15 +109,15 @@ class _Input:
             self._device_tensor, self._event = self._copies.arrive(self._host, self._device)
 
     def take(self) -> Tensor:
-        """Return the input, and start to fetch the input of the layer before."""
+        """Return the input, and start to fetch the input of the previous layer."""
         self.fetch()
-        found = self._device_tensor
-        assert found is not None, "the input has been fetched"
+        tensor = self._device_tensor
+        assert tensor is not None, "the input has been fetched"
         self._copies.wait(self._event)
         self._device_tensor = None
         if self.previous is not None:
             self.previous.fetch()
-        return found
+        return tensor
 
 
 class HostOffload:
@@ -142,7 +142,7 @@ class HostOffload:
         self._last: weakref.ref[_Input] | None = None
 
     @contextmanager
-    def keeping(self, hidden: Shaped[Tensor, "..."], layer: int) -> Iterator[None]:
+    def save_on_host(self, hidden: Shaped[Tensor, "..."], layer: int) -> Iterator[None]:
         """Make autograd save ``hidden`` in host memory for operators inside the block.
 
         Args:
@@ -159,8 +159,8 @@ class HostOffload:
             return self._put(tensor.detach(), layer)
 
         def unpack(packed: Any) -> Tensor:
-            found: Tensor = packed.take() if isinstance(packed, _Input) else packed
-            return found
+            tensor: Tensor = packed.take() if isinstance(packed, _Input) else packed
+            return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
@@ -170,9 +170,9 @@ class HostOffload:
             is_host = tensor.device.type == "cpu"
             self._copies = PlainCopies() if is_host else StreamCopies(tensor.device)
         last = None if self._last is None or layer in self._firsts else self._last()
-        found = _Input(tensor, self._copies, last)
-        self._last = weakref.ref(found)
-        self._leaving.append(found)
+        stored = _Input(tensor, self._copies, last)
+        self._last = weakref.ref(stored)
+        self._leaving.append(stored)
         while len(self._leaving) > IN_FLIGHT:
             self._leaving.popleft().release()
-        return found
+        return stored

@@ -49,8 +49,8 @@ class ParameterStack(nn.Module):
         """Return the parameters from the first row to the last."""
         return tuple(part for part in self._parameters.values() if part is not None)
 
-    def joined(self) -> Float[Tensor, "rows ..."]:
-        """Return the concatenated parameters; the gradient of the result reaches each of them."""
+    def concatenate(self) -> Float[Tensor, "rows ..."]:
+        """Concatenate the parameters; the gradient of the result reaches each of them."""
         if torch.compiler.is_compiling():
             return torch.cat(self.parts)
         if self._leaf is None or not self._leaf.presents(self._parameters.values()):
@@ -89,20 +89,20 @@ def split_parameter(parameter: nn.Parameter, rows: Sequence[int]) -> list[nn.Par
             f"{list(rows)}, and the full tensor has shape {tuple(spec.full_shape)} and is sharded "
             f"along dimension {spec.dim}. Pass the rows of all parts."
         )
-    found: list[nn.Parameter] = []
+    parts: list[nn.Parameter] = []
     first = first_local = 0
     for count in rows:
-        own = _part_of(spec, first, count)
-        size = own.local_extent
+        part_spec = _part_of(spec, first, count)
+        size = part_spec.local_extent
         part = nn.Parameter(
             parameter.detach()[first_local : first_local + size],
             parameter.requires_grad,
         )
         part.__dict__.update(parameter.__dict__)
-        found.append(set_shard_spec(part, own))
+        parts.append(set_shard_spec(part, part_spec))
         first += count
         first_local += size
-    return found
+    return parts
 
 
 def _part_of(spec: ShardSpec, first: int, count: int) -> ShardSpec:
@@ -129,7 +129,7 @@ class _Leaf:
     origins: tuple[tuple[int, GradientSlot], ...]
 
     def presents(self, parts: Iterable[Tensor | None]) -> bool:
-        """Return whether the parameters still have the addresses and slots noted in the leaf."""
+        """Return whether the parameters have the same addresses and slots as at the creation."""
         for part, (address, slot) in zip(parts, self.origins, strict=True):
             if part is None or part.data_ptr() != address or slot_of(part) is not slot:
                 return False

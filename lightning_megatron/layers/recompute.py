@@ -28,8 +28,8 @@ def replayed(function: Callable[..., Any], random: RandomStreams, layer: int, *a
             backward pass.
         random: Random streams of the function.
         layer: Layer of the function's draws, as passed to ``RandomStreams.seek``.
-        args: Tensors and plain values. Tensors that the function reads in other ways, such as from
-            a closure, stay in memory.
+        args: Tensors and plain values. Tensors that the function reads from elsewhere, such as a
+            closure, stay in memory.
 
     Communication: that of ``function``, a second time in the backward pass.
     Source: Chen et al. 2016; Korthikanti et al. 2022, section 5 (selective).
@@ -71,13 +71,13 @@ def output_recomputed(output: Shaped[Tensor, "..."], again: Callable[[], Tensor]
 
     Args:
         output: Result of a cheap function without random numbers.
-        again: Function that computes equal values from tensors that are kept anyway.
+        again: Function that computes equal values from tensors that stay in memory anyway.
     """
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and output.requires_grad):
         yield
         return
     storage = output.untyped_storage()
-    # Autograd keeps the functions, so they must not refer to the output.
+    # Autograd keeps the functions alive, so they must not refer to the output.
     key = storage._cdata
     num_bytes = storage.nbytes()
     kind = output.device.type
@@ -100,7 +100,7 @@ def output_recomputed(output: Shaped[Tensor, "..."], again: Callable[[], Tensor]
 
 
 class _Replay:
-    """Function whose later calls start from the random streams of its first call."""
+    """Function whose later calls start from the stream position of the first call."""
 
     def __init__(self, function: Callable[..., Any], random: RandomStreams, layer: int) -> None:
         self.function = function

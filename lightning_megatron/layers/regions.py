@@ -237,7 +237,7 @@ def remember(
     bias: Float[Tensor, "out_local"] | None,
     mesh: ParallelMesh,
 ) -> None:
-    """Store in the context what the backward pass of a linear layer needs besides tensors.
+    """Store in the context all that the backward pass of a linear layer needs besides tensors.
 
     Args:
         ctx: Context of the layer.

@@ -16,8 +16,8 @@ class Recipe:
     """Function and tensors from which the backward pass recomputes a tensor.
 
     Args:
-        make: Function from the kept tensors to the tensor; it runs without gradients.
-        tensors: Tensors that are kept for the backward pass anyway.
+        make: Function that computes the tensor from ``tensors``; it runs without gradients.
+        tensors: Tensors that stay in memory until the backward pass anyway.
     """
 
     make: Callable[..., Tensor]
@@ -30,12 +30,13 @@ class Recipe:
 
     def to(self, dtype: torch.dtype) -> Recipe:
         """Return the recipe of the tensor in another dtype."""
-        # The function must not refer to `self`: an operator that keeps it would keep the tensors.
+        # The function must not refer to `self`, or an operator that stores the function would keep
+        # the tensors alive.
         make = self.make
         return Recipe(lambda *tensors: make(*tensors).to(dtype), self.tensors)
 
     @classmethod
-    def keeping(cls, tensor: Shaped[Tensor, "..."]) -> Recipe:
+    def of_tensor(cls, tensor: Shaped[Tensor, "..."]) -> Recipe:
         """Return the recipe of a tensor that is kept instead of recomputed."""
         return cls(_itself, (tensor,))
 

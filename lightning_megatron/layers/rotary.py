@@ -154,8 +154,8 @@ class RotaryTables:
             seq_length: Number of positions of whole sequences, if none are given (tokens).
             hidden: Hidden states that determine dtype and device.
             positions: Position of every token; None counts from 0.
-            cut: Positions that each rank holds; None means that whole rows are cut. Only with
-                positions.
+            cut: Positions that each rank holds, only with ``positions``; None means that rows are
+                cut without regard to documents.
         """
         if positions is not None:
             whole = position_tables(
@@ -172,7 +172,7 @@ class RotaryTables:
             tables = kept.pop(key, None)
             if tables is None:
                 tables = self._new_tables(seq_length, hidden)
-            # The tuple is new, because captured steps hold the old one with the tables they read.
+            # Captured steps refer to the old tuple and its tables, so a new tuple is made.
             self._cache = ((key, tables), *list(kept.items())[: _MAX_CACHED_TABLES - 1])
         return self._cache[0][1]
 
@@ -193,7 +193,7 @@ class RotaryTables:
     def _local_tables(
         self, tables: tuple[Tensor, Tensor], cut: TokenOrder | None = None
     ) -> tuple[Tensor, Tensor]:
-        # Scalings may depend on the largest position, so whole tables are computed and then cut.
+        # Scalings may depend on the largest position, so full tables are computed and then cut.
         return own_part(tables[0], self.context, 0, cut), own_part(tables[1], self.context, 0, cut)
 
 

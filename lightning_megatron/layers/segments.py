@@ -33,8 +33,8 @@ class Segment:
         starts_transfer: Whether the written values contain started transfers, for which the
             segments that read these values wait.
         parts: Function that returns the list of segments that ``run`` runs; None if there is none.
-        stays_whole: Whether :meth:`SegmentList.opened` keeps the segment although it has parts,
-            because ``run`` does more than run them.
+        stays_whole: Whether :meth:`SegmentList.expand` keeps the segment although it has parts,
+            because ``run`` does more than run its parts.
         keeps_only_inputs: Whether the backward pass reads nothing of the forward pass but the
             values of ``reads``, because it recomputes the rest.
     """
@@ -126,26 +126,26 @@ class SegmentList:
         held = [*values, *self._room]
         del values
         for run, reads, read_span, writes, write_span, dropped in self._steps:
-            found = run(
+            result = run(
                 *([held[place] for place in reads] if read_span is None else held[read_span])
             )
             if len(writes) == 1:
-                held[writes[0]] = found
-            elif write_span is not None and len(found) == len(writes):
-                held[write_span] = found
+                held[writes[0]] = result
+            elif write_span is not None and len(result) == len(writes):
+                held[write_span] = result
             else:
-                for place, value in zip(writes, found, strict=True):
+                for place, value in zip(writes, result, strict=True):
                     held[place] = value
             # A remaining reference would keep a value's memory until the end of the list.
-            del found
+            del result
             for place in dropped:
                 held[place] = None
         if self._only_result is not None:
             return (held[self._only_result],)
         return tuple([held[place] for place in self._results])
 
-    def run_noting(self, values: tuple[Any, ...], between: list[Any]) -> tuple[Any, ...]:
-        """Run all segments one by one, and return the outputs; equal to calling the list.
+    def run_and_record(self, values: tuple[Any, ...], between: list[Any]) -> tuple[Any, ...]:
+        """Run all segments, record the values between them, and return the outputs of a call.
 
         Args:
             values: Input values, in the order of their names.
@@ -155,8 +155,8 @@ class SegmentList:
             self._begin()
         held = dict(zip(self.inputs, values, strict=True))
         for segment in self.segments:
-            found = segment.run(*[held[name] for name in segment.reads])
-            written = (found,) if len(segment.writes) == 1 else tuple(found)
+            result = segment.run(*[held[name] for name in segment.reads])
+            written = (result,) if len(segment.writes) == 1 else tuple(result)
             held.update(zip(segment.writes, written, strict=True))
             if segment is not self.segments[-1]:
                 between += written
@@ -169,7 +169,7 @@ class SegmentList:
 
     @property
     def keeps_only_inputs(self) -> bool:
-        """Return whether backward passes read nothing but the inputs of the segments."""
+        """Return whether backward passes read only the inputs of the segments."""
         return all(segment.keeps_only_inputs for segment in self.segments)
 
     @property
@@ -189,8 +189,8 @@ class SegmentList:
             )
         )
 
-    def opened(self, keeps_whole: Callable[[nn.Module], bool] = is_compiled) -> SegmentList:
-        """Return the list with every segment that has parts replaced by its parts.
+    def expand(self, keeps_whole: Callable[[nn.Module], bool] = is_compiled) -> SegmentList:
+        """Replace every segment that has parts by its parts, and return the new list.
 
         Equal to this list, gradients included, except that the modules of replaced segments are not
         called, so their hooks do not run. The names of the parts, and of values between them, begin
@@ -200,8 +200,8 @@ class SegmentList:
             keeps_whole: Function that returns whether a module must be called as a whole. Its
                 segment is then kept; it is static if all its parts are, and has all their scopes.
         """
-        found = [one for segment in self.segments for one in _opened(segment, keeps_whole)]
-        return SegmentList(_after(self._begin, found), self.inputs, self.outputs)
+        segments = [one for segment in self.segments for one in _expand(segment, keeps_whole)]
+        return SegmentList(_after(self._begin, segments), self.inputs, self.outputs)
 
     def _check(self) -> None:
         known = set(self.inputs)
@@ -246,13 +246,13 @@ def names_from_outside(segments: Iterable[Segment], outputs: tuple[str, ...]) ->
         segments: Segments in execution order.
         outputs: Names of values that are read after the last segment.
     """
-    found = dict[str, None]()
+    names = dict[str, None]()
     written = set[str]()
     for segment in segments:
-        found.update(dict.fromkeys(name for name in segment.reads if name not in written))
+        names.update(dict.fromkeys(name for name in segment.reads if name not in written))
         written.update(segment.writes)
-    found.update(dict.fromkeys(name for name in outputs if name not in written))
-    return tuple(found)
+    names.update(dict.fromkeys(name for name in outputs if name not in written))
+    return tuple(names)
 
 
 def split(
@@ -265,7 +265,7 @@ def split(
 
     Each piece is a list: its ``inputs`` are the values that it reads from outside, its ``outputs``
     the values that a later piece or the caller reads. ``is_static`` distinguishes static runs from
-    eager pieces. Running the pieces one after the other equals ``segments.opened(keeps_whole)``.
+    eager pieces. Running the pieces one after the other equals ``segments.expand(keeps_whole)``.
 
     A transfer starts and ends in one piece, together with the segments between start and end; the
     piece is eager if one of these segments is. Segments that keep only their inputs for the
@@ -274,23 +274,23 @@ def split(
     Args:
         segments: List of a chunk or of a layer.
         scopes: Scopes whose static segments go into static runs; ``all`` means every scope.
-        cuts: Names of segments of the opened list after which a static run ends. During a transfer
-            the run ends after the transfer.
+        cuts: Names of segments of the expanded list after which a static run ends. During a
+            transfer the run ends after the transfer.
         keeps_whole: Function that returns whether a module must be called as a whole.
 
     Raises:
         UnsupportedError: If a scope or a cut is unknown.
     """
     wanted = expanded_scopes(scopes)
-    opened = segments.opened(keeps_whole)
-    unknown = sorted(set(cuts) - {segment.name for segment in opened})
+    expanded = segments.expand(keeps_whole)
+    unknown = sorted(set(cuts) - {segment.name for segment in expanded})
     if unknown:
         raise UnsupportedError(
             f"a cut must name a segment of the list: {unknown} are not among "
-            f"{[segment.name for segment in opened]}. A cut is the name of the segment before it."
+            f"{[segment.name for segment in expanded]}. A cut is the name of the segment before it."
         )
     marked = [
-        replace(one, is_static=one.is_static and wanted.issuperset(one.scopes)) for one in opened
+        replace(one, is_static=one.is_static and wanted.issuperset(one.scopes)) for one in expanded
     ]
     pieces: list[list[Segment]] = []
     is_ended = True
@@ -335,23 +335,23 @@ def _with_surfaces(
     pieces: Sequence[Sequence[Segment]], outputs: tuple[str, ...]
 ) -> list[SegmentList]:
     """Return pieces as lists, with the names that they read from outside and that others read."""
-    found: list[SegmentList] = []
+    lists: list[SegmentList] = []
     needed = set(outputs)
     for piece in reversed(pieces):
         written = dict.fromkeys(name for segment in piece for name in segment.writes)
         kept = tuple(name for name in written if name in needed)
         inputs = names_from_outside(piece, ())
-        found.insert(0, SegmentList(piece, inputs, kept))
+        lists.insert(0, SegmentList(piece, inputs, kept))
         needed = needed.difference(written).union(inputs)
-    return found
+    return lists
 
 
-def _opened(segment: Segment, keeps_whole: Callable[[nn.Module], bool]) -> Iterator[Segment]:
+def _expand(segment: Segment, keeps_whole: Callable[[nn.Module], bool]) -> Iterator[Segment]:
     """Yield the renamed parts of a segment; the segment itself if it stays whole."""
     if segment.parts is None:
         yield segment
         return
-    parts = segment.parts().opened(keeps_whole)
+    parts = segment.parts().expand(keeps_whole)
     if segment.stays_whole or any(map(keeps_whole, segment.modules)):
         yield replace(segment, parts=None, is_static=parts.is_static, scopes=parts.scopes)
         return

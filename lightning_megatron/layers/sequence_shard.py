@@ -109,7 +109,7 @@ class SequenceShard(Tensor):
         axis = next(leaf.axis for leaf in leaves if isinstance(leaf, cls))
         parts = _parts((*args, *kwargs.values()), axis) if name in _BY_POSITION else None
         if parts is None:
-            args, kwargs = pytree.tree_map(gathered, (args, kwargs))
+            args, kwargs = pytree.tree_map(gather_shard, (args, kwargs))
             return func(*args, **kwargs)
         return cls.of(
             func(*parts[: len(args)], **dict(zip(kwargs, parts[len(args) :], strict=True))),
@@ -117,7 +117,7 @@ class SequenceShard(Tensor):
         )
 
 
-def gathered(value: Any) -> Any:
+def gather_shard(value: Any) -> Any:
     """Return the full tensor of a sequence shard, and other values unchanged."""
     return value.gather_full() if isinstance(value, SequenceShard) else value
 

@@ -1,4 +1,4 @@
-"""RMS norm over features that are sharded over the tensor axis."""
+"""RMS norm over features that are sharded over the tensor-parallel axis."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lightning_megatron.shapes import Float
 
 
 class ShardedRMSNorm(nn.Module):
-    """RMS norm of vectors whose features are sharded over the tensor axis.
+    """RMS norm of vectors whose features are sharded over the tensor-parallel axis.
 
-    Equal to torch.nn.RMSNorm(num_features, eps) of the whole vectors. The mean square of half types
+    Equal to torch.nn.RMSNorm(num_features, eps) of the full vectors. The mean square of half types
     is computed in float32.
 
     Args:
-        num_features: Features of the whole vectors (elements).
+        num_features: Features of the full vectors (elements).
         part: Features that this rank holds; ranks may hold copies of them (elements).
         mesh: Process groups of this rank.
         eps: Number that is added to the mean square.

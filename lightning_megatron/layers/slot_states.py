@@ -38,12 +38,12 @@ def mark_filled(
 
     Args:
         slots: The slots.
-        rows: Rows of the gradients, for slots that got gradients of known rows only. The tensors
+        rows: Rows of the gradients, for slots that got only gradients of known rows. The tensors
             are copied, because the next replay overwrites them.
     """
     for slot in slots:
-        own = rows.get(slot)
-        slot.note_filled(None if own is None else tuple(one.clone() for one in own))
+        slot_rows = rows.get(slot)
+        slot.note_filled(None if slot_rows is None else tuple(one.clone() for one in slot_rows))
 
 
 @torch.no_grad()
@@ -59,7 +59,7 @@ def fill_empty(slots: Iterable[GradientSlot]) -> None:
 
 
 @contextmanager
-def kept_states(slots: Iterable[GradientSlot]) -> Iterator[None]:
+def preserve_states(slots: Iterable[GradientSlot]) -> Iterator[None]:
     """Restore the current states of the slots when the block ends."""
     before = [(slot, slot.is_empty, slot.rows) for slot in slots]
     try:

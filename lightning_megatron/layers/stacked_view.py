@@ -1,4 +1,4 @@
-"""One tensor as a view of equally spaced tensors of a storage."""
+"""View of equally spaced tensors of a storage as one tensor."""
 
 from __future__ import annotations
 

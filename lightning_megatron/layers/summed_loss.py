@@ -48,7 +48,7 @@ def summed_cross_entropy(
         weight: This rank's rows of the head.
         labels: Token ids.
         mesh: Process groups of this rank.
-        vocab_size: The true vocabulary, without padding (tokens).
+        vocab_size: Size of the vocabulary without padding (tokens).
         chunk: Number of tokens whose logits exist at the same time (tokens).
         label_smoothing: Probability spread evenly over the vocabulary.
         ignore_index: Label whose loss and gradient are zero.
@@ -110,15 +110,15 @@ class _SummedCrossEntropy(torch.autograd.Function):
         results = None if grad_hidden is None else rows_of(grad_hidden).split(head.chunk)
         sums = []
         pieces = zip(rows, index.split(head.chunk), ignored.split(head.chunk), strict=True)
-        for number, (part, own, skipped) in enumerate(pieces):
+        for number, (part, targets, skipped) in enumerate(pieces):
             logits = head.form.applied_(F.linear(part, weight))
-            statistics = head.statistics(logits, own, overwrites=not any(wants))
+            statistics = head.statistics(logits, targets, overwrites=not any(wants))
             losses, normaliser = head.terms.losses(statistics, skipped)
             sums.append(losses.sum())
             if any(wants):
                 unit = (~skipped).to(normaliser.dtype)
                 kernels = fused_kernels(logits)
-                grad = head.gradient_(logits, own, normaliser, unit, kernels=kernels)
+                grad = head.gradient_(logits, targets, normaliser, unit, kernels=kernels)
                 if results is not None:
                     torch.mm(grad, weight.to(grad.dtype), out=results[number])
                 if slot is not None:

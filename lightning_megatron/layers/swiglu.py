@@ -1,4 +1,4 @@
-"""SwiGLU, with the largest magnitudes that products in 8 bits before and after it need."""
+"""SwiGLU, which also computes the largest magnitudes that 8-bit layers around it need."""
 
 from __future__ import annotations
 

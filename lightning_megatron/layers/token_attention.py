@@ -20,8 +20,8 @@ def reason_against_token_attention(kind: AttentionSpan) -> str | None:
     if not kind.causal:
         return "its attention is not causal"
     parts = {"soft cap": kind.soft_cap, "slopes": kind.slopes, "sinks": kind.sinks}
-    found = next((name for name, value in parts.items() if value is not None), None)
-    return None if found is None else f"the scores of its attention have a {found}"
+    unsupported = next((name for name, value in parts.items() if value is not None), None)
+    return None if unsupported is None else f"the scores of its attention have a {unsupported}"
 
 
 def attend_one_token(
@@ -48,8 +48,8 @@ def attend_one_token(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     kernels = fused_kernels(query)
     attend = attend_by_mask if kernels is None else kernels.attend_one_token
-    found: Tensor = attend(query, keys, values, place, padding, scale)
-    return found
+    attended: Tensor = attend(query, keys, values, place, padding, scale)
+    return attended
 
 
 def attend_by_mask(
@@ -82,5 +82,5 @@ def attend_by_mask(
     # Slots without a token may hold any value, even NaN, which a mask of scores does not remove.
     keys = keys.masked_fill(~mask.transpose(-1, -2), 0.0)
     values = values.masked_fill(~mask.transpose(-1, -2), 0.0)
-    found = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
-    return found.flatten(1)[None]
+    attended = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+    return attended.flatten(1)[None]

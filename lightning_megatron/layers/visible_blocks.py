@@ -39,14 +39,14 @@ class _Tokens:
         return self.places.shape[1]
 
     def bounds(self, values: Int[Tensor, "#batch seq"]) -> tuple[Tensor, Tensor]:
-        """Return the least and the largest value of each block."""
+        """Return the smallest and the largest value of each block."""
         index = torch.arange(-(-self.length // BLOCK) * BLOCK, device=values.device)
         blocks = values[:, index.clamp(max=self.length - 1)].unflatten(1, (-1, BLOCK))
         return blocks.amin(-1), blocks.amax(-1)
 
     @property
     def is_full(self) -> Bool[Tensor, "1 _"]:
-        """Return for each block whether it has ``BLOCK`` tokens; the last one may have fewer."""
+        """Return for each block whether it is full; the last one may have fewer than ``BLOCK``."""
         starts = torch.arange(0, self.length, BLOCK, device=self.places.device)
         return (starts + BLOCK <= self.length)[None]
 
@@ -74,7 +74,7 @@ def visible_blocks(
     """
     is_whole = keys is None and span.borders is None and span.prefix is None
     if not is_whole or _is_capturing(device):
-        # Memory that a capture allocates belongs to its graph, so the cache must not hold it.
+        # Memory that a capture allocates belongs to the graph, so the cache must not refer to it.
         return _blocks(span, num_sequences, seq_length, device, keys)
     return _blocks_of_whole_rows(span.causal, span.window, seq_length, device)
 
@@ -138,7 +138,7 @@ def _queries_and_keys(
 
 
 def _ordered(blocks: Bool[Tensor, "#batch 1 _ _"]) -> tuple[Tensor, Tensor]:
-    """Return for each block of queries its number of chosen key blocks, and their indices first."""
+    """Return for each query block the number of chosen key blocks, and indices with these first."""
     numbers = blocks.sum(-1, dtype=torch.int32)
     # A stable sort keeps adjacent blocks in order, so they are read one after the other.
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)

@@ -22,22 +22,22 @@ def vocab_parallel_argmax(
     Args:
         logits_shard: This rank's columns of the logits.
         mesh: Process groups of this rank.
-        vocab_size: The true vocabulary, without padding (tokens).
+        vocab_size: Size of the vocabulary without padding (tokens).
 
     Communication: one max and one min all-reduce over tp, of one number per token.
     """
     width = logits_shard.shape[-1]
     start = mesh.tp.rank * width
-    own = logits_shard[..., : min(max(vocab_size - start, 0), width)]
+    logits = logits_shard[..., : min(max(vocab_size - start, 0), width)]
     # All columns of a rank may be padding.
-    has_any = own.shape[-1] > 0
-    peak = own.amax(-1) if has_any else own.new_full(own.shape[:-1], -torch.inf)
+    has_any = logits.shape[-1] > 0
+    peak = logits.amax(-1) if has_any else logits.new_full(logits.shape[:-1], -torch.inf)
     # A maximum with a NaN depends on the order, so ranks with a NaN set the result to -1 below.
     has_nan = peak.isnan()
     peak = all_reduce_(peak.masked_fill(has_nan, torch.inf), mesh.tp, "max")
-    ids = torch.arange(start, start + own.shape[-1], device=own.device)
-    found = ids.new_full(peak.shape, vocab_size)
+    ids = torch.arange(start, start + logits.shape[-1], device=logits.device)
+    best = ids.new_full(peak.shape, vocab_size)
     if has_any:
-        found = torch.where(own == peak.unsqueeze(-1), ids, vocab_size).amin(-1)
-    found = all_reduce_(found.masked_fill(has_nan, -1), mesh.tp, "min")
-    return found.masked_fill(found < 0, vocab_size)
+        best = torch.where(logits == peak.unsqueeze(-1), ids, vocab_size).amin(-1)
+    best = all_reduce_(best.masked_fill(has_nan, -1), mesh.tp, "min")
+    return best.masked_fill(best < 0, vocab_size)

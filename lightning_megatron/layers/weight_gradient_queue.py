@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 import torch
 
-#: Adds a weight gradient to its gradient slots.
+#: Function that adds a weight gradient to its gradient slots.
 Add = Callable[[], None]
-#: Starts the communication of a weight gradient, and returns the function that adds the gradient.
+#: Function that starts the communication of a weight gradient and returns an ``Add``.
 Start = Callable[[], Add]
-#: Products of one pass, each with the slots that its gradients are added to.
+#: Products of one pass, each with the slots to which its gradients are added.
 Products = deque[tuple[Start, Sequence[Hashable]]]
 
 
@@ -45,7 +45,7 @@ class WeightGradientQueue:
     def open(self, key: Hashable) -> Iterator[None]:
         """Collect the weight gradients of the backward passes that run inside the block.
 
-        Nothing is kept if the block raises an error.
+        If the block raises an error, the collected gradients are discarded.
 
         Args:
             key: Name of the weight half that computes these gradients, the argument of :meth:`run`.

@@ -58,10 +58,10 @@ class BERTPretraining(TokenModule):
     weights_of_means = (("loss", "tokens"), ("lm_loss", "tokens"), ("order_loss", "tokens"))
 
     def __init__(self, config: EncoderConfig, **training: Any) -> None:
-        given = coerced_arguments(BERTPretraining.__init__, locals())
+        arguments = coerced_arguments(BERTPretraining.__init__, locals())
         super().__init__(**training)
-        # `given` has an EncoderConfig, also if a checkpoint passed a mapping.
-        self.config: EncoderConfig = given["config"]
+        # `arguments` has an EncoderConfig, also if a checkpoint passed a mapping.
+        self.config: EncoderConfig = arguments["config"]
         if not self.config.tie_embeddings:
             raise UnsupportedError(
                 "BERTPretraining needs a head that predicts masked tokens: head is "

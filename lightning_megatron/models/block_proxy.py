@@ -56,13 +56,13 @@ class ModuleProxy:
         """
         if name.startswith("__"):
             raise AttributeError(name)
-        found = getattr(self._module, name)
+        value = getattr(self._module, name)
         path = f"{self._path}.{name}".removeprefix(".")
-        if isinstance(found, nn.Module):
+        if isinstance(value, nn.Module):
             return ModuleProxy(self._stored, self._index, path)
-        if isinstance(found, nn.Parameter):
-            return self._blocks.parameter_of(self._index, path, found)
-        return self._stored.read(self._index, path, found) if isinstance(found, Tensor) else found
+        if isinstance(value, nn.Parameter):
+            return self._blocks.parameter_of(self._index, path, value)
+        return self._stored.read(self._index, path, value) if isinstance(value, Tensor) else value
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over proxies for the items of a list in a block."""

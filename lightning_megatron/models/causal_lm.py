@@ -48,11 +48,11 @@ class CausalLM(TokenModule):
     def __init__(
         self, config: GPTConfig, label_smoothing: Probability = 0.0, **training: Any
     ) -> None:
-        given = coerced_arguments(CausalLM.__init__, locals())
+        arguments = coerced_arguments(CausalLM.__init__, locals())
         super().__init__(**training)
-        # `given` has a GPTConfig, also if a checkpoint passed a mapping of plain values.
-        self.config: GPTConfig = given["config"]
-        self.label_smoothing: float = given["label_smoothing"]
+        # `arguments` has a GPTConfig, also if a checkpoint passed a mapping of plain values.
+        self.config: GPTConfig = arguments["config"]
+        self.label_smoothing: float = arguments["label_smoothing"]
         self.save_hyperparameters(
             {"config": asdict(self.config), "label_smoothing": self.label_smoothing}
         )
@@ -98,9 +98,9 @@ class CausalLM(TokenModule):
         if labels is not None:
             labels = F.pad(labels, (0, extra), value=IGNORED)
         span = AttentionSpan(lengths)
-        found = self.model(tokens, labels, label_smoothing, IGNORED, span=span, sums=sums)
+        output = self.model(tokens, labels, label_smoothing, IGNORED, span=span, sums=sums)
         # The loss of appended tokens is 0.
-        return found if labels is not None and sums else found[:, :length]
+        return output if labels is not None and sums else output[:, :length]
 
     @override
     def training_step(
@@ -123,5 +123,5 @@ class CausalLM(TokenModule):
         is_trained: bool,
     ) -> Float[Tensor, ""]:
         smoothing = self.label_smoothing if is_trained else 0.0
-        given = batch["tokens"], batch["labels"], smoothing, batch.get("lengths")
-        return self(*given, sums=True) / num_tokens.clamp(min=1)
+        inputs = batch["tokens"], batch["labels"], smoothing, batch.get("lengths")
+        return self(*inputs, sums=True) / num_tokens.clamp(min=1)

@@ -210,10 +210,10 @@ def check_rotary(head_size: int, rotary_dim: int | None, scaling: RotaryScaling 
     why = "rotary positions rotate pairs of a head's elements"
     require(is_legal, "rotary_dim", size, rule, why)
     if scaling is not None and scaling.kind == "longrope":
-        found = len(scaling.short_factors)
+        num_factors = len(scaling.short_factors)
         what = "the number of rotary_scaling's factors"
         why = f"each pair of rotary_dim ({size}) elements has a factor"
-        require(found == size // 2, what, found, f"be {size // 2}", why)
+        require(num_factors == size // 2, what, num_factors, f"be {size // 2}", why)
 
 
 def check_rotary_layers(
@@ -235,9 +235,11 @@ def check_rotary_layers(
             set without a window.
     """
     if rotary_layers is not None:
-        found = len(rotary_layers)
+        num_flags = len(rotary_layers)
         why = f"each of num_layers ({num_layers}) needs a flag"
-        require(found == num_layers, "the number of rotary_layers", found, "be num_layers", why)
+        require(
+            num_flags == num_layers, "the number of rotary_layers", num_flags, "be num_layers", why
+        )
     if window_base is not None:
         rule = "be None without sliding_window"
         has_window = sliding_window is not None
@@ -260,9 +262,9 @@ def check_windows(
     """
     if window_layers is None:
         return
-    found = len(window_layers)
+    num_flags = len(window_layers)
     why = f"each of num_layers ({num_layers}) needs a flag"
-    require(found == num_layers, "the number of window_layers", found, "be num_layers", why)
+    require(num_flags == num_layers, "the number of window_layers", num_flags, "be num_layers", why)
     has_window = sliding_window is not None
     rule = "be None without sliding_window"
     require(has_window, "window_layers", window_layers, rule, "no layer has a window")

@@ -64,8 +64,8 @@ class CutBlocks(PipelinedModule):
 
     def block(self, index: int) -> nn.Module:
         """Return a block; a block of another stage is on the meta device."""
-        found = self._modules.get(str(index))
-        return self.meta_blocks[index] if found is None else found
+        block = self._modules.get(str(index))
+        return self.meta_blocks[index] if block is None else block
 
     @override
     def train(self, mode: bool = True) -> CutBlocks:

@@ -14,7 +14,7 @@ from lightning_megatron.groups.collectives import gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.context_parallel.position_wise import foreign_parts
 from lightning_megatron.layers.context_parallel.sequence_order import (
-    joined_parts,
+    join_parts,
     of_first_rank,
     own_part,
 )
@@ -211,7 +211,7 @@ class Encoder(LayeredModule):
             shape = hidden.shape[1], hidden.shape[0] * parts, hidden.shape[2]
             return self.absent(shape, hidden.dtype, "the hidden states")
         part = gather_from_axis(hidden, mesh.tp, dim=0) if mesh.sequence_parallel else hidden
-        return joined_parts(part, mesh.cp).transpose(0, 1)
+        return join_parts(part, mesh.cp).transpose(0, 1)
 
     def gather_logits(
         self, logits: Float[Tensor, "seq_part batch vocab_local"]
@@ -233,7 +233,7 @@ class Encoder(LayeredModule):
             shape = logits.shape[1], logits.shape[0] * cp.size, vocabulary
             return self.absent(shape, logits.dtype, "the logits")
         columns = gather_from_axis(logits, self.mesh.tp, dim=-1)[..., :vocabulary]
-        return joined_parts(columns, cp).transpose(0, 1)
+        return join_parts(columns, cp).transpose(0, 1)
 
     def _embed(self, rows: EncoderInput) -> Tensor:
         assert self.embedding is not None, "the first virtual stage holds the embedding"
@@ -336,7 +336,7 @@ class Encoder(LayeredModule):
         if self.config.head == "classifier":
             return EncoderResult(hidden, logits=of_first_rank(head(hidden), cp))
         if self.config.head == "span":
-            return EncoderResult(hidden, logits=joined_parts(head(hidden), cp, dim=1))
+            return EncoderResult(hidden, logits=join_parts(head(hidden), cp, dim=1))
         if self.config.head == "pooler":
             return EncoderResult(hidden, pooled=of_first_rank(head(hidden), cp))
         if self.config.head == "none":
@@ -355,5 +355,5 @@ class Encoder(LayeredModule):
             ignore_index=ignore_index,
             overwrite_logits=True,
         )
-        whole = joined_parts(losses, cp).t().contiguous()
+        whole = join_parts(losses, cp).t().contiguous()
         return EncoderResult(logits=logits, losses=whole, order_logits=order)

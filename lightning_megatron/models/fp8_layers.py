@@ -54,15 +54,15 @@ def set_fp8(
     linears = {name: (index, part) for index, name, part in _linears(model)}
     kinds = {name.split(".", 2)[2] for name in linears}
     _check_patterns(settings, kinds, num_layers)
-    found = {}
+    selected = {}
     for name, (index, part) in linears.items():
         part.scaling = EngineScaling(None, device) if backend == "te" else None
         if settings.includes(index, num_layers, name):
             settings.check_sizes(name, *_local_sizes(part), backend)
-            found[name] = part
-    scales = _delayed_scales(model, settings, list(found), device)
+            selected[name] = part
+    scales = _delayed_scales(model, settings, list(selected), device)
     casts = None if backend == "te" else WeightCasts()
-    for number, part in enumerate(found.values()):
+    for number, part in enumerate(selected.values()):
         layer_scales = None if scales is None else scales.layer(number)
         part.scaling = (
             EngineScaling(settings, device, layer_scales)
@@ -71,7 +71,7 @@ def set_fp8(
         )
     model.delayed_scales = scales
     model.weight_casts = casts
-    return list(found)
+    return list(selected)
 
 
 def unset_fp8(
@@ -104,7 +104,7 @@ def weights_in_eight_bits(module: nn.Module) -> dict[tuple[str, ...], Linear]:
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    found: dict[tuple[str, ...], Linear] = {}
+    selected: dict[tuple[str, ...], Linear] = {}
     # `layered_modules` also finds the layers that compute for a Hugging Face model.
     linears = [one for model in layered_modules(module) for one in _linears(model)]
     for _, name, part in linears:
@@ -114,8 +114,8 @@ def weights_in_eight_bits(module: nn.Module) -> dict[tuple[str, ...], Linear]:
         names_of_weights = [names.get(id(weight), []) for weight in part.weight_parts]
         for readers in names_of_weights:
             _check_one_reader(name, readers)
-        found[tuple(readers[0] for readers in names_of_weights)] = part
-    return found
+        selected[tuple(readers[0] for readers in names_of_weights)] = part
+    return selected
 
 
 def _check_one_reader(layer: str, readers: list[str]) -> None:
@@ -174,8 +174,8 @@ def check_fp8_config(
         return
     sizes = [linear_sizes(shape, layer, tp) for layer in range(shape.num_layers)]
     _check_patterns(settings, set().union(*sizes), shape.num_layers)
-    for layer, found in enumerate(sizes):
-        for name, (out_features, in_features) in found.items():
+    for layer, linears in enumerate(sizes):
+        for name, (out_features, in_features) in linears.items():
             full_name = f"layers.{layer}.{name}"
             if settings.includes(layer, shape.num_layers, full_name):
                 settings.check_sizes(full_name, out_features, in_features, backend)

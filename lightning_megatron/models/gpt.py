@@ -17,7 +17,7 @@ from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.chunked_head import LogitForm
 from lightning_megatron.layers.context_parallel.sequence_order import (
     at_place,
-    joined_parts,
+    join_parts,
     own_part,
 )
 from lightning_megatron.layers.document_cut import TokenOrder
@@ -179,8 +179,8 @@ class GPT(LayeredModule):
         Communication: that of the layers, an all-gather of the logits over tp, and an all-reduce of
             one hidden state over cp.
         """
-        found: Tensor = self._run(tokens, None, 0.0, -100, span, None, False, place)
-        return found
+        logits: Tensor = self._run(tokens, None, 0.0, -100, span, None, False, place)
+        return logits
 
     def _run(
         self,
@@ -194,21 +194,21 @@ class GPT(LayeredModule):
         place: int | None = None,
     ) -> Any:
         """Run the model and return the result of :meth:`_run_head`; see :meth:`forward`."""
-        given = tokens_or_embeddings(tokens, embeddings)
+        inputs = tokens_or_embeddings(tokens, embeddings)
         check_present(tokens, embeddings)
         self.check_has_all_stages()
         parts = 1 if continues_cache(span) else self.mesh.cp.size
         shards = self.mesh.tp.size if self.mesh.sequence_parallel else 1
-        self.config.check_seq_length(given.shape[1], shards, parts)
-        span = laid_out(span, given, self.mesh, self.context)
-        self._advance_own_streams(given.device)
+        self.config.check_seq_length(inputs.shape[1], shards, parts)
+        span = laid_out(span, inputs, self.mesh, self.context)
+        self._advance_own_streams(inputs.device)
         if self.cursor is None or not self.cursor.probe:
-            self._check_tokens(given.shape[0] * given.shape[1])
+            self._check_tokens(inputs.shape[0] * inputs.shape[1])
 
         rows = span or AttentionSpan()
 
         def run(chunk: int, hidden: Tensor | None) -> Any:
-            like = self._stream_like(given, embeddings) if hidden is None else hidden
+            like = self._stream_like(inputs, embeddings) if hidden is None else hidden
             values = {
                 "tokens": tokens,
                 "positions": rows.positions,
@@ -225,13 +225,13 @@ class GPT(LayeredModule):
             layers = self._layers_of_chunk[chunk]
             parts_of_model = self.config, layers, self._rotary, self.mesh
             dropout = self.config.attention_dropout if self.training else 0.0
-            shared = layer_inputs(*parts_of_model, like, given.shape[:2], span, dropout=dropout)
+            shared = layer_inputs(*parts_of_model, like, inputs.shape[:2], span, dropout=dropout)
             return self._run_chunk(chunk, values | shared)
 
         return self.run_stage(
             run,
-            lambda: self.boundary(given, parts),
-            lambda: self._placeholder(given.shape[:2], labels is not None, sums),
+            lambda: self.boundary(inputs, parts),
+            lambda: self._placeholder(inputs.shape[:2], labels is not None, sums),
         )
 
     def _placeholder(self, shape: torch.Size, has_losses: bool, sums: bool) -> Any:
@@ -295,11 +295,11 @@ class GPT(LayeredModule):
         assert self.embedding is not None, "the first virtual stage holds the embedding"
         cp = self.mesh.cp
         if cp.size > 1:
-            given = tokens if vectors is None else vectors
-            assert given is not None, "a call without vectors has tokens"
+            inputs = tokens if vectors is None else vectors
+            assert inputs is not None, "a call without vectors has tokens"
             if positions is None and self.embedding.position is not None:
-                index = torch.arange(given.shape[1], device=given.device)
-                positions = index.expand(given.shape[:2])
+                index = torch.arange(inputs.shape[1], device=inputs.device)
+                positions = index.expand(inputs.shape[:2])
             tokens, positions, vectors = (
                 None if one is None else own_part(one, cp, 1, cut)
                 for one in (tokens, positions, vectors)
@@ -388,7 +388,7 @@ class GPT(LayeredModule):
         vocab_size = self.config.vocab_size
         if targets is None:
             full = gather_from_axis(logits, self.mesh.tp, dim=-1)[..., :vocab_size]
-            return joined_parts(full, self.mesh.cp, cut=cut).transpose(0, 1)
+            return join_parts(full, self.mesh.cp, cut=cut).transpose(0, 1)
         return targets.losses(logits, self.mesh, vocab_size)
 
     def _chunked_result(self, hidden: Tensor, targets: Targets, chunk: int) -> Any:

@@ -28,13 +28,13 @@ def tokens_or_embeddings(
     Raises:
         UnsupportedError: If neither or both are given.
     """
-    given = embeddings if tokens is None else tokens
-    if given is None or (tokens is not None and embeddings is not None):
+    inputs = embeddings if tokens is None else tokens
+    if inputs is None or (tokens is not None and embeddings is not None):
         raise UnsupportedError(
             "GPT takes either tokens or embeddings, because both describe the same input: "
-            f"{'neither' if given is None else 'both'} were given. Pass one of them."
+            f"{'neither' if inputs is None else 'both'} were given. Pass one of them."
         )
-    return given
+    return inputs
 
 
 def continues_cache(span: AttentionSpan | None) -> bool:

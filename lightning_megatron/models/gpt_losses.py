@@ -10,7 +10,7 @@ from lightning_megatron.groups.collectives import all_gather_sequence
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.chunked_head import LogitForm
 from lightning_megatron.layers.chunked_loss import chunked_cross_entropy
-from lightning_megatron.layers.context_parallel.sequence_order import joined_parts, own_part
+from lightning_megatron.layers.context_parallel.sequence_order import join_parts, own_part
 from lightning_megatron.layers.document_cut import TokenOrder
 from lightning_megatron.layers.loss import vocab_parallel_cross_entropy
 from lightning_megatron.layers.summed_loss import summed_cross_entropy
@@ -94,5 +94,5 @@ class Targets:
     def _result(
         self, losses: Float[Tensor, "seq_part batch"], mesh: ParallelMesh
     ) -> Float[Tensor, "batch seq"] | Float[Tensor, ""]:
-        found = joined_parts(losses, mesh.cp, cut=self.cut).t().contiguous()
-        return found.sum() if self.are_summed else found
+        joined = join_parts(losses, mesh.cp, cut=self.cut).t().contiguous()
+        return joined.sum() if self.are_summed else joined

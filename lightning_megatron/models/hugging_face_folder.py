@@ -54,7 +54,9 @@ def read_config(path: str) -> Any:
             "path must be a local folder with config.json, because models are not downloaded: "
             f"{shown(path)} is not. Use a folder written by save_pretrained or `hf download`."
         )
-    with naming_folder(path, "config.json must be a configuration that transformers can read"):
+    with name_folder_in_errors(
+        path, "config.json must be a configuration that transformers can read"
+    ):
         return _library().AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
@@ -73,11 +75,11 @@ def load_model(path: str, config: Any, dtype: str) -> nn.Module:
         CheckpointMismatchError: If transformers rejects the folder, or weights are missing, which
             transformers would initialise at random.
     """
-    with naming_folder(path, "a folder must have a model that transformers can load"):
-        model, found = _library().AutoModelForCausalLM.from_pretrained(
+    with name_folder_in_errors(path, "a folder must have a model that transformers can load"):
+        model, loading_info = _library().AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True
         )
-    missing = sorted(found["missing_keys"])
+    missing = sorted(loading_info["missing_keys"])
     if missing:
         raise CheckpointMismatchError(
             f"a folder must have all weights of its model: {path} lacks {len(missing)} tensor(s) "
@@ -100,7 +102,9 @@ def random_model(path: str, config: Any, dtype: str) -> nn.Module:
     Raises:
         CheckpointMismatchError: If transformers rejects the configuration.
     """
-    with naming_folder(path, "config.json must describe a model that transformers can build"):
+    with name_folder_in_errors(
+        path, "config.json must describe a model that transformers can build"
+    ):
         chosen = config.dtype if dtype == "auto" else getattr(torch, dtype)
         model: nn.Module = _library().AutoModelForCausalLM.from_config(
             config, dtype=chosen or torch.float32, trust_remote_code=False
@@ -109,7 +113,7 @@ def random_model(path: str, config: Any, dtype: str) -> nn.Module:
 
 
 @contextmanager
-def naming_folder(path: str, rule: str) -> Iterator[None]:
+def name_folder_in_errors(path: str, rule: str) -> Iterator[None]:
     """Convert errors of transformers into errors that name the folder.
 
     Args:

@@ -70,13 +70,13 @@ class HuggingFaceCausalLM(TokenModule):
         lora: LoraSettings | None = None,
         **training: Any,
     ) -> None:
-        given = coerced_arguments(HuggingFaceCausalLM.__init__, locals())
+        arguments = coerced_arguments(HuggingFaceCausalLM.__init__, locals())
         super().__init__(**training)
-        self.path: str = given["path"]
+        self.path: str = arguments["path"]
         self.from_scratch = from_scratch
         self.dtype_name = dtype
         self.expert_settings = expert_settings
-        self.lora: LoraSettings | None = given["lora"]
+        self.lora: LoraSettings | None = arguments["lora"]
         if self.lora is not None:
             # The strategy prepares peft for models without weights, which needs its import before
             # configure_model.
@@ -84,7 +84,7 @@ class HuggingFaceCausalLM(TokenModule):
         # TokenModule saves its arguments itself, as plain values.
         names = ("path", "from_scratch", "dtype", "expert_settings")
         plain = {"lora": None if self.lora is None else asdict(self.lora)}
-        self.save_hyperparameters({name: given[name] for name in names} | plain)
+        self.save_hyperparameters({name: arguments[name] for name in names} | plain)
         # This imports transformers before configure_model, so that the strategy can keep ranks from
         # loading the whole model.
         self.config: Any = read_config(self.path)
@@ -104,8 +104,8 @@ class HuggingFaceCausalLM(TokenModule):
         classes = import_extra(
             "transformers.models.auto.modeling_auto", "hf"
         ).MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        found: str | None = classes.get(self.config.model_type)
-        return found
+        name: str | None = classes.get(self.config.model_type)
+        return name
 
     def configure_model(self) -> None:
         """Build the model, unless it exists."""
@@ -127,8 +127,8 @@ class HuggingFaceCausalLM(TokenModule):
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq vocab"]:
         """Return the logits."""
         assert self.model is not None, "configure_model builds the model before its first use"
-        found: Tensor = self.model(input_ids=tokens, use_cache=False).logits
-        return found
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return logits
 
     def _positions(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return positions that restart in each document, as an argument of the model."""
@@ -136,9 +136,9 @@ class HuggingFaceCausalLM(TokenModule):
         if "position_ids" in batch:
             # These positions come from the host. The host would have to read computed ones back
             # from the device.
-            found = batch["position_ids"]
+            positions = batch["position_ids"]
         elif "lengths" in batch:
-            found = positions_in_documents(batch["lengths"], tokens.shape[1])
+            positions = positions_in_documents(batch["lengths"], tokens.shape[1])
         else:
             return {}
         assert self.model is not None, "configure_model builds the model before its first use"
@@ -151,17 +151,17 @@ class HuggingFaceCausalLM(TokenModule):
                 f"{kind.__name__} of transformers is not such a model. Use MegatronStrategy, or "
                 "data with one document in each row (packing=False, documents='joined')."
             )
-        return {"position_ids": found}
+        return {"position_ids": positions}
 
     def predict_step(
         self, batch: Mapping[str, Int[Tensor, "batch seq"]], batch_idx: int
     ) -> Float[Tensor, "batch seq vocab"]:
         """Return the logits of a batch."""
         assert self.model is not None, "configure_model builds the model before its first use"
-        found: Tensor = self.model(
+        logits: Tensor = self.model(
             input_ids=batch["tokens"], use_cache=False, **self._positions(batch)
         ).logits
-        return found
+        return logits
 
     @override
     def mean_loss(

@@ -49,22 +49,22 @@ def layer_inputs(
     """
     rows = span or AttentionSpan()
     positions = rows.positions, rows.order
-    found: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     for index in layers:
         name = rotary_name(config, index)
-        if name not in found:
+        if name not in inputs:
             tables = rotary.get(name)
-            found[name] = None if tables is None else tables(shape[1], like, *positions)
+            inputs[name] = None if tables is None else tables(shape[1], like, *positions)
         name = rows_name(config, index)
         if mesh.cp.size > 1 and (span is None or _is_plain_part(span)):
             # The ranks of cp have parts of rows, and need no mask of whole rows.
-            found[name] = None if rows.past is None else AttentionSpan(past=rows.past)
+            inputs[name] = None if rows.past is None else AttentionSpan(past=rows.past)
         elif span is not None and span.cut is not None:
-            found[name] = replace(span, positions=None)
-        elif name not in found:
+            inputs[name] = replace(span, positions=None)
+        elif name not in inputs:
             kind = attention_kind(config, index)
-            found[name] = _shared_span(kind, like, shape, span, dropout, config.head_size)
-    return found
+            inputs[name] = _shared_span(kind, like, shape, span, dropout, config.head_size)
+    return inputs
 
 
 def _is_plain_part(span: AttentionSpan) -> bool:

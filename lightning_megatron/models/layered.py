@@ -155,11 +155,11 @@ class LayeredModule(PipelinedModule):
         return dict(self._mixtures)
 
     def _find_mixtures(self) -> dict[int, MixtureOfExperts]:
-        found = {}
+        mixtures = {}
         for name, part in self.named_modules():
             if isinstance(part, MixtureOfExperts):
-                found[int(name.removeprefix("layers.").partition(".")[0])] = part
-        return found
+                mixtures[int(name.removeprefix("layers.").partition(".")[0])] = part
+        return mixtures
 
     @cached_property
     def has_shared_experts(self) -> bool:
@@ -197,15 +197,15 @@ class LayeredModule(PipelinedModule):
         Args:
             chunk: Index of this rank's chunk.
         """
-        found: list[Segment] = []
+        segments: list[Segment] = []
         if self.is_first_stage(chunk):
-            found.append(self._first_segment())
-        found += [self._layer_segment(index) for index in self._layers_of_chunk[chunk]]
+            segments.append(self._first_segment())
+        segments += [self._layer_segment(index) for index in self._layers_of_chunk[chunk]]
         outputs: tuple[str, ...] = ("hidden",)
         if self.is_last_stage(chunk):
-            found.append(self._last_segment())
-            outputs = found[-1].writes
-        return SegmentList(found, names_from_outside(found, outputs), outputs)
+            segments.append(self._last_segment())
+            outputs = segments[-1].writes
+        return SegmentList(segments, names_from_outside(segments, outputs), outputs)
 
     def _first_segment(self) -> Segment:
         """Return the segment from the model's inputs to ``hidden``."""
@@ -240,13 +240,13 @@ class LayeredModule(PipelinedModule):
         rotary: tuple[Tensor, Tensor] | None,
         rows: AttentionSpan | None,
     ) -> Tensor:
-        found: Tensor = self.layers[name](hidden, rotary, self._modes[name], rows)
-        return found
+        output: Tensor = self.layers[name](hidden, rotary, self._modes[name], rows)
+        return output
 
     def _parts_of_layer(self, name: str) -> SegmentList:
         layer: Any = self.layers[name]
-        found: SegmentList = layer.segments(self._modes[name])
-        return found
+        segments: SegmentList = layer.segments(self._modes[name])
+        return segments
 
     @property
     def watches_layers(self) -> bool:
@@ -256,13 +256,13 @@ class LayeredModule(PipelinedModule):
     def _run_chunk(self, chunk: int, values: Mapping[str, Any]) -> Any:
         """Run a chunk on values by name; its segments read the values that they name as inputs."""
         segments = self._lists[chunk]
-        given = tuple([values[name] for name in segments.inputs])
+        inputs = tuple([values[name] for name in segments.inputs])
         # The shapes of rows that continue a cache differ in each call.
         is_whole = values.get("past") is None
         if self.runner is None or self.watches_layers or not is_whole:
-            return segments(given)[0]
+            return segments(inputs)[0]
         is_last = self.is_last_stage(chunk)
-        return self.runner.run(chunk, segments, given, is_last, self.training)[0]
+        return self.runner.run(chunk, segments, inputs, is_last, self.training)[0]
 
     def boundary(
         self,

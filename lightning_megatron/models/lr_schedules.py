@@ -23,7 +23,7 @@ from lightning_megatron.plan.settings import Count, Index, NotNegative, Range, c
 from lightning_megatron.shapes import Float
 
 #: Fraction of the peak.
-Ratio = Annotated[float, Range(least=0, most=1)]
+Ratio = Annotated[float, Range(minimum=0, maximum=1)]
 
 # Attributes that a scheduler saves. They do not include settings: a resumed training uses the
 # current ones.
@@ -124,8 +124,8 @@ class ConstantSchedule(WarmedUpScheduler):
     def __init__(
         self, optimizer: Optimizer, warmup_steps: Index = 0, initial_lr: NotNegative = 0.0
     ) -> None:
-        given = coerced_arguments(ConstantSchedule.__init__, locals())
-        super().__init__(optimizer, given)
+        arguments = coerced_arguments(ConstantSchedule.__init__, locals())
+        super().__init__(optimizer, arguments)
 
     @override
     def rate_after_warmup(self, step: int, peak: float, floor: float) -> float:
@@ -172,18 +172,18 @@ class WSDSchedule(WarmedUpScheduler):
         min_lr: NotNegative | None = None,
         min_ratio: Ratio | None = None,
     ) -> None:
-        given = coerced_arguments(WSDSchedule.__init__, locals())
-        self.num_steps: int = given["num_steps"]
-        self.decay_steps: int = given["decay_steps"]
-        self.decay: DecayShape = given["decay"]
-        warmup: int = given["warmup_steps"]
+        arguments = coerced_arguments(WSDSchedule.__init__, locals())
+        self.num_steps: int = arguments["num_steps"]
+        self.decay_steps: int = arguments["decay_steps"]
+        self.decay: DecayShape = arguments["decay"]
+        warmup: int = arguments["warmup_steps"]
         if warmup + self.decay_steps > self.num_steps:
             raise ParallelPlanError(
                 f"warmup_steps ({warmup}) and decay_steps ({self.decay_steps}) must together be at "
                 f"most num_steps ({self.num_steps}), because the decay follows the warm-up. Use "
                 f"num_steps of at least {warmup + self.decay_steps}, or fewer steps of either."
             )
-        super().__init__(optimizer, given)
+        super().__init__(optimizer, arguments)
 
     @override
     def rate_after_warmup(self, step: int, peak: float, floor: float) -> float:
@@ -228,9 +228,9 @@ class CosineSchedule(WSDSchedule):
         min_lr: NotNegative | None = None,
         min_ratio: Ratio | None = None,
     ) -> None:
-        given = coerced_arguments(CosineSchedule.__init__, locals())
-        rest = _decay_of(given)
-        super().__init__(**given, decay_steps=rest, decay="cosine")
+        arguments = coerced_arguments(CosineSchedule.__init__, locals())
+        rest = _decay_of(arguments)
+        super().__init__(**arguments, decay_steps=rest, decay="cosine")
 
 
 class LinearSchedule(WSDSchedule):
@@ -266,9 +266,9 @@ class LinearSchedule(WSDSchedule):
         min_lr: NotNegative | None = None,
         min_ratio: Ratio | None = None,
     ) -> None:
-        given = coerced_arguments(LinearSchedule.__init__, locals())
-        rest = _decay_of(given)
-        super().__init__(**given, decay_steps=rest, decay="linear")
+        arguments = coerced_arguments(LinearSchedule.__init__, locals())
+        rest = _decay_of(arguments)
+        super().__init__(**arguments, decay_steps=rest, decay="linear")
 
 
 class InverseSqrtSchedule(WarmedUpScheduler):
@@ -305,14 +305,14 @@ class InverseSqrtSchedule(WarmedUpScheduler):
         min_lr: NotNegative | None = None,
         min_ratio: Ratio | None = None,
     ) -> None:
-        given = coerced_arguments(InverseSqrtSchedule.__init__, locals())
-        self.timescale: int = given["timescale"] or given["warmup_steps"]
+        arguments = coerced_arguments(InverseSqrtSchedule.__init__, locals())
+        self.timescale: int = arguments["timescale"] or arguments["warmup_steps"]
         if not self.timescale:
             raise ParallelPlanError(
                 "timescale must be given if warmup_steps is 0, because its default is the length "
                 "of the warm-up. Use a timescale of at least 1, such as 10000."
             )
-        super().__init__(optimizer, given)
+        super().__init__(optimizer, arguments)
 
     @override
     def rate_after_warmup(self, step: int, peak: float, floor: float) -> float:

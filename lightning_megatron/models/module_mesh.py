@@ -21,12 +21,12 @@ def mesh_of_module(module: Any) -> ParallelMesh:
     Raises:
         UnsupportedError: If another strategy has set a device mesh of another kind.
     """
-    found: Any = module.device_mesh
-    if isinstance(found, ParallelMesh):
-        return found
-    if found is not None:
+    mesh: Any = module.device_mesh
+    if isinstance(mesh, ParallelMesh):
+        return mesh
+    if mesh is not None:
         raise UnsupportedError(
-            f"{type(module).__name__} cannot be sharded over a {type(found).__name__}, because it "
+            f"{type(module).__name__} cannot be sharded over a {type(mesh).__name__}, because it "
             "is built from layers of lightning_megatron. Use MegatronStrategy, ddp or one device."
         )
     # Initial weights are the same on all data-parallel processes, but dropout must differ.

@@ -65,12 +65,12 @@ class RemoteModule(nn.Module):
             if "_others" not in self.__dict__:
                 raise
         source, blocks = self._others
-        found = getattr(source, name)
-        if isinstance(found, nn.Module):
-            return RemoteModule(f"{self.name}.{name}", found, blocks, self.is_before, self.end)
-        if isinstance(found, Tensor):
-            return self._tensor(f"{self.name}.{name}", found, blocks)
-        return found
+        value = getattr(source, name)
+        if isinstance(value, nn.Module):
+            return RemoteModule(f"{self.name}.{name}", value, blocks, self.is_before, self.end)
+        if isinstance(value, Tensor):
+            return self._tensor(f"{self.name}.{name}", value, blocks)
+        return value
 
     def _tensor(self, name: str, like: Tensor, blocks: CutBlocks) -> Tensor:
         """Return a parameter or buffer if its values have arrived; otherwise a placeholder."""
@@ -189,10 +189,10 @@ class RemoteModuleList(RemoteModule):
             return list(self)[key]
         if isinstance(key, int) and key < 0:
             key += len(self)
-        found = source[key]  # type: ignore[index]
-        if isinstance(found, Tensor):
-            return self._tensor(f"{self.name}.{key}", found, blocks)
-        return RemoteModule(f"{self.name}.{key}", found, blocks, self.is_before, self.end)
+        value = source[key]  # type: ignore[index]
+        if isinstance(value, Tensor):
+            return self._tensor(f"{self.name}.{key}", value, blocks)
+        return RemoteModule(f"{self.name}.{key}", value, blocks, self.is_before, self.end)
 
 
 class LocalModule:
@@ -240,17 +240,17 @@ class LocalModule:
         if not f"{prefix}.".startswith(f"{self._remote.name}."):
             return None
         inner = prefix.removeprefix(self._remote.name).removeprefix(".")
-        found: Any = getattr(self._module.get_submodule(inner), key)
+        tensor: Any = getattr(self._module.get_submodule(inner), key)
         whole: Any = getattr(self._remote.source.get_submodule(inner), key)
-        return found if found.shape == whole.shape else None
+        return tensor if tensor.shape == whole.shape else None
 
     def _resolve(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         why = f"{self._remote.name!r} reads it"
-        found: tuple[Any, Any] = pytree.tree_map(
+        resolved: tuple[Any, Any] = pytree.tree_map(
             lambda leaf: leaf.resolve(why) if isinstance(leaf, RemoteTensor) else leaf,
             (args, kwargs),
         )
-        return found
+        return resolved
 
     def _keep(self, module: nn.Module, args: Any, result: Any) -> None:
         cursor = self._blocks.cursor
@@ -290,8 +290,8 @@ class FirstStageParameter:
     @property
     def value(self) -> Tensor:
         """Return the parameter."""
-        found: Tensor = getattr(self._owner, self._key)
-        return found
+        parameter: Tensor = getattr(self._owner, self._key)
+        return parameter
 
     def convert_meta(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a conversion of the model's dtype to the placeholder."""

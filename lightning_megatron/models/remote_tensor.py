@@ -103,10 +103,10 @@ class RemoteTensor(Tensor):
         Raises:
             UnsupportedError: If the values have not arrived.
         """
-        found = self.resolved()
-        if found is None:
+        tensor = self.resolved()
+        if tensor is None:
             self._refuse(why)
-        return found
+        return tensor
 
     def check_unwritten(self) -> None:
         """Raise if a block has written into the tensor, because other stages do not see the write.
@@ -275,8 +275,8 @@ class DeferredCall:
                 refuse(wanted, f"it depends on random numbers ({name_of(self.function)})")
             args, kwargs = pytree.tree_unflatten(values, structure)
             self._result = pytree.tree_leaves(self.function(*args, **kwargs))
-        found: Tensor = self._result[wanted.leaf]
-        return found
+        known: Tensor = self._result[wanted.leaf]
+        return known
 
 
 def fill_outputs(spec: OutputSpec, absent: Callable[[Tensor, int], Any]) -> Any:

@@ -125,13 +125,13 @@ class ShapeInference:
         with torch.no_grad(), self._mode, draws:
             taken = [_without_values(leaf) for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(taken, structure)
-            given: tuple[list[Any], pytree.TreeSpec] = flatten(function(*args, **kwargs))
-        found, result = given
-        problem = _problem_of(found) or _problem_of_change(taken, structure, (args, kwargs))
+            outputs: tuple[list[Any], pytree.TreeSpec] = flatten(function(*args, **kwargs))
+        inputs, result = outputs
+        problem = _problem_of(inputs) or _problem_of_change(taken, structure, (args, kwargs))
         written = [
             n for n, leaf in enumerate(taken) if isinstance(leaf, FakeTensor) and leaf._version
         ]
-        spec = OutputSpec(tuple(found), result, draws.found, problem, tuple(written))
+        spec = OutputSpec(tuple(inputs), result, draws.found, problem, tuple(written))
         if key is not None:
             self._cache[key] = spec
         return spec

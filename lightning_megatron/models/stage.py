@@ -204,19 +204,19 @@ class PipelinedModule(nn.Module):
         """
         cursor = self.cursor
         if cursor is None:
-            found = None
+            hidden = None
             for chunk in range(self.num_chunks):
-                found = run(chunk, found)
-            return found
+                hidden = run(chunk, hidden)
+            return hidden
         cursor.begin_call()
         if cursor.probe:
             cursor.tensor_specs.append(boundary())
         else:
             is_first = self.is_first_stage(cursor.chunk)
-            found = run(cursor.chunk, None if is_first else cursor.received[cursor.calls - 1])
+            hidden = run(cursor.chunk, None if is_first else cursor.received[cursor.calls - 1])
             if self.is_last_stage(cursor.chunk):
-                return found
-            cursor.sent.append(found)
+                return hidden
+            cursor.sent.append(hidden)
         if cursor.is_last_call:
             raise StageDone
         cursor.may_stop = True
@@ -272,8 +272,8 @@ def pipelined_modules(root: nn.Module) -> Iterator[tuple[str, PipelinedModule]]:
     for name, part in root.named_modules():
         if isinstance(part, PipelinedModule):
             yield name, part
-        elif (found := computed_by(part)) is not None:
-            yield name, found
+        elif (computing := computed_by(part)) is not None:
+            yield name, computing
 
 
 def named_layers(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -295,8 +295,8 @@ def computed_by(module: nn.Module) -> PipelinedModule | None:
     Args:
         module: Any module.
     """
-    found = vars(module).get(_COMPUTED_BY)
-    return found if isinstance(found, PipelinedModule) else None
+    computing = vars(module).get(_COMPUTED_BY)
+    return computing if isinstance(computing, PipelinedModule) else None
 
 
 def set_computed_by(module: nn.Module, model: PipelinedModule) -> None:

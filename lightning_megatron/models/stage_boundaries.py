@@ -139,16 +139,16 @@ class StageBoundaries:
         """Return the argument leaves of a stage's first block, with received tensors filled in."""
         assert cursor.plan is not None, "only a probe has no plan"
         inputs = cursor.plan.inputs
-        found = list(leaves)
+        filled = list(leaves)
         before = sum(len(inputs[call, stage]) for call in range(1, cursor.calls))
         for position, n in enumerate(inputs[cursor.calls, stage], before):
             leaf = leaves[n]
             value = cursor.received[position]
             if isinstance(leaf, RemoteTensor):
                 leaf.value = value
-            cursor.known[f"{prefix}:{n}"] = found[n] = value
+            cursor.known[f"{prefix}:{n}"] = filled[n] = value
         cursor.has_arrived = True
-        return found
+        return filled
 
     def keep_values(self, cursor: StageCursor, prefix: str, leaves: Sequence[Any]) -> None:
         """Keep the leaves that later stages will read."""
@@ -174,18 +174,18 @@ class StageBoundaries:
         Raises:
             UnsupportedError: If the value can neither be sent to the stage nor recomputed there.
         """
-        found = cursor.found
-        if not isinstance(leaf, RemoteTensor) or id(leaf) in found.bound.get(stage, {}):
+        recorded = cursor.found
+        if not isinstance(leaf, RemoteTensor) or id(leaf) in recorded.bound.get(stage, {}):
             return
-        if (stage, id(leaf)) in found.recorded_uses:
+        if (stage, id(leaf)) in recorded.recorded_uses:
             return
-        found.recorded_uses[stage, id(leaf)] = leaf
-        if leaf.value_name in found.origins:
-            origin = found.origins[leaf.value_name]
+        recorded.recorded_uses[stage, id(leaf)] = leaf
+        if leaf.value_name in recorded.origins:
+            origin = recorded.origins[leaf.value_name]
             if origin.stage > stage:
                 self._refuse_later_stage(leaf)
             if origin.stage < stage:
-                found.needs.add((stage, leaf.value_name))
+                recorded.needs.add((stage, leaf.value_name))
         elif leaf.deferred is None:
             refuse(leaf, "this value cannot be sent to other stages")
         else:
@@ -229,10 +229,10 @@ class StageBoundaries:
         """
         for leaf in result:
             self.record_use(cursor, leaf, self.last)
-        found = cursor.found
+        recorded = cursor.found
         extras: dict[int, list[str]] = {}
-        for stage, value_name in sorted(found.needs):
-            origin = found.origins[value_name]
+        for stage, value_name in sorted(recorded.needs):
+            origin = recorded.origins[value_name]
             border = self.starts[origin.stage + 1]
             # A stage sends its values when the first block of the next stage is reached in the last
             # call.
@@ -254,7 +254,7 @@ class StageBoundaries:
                     names.append(value_name)
         return StepPlan(
             cursor.calls,
-            found.inputs,
+            recorded.inputs,
             {stage: tuple(sorted(names)) for stage, names in extras.items()},
         )
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.layers.sequence_shard import gathered
+from lightning_megatron.layers.sequence_shard import gather_shard
 from lightning_megatron.models.block_proxy import (
     BlockProxy,
     BlockProxyList,
@@ -76,8 +76,12 @@ class StagedBlocks(CutBlocks):
 
     def __getitem__(self, index: int | slice) -> Any:
         """Return a proxy of a block, or a list of proxies."""
-        found = list(self)[index]
-        return BlockProxyList(found) if isinstance(found, list) and self.is_sequential else found
+        selected = list(self)[index]
+        return (
+            BlockProxyList(selected)
+            if isinstance(selected, list) and self.is_sequential
+            else selected
+        )
 
     @override
     def named_children(self) -> Iterator[tuple[str, Any]]:
@@ -200,10 +204,13 @@ class StagedBlocks(CutBlocks):
 
     def _run_again(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Recompute a block in a backward pass, because the user's code has checkpointed it."""
-        found, structure = flatten((args, kwargs))
-        leaves = [leaf.resolved() if isinstance(leaf, RemoteTensor) else leaf for leaf in found]
+        given_leaves, structure = flatten((args, kwargs))
+        leaves = [
+            leaf.resolved() if isinstance(leaf, RemoteTensor) else leaf for leaf in given_leaves
+        ]
         is_known = all(
-            (value is None) == (leaf is None) for value, leaf in zip(leaves, found, strict=True)
+            (value is None) == (leaf is None)
+            for value, leaf in zip(leaves, given_leaves, strict=True)
         )
         if str(index) not in self._modules or not is_known:
             raise UnsupportedError(
@@ -250,15 +257,15 @@ class StagedBlocks(CutBlocks):
         why = f"block {index} of {self.name!r} reads it on the next stage"
         for number in plan.inputs[cursor.calls, stage]:
             leaf = leaves[number]
-            found = leaf.resolve(why) if isinstance(leaf, RemoteTensor) else leaf
-            if not isinstance(found, Tensor):
+            value = leaf.resolve(why) if isinstance(leaf, RemoteTensor) else leaf
+            if not isinstance(value, Tensor):
                 raise UnsupportedError(
                     f"with pp above 1 the blocks of {self.name!r} must take the same number of "
-                    f"tensors in every step: block {index} took {type(found).__name__} instead of "
+                    f"tensors in every step: block {index} took {type(value).__name__} instead of "
                     "a tensor, for which another stage waits. Pass a tensor in every step, or use "
                     "pp=1."
                 )
-            cursor.sent.append(gathered(found))
+            cursor.sent.append(gather_shard(value))
         if cursor.is_last_call:
             names = plan.extras.get(stage, ())
             cursor.sent += [self._value_to_send(cursor, name) for name in names]
@@ -269,19 +276,19 @@ class StagedBlocks(CutBlocks):
             if value_name == one.value_name and self.virtual_stage == 0:
                 return one.value
         name = value_name.removeprefix("parameter:")
-        for found in (
+        for value in (
             local.tensor(name)
             for local in self.local_modules
             if name != value_name and local.stage == self.virtual_stage
         ):
-            if found is not None:
-                return found
+            if value is not None:
+                return value
         if value_name not in cursor.known:
             raise UnsupportedError(
                 f"{value_name!r} cannot be sent to a later stage, because it is sharded over tp or "
                 "belongs to a submodule that was called outside of its module. Use pp=1."
             )
-        return gathered(cursor.known[value_name])
+        return gather_shard(cursor.known[value_name])
 
     def _run(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.training:

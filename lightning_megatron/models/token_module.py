@@ -88,7 +88,7 @@ class TokenModule(LightningModule):
         warmup_steps: Index = 0,
         max_steps: Count | None = None,
         schedule: Literal["cosine", "linear", "constant"] = "cosine",
-        min_lr_ratio: Annotated[float, Range(least=0, most=1)] = 0.1,
+        min_lr_ratio: Annotated[float, Range(minimum=0, maximum=1)] = 0.1,
         bytes_per_token: Positive | None = None,
         token_weighted: bool = True,
         lr_schedule: Callable[[Optimizer], LRScheduler] | None = None,
@@ -100,22 +100,22 @@ class TokenModule(LightningModule):
                 "weight_decay_schedule", weight_decay_schedule
             ),
         }
-        given = coerced_arguments(TokenModule.__init__, locals() | schedulers)
+        arguments = coerced_arguments(TokenModule.__init__, locals() | schedulers)
         super().__init__()
-        self.learning_rate: float = given["learning_rate"]
-        self.weight_decay: float = given["weight_decay"]
-        self.betas: tuple[float, float] = given["betas"]
-        self.warmup_steps: int = given["warmup_steps"]
-        self.max_steps: int | None = given["max_steps"]
-        self.schedule: Literal["cosine", "linear", "constant"] = given["schedule"]
-        self.min_lr_ratio: float = given["min_lr_ratio"]
-        self.bytes_per_token: float | None = given["bytes_per_token"]
-        self.token_weighted: bool = given["token_weighted"]
+        self.learning_rate: float = arguments["learning_rate"]
+        self.weight_decay: float = arguments["weight_decay"]
+        self.betas: tuple[float, float] = arguments["betas"]
+        self.warmup_steps: int = arguments["warmup_steps"]
+        self.max_steps: int | None = arguments["max_steps"]
+        self.schedule: Literal["cosine", "linear", "constant"] = arguments["schedule"]
+        self.min_lr_ratio: float = arguments["min_lr_ratio"]
+        self.bytes_per_token: float | None = arguments["bytes_per_token"]
+        self.token_weighted: bool = arguments["token_weighted"]
         self.lr_schedule = schedulers["lr_schedule"]
         self.weight_decay_schedule = schedulers["weight_decay_schedule"]
         self._check_schedulers()
         plain = {name: one and one.plain() for name, one in schedulers.items()}
-        self.save_hyperparameters(given | plain)
+        self.save_hyperparameters(arguments | plain)
 
     @property
     @abstractmethod
@@ -163,12 +163,12 @@ class TokenModule(LightningModule):
         Raises:
             ParallelPlanError: If the vocabulary of the data is larger than that of the model.
         """
-        found = _vocab_size_of(getattr(self.trainer, "datamodule", None))
-        if found is not None and found > self.vocab_size:
+        vocab_size = _vocab_size_of(getattr(self.trainer, "datamodule", None))
+        if vocab_size is not None and vocab_size > self.vocab_size:
             raise ParallelPlanError(
                 f"vocab_size ({self.vocab_size}) of the model must be at least the vocab_size of "
-                f"the data ({found}), because every token id selects a row of the embedding. Use a "
-                f"vocab_size of {found} or more, or the tokenizer of the model."
+                f"the data ({vocab_size}), because every token id selects a row of the embedding. "
+                f"Use a vocab_size of {vocab_size} or more, or the tokenizer of the model."
             )
 
     def training_step(
@@ -305,6 +305,6 @@ def _count(batch: Mapping[str, Tensor]) -> Tensor:
 def _vocab_size_of(data: Any) -> int | None:
     """Return the vocabulary size of a data module; None if it is not known."""
     with suppress(UnsupportedError):
-        found = getattr(data, "vocab_size", None)
-        return found if isinstance(found, int) else None
+        size = getattr(data, "vocab_size", None)
+        return size if isinstance(size, int) else None
     return None

@@ -51,11 +51,11 @@ class WeightDecaySchedule(StepScheduler):
         num_steps: Count,
         shape: Literal["constant", "linear", "cosine"] = "linear",
     ) -> None:
-        given = coerced_arguments(WeightDecaySchedule.__init__, locals())
-        self.start: float = given["start"]
-        self.end: float = given["end"]
-        self.num_steps: int = given["num_steps"]
-        self.shape: Literal["constant", "linear", "cosine"] = given["shape"]
+        arguments = coerced_arguments(WeightDecaySchedule.__init__, locals())
+        self.start: float = arguments["start"]
+        self.end: float = arguments["end"]
+        self.num_steps: int = arguments["num_steps"]
+        self.shape: Literal["constant", "linear", "cosine"] = arguments["shape"]
         if self.shape == "constant" and self.start != self.end:
             raise ParallelPlanError(
                 f"start ({self.start}) and end ({self.end}) must be equal with shape 'constant', "

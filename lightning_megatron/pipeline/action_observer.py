@@ -1,4 +1,4 @@
-"""Interface for other rooms that observe the actions of a step."""
+"""Interface through which CUDA graphs and other code observe the actions of a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ class ActionObserver(Protocol):
         """
 
     def during(self, action: Action) -> AbstractContextManager[None]:
-        """Return the context in which an action runs."""
+        """Return the context manager in which an action runs."""
 
-    def sending(self, unit: PipelineUnit, transfers: PendingTransfers) -> None:
-        """Record transfers that read an output or an input gradient of a unit."""
+    def record_sends(self, unit: PipelineUnit, transfers: PendingTransfers) -> None:
+        """Record transfers that read an output or an input gradient of a unit.
+
+        The memory of these tensors must not be reused before the transfers complete.
+        """

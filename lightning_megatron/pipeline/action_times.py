@@ -1,4 +1,4 @@
-"""Measured times of the actions of training steps on a stage, and the memory that they keep."""
+"""Times and activation memory of the actions on a stage, measured in training steps."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _TICKS_PER_SECOND = 1_000_000
 
 @dataclass(frozen=True)
 class ActionMedians:
-    """Medians over the microbatches of the steps that were measured, for a chunk of a stage.
+    """Medians of one chunk over all microbatches of the measured steps.
 
     Args:
-        seconds: Time of a forward (F), an input half (I) and a weight half (W) (seconds).
-        kept: Memory that a forward leaves allocated (bytes).
-        waiting: Part of ``kept`` that the input half leaves for the weight half.
+        seconds: Time of a forward pass (F), an input half (I) and a weight half (W) (seconds).
+        kept: Memory that a forward pass leaves allocated for the backward pass (bytes).
+        waiting: Part of ``kept`` that stays allocated from the input half to the weight half
+            (bytes).
     """
 
     seconds: dict[Kind, float]
@@ -40,11 +41,12 @@ class MeasuredStages:
     """Measurements of all virtual stages, equal on all ranks.
 
     Args:
-        costs: Times in microseconds; the slowest rank of a stage counts, and the slowest transfer
-            between two stages.
+        costs: Times in microseconds: those of the slowest rank of each stage, and of the slowest
+            transfer between two stages.
         kept: Memory that a forward pass leaves allocated, for each virtual stage (bytes).
-        weight_half_share: Largest part of it that an input half leaves for the weight half.
-        free: Memory of the fullest rank for what forward passes keep; None if unknown (bytes).
+        weight_half_share: Largest fraction of ``kept`` that stays allocated from the input half to
+            the weight half.
+        free: Memory for kept activations on the rank that has the least; None if unknown (bytes).
     """
 
     costs: StageCosts
@@ -74,7 +76,8 @@ class ActionTimes:
     """Recorder of the actions of this stage.
 
     Times on a GPU are those of the compute stream, and recording does not make the host wait. Call
-    :meth:`measure` after the stream has been made to wait for the tensors that the action receives.
+    :meth:`measure` only after the stream waits for the tensors that the action receives; otherwise
+    the time of the action includes the wait.
 
     Args:
         device: Device of this rank.
@@ -95,7 +98,7 @@ class ActionTimes:
         yield
         self._records.append((action, start, self._clock.mark(), self._allocated() - before))
 
-    def note_message(self, num_bytes: int) -> None:
+    def record_message(self, num_bytes: int) -> None:
         """Record the size of the tensors that this stage receives for a microbatch (bytes)."""
         self._messages.append(num_bytes)
 
@@ -105,7 +108,7 @@ class ActionTimes:
         return int(statistics.median(self._messages)) if self._messages else 0
 
     def spans(self) -> list[tuple[Action, float, float]]:
-        """Return start and end of all actions, in seconds since the recorder was made.
+        """Return the start and end of all actions, in seconds since the recorder was created.
 
         The host waits for the device.
         """
@@ -123,7 +126,8 @@ class ActionTimes:
             num_chunks: Chunks of this stage.
 
         Raises:
-            StatisticsError: If a forward or a half of a chunk was not recorded.
+            StatisticsError: If a forward pass or a half of a backward pass was not recorded for a
+                chunk.
         """
         spans = self.spans()
         return tuple(self._medians_of(chunk, spans) for chunk in range(num_chunks))
@@ -135,9 +139,11 @@ class ActionTimes:
         growth: dict[Kind, float] = {}
         kinds: tuple[Kind, ...] = ("F", "I", "W")
         for kind in kinds:
-            own = [n for n, (one, *_) in enumerate(spans) if (one.kind, one.chunk) == (kind, chunk)]
-            seconds[kind] = statistics.median(spans[n][2] - spans[n][1] for n in own)
-            growth[kind] = statistics.median(self._records[n][3] for n in own)
+            indices = [
+                n for n, (one, *_) in enumerate(spans) if (one.kind, one.chunk) == (kind, chunk)
+            ]
+            seconds[kind] = statistics.median(spans[n][2] - spans[n][1] for n in indices)
+            growth[kind] = statistics.median(self._records[n][3] for n in indices)
         kept = max(int(growth["F"]), 0)
         waiting = 0.0
         if kept:
@@ -161,23 +167,23 @@ def gather_measurements(
         medians: Medians of this rank's chunks.
         mesh: The groups of this rank.
         placement: Placement of the virtual stages.
-        free: Memory of this rank for what forward passes keep; None if unknown (bytes).
+        free: Memory of this rank for kept activations; None if unknown (bytes).
         transfer: Time of a transfer between this stage and its neighbours (seconds).
 
     Communication: one gather over the world, on the CPU.
     """
-    own = (mesh.pp.rank, tuple(medians), free, transfer)
-    ranks = all_gather_objects(own, mesh.world_cpu)
+    measured = (mesh.pp.rank, tuple(medians), free, transfer)
+    ranks = all_gather_objects(measured, mesh.world_cpu)
     kinds: tuple[Kind, ...] = ("F", "I", "W")
     ticks: dict[Kind, list[int]] = {kind: [] for kind in kinds}
     kept = []
     for virtual in range(placement.num_virtual_stages):
         stage, chunk = placement.owner(virtual)
-        found = [chunks[chunk] for rank, chunks, *_ in ranks if rank == stage]
+        replicas = [chunks[chunk] for rank, chunks, *_ in ranks if rank == stage]
         for kind in kinds:
-            slowest = max(one.seconds[kind] for one in found)
+            slowest = max(one.seconds[kind] for one in replicas)
             ticks[kind].append(max(round(slowest * _TICKS_PER_SECOND), 1))
-        kept.append(max(one.kept for one in found))
+        kept.append(max(one.kept for one in replicas))
     shares = [one.waiting for _, chunks, *_ in ranks for one in chunks]
     limits = [limit for _, _, limit, _ in ranks if limit is not None]
     slowest = round(max(seconds for *_, seconds in ranks) * _TICKS_PER_SECOND)

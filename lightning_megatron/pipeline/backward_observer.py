@@ -7,18 +7,18 @@ from typing import Protocol
 
 
 class BackwardObserver(Protocol):
-    """Interface that is notified of the last backward pass of each chunk in a step."""
+    """Observer of the last backward pass of each chunk in a step."""
 
     def begin_last_backward(self, chunk: int) -> None:
-        """Prepare for the last backward pass of ``chunk`` in this step, which runs next."""
+        """Prepare for the last backward pass of ``chunk`` in this step; it is the next action."""
 
     def begin_last_weight_half(self, chunk: int, left: Mapping[Hashable, int]) -> None:
         """Prepare for the last weight half of ``chunk``, if its backward passes run in halves.
 
         Args:
             chunk: Chunk whose input halves have all run, and whose last weight half runs next.
-            left: Number of gradients that it will add to each gradient slot. All others are
-                complete.
+            left: Number of gradients that this weight half will add to each gradient slot. All
+                other slots are complete.
         """
 
     def start_reduction(self, chunk: int) -> None:

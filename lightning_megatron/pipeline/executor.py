@@ -31,9 +31,10 @@ from lightning_megatron.plan.schedule import Schedule, ScheduleName, build_sched
 from lightning_megatron.plan.sync_points import ReductionPoint, reduction_points
 from lightning_megatron.plan.transfers import Compute, Instruction, Program, plan_transfers
 
-#: Function from the number of microbatches, and whether there is no backward, to the schedule.
+#: Function that returns the schedule for a number of microbatches, and a flag that is True if the
+#: run has no backward passes.
 BuildSchedule = Callable[[int, bool], Schedule]
-#: Reduction points by the number of compute actions that precede them.
+#: Points at which gradients are reduced, by the number of compute actions that precede them.
 Points = Mapping[int, Sequence[ReductionPoint]]
 
 
@@ -48,8 +49,8 @@ class PipelineExecutor:
 
     Args:
         mesh: The groups of this rank; ``mesh.pp`` is the pipeline.
-        model: Module that is cut into stages; None with one stage, where ``step_fn`` is
-            unrestricted.
+        model: Module that is cut into stages; None with one stage, where ``step_fn`` need not call
+            a pipelined module.
         schedule: Name of the schedule (``1f1b``, ``interleaved`` or ``gpipe``), or the function
             that builds it.
         microbatch_group_size: Number of microbatches that run through one chunk before the next
@@ -73,13 +74,13 @@ class PipelineExecutor:
         #: Observer of the actions of steps; None without one.
         self.actions: ActionObserver | None = None
         #: Tensor from which attached losses read the weight of every microbatch, as
-        #: :class:`MicrobatchWeights` describes it; None makes new tensors in each step.
+        #: :class:`MicrobatchWeights` describes; None makes new tensors in each step.
         self.fixed_weight: Tensor | None = None
-        #: Function called after the last forward pass of this rank in each run. It returns a
-        #: function that is called after the last pass. None calls nothing.
+        #: Function that is called after the last forward pass of this rank in each run, and returns
+        #: a function that is called after the last pass of the run; None calls nothing.
         self.after_forwards: Callable[[], Callable[[], None]] | None = None
-        #: Function from the number of microbatches to the context of the passes of a run with
-        #: backward passes.
+        #: Function from the number of microbatches to a context manager, in which a run with
+        #: backward passes runs its passes.
         self.around_passes: Callable[[int], AbstractContextManager[None]] = _no_context
 
     def run(
@@ -106,24 +107,26 @@ class PipelineExecutor:
                 for every microbatch, and may return any value.
             microbatches: Microbatches, the same on all ranks of one data-parallel rank.
             backward: Whether to run the backward passes, which accumulate into ``.grad``.
-            loss_of: Function from a result of ``step_fn`` and the microbatch's number to the
+            loss_of: Function from a result of ``step_fn`` and the microbatch's index to the
                 weighted scalar loss, or to None for a microbatch without a loss.
-            weight_of: Function from a microbatch's number to the factor that ``loss_of`` has
-                applied, for losses that layers attach; called on the last stage.
+            weight_of: Function from a microbatch's index to the factor that ``loss_of`` has
+                applied. Losses that layers attach are multiplied by the same factor. Called on the
+                last stage.
             run_backward: Function that runs the backward pass from a result of ``loss_of``; called
                 on the last stage.
-            observer: Object that is notified of the last backward pass of each chunk; None if the
-                optimizer does not step after this run.
-            inspector: Function called before each backward pass with its first graph node, and
-                whether that node computed the loss.
+            observer: Observer of the last backward pass of each chunk; None if the optimizer does
+                not step after this run.
+            inspector: Function that is called before each backward pass with its first graph node,
+                and with whether that node computed the loss.
             loss_weight: Factor of the main loss, for layers that attach losses; None if there are
                 none.
             weight_gradients: Queue of the gradient slots, for schedules with input and weight
                 halves. None computes all gradients in the input halves.
             step: Number of this run, which selects the random streams (batches).
-            trial: Name of the kind of step that ``step_fn`` is. The first run of each name, and
-                every run without a name, first probes the step without values. The probe counts the
-                calls of the model, and finds the values that each stage needs from earlier ones.
+            trial: Name of the kind of step, such as training or validation. The first run with each
+                name, and every run without a name, first probes the step without values. The probe
+                counts the calls of the model, and finds the values that each stage needs from
+                earlier stages.
             times: Recorder of the times of actions; None records nothing.
 
         Returns:
@@ -162,13 +165,13 @@ class PipelineExecutor:
         return run.results
 
     def _prepare(self, run: StepRun, model: PipelinedModule, trial: Trial) -> None:
-        """Find the plan of a step, and run its computations on all stages, such as generation."""
+        """Find the plan of a step, and run the computations that it requests on all stages."""
         run.seek(0)
         run.plan = self.plans.of(trial, model, run.step_fn, run.microbatches[0])
         self.plans.collect(trial, run.step_fn, run.microbatches, run.seek)
 
-    def follow(self, schedule: ScheduleName | BuildSchedule) -> None:
-        """Use another schedule with the same placement of chunks from the next run on.
+    def use_schedule(self, schedule: ScheduleName | BuildSchedule) -> None:
+        """Use another schedule, with the same placement of chunks, from the next run on.
 
         Args:
             schedule: Name of the schedule, or the function that builds it.
@@ -223,12 +226,12 @@ class PipelineExecutor:
         )
 
     def _check_placement(self, schedule: Schedule) -> None:
-        own = self.mesh.layout.placement
-        if schedule.placement != own:
+        placement = self.mesh.layout.placement
+        if schedule.placement != placement:
             raise ParallelPlanError(
                 "a schedule must place chunks as the layout does, because the layers are already "
                 f"placed: schedule {schedule.name!r} has {schedule.placement}, the layout has "
-                f"{own}. Give the layout the shape and sizes of the schedule."
+                f"{placement}. Give the layout the shape and sizes of the schedule."
             )
 
     @property
@@ -242,9 +245,9 @@ class PipelineExecutor:
     def is_repeated(self) -> bool:
         """Return whether the side effects of the running call must be discarded.
 
-        The step runs once for each chunk and probe, but its side effects must happen once for each
-        microbatch. They stay for the last chunk on the stage of the loss, and for the first
-        chunk elsewhere.
+        The step runs once for each chunk and probe, but its side effects, such as logged values,
+        must happen once for each microbatch. The stage that computes the loss keeps those of its
+        last chunk, every other stage those of its first chunk.
         """
         if self.model is None or self.model.cursor is None:
             return False
@@ -267,7 +270,7 @@ class PipelineExecutor:
         self.model.side_calls = self.plans.side_calls_of(microbatch)
         try:
             # All stages, chunks and probes run the code before the model, and must draw the same
-            # random numbers.
+            # random numbers there.
             with self.mesh.random.fork_default(), self.model.without_other_stages():
                 result = step_fn(microbatch.data)
                 return result if cursor.probe else with_values(result), True

@@ -18,14 +18,14 @@ class MicrobatchWeights:
     with the gradients of the microbatch.
 
     Args:
-        loss_weight: Record that layers read; None if no layer attaches a loss, so that nothing is
-            sent.
+        loss_weight: Record from which layers read the weight; None if no layer attaches a loss, so
+            that no weights are sent.
         device: Device of the weights.
-        fixed: Tensor that layers read for every microbatch, such as :func:`new_weight` makes. It
-            has the weight of a microbatch while its backward pass runs. A backward pass that is
-            captured as a CUDA graph reads the weight at the address that it was captured with, so
-            all steps must use the same tensor. None gives each microbatch a tensor of its own, new
-            in each step.
+        fixed: Tensor from which layers read the weight of every microbatch, such as
+            :func:`new_weight` makes. While the backward pass of a microbatch runs, the tensor has
+            the weight of that microbatch. A CUDA graph reads the weight at the address of the
+            capture, so all steps with graphs must use the same tensor. None makes a new tensor for
+            each microbatch of each step.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class MicrobatchWeights:
         self._weights: dict[int, Tensor] = {}
 
     def begin_forward(self, number: int) -> None:
-        """Make a microbatch current. Its weight may be filled in until its backward pass."""
+        """Make a microbatch current. Its weight must be set before its backward pass."""
         if self._loss_weight is not None:
             self._loss_weight.value = self._weight(number) if self._fixed is None else self._fixed
 
     def begin_backward(self, number: int) -> None:
-        """Make a microbatch current, whose weight is known now.
+        """Make a microbatch current, whose weight has been set.
 
         A layer whose activations are recomputed attaches its losses again, and reads the weight.
         """

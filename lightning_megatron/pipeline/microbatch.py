@@ -1,4 +1,4 @@
-"""Division of a batch, a nest of any containers, into microbatches."""
+"""Division of a batch, which may be a nest of any containers, into microbatches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Microbatch:
 
     Args:
         data: Part of the batch, in the same containers.
-        num_samples: Number of its samples, which weights its loss (samples).
+        num_samples: Number of samples in the part, by which its loss is weighted (samples).
     """
 
     data: Any
@@ -61,7 +61,7 @@ def split_batch(batch: Any, microbatch_size: int | Callable[[int], int] | None) 
     if is_cut(batch):
         return list(batch)
     if microbatch_size is None:
-        return [Microbatch(batch, samples_in(batch))]
+        return [Microbatch(batch, count_samples(batch))]
     total = _agreed_size(batch)
     size = microbatch_size(total) if callable(microbatch_size) else microbatch_size
     return cut_batch(batch, total, size)
@@ -88,10 +88,10 @@ def cut_batch(batch: Any, num_samples: int, microbatch_size: int) -> list[Microb
     ]
 
 
-def joined_parts(
+def join_parts(
     batch: Any, microbatches: Sequence[Microbatch], groups: Sequence[range]
 ) -> list[Microbatch]:
-    """Return groups of consecutive microbatches, each joined to one.
+    """Join each group of consecutive microbatches into one microbatch.
 
     Args:
         batch: Batch that was cut; not a list of :class:`Microbatch`, whose parts cannot be joined.
@@ -113,23 +113,23 @@ def tensors_in(batch: Any) -> list[tuple[str, Tensor]]:
     return list(_tensors(batch))
 
 
-def ignored_in(batch: Any) -> int:
-    """Return how many integers of a batch are -100, the label that torch's losses ignore."""
+def count_ignored(batch: Any) -> int:
+    """Count the integers of a batch that are -100, the label that torch's losses ignore."""
     tensors = [
         tensor for _, tensor in _tensors(batch) if tensor.dtype in (torch.int32, torch.int64)
     ]
     return sum(int((tensor == -100).sum()) for tensor in tensors)
 
 
-def samples_in(batch: Any) -> int:
+def count_samples(batch: Any) -> int:
     """Return the first dimension of a batch's first tensor; 1 for a scalar or without a tensor."""
     first = next((tensor for _, tensor in _tensors(batch)), None)
     return 1 if first is None or first.dim() == 0 else first.shape[0]
 
 
-def own_containers(batch: Any) -> Any:
-    """Return a batch in new containers with the same tensors, so that a step may modify them."""
-    return rebuild(batch, own_containers)
+def copy_containers(batch: Any) -> Any:
+    """Copy the containers of a batch, but not its tensors, so that a step may modify the copy."""
+    return rebuild(batch, copy_containers)
 
 
 def _agreed_size(batch: Any) -> int:

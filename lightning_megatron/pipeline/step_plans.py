@@ -26,21 +26,22 @@ class Trial:
     """Settings for the probe of a step.
 
     Args:
-        name: Name of the kind of step, such that steps of one name have the same plan; None has
-            none.
-        keeps: Context manager that undoes the side effects of the step outside of the model.
+        name: Name of the kind of step. Steps with the same name share one plan; None means a step
+            without a name, which is probed every time.
+        preserve_state: Function that returns a context manager, which undoes the side effects of
+            the step outside of the model.
     """
 
     name: Hashable = None
-    keeps: Callable[[], AbstractContextManager[None]] = nullcontext
+    preserve_state: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class StepPlans:
     """Step plans, cached by the names of steps.
 
     Args:
-        call: Function that calls a step on a microbatch with the model set to a cursor, or as it is
-            without one. It returns the step's result, and whether the step ran to its end.
+        call: Function that calls a step on a microbatch, with the model set to a cursor if there is
+            one. The function returns the step's result, and whether the step ran to its end.
     """
 
     def __init__(
@@ -48,16 +49,16 @@ class StepPlans:
     ) -> None:
         self.call = call
         self._plans: dict[Hashable, StepPlan] = {}
-        #: Names of steps that ask for computations of all stages.
+        #: Names of steps that request computations on all stages.
         self._asking: set[Hashable] = set()
-        #: Results of these computations in the running step, by the identity of its microbatches.
+        #: Results of these computations in the running step, by the ``id`` of each microbatch.
         self._collected: dict[int, list[Any]] = {}
         self._is_collecting = False
 
     def of(
         self, trial: Trial, model: PipelinedModule, step_fn: StepFn, microbatch: Microbatch
     ) -> StepPlan:
-        """Return the plan of a step. Every rank derives it alone, without communication.
+        """Return the plan of a step, which every rank derives without communication.
 
         Args:
             trial: Settings of the probe. A step without a name is probed every time.
@@ -71,7 +72,7 @@ class StepPlans:
         """
         if trial.name is None or trial.name not in self._plans:
             cursor = StageCursor(chunk=0, probe=True, plan=None)
-            with trial.keeps(), torch.no_grad():
+            with trial.preserve_state(), torch.no_grad():
                 with self._collecting([microbatch]):
                     result = self._run_probe(step_fn, microbatch, cursor)
                 self._asking.discard(trial.name)
@@ -95,7 +96,7 @@ class StepPlans:
     ) -> None:
         """Run the computations on all stages that a step requests, such as generation.
 
-        All stages run the step without values, and thus make these calls together.
+        All stages run the step without values, so all of them make these calls.
 
         Args:
             trial: Settings of the probe.
@@ -108,13 +109,13 @@ class StepPlans:
         if trial.name not in self._asking:
             self._collected = {}
             return
-        with trial.keeps(), torch.no_grad(), self._collecting(microbatches):
+        with trial.preserve_state(), torch.no_grad(), self._collecting(microbatches):
             for number, microbatch in enumerate(microbatches):
                 seek(number)
                 self._run_probe(step_fn, microbatch, StageCursor(chunk=0, probe=True, plan=None))
 
     def side_calls_of(self, microbatch: Microbatch) -> SideCalls:
-        """Return what the running step has asked of all stages for a microbatch.
+        """Return the computations on all stages that the running step requested for a microbatch.
 
         Args:
             microbatch: Microbatch of the running step.

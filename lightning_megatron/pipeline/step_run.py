@@ -92,7 +92,7 @@ class StepRun:
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
-        """Run the instructions inside the block as a whole step, and wait for the last transfers.
+        """Run a complete step inside the block, and wait for the last transfers at its end.
 
         If an error ends the step, queued weight gradients are discarded.
         """
@@ -114,10 +114,10 @@ class StepRun:
     def compute(self, action: Action) -> None:
         """Run a forward pass, a backward pass, or its input or weight half."""
         key = (action.chunk, action.microbatch)
-        # In the graph of a whole step the device counts the actions.
+        # If one CUDA graph contains the step, the device counts the actions itself.
         self._axis.journal.begin_part(action)
         self._wait_for_tensors(action.kind, key)
-        # The time of an action starts when the tensors that it receives are there.
+        # The time of an action starts when the tensors that it reads have been received.
         measured = nullcontext() if self._times is None else self._times.measure(action)
         observed = nullcontext() if self._actions is None else self._actions.during(action)
         with measured, observed:
@@ -151,14 +151,16 @@ class StepRun:
         pending = start_transfers(outgoing, incoming, self._axis)
         if self._actions is not None:
             for transfer in sends:
-                self._actions.sending(PipelineUnit(transfer.chunk, transfer.microbatch), pending)
-        # Keep sends that are not done, because their tensors must stay alive.
+                self._actions.record_sends(
+                    PipelineUnit(transfer.chunk, transfer.microbatch), pending
+                )
+        # Keep unfinished sends, because their tensors must stay alive.
         self._pending = [one for one in self._pending if not one.is_done()] + [pending]
         for transfer, made in zip(receives, buffers, strict=True):
             key = (transfer.chunk, transfer.microbatch)
             (self._inputs if transfer.kind == "F" else self._gradients)[key] = made
             if self._times is not None:
-                self._times.note_message(sum(one.nbytes for one in made))
+                self._times.record_message(sum(one.nbytes for one in made))
             self._arrivals[transfer.kind, key] = pending
 
     def _forward(self, key: ChunkMicrobatch) -> None:
@@ -215,7 +217,8 @@ class StepRun:
         target = chunk if before is None else before
         gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in received]
         if before is not None and self._actions is not None:
-            # An observer may run this chunk again, at the same addresses, before the other one.
+            # An observer may run this chunk again, at the same addresses, before the other chunk
+            # has read the gradients.
             gradients = [gradient.clone() for gradient in gradients]
         self._gradients[target, number] = gradients
 
@@ -226,14 +229,14 @@ class StepRun:
     def _outgoing(self, transfer: Transfer) -> list[Tensor]:
         """Return the tensors of a send, and release or replace this stage's references to them."""
         key = (transfer.chunk, transfer.microbatch)
-        # The previous stage gets the gradients of the tensors that it sent, which `_backward` has
-        # stored.
+        # The previous stage gets the gradients of the tensors that it sent; `_backward` has stored
+        # these gradients.
         if transfer.kind == "B":
             return [gradient.contiguous() for gradient in self._gradients.pop(key)]
         return [output.contiguous() for output in self._released(key)]
 
     def _released(self, key: ChunkMicrobatch) -> list[Tensor]:
-        """Return the outputs of a forward pass for the next chunk, and keep their graph edges.
+        """Return a forward pass's outputs for the next chunk, and store their graph edges.
 
         The backward pass starts from the edges. It does not need the outputs' values, so their
         memory is released as soon as the next chunk has them.

@@ -1,4 +1,4 @@
-"""Time of a transfer between two stages, measured with messages of the size that steps send."""
+"""Measurement of the time of a transfer between two stages, with messages as large as in steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def measure_transfer(num_bytes: int, mesh: ParallelMesh) -> float:
     time of a message is half of that of a round trip, so the clocks of two stages are not compared.
 
     Args:
-        num_bytes: Size of a message of this stage; the largest of the pipeline counts (bytes).
+        num_bytes: Size of this stage's messages; the measurement uses the largest size of all
+            stages (bytes).
         mesh: The groups of this rank.
 
     Returns:
@@ -52,8 +53,8 @@ def measure_transfer(num_bytes: int, mesh: ParallelMesh) -> float:
 def neighbours(placement: Placement) -> list[tuple[int, int]]:
     """List the pairs of stages between which microbatches pass, each once.
 
-    If all stages process the pairs in this order, one after the other, pairs of different stages
-    run at the same time.
+    If every stage processes its pairs in this order, pairs without a common stage run at the same
+    time.
 
     Args:
         placement: Placement of the virtual stages.

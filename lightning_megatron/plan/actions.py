@@ -84,9 +84,7 @@ class RowBuilder:
         self._due.append(Action("W", chunk, microbatch))
 
     def weight_half(self, chunk: int | None = None) -> None:
-        """Add the weight half that has been due longest, of one chunk or of any; nothing if none is
-        due.
-        """
+        """Add the weight half that has been due longest, if any, of one chunk or of all chunks."""
         for action in self._due:
             if chunk is None or action.chunk == chunk:
                 self._due.remove(action)

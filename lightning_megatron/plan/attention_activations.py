@@ -110,8 +110,9 @@ def _stored_scores(model: ModelShape, batch: MicrobatchShape, seq_length: int) -
 def _of_hidden(
     model: ModelShape, table: KeptActivations, batch: MicrobatchShape
 ) -> tuple[int, int]:
-    """Return the kept bytes, and those that wait for the weight half, except the gradient of the
-    output (bytes).
+    """Return the bytes kept for the backward pass, and those kept for the weight half.
+
+    The gradient of the output is not counted.
     """
     query, key = model.widths(batch.tp)
     element = batch.num_tokens * batch.activation_bytes
@@ -135,7 +136,7 @@ def _of_latents(
     """Return the same of latent attention (bytes)."""
     heads = model.num_heads // batch.tp
     element = batch.num_tokens * batch.activation_bytes
-    own = batch.tp if batch.sequence_parallel else 1
+    divisor = batch.tp if batch.sequence_parallel else 1
     # Latent vectors before and after their norms.
     latents = 2 * latent.norm_features + latent.rotary_dim
     # Queries and keys with their rotated elements, the projection to keys and values (values are a
@@ -147,5 +148,5 @@ def _of_latents(
     # The products to latent vectors have their weight gradients at once.
     inputs = latent.norm_features + (model.hidden_size if latent.query_rank is None else 0)
     products = heads * (latent.head_dim + up + latent.value_dim)
-    kept = element * heads * features + element * latents // own
-    return kept, element * products + element * inputs // own
+    kept = element * heads * features + element * latents // divisor
+    return kept, element * products + element * inputs // divisor

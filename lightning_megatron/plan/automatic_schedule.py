@@ -116,8 +116,8 @@ def search_schedule(
         longest = min((one.length for one in candidates if one.fits), default=None)
         rules = _rules(placement, kept, limit, weight_half_share, num_microbatches)
         for rows, length in _constructed(placement, num_microbatches, costs, rules, longest):
-            found = Schedule(AUTOMATIC, *sizes, rows, shape=shape)
-            candidates.append(evaluate(found, length))
+            generated = Schedule(AUTOMATIC, *sizes, rows, shape=shape)
+            candidates.append(evaluate(generated, length))
     fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
         raise ParallelPlanError(

@@ -71,14 +71,14 @@ def _boxes(
     last = stop // row
     if first > last:  # the range lies inside one row
         return _within(shape, last, start - last * row, stop - last * row, base)
-    found = []
+    boxes = []
     if start < first * row:
-        found = _within(shape, first - 1, start - (first - 1) * row, row, base)
+        boxes = _within(shape, first - 1, start - (first - 1) * row, row, base)
     if first < last:
-        found.append(
+        boxes.append(
             ((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]), base + first * row)
         )
-    return found + _within(shape, last, 0, stop - last * row, base)
+    return boxes + _within(shape, last, 0, stop - last * row, base)
 
 
 def _within(

@@ -151,7 +151,7 @@ class BufferPlan:
             ParallelPlanError: If the index is out of range.
         """
         require_index("part", part, "num_parts", self.num_parts)
-        found: list[Slice] = []
+        slices: list[Slice] = []
         for index, bucket in enumerate(self.buckets):
             low, high = bucket.part(part, self.num_parts)
             # The placements are sorted: only those that overlap [low, high) are visited.
@@ -162,7 +162,7 @@ class BufferPlan:
                 stop = min(placed.stop, high)
                 if start < stop:
                     shard_start = self.shard_start(index) + start - low
-                    found.append(
+                    slices.append(
                         Slice(
                             placed.name,
                             start - placed.start,
@@ -172,7 +172,7 @@ class BufferPlan:
                             index,
                         )
                     )
-        return tuple(found)
+        return tuple(slices)
 
     def place(self, name: str) -> ParameterRange:
         """Return the placement of a parameter.

@@ -201,8 +201,8 @@ class _BlockCosts:
             return None
         shares = training.shares_casts
         sizes = self._model, layer, self._tp
-        found = EightBitLayers.of(training.fp8, *sizes, shares_casts=shares)
-        return found if found.sizes else None
+        layers = EightBitLayers.of(training.fp8, *sizes, shares_casts=shares)
+        return layers if layers.sizes else None
 
     def of(
         self,
@@ -238,9 +238,7 @@ def _stage_memory(
     ends: ActivationCosts,
     eight_bits: Sequence[EightBitLayers],
 ) -> StageMemory:
-    """Find the peak memory of one stage; ``ends`` has the costs of the layers outside of its
-    blocks.
-    """
+    """Find the peak memory of a stage; ``ends`` has the costs of layers outside of its blocks."""
     blocks = [block for chunk in chunks for block in chunk]
     num_mixtures = sum(block.has_experts for block in blocks)
     dense = model.stage_parameters(layout, stage, len(blocks), num_mixtures)
@@ -257,7 +255,7 @@ def _stage_memory(
         ChunkCosts.of(blocks, ends, has_head=(stage, number) == head)
         for number, blocks in enumerate(chunks)
     ]
-    found = [
+    peaks = [
         *moments(schedule.actions(stage), costs),
         StepPoint("optimizer step", 0, 0, 0, training.step_bytes * owned),
     ]
@@ -267,7 +265,7 @@ def _stage_memory(
         # The casts of weights are freed before the optimizer steps.
         return 0 if moment.name == "optimizer step" else weights
 
-    worst = max(found, key=lambda moment: moment.size + casts_at(moment))
+    worst = max(peaks, key=lambda moment: moment.size + casts_at(moment))
     # A stage receives one tensor while it sends another.
     transfers = 2 * ends.boundary if layout.pp > 1 else 0
     clones = clone_bytes(model, layout, training) if num_mixtures else 0
@@ -286,7 +284,7 @@ def _stage_memory(
         libraries=training.library_bytes,
         casts=casts_at(worst) + sum(one.history_bytes for one in eight_bits),
         graphs=_graph_memory(training, schedule, stage, chunks, ends, transfers).total,
-        host=max(one.in_flight for one in found)
+        host=max(one.in_flight for one in peaks)
         * max(sum(block.on_host for block in chunk) for chunk in chunks),
     )
 

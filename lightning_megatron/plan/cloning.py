@@ -84,8 +84,7 @@ class ExpertPlaces:
 
 @dataclass(frozen=True)
 class CloneSettings:
-    """Places for clones of busy experts, and the smallest clone that saves more than its transfers
-    cost.
+    """Places for clones of busy experts, and the smallest clone that is worth its transfers.
 
     Args:
         places: Number of places on every rank (places).
@@ -172,9 +171,10 @@ def plan_clones(
     mean = sum(load) // layout.num_ranks
     room = [max(0, mean - own) for own in load]
     excess = [over for own in by_rank for over in excess_of_rank(own, mean)]
-    found = (assign or assign_largest_first)(excess, room, layout)
+    assigned = (assign or assign_largest_first)(excess, room, layout)
     kept = [
-        (owner, amount) if amount >= max(min_rows, 1) else (NO_EXPERT, 0) for owner, amount in found
+        (owner, amount) if amount >= max(min_rows, 1) else (NO_EXPERT, 0)
+        for owner, amount in assigned
     ]
     rows = list(load)
     for place, (owner, amount) in enumerate(kept):
@@ -225,14 +225,14 @@ def assign_largest_first(
     space = list(room)
     taken: list[list[tuple[int, int]]] = [[] for _ in room]
     for _ in range(layout.num_places):
-        free = [rank for rank, own in enumerate(taken) if len(own) < layout.places]
+        free = [rank for rank, experts in enumerate(taken) if len(experts) < layout.places]
         rank = max(free, key=lambda rank: space[rank])
         expert = max(range(len(left)), key=lambda expert: left[expert])
         amount = min(left[expert], space[rank])
         left[expert] -= amount
         space[rank] -= amount
         taken[rank].append((expert, amount))
-    return [place for own in taken for place in own]
+    return [place for experts in taken for place in experts]
 
 
 def assign_one_shot(
@@ -252,12 +252,12 @@ def assign_one_shot(
     experts = sorted(range(len(excess)), key=lambda expert: -excess[expert])
     ranks = sorted(range(len(room)), key=lambda rank: -room[rank])
     chunks = overlaps([excess[expert] for expert in experts], [room[rank] for rank in ranks])
-    found = [(NO_EXPERT, 0)] * layout.num_places
+    assigned = [(NO_EXPERT, 0)] * layout.num_places
     for column, rank in enumerate(ranks):
         largest = sorted(range(len(experts)), key=lambda row: -chunks[row][column])
         for number, row in enumerate(largest[: layout.places]):
-            found[rank * layout.places + number] = experts[row], chunks[row][column]
-    return found
+            assigned[rank * layout.places + number] = experts[row], chunks[row][column]
+    return assigned
 
 
 def divide_over_ranks(
@@ -277,12 +277,12 @@ def divide_over_ranks(
     off = [[0] * len(owners) for _ in counts]
     for owner in sorted(set(owners) - {NO_EXPERT}):
         places = [place for place, other in enumerate(owners) if other == owner]
-        own = [row[owner] for row in counts]
-        total = max(sum(own), 1)
+        sent = [row[owner] for row in counts]
+        total = max(sum(sent), 1)
         for place in places:
-            for rank, number in enumerate(own):
+            for rank, number in enumerate(sent):
                 off[rank][place] = number * amounts[place] // total
-        left = [number - sum(off[rank][p] for p in places) for rank, number in enumerate(own)]
+        left = [number - sum(off[rank][p] for p in places) for rank, number in enumerate(sent)]
         missing = [amounts[place] - sum(row[place] for row in off) for place in places]
         for row, more in zip(off, overlaps(left, missing), strict=True):
             for place, number in zip(places, more, strict=True):
@@ -291,9 +291,7 @@ def divide_over_ranks(
 
 
 def overlaps(rows: Sequence[int], columns: Sequence[int]) -> list[list[int]]:
-    """Return the overlap of each row with each column, if both are consecutive intervals on a
-    line.
-    """
+    """Return the overlap of each row with each column, as consecutive intervals on a line."""
     row_ends = list(accumulate(rows))
     column_ends = list(accumulate(columns))
     return [
@@ -321,7 +319,7 @@ def physical_experts(
     ways: dict[int, list[int]] = {}
     for place, (owner, number) in enumerate(zip(plan.owners, plan.off[rank], strict=True)):
         ways.setdefault(owner, []).extend([plan.layout.physical_place(place)] * number)
-    waiting = {owner: iter(found) for owner, found in ways.items()}
+    waiting = {owner: iter(experts) for owner, experts in ways.items()}
 
     def clone_of(expert: int) -> int:
         if expert == NO_EXPERT:

@@ -38,9 +38,7 @@ class AttentionBlock:
 
     @property
     def is_aligned(self) -> bool:
-        """Return whether the last query attends to the last key, with no mask but the causal
-        one.
-        """
+        """Return whether the mask is only causal, and the last query attends to the last key."""
         at_end = self.offset == len(self.keys) - len(self.queries)
         return self.is_causal and self.window is None and at_end
 
@@ -179,10 +177,10 @@ class ContextCut:
         """
         if not causal:
             return [AttentionBlock(range(self.local_length), range(self.seq_length))]
-        found = []
+        blocks = []
         for i, seen in enumerate(self.ranges(rank)):
             first = 0 if window is None else max(0, seen.start - window + 1)
-            found.append(
+            blocks.append(
                 AttentionBlock(
                     range(i * self.piece, (i + 1) * self.piece),
                     range(first, seen.stop),
@@ -191,7 +189,7 @@ class ContextCut:
                     window=window if window is not None and window < seen.stop else None,
                 )
             )
-        return found
+        return blocks
 
 
 def legal_context_lengths(seq_length: int, multiple: int) -> list[int]:

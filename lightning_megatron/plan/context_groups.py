@@ -97,8 +97,8 @@ class ContextGroups:
     def positions(self, rank: int) -> list[int]:
         """Return the position of each token of a rank, in the order in which it holds them."""
         first = self.window_of(rank).start
-        own = ContextCut(self.size, self.window).positions(rank % self.size)
-        return [first + position for position in own]
+        in_group = ContextCut(self.size, self.window).positions(rank % self.size)
+        return [first + position for position in in_group]
 
     def _group(self, rank: int) -> int:
         require_index("rank", rank, "cp", self.cp)

@@ -130,12 +130,12 @@ def order_from_file(path: str, num_stages: int, num_chunks: int) -> CustomOrder:
         raise ParallelPlanError(
             f"schedule must be the name of a schedule, or a CSV file with its rows: {error}"
         ) from error
-    found = (table.num_stages, table.num_chunks)
-    if found != (num_stages, num_chunks):
+    table_sizes = (table.num_stages, table.num_chunks)
+    if table_sizes != (num_stages, num_chunks):
         raise ParallelPlanError(
-            f"schedule {path!r} must have pp rows with vpp chunks each: it has {found[0]} rows "
-            f"with {found[1]} chunks, pp is {num_stages}, vpp is {num_chunks}. Use pp={found[0]} "
-            f"with vpp={found[1]}, or another file."
+            f"schedule {path!r} must have pp rows with vpp chunks each: it has {table_sizes[0]} "
+            f"rows with {table_sizes[1]} chunks, pp is {num_stages}, vpp is {num_chunks}. Use "
+            f"pp={table_sizes[0]} with vpp={table_sizes[1]}, or another file."
         )
     if table.forward_only:
         raise ParallelPlanError(

@@ -44,12 +44,12 @@ class EightBitLayers:
             tp: Tensor-parallel size.
             shares_casts: Whether microbatches share the casts of weights.
         """
-        found = tuple(
+        sizes = tuple(
             (name, size)
             for name, size in linear_sizes(model, layer, tp).items()
             if settings.includes(layer, model.num_layers, f"layers.{layer}.{name}")
         )
-        return cls(settings, found, shares_casts)
+        return cls(settings, sizes, shares_casts)
 
     @property
     def weight_bytes(self) -> int:
@@ -189,14 +189,14 @@ class EightBitCosts:
             batch: Shape of the microbatch.
             recomputes_core: Whether the backward pass computes the attention core again.
         """
-        found = cls()
+        costs = cls()
         if layers is None:
-            return found
+            return costs
         for name, size in layers.sizes:
-            found = _Layer(layers, model, table, batch, recomputes_core, name, *size).added_to(
-                found
+            costs = _Layer(layers, model, table, batch, recomputes_core, name, *size).added_to(
+                costs
             )
-        return found
+        return costs
 
 
 @dataclass(frozen=True)
@@ -221,8 +221,8 @@ class _Layer:
     def wide_input(self) -> int:
         """Return the input of the layer in the type of the activations (bytes)."""
         whole = self.batch.num_tokens * self.batch.activation_bytes * self.in_features
-        own = self.batch.tp if self.batch.sequence_parallel and not self.ends_region else 1
-        return whole // own
+        divisor = self.batch.tp if self.batch.sequence_parallel and not self.ends_region else 1
+        return whole // divisor
 
     @property
     def kept(self) -> int | None:

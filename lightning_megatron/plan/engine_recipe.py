@@ -36,20 +36,20 @@ def settings_of_recipe(recipe: Any) -> dict[str, Any]:
             f"fp8.te_recipe must be a recipe of Transformer Engine: {_NAMES}. It is of type "
             f"{shown}."
         )
-    found = [name for name, ask in zip(_KINDS.values(), asks, strict=True) if ask and ask()]
-    if not found:
+    kinds = [name for name, ask in zip(_KINDS.values(), asks, strict=True) if ask and ask()]
+    if not kinds:
         raise UnsupportedError(
             f"fp8.te_recipe cannot be {shown}: linear layers of this package support only "
             f"{_NAMES}. Use one of them."
         )
-    settings = {"recipe": found[0], "format": _format(recipe)}
+    settings = {"recipe": kinds[0], "format": _format(recipe)}
     for name in ("fp8_dpa", "fp8_mha", "backward_override"):
         if getattr(recipe, name, None):
             raise UnsupportedError(
                 f"fp8.te_recipe ({shown}) cannot have {name}={getattr(recipe, name)!r}: only "
                 "linear layers compute in 8 bits, and both of their passes do. Leave it out."
             )
-    return settings | (_history(recipe) if found[0] == "delayed" else {})
+    return settings | (_history(recipe) if kinds[0] == "delayed" else {})
 
 
 def _format(recipe: Any) -> str:

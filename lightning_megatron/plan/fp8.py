@@ -85,7 +85,7 @@ class FP8:
     last_bf16: Index = 0
     keep: tuple[str, ...] = ()
     history: Count = _HISTORY
-    margin: Annotated[int, Range(least=0, most=32)] = 0
+    margin: Annotated[int, Range(minimum=0, maximum=32)] = 0
     emulate: bool = False
     te_recipe: Any = None
     cast_weights: Literal["batch", "microbatch"] | None = None

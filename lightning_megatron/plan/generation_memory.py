@@ -98,18 +98,18 @@ def estimate_generation_memory(
     """
     stages = partition_of(model.costs(tp=layout.tp), layout).by_stage(layout.placement)
     features = model.cached_features(layout.tp)
-    found = []
+    estimates = []
     for stage, chunks in enumerate(stages):
         layers = [layer for chunk in chunks for layer in chunk]
         mixtures = sum(map(model.has_experts_in, layers))
         parameters = model.stage_parameters(layout, stage, len(layers), mixtures)
         parameters += mixtures * model.expert_parameters(layout)
         tokens = sum(generation.tokens_in_cache(model.window_of(layer), layout) for layer in layers)
-        found.append(
+        estimates.append(
             GenerationMemory(
                 stage=stage,
                 parameters=parameters * generation.element_bytes,
                 cache=generation.rows * tokens * features * generation.element_bytes,
             )
         )
-    return tuple(found)
+    return tuple(estimates)

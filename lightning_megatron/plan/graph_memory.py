@@ -165,16 +165,16 @@ class _ChunkGraphs:
     @property
     def inputs(self) -> int:
         """Return the copied inputs of one set of graphs."""
-        found = self._num_streams * self.ends.boundary
-        found += _ID * self.num_tokens * (self._captures_embedding + self._captures_head)
+        size = self._num_streams * self.ends.boundary
+        size += _ID * self.num_tokens * (self._captures_embedding + self._captures_head)
         for block in self.blocks:
             attention, network = self._parts_of(block)
             if network and not attention:
                 # The residual stream, and the output of attention that is added to it.
-                found += 2 * self.ends.boundary
+                size += 2 * self.ends.boundary
             if network and block.has_experts and not self._captures_experts(block):
-                found += block.returned
-        return found
+                size += block.returned
+        return size
 
     @property
     def _num_streams(self) -> int:

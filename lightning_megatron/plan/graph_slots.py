@@ -67,14 +67,14 @@ class GraphSlots:
         Raises:
             ParallelPlanError: If the step has no such unit.
         """
-        found = self._slot_of_unit.get(unit)
-        if found is None:
+        slot = self._slot_of_unit.get(unit)
+        if slot is None:
             raise ParallelPlanError(
                 f"a slot must belong to a unit of the step: {unit} does not exist. Use chunks of 0 "
                 f"to {self.schedule.num_chunks - 1} and microbatches of 0 to "
                 f"{self.schedule.num_microbatches - 1}."
             )
-        return found
+        return slot
 
     @property
     def can_share(self) -> bool:

@@ -151,9 +151,7 @@ class GreedyConstruction:
         return tuple(_with_microbatches(stage.row) for stage in stages)
 
     def _connect(self, transfer: int) -> None:
-        """Prepare the ticks at which inputs and gradients arrive, and the destinations of
-        results.
-        """
+        """Prepare the arrival ticks of inputs and gradients, and the destinations of results."""
         placement = self.placement
         # The first virtual stage waits for no input, and the last one for no gradient.
         known = [0] * self.num_microbatches
@@ -205,11 +203,9 @@ class GreedyConstruction:
             stage.chunk = half_chunk
 
     def _first_forward(self, stage: _Stage) -> tuple[int, int]:
-        """Return the start and chunk of the forward that can start first; the rule decides between
-        equal ones.
-        """
+        """Return the start and chunk of the first possible forward; the rule breaks ties."""
         first = _NEVER
-        found = 0
+        chosen = 0
         inputs = self._inputs[stage.rank]
         for chunk in self._chunk_order:
             number = stage.forwards[chunk]
@@ -223,15 +219,13 @@ class GreedyConstruction:
                 return stage.free, chunk
             if ready < first:
                 first = ready
-                found = chunk
-        return first, found
+                chosen = chunk
+        return first, chosen
 
     def _first_input_half(self, stage: _Stage) -> tuple[int, int]:
-        """Return the start and chunk of the input half that can start first; of equal ones the
-        last.
-        """
+        """Return the start and chunk of the first possible input half; the last chunk wins ties."""
         first = _NEVER
-        found = 0
+        chosen = 0
         gradients = self._gradients[stage.rank]
         for chunk in range(len(gradients) - 1, -1, -1):
             number = stage.backwards[chunk]
@@ -242,8 +236,8 @@ class GreedyConstruction:
                 return stage.free, chunk
             if ready < first:
                 first = ready
-                found = chunk
-        return first, found
+                chosen = chunk
+        return first, chosen
 
     def _run(self, stage: _Stage) -> int:
         """Add the chosen action to its row; return the stage that gets its result."""

@@ -128,11 +128,11 @@ def choose_variant(
         choice = _choose_weight_grad(product, rows, n, k)
     if variant is None:
         return choice
-    own = [name for name in VARIANTS if pass_of(name) is product]
-    if variant not in own:
+    variants = [name for name in VARIANTS if pass_of(name) is product]
+    if variant not in variants:
         raise UnsupportedError(
             f"the variant must compute the product {product}: {variant!r} does not. Use "
-            f"{join_or(own)}, or None for the rule's choice."
+            f"{join_or(variants)}, or None for the rule's choice."
         )
     return replace(choice, variant=variant, reason="it was asked for")
 

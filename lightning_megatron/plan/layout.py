@@ -274,16 +274,16 @@ class ParallelLayout:
         counts = self.stage_layers
         if counts is None:
             return
-        found = len(counts)
+        num_stages = len(counts)
         expected = self.pp * self.vpp
-        if found != expected:
+        if num_stages != expected:
             remedy = f"Name {expected}"
-            if found and found % self.pp == 0 and self.pp > 1:
-                remedy += f", or use vpp={found // self.pp}"
+            if num_stages and num_stages % self.pp == 0 and self.pp > 1:
+                remedy += f", or use vpp={num_stages // self.pp}"
             raise ParallelPlanError(
                 "stage_layers must name the layers of every virtual stage: it names "
-                f"{found} of them ({shown(list(counts))}), and pp x vpp is {self.pp} x {self.vpp} "
-                f"= {expected}. {remedy}."
+                f"{num_stages} of them ({shown(list(counts))}), and pp x vpp is {self.pp} x "
+                f"{self.vpp} = {expected}. {remedy}."
             )
         if not all(counts[1:-1]) or not any(counts):
             raise ParallelPlanError(

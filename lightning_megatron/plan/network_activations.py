@@ -154,7 +154,7 @@ def mixture_costs(
     inner = experts.ffn_hidden_size // batch.etp
     features = element * rows.buffer * inner
     selections = element * rows.selections * hidden
-    parts = kept_by_mixture(model, table, batch, sends_again)
+    parts = mixture_activations(model, table, batch, sends_again)
     vectors = element * rows.buffer * hidden
     # Rows that exist in both passes and are not kept between them.
     passing = vectors if sends_again and not rows.are_exchanged else 0
@@ -224,7 +224,7 @@ def _output_bytes(
 
 
 @dataclass(frozen=True)
-class KeptByMixture:
+class MixtureActivations:
     """Bytes that a mixture of experts keeps for the backward pass of one microbatch.
 
     Outputs of experts are not among them: probabilities multiply the inner features, so that their
@@ -255,12 +255,12 @@ class KeptByMixture:
         return rows + self.router + self.shared
 
 
-def kept_by_mixture(
+def mixture_activations(
     model: ModelShape,
     table: KeptActivations,
     batch: MicrobatchShape,
     sends_again: bool = False,
-) -> KeptByMixture:
+) -> MixtureActivations:
     """Return what a mixture of experts keeps for the backward pass, by part.
 
     Args:
@@ -282,7 +282,7 @@ def kept_by_mixture(
         )
         inputs = 0 if has_own else rows.gathered
     routing = _routing_bytes(experts, model.hidden_size, table, batch)
-    return KeptByMixture(
+    return MixtureActivations(
         inputs=element * inputs * model.hidden_size,
         products=(table.ffn_copies + table.expert_copies - 1) * features,
         probabilities=rows.buffer * batch.wide_bytes,

@@ -192,8 +192,8 @@ def _filled(costs: LayerCosts, placement: Placement, minimum: Sequence[int]) -> 
     )
     for numbers, total in zip(chunks, totals, strict=True):
         parts = [(extras[number], tie_break([number])) for number in numbers]
-        found = _fill(total, [minimum[number] for number in numbers], parts)
-        for number, count in zip(numbers, found, strict=True):
+        filled = _fill(total, [minimum[number] for number in numbers], parts)
+        for number, count in zip(numbers, filled, strict=True):
             counts[number] = count
     return counts
 
@@ -223,8 +223,8 @@ def _move_layers(
     """
 
     def score(counts: Sequence[int]) -> list[list[float]]:
-        found = (costs.of_stages(counts, placement), costs.of_virtual_stages(counts))
-        return [sorted((round(cost, 9) for cost in one), reverse=True) for one in found]
+        best_counts_costs = (costs.of_stages(counts, placement), costs.of_virtual_stages(counts))
+        return [sorted((round(cost, 9) for cost in one), reverse=True) for one in best_counts_costs]
 
     numbers = range(len(counts))
     best = score(counts)
@@ -235,11 +235,11 @@ def _move_layers(
             for taker in numbers
             if giver != taker and counts[giver] > minimum[giver]
         ]
-        found = min(moved, key=score, default=counts)
-        if score(found) >= best:
+        best_counts = min(moved, key=score, default=counts)
+        if score(best_counts) >= best:
             return
-        counts[:] = found
-        best = score(found)
+        counts[:] = best_counts
+        best = score(best_counts)
 
 
 def _check_enough_layers(num_layers: int, num_stages: int, num_chunks: int) -> None:

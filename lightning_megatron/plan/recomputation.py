@@ -56,28 +56,28 @@ class Recomputation:
 
     def __post_init__(self) -> None:
         coerce_fields(self, "recompute.")
-        given = ", ".join(self.parts)
+        listed = ", ".join(self.parts)
         if not self.parts or len(set(self.parts)) < len(self.parts):
             raise ParallelPlanError(
                 "recompute.parts must name at least one part, and each once: it is "
-                f"{given or 'empty'}. Use none to keep all activations."
+                f"{listed or 'empty'}. Use none to keep all activations."
             )
         alone = [part for part in ("none", *WHOLE) if part in self.parts]
         if alone and len(self.parts) > 1:
             raise ParallelPlanError(
-                f"recompute.parts must be {alone[0]} alone, or parts without it: it is {given}. "
+                f"recompute.parts must be {alone[0]} alone, or parts without it: it is {listed}. "
                 "Parts that are whole blocks include all others, and none means no part. Name one "
                 "of them alone."
             )
         if {"experts", "expert_inputs"} <= set(self.parts):
             raise ParallelPlanError(
-                f"recompute.parts must name experts or expert_inputs: it is {given}. experts "
+                f"recompute.parts must name experts or expert_inputs: it is {listed}. experts "
                 "recomputes from the inputs of experts, which expert_inputs does not keep. Leave "
                 "one of them out."
             )
         if self.offload and self.parts[0] not in WHOLE:
             raise ParallelPlanError(
-                f"recompute.offload needs parts of {' or '.join(WHOLE)}: it is {given}. Only "
+                f"recompute.offload needs parts of {' or '.join(WHOLE)}: it is {listed}. Only "
                 "layers that are recomputed from their input can offload it to the host. Use one "
                 "of these, or leave offload out."
             )
@@ -92,12 +92,12 @@ class Recomputation:
         Raises:
             ParallelPlanError: For any other value, and as for the class.
         """
-        found: Recompute | Recomputation | None = coerced(
+        choice: Recompute | Recomputation | None = coerced(
             "recompute", value, Recompute | Recomputation | None
         )
-        if isinstance(found, Recomputation):
-            return found
-        return cls(("none",) if found is None else (found,))
+        if isinstance(choice, Recomputation):
+            return choice
+        return cls(("none",) if choice is None else (choice,))
 
     @property
     def is_off(self) -> bool:

@@ -139,13 +139,16 @@ def _parsed(cell: str, name: str, rank: int) -> _Cell:
 
 def _placement(cells: Sequence[Sequence[_Cell]], name: str) -> Placement:
     """Find the placement of the virtual stages of the rows on the ranks."""
-    found = [sorted({virtual for virtual, _, _ in row}) for row in cells]
+    stages = [sorted({virtual for virtual, _, _ in row}) for row in cells]
     placements = [
-        Placement(shape, len(cells), max(map(len, found))) for shape in get_args(PlacementShape)
+        Placement(shape, len(cells), max(map(len, stages))) for shape in get_args(PlacementShape)
     ]
     # The first rank of each placement whose virtual stages are others.
     wrong = [
-        next((rank for rank, own in enumerate(found) if own != _stages_of(placement, rank)), None)
+        next(
+            (rank for rank, listed in enumerate(stages) if listed != _stages_of(placement, rank)),
+            None,
+        )
         for placement in placements
     ]
     if None in wrong:
@@ -154,7 +157,7 @@ def _placement(cells: Sequence[Sequence[_Cell]], name: str) -> Placement:
     loop, v = (_stages_of(placement, rank) for placement in placements)
     raise ParallelPlanError(
         f"{name}: virtual stages must lie on the {len(cells)} ranks in a loop or in a V, the same "
-        f"number on each rank: row {rank} has {shown(found[rank])}. Use {shown(loop)} in a loop, "
+        f"number on each rank: row {rank} has {shown(stages[rank])}. Use {shown(loop)} in a loop, "
         f"or {shown(v)} in a V."
     )
 

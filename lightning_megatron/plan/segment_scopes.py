@@ -22,11 +22,11 @@ def expanded_scopes(names: Iterable[str]) -> frozenset[str]:
         UnsupportedError: If a name is neither a scope nor ``all``.
     """
     known = get_args(SegmentScope)
-    given = tuple(names)
-    wrong = [name for name in given if name not in (*known, "all")]
+    listed = tuple(names)
+    wrong = [name for name in listed if name not in (*known, "all")]
     if wrong:
         raise UnsupportedError(
             f"a scope must be one of {', '.join(known)}, all: {', '.join(map(repr, wrong))}. These "
             "are the scopes of a model's segments."
         )
-    return frozenset(known if "all" in given else given)
+    return frozenset(known if "all" in listed else listed)

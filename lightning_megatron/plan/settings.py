@@ -24,46 +24,46 @@ class Range:
     """Range of a number, or of a duration in seconds.
 
     Args:
-        least: Smallest legal value.
+        minimum: Smallest legal value.
         above: Exclusive lower bound.
         below: Exclusive upper bound.
-        most: Largest legal value.
+        maximum: Largest legal value.
     """
 
-    least: float | None = None
+    minimum: float | None = None
     above: float | None = None
     below: float | None = None
-    most: float | None = None
+    maximum: float | None = None
 
     def holds(self, value: float) -> bool:
         """Return whether a number is in the range."""
         return (
-            (self.least is None or value >= self.least)
+            (self.minimum is None or value >= self.minimum)
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
-            and (self.most is None or value <= self.most)
+            and (self.maximum is None or value <= self.maximum)
         )
 
     def __str__(self) -> str:
         bounds = (
-            ("of at least", self.least),
+            ("of at least", self.minimum),
             ("above", self.above),
             ("below", self.below),
-            ("at most", self.most),
+            ("at most", self.maximum),
         )
         return " and ".join(f"{word} {bound}" for word, bound in bounds if bound is not None)
 
 
 #: A number of items, at least one.
-Count = Annotated[int, Range(least=1, most=MOST)]
+Count = Annotated[int, Range(minimum=1, maximum=MOST)]
 #: An index, counted from 0.
-Index = Annotated[int, Range(least=0, most=MOST)]
+Index = Annotated[int, Range(minimum=0, maximum=MOST)]
 #: A number of elements, limited only by memory.
-Elements = Annotated[int, Range(least=1, most=2**63 - 1)]
-NotNegative = Annotated[float, Range(least=0)]
+Elements = Annotated[int, Range(minimum=1, maximum=2**63 - 1)]
+NotNegative = Annotated[float, Range(minimum=0)]
 Positive = Annotated[float, Range(above=0)]
 #: A probability below 1, because its complement is a divisor.
-Probability = Annotated[float, Range(least=0, below=1)]
+Probability = Annotated[float, Range(minimum=0, below=1)]
 
 
 def coerce_fields(record: Any, prefix: str = "") -> None:
@@ -120,12 +120,14 @@ def coerced(name: str, value: Any, kind: Any) -> Any:
     for bare, bounds in _alternatives(kind):
         if not _is_of(value, bare):
             continue
-        found = _converted(name, value, bare)
+        converted = _converted(name, value, bare)
         if bounds is None or bounds.holds(
-            found.total_seconds() if isinstance(found, timedelta) else found
+            converted.total_seconds() if isinstance(converted, timedelta) else converted
         ):
-            return found
-        raise ParallelPlanError(f"{name} must be {describe(kind, found)}: it is {shown(value)}.")
+            return converted
+        raise ParallelPlanError(
+            f"{name} must be {describe(kind, converted)}: it is {shown(value)}."
+        )
     note = ""
     if value is not None and not _has_type_of(value, kind):
         note = f", of type {type(value).__name__}"
@@ -168,7 +170,7 @@ def _alternatives(kind: Any) -> list[tuple[Any, Range | None]]:
     origin = get_origin(kind)
     args = get_args(kind)
     if origin in (Union, types.UnionType):
-        return [found for one in args for found in _alternatives(one)]
+        return [alternative for one in args for alternative in _alternatives(one)]
     if origin is Annotated:
         bounds = next((note for note in args[1:] if isinstance(note, Range)), None)
         return [(bare, bounds) for bare, _ in _alternatives(args[0])]
@@ -312,9 +314,11 @@ def _words(kind: Any, bounds: Range | None, value: Any) -> tuple[str, ...]:
 
 def _shown_bounds(bounds: Range, value: Any) -> str:
     """Return a range in words, without the limit of an integer type unless the value exceeds it."""
-    breaks = bounds.most is not None and isinstance(value, int | float) and value > bounds.most
-    is_plain = bounds.most is None or bounds.most < MOST or breaks
-    return str(bounds if is_plain else Range(bounds.least, bounds.above, bounds.below))
+    breaks = (
+        bounds.maximum is not None and isinstance(value, int | float) and value > bounds.maximum
+    )
+    is_plain = bounds.maximum is None or bounds.maximum < MOST or breaks
+    return str(bounds if is_plain else Range(bounds.minimum, bounds.above, bounds.below))
 
 
 def _type_name(kind: Any) -> str:

@@ -39,7 +39,7 @@ def read_stage_string(text: str) -> tuple[int, ...]:
 def _expanded(text: str) -> str:
     """Return a string without repetitions, brackets and ignored symbols."""
     # The last element belongs to the innermost bracket that is open.
-    found = [""]
+    parts = [""]
     position = 0
     while position < len(text):
         sign = text[position]
@@ -47,10 +47,10 @@ def _expanded(text: str) -> str:
         if sign in ", ":
             continue
         if sign == "(":
-            found.append("")
+            parts.append("")
             continue
-        if sign == ")" and len(found) > 1:
-            item = found.pop()
+        if sign == ")" and len(parts) > 1:
+            item = parts.pop()
         elif sign in "EtL|":
             item = sign
         else:
@@ -60,18 +60,18 @@ def _expanded(text: str) -> str:
         if times is not None:
             position = times.end()
             number = int(times[1])
-        if len(found[-1]) + len(item) * number > _MAX_SYMBOLS:
+        if len(parts[-1]) + len(item) * number > _MAX_SYMBOLS:
             raise ParallelPlanError(
                 f"stage_layers must describe at most {_MAX_SYMBOLS} layers and stages: "
                 f"{shown(text)} repeats its parts more often. Use smaller numbers after '*'."
             )
-        found[-1] += item * number
-    if len(found) > 1:
+        parts[-1] += item * number
+    if len(parts) > 1:
         raise ParallelPlanError(
-            f"stage_layers must close every bracket: {shown(text)} leaves {len(found) - 1} open. "
+            f"stage_layers must close every bracket: {shown(text)} leaves {len(parts) - 1} open. "
             "Brackets enclose repeated parts. Add ')*' and a number for each."
         )
-    return found[0]
+    return parts[0]
 
 
 def _refusal(text: str, sign: str, position: int) -> ParallelPlanError | UnsupportedError:

@@ -158,10 +158,10 @@ def _computed(module: Any, data: PreferenceDataModule, part: str) -> tuple[Tenso
         all_values = module.all_gather(torch.cat(values)).reshape(-1, 2)
         # The number -1 fills batches.
         pairs, place = all_numbers.unique(return_inverse=True)
-        found = all_values.new_empty(len(pairs), 2)
-        found[place] = all_values
+        computed = all_values.new_empty(len(pairs), 2)
+        computed[place] = all_values
         is_pair = pairs >= 0
-    return pairs[is_pair], found[is_pair]
+    return pairs[is_pair], computed[is_pair]
 
 
 @contextmanager

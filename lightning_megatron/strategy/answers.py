@@ -17,7 +17,7 @@ from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.checks.batch_checks import check_batch
-from lightning_megatron.strategy.checks.engine_checks import check_engine, following_plugin
+from lightning_megatron.strategy.checks.engine_checks import check_engine, with_plugin_recipe
 from lightning_megatron.strategy.checks.fp8_checks import check_fp8
 from lightning_megatron.strategy.checks.graph_checks import check_graphs
 from lightning_megatron.strategy.checks.run_checks import configuration_fields
@@ -25,7 +25,7 @@ from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.private.user_module import attached_trainer
 from lightning_megatron.strategy.process.ranks import RankStrategy
 from lightning_megatron.strategy.process.run_stream import RunStream
-from lightning_megatron.swap import building_on_meta
+from lightning_megatron.swap import build_on_meta
 
 
 class TrainerAnswers(RankStrategy):
@@ -104,7 +104,7 @@ class TrainerAnswers(RankStrategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         # The Trainer ignores its precision argument if a plugin is set, so None stays None.
         if precision_plugin is not None:
-            self.options = following_plugin(self.options, precision_plugin)
+            self.options = with_plugin_recipe(self.options, precision_plugin)
             precision_plugin = MegatronPrecision.from_lightning(precision_plugin)
         self._precision_plugin = precision_plugin
 
@@ -118,7 +118,7 @@ class TrainerAnswers(RankStrategy):
     @override
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        with building_on_meta():
+        with build_on_meta():
             yield
 
     @override
@@ -132,7 +132,7 @@ class TrainerAnswers(RankStrategy):
     ) -> Any:
         # Note masks and lengths on the host, so that code that needs them later does not wait for
         # the device.
-        with self.mesh.host_values.noting():
+        with self.mesh.host_values.record_moves():
             return self._moved(batch, device, dataloader_idx)
 
     def _moved(self, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:

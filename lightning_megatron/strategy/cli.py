@@ -75,9 +75,9 @@ class MegatronCLI(LightningCLI):
             super().parse_arguments(parser, args)
             return
         # Every rank has the command line of the first one, and resolves names of recipes itself.
-        given = list(sys.argv[1:] if args is None else args)
+        arguments = list(sys.argv[1:] if args is None else args)
         try:
-            resolved = with_recipe_paths(given)
+            resolved = with_recipe_paths(arguments)
         except UnsupportedError as error:
             parser.error(str(error))
         # Otherwise the chosen class would inherit the default values of the default class, such as
@@ -91,7 +91,7 @@ class MegatronCLI(LightningCLI):
             if has_default and chosen is not None:
                 for one in self._parsers:
                     one.set_defaults({key: {"class_path": chosen}})
-        if resolved == given:
+        if resolved == arguments:
             super().parse_arguments(parser, args)
         else:
             self.config = parser.parse_args(resolved)

@@ -12,7 +12,7 @@ from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.graphs.cuda import CudaBackend
 from lightning_megatron.graphs.update_graph import UpdateGraph
-from lightning_megatron.graphs.user_hooks import why_hooked
+from lightning_megatron.graphs.user_hooks import describe_user_hook
 from lightning_megatron.groups.device_counter import DeviceCounter
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.layered import layered_modules
@@ -91,7 +91,7 @@ def _warn(sentence: str) -> None:
 def _reason_against(settings: CudaGraphs, module: LightningModule) -> str | None:
     """Return the reason why no part of a module can be captured; None if some part can."""
     if settings.mode == "full":
-        hook = why_hooked(module)
+        hook = describe_user_hook(module)
         return None if hook is None else hook[0].upper() + hook[1:]
     models = layered_modules(module)
     if len(models) == 1:

@@ -41,7 +41,7 @@ from lightning_megatron.strategy.checks.callback_checks import (
 )
 from lightning_megatron.strategy.logs.run_table import show_choices
 from lightning_megatron.strategy.optimization.empty_optimizers import (
-    allowing_empty_optimizers,
+    allow_empty_optimizers,
     check_trained_somewhere,
 )
 from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime
@@ -55,8 +55,8 @@ from lightning_megatron.strategy.private.processes import reset_seed
 from lightning_megatron.strategy.private.user_module import publish_device_mesh
 from lightning_megatron.strategy.run import Run
 from lightning_megatron.strategy.sharding import shard_module, start_mixtures
-from lightning_megatron.swap.hugging_face.state_dict import to_own_names
-from lightning_megatron.training.ties import naming_copies_as_originals
+from lightning_megatron.swap.hugging_face.state_dict import to_package_names
+from lightning_megatron.training.ties import name_copies_as_originals
 
 
 @documents_options
@@ -198,7 +198,7 @@ class MegatronStrategy(TrainerAnswers):
 
     def _create_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
-        with allowing_empty_optimizers(self.mesh), naming_copies_as_originals(self.user_module):
+        with allow_empty_optimizers(self.mesh), name_copies_as_originals(self.user_module):
             self.setup_optimizers(trainer)
         check_trained_somewhere(self.optimizers, self.mesh, saves_optimizers(trainer))
 
@@ -252,8 +252,8 @@ class MegatronStrategy(TrainerAnswers):
         full = checkpoint["state_dict"]
         if self.run.is_fit and averaging_callback(self.user_module.trainer) is not None:
             full = checkpoint.get("current_model_state", full)
-        own = to_own_names(self.user_module, full)
-        load_full_weights(own, self.user_module, self.run.state.main, self.mesh, strict)
+        renamed = to_package_names(self.user_module, full)
+        load_full_weights(renamed, self.user_module, self.run.state.main, self.mesh, strict)
 
     @property
     @override

@@ -18,13 +18,13 @@ def named_class(arguments: Sequence[str], key: str) -> str | None:
         arguments: Command-line arguments, with names of recipes resolved to paths.
         key: Name of the setting: ``model`` or ``data``.
     """
-    found = None
+    class_path = None
     for option, value in _options(arguments):
         if option in ("-c", "--config"):
-            found = _class_in(value, key) or found
+            class_path = _class_in(value, key) or class_path
         elif option in (f"--{key}", f"--{key}.class_path"):
-            found = value
-    return found if found is not None and _exists(found) else None
+            class_path = value
+    return class_path if class_path is not None and _exists(class_path) else None
 
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -42,8 +42,8 @@ def _class_in(path: str, key: str) -> str | None:
     except (OSError, ValueError, yaml.YAMLError):
         # The parser reads the file again and reports the error.
         return None
-    given = content.get(key) if isinstance(content, dict) else None
-    chosen = given.get("class_path") if isinstance(given, dict) else given
+    entry = content.get(key) if isinstance(content, dict) else None
+    chosen = entry.get("class_path") if isinstance(entry, dict) else entry
     return chosen if isinstance(chosen, str) else None
 
 

@@ -22,7 +22,7 @@ from lightning_megatron.strategy.checkpoints.weight_averaging import (
     average_main_parameters,
     average_model_parameters,
 )
-from lightning_megatron.strategy.checks.callback_checks import hiding_example_input
+from lightning_megatron.strategy.checks.callback_checks import hide_example_input
 from lightning_megatron.strategy.checks.fp8_checks import check_not_compiled
 from lightning_megatron.strategy.checks.run_checks import (
     check_train_loaders,
@@ -248,7 +248,7 @@ class Run:
         undo.callback(signals.remove)
         undo.enter_context(record_data_access(self._note_data))
         if self.mesh.pp.size > 1:
-            undo.enter_context(hiding_example_input(self.module))
+            undo.enter_context(hide_example_input(self.module))
         average_main_parameters(trainer, self.module, main, self.mesh)
         undo.callback(average_model_parameters, trainer)
 

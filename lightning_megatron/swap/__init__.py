@@ -2,4 +2,4 @@
 
 from lightning_megatron.swap.apply import parallelize as parallelize
 from lightning_megatron.swap.decide.record import SwapRecord as SwapRecord
-from lightning_megatron.swap.pretrained.from_pretrained import building_on_meta as building_on_meta
+from lightning_megatron.swap.pretrained.from_pretrained import build_on_meta as build_on_meta

@@ -51,24 +51,25 @@ def parallelize(
 
     :mod:`lightning_megatron.swap.decide.kinds` explains the kinds of the plan. Patterns
     (``fnmatch`` over dotted names; ``*`` matches dots too) that come later in the plan override
-    earlier ones. A GPT or Encoder built whole always becomes one on ``mesh``. With tp=1 nothing
-    else is swapped, but the plan is checked. Exclude modules that use the weight of a layer without
-    calling the layer. :func:`~lightning_megatron.swap.rejoin.rejoin` moves a module that was
-    swapped in an earlier run to ``mesh``.
+    earlier ones. A GPT or Encoder that was built in full is always rebuilt on ``mesh``. With tp=1
+    nothing else is swapped, but the plan is checked. A plan must exclude modules that use the
+    weight of a layer without calling the layer. :func:`~lightning_megatron.swap.rejoin.rejoin`
+    moves a module that was swapped in an earlier run to ``mesh``.
 
-    With pp above 1, any other model keeps this rank's part of a list of its blocks. The modules
-    before and after the list run only on the first and the last stage: see
+    With pp above 1, the list of blocks of any other model is divided among the stages. Modules
+    before and after the list are only on the first and the last stage: see
     :func:`~lightning_megatron.swap.decide.stages.plan_stages`.
 
     Args:
         module: Root module, whose children are replaced in place.
         mesh: Process groups of this rank.
-        plan: Kind by name pattern, or None.
+        plan: Kind of each module, by name pattern; None means ``auto`` for all.
         pipeline_plan: ``blocks``, ``first`` or ``last`` by name pattern; None means the stages that
             a Hugging Face model defines.
         shows_progress: Whether rank 0 may show a progress bar for the weights on a terminal.
-        needs_tables: Whether an option was set that only models of this package support. Otherwise
-            a Hugging Face model with a setting that its family's table refuses is not replaced.
+        needs_tables: Whether an option was set that only models of this package support. If so, a
+            Hugging Face model with a setting that its family does not support raises an error;
+            otherwise such a model is not replaced.
 
     Returns:
         Records of the swapped blocks, in the order of definition.
@@ -81,8 +82,8 @@ def parallelize(
     Communication: a broadcast over all ranks for each parameter and buffer.
     """
     if any(isinstance(part, StagedBlocks) for part in module.modules()):
-        # An earlier fit has swapped everything. The plan is not checked again, because its patterns
-        # may name modules of other stages.
+        # An earlier fit has swapped all modules. The plan is not checked again, because its
+        # patterns may name modules of other stages, which this rank no longer has.
         return []
     options = SwapOptions(plan, pipeline_plan, shows_progress, needs_tables)
     swap_plan = decide(module, mesh, options)
@@ -96,8 +97,8 @@ class Swaps:
 
     Args:
         replacements: Replacements without values, in the order of definition.
-        give_missing_values: Functions that give the missing weights to Hugging Face models that
-            keep their own code and were built without weights.
+        give_missing_values: Functions that fill in the weights of Hugging Face models that were
+            built without weights and keep their own code.
     """
 
     replacements: tuple[Swap, ...]
@@ -105,7 +106,7 @@ class Swaps:
 
 
 def build(plan: SwapPlan) -> Swaps:
-    """Build the replacements of a plan, and read the missing weights of models with their own code.
+    """Build the replacements of a plan, and read the missing weights of models that stay.
 
     The module of the plan is not changed. The replacements have no values yet, because every rank
     must first get the values of the first rank.
@@ -127,7 +128,7 @@ def build(plan: SwapPlan) -> Swaps:
 
 
 def install(plan: SwapPlan, swaps: Swaps) -> list[SwapRecord]:
-    """Give all ranks the values of the first rank, fill the replacements, and put them in place.
+    """Broadcast the values of the first rank, fill the replacements, and put them in place.
 
     All replacements are filled before the first one is put in place.
 
@@ -176,12 +177,13 @@ def install(plan: SwapPlan, swaps: Swaps) -> list[SwapRecord]:
 def broadcast_values(root: nn.Module, built_here: tuple[str, ...], mesh: ParallelMesh) -> None:
     """Broadcast the first rank's parameters and buffers to all ranks, in place.
 
-    Ranks with different seeds would otherwise have shards of different tensors. Shards and tensors
-    on the meta device are skipped.
+    Without this, ranks with different seeds would have shards of different tensors. Shards and
+    tensors on the meta device are skipped.
 
     Args:
         root: Module with the same tensors on all ranks.
-        built_here: Names of models that are skipped, because their ranks have different layers.
+        built_here: Names of models that were built on the mesh. They are skipped, because ranks
+            have different layers of them.
         mesh: Process groups of this rank.
 
     Communication: one broadcast over all ranks for each tensor.
@@ -209,7 +211,7 @@ def _record(swap: Swap, note: str) -> SwapRecord:
     source = swap.site.module
     kind = type(swap.target)
     if swap.install is not None and isinstance(swap.target, GPT):
-        # The layers of a Hugging Face model have an internal class, which users do not know.
+        # Layers of a replaced Hugging Face model have a class that users do not know.
         kind = kind.__bases__[0]
     return SwapRecord(
         swap.site.name,

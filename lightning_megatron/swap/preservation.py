@@ -1,4 +1,4 @@
-"""Preservation of shared weights, hooks and compiled code, which a replacement could lose."""
+"""Shared weights, hooks and compiled code, which a replacement must keep or refuse."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _COMPILED = "_orig_mod"
 
 @dataclass(frozen=True)
 class _Target:
-    """Parameter that takes over the values of a source parameter.
+    """Parameter that gets the values of a source parameter.
 
     Args:
         block: Target block.
-        name: Dotted name of the parameter in it.
+        name: Dotted name of the parameter in the block.
         kind: Kind of the block in the plan, for errors.
     """
 
@@ -41,9 +41,9 @@ class _Target:
 
 
 def share_weights(root: nn.Module, swaps: Sequence[Swap], stage_modules: Set[str]) -> None:
-    """Share parameters of replacements in the same way as their sources; do not change ``root``.
+    """Share weights among replacements as among the replaced modules; do not change ``root``.
 
-    Whole models may share weights within themselves only.
+    A model that is replaced in full may share weights only among its own modules.
 
     Args:
         root: Module before the swap.
@@ -106,8 +106,8 @@ def _share(shared: Sequence[str], targets: Mapping[str, _Target]) -> None:
 def check_nothing_is_lost(swap: Swap) -> None:
     """Refuse to replace a module that has hooks or was compiled.
 
-    Modules and parameters that the replacement takes over from the module may have hooks, and so
-    may a module that stays the same object and only gets other layers.
+    Hooks are legal on modules and parameters that become part of the replacement, and on a module
+    that stays the same object and only gets other layers.
 
     Args:
         swap: Replacement of the module.

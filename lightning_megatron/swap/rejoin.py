@@ -30,8 +30,9 @@ def rejoin(root: nn.Module, mesh: ParallelMesh) -> None:
         # Meshes with and without sequence parallelism share one set of random streams.
         if not isinstance(old, ParallelMesh) or old.random is mesh.random:
             continue
-        # A module that was built for one process is whole. It is sharded later, unless it is for
-        # one process again: an earlier run may have its weights in higher precision.
+        # A module that was built for one process has full weights, which are sharded later. For one
+        # process on the same device it is moved: an earlier run may have its weights in higher
+        # precision.
         if old.layout.world_size == 1 and (old.layout, old.device) != (mesh.layout, mesh.device):
             continue
         if (old.layout, old.rank) != (mesh.layout, mesh.rank):
@@ -44,5 +45,5 @@ def rejoin(root: nn.Module, mesh: ParallelMesh) -> None:
         moved.append((module, old))
     for module, old in moved:
         same = old.sequence_parallel == mesh.sequence_parallel
-        own = mesh if same else replace(mesh, sequence_parallel=old.sequence_parallel)
-        setattr(module, "mesh", own)  # noqa: B010 - a module may have any attribute
+        new_mesh = mesh if same else replace(mesh, sequence_parallel=old.sequence_parallel)
+        setattr(module, "mesh", new_mesh)  # noqa: B010 - a module may have any attribute

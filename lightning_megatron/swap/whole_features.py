@@ -1,4 +1,4 @@
-"""Comparison of sharded layers with the same layers run on all features."""
+"""Inputs of sharded layers, for a comparison with the same layers on all features."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import gather_from_axis
-from lightning_megatron.layers.sequence_shard import SequenceShard, gathered
+from lightning_megatron.layers.sequence_shard import SequenceShard, gather_shard
 from lightning_megatron.swap.decide.kinds import SWAPPED_AS
 
 #: Kinds of layers that produce or consume sharded features, and of modules sharded with them.
 _CUT = ("column", "row", "features")
-#: Size limit of the sample of a call's input (elements). A sample has some positions, each with
+#: Maximum size of the sample of a call's input (elements). A sample has some positions, each with
 #: all of this rank's features.
 _MAX_SAMPLE_ELEMENTS = 2**16
 
@@ -66,7 +66,7 @@ def cut_layers(module: nn.Module) -> list[CutLayer]:
 
 
 @contextmanager
-def recording_inputs(
+def record_inputs(
     layers: Sequence[CutLayer], axis: MeshAxis, *, is_whole: bool
 ) -> Iterator[list[LayerInput]]:
     """Record the inputs of sharded layers inside the block.
@@ -124,14 +124,14 @@ def _note(
     inputs: list[LayerInput],
     is_whole: bool,
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Keep a sample of an input, and cut the complete input of a row layer."""
-    given = args or tuple(kwargs.values())
-    if not given or not isinstance(given[0], Tensor):
+    """Record a sample of an input, and cut the complete input of a row layer."""
+    values = args or tuple(kwargs.values())
+    if not values or not isinstance(values[0], Tensor):
         return None
-    hidden = given[0]
+    hidden = values[0]
     takes_part = is_whole and layer.kind == "row"
     if takes_part:
-        hidden = gathered(hidden)
+        hidden = gather_shard(hidden)
         width = int(module.weight.shape[1])  # type: ignore[index]
         if hidden.shape[-1] == width * axis.size:
             hidden = hidden[..., axis.rank * width : (axis.rank + 1) * width]

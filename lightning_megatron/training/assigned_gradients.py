@@ -17,13 +17,13 @@ def assign_gradients(
 ) -> None:
     """Set the gradient of every main parameter to this rank's part of the reduced gradient.
 
-    Main parameters of dormant and of frozen parameters get None.
+    The gradients of main parameters of dormant or frozen parameters become None.
 
     Args:
         main: Main parameters of this rank.
         names: Names of the parameters whose gradients are reduced.
         dormant: Names of the parameters that have never had a gradient on any rank.
-        gradient_of: Function from a name to the reduced gradient of the whole local parameter.
+        gradient_of: Function that returns the reduced gradient of a local parameter by its name.
     """
     slices = main.slices
     has_frozen = not main.are_trainable(names)
@@ -39,5 +39,5 @@ def assign_gradients(
         elif one.gradient.dtype == one.main.dtype:
             one.main.grad = one.gradient
         else:
-            # The gradients were accumulated in bfloat16, the main parameter is float32.
+            # The gradients were accumulated in bfloat16, and the main parameter is float32.
             one.main.grad = one.gradient.to(one.main.dtype)

@@ -1,4 +1,4 @@
-"""Gradients that autograd computes, moved into gradient slots."""
+"""Hook that moves gradients from autograd into gradient slots."""
 
 from __future__ import annotations
 

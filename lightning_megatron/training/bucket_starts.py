@@ -12,8 +12,8 @@ from lightning_megatron.training.use_order import UseOrder
 class BucketStarts:
     """Tracker that starts the reduction of each bucket when its last gradient has arrived.
 
-    The reductions start in the same order on all ranks: a complete bucket waits for the buckets
-    before it in its group.
+    The reductions must start in the same order on all ranks, so a complete bucket waits for the
+    buckets before it in its group.
 
     Args:
         start: Function that starts the reduction of a bucket, unless it has started already.
@@ -76,8 +76,8 @@ class BucketStarts:
             self._start(bucket)
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Restore the expected and counted gradients when the block ends."""
+    def preserve_counts(self) -> Iterator[None]:
+        """Restore the numbers of expected and counted gradients when the block ends."""
         armed = set(self._armed)
         seen = dict(self._num_arrived)
         expected = dict(self._expected)
@@ -94,7 +94,7 @@ class BucketStarts:
         """Expect no further gradients in this step."""
         self._armed.clear()
 
-    def arrived(self, names: Sequence[str]) -> None:
+    def mark_arrived(self, names: Sequence[str]) -> None:
         """Count gradients that have arrived together, and start the buckets that are complete now.
 
         Raises:
@@ -104,7 +104,7 @@ class BucketStarts:
         seen = self._num_arrived
         touched = set(map(self.bucket_of.__getitem__, names))
         # A parameter that the model uses several times gets several gradients. Its bucket starts
-        # after the number that earlier steps have counted, so a further gradient is too late.
+        # after as many gradients as in earlier steps, so one more gradient would come too late.
         if any(bucket.pending is not None for bucket in touched):
             name = next(name for name in names if self.bucket_of[name].pending is not None)
             raise RuntimeError(
@@ -114,7 +114,7 @@ class BucketStarts:
             )
         for name in names:
             seen[name] = seen.get(name, 0) + 1
-        # Only the last backward pass of a step completes gradients; `_armed` has its chunks.
+        # Only the last backward pass of a step completes gradients; `_armed` lists its chunks.
         if self._armed:
             self._start_complete_groups(names, touched)
 

@@ -40,8 +40,8 @@ class DistributedOptimizerConfig:
             ``main_dtype``.
         zero: ZeRO stage: 1 shards the main parameters over the data-parallel ranks, 0 replicates
             them.
-        slices: Granularity of a rank's part: ``elements``, whole ``parameters``, or ``auto`` for
-            the finest one that the optimizer supports.
+        slices: Granularity of a rank's part: ``elements``, complete ``parameters``, or ``auto`` for
+            the finest granularity that the optimizer supports.
         bucket_size: Approximate size of one gradient message (elements).
         moments_dtype: Dtype of Adam's moments if the fused kernel updates them.
         exchanges_rows: Whether :class:`RowSums` may exchange gradients of embeddings by rows. This
@@ -64,9 +64,9 @@ class BufferPlanner:
         mesh: Process groups of this rank.
         config: Dtypes and partitioning.
         chunk_of: Function that returns the chunk of this stage that contains a parameter; None for
-            one outside the pipelined model.
-        stacks: Names of parameters that one matrix product reads, from the first row to the last;
-            they are laid out next to each other if they are trained in the same way.
+            a parameter outside of the pipelined model.
+        stacks: Names of parameters that one matrix product reads, from the first row to the last.
+            They are adjacent in the buffer if they are trained in the same way.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class BufferPlanner:
         self._stack_of = {
             name: (number, stack) for number, stack in enumerate(stacks) for name in stack
         }
-        #: Tied parameters that have a bucket each, so that both stages divide it in the same way.
+        #: Tied parameters that each have a separate bucket, so that both stages divide it equally.
         self.ties_alone: set[str] = set()
 
     def granularity_for(self, optimizer: Optimizer) -> ShardGranularity:
@@ -128,7 +128,7 @@ class BufferPlanner:
         if granularity == "elements":
             self.ties_alone.update(tied)
         else:
-            # The two stages may divide their copies differently, so the whole gradients are summed
+            # The two stages may divide their copies differently, so the full gradients are summed
             # over the stages before the reduction.
             late.update(tied)
         pieces = []

@@ -22,7 +22,7 @@ def grad_norm(main: MainParameters, names: Collection[str] | None = None) -> Flo
     process: replicated elements count once, tied copies and padding rows do not count. The host
     does not wait for the device.
 
-    The norm is float32, or float64 if any gradient is float64.
+    The norm is float32; it is float64 if any gradient is float64.
 
     Args:
         main: Parameters of this rank, after their gradients were summed over the ranks.
@@ -42,7 +42,8 @@ def grad_norm(main: MainParameters, names: Collection[str] | None = None) -> Flo
         )
     # The scalar is float64 on all ranks, because stages may hold gradients of different dtypes.
     norm = all_reduce_(total, main.mesh.world).sqrt()
-    # The buffers decide, because a rank without gradients must return the same dtype as the others.
+    # The dtype follows from the buffers, because a rank without gradients must return the same
+    # dtype as the other ranks.
     is_double = any(buffer.gradients.dtype == torch.float64 for buffer in main.buffers)
     return norm if is_double else norm.float()
 

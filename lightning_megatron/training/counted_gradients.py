@@ -1,4 +1,4 @@
-"""The gradient pieces that this rank contributes to a global norm."""
+"""Pieces of gradients that this rank contributes to a global norm."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightning_megatron.training.same_objects import same_objects
 class CountedGradients:
     """Cache of the gradient pieces that this rank counts in a global norm.
 
-    The pieces stay valid while the gradients are the same tensor objects, which gradients in flat
-    buffers are.
+    The pieces stay valid while the gradients are the same tensor objects, as is the case for
+    gradients in flat buffers.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ def _counted(
     for one, gradient in zip(slices.values(), gradients, strict=True):
         # If several ranks have the same gradients, only the first one counts them.
         if gradient is not None and (one.is_exclusive or is_first[one.placement.is_expert]):
-            counted += one.counted_in(gradient)
+            counted += one.counted_pieces(gradient)
     return counted
 
 

@@ -95,13 +95,13 @@ class EightBitBuffer(FlatBuffer):
         """
         number = self._weights.index(names)
         parts = tuple(self._view(name) for name in names)
-        own = slice(number, number + 1)
-        return StoredWeight(parts, self._scales[number, :1], self._magnitudes[own])
+        entry = slice(number, number + 1)
+        return StoredWeight(parts, self._scales[number, :1], self._magnitudes[entry])
 
     def magnitudes(self) -> dict[str, Float[Tensor, "1"]]:
-        """Return by member name the largest magnitude of its weight, in the members' dtype."""
-        found = self._magnitudes.view(torch.float32).to(self._dtype).split(1)
-        return {name: found[number] for name, number in self._number_of.items()}
+        """Return the largest magnitude of each member's weight, in the dtype of the members."""
+        magnitudes = self._magnitudes.view(torch.float32).to(self._dtype).split(1)
+        return {name: magnitudes[number] for name, number in self._number_of.items()}
 
     @torch.no_grad()
     @override
@@ -115,7 +115,7 @@ class EightBitBuffer(FlatBuffer):
             super().store_main_parameters(mesh, stored=stored)
             return
         self._casts.find(self._magnitudes)
-        for axis in (mesh.copies(self.is_expert), mesh.tp):
+        for axis in (mesh.replica_axis(self.is_expert), mesh.tp):
             all_reduce_(self._magnitudes, axis, "max")
         self._casts.cast(self._magnitudes, FORMAT)
         self._scales[:, 0].copy_(torch_casts.scales_of(self._magnitudes, FORMAT))
@@ -140,7 +140,7 @@ class EightBitBuffer(FlatBuffer):
                 whole[place.start : place.stop].copy_(self._numbers(name).flatten())
         self.parameters = whole
         self.is_in_eight_bits = False
-        # The casts hold a reference to the 8-bit memory.
+        # The casts would keep the 8-bit memory alive.
         del self._casts
         if gathers:
             super().store_main_parameters(mesh)
@@ -198,7 +198,7 @@ class EightBitBuffer(FlatBuffer):
         return None if self.is_in_eight_bits else super()._half(one, form)
 
     def _slice_casts(self) -> Any:
-        """Return the casts of this rank's slices, by fused kernels if these are available."""
+        """Return the function that casts this rank's slices, with fused kernels if available."""
         main = self.main_parameters
         assert main is not None, "bytes are no main parameters"
         kernels = None

@@ -1,4 +1,4 @@
-"""Weights of a model that are kept in 8 bits while an optimizer trains them."""
+"""Weights of a model that are stored in 8 bits while an optimizer trains them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_megatron.training.flat_buffer import FlatBuffer
 
 
 class EightBitWeights:
-    """Choice of the weights that are kept in 8 bits, and access to their buffers.
+    """Registry of the weights that are stored in 8 bits, and of their buffers.
 
     Args:
         weights: Names of the parameters of each weight, from the first row to the last.
@@ -28,11 +28,11 @@ class EightBitWeights:
     @property
     def buffers(self) -> list[EightBitBuffer]:
         """Return the buffers that store their weights in 8 bits now."""
-        found = (one for one in self._buffers if isinstance(one, EightBitBuffer))
-        return [one for one in found if one.is_in_eight_bits]
+        buffers = (one for one in self._buffers if isinstance(one, EightBitBuffer))
+        return [one for one in buffers if one.is_in_eight_bits]
 
     def among(self, names: Collection[str]) -> list[tuple[str, ...]]:
-        """Return the weights whose parameters are all among the given names.
+        """Return the weights whose parameters are all among some names.
 
         Args:
             names: Names of parameters that one optimizer begins to train.
@@ -58,7 +58,7 @@ class EightBitWeights:
         return {name: one for buffer in self.buffers for name, one in buffer.magnitudes().items()}
 
     def stored(self, weight: tuple[str, ...]) -> StoredWeight | None:
-        """Return the 8-bit form of a weight; None if the weight is not kept in 8 bits now.
+        """Return the 8-bit form of a weight; None if the weight is not stored in 8 bits now.
 
         Args:
             weight: Names of the weight's parameters, from the first row to the last.

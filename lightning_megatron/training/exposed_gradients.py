@@ -25,8 +25,8 @@ class _ExposedGradient:
 class ExposedGradients:
     """Views of the flat gradient buffers as ``parameter.grad`` between backward passes.
 
-    User code may write into a gradient, replace it or set it to None; :meth:`adopt_user_changes`
-    adopts the change.
+    User code may write into a gradient, replace it or set it to None. :meth:`adopt_user_changes`
+    applies such changes to the buffers.
 
     Args:
         mesh: Process groups of this rank.
@@ -34,8 +34,8 @@ class ExposedGradients:
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self._mesh = mesh
-        #: Whether gradients are shown. Every data-parallel rank then reduces whole gradients, not
-        #: only its part.
+        #: Whether gradients are shown. If so, every data-parallel rank gets full reduced gradients,
+        #: instead of its part.
         self.is_on = False
         self._exposed: dict[str, _ExposedGradient] = {}
         self._known: dict[str, _ExposedGradient] = {}
@@ -68,11 +68,11 @@ class ExposedGradients:
         """Copy replaced gradients into the buffers; return the names of those set to None."""
         removed = set()
         for name, entry in self._exposed.items():
-            found = entry.parameter.grad
-            if found is None:
+            gradient = entry.parameter.grad
+            if gradient is None:
                 removed.add(name)
-            elif found is not entry.exposed:
-                entry.gradient.copy_(found.as_subclass(Tensor))
+            elif gradient is not entry.exposed:
+                entry.gradient.copy_(gradient.as_subclass(Tensor))
                 entry.parameter.grad = entry.exposed
         self.withdraw(removed)
         return removed

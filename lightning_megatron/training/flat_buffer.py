@@ -23,12 +23,12 @@ class MainSlice:
     Args:
         name: Name of the parameter.
         placement: Position of the part in the full tensor.
-        main: Tensor that the optimizer trains: of the parameter's shape if the part is the whole
-            parameter, else one-dimensional.
+        main: Tensor that the optimizer trains. It has the parameter's shape if the part is the full
+            parameter, and one dimension otherwise.
         gradient: Gradient of the part inside the flat buffer, shaped like ``main``.
         is_exclusive: Whether no other rank of the data-parallel axis has these elements.
-        counted: Views of ``gradient`` that only this rank of its model-parallel group counts in a
-            norm.
+        counted: Views of ``gradient`` that this rank, and no other of its model-parallel group,
+            counts in a norm.
         half: View of the part in the model's parameter, shaped like ``main``; None if ``main``
             shares that memory.
     """
@@ -41,8 +41,8 @@ class MainSlice:
     counted: tuple[Shaped[Tensor, "..."], ...] = ()
     half: Shaped[Tensor, "..."] | None = None
 
-    def counted_in(self, gradient: Shaped[Tensor, "..."]) -> tuple[Shaped[Tensor, "..."], ...]:
-        """List the pieces of a finished gradient that count in a norm: no copies, no padding."""
+    def counted_pieces(self, gradient: Shaped[Tensor, "..."]) -> tuple[Shaped[Tensor, "..."], ...]:
+        """List the pieces of a finished gradient that this rank counts in a norm."""
         if gradient.data_ptr() == self.gradient.data_ptr():
             return self.counted
         return counted_views(self.placement, gradient)
@@ -58,7 +58,7 @@ def counted_views(
 
 
 def slice_state(part_slice: MainSlice, parameter: nn.Parameter, state: object) -> object:
-    """Cut and cast a parameter's existing optimizer state so that it fits the main parameter."""
+    """Cut and cast a parameter's optimizer state to the shape and dtype of the main parameter."""
     if not isinstance(state, dict):
         return state
     start = getattr(part_slice.placement, "start", 0)
@@ -146,14 +146,14 @@ class FlatBuffer:
         """
         planned = self.plan.buckets[bucket]
         whole = self.parameters[planned.start : planned.stop]
-        own = self.own_part(self.parameters, bucket)
-        return start_all_gather(whole, own, mesh.copies(self.is_expert))
+        part = self.own_part(self.parameters, bucket)
+        return start_all_gather(whole, part, mesh.replica_axis(self.is_expert))
 
     @torch.no_grad()
     def load_main_parameters(self) -> None:
         """Copy this rank's part of the model's parameters into the main parameters."""
-        for own, main in self._local_parts():
-            main.copy_(own)
+        for part, main in self._local_parts():
+            main.copy_(part)
 
     @torch.no_grad()
     def store_main_parameters(self, mesh: ParallelMesh, *, stored: bool = False) -> None:
@@ -163,8 +163,8 @@ class FlatBuffer:
             mesh: Process groups of this rank.
             stored: Whether the optimizer step has already written the rounded values.
         """
-        for own, main in () if stored else self._local_parts():
-            own.copy_(main)
+        for part, main in () if stored else self._local_parts():
+            part.copy_(main)
 
     @torch.no_grad()
     def adopt_user_writes(self, names: Collection[str] = ()) -> None:
@@ -207,7 +207,7 @@ class FlatBuffer:
 
     @property
     def still_holds(self) -> bool:
-        """Return whether all parameters are views of this buffer; ``module.to`` may end that."""
+        """Return whether all parameters are views of this buffer; ``module.to`` may change that."""
         return all(map(self.is_view, self.members))
 
     def _count_writes(self) -> list[int]:
@@ -215,15 +215,18 @@ class FlatBuffer:
         return [member._version for member in self._own_members]
 
     def _local_parts(self) -> list[tuple[Tensor, Tensor]]:
-        """Pair this rank's part of every bucket with its main parameters; none if they are one."""
+        """Pair this rank's part of every bucket with its main parameters.
+
+        The list is empty if both share their memory.
+        """
         if self.main_parameters is None:
             return []
         pairs = []
         done = 0
         for bucket in range(len(self.plan.buckets)):
-            own = self.own_part(self.parameters, bucket)
-            pairs.append((own, self.main_parameters[done : done + own.numel()]))
-            done += own.numel()
+            part = self.own_part(self.parameters, bucket)
+            pairs.append((part, self.main_parameters[done : done + part.numel()]))
+            done += part.numel()
         return pairs
 
     def _stored_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -260,14 +263,14 @@ class FlatBuffer:
         else:
             flat = self.main_parameters
             start = part_slice.shard_start
-        # A whole parameter keeps its shape, because some optimizers depend on it.
+        # A full parameter keeps its shape, because some optimizers depend on the shape.
         form = shape if is_whole else torch.Size((size,))
         placement: Placement = (
             spec if is_whole else FlatSlice(spec, tuple(shape), part_slice.start, part_slice.stop)
         )
         main = nn.Parameter(flat[start : start + size].view(form))
-        own = slice(part_slice.buffer_start, part_slice.buffer_start + size)
-        gradient = self.gradients[own].view(form)
+        elements = slice(part_slice.buffer_start, part_slice.buffer_start + size)
+        gradient = self.gradients[elements].view(form)
         half = self._half(part_slice, form)
         if is_whole:
             set_shard_spec(main, spec)

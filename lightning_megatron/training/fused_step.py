@@ -22,7 +22,7 @@ class KernelCall:
     Args:
         kernel: The kernel.
         columns: Parameters, gradients, both moments, steps and half-precision views of the slices.
-        numbers: Row of the group in :class:`GroupNumbers`.
+        numbers: Row of the group in the table of :class:`GroupNumbers`.
         has_decay: Whether the group has a weight decay.
         is_decoupled: Whether the decay shrinks the parameters (AdamW) instead of being added to
             the gradients (Adam).
@@ -74,8 +74,8 @@ class FusedStep:
     Args:
         pieces: Parts of the step, at least one, in the order in which the next forward pass reads
             the parameters.
-        tensors: Object that identifies the tensors of the calls: steps with the same object use
-            the same tensors.
+        tensors: Object that identifies the tensors of the calls. Steps with the same object use the
+            same tensors.
         is_static: Whether later steps can use the same tensors, because all gradients lie in the
             flat buffers.
     """

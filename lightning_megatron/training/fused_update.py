@@ -67,13 +67,15 @@ def _objects_of(optimizer: Optimizer) -> list[object]:
 class FusedUpdate:
     """Fused update of slices for torch's Adam and AdamW with ``fused=True``.
 
-    The optimizer's state keeps torch's layout, so that checkpoints, schedulers and later steps by
-    torch itself continue from it. An update sets the gradients it used to None. The optimizer's own
-    ``step``, which runs its hooks and which schedulers count, then finds nothing to update.
+    The optimizer's state keeps torch's layout, so that checkpoints, schedulers and later steps of
+    torch continue from it. An update sets the gradients that it has used to None. The optimizer's
+    ``step`` must still be called, because it runs hooks and schedulers count it, but it then has
+    nothing to update.
 
     Args:
         moments_dtype: Dtype of both moments: float32, or bfloat16 for half of their memory.
-        find: Function that returns a kernel factory for a device, or None and the reason.
+        find: Function that returns a kernel factory for a device, or None, and the reason for this
+            choice.
     """
 
     def __init__(
@@ -159,7 +161,7 @@ class FusedUpdate:
         ``step`` must follow. The host does not wait for the device.
 
         Args:
-            main: Parameters that the optimizer is attached to.
+            main: Parameters to which the optimizer is attached.
             optimizer: Optimizer for which :meth:`serves` returned True.
         """
         # The kernel writes rounded parameters in place, so the all-gathers of the previous step
@@ -243,7 +245,7 @@ class FusedUpdate:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             for name in _MOMENTS:
                 state[name] = torch.zeros_like(parameter, dtype=self.moments_dtype)
-        # A checkpoint, or torch's own load_state_dict, may set other dtypes.
+        # A checkpoint, or torch's load_state_dict, may set other dtypes.
         step = state["step"]
         if step.dtype != torch.float32 or step.device != parameter.device:
             state["step"] = step.to(parameter.device, torch.float32)

@@ -23,7 +23,7 @@ class GradientBucket:
         missing: Names of parameters whose gradients are incomplete while the last backward pass
             runs.
         pending: Reduction over the data-parallel ranks, once it has started.
-        is_summed: Whether the gradients are summed over all axes already, not only over the
+        is_summed: Whether the gradients are already summed over all axes, instead of only over the
             data-parallel ranks.
     """
 
@@ -51,12 +51,12 @@ class GradientBucket:
 
         Args:
             mesh: Process groups of this rank.
-            is_whole: Whether every rank gets the whole bucket instead of its part.
+            is_whole: Whether every rank gets the full bucket instead of its part.
 
         Communication: one reduce-scatter over the data axis, or over that of experts; an all-reduce
         if ranks get whole buckets.
         """
-        axis = mesh.copies(self.buffer.is_expert)
+        axis = mesh.replica_axis(self.buffer.is_expert)
         buffer = self.buffer
         planned = buffer.plan.buckets[self.index]
         whole = buffer.gradients[planned.start : planned.stop]

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.groups.pending import Pending
 from lightning_megatron.layers.gradient_slot import GradientSlot, Owner, set_slot
-from lightning_megatron.layers.slot_states import kept_states
+from lightning_megatron.layers.slot_states import preserve_states
 from lightning_megatron.layers.weight_gradient_queue import WeightGradientQueue
 from lightning_megatron.shapes import Shaped
 from lightning_megatron.training.assigned_gradients import assign_gradients
@@ -75,11 +75,11 @@ class GradientReducer:
         self._hooks: list[RemovableHandle] = []
         self._partial = PartialSums({}, main.mesh)
         self._row_sums = RowSums(main.mesh, main.config.exchanges_rows)
-        #: Whole parameters whose gradients are partial sums over tp, but not by their shard specs.
+        #: Unsharded parameters whose gradients training has found to be partial sums over tp.
         self.used_on_parts: set[str] = set()
 
     def watch(self, buffers: Iterable[FlatBuffer]) -> None:
-        """Install gradient slots and hooks on the parameters of these buffers.
+        """Install gradient slots and hooks on the parameters of some buffers.
 
         Communication: One gather of ranges over tp, if there are partial gradients. All ranks must
         call it.
@@ -89,7 +89,7 @@ class GradientReducer:
                 GradientBucket.of(buffer, index) for index in range(len(buffer.plan.buckets))
             )
             mesh = self._main.mesh
-            scale = mesh.copies(buffer.is_expert).size / mesh.data.size
+            scale = mesh.replica_axis(buffer.is_expert).size / mesh.data.size
             for name, parameter in buffer.members.items():
                 owner = self._owner_of([name])
                 slot = GradientSlot(
@@ -127,14 +127,14 @@ class GradientReducer:
         )
 
     def start_reduction(self, chunk: int) -> None:
-        """Start reducing the gradients of a chunk, all of which are complete.
+        """Start to reduce the gradients of a chunk, all of which are complete.
 
         Communication: one reduce-scatter or all-reduce over the data axis for each bucket.
         """
         self._starts.start_all(chunk)
 
     def finish(self, names: Set[str]) -> None:
-        """Finish the reductions and assign every main parameter its gradient.
+        """Finish the reductions, and set the gradient of every main parameter.
 
         Args:
             names: Names of all parameters of one optimizer, or of several.
@@ -166,7 +166,7 @@ class GradientReducer:
                 self._reset([bucket])
         self._finished.difference_update(names)
 
-    def unreduced(self, names: Collection[str]) -> dict[str, Shaped[Tensor, "..."]]:
+    def unreduced_gradients(self, names: Collection[str]) -> dict[str, Shaped[Tensor, "..."]]:
         """Return this rank's accumulated gradients that are not reduced yet, by name."""
         return {
             name: slot.gradient
@@ -198,13 +198,13 @@ class GradientReducer:
         self._copy_apart()
 
     def resume(self, names: Collection[str]) -> None:
-        """Let the next backward pass add to reduced gradients not cleared; only on one rank."""
+        """Let the next backward pass add to reduced gradients; only for a single rank."""
         for name in self._finished.intersection(names):
             self._slots[name].note_filled()
         self._finished.difference_update(names)
 
     def take_finished(self, names: Collection[str]) -> dict[str, Shaped[Tensor, "..."]]:
-        """Return copies of reduced gradients that were not cleared; their buffers may be reused."""
+        """Return copies of reduced gradients, so that later gradients may use their buffers."""
         kept = self._finished.intersection(names)
         self._finished.difference_update(names)
         return {name: self._gradient_of(name).clone() for name in kept}
@@ -246,7 +246,7 @@ class GradientReducer:
 
         A CUDA graph is captured once and replayed often, and its replays run no Python. The code
         that replays it marks the recorded slots as filled and passes each recorded group to
-        :meth:`arrived`. The states of the slots are restored when the block ends, because a
+        :meth:`mark_arrived`. The states of the slots are restored when the block ends, because a
         capture computes no gradients.
 
         Args:
@@ -256,7 +256,7 @@ class GradientReducer:
                 :meth:`sum_up`, and :meth:`mark_summed` repeats its effect after each replay.
 
         Returns:
-            Object whose ``recorded`` is the result when the block has ended.
+            Recorder, whose attribute ``recorded`` is complete when the block has ended.
 
         Raises:
             RuntimeError: If a recording is active already.
@@ -266,7 +266,7 @@ class GradientReducer:
                 "recordings of gradients must not be nested: a gradient would belong to two "
                 "captured passes. End the first recording before the next one starts."
             )
-        with kept_states(self._slots.values()), self._starts.kept():
+        with preserve_states(self._slots.values()), self._starts.preserve_counts():
             for slot in self._slots.values():
                 slot.is_empty = slot.is_empty if state is None else state == "empty"
                 slot.rows = ()
@@ -281,11 +281,11 @@ class GradientReducer:
 
     def _notice(self, names: list[str]) -> None:
         if self._recorder is None:
-            self.arrived(names)
+            self.mark_arrived(names)
         else:
             self._recorder.note(names)
             if self._recorder.holds_sums:
-                self._starts.arrived(names)
+                self._starts.mark_arrived(names)
 
     @property
     def sums_over_ranks(self) -> bool:
@@ -294,7 +294,7 @@ class GradientReducer:
         return mesh.data.size > 1 or mesh.tp.size > 1 or bool(self._main.ties)
 
     def sum_up(self) -> None:
-        """Sum all gradients over the ranks now, so that :meth:`finish` need not.
+        """Sum all gradients over the ranks now, instead of in :meth:`finish`.
 
         Only the sums over tp of :attr:`used_on_parts` remain for :meth:`finish`, because later
         steps may add parameters to this set.
@@ -313,7 +313,7 @@ class GradientReducer:
             bucket.pending = Pending()
             bucket.is_summed = True
 
-    def arrived(self, names: Sequence[str]) -> None:
+    def mark_arrived(self, names: Sequence[str]) -> None:
         """Process gradients that have arrived together, and start the buckets that are complete.
 
         Layers call this through their gradient slots. Code that replays a CUDA graph calls it for
@@ -327,11 +327,11 @@ class GradientReducer:
 
         Communication: one reduce-scatter or all-reduce over the data axis for each complete bucket.
         """
-        # `zero_grad` did not clear a slot that still holds the reduced gradient of a finished step.
+        # `zero_grad` has not cleared a slot with the reduced gradient of a finished step.
         if self._finished:
             for name in names:
                 self._unused.discard_without_zero_grad(name, self._finished)
-        self._starts.arrived(names)
+        self._starts.mark_arrived(names)
 
     def _sum_up(self, buckets: Collection[GradientBucket]) -> None:
         """Sum the gradients of some buckets over all axes."""

@@ -1,4 +1,4 @@
-"""Settings of an optimizer's groups in device memory, where the update kernel reads them."""
+"""Table of the settings of an optimizer's groups, in device memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_megatron.shapes import Float
 
-# Rows of 12 float32 numbers have the same alignment, so that one compiled kernel serves all groups.
+# Rows of 12 float32 numbers have equal alignment, so that one compiled kernel can read all groups.
 _COLUMNS = 12
 
 
@@ -34,7 +34,7 @@ class GroupNumbers:
         self.rows: tuple[Float[Tensor, "12"], ...] = ()
 
     def fill(self, groups: Sequence[Mapping[str, Any]], are_decoupled: Sequence[bool]) -> None:
-        """Write the numbers of the groups by one copy, for which the host does not wait.
+        """Write the numbers of the groups in one copy, for which the host does not wait.
 
         Args:
             groups: The optimizer's groups.

@@ -67,13 +67,13 @@ class DynamicLossScale:
         Communication: one all-reduce of a scalar over the world, and the host waits for it.
         """
         gradients = main.gradients(names)
-        found = torch.zeros((), dtype=torch.float32, device=main.mesh.device)
+        nonfinite = torch.zeros((), dtype=torch.float32, device=main.mesh.device)
         if gradients:
             largest = torch.stack(
                 [norm.float() for norm in torch._foreach_norm(gradients, float("inf"))]
             )
-            found = (~torch.isfinite(largest)).any().to(torch.float32)
-        return bool(all_reduce_(found, main.mesh.world, "max").item())
+            nonfinite = (~torch.isfinite(largest)).any().to(torch.float32)
+        return bool(all_reduce_(nonfinite, main.mesh.world, "max").item())
 
     def unscale_(self, main: MainParameters, names: Collection[str] | None = None) -> None:
         """Divide the gradients of the named parameters, or of all, by the scale in place."""

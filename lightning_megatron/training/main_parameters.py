@@ -34,17 +34,17 @@ class MainParameters:
     :meth:`attach` lays an optimizer's trainable parameters out in flat buffers, makes the model's
     parameters views of them, and puts this rank's main parameters into the optimizer's groups.
     Every rank's optimizer lists every parameter of its stage. A parameter without elements on this
-    rank is listed as an empty tensor. A parameter with several names is kept once, under the first.
+    rank is listed as an empty tensor. A parameter with several names is registered under the first.
 
     Args:
         named_parameters: Parameters of this rank by name; the names must not depend on the layout.
         mesh: Process groups of this rank.
         config: Dtypes and partitioning.
         chunk_of: Function that returns the chunk of this stage that contains a parameter; None for
-            one outside the pipelined model.
-        stacks: Names of parameters that one matrix product reads, from the first row to the last;
-            they are laid out next to each other if they are trained in the same way.
-        eight_bits: Names of the parameters of each weight that :meth:`attach` keeps in 8 bits.
+            a parameter outside of the pipelined model.
+        stacks: Names of parameters that one matrix product reads, from the first row to the last.
+            They are adjacent in the buffer if they are trained in the same way.
+        eight_bits: Names of the parameters of each weight that :meth:`attach` stores in 8 bits.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class MainParameters:
         #: Pairs of a tied embedding's name and that of its copy on another stage; known once an
         #: optimizer is attached.
         self.ties: list[tuple[str, str]] | None = None
-        #: Weights that are kept in 8 bits.
+        #: Weights that are stored in 8 bits.
         self.eight_bits = EightBitWeights(eight_bits, self.buffers)
         self._names_by_id: dict[int, str] = {}
         for name, parameter in named_parameters.items():
@@ -82,9 +82,7 @@ class MainParameters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """List the names of this rank's parameters, frozen ones included, in the order of the
-        model.
-        """
+        """List the names of all parameters of this rank, in the order of the model."""
         return tuple(self._parameters)
 
     def holds(self, name: str) -> bool:
@@ -127,7 +125,7 @@ class MainParameters:
         )
 
     def spec(self, name: str, tp_rank: int | None = None) -> ShardSpec:
-        """Return a parameter's shard spec; a parameter without one is whole on every tp rank."""
+        """Return a parameter's shard spec; every tp rank has a parameter without one in full."""
         return shard_spec_of(
             self._parameters[name], self.mesh.tp.rank if tp_rank is None else tp_rank
         )
@@ -135,19 +133,19 @@ class MainParameters:
     def gradients(self, names: Collection[str] | None = None) -> list[Shaped[Tensor, "..."]]:
         """List the finished gradients of this rank's slices: of the named parameters, or of all.
 
-        While gradients are shown as ``parameter.grad``, the shown gradients are listed in place of
-        the slices, which are parts of them.
+        While gradients are shown as ``parameter.grad``, the result has the shown gradients instead,
+        of which the slices are parts.
         """
-        own = [
+        entries = [
             one
             for name, one in self._slices.items()
             if one.main.grad is not None and (names is None or name in names)
         ]
         if not self.exposed_gradients.is_on:
-            return [one.main.grad for one in own if one.main.grad is not None]
+            return [one.main.grad for one in entries if one.main.grad is not None]
         apart = [
             one.main.grad
-            for one in own
+            for one in entries
             if one.main.grad is not None and one.main.dtype != one.gradient.dtype
         ]
         return self.exposed_gradients.gradients(names) + apart
@@ -162,13 +160,13 @@ class MainParameters:
         Args:
             names: Names of the parameters to count; None means all.
         """
-        is_first = {is_expert: self.mesh.copies(is_expert).is_first for is_expert in (False, True)}
+        is_first = {
+            is_expert: self.mesh.replica_axis(is_expert).is_first for is_expert in (False, True)
+        }
         return self._counted.of(self._slices, is_first, names)
 
     def names_of(self, optimizer: Optimizer) -> list[list[str]]:
-        """List the names of the parameters in each of an optimizer's groups, before or after
-        :meth:`attach`.
-        """
+        """List the names of the parameters in each group of an optimizer, attached or not."""
         name_of = self._names_by_id.__getitem__
         return [list(map(name_of, map(id, group["params"]))) for group in optimizer.param_groups]
 
@@ -206,7 +204,7 @@ class MainParameters:
             optimizer: Optimizer over the model's parameters.
 
         Returns:
-            The buffers that were made.
+            The new buffers.
 
         Raises:
             UnsupportedError: If the optimizer holds a parameter that is not registered here, or
@@ -240,9 +238,11 @@ class MainParameters:
             key = parameter.dtype, parameter.device, is_expert, name in inside
             alike.setdefault(key, []).append(name)
         for (dtype, _, is_expert, in_eight_bits), members in alike.items():
-            own = [names for names in weights if names[0] in members] if in_eight_bits else None
-            axis = self.mesh.copies(is_expert)
-            made.append(self._make_buffer(members, dtype, granularity, axis, own))
+            in_slots = (
+                [names for names in weights if names[0] in members] if in_eight_bits else None
+            )
+            axis = self.mesh.replica_axis(is_expert)
+            made.append(self._make_buffer(members, dtype, granularity, axis, in_slots))
         # The buffers changed the memory of the parameters, not the objects. Groups and state still
         # refer to these objects, which the main parameters replace.
         self._put_main_parameters_into(optimizer)

@@ -18,7 +18,7 @@ from lightning_megatron.training.flat_buffer import FlatBuffer
 from lightning_megatron.training.same_objects import same_objects
 from lightning_megatron.training.use_order import UseOrder
 
-#: A bucket: (index of its buffer, index in the buffer).
+#: Key of a bucket: index of the buffer, and index in the buffer.
 _BucketKey = tuple[int, int]
 
 
@@ -30,8 +30,8 @@ class _UpdateGathers:
         buffers: Buffers of the parameters.
         mesh: Groups of this rank.
         left: Buckets whose all-gathers have not started, in order.
-        missing: Names of the parameters of each bucket that this rank has yet to update; None for a
-            bucket that an update does not complete.
+        missing: Names of the parameters of each bucket that this rank must still update; None for a
+            bucket that the update does not complete.
     """
 
     buffers: Sequence[FlatBuffer]
@@ -49,7 +49,7 @@ class RecordedGather:
     """Record of the all-gathers of a captured computation.
 
     Args:
-        gathers: Whether the computation starts the deferred all-gathers and waits for all of them.
+        gathers: Whether the computation starts the deferred all-gathers, and waits for them.
     """
 
     gathers: bool = False
@@ -60,8 +60,8 @@ class ParameterGather:
 
     With :attr:`defers`, :meth:`start` starts no all-gather. The parts of other ranks stay outdated
     until the first read of parameters, when :meth:`begin`, :meth:`wait` or :meth:`wait_for` starts
-    all of them, so that a CUDA graph of the next step can contain them. Without :attr:`defers` the
-    all-gathers can start during the update of the parameters: see :meth:`start_during_update`.
+    all all-gathers, so that a CUDA graph of the next step can contain them. Without :attr:`defers`,
+    the all-gathers can start during the update of the parameters: see :meth:`start_during_update`.
 
     Args:
         order: Order in which the forward pass reads the parameters.
@@ -69,7 +69,7 @@ class ParameterGather:
 
     def __init__(self, order: UseOrder) -> None:
         self._order = order
-        # The buffers that were ordered last, and their buckets in order.
+        # The buffers of the last call of `_buckets_in_order`, and their buckets in order.
         self._ordered: tuple[Sequence[FlatBuffer], list[_BucketKey]] = (), []
         #: Whether :meth:`start` defers the all-gathers to the first read of parameters. All ranks
         #: must have the same value, and must first read parameters at the same point of a step.
@@ -79,7 +79,7 @@ class ParameterGather:
         self._recorded: RecordedGather | None = None
         self._pending: dict[_BucketKey, Pending] = {}
         self._hooks: list[RemovableHandle] = []
-        # Buckets whose parameters are all awaited by the modules that read them.
+        # Buckets for which modules wait: a module reads each of their parameters.
         self._awaited: set[_BucketKey] = set()
         # Buckets of each parameter, by its identity.
         self._buckets_of: Mapping[int, list[_BucketKey]] = {}
@@ -97,7 +97,7 @@ class ParameterGather:
 
         Communication: one all-gather over the data axis, or over that of experts, for each bucket;
         with :attr:`defers` at the next :meth:`begin`, :meth:`wait` or :meth:`wait_for`. All-gathers
-        that :meth:`updated` has started do not start again.
+        that :meth:`mark_updated` has started do not start again.
         """
         if self._during_update is None:
             self.wait()
@@ -113,7 +113,7 @@ class ParameterGather:
     ) -> None:
         """Let all-gathers start as soon as the parameters of their buckets are updated.
 
-        :meth:`updated` must name these parameters, and :meth:`start` must follow.
+        :meth:`mark_updated` must name these parameters, and :meth:`start` must follow.
 
         Args:
             buffers: Buffers that :meth:`start` will get.
@@ -129,7 +129,7 @@ class ParameterGather:
         missing = {key: _missing_of(buffers, key, names) for key in order}
         self._during_update = _UpdateGathers(buffers, mesh, deque(order), missing)
 
-    def updated(self, names: Iterable[str]) -> None:
+    def mark_updated(self, names: Iterable[str]) -> None:
         """Start the all-gathers of buckets that these parameters complete.
 
         The all-gathers start in the order of :meth:`start`, which is the same on all ranks: a
@@ -315,9 +315,9 @@ def _waiting(
 
 
 def _buckets_by_parameter(buffers: Sequence[FlatBuffer]) -> Mapping[int, list[_BucketKey]]:
-    found: dict[int, list[_BucketKey]] = {}
+    buckets: dict[int, list[_BucketKey]] = {}
     for index, buffer in enumerate(buffers):
         for number, bucket in enumerate(buffer.plan.buckets):
             for placed in bucket.placed:
-                found.setdefault(id(buffer.members[placed.name]), []).append((index, number))
-    return found
+                buckets.setdefault(id(buffer.members[placed.name]), []).append((index, number))
+    return buckets

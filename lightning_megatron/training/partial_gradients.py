@@ -1,4 +1,4 @@
-"""Detection of whole (unsharded) parameters that are used on a part of the features."""
+"""Detection of unsharded parameters that are used on a part of the features."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ Region = Literal["whole", "part", "mixed", "unknown"]
 
 
 class PartialGradientSearch:
-    """Search for whole parameters whose gradients are partial sums over the tensor axis.
+    """Search for unsharded parameters whose gradients are partial sums over the tensor axis.
 
     A parameter that is used between a ``column`` and a ``row`` layer (a norm of heads, a PReLU)
-    gets gradients from the features of its rank only. The autograd graph shows this: the layers of
-    this package declare which of their gradients are partial, and the nodes between two layers do
-    not change that. Parameters of this package's models are skipped, because their shard specs
-    declare partial gradients.
+    gets gradients only from the features of its rank. The autograd graph reveals such uses: the
+    layers of this package declare which of their gradients are partial, and the nodes between two
+    layers do not change that. Parameters of this package's models are skipped, because their shard
+    specs declare partial gradients.
 
     Args:
         module: Module that is trained.
         mesh: Process groups of this rank.
-        whole: Names of the parameters that every rank of tp has whole.
+        whole: Names of the parameters that every rank of tp has in full.
     """
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh, whole: Collection[str]) -> None:
         self._mesh = mesh
         self._replicated = frozenset(whole)
         models = [one for _, one in pipelined_modules(module)]
-        own = {
+        in_models = {
             id(p) for one in models if not isinstance(one, StagedBlocks) for p in one.parameters()
         }
         # Only parameters outside of the package's own models need the walk over the graph.
         self._names: Mapping[int, str] = (
-            {id(p): name for name, p in module.named_parameters() if id(p) not in own}
+            {id(p): name for name, p in module.named_parameters() if id(p) not in in_models}
             if mesh.tp.size > 1
             else {}
         )
@@ -56,7 +56,7 @@ class PartialGradientSearch:
         Args:
             node: Root of the graph: the node of the loss, or of the tensor that a pipeline stage
                 sends; None if there is no graph.
-            is_loss: Whether ``node`` is that of the loss.
+            is_loss: Whether ``node`` belongs to the loss.
 
         Raises:
             ParallelPlanError: If the gradient of a parameter would be neither complete nor a part
@@ -101,7 +101,7 @@ class PartialGradientSearch:
 
 def _leaves(root: Any, start: Region) -> dict[int, tuple[Tensor, set[Region]]]:
     """Return the parameters that a graph reaches, each with the states of its gradients."""
-    found: dict[int, tuple[Tensor, set[Region]]] = {}
+    leaves: dict[int, tuple[Tensor, set[Region]]] = {}
     seen: set[tuple[Any, Region]] = set()
     waiting: list[tuple[Any, Region]] = [(root, start)]
     while waiting:
@@ -111,14 +111,14 @@ def _leaves(root: Any, start: Region) -> dict[int, tuple[Tensor, set[Region]]]:
         seen.add((node, region))
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            found.setdefault(id(leaf), (leaf, set()))[1].add(region)
+            leaves.setdefault(id(leaf), (leaf, set()))[1].add(region)
             continue
         children = [child for child, _ in node.next_functions]
         regions = _regions_of_inputs(node, region, len(children))
         waiting += [
             (child, one) for child, one in zip(children, regions, strict=True) if child is not None
         ]
-    return found
+    return leaves
 
 
 def _regions_of_inputs(node: Any, region: Region, count: int) -> list[Region]:

@@ -26,7 +26,7 @@ class _Segment:
     Args:
         name: Name of the parameter.
         shape: Shape of the segment (elements).
-        dim: Dimension along which the segment is cut; None for a whole gradient.
+        dim: Dimension along which the segment is cut; None for the full gradient.
         local_start: First index of the segment along ``dim`` in this rank's gradient; None if this
             rank does not have the segment.
     """
@@ -37,7 +37,7 @@ class _Segment:
     local_start: int | None = 0
 
     def of(self, gradient: Tensor) -> Tensor | None:
-        """Return the view of the gradient that this segment covers; None if it is not here."""
+        """Return the view of this segment in a gradient; None if this rank does not have it."""
         if self.local_start is None:
             return None
         return (

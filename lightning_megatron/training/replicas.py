@@ -255,17 +255,17 @@ def _refuse(
     shown = wrong[:_NUM_SHOWN]
     mine = [float(torch.linalg.vector_norm(tensors[what][name].double())) for what, name in shown]
     everyone = all_gather_objects(mine, axis)
-    found = []
+    differences = []
     for number, (what, name) in enumerate(shown):
         values = ", ".join(
             f"{one[number]:.9g} on rank {rank}"
             for rank, one in zip(axis.ranks, everyone, strict=True)
         )
-        found.append(f"the {what} {name!r} ({what.removesuffix('s')} norm {values})")
+        differences.append(f"the {what} {name!r} ({what.removesuffix('s')} norm {values})")
     more = f" and {len(wrong) - _NUM_SHOWN} more" if len(wrong) > _NUM_SHOWN else ""
     raise ReplicaMismatchError(
         f"the ranks of {axis.name} must hold equal copies of a parameter, and update them equally: "
-        f"they differ in {'; '.join(found)}{more}. {remedy}"
+        f"they differ in {'; '.join(differences)}{more}. {remedy}"
     )
 
 

@@ -88,19 +88,22 @@ def start_row_sum(
 
     Communication: two all-gathers, of the indices and of the rows.
     """
-    own = rows.sort().values
+    local_rows = rows.sort().values
     # A row is sent once, and zeros take the place of its repetitions.
-    is_repeated = torch.zeros_like(own, dtype=torch.bool)
-    torch.eq(own[1:], own[:-1], out=is_repeated[1:])
-    values = gradient[own].masked_fill_(is_repeated[:, None], 0.0)
-    all_rows = own.new_empty(axis.size * len(own))
+    is_repeated = torch.zeros_like(local_rows, dtype=torch.bool)
+    torch.eq(local_rows[1:], local_rows[:-1], out=is_repeated[1:])
+    values = gradient[local_rows].masked_fill_(is_repeated[:, None], 0.0)
+    all_rows = local_rows.new_empty(axis.size * len(local_rows))
     all_values = values.new_empty(len(all_rows), *values.shape[1:])
-    arriving = [start_all_gather(all_rows, own, axis), start_all_gather(all_values, values, axis)]
+    arriving = [
+        start_all_gather(all_rows, local_rows, axis),
+        start_all_gather(all_values, values, axis),
+    ]
 
     def finish() -> None:
         for one in arriving:
             one.wait()
-        gradient.index_fill_(0, own, 0.0)
+        gradient.index_fill_(0, local_rows, 0.0)
         _add_in_turn(gradient, all_rows.chunk(axis.size), all_values.chunk(axis.size))
 
     return Pending(after=finish)

@@ -47,9 +47,9 @@ def finest_granularity(optimizer: Optimizer) -> ShardGranularity:
         return "model"
     tried: dict[str, ShardGranularity] = {}
     for group in optimizer.param_groups:
-        own = _changed_settings(group, optimizer.defaults)
-        if repr(own) not in tried:
-            tried[repr(own)] = _granularity_with(optimizer, own)
+        settings = _changed_settings(group, optimizer.defaults)
+        if repr(settings) not in tried:
+            tried[repr(settings)] = _granularity_with(optimizer, settings)
     return max(tried.values(), key=_COARSER.index)
 
 
@@ -117,12 +117,12 @@ def _matrices() -> list[Tensor]:
 
 def _changed_settings(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's settings that differ from the optimizer's defaults."""
-    own = {
+    changed = {
         key: value for key, value in group.items() if key not in _EXCLUDED_SETTINGS | _SPEED_ONLY
     }
     return {
         key: value
-        for key, value in own.items()
+        for key, value in changed.items()
         if not isinstance(value, Tensor)
         and (key not in defaults or repr(defaults[key]) != repr(value))
     }

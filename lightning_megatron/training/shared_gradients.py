@@ -50,7 +50,7 @@ def resolve_ties(stages: Sequence[Sequence[tuple[str, str | None]]]) -> list[tup
             "several. Their gradients would differ from stage to stage. Move them into the "
             "pipelined model, or use pp=1."
         )
-    found = []
+    pairs = []
     for stage in stages:
         for copy, tied_to in stage:
             if tied_to is None:
@@ -62,8 +62,8 @@ def resolve_ties(stages: Sequence[Sequence[tuple[str, str | None]]]) -> list[tup
                     f"of {tied_to!r}, which no stage holds. Its gradient would be incomplete. "
                     "Build all stages from the same model."
                 )
-            found.append((original, copy))
-    return found
+            pairs.append((original, copy))
+    return pairs
 
 
 def original_name(copy: str, tied_to: str, names: Collection[str]) -> str | None:

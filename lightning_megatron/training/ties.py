@@ -30,7 +30,7 @@ class _Training:
 
 
 @contextmanager
-def naming_copies_as_originals(module: nn.Module) -> Iterator[None]:
+def name_copies_as_originals(module: nn.Module) -> Iterator[None]:
     """List copies of tied embeddings under the names of their originals inside the block.
 
     On a single device there are no copies, so code that builds parameter groups by names expects

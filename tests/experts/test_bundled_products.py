@@ -282,7 +282,7 @@ class Places:
         self.memory = torch.full((2, OUT, IN), torch.nan)
         self.plan = ()
 
-    def following(self) -> Places:
+    def for_plan(self) -> Places:
         return self
 
     def fetch(self, weights: Sequence[Tensor]) -> Tensor:

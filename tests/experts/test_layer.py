@@ -322,7 +322,7 @@ def errors_of(
         spec, total = shard_spec_of(parameter, mesh.tp.rank), parameter.grad.clone()
         if spec.partial:
             all_reduce_(total, mesh.tp)
-        all_reduce_(total, mesh.copies(spec.is_expert))
+        all_reduce_(total, mesh.replica_axis(spec.is_expert))
         found[what] = float((total - spec.shard(wanted[what].grad)).abs().max())
     return found
 

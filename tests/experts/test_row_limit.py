@@ -50,11 +50,11 @@ def test_selections_beyond_the_limit_count_as_dropped() -> None:
     needed = int(((experts >= HERE.start) & (experts < HERE.stop)).sum())
     limit = LayerRows(RowLimit(1.0, ParallelMesh.single()), 5, num_ranks=3)
     assert needed > 256
-    with limit.limit.limiting():
+    with limit.limit.limit_rows():
         found = outcome(experts, limit)
         limit.limit.start_read()()
     assert limit.limit.was_too_small()
-    with limit.limit.measuring() as measured:
+    with limit.limit.measure_rows() as measured:
         outcome(experts, limit)
     (need,) = measured.needs()
     assert need == RowNeed(layer=5, share=NUM_TOKENS * TOP_K // 3, rows=needed)
@@ -84,7 +84,7 @@ def test_the_limit_holds_inside_the_block_only() -> None:
     layer = LayerRows(limit, 0, num_ranks=1)
     experts = selections()[:64]
     assert limit.rows_for(64) is None
-    with limit.limiting():
+    with limit.limit_rows():
         assert limit.rows_for(64) == 128
         assert layer.map(experts, 0, 4).num_rows == 128
     assert layer.map(torch.zeros(100, 2, dtype=torch.int64), 0, 4).num_rows == 200
@@ -107,12 +107,12 @@ def test_a_run_is_too_small_if_one_pass_needs_more_than_its_own_limit(
 ) -> None:
     limit = RowLimit(1.0, ParallelMesh.single())
     for _ in range(2):
-        with limit.limiting():
+        with limit.limit_rows():
             for layer, needed, share in numbers:
                 limit.note(layer, share, torch.tensor([needed], dtype=torch.int32))
             limit.start_read()()
         assert limit.was_too_small() == is_too_small
-        with limit.limiting():
+        with limit.limit_rows():
             limit.start_read()()
         assert not limit.was_too_small()
 
@@ -122,7 +122,7 @@ def test_the_largest_need_of_each_layer_and_shape_is_measured() -> None:
     layers = [LayerRows(limit, number, num_ranks=1) for number in (0, 1)]
     experts = selections()[:64]
     few, many = torch.full_like(experts, -1), torch.zeros_like(experts)
-    with limit.measuring() as measured:
+    with limit.measure_rows() as measured:
         for layer, chosen in ((0, many), (0, few), (1, few), (1, many[:32])):
             layers[layer].map(chosen, 0, 4)
     needs = measured.needs()
@@ -137,7 +137,7 @@ def test_another_factor_counts_in_rows_of_its_own_limit() -> None:
     layer = torch.tensor([200], dtype=torch.int32)
     for factor, is_too_small in ((1.0, True), (1.2, False)):
         limit.grow(factor)
-        with limit.limiting():
+        with limit.limit_rows():
             limit.note(0, 128, layer)
             limit.start_read()()
         assert limit.was_too_small() == is_too_small

@@ -62,7 +62,7 @@ def test_a_status_is_equal_after_its_way_through_text() -> None:
     assert journal.last is None
     first = journal.note("all_reduce", "dp", (0, 1))
     journal.note("broadcast", "tp", (0, 2))
-    journal.again(first)
+    journal.record_wait(first)
     status = RankStatus.observe(3, 7, "train, global_step 5", journal)
     assert status.call == Call("all_reduce", "dp", 1, (0, 1))
     assert status.counts == {"dp": 1, "tp": 1}

@@ -119,15 +119,15 @@ def test_a_full_cache_is_refused() -> None:
     cache = KeyValueCache(3)
     tokens = torch.zeros(4, 1, 2, 8)
     with pytest.raises(ParallelPlanError, match=r"their cache of 3 tokens: they would have 4"):
-        cache.extended(1, tokens, tokens, None)
+        cache.extend(1, tokens, tokens, None)
 
 
 def test_rows_are_reordered() -> None:
     cache = KeyValueCache(2)
     keys = torch.arange(3.0).view(1, 3, 1, 1)
-    cache.extended(1, keys, -keys, None)
+    cache.extend(1, keys, -keys, None)
     cache.advance(1)
     cache.reorder(torch.tensor([2, 2, 0]))
-    stored = cache.extended(1, keys, keys, None)
+    stored = cache.extend(1, keys, keys, None)
     assert stored[0][:, 0, 0, 0].tolist() == [2, 2, 0]
     assert stored[1][:, 0, 0, 0].tolist() == [-2, -2, 0]

@@ -129,7 +129,7 @@ def held_by(cache: KeyValueCache, ranks: int) -> list[list[int]]:
                 key = torch.zeros(count, 1, 2, 4)[held.local_indices(first, count)]
             else:
                 key = torch.zeros(4, 1, 2, 4)
-            held.cache.extended(1, key, key, None)
+            held.cache.extend(1, key, key, None)
             cache.advance(count)
         found.append([place for place in held.places_with(11, 0)[0].tolist() if place >= 0])
         assert cache.num_bytes < 2 * 11 * 2 * 4 * 4

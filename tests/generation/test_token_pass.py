@@ -92,7 +92,7 @@ def test_slots_without_tokens_do_not_count() -> None:
     attend_with_cache(query[:4], key[:4], value[:4], span, 1)
     cache.advance(4)
     with cache.at(torch.tensor([4])):
-        for stored in cache.extended(1, key[4:], value[4:], None):
+        for stored in cache.extend(1, key[4:], value[4:], None):
             stored[:, :, 5:] = torch.nan
         span = AttentionSpan(past=CachedTokens(cache, 1))
         found = attend_with_cache(query[4:], key[4:], value[4:], span, 1)

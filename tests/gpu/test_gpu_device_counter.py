@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_megatron.graphs.cuda import CudaBackend
-from lightning_megatron.groups.device_counter import DeviceCounter, DevicePlace
+from lightning_megatron.groups.device_counter import DeviceCounter, DeviceProgress
 from lightning_megatron.groups.journal import Journal
 
 pytestmark = pytest.mark.gpu
@@ -32,16 +32,16 @@ def test_the_host_sees_the_part_in_which_the_device_is() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         with journal.recording("a step"):
             graph, _ = backend.capture(step, backend.make_pool())
-        assert word.place is None
+        assert word.progress is None
         torch.cuda.synchronize()
         for number in (1, 2):
             journal.repeat([], "a step", journal.parts)
             graph.replay()
-            inside = DevicePlace(3 * number - 1, 3 * number, "second")
+            inside = DeviceProgress(3 * number - 1, 3 * number, "second")
             limit = time.monotonic() + 5
-            while word.place != inside and time.monotonic() < limit:
+            while word.progress != inside and time.monotonic() < limit:
                 pass
-            assert word.place == inside
+            assert word.progress == inside
             torch.cuda.synchronize()
-            assert word.place == DevicePlace(3 * number, 3 * number, "third")
+            assert word.progress == DeviceProgress(3 * number, 3 * number, "third")
         graph.release()

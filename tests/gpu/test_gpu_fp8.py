@@ -174,11 +174,11 @@ def test_casts_by_magnitudes_of_earlier_steps_are_those_of_torch(sizes, dtype, a
     for casts, given in ((kernels, matrix), (torch_casts, matrix.float())):
         seen = torch.zeros((), dtype=torch.int32, device="cuda")
         options = {"rows": rows, "columns": columns, "multiple": 16}
-        found = casts.cast_by_one_scale(given, parts, dtype, seen=seen, **options)
+        found = casts.cast_by_one_scale(given, parts, dtype, running_magnitude=seen, **options)
         assert bool(seen.view(torch.float32).isnan())
         finite = given.nan_to_num(0.0, 0.0, 0.0)
         seen.fill_(torch.tensor(2.0).view(torch.int32))
-        casts.cast_by_one_scale(finite, parts, dtype, seen=seen, **options)
+        casts.cast_by_one_scale(finite, parts, dtype, running_magnitude=seen, **options)
         assert float(seen.view(torch.float32)) == max(2.0, float(finite.abs().max()))
         results.append(found)
     for one, other in zip(*results, strict=True):

@@ -79,7 +79,7 @@ def test_eager_work_and_captures_follow_an_error_inside_a_capture(name: str) -> 
     (generator,) = generators.generators
 
     def drawn() -> Tensor:
-        with generators.drawing(generator):
+        with generators.draw_from(generator):
             return F.dropout(x, 0.5) + torch.rand(64, device=device)
 
     def failing() -> Tensor:
@@ -118,7 +118,7 @@ def test_a_generator_that_is_seeded_between_replays_draws_the_eager_numbers() ->
     def drawn() -> list[Tensor]:
         found = []
         for generator in generators.generators:
-            with generators.drawing(generator):
+            with generators.draw_from(generator):
                 found += [F.dropout(x, 0.3), torch.randn(7, device=device), F.dropout(x, 0.3)]
         return found
 

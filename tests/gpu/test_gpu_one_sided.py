@@ -119,11 +119,11 @@ def _limit(rank: int, size: int) -> None:
             tokens = Tokens(length, routing, 10 * number + rank, torch.bfloat16)
             results, needs, were_small = [], [], []
             for way, limit in zip((one_sided, gather), limits, strict=True):
-                with limit.limiting():
+                with limit.limit_rows():
                     results.append(passed(tokens, way, experts))
                     limit.start_read()()
                 were_small.append(limit.was_too_small())
-                with limit.measuring() as measured:
+                with limit.measure_rows() as measured:
                     passed(tokens, way, experts)
                 needs.append(measured.needs())
             found, wanted = results

@@ -59,11 +59,11 @@ class Step:
         streams = self.mesh.random
         generators = GeneratorPool(self.mesh.device)
         # The ordinary run warms up, and counts the streams that it draws from.
-        with streams.kept_position(), streams.recording(generators):
+        with streams.preserve_position(), streams.recording(generators):
             self()
         generators = GeneratorPool(self.mesh.device, generators.num_taken)
         self.run.zero_grad()
-        with streams.kept_position(), streams.recording(generators) as recorder:
+        with streams.preserve_position(), streams.recording(generators) as recorder:
             graph, loss = backend.capture(self, backend.make_pool(), generators)
         return graph, loss, recorder.recorded
 

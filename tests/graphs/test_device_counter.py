@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning_megatron.graphs.effects import EffectObservers
 from lightning_megatron.graphs.tape import TapeBackend
 from lightning_megatron.groups.collectives import all_reduce_
-from lightning_megatron.groups.device_counter import DeviceCounter, DevicePlace
+from lightning_megatron.groups.device_counter import DeviceCounter, DeviceProgress
 from lightning_megatron.groups.generators import GeneratorPool
 from lightning_megatron.groups.journal import Journal
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -25,14 +25,14 @@ CPU = torch.device("cpu")
 
 def test_the_host_names_the_part_that_the_device_has_begun_last() -> None:
     word = DeviceCounter(CPU)
-    assert word.place is None
+    assert word.progress is None
     word.launch(["first", "second"])
     word.launch(["third"])
-    assert word.place == DevicePlace(0, 3, "")
+    assert word.progress == DeviceProgress(0, 3, "")
     for number, part in enumerate(("first", "second", "third"), start=1):
         word.advance()
-        assert word.place == DevicePlace(number, 3, part)
-    assert str(word.place) == "the device has begun 3 of 3 captured parts, last third"
+        assert word.progress == DeviceProgress(number, 3, part)
+    assert str(word.progress) == "the device has begun 3 of 3 captured parts, last third"
 
 
 def test_parts_are_marked_only_in_recordings_for_a_word() -> None:
@@ -82,7 +82,7 @@ def stopped(rank: int, size: int) -> tuple[str, RankStatus]:
     effects = recorder.effects
     with observers.repeat(effects):
         graph.replay()
-    assert journal.device.place == DevicePlace(3, 3, "F of microbatch 2 in chunk 0")
+    assert journal.device.progress == DeviceProgress(3, 3, "F of microbatch 2 in chunk 0")
     has_stopped = True
     with pytest.raises(Stop), observers.repeat(effects):
         graph.replay()
@@ -93,7 +93,7 @@ def stopped(rank: int, size: int) -> tuple[str, RankStatus]:
 
 def test_a_report_says_which_part_a_stopped_device_has_reached() -> None:
     for text, status in run_world(stopped, 2):
-        assert status.device == DevicePlace(5, 6, "F of microbatch 1 in chunk 0")
+        assert status.device == DeviceProgress(5, 6, "F of microbatch 1 in chunk 0")
         assert (
             "over tp (number 6 there, ranks 0, 1); the device has begun 5 of 6 captured parts, "
             "last F of microbatch 1 in chunk 0" in text
@@ -104,15 +104,15 @@ class Places(Callback):
     """Note where the device stands after each step."""
 
     def __init__(self) -> None:
-        self.found: list[DevicePlace | None] = []
+        self.found: list[DeviceProgress | None] = []
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         word = strategy_of(trainer).mesh.journal.device
         assert word is not None
-        self.found.append(word.place)
+        self.found.append(word.progress)
 
 
-def fits(rank: int, size: int) -> list[list[DevicePlace | None]]:
+def fits(rank: int, size: int) -> list[list[DeviceProgress | None]]:
     found = []
     for graphs, layout in ((FULL, {"pp": 2}), (SEGMENTS, {"tp": 2}), (SEGMENTS, {"pp": 2})):
         places = Places()

@@ -132,7 +132,7 @@ class ReplayedTraining(Training):
         self.backend = TapeBackend(mesh.launcher)
         self.pool = self.backend.make_pool()
         before = (dict(mesh.journal.counts), mesh.journal.last, mesh.random.position)
-        with mesh.random.kept_position():
+        with mesh.random.preserve_position():
             self.forward = self.capture("all layers, forward", self.loss, "empty")
             loss = self.forward[1]
 

@@ -41,10 +41,10 @@ def test_the_gradients_of_inputs_share_no_memory_with_copied_gradients_of_output
 def test_an_input_that_is_read_in_place_keeps_address_and_strides() -> None:
     square = torch.zeros(3, 3)
     inputs = PieceInputs([square], lambda one: True)
-    assert inputs.why_unfit([square]) is None
-    assert "strides" in (inputs.why_unfit([square.t()]) or "")
-    assert "address" in (inputs.why_unfit([square.clone()]) or "")
+    assert inputs.find_mismatch([square]) is None
+    assert "strides" in (inputs.find_mismatch([square.t()]) or "")
+    assert "address" in (inputs.find_mismatch([square.clone()]) or "")
     copied = PieceInputs([square], lambda one: False)
     copied.fill([torch.arange(9.0).view(3, 3).t()])
     assert torch.equal(copied.tensors[0], torch.arange(9.0).view(3, 3).t())
-    assert copied.why_unfit([square.t()]) is None
+    assert copied.find_mismatch([square.t()]) is None

@@ -200,9 +200,9 @@ def test_a_replay_draws_from_the_generators_of_the_capture() -> None:
     first, second = generators.generators
 
     def step() -> Tensor:
-        with generators.drawing(first):
+        with generators.draw_from(first):
             dropped = torch.nn.functional.dropout(torch.ones(50))
-        with generators.drawing(second):
+        with generators.draw_from(second):
             drawn = torch.rand(50)
         return torch.stack([dropped, drawn, torch.rand(50, generator=second)])
 

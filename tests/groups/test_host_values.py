@@ -26,7 +26,7 @@ def batch() -> dict[str, Tensor]:
 def test_parts_of_a_batch_that_moved_are_known(evaluates: bool) -> None:
     own, host = batch(), HostValues()
     with torch.inference_mode(evaluates):
-        with host.noting():
+        with host.record_moves():
             moved: Any = move_data_to_device(own, torch.device("meta"))
             assert torch.is_grad_enabled() is not evaluates
         parts = {name: one[1:3] for name, one in moved.items()}
@@ -38,7 +38,7 @@ def test_parts_of_a_batch_that_moved_are_known(evaluates: bool) -> None:
     assert host.of(parts["weights"]) is None, "nothing is decided by floating-point numbers"
     assert host.of(parts["mask"] + 1) is None
     assert host.num_reads == 0
-    with host.noting():
+    with host.record_moves():
         pass
     assert host.of(parts["mask"]) is None, "the values of the last batch are forgotten"
 
@@ -46,7 +46,7 @@ def test_parts_of_a_batch_that_moved_are_known(evaluates: bool) -> None:
 @pytest.mark.parametrize("side", ["device", "host"])
 def test_values_that_were_written_are_not_known_any_more(side: str) -> None:
     own, host = batch(), HostValues()
-    with host.noting():
+    with host.record_moves():
         moved: Any = move_data_to_device(own, torch.device("meta"))
     (moved if side == "device" else own)["mask"][0, 0] = 0
     assert host.of(moved["mask"]) is None
@@ -80,7 +80,7 @@ def test_what_only_the_device_has_is_read_once_for_all_parts(
 
 def test_what_is_freed_is_forgotten() -> None:
     host = HostValues()
-    with host.noting():
+    with host.record_moves():
         moved: Any = move_data_to_device(batch(), torch.device("meta"))
     assert len(host._cache) == 2
     del moved

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_megatron.graphs.tape import TapeBackend
-from lightning_megatron.groups.generators import GeneratorPool, drawing_from
+from lightning_megatron.groups.generators import GeneratorPool, draw_from
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.groups.recorded_draws import RecordedDraws
 from lightning_megatron.groups.stream_position import StreamPosition
@@ -259,7 +259,7 @@ def test_streams_return_to_a_kept_position() -> None:
     expected = streams_at(1, 4)
     enter_and_drop(streams)
     enter_and_drop(expected)
-    with streams.kept_position():
+    with streams.preserve_position():
         Recorded(streams_at(1, 0), layers)
         streams.begin_microbatch(8, 8)
         layers(streams)
@@ -272,7 +272,7 @@ def test_a_block_draws_from_a_generator_and_leaves_the_default_one() -> None:
     default = torch.get_rng_state()
     found = []
     for _ in range(2):
-        with drawing_from(generator):
+        with draw_from(generator):
             found.append(torch.rand(3))
     assert torch.equal(torch.cat(found), expected)
     assert torch.equal(torch.get_rng_state(), default)

@@ -32,7 +32,7 @@ from lightning_megatron.layers.context_parallel.head_exchange import (
 )
 from lightning_megatron.layers.context_parallel.partial_sum import PartialSum
 from lightning_megatron.layers.context_parallel.ring import gathered_attention, ring_attention
-from lightning_megatron.layers.context_parallel.sequence_order import joined_parts, own_part
+from lightning_megatron.layers.context_parallel.sequence_order import join_parts, own_part
 from lightning_megatron.layers.dense_mask import KeyRows, seen_pairs
 from lightning_megatron.layers.document_cut import DocumentCut
 from lightning_megatron.plan.layout import ParallelLayout
@@ -224,7 +224,7 @@ def _learned(sinks: Tensor | None) -> Tensor | None:
 def check_join(mesh: ParallelMesh) -> float:
     """Return how far the join of parts is from the whole, in values and gradients."""
     whole = draw(B, S, 3, seed=4).requires_grad_()
-    joined = joined_parts(own_part(whole, mesh.cp, 1), mesh.cp, 1)
+    joined = join_parts(own_part(whole, mesh.cp, 1), mesh.cp, 1)
     grad = draw(B, S, 3, seed=5)
     joined.backward(grad)
     assert whole.grad is not None

@@ -365,25 +365,25 @@ def stack_with_slots() -> tuple[ParameterStack, list[GradientSlot]]:
 
 def test_a_stack_with_slots_is_one_leaf_until_a_part_is_frozen_or_moved() -> None:
     stack, _ = stack_with_slots()
-    leaf = stack.joined()
+    leaf = stack.concatenate()
     assert leaf.grad_fn is None
     assert leaf.requires_grad
-    assert stack.joined() is leaf
+    assert stack.concatenate() is leaf
     assert leaf.data_ptr() == stack.parts[0].data_ptr()
     stack.parts[1].requires_grad_(False)
-    assert stack.joined().grad_fn is not None, (
+    assert stack.concatenate().grad_fn is not None, (
         "the graph passes on the gradient of the part that is not frozen"
     )
     stack.parts[1].requires_grad_(True)
-    assert stack.joined().grad_fn is None
+    assert stack.concatenate().grad_fn is None
     stack.parts[1].data = torch.ones(3, 3)
-    assert (stack.joined()[2:] == 1).all(), "the part lies elsewhere now"
+    assert (stack.concatenate()[2:] == 1).all(), "the part lies elsewhere now"
 
 
 def test_a_stack_gives_slots_the_gradient_that_autograd_finds() -> None:
     stack, slots = stack_with_slots()
     for _ in range(2):
-        (stack.joined() * torch.arange(5.0)[:, None]).sum().backward()
+        (stack.concatenate() * torch.arange(5.0)[:, None]).sum().backward()
     expected = 2 * torch.arange(5.0)[:, None].expand(5, 3)
     assert torch.equal(torch.cat([slot.gradient for slot in slots]), expected)
-    assert stack.joined().grad is None
+    assert stack.concatenate().grad is None

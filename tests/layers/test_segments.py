@@ -108,7 +108,7 @@ def test_parts_take_the_place_of_their_segment_and_begin_first() -> None:
     )
     whole = Segment("layer", lambda x: inner((x,))[0], ("before",), ("after",), parts=lambda: inner)
     outer = SegmentList([whole, named("last", "a", "b")], ("before", "a"), ("after", "b"))
-    opened = outer.opened()
+    opened = outer.expand()
     assert [segment.name for segment in opened] == ["layer.one", "layer.two", "last"]
     assert [segment.reads for segment in opened] == [("before",), ("layer.between",), ("a",)]
     assert opened.segments[1].writes == ("after",)
@@ -125,14 +125,14 @@ def test_a_compiled_module_stays_whole_and_is_as_static_as_its_parts() -> None:
     )
     whole = Segment("m", one_more, ("x",), ("y",), modules=(module,), parts=lambda: parts)
     outer = SegmentList([whole], ("x",), ("y",))
-    assert [one.name for one in outer.opened()] == ["m.p", "m.r"]
+    assert [one.name for one in outer.expand()] == ["m.p", "m.r"]
     module.compile(backend="eager")
-    (kept,) = outer.opened()
+    (kept,) = outer.expand()
     assert (kept.name, kept.is_static, kept.scopes) == ("m", False, ("router",))
-    assert outer.opened().parameters == (module.weight, module.bias)
+    assert outer.expand().parameters == (module.weight, module.bias)
     (kept,) = SegmentList(
         [Segment("w", one_more, ("x",), ("y",), parts=lambda: parts, stays_whole=True)], ("x",), ("y",)
-    ).opened()  # fmt: skip
+    ).expand()  # fmt: skip
     assert kept.name == "w"
 
 
@@ -140,7 +140,7 @@ def test_an_output_that_would_replace_an_input_too_early_is_refused() -> None:
     parts = SegmentList([named("p", "i", "o"), named("q", "i", "r")], ("i",), ("o",))
     whole = Segment("m", abs, ("x",), ("x",), parts=lambda: parts)
     with pytest.raises(ValueError, match=r"'q' of 'm' reads \['x'\].*Give the output another name"):
-        SegmentList([whole], ("x",), ("x",)).opened()
+        SegmentList([whole], ("x",), ("x",)).expand()
 
 
 @pytest.mark.parametrize(

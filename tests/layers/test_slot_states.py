@@ -8,8 +8,8 @@ import torch
 from lightning_megatron.layers.gradient_slot import GradientSlot
 from lightning_megatron.layers.slot_states import (
     fill_empty,
-    kept_states,
     mark_filled,
+    preserve_states,
     state_of,
 )
 
@@ -51,7 +51,7 @@ def test_states_come_back_after_a_block_that_changed_them_or_failed() -> None:
     slots[0].add(torch.ones(2))
 
     def change() -> None:
-        with kept_states(slots):
+        with preserve_states(slots):
             slots[0].clear()
             slots[1].add(torch.ones(2))
             raise KeyError

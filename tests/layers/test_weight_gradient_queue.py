@@ -153,7 +153,7 @@ def test_a_fused_weight_of_several_parameters_is_left_as_a_whole() -> None:
         set_slot(part, GradientSlot(total, lambda: None, queue=queue))
     stack, x, grad = ParameterStack(parts), draw(S, B, D), draw(S, B, 5, seed=1)
     with queue.open(0):
-        column_linear(x, stack.joined(), None, mesh).backward(grad)
+        column_linear(x, stack.concatenate(), None, mesh).backward(grad)
     assert sums.isnan().all()
     queue.run(0)
     assert_equal(sums, grad.flatten(0, 1).t() @ x.flatten(0, 1), "gradient of the stack")

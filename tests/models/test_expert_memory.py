@@ -252,7 +252,7 @@ def set_places(model: GPT, places: int) -> None:
 
 
 def limiting(limit: RowLimit, rows: float | None) -> AbstractContextManager[None]:
-    return nullcontext() if rows is None else limit.limiting()
+    return nullcontext() if rows is None else limit.limit_rows()
 
 
 def hold(

@@ -20,7 +20,7 @@ from lightning_megatron.plan.kept_activations import KeptActivations, eager_acti
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.loss_chunks import LossChunk
 from lightning_megatron.plan.network_activations import MicrobatchShape
-from lightning_megatron.strategy.callbacks.kept_activations import kept_by
+from lightning_megatron.strategy.callbacks.kept_activations import kept_activations_of
 from tests.live_memory import LiveMemory
 from tests.world import run_world
 
@@ -101,7 +101,7 @@ def estimated_bytes(config: GPTConfig, dtype: torch.dtype, **how: Any) -> int:
 def table_of(config: GPTConfig, dtype: torch.dtype) -> KeptActivations:
     """Return what layers keep on a CPU, where operators compute what torch's kernels do not."""
     table = eager_activations(config.memory_shape(), dtype.itemsize)
-    return replace(table, stores_scores=kept_by(built(config, dtype)).stores_scores)
+    return replace(table, stores_scores=kept_activations_of(built(config, dtype)).stores_scores)
 
 
 def built(config: GPTConfig, dtype: torch.dtype, mesh: ParallelMesh | None = None) -> GPT:

@@ -162,7 +162,7 @@ def test_an_encoder_in_pieces_computes_the_same_bits(head: Any, dropout: float) 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_segments_read_all_parameters_and_cuts_end_runs(name: str) -> None:
     model = GPT(CONFIGS[name], seed=1)
-    opened = model.segments().opened()
+    opened = model.segments().expand()
     assert set(opened.parameters) == set(model.parameters())
     PieceRunner(model, cuts=["embedding", "layers.0.attention"])
     runner = PieceRunner(model, cuts=["embedding", "layers.0.attention"])
@@ -191,7 +191,7 @@ def test_masks_and_rotary_tables_come_from_outside() -> None:
 def test_full_recomputation_is_one_segment_of_all_scopes_of_its_block() -> None:
     model = GPT(CONFIGS["shared expert"], seed=1)
     model.recompute = "full"
-    found = {segment.name: segment for segment in model.segments().opened()}
+    found = {segment.name: segment for segment in model.segments().expand()}
     assert list(found) == ["embedding", "layers.0.block", "layers.1.block", "head"]
     assert found["layers.1.block"].scopes == (
         "attention", "router", "preprocess", "experts", "combine",
@@ -222,7 +222,7 @@ def test_compiled_blocks_share_one_graph_and_stay_whole() -> None:
         block.compile(backend=counter)
     model(tokens_of(0, model.mesh)).sum().backward()
     assert counter.frame_count == 1
-    opened = model.segments().opened()
+    opened = model.segments().expand()
     assert [segment.name for segment in opened] == ["embedding", "layers.0", "layers.1", "head"]
     assert opened.is_static
     assert opened.segments[1].scopes == ("attention", "mlp")

@@ -50,7 +50,7 @@ def test_messages_have_their_median_size() -> None:
     times = ActionTimes(torch.device("cpu"))
     assert times.message_bytes == 0
     for num_bytes in (8, 1000, 16):
-        times.note_message(num_bytes)
+        times.record_message(num_bytes)
     assert times.message_bytes == 16
 
 

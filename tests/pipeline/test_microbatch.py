@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.pipeline.microbatch import Microbatch, own_containers, split_batch
+from lightning_megatron.pipeline.microbatch import Microbatch, copy_containers, split_batch
 
 
 class Pair(NamedTuple):
@@ -119,7 +119,7 @@ def test_mappings_that_need_more_than_items_and_named_tuples_of_the_batchs_lengt
 
 def test_containers_of_their_own_hold_the_same_tensors() -> None:
     batch = {"tokens": torch.arange(4), "more": [torch.ones(2), ("text", torch.zeros(1))]}
-    again = own_containers(batch)
+    again = copy_containers(batch)
     assert again["tokens"] is batch["tokens"]
     assert again["more"][1][1] is batch["more"][1][1]
     again.pop("tokens")

@@ -108,7 +108,7 @@ def check(name: ScheduleName, pp: int, kind: str, freezes: bool, size: int) -> N
     )
     for loss, twin in zip(losses, expected_losses if mesh.has_loss else (), strict=True):
         assert_equal(loss, twin, f"{what}: loss", 1e-12)
-    gradients = run.reducer.unreduced(set(run.main.trained))
+    gradients = run.reducer.unreduced_gradients(set(run.main.trained))
     assert gradients.keys() == set(run.main.trained), what
     for key, gradient in gradients.items():
         twin_key = key

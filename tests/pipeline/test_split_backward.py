@@ -115,7 +115,7 @@ class Trained(Run):
             loss_of=lambda loss, _: loss / NUM_MICROBATCHES,
             weight_gradients=self.reducer.weight_gradients,
         )
-        gradients = self.reducer.unreduced(set(self.main.trained))
+        gradients = self.reducer.unreduced_gradients(set(self.main.trained))
         assert gradients.keys() == set(self.main.trained)
         return losses, {name: gradient.clone() for name, gradient in gradients.items()}
 

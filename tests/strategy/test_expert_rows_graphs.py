@@ -260,7 +260,7 @@ def test_the_state_before_a_step_is_kept_by_one_copy_for_each_dtype() -> None:
         limited._before()
     # Buffers of the module, statistics, and buffers of the routers.
     assert names == ["_foreach_copy_.default"] * 3
-    with counted() as names, limit.limiting():
+    with counted() as names, limit.limit_rows():
         pass
     # The counter on the device, and the word on the host, which is no launch.
     assert names == ["zero_.default", "fill_.Scalar"]

@@ -15,7 +15,7 @@ from lightning_megatron.errors import CorruptDataError
 from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.strategy.checkpoints.rank_state_checks import (
     check_rank_state,
-    naming_damaged_states,
+    name_damaged_states,
 )
 from lightning_megatron.strategy.checkpoints.run_checkpoints import RunCheckpoints
 from lightning_megatron.strategy.process.random_states import random_states, restore_random_states
@@ -111,6 +111,6 @@ def test_bytes_that_no_generator_has_are_refused_by_name() -> None:
     for state in (torch.zeros(3, dtype=torch.uint8), torch.full_like(before, 255)):
         values = {**sound()["generators"], "torch": state}
         message = "rank 0 in a is damaged: a random generator does not accept its state"
-        with pytest.raises(CorruptDataError, match=message), naming_damaged_states("rank 0 in a"):
+        with pytest.raises(CorruptDataError, match=message), name_damaged_states("rank 0 in a"):
             restore_random_states(values, CPU)
     assert torch.equal(torch.get_rng_state(), before)

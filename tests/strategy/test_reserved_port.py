@@ -35,11 +35,13 @@ def test_a_rank_that_connects_first_waits_for_the_store_on_the_reserved_port(
     found: list[dist.Store] = []
 
     def connect() -> None:
-        found.append(open_store("127.0.0.1", port, 1, 2, _TIMEOUT, of_agent=False))
+        found.append(open_store("127.0.0.1", port, 1, 2, _TIMEOUT, use_agent_store=False))
 
     early = threading.Thread(target=connect)
     early.start()
-    store = open_store("127.0.0.1", port, 0, 2, _TIMEOUT, of_agent=False, listener=held.detach())
+    store = open_store(
+        "127.0.0.1", port, 0, 2, _TIMEOUT, use_agent_store=False, listener=held.detach()
+    )
     early.join(timeout=30)
     store.set("key", "value")
     assert found[0].get("key") == b"value"

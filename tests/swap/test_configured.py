@@ -18,7 +18,7 @@ from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError,
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.swap import building_on_meta, parallelize
+from lightning_megatron.swap import build_on_meta, parallelize
 from tests.oracles import assert_equal, gather_full
 from tests.swap.encoders import encoder_of
 from tests.swap.families import V, twin_of
@@ -119,7 +119,7 @@ def configured(
     build = getattr(transformers, builder).from_pretrained
     plain = build(folder)
     plain = change(plain) or plain
-    with building_on_meta():
+    with build_on_meta():
         model = build(folder)
         model = change(model) or model
     return plain, model
@@ -137,7 +137,7 @@ def test_what_is_written_into_a_model_without_weights_counts(change: Any, tmp_pa
 def test_only_what_is_used_gets_its_value(tmp_path: Path) -> None:
     _, model = configured(stored("llama", tmp_path), zero_head)
     assert [name for name, one in model.named_parameters() if not one.is_meta] == ["lm_head.weight"]
-    with building_on_meta():
+    with build_on_meta():
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
         model.requires_grad_(False)
         model.to(torch.bfloat16)
@@ -157,7 +157,7 @@ def test_values_of_packed_and_tied_tensors_are_those_of_the_folder(
     else:
         stored(case, tmp_path)
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    with building_on_meta():
+    with build_on_meta():
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
         values = {name: one.detach().clone() for name, one in model.named_parameters()}
     assert not any(one.is_meta for one in values.values())
@@ -170,7 +170,7 @@ def drawn(change: Callable[[Any], Any] | None) -> Any:
     config = twin_of("llama").config
     torch.manual_seed(11)
     root = nn.ModuleDict()
-    with building_on_meta():
+    with build_on_meta():
         root["model"] = transformers.AutoModelForCausalLM.from_config(config)
         if change is not None:
             change(root["model"])
@@ -388,7 +388,7 @@ def test_a_damaged_configuration_is_refused_with_its_folder(name: str, tmp_path:
     path = stored("llama", tmp_path) / "config.json"
     content = DAMAGED[name](json.loads(path.read_text()))
     path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
-    with pytest.raises((CheckpointMismatchError, CorruptDataError)) as caught, building_on_meta():
+    with pytest.raises((CheckpointMismatchError, CorruptDataError)) as caught, build_on_meta():
         transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert "config.json" in str(caught.value)

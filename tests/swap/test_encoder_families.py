@@ -19,7 +19,7 @@ from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.encoder import Encoder
 from lightning_megatron.swap import parallelize
 from lightning_megatron.swap.hugging_face.encoder_model import HuggingFaceEncoder
-from lightning_megatron.swap.pretrained.from_pretrained import building_on_meta
+from lightning_megatron.swap.pretrained.from_pretrained import build_on_meta
 from lightning_megatron.swap.pretrained.replace import build_swapped_model
 from lightning_megatron.swap.weights.export import export_folder, foreign_tensors
 from lightning_megatron.swap.weights.load import load_from
@@ -56,7 +56,7 @@ def loaded(case: str, twin: nn.Module) -> Encoder:
 
 
 def opened(architecture: str, folder: Path, **changes: Any) -> Any:
-    with building_on_meta():
+    with build_on_meta():
         return getattr(transformers, architecture).from_pretrained(folder, **changes)
 
 

@@ -29,8 +29,8 @@ from lightning_megatron.swap.apply import parallelize
 from lightning_megatron.swap.families.expert_names import ExpertNames
 from lightning_megatron.swap.families.fields import IRRELEVANT
 from lightning_megatron.swap.hugging_face.class_tensors import ClassTensors
-from lightning_megatron.swap.hugging_face.state_dict import to_foreign_names, to_own_names
-from lightning_megatron.swap.pretrained.from_pretrained import building_on_meta
+from lightning_megatron.swap.hugging_face.state_dict import to_class_names, to_package_names
+from lightning_megatron.swap.pretrained.from_pretrained import build_on_meta
 from lightning_megatron.swap.tensors.mapping import Slices, TensorsInMemory
 from lightning_megatron.swap.tensors.packed import Packed, pack
 from lightning_megatron.swap.weights.export import export_folder, foreign_tensors
@@ -247,8 +247,10 @@ def test_a_state_dict_for_other_strategies_has_the_tensors_of_the_class() -> Non
     table = family.class_tensors(ours("qwen3_moe"))
     own = full_tensors(twin.state_dict(), family, ours("qwen3_moe"), torch.float32, table)
     found = {f"model.{name}": tensor for name, tensor in own}
-    back = to_foreign_names(
-        ClassTensors.saved({"model": {"architecture": family.architecture, "config": config}}),
+    back = to_class_names(
+        ClassTensors.from_checkpoint(
+            {"model": {"architecture": family.architecture, "config": config}}
+        ),
         found,
     )
     expected = twin.state_dict()
@@ -433,10 +435,10 @@ def test_what_routers_remember_of_a_step_is_in_no_file_of_other_strategies() -> 
     kept = {name for name in own if name.endswith("step_shares")}
     assert len(kept) == 2
     models = {"model": {"architecture": "MixtralForCausalLM", "config": twin.config.to_dict()}}
-    theirs = to_foreign_names(ClassTensors.saved(models), own)
+    theirs = to_class_names(ClassTensors.from_checkpoint(models), own)
     assert theirs.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in theirs.items())
-    assert to_own_names(root, theirs).keys() == own.keys()
+    assert to_package_names(root, theirs).keys() == own.keys()
 
 
 def test_settings_of_routers_are_used() -> None:
@@ -645,7 +647,7 @@ def test_a_model_that_is_left_alone_has_its_values(is_pretrained: bool, tmp_path
         expected = library.from_pretrained(tmp_path)
     else:
         expected = library.from_config(twin.config, dtype=torch.bfloat16)
-    with building_on_meta():
+    with build_on_meta():
         model = (
             library.from_pretrained(tmp_path)
             if is_pretrained

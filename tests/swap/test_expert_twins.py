@@ -112,7 +112,7 @@ def assert_same_parts(
     for name, parameter in model.named_parameters():
         spec, gradient = shard_spec_of(parameter), parameter.grad
         assert gradient is not None, f"{what}: {name} has no gradient"
-        all_reduce_(gradient, mesh.copies(spec.is_expert)).div_(mesh.data.size)
+        all_reduce_(gradient, mesh.replica_axis(spec.is_expert)).div_(mesh.data.size)
         if spec.partial:
             all_reduce_(gradient, mesh.tp)
         part = spec.shard(expected[name_of_values(name, parameter)], gradient.shape[spec.dim])

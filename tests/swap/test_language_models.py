@@ -18,7 +18,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.context_transport import ContextLinks, ContextTransport
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.swap import building_on_meta, parallelize
+from lightning_megatron.swap import build_on_meta, parallelize
 from lightning_megatron.swap.hugging_face.causal_lm import HuggingFaceLM
 from lightning_megatron.swap.hugging_face.packed_rows import PackedRow, span_of
 from tests.oracles import assert_equal, assert_same_gradients, float32_as_float64
@@ -380,7 +380,7 @@ def test_a_model_with_further_parts_is_refused_whether_it_has_its_weights_or_not
     tmp_path: Path,
 ) -> None:
     twin_of("llama").save_pretrained(tmp_path)
-    for build in (nullcontext, building_on_meta):
+    for build in (nullcontext, build_on_meta):
         root = nn.Module()
         with build():
             root.model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)

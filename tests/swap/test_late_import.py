@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from lightning_megatron.swap import building_on_meta
+from lightning_megatron.swap import build_on_meta
 from lightning_megatron.swap.pretrained.late_import import call_on_import
 
 NAME = "a_module_of_this_test"
@@ -47,8 +47,8 @@ def test_models_are_built_on_meta_though_transformers_come_later_and_are_not_imp
 ):
     code = """
 import sys
-from lightning_megatron.swap import building_on_meta
-with building_on_meta():
+from lightning_megatron.swap import build_on_meta
+with build_on_meta():
     assert "transformers.modeling_utils" not in sys.modules
     from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
     config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8)
@@ -72,5 +72,5 @@ def test_models_are_built_on_meta_after_an_import_of_peft_has_failed_half_way(
         module = ModuleType(name)
         module.BaseTuner = object
         monkeypatch.setitem(sys.modules, name, module)
-    with building_on_meta():
+    with build_on_meta():
         pass

@@ -15,7 +15,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.swap import building_on_meta, parallelize
+from lightning_megatron.swap import build_on_meta, parallelize
 from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
 from lightning_megatron.swap.tensors.mapping import TensorsInMemory
 from tests.oracles import assert_equal, gather_full
@@ -255,7 +255,7 @@ def test_adapters_of_models_without_values_begin_as_with_peft(tmp_path: Path) ->
     twin_of("llama").save_pretrained(tmp_path)
     root = nn.Module()
     torch.manual_seed(1)
-    with building_on_meta():
+    with build_on_meta():
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
         model.gradient_checkpointing_enable()
         root.model = peft.get_peft_model(
@@ -285,7 +285,7 @@ def test_models_that_a_plan_leaves_alone_keep_the_layers_of_peft(tmp_path: Path)
     twin = twin_of("llama").eval()
     twin.save_pretrained(tmp_path)
     root, call = nn.Module(), inputs()["whole"]
-    with building_on_meta():
+    with build_on_meta():
         root.model = adapted(transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
     parallelize(root, ParallelMesh.single(), {"*": "replicate"})
     assert torch.equal(root.model(**call).logits, adapted(twin)(**call).logits)

@@ -140,17 +140,19 @@ def test_parts_of_a_joint_layer_lie_side_by_side() -> None:
     assert [id(part) for part in stack.parts] == [
         id(layer.weight) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)
     ]
-    assert stack.joined().data_ptr() == attention.q_proj.weight.data_ptr()
+    assert stack.concatenate().data_ptr() == attention.q_proj.weight.data_ptr()
     with torch.no_grad():
         attention.k_proj.weight.fill_(7.0)
     start, stop = (
         len(attention.q_proj.weight),
         len(attention.q_proj.weight) + len(attention.k_proj.weight),
     )
-    assert (stack.joined()[start:stop] == 7).all()
+    assert (stack.concatenate()[start:stop] == 7).all()
     model.half()
     assert_equal(
-        stack.joined().float(), torch.cat([part.float() for part in stack.parts]), "apart in memory"
+        stack.concatenate().float(),
+        torch.cat([part.float() for part in stack.parts]),
+        "apart in memory",
     )
 
 

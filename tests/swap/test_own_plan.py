@@ -15,7 +15,7 @@ from lightning_megatron import ParallelPlanError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import SwapRecord, parallelize
-from lightning_megatron.swap.decide.model_plan import declared_plan
+from lightning_megatron.swap.decide.model_plan import supported_plan
 from tests.oracles import assert_equal, full_gradients
 from tests.swap.parts import mesh_of
 from tests.world import run_world
@@ -99,7 +99,7 @@ def test_heads_that_do_not_divide_are_refused() -> None:
 
 def test_a_plan_that_is_not_understood_is_not_followed_in_part() -> None:
     model: Any = model_of("GraniteForCausalLM")
-    assert declared_plan(model, 2).kinds["model.layers.0.mlp.gate_proj"] == "column"
+    assert supported_plan(model, 2).kinds["model.layers.0.mlp.gate_proj"] == "column"
     known = model.tp_plan
     # What lies in one module is cut together or not at all.
     for more in (
@@ -107,16 +107,16 @@ def test_a_plan_that_is_not_understood_is_not_followed_in_part() -> None:
         {"model.layers.*.mlp.down_proj": "all_reduce"},
     ):
         model.tp_plan = {**known, **more}
-        plan = declared_plan(model, 2)
+        plan = supported_plan(model, 2)
         assert not any(".mlp." in name for name in plan.kinds)
         assert plan.kinds["model.layers.1.self_attn.q_proj"] == "column"
         assert f"{next(iter(more))!r} is {next(iter(more.values()))!r}" in str(plan)
     for more in ({"model.layers.*.input_layernorm": "colwise"}, {"model.norm.weight": "replicate"}):
         model.tp_plan = {**known, **more}
-        assert not any("norm" in name for name in declared_plan(model, 2).kinds)
-        assert next(iter(more)) in str(declared_plan(model, 2))
+        assert not any("norm" in name for name in supported_plan(model, 2).kinds)
+        assert next(iter(more)) in str(supported_plan(model, 2))
     model.tp_plan = dict.fromkeys(known, "packed_colwise")
-    assert declared_plan(model, 2).kinds == {}
+    assert supported_plan(model, 2).kinds == {}
     root = nn.ModuleDict({"model": model})
     *_, record = parallelize(root, mesh_of(tp=2))
     assert root["model"] is model

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_megatron.checkpoint.hugging_face import export_model, import_model
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
-from lightning_megatron.swap import building_on_meta, parallelize
+from lightning_megatron.swap import build_on_meta, parallelize
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 from tests.swap.expert_models import twin_of
 
@@ -114,7 +114,7 @@ def test_a_published_folder_trains_with_the_decoded_weights(tmp_path: Path) -> N
     ).float()
     plain.load_state_dict({name: tensor.float() for name, tensor in expected.items()})
     tokens = torch.arange(24).view(2, 12) % 50
-    with building_on_meta():
+    with build_on_meta():
         model = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / "published", dtype=torch.float32
         )
@@ -145,7 +145,7 @@ def test_scales_without_their_numbers_are_refused(tmp_path: Path) -> None:
     del kept[name]
     kept[f"{name}_scales"] = torch.zeros(4, 64, 1, dtype=torch.uint8)
     save_file(kept, tmp_path / "model.safetensors")
-    with building_on_meta():
+    with build_on_meta():
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(CheckpointMismatchError, match="down_proj.* missing"):
         parallelize(nn.ModuleDict({"model": model}), ParallelMesh.single())
@@ -153,7 +153,7 @@ def test_scales_without_their_numbers_are_refused(tmp_path: Path) -> None:
 
 def test_a_model_that_stays_as_it_is_has_no_weights_in_few_bits(tmp_path: Path) -> None:
     published(tmp_path)
-    with building_on_meta():
+    with build_on_meta():
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     root = nn.ModuleDict({"model": model})
     with pytest.raises(UnsupportedError, match="4 or 8 bits are read for models that are replaced"):

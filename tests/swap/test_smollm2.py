@@ -18,7 +18,7 @@ from lightning_megatron import MegatronStrategy, ParallelPlanError
 from lightning_megatron.checkpoint.hugging_face import export_model
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.swap import building_on_meta, parallelize
+from lightning_megatron.swap import build_on_meta, parallelize
 from tests.corpora import SPEECHES, need
 from tests.smollm2 import save_smollm2
 from tests.swap.parts import mesh_of
@@ -45,7 +45,7 @@ def text_of(folder: Path) -> Tensor:
 def swapped(folder: Path, mesh: ParallelMesh) -> Any:
     """Return the model, of whose weights each rank has read its own."""
     root = nn.Module()
-    with building_on_meta():
+    with build_on_meta():
         root.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     assert all(parameter.is_meta for parameter in root.parameters()), "no rank holds the whole"
     parallelize(root, mesh)

@@ -13,7 +13,7 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.layout import ParallelLayout
-from lightning_megatron.swap import building_on_meta, parallelize
+from lightning_megatron.swap import build_on_meta, parallelize
 from lightning_megatron.swap.apply import build, install
 from lightning_megatron.swap.decide.swap_plan import SwapOptions, decide
 from tests.swap.families import twin_of
@@ -134,7 +134,7 @@ def test_hugging_face_models_stay_as_they_were(on_meta: bool) -> None:
     def build_model() -> Any:
         model = transformers.LlamaForCausalLM(config)
         if on_meta:
-            with building_on_meta():
+            with build_on_meta():
                 model = transformers.AutoModelForCausalLM.from_config(config)
         # This registers a hook that a replaced model does not need.
         model.enable_input_require_grads()

@@ -149,7 +149,7 @@ def _update(rank: int, size: int) -> dict[str, Any]:
     with torch.no_grad():
         for name, number in {"second": 1, "first": 0}.items():
             layers[number].weight.fill_(1.0)
-            main.gather.updated([f"{number}.weight"])
+            main.gather.mark_updated([f"{number}.weight"])
             # The second bucket waits for the first one, as on all ranks.
             found[name] = started(before)
         layers[2].weight.fill_(1.0)
@@ -163,7 +163,7 @@ def _update(rank: int, size: int) -> dict[str, Any]:
     main.gather.defers = True
     before = started(0)
     main.gather.start_during_update(main.buffers, mesh, set(named))
-    main.gather.updated(list(named))
+    main.gather.mark_updated(list(named))
     main.publish(wait=False, stored=True)
     found["deferred"] = started(before)
     main.wait()

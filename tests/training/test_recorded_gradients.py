@@ -85,7 +85,7 @@ def repeat(training: Training, recorded: RecordedGradients) -> None:
     """Do what the code that replays a graph does after the replay."""
     mark_filled(recorded.slots, recorded.rows)
     for group in recorded.groups:
-        training.reducer.arrived(group)
+        training.reducer.mark_arrived(group)
 
 
 def replayed(training: Training, step: int, number: int) -> None:
@@ -158,7 +158,7 @@ def forgotten_marks(training: Training, step: int, number: int) -> None:
     with training.reducer.recording() as recorder:
         loss.backward()
     for group in recorder.recorded.groups:
-        training.reducer.arrived(group)
+        training.reducer.mark_arrived(group)
 
 
 WAYS = (live, replayed, live_halves, replayed_halves, forgotten_notices, forgotten_marks)

@@ -100,7 +100,7 @@ class Training:
                 for one in rows:
                     one.fill_(399)
             for group in recorder.recorded.groups:
-                reducer.arrived(group)
+                reducer.mark_arrived(group)
         reducer.start_reduction(0)
         self.run.finish()
         self.run.step()

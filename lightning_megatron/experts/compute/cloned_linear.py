@@ -33,9 +33,8 @@ class CloneSource(Protocol):
     def plan(self) -> tuple[Int[Tensor, "..."], ...]:
         """Return the tensors of the plan that the methods read."""
 
-    def following(self, *plan: Int[Tensor, "..."]) -> CloneSource:
-        """Return the transfer for another plan, such as the one that a recomputation has computed
-        again.
+    def for_plan(self, *plan: Int[Tensor, "..."]) -> CloneSource:
+        """Return the transfer for another plan, such as one that a recomputation has computed.
 
         Args:
             plan: Tensors in the order of :attr:`plan`.
@@ -151,8 +150,8 @@ def cloned_swiglu(
     kernels = require_kernels(rows)
     factors = probabilities.detach().float().contiguous()
     if not torch.is_grad_enabled():
-        given = rows.contiguous(), weights, clones.fetch(weights), factors, ends
-        return Bundled.swiglu_of_both(*given, keep=False)[0], None
+        inputs = rows.contiguous(), weights, clones.fetch(weights), factors, ends
+        return Bundled.swiglu_of_both(*inputs, keep=False)[0], None
     activated: list[Tensor] = []
 
     def output(
@@ -181,7 +180,7 @@ class _ClonedLinear(torch.autograd.Function):
         recipe: Recipe | None,
         *weights: Tensor,
     ) -> Tensor:
-        recipe = recipe or Recipe.keeping(rows)
+        recipe = recipe or Recipe.of_tensor(rows)
         ctx.save_for_backward(ends, *clones.plan, *weights, *recipe.tensors)
         ctx.num_plan = len(clones.plan)
         ctx.make_rows = recipe.make
@@ -197,7 +196,7 @@ class _ClonedLinear(torch.autograd.Function):
         ends, *tensors = ctx.saved_tensors
         first = ctx.num_plan
         last = first + len(ctx.slots)
-        clones: CloneSource = ctx.clones.following(*tensors[:first])
+        clones: CloneSource = ctx.clones.for_plan(*tensors[:first])
         weights = tensors[first:last]
         grad = grads[0].contiguous()
         grad_weights: list[Tensor | None] = [None] * len(weights)
@@ -230,11 +229,11 @@ def _weight_gradients(
         parts = [slot.first_part() for slot in slots]
         ctx.backend.add_weight_gradients_of_both(grad, rows, ends, parts, places)
     else:
-        found = ctx.backend.weight_gradients(grad, rows, ends)
+        gradients = ctx.backend.weight_gradients(grad, rows, ends)
         places = clones.gradients(weights[0])
-        places.copy_(found[len(weights) :])
+        places.copy_(gradients[len(weights) :])
         parts_or_none = [None if slot is None else slot.first_part() for slot in ctx.slots]
-        grad_weights = add_to_slots(found[: len(weights)], weights, parts_or_none, needed)
+        grad_weights = add_to_slots(gradients[: len(weights)], weights, parts_or_none, needed)
     returned = clones.give_back(places)
     if returned is None:
         return grad_weights

@@ -161,7 +161,7 @@ def _compiled(
 ) -> Tensor:
     member = members(ends, len(rows))
     shares = _shares(member, factors, rows.dtype)
-    none = [None] * len(biases)
-    total = torch.addmm(rows, shares, _joined_biases(biases, none, rows, first_column))
+    no_slots = [None] * len(biases)
+    total = torch.addmm(rows, shares, _joined_biases(biases, no_slots, rows, first_column))
     # The gradients of rows past the last end stay behind this choice.
     return torch.where(member.any(-1, keepdim=True), total, rows)

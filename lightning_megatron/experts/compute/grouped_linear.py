@@ -169,8 +169,8 @@ def weighted_activation(
     kernels = fused_kernels(inner) if activation in _FUSED else None
     if kernels is not None:
         run = getattr(kernels, _FUSED[activation])
-        given = inner, probabilities, ends
-        return run(*given), Recipe.of(run, *given)
+        inputs = inner, probabilities, ends
+        return run(*inputs), Recipe.of(run, *inputs)
     activated = activate(inner, activation)
     result = _weighted(activated, probabilities)
     if torch.compiler.is_compiling():
@@ -229,7 +229,7 @@ class _IntoSlots(torch.autograd.Function):
         weights: tuple[Tensor, ...],
         slots: list[GradientSlot],
     ) -> Tensor:
-        recipe = recipe or Recipe.keeping(rows)
+        recipe = recipe or Recipe.of_tensor(rows)
         ctx.save_for_backward(ends, *recipe.tensors)
         ctx.make_rows = recipe.make
         ctx.backend = backend
@@ -292,7 +292,7 @@ class _GroupedLinear(torch.autograd.Function):
         recipe: Recipe | None,
         *weights: Tensor,
     ) -> Tensor:
-        recipe = recipe or Recipe.keeping(rows)
+        recipe = recipe or Recipe.of_tensor(rows)
         needs_weights = any(ctx.needs_input_grad[5:])
         ctx.save_for_backward(ends, *weights, *(recipe.tensors if needs_weights else ()))
         ctx.make_rows = recipe.make if needs_weights else None
@@ -311,8 +311,8 @@ class _GroupedLinear(torch.autograd.Function):
         grad = grads[0].contiguous()
         grad_weights: list[Tensor | None] = [None] * len(weights)
         if ctx.make_rows is not None:
-            found = ctx.backend.weight_gradients(grad, ctx.make_rows(*kept), ends)
-            grad_weights = add_to_slots(found, weights, ctx.slots, ctx.needs_input_grad[5:])
+            gradients = ctx.backend.weight_gradients(grad, ctx.make_rows(*kept), ends)
+            grad_weights = add_to_slots(gradients, weights, ctx.slots, ctx.needs_input_grad[5:])
         grad_rows = None
         if ctx.needs_input_grad[0]:
             grad_rows = ctx.backend.input_gradient(grad, weights, ends)

@@ -120,10 +120,10 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, list[Tensor |
     grad_rows = _input_gradient(grad, weights, ends, ctx.backend) if needs_rows else None
     grad_weights: list[Tensor | None] = [None] * len(weights)
     if any(needs_weights):
-        found = _weight_gradients(grad, rows, ends, ctx.backend).unbind()
+        gradients = _weight_gradients(grad, rows, ends, ctx.backend).unbind()
         grad_weights = [
             gradient.to(weight.dtype) if needed else None
-            for gradient, weight, needed in zip(found, weights, needs_weights, strict=True)
+            for gradient, weight, needed in zip(gradients, weights, needs_weights, strict=True)
         ]
     return grad_rows, grad_weights, None, None
 

@@ -38,7 +38,7 @@ class CloneCollectives:
         """Return the owners, which the backward pass reads again."""
         return (self.owners,)
 
-    def following(self, *plan: Int[Tensor, "places"]) -> CloneCollectives:
+    def for_plan(self, *plan: Int[Tensor, "places"]) -> CloneCollectives:
         """Return the transfer for owners that a recomputation has planned again."""
         (owners,) = plan
         return replace(self, owners=owners)
@@ -57,8 +57,8 @@ class CloneCollectives:
         owners = self._local_owners()
         places = torch.arange(owners.shape[0], device=owners.device)
         source = owners.clamp(min=0) // self.layout.homes
-        found = received[source * owners.shape[0] + places]
-        return found.where(_widened(owners >= 0, found), 0)
+        fetched = received[source * owners.shape[0] + places]
+        return fetched.where(_widened(owners >= 0, fetched), 0)
 
     def gradients(
         self, like: Float[Tensor, "out_local in_local"]

@@ -122,9 +122,9 @@ def physical_by_torch(
     first = torch.searchsorted(owners, owners)
     ends = owners * base + until - (until - off)[first]
     keys = experts * base + numbers
-    found = torch.searchsorted(ends, keys, right=True).clamp(max=layout.num_places - 1)
-    is_moved = (owners[found] == experts) & (keys < ends[found]) & (experts != NO_EXPERT)
-    place = places[found]
+    location = torch.searchsorted(ends, keys, right=True).clamp(max=layout.num_places - 1)
+    is_moved = (owners[location] == experts) & (keys < ends[location]) & (experts != NO_EXPERT)
+    place = places[location]
     size = layout.homes + layout.places
     moved = place // layout.places * size + layout.homes + place % layout.places
     home = experts // layout.homes * size + experts % layout.homes
@@ -191,8 +191,8 @@ def _divide(
     """
     # A place without an owner moves nothing, so expert 0 can be used as its owner.
     expert = owners.clamp(min=0)
-    own = counts[:, expert]
-    first = own * amounts // own.sum(0).clamp(min=1)
+    sent = counts[:, expert]
+    first = sent * amounts // sent.sum(0).clamp(min=1)
     left = (counts.index_add(1, expert, -first))[:, expert]
     missing = amounts - first.sum(0)
     # The places of one owner, in order, and the remaining selections of ranks form intervals on one

@@ -291,11 +291,11 @@ class AllToAllDispatcher:
         # counts.
         num_here = counts.received.shape[1]
         numbers = torch.arange(num_here, device=counts.received.device).repeat(self.axis.size)
-        found = torch.repeat_interleave(
+        experts = torch.repeat_interleave(
             numbers, counts.received.flatten(), output_size=sum(receives)
         )
         sizes = AllToAllSizes(counts.row_map, tuple(sends), tuple(receives))
-        return TokensInTransit(rows, scales, InFlight(found), sizes)
+        return TokensInTransit(rows, scales, InFlight(experts), sizes)
 
     def receive(self, sent: TokensInTransit) -> ExpertInput:
         """Wait for the rows, and sort them by expert."""

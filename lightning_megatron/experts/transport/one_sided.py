@@ -83,11 +83,11 @@ class OneSidedDispatcher:
         if dispatched.tokens is None:
             return None
         assert dispatched.sent_experts is not None, "these rows were put here"
-        own = dispatched.tokens, dispatched.sent_experts
+        tokens = dispatched.tokens, dispatched.sent_experts
         # Allocated here, so that a layer that has run forward once can be captured.
-        self.transfer.buffer_again(*own)
+        self.transfer.buffer_again(*tokens)
         sort = partial(sort_again, self.transfer)
-        return Recipe.of(sort, *own, *dispatched.row_map.tensors)
+        return Recipe.of(sort, *tokens, *dispatched.row_map.tensors)
 
     def send_back(
         self, outputs: Float[Tensor, "rows hidden"], dispatched: ExpertInput

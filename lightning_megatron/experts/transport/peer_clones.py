@@ -117,9 +117,7 @@ class PeerClones:
         return memory.reserve(self.axis.group, layout.num_bytes, device, "clone gradients"), layout
 
     def sources(self) -> tuple[PeerSource, ...]:
-        """Return the transfer of each matrix to the clones on this rank, and of its gradients
-        back.
-        """
+        """Return the transfers of each matrix to this rank's clones, and of gradients back."""
         region, layout = self.weights_memory()
         gradients, wide = self.gradients_memory()
         return tuple(
@@ -161,9 +159,7 @@ class PeerRound:
 
     @property
     def leaves(self) -> Sequence[Float[Tensor, "out_local in_local"]]:
-        """Return all weights; only one if all have slots, so that autograd passes on no
-        gradient.
-        """
+        """Return all weights; only one if all have slots and autograd passes on no gradient."""
         weights = [weight for matrix in self._matrices for weight in matrix]
         return weights[:1] if self._have_slots else weights
 
@@ -220,8 +216,7 @@ class PeerRound:
 
 @dataclass(frozen=True)
 class PeerSource:
-    """Transfer of one matrix through memory into which other ranks put weights, and from which they
-    read gradients.
+    """Transfer of one matrix's weights and gradients through memory that other ranks access.
 
     Args:
         weights: Weights of the clones on this rank.
@@ -236,7 +231,7 @@ class PeerSource:
         """Return nothing: weights and gradients are in the same memory under every plan."""
         return ()
 
-    def following(self, *plan: Int[Tensor, "..."]) -> PeerSource:
+    def for_plan(self, *plan: Int[Tensor, "..."]) -> PeerSource:
         """Return this transfer."""
         return self
 
@@ -266,10 +261,10 @@ def _add_to_slots(
     slots: Sequence[GradientSlot | None], add: Callable[[Tensor, float], None]
 ) -> bool:
     """Add to all slots in one launch, and notify them; return False if that is not possible."""
-    found = [slot for slot in slots if slot is not None]
-    if len(found) < len(slots):
+    present = [slot for slot in slots if slot is not None]
+    if len(present) < len(slots):
         return False
-    row = SlotRow.of(found)
+    row = SlotRow.of(present)
 
     def add_to(sums: Tensor, overwrite: bool) -> None:
         if overwrite:

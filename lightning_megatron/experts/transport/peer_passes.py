@@ -29,9 +29,7 @@ class CloneRound(Protocol):
 
     @property
     def leaves(self) -> Sequence[Float[Tensor, "out_local in_local"]]:
-        """Return the weights of homes whose gradients autograd passes on, or one weight if there
-        are none.
-        """
+        """Return the home weights whose gradients autograd passes on, or one weight without any."""
 
     def put_weights(self, owners: Int[Tensor, "places"]) -> None:
         """Put weights of this rank's experts into the places of their clones."""

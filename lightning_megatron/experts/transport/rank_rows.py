@@ -130,8 +130,8 @@ def gather_rows(counts: Mapping[int, Int[Tensor, "7"]], mesh: ParallelMesh) -> d
     most = all_reduce_(most, mesh.edp, "max")
     by_layer = torch.cat([sums, most.expand(sums.shape[0], -1).unsqueeze(-1)], -1).cpu().double()
     return {
-        number: _of_layer(own, own[0, -1])
-        for number, own in zip(counts, by_layer.unbind(1), strict=True)
+        number: _of_layer(layer_rows, layer_rows[0, -1])
+        for number, layer_rows in zip(counts, by_layer.unbind(1), strict=True)
     }
 
 

@@ -91,14 +91,13 @@ class RowExcess:
         return lambda: torch.cuda.current_stream().wait_stream(stream)
 
     def wait(self) -> int:
-        """Wait until the device has written the result, and return it; if it is above 0, rows were
-        missing.
+        """Wait for the result of the device, and return it; above 0, rows were missing.
 
         Raises:
             RuntimeError: If the device has failed.
         """
-        while (found := int(self._on_host)) == _NOT_WRITTEN:
+        while (excess := int(self._on_host)) == _NOT_WRITTEN:
             # Raises the errors of the device, after which the result would never come.
             torch.cuda.current_stream().query()
             sleep(_PAUSE)
-        return found
+        return excess

@@ -60,7 +60,7 @@ class MeasuredRows:
 class RowLimit:
     """Limit on the rows of experts' buffers, shared by all layers of a run.
 
-    It applies only inside :meth:`limiting`. Elsewhere nothing checks whether it was large enough,
+    It applies only inside :meth:`limit_rows`. Elsewhere nothing checks whether it was large enough,
     so buffers have the rows of the worst routing.
 
     Args:
@@ -85,7 +85,7 @@ class RowLimit:
         self._excess.forget_limit()
 
     @contextmanager
-    def limiting(self) -> Iterator[None]:
+    def limit_rows(self) -> Iterator[None]:
         """Limit the rows of all buffers inside the block, and reset the counts of needed rows."""
         self._excess.clear()
         self._holds = True
@@ -95,7 +95,7 @@ class RowLimit:
             self._holds = False
 
     @contextmanager
-    def measuring(self) -> Iterator[MeasuredRows]:
+    def measure_rows(self) -> Iterator[MeasuredRows]:
         """Measure the rows that each layer needs inside the block, without a limit."""
         self._measured = MeasuredRows()
         try:
@@ -104,7 +104,7 @@ class RowLimit:
             self._measured = None
 
     def rows_for(self, share: int) -> int | None:
-        """Return the limit on the rows of a buffer; None outside of :meth:`limiting`.
+        """Return the limit on the rows of a buffer; None outside of :meth:`limit_rows`.
 
         Args:
             share: Rows of a rank if all ranks get equally many (rows).
@@ -136,8 +136,7 @@ class RowLimit:
         return self._excess.start()
 
     def was_too_small(self) -> bool:
-        """Wait for the copy that :meth:`start_read` has started; return whether rows were missing
-        on any rank.
+        """Wait for the copy of :meth:`start_read`; return whether rows were missing on any rank.
 
         The result is the same on all ranks.
         """

@@ -58,12 +58,12 @@ def find_library(cache: Path, sources: Sources) -> BuiltLibrary | None:
         cache: Folder of libraries.
         sources: Sources of the library.
     """
-    found = _newest(cache, sources)
-    if found is not None:
-        return describe(found)
+    folder = _newest(cache, sources)
+    if folder is not None:
+        return describe(folder)
     installed = _installed_folder()
-    found = _newest(installed, sources) if installed is not None else None
-    return replace(describe(found), origin="wheel") if found is not None else None
+    folder = _newest(installed, sources) if installed is not None else None
+    return replace(describe(folder), origin="wheel") if folder is not None else None
 
 
 def reason_against_library(cache: Path, sources: Sources) -> str:
@@ -116,5 +116,5 @@ def _installed_folder() -> Path | None:
 
 
 def _newest(folder: Path, sources: Sources) -> Path | None:
-    found = folder.glob(f"{sources.key}-*/{LIBRARY}")
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    libraries = folder.glob(f"{sources.key}-*/{LIBRARY}")
+    return max(libraries, key=lambda path: path.stat().st_mtime, default=None)

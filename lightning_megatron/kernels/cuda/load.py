@@ -43,15 +43,16 @@ def reason_not_runnable(device: int = 0) -> str | None:
     """
     if not torch.cuda.is_available():
         return "torch sees no GPU"
-    found = torch.cuda.get_device_capability(device)
-    if found != CAPABILITY:
+    capability = torch.cuda.get_device_capability(device)
+    if capability != CAPABILITY:
         never_run = (
             "; those for 10.0 were compiled but have never been run"
-            if found == _UNTESTED_CAPABILITY
+            if capability == _UNTESTED_CAPABILITY
             else ""
         )
         return (
-            f"{torch.cuda.get_device_name(device)} has compute capability {found[0]}.{found[1]}, "
-            f"and the kernels are compiled for {CAPABILITY[0]}.{CAPABILITY[1]}{never_run}"
+            f"{torch.cuda.get_device_name(device)} has compute capability "
+            f"{capability[0]}.{capability[1]}, and the kernels are compiled for "
+            f"{CAPABILITY[0]}.{CAPABILITY[1]}{never_run}"
         )
     return None

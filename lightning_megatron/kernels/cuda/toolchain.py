@@ -141,15 +141,15 @@ def _nvcc_version(nvcc: Path) -> str:
         raise UnsupportedError(
             f"nvcc must run: {nvcc} did not ({error}). Use another CUDA toolkit with --cuda-home.",
         ) from error
-    found = re.search(r"\bV(\d+)\.(\d+)\.(\d+)", printed)
-    if found is None or (int(found[1]), int(found[2])) < _OLDEST_NVCC:
+    match = re.search(r"\bV(\d+)\.(\d+)\.(\d+)", printed)
+    if match is None or (int(match[1]), int(match[2])) < _OLDEST_NVCC:
         oldest = ".".join(map(str, _OLDEST_NVCC))
         raise UnsupportedError(
             f"nvcc must be {oldest} or newer: {nvcc} says "
-            f"{found[0] if found else printed.strip()!r}. Older versions do not compile CUTLASS 4 "
+            f"{match[0] if match else printed.strip()!r}. Older versions do not compile CUTLASS 4 "
             "for sm_90a. Use another CUDA toolkit with --cuda-home."
         )
-    return ".".join(found.groups())
+    return ".".join(match.groups())
 
 
 def _cutlass_version(include: Path) -> str:

@@ -198,11 +198,13 @@ def _write_physical(
     # The number of a selection among those of its expert; less at every place of the expert, and
     # negative once it has found its own.
     number = tl.load(rows + selection, mask=inside, other=0) - start
-    found = expert // homes * (homes + places) + expert % homes
+    physical_expert = expert // homes * (homes + places) + expert % homes
     for place in range(num_places):
         here = tl.load(off + place)
         is_owner = expert == tl.load(owners + place)
         of_place = place // places * (homes + places) + homes + place % places
-        found = tl.where(is_owner & (number >= 0) & (number < here), of_place, found)
+        physical_expert = tl.where(
+            is_owner & (number >= 0) & (number < here), of_place, physical_expert
+        )
         number = tl.where(is_owner, number - here, number)
-    tl.store(physical + selection, tl.where(expert < 0, -1, found), mask=inside)
+    tl.store(physical + selection, tl.where(expert < 0, -1, physical_expert), mask=inside)

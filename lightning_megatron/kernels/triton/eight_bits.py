@@ -37,7 +37,7 @@ def cast_by_one_scale(
     rows: bool,
     columns: bool,
     multiple: int,
-    seen: Int[Tensor, ""] | None = None,
+    running_magnitude: Int[Tensor, ""] | None = None,
 ) -> tuple[Cast | None, Cast | None]:
     """Cast a contiguous matrix with one scale, that of the largest of some magnitudes.
 
@@ -52,8 +52,8 @@ def cast_by_one_scale(
         rows: Whether the matrix is needed.
         columns: Whether the transposed matrix is needed.
         multiple: Number that the rows of the transposed matrix are padded to a multiple of.
-        seen: Bit pattern of a magnitude, which grows to the largest one of the matrix in the same
-            pass; None finds none.
+        running_magnitude: Bit pattern of a magnitude, which the same pass raises to the largest
+            magnitude of the matrix if that is larger; None skips this.
     """
     result = _new(matrix, dtype, rows=rows, columns=columns, multiple=multiple)
     scale = matrix.new_empty(1, dtype=torch.float32)
@@ -64,7 +64,7 @@ def cast_by_one_scale(
             result[0],
             result[1],
             scale,
-            seen,
+            running_magnitude,
             *matrix.shape,
             _padded(matrix, multiple),
             len(parts),
@@ -250,7 +250,7 @@ def _cast_by_one_scale(
     by_rows: tl.tensor,
     by_columns: tl.tensor,
     scale: tl.tensor,
-    seen: tl.tensor,
+    running_magnitude: tl.tensor,
     rows: tl.tensor,
     columns: tl.tensor,
     padded: tl.tensor,
@@ -266,8 +266,8 @@ def _cast_by_one_scale(
     part = tl.arange(0, PARTS)
     bits = tl.max(tl.load(parts + part, mask=part < count, other=0), 0)
     magnitude = magnitude_of(bits)
-    if seen is not None:
-        tl.atomic_max(seen, tl.max(tl.max(magnitude_bits(values), 1), 0))
+    if running_magnitude is not None:
+        tl.atomic_max(running_magnitude, tl.max(tl.max(magnitude_bits(values), 1), 0))
     values = scaled_into(values, largest / magnitude, largest)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
         tl.store(scale, magnitude / largest)

@@ -103,9 +103,9 @@ def _count_selections(
         tl.load(experts + selection, mask=selection < num_selections, other=-1).to(tl.int32) - first
     )
     is_here = (selection < num_selections) & (key >= 0) & (key < num_experts)
-    found = tl.histogram(tl.where(is_here, key, 0), BINS, mask=is_here)
+    histogram = tl.histogram(tl.where(is_here, key, 0), BINS, mask=is_here)
     columns = tl.arange(0, BINS)
-    tl.store(counts + block * num_experts + columns, found, mask=columns < num_experts)
+    tl.store(counts + block * num_experts + columns, histogram, mask=columns < num_experts)
 
 
 @triton.jit
@@ -122,9 +122,9 @@ def _add_up_counts(
         block = start + tl.arange(0, ROWS)
         at = counts + block[:, None] * num_experts + columns[None, :]
         inside = (block < num_blocks)[:, None] & (columns < num_experts)[None, :]
-        found = tl.load(at, mask=inside, other=0)
-        tl.store(at, tl.cumsum(found, axis=0) - found + total[None, :], mask=inside)
-        total += tl.sum(found, axis=0)
+        block_counts = tl.load(at, mask=inside, other=0)
+        tl.store(at, tl.cumsum(block_counts, axis=0) - block_counts + total[None, :], mask=inside)
+        total += tl.sum(block_counts, axis=0)
     tl.store(counts + num_blocks * num_experts + columns, total, mask=columns < num_experts)
 
 

@@ -49,10 +49,10 @@ def norm_and_rotate_qkv(
         interleaved: Whether neighbouring elements of a head are rotated as a pair.
     """
     query_scale, key_scale = scales or (None, None)
-    found: tuple[Tensor, Tensor, Tensor] = _NormAndRotate.apply(
+    outputs: tuple[Tensor, Tensor, Tensor] = _NormAndRotate.apply(
         qkv, *tables, query_scale, key_scale, sizes, eps, interleaved
     )
-    return found
+    return outputs
 
 
 class _NormAndRotate(torch.autograd.Function):
@@ -153,8 +153,8 @@ def _angles(
     """Return the cosine or sine of each element, or ``beyond`` where none is rotated."""
     # The second half of a table repeats the angles of the first.
     place = lanes // 2 if INTERLEAVED else lanes
-    found = tl.load(table + row * rotated + place, mask=inside & (lanes < rotated), other=beyond)
-    return found.to(tl.float32)
+    values = tl.load(table + row * rotated + place, mask=inside & (lanes < rotated), other=beyond)
+    return values.to(tl.float32)
 
 
 @triton.jit

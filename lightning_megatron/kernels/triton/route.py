@@ -279,13 +279,13 @@ def _route_totals(
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     sequence = tl.program_id(1)
     num_sequences = tl.num_programs(1)
-    found = tl.zeros((COLUMNS,), tl.float32)
+    column_sums = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, num_parts, ROWS):
         part = start + tl.arange(0, ROWS)
         at = sums + (sequence * num_parts + part)[:, None] * (E + 2) + columns[None, :]
         inside = (part < num_parts)[:, None] & (columns < E + 2)[None, :]
-        found += tl.sum(tl.load(at, mask=inside, other=0.0), axis=0)
-    tl.store(total + sequence * (E + 2) + columns, found, mask=columns < E + 2)
+        column_sums += tl.sum(tl.load(at, mask=inside, other=0.0), axis=0)
+    tl.store(total + sequence * (E + 2) + columns, column_sums, mask=columns < E + 2)
     for kind in tl.static_range(KINDS):
         row = kind * num_sequences + sequence
         count = tl.zeros((COLUMNS,), tl.int32)

@@ -163,8 +163,8 @@ def _add_routing(
     columns = tl.arange(0, BLOCK)
     inside = columns < E
     counts = sums + _LOAD + columns
-    found = tl.load(load + columns, mask=inside, other=0).to(tl.float64)
-    tl.store(counts, tl.load(counts, mask=inside, other=0.0) + found, mask=inside)
+    step_load = tl.load(load + columns, mask=inside, other=0).to(tl.float64)
+    tl.store(counts, tl.load(counts, mask=inside, other=0.0) + step_load, mask=inside)
     tl.store(sums + _ENTROPY, tl.load(sums + _ENTROPY) + tl.load(entropy).to(tl.float64))
     tl.store(sums + _NUM_MICROBATCHES, tl.load(sums + _NUM_MICROBATCHES) + 1.0)
     if HAS_DROPPED:

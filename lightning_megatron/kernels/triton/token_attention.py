@@ -49,7 +49,7 @@ def attend_one_token(
     sums = query.new_empty(pairs, parts, group, value_dim, dtype=torch.float32)
     bests = query.new_empty(pairs, parts, group, dtype=torch.float32)
     totals = torch.empty_like(bests)
-    found = query.new_empty(1, num_rows, num_heads * value_dim)
+    output = query.new_empty(1, num_rows, num_heads * value_dim)
     lanes = max(16, power_of_two(value_dim))
     with on_device_of(query):
         _attend_part[(pairs, parts)](
@@ -79,7 +79,7 @@ def attend_one_token(
             sums,
             bests,
             totals,
-            found,
+            output,
             value_dim,
             group,
             PARTS=parts,
@@ -87,7 +87,7 @@ def attend_one_token(
             VALUE_LANES=lanes,
             num_warps=4,
         )
-    return found
+    return output
 
 
 def store_token(

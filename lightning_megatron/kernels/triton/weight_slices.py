@@ -107,8 +107,8 @@ def padded_transpose(
 @triton.jit
 def _entry(table: tl.tensor, column: tl.constexpr, IS_ALIGNED: tl.constexpr) -> tl.tensor:
     """Return an entry of this program's row of the table."""
-    found = tl.load(table + tl.program_id(0) * _ROW + column)
-    return tl.multiple_of(found, 16) if IS_ALIGNED else found
+    entry = tl.load(table + tl.program_id(0) * _ROW + column)
+    return tl.multiple_of(entry, 16) if IS_ALIGNED else entry
 
 
 @triton.jit

@@ -49,7 +49,7 @@ def attend_across(
         dropout: Probability that an attention weight is dropped; 0 outside training.
 
     Raises:
-        UnsupportedError: If a transport that computes in parts was asked for and the span has a
+        UnsupportedError: If the user chose a transport that computes in parts, and the span has a
             mask of pairs, a prefix, documents of keys or a window to both sides.
 
     Communication: that of the transport, over the ranks of cp that share documents.
@@ -124,7 +124,7 @@ def transport_of(
         choice: Transport of the layers.
 
     Raises:
-        UnsupportedError: If a transport that computes in parts was asked for and the span has a
+        UnsupportedError: If the user chose a transport that computes in parts, and the span has a
             mask of pairs, a prefix, documents of keys or a window to both sides.
     """
     if choice.transport == "all_to_all":

@@ -1,4 +1,4 @@
-"""Blocks of queries and keys into which context parallelism divides attention, by rank of the keys.
+"""Blocks of queries and keys into which context parallelism divides attention.
 
 ``layers.attention_parts`` computes the attention of a block.
 """
@@ -57,16 +57,16 @@ def ring_blocks(
         sources = (_places_of(source, rows, device)[0] for source in range(size))
         return [[_of_visible(span, visible[:, places], seq_part)] for places in sources]
     if cut is not None:
-        found = [_of_documents(span, cut, seq_part, rank, source) for source in range(size)]
+        ring = [_of_documents(span, cut, seq_part, rank, source) for source in range(size)]
     else:
         planned = (rows.ring_blocks(rank, one, span.causal, span.window) for one in range(size))
-        found = [[_of_rows(span, one) for one in blocks] for blocks in planned]
+        ring = [[_of_rows(span, one) for one in blocks] for blocks in planned]
     if span.slopes is None:
-        return found
+        return ring
     held = [_places_of(source, cut or rows, device) for source in range(size)]
     return [
         [_placed(one, held[rank], keys) for one in blocks]
-        for blocks, keys in zip(found, held, strict=True)
+        for blocks, keys in zip(ring, held, strict=True)
     ]
 
 
@@ -88,14 +88,14 @@ def gathered_blocks(
         return [_of_visible(span, _visible_keys(span), seq_part)]
     if span.cut is None:
         planned = rows.gathered_blocks(rank, span.causal, span.window)
-        found = [_of_rows(span, one) for one in planned]
+        blocks = [_of_rows(span, one) for one in planned]
     else:
-        found = _of_whole_documents(span, span.cut, length, rank)
+        blocks = _of_whole_documents(span, span.cut, length, rank)
     if span.slopes is None:
-        return found
+        return blocks
     held = _places_of(rank, span.cut or rows, device)
     keys = torch.arange(length, device=device)[None].expand(len(held), -1)
-    return [_placed(one, held, keys) for one in found]
+    return [_placed(one, held, keys) for one in blocks]
 
 
 def hides_keys(span: AttentionSpan) -> bool:
@@ -113,7 +113,7 @@ def hides_keys(span: AttentionSpan) -> bool:
 
 
 def _visible_keys(span: AttentionSpan) -> Bool[Tensor, "batch seq"]:
-    """Return which keys of whole rows are visible; a row without visible keys shows all of them."""
+    """Return which keys of full rows are visible; in a row without visible keys, all are."""
     assert span.mask is not None, "a span that hides keys has a mask"
     mask = span.mask[:, 0, 0]
     return mask | ~mask.any(1, keepdim=True)
@@ -127,14 +127,14 @@ def _of_visible(span: AttentionSpan, visible: Bool[Tensor, "batch _"], num_queri
     """
     num_rows, num_keys = visible.shape
     counts = visible.sum(1, keepdim=True)
-    own = _documents(
+    visible_span = _documents(
         replace(span, mask=None),
         borders_of(torch.full_like(counts, num_queries), num_queries),
         num_queries,
         causal=False,
     )
     keys = KeyRows(num_keys, borders_of(counts, num_keys), num_keys)
-    return Block(_ALL, (~visible).int().argsort(dim=1, stable=True), own, keys)
+    return Block(_ALL, (~visible).int().argsort(dim=1, stable=True), visible_span, keys)
 
 
 def _of_whole_documents(
@@ -145,20 +145,20 @@ def _of_whole_documents(
     if not span.causal:
         whole = KeyRows(length, span.borders, cut.longest)
         borders = cut.part_borders[rank]
-        own = _documents(span, borders, 2 * cut.longest_piece, causal=False)
-        return [Block(_ALL, _ALL, own, whole)]
+        query_span = _documents(span, borders, 2 * cut.longest_piece, causal=False)
+        return [Block(_ALL, _ALL, query_span, whole)]
     halves = cut.halves[:, rank].unflatten(1, (2, -1)).unbind(1)
-    found = []
+    blocks = []
     for piece, rows, (keys, borders) in zip(
         (rank, 2 * size - 1 - rank), halves, cut.prefixes, strict=True
     ):
-        own = _documents(span, cut.piece_borders[piece], cut.longest_piece, causal=True)
-        found.append(Block(rows, keys, own, KeyRows(keys.shape[1], borders, cut.longest)))
-    return found
+        query_span = _documents(span, cut.piece_borders[piece], cut.longest_piece, causal=True)
+        blocks.append(Block(rows, keys, query_span, KeyRows(keys.shape[1], borders, cut.longest)))
+    return blocks
 
 
 def taken(tensor: Shaped[Tensor, "seq batch ..."], rows: Rows) -> Shaped[Tensor, "_ batch ..."]:
-    """Return the given positions of a tensor, which may differ between the rows of the batch.
+    """Return some positions of a tensor, which may differ between the rows of the batch.
 
     Args:
         tensor: Tensor, sequence first.
@@ -173,7 +173,7 @@ def taken(tensor: Shaped[Tensor, "seq batch ..."], rows: Rows) -> Shaped[Tensor,
 def add_at(
     tensor: Shaped[Tensor, "seq batch ..."], rows: Rows, values: Shaped[Tensor, "_ batch ..."]
 ) -> None:
-    """Add values to the given positions of a contiguous tensor, in place.
+    """Add values to some positions of a contiguous tensor, in place.
 
     Args:
         tensor: Tensor, sequence first.
@@ -190,7 +190,7 @@ def add_at(
 def put_at(
     tensor: Shaped[Tensor, "seq batch ..."], rows: Rows, values: Shaped[Tensor, "_ batch ..."]
 ) -> None:
-    """Replace the given positions of a contiguous tensor, in place.
+    """Replace some positions of a contiguous tensor, in place.
 
     Args:
         tensor: Tensor, sequence first.
@@ -236,8 +236,8 @@ def _of_documents(
     half = seq_part // 2
     if source < rank:
         early = KeyRows(half, cut.piece_borders[source], cut.longest_piece)
-        own = _documents(span, *part, causal=False)
-        return [Block(_ALL, cut.halves[:, source, :half], own, early)]
+        query_span = _documents(span, *part, causal=False)
+        return [Block(_ALL, cut.halves[:, source, :half], query_span, early)]
     late = cut.piece_borders[2 * cut.size - 1 - rank], cut.longest_piece
     return [Block(cut.halves[:, rank, half:], _ALL, _documents(span, *late, causal=False), keys)]
 

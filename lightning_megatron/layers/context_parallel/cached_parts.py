@@ -41,7 +41,7 @@ def store_first(
     if held is None:
         places = _held_places(span.order, key.shape[0], axis, key.device)
         held = past.cache.hold(places, past.count, axis.size, axis.rank)
-    held.cache.extended(layer, key, value, None)
+    held.cache.extend(layer, key, value, None)
 
 
 def attend_to_held(
@@ -72,8 +72,8 @@ def attend_to_held(
     past = span.past
     assert past is not None, "the tokens have a cache"
     held = _held(past.cache.held)
-    own = held.local_indices(past.cache.length, past.count)
-    keys, values = held.cache.extended(layer, key[own], value[own], None)
+    local = held.local_indices(past.cache.length, past.count)
+    keys, values = held.cache.extend(layer, key[local], value[local], None)
     rows = KeyRows(keys.shape[2], places=past.key_places)
     whole = keys.permute(2, 0, 1, 3), values.permute(2, 0, 1, 3)
     out, log_sum = forward_by_operators(query, *whole, replace(span, past=None), rows)
@@ -94,11 +94,11 @@ def held_span(
     dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionSpan:
-    """Return rows of new tokens with the mask of the keys that this rank holds.
+    """Return the span of new tokens, with a mask of the keys that this rank holds.
 
     Args:
         kind: Attention of the layers over whole rows.
-        rows: Rows with ``past``, whose cache holds a part of the earlier tokens.
+        rows: Span with ``past``, whose cache holds a part of the earlier tokens.
         seq_length: New positions of each row, with padding after the tokens (tokens).
         dtype: Dtype of queries, keys and values.
         device: Device of the layers.
@@ -114,7 +114,7 @@ def held_span(
     index = keys.clamp(min=0)
     if past.visible is not None:
         index = index.expand(len(past.visible), -1)
-        # Padding attends to itself, because no query may be without keys.
+        # Padding attends to itself, because every query must have a key.
         seen = seen & past.visible.gather(1, index)[:, None] | (distance == 0)
     mask = torch.zeros(seen.shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
     mask = mask.masked_fill_(~seen, -torch.inf)[:, None]

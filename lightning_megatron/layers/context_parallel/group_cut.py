@@ -52,15 +52,15 @@ def in_groups(
     window = groups.window
     place = rank % groups.size
     firsts = torch.arange(0, groups.seq_length, window, device=span.borders.device)
-    # A window counts as a row that has all documents of its row, most of them empty.
+    # A window becomes a row with all documents of the original row, most of which are empty.
     borders = _borders_of_windows(span.borders, num_sequences, groups.seq_length, firsts, window)
     num_windows = num_sequences * len(firsts)
     cuts = DocumentCut.of(borders, num_windows, window, groups.size, place)
     in_windows = cuts.order.unflatten(0, (num_sequences, -1))
     order = (in_windows + firsts[:, None, None]).flatten(1, 2)
 
-    own = firsts[rank // groups.size][None]
-    borders = _borders_of_windows(span.borders, num_sequences, groups.seq_length, own, window)
+    starts = firsts[rank // groups.size][None]
+    borders = _borders_of_windows(span.borders, num_sequences, groups.seq_length, starts, window)
     longest = min(span.longest or window, window)
     cut = DocumentCut.of(borders, num_sequences, window, groups.size, place, longest=longest)
     held = TokenOrder(groups.cp, order, order.flatten(1).argsort(1))
@@ -70,7 +70,7 @@ def in_groups(
 def _borders_of_windows(
     borders: Tensor, num_sequences: int, seq_length: int, firsts: Tensor, window: int
 ) -> Tensor:
-    """Return the cumulative lengths of the documents of windows, which lie one after the other."""
+    """Return the cumulative lengths of the documents of consecutive windows."""
     ends = borders[1:].view(num_sequences, 1, -1)
     starts = torch.arange(num_sequences, device=borders.device)[:, None, None] * seq_length
     ends = (ends - starts - firsts[:, None]).clamp(0, window)

@@ -88,12 +88,12 @@ def hierarchical_attention(
     cut = span.cut or ContextCut(size, size * query.shape[0])
     first = outer.rank * inner.size
 
-    own = of_own_heads(span, query.shape[2], inner)
+    head_span = of_own_heads(span, query.shape[2], inner)
     if span.cut is not None:
-        own = replace(own, cut=span.cut.outer)
+        head_span = replace(head_span, cut=span.cut.outer)
 
     def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return ring_attention(query, key, value, outer, own)
+        return ring_attention(query, key, value, outer, head_span)
 
     return _exchanged(query, key, value, inner, core, cut, range(first, first + inner.size))
 
@@ -127,7 +127,7 @@ def _exchanged(
     kv_heads = key.shape[2]
     shares = split_heads_over(heads, axis.size)
     needed = [list(kv_heads_of(share, heads, kv_heads)) for share in shares]
-    own = len(shares[axis.rank])
+    num_heads = len(shares[axis.rank])
     own_kv = len(needed[axis.rank])
     all_heads = [*query.unbind(2), *key.unbind(2), *value.unbind(2)]
     # One message carries the heads of queries, keys and values, sorted by destination.
@@ -137,14 +137,16 @@ def _exchanged(
     )
     rows = torch.stack([all_heads[head] for head in order])
     sends = [len(share) + 2 * len(kv) for share, kv in zip(shares, needed, strict=True)]
-    received = all_to_all_rows(rows, sends, [own + 2 * own_kv] * axis.size, axis)
+    received = all_to_all_rows(rows, sends, [num_heads + 2 * own_kv] * axis.size, axis)
     parts = (
-        received.unflatten(0, (axis.size, own + 2 * own_kv)).permute(0, 2, 3, 1, 4).flatten(0, 1)
+        received.unflatten(0, (axis.size, num_heads + 2 * own_kv))
+        .permute(0, 2, 3, 1, 4)
+        .flatten(0, 1)
     )
-    mine = in_sequence_order(parts, cut, ranks).split([own, own_kv, own_kv], dim=2)
+    mine = in_sequence_order(parts, cut, ranks).split([num_heads, own_kv, own_kv], dim=2)
     # A rank without heads computes no attention, but its backward pass must communicate, too.
-    mixed = core(*mine).unflatten(-1, (own, query.shape[3])) if own else sum(mine)
+    mixed = core(*mine).unflatten(-1, (num_heads, query.shape[3])) if num_heads else sum(mine)
     parts = in_rank_order(mixed, cut, ranks).unflatten(0, (axis.size, query.shape[0]))
     rows = parts.permute(0, 3, 1, 2, 4).flatten(0, 1)
-    back = all_to_all_rows(rows, [own] * axis.size, [len(share) for share in shares], axis)
+    back = all_to_all_rows(rows, [num_heads] * axis.size, [len(share) for share in shares], axis)
     return back.permute(1, 2, 0, 3).flatten(2)

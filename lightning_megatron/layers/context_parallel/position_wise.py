@@ -174,10 +174,10 @@ def _is_separate(
             return value[first:stop] if has_positions else value
 
         own_args, own_kwargs = pytree.tree_map(part, (args, dict(kwargs)))
-        found = pytree.tree_leaves(module.forward(*own_args, **own_kwargs))
+        leaves = pytree.tree_leaves(module.forward(*own_args, **own_kwargs))
         return [
             one.double()
-            for one in found
+            for one in leaves
             if isinstance(one, Tensor) and one.dim() and len(one) == stop - first
         ]
 

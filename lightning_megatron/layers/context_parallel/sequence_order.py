@@ -39,7 +39,7 @@ def own_part(
     return torch.cat([tensor.narrow(dim, rows.start, len(rows)) for rows in ranges], dim)
 
 
-def joined_parts(
+def join_parts(
     tensor: Shaped[Tensor, "..."], axis: MeshAxis, dim: int = 0, cut: TokenOrder | None = None
 ) -> Shaped[Tensor, "..."]:
     """Return the whole sequence on every rank, from the two pieces that each rank holds.
@@ -90,16 +90,16 @@ def at_place(
     else:
         index = cut.places[:, place]
     index = index.to(part.device)
-    own = part[index % length, torch.arange(num_sequences, device=part.device)]
-    is_elsewhere = (index // length != axis.rank).view(-1, *[1] * (own.dim() - 1))
-    return reduce_from_axis(own.masked_fill(is_elsewhere, 0.0), axis)
+    local = part[index % length, torch.arange(num_sequences, device=part.device)]
+    is_elsewhere = (index // length != axis.rank).view(-1, *[1] * (local.dim() - 1))
+    return reduce_from_axis(local.masked_fill(is_elsewhere, 0.0), axis)
 
 
 def of_first_rank(value: Shaped[Tensor, "..."], axis: MeshAxis) -> Shaped[Tensor, "..."]:
-    """Return the value of the rank that holds the first tokens of the rows, on every rank.
+    """Broadcast the value of the rank that holds the first tokens of the rows.
 
     The backward pass gives that rank the sum of the gradients of all ranks, and the other ranks
-    zeros, as in :func:`joined_parts`.
+    zeros, as in :func:`join_parts`.
 
     Args:
         value: Value that each rank computes from the first of its tokens.
@@ -149,7 +149,7 @@ def in_rank_order(
 
 
 def length_multiple(mesh: ParallelMesh, *, is_cut: bool = True) -> int:
-    """Return the number that the length of rows must be a multiple of (tokens).
+    """Return the divisor of all legal row lengths (tokens).
 
     Args:
         mesh: Process groups of this rank.

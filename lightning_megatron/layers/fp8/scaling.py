@@ -214,7 +214,7 @@ class Scaling:
             parts = magnitude if earlier is None else earlier
             seen = scales.seen(use) if scales is not None and self.counts else None
             found = casts.cast_by_one_scale(
-                matrix, parts, dtype, multiple=multiple, seen=seen, **asked
+                matrix, parts, dtype, multiple=multiple, running_magnitude=seen, **asked
             )
             return Operands.of(found, magnitude)
         if self.settings.recipe == "rowwise":

@@ -42,11 +42,11 @@ def cast_by_one_scale(
     rows: bool,
     columns: bool,
     multiple: int,
-    seen: Int[Tensor, ""] | None = None,
+    running_magnitude: Int[Tensor, ""] | None = None,
 ) -> tuple[Cast | None, Cast | None]:
     """Cast a matrix with one scale, which follows from the largest of the given magnitudes."""
-    if seen is not None:
-        seen.copy_(torch.maximum(seen, magnitude_parts(matrix)[0]))
+    if running_magnitude is not None:
+        running_magnitude.copy_(torch.maximum(running_magnitude, magnitude_parts(matrix)[0]))
     magnitude = _magnitudes(parts.amax().reshape(1))
     values = _cast(matrix, magnitude, dtype)
     scale = magnitude / torch.finfo(dtype).max

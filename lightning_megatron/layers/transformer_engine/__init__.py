@@ -1,1 +1,1 @@
-"""Linear layers and norms that compute with Transformer Engine, a library of NVIDIA."""
+"""Linear layers and norms that compute with NVIDIA's Transformer Engine."""

@@ -34,8 +34,8 @@ def engine_norm(
         is_rms: Whether vectors are divided by their root mean square, without subtracting the mean.
         adds_one: Whether the factor is 1 plus the weight.
     """
-    found: Tensor = _EngineNorm.apply(hidden, weight, bias, eps, is_rms, adds_one)
-    return found
+    normed: Tensor = _EngineNorm.apply(hidden, weight, bias, eps, is_rms, adds_one)
+    return normed
 
 
 class _EngineNorm(torch.autograd.Function):

@@ -224,8 +224,8 @@ def _cast_gradient(ctx: Any, grad: Tensor, needs_weight: bool) -> Factor:
 def _input_gradient(ctx: Any, cast: Factor, weight: Tensor, num_rows: int) -> Tensor:
     """Return the gradient of the inputs as rows, in the dtype of the inputs."""
     matrix = ctx.scaling.cast(weight.to(ctx.dtype), "weight", columns=True, counts=True)
-    found: Tensor = ctx.scaling.product(matrix, cast, "input gradient", ctx.dtype)
-    return found[:num_rows].to(ctx.hidden_dtype)
+    gradient: Tensor = ctx.scaling.product(matrix, cast, "input gradient", ctx.dtype)
+    return gradient[:num_rows].to(ctx.hidden_dtype)
 
 
 def _start_inputs(ctx: Any, kept: Factor) -> _Inputs:

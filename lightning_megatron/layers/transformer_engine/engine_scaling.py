@@ -18,7 +18,7 @@ from lightning_megatron.shapes import Float
 
 #: A tensor, or Transformer Engine's class of a matrix in 8 bits.
 Factor = Any
-#: Which of the three products of a linear layer.
+#: Name of one of the three products of a linear layer.
 Pass = Literal["forward", "input gradient", "weight gradient"]
 _LAYOUTS: Final[dict[Pass, str]] = {
     "forward": "TN",
@@ -62,7 +62,7 @@ class EngineScaling:
 
         Args:
             matrix: The factor.
-            use: Which factor of the layer's products it is.
+            use: Role of the factor in the layer's products.
             columns: Whether a product that sums over columns will use it, too, besides the product
                 that sums over rows.
             counts: Whether the largest magnitude counts towards the scales of the next step.
@@ -98,13 +98,13 @@ class EngineScaling:
         Args:
             left: The weight; for the weight gradient, the inputs.
             right: The inputs; for the gradients, the gradient of the outputs.
-            of: Which product.
+            of: Name of the product.
             dtype: Dtype of the result.
             out: Memory of the result, of this dtype.
             adds: Whether the result is added to ``out``.
             scale: Factor of the result.
         """
-        found, *_ = import_module("transformer_engine.pytorch.cpp_extensions").general_gemm(
+        product, *_ = import_module("transformer_engine.pytorch.cpp_extensions").general_gemm(
             left,
             right,
             out_dtype=dtype,
@@ -115,7 +115,7 @@ class EngineScaling:
             alpha=scale,
             use_split_accumulator=self._is_accurate(of),
         )
-        result: Tensor = found
+        result: Tensor = product
         return result
 
     @property
@@ -150,8 +150,8 @@ class EngineScaling:
         quantization = import_module("transformer_engine.pytorch.quantization")
         recipe = self._recipe
         if self.scales is not None:
-            found = import_module("transformer_engine.common.recipe")
-            recipe = found.Float8CurrentScaling(fp8_format=recipe.fp8_format)
+            recipes = import_module("transformer_engine.common.recipe")
+            recipe = recipes.Float8CurrentScaling(fp8_format=recipe.fp8_format)
         make = quantization.RecipeState.create
         forward = make(recipe, mode="forward", num_quantizers=2, device=self.device)
         backward = make(recipe, mode="backward", num_quantizers=1, device=self.device)
@@ -172,13 +172,13 @@ class EngineScaling:
         assert self.scales is not None, "only recipes with such scales ask for them"
         make = import_module("transformer_engine.pytorch").Float8Quantizer
         unused = torch.zeros(1, dtype=torch.float32, device=self.device)
-        found = {}
-        for use, own in self._current_quantizers.items():
+        quantizers = {}
+        for use, quantizer in self._current_quantizers.items():
             seen = self.scales.seen(use).view(torch.float32).reshape(1)
             for counts in (True, False):
                 amax = seen if counts else unused
-                found[use, counts] = make(self.scales.factor(use), amax, own.dtype)
-        return found
+                quantizers[use, counts] = make(self.scales.factor(use), amax, quantizer.dtype)
+        return quantizers
 
 
 def engine_recipe(settings: FP8 | None) -> Any:
@@ -260,7 +260,7 @@ class ComputedProduct:
     def add_to(
         self, sums: Float[Tensor, "out_local in_local"], *, is_empty: bool, scale: float
     ) -> bool:
-        """Leave the addition to the caller."""
+        """Return False, so that the caller adds the gradient."""
         return False
 
     def split(self, rows: Sequence[int]) -> list[ComputedProduct]:

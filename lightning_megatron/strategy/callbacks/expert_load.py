@@ -77,9 +77,9 @@ class ExpertLoad(Callback):
     """
 
     def __init__(self, per_expert: bool = True, filename: str = "expert_load.png") -> None:
-        given = coerced_arguments(ExpertLoad.__init__, locals())
-        self.per_expert: bool = given["per_expert"]
-        self.filename: str = given["filename"]
+        arguments = coerced_arguments(ExpertLoad.__init__, locals())
+        self.per_expert: bool = arguments["per_expert"]
+        self.filename: str = arguments["filename"]
         #: Values of the plot: all layers at the last logged step, and the load of the busiest
         #: experts at every logged step.
         self._last: dict[int, dict[str, Tensor]] = {}

@@ -22,7 +22,7 @@ from lightning_megatron.plan.kept_activations import (
 )
 
 
-def kept_by(model: GPT) -> KeptActivations:
+def kept_activations_of(model: GPT) -> KeptActivations:
     """Return the activations that layers keep for the backward pass on the model's device.
 
     The result depends on the kernels that the device supports, since fused kernels keep fewer
@@ -41,12 +41,12 @@ def kept_by(model: GPT) -> KeptActivations:
         parameter.device, parameter.dtype, _scores_of(config), dropout=dropout, **sizes
     )
     repeats = int(config.kv_heads < config.num_heads and choice.expand_kv)
-    found = replace(table, expanded_copies=repeats, padded_values=choice.pads_values)
+    activations = replace(table, expanded_copies=repeats, padded_values=choice.pads_values)
     # Attention over parts of the keys keeps no scores, because its backward pass recomputes them.
     transport = transport_of(attention_kind(config, 0), model.mesh, model.context)
     in_parts = model.mesh.cp.size > 1 and transport != "all_to_all"
-    found = replace(found, stores_scores=choice.core == "operators" and not in_parts)
-    return replace(found, expert_gradients=int(_makes_expert_gradients(model)))
+    activations = replace(activations, stores_scores=choice.core == "operators" and not in_parts)
+    return replace(activations, expert_gradients=int(_makes_expert_gradients(model)))
 
 
 def _scores_of(config: GPTConfig) -> AttentionSpan:

@@ -37,11 +37,11 @@ class LossCurve(Callback):
         filename: str = "loss.png",
         unit: str = "nats per token",
     ) -> None:
-        given = coerced_arguments(LossCurve.__init__, locals())
-        self.train: str = given["train"]
-        self.val: str = given["val"]
-        self.filename: str = given["filename"]
-        self.unit: str = given["unit"]
+        arguments = coerced_arguments(LossCurve.__init__, locals())
+        self.train: str = arguments["train"]
+        self.val: str = arguments["val"]
+        self.filename: str = arguments["filename"]
+        self.unit: str = arguments["unit"]
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

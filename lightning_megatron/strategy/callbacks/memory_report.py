@@ -28,7 +28,7 @@ from lightning_megatron.plan.columns import align_columns
 from lightning_megatron.plan.cuda_graphs import CudaGraphs
 from lightning_megatron.plan.settings import Count, coerced_arguments
 from lightning_megatron.plan.stage_memory import StageMemory
-from lightning_megatron.strategy.callbacks.kept_activations import kept_by
+from lightning_megatron.strategy.callbacks.kept_activations import kept_activations_of
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 
 _STATIC = ("parameters", "gradients", "main_parameters", "optimizer")
@@ -237,7 +237,7 @@ def estimate_of(
             input_bytes=_input_bytes(batch) // (num_samples * seq_length),
         )
         sizes = model.config.memory_shape(), replace(layout, stage_layers=model.partition.counts)
-        return estimate_memory(*sizes, training, table=kept_by(model))[stage]
+        return estimate_memory(*sizes, training, table=kept_activations_of(model))[stage]
     main = strategy.run.state.main
     counts = {strategy.mesh.data.size: 0, strategy.mesh.edp.size: 0}
     for name in main.names:

@@ -46,17 +46,17 @@ def load_scales(stored: OpenCheckpoint, module: LightningModule, mesh: ParallelM
 
     Communication: one gather of names over tp x pp, if there are such layers.
     """
-    found = list(_scales(module))
-    if not found:
+    named_scales = list(_scales(module))
+    if not named_scales:
         return
     read = {
         name: torch.zeros(_shape(stored, name, history), device=mesh.device)
-        for scales, names in found
+        for scales, names in named_scales
         for name, history in zip(names, scales.history, strict=True)
     }
     entries = {name: Entry(history, replicated_spec(history)) for name, history in read.items()}
     missing = load_stored(stored, entries, mesh, strict=False, prefix=SCALES).missing
-    for scales, names in found:
+    for scales, names in named_scales:
         scales.start_with([read[name] for name in names], is_complete=not missing)
     if missing:
         rank_zero_info(

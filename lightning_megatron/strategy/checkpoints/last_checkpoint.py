@@ -87,17 +87,17 @@ def checkpoint_folders(trainer: Trainer) -> Iterator[str]:
     Args:
         trainer: The Trainer, whose callbacks and loggers know their folders.
     """
-    given = [
+    folders = [
         callback.dirpath
         for callback in trainer.checkpoint_callbacks
         if isinstance(callback, ModelCheckpoint)
     ]
-    given += [
+    folders += [
         callback.dirpath
         for callback in trainer.checkpoint_callbacks
         if isinstance(callback, OnExceptionCheckpoint)
     ]
-    known = [os.fspath(one) for one in given if one is not None]
+    known = [os.fspath(one) for one in folders if one is not None]
     seen: set[str] = set()
     for folder in known or [os.fspath(trainer.default_root_dir)]:
         siblings = []
@@ -119,11 +119,11 @@ def _newest_first(trainer: Trainer) -> Iterator[CheckpointSource]:
     Of a link and its target with the same time, only the target is yielded.
     """
     seen = set()
-    found = [
+    checkpoints = [
         (time, not os.path.islink(source.path), source.path, source)
         for time, source in _checkpoints_in(checkpoint_folders(trainer))
     ]
-    for _, _, path, source in sorted(found, key=lambda one: one[:3], reverse=True):
+    for _, _, path, source in sorted(checkpoints, key=lambda one: one[:3], reverse=True):
         real = path if "://" in path else os.path.realpath(path)
         if real not in seen:
             seen.add(real)

@@ -29,9 +29,10 @@ def gather_parts(part: T, mesh: ParallelMesh) -> list[T]:
         return all_gather_objects(part, mesh.pp_cpu)
     speaks = mesh.edp.is_first and mesh.etp.is_first
     place = (mesh.pp.rank, mesh.ep.rank)
-    found = all_gather_objects((place, part) if speaks else None, mesh.world_cpu)
+    gathered = all_gather_objects((place, part) if speaks else None, mesh.world_cpu)
     return [
-        one[1] for one in sorted((one for one in found if one is not None), key=lambda one: one[0])
+        one[1]
+        for one in sorted((one for one in gathered if one is not None), key=lambda one: one[0])
     ]
 
 
@@ -66,9 +67,9 @@ def merge_orders(stages: Sequence[Sequence[str]], descends: bool = False) -> lis
 
 
 def _merge_parts(stages: Sequence[Sequence[str]], descends: bool) -> list[str]:
-    found = {part for parts in stages for part in parts}
-    if all(part.isdecimal() for part in found):
-        return sorted(found, key=int, reverse=descends)
+    names = {part for parts in stages for part in parts}
+    if all(part.isdecimal() for part in names):
+        return sorted(names, key=int, reverse=descends)
     merged: list[str] = []
     for parts in stages:
         for number, part in enumerate(parts):

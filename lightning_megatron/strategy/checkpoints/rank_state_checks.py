@@ -102,7 +102,7 @@ def check_rank_state(values: Mapping[str, Any], where: str) -> None:
 
 
 @contextmanager
-def naming_damaged_states(where: str) -> Iterator[None]:
+def name_damaged_states(where: str) -> Iterator[None]:
     """Convert generators' errors about invalid states into errors that name the checkpoint."""
     try:
         yield

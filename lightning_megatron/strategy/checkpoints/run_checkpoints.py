@@ -31,7 +31,7 @@ from lightning_megatron.strategy.checkpoints.delayed_scales import load_scales, 
 from lightning_megatron.strategy.checkpoints.last_checkpoint import find_last
 from lightning_megatron.strategy.checkpoints.rank_state_checks import (
     check_rank_state,
-    naming_damaged_states,
+    name_damaged_states,
 )
 from lightning_megatron.strategy.checkpoints.saved_weights import weights_to_save
 from lightning_megatron.strategy.checkpoints.single_file_loading import no_optimizers
@@ -322,6 +322,6 @@ class RunCheckpoints:
     def restore_random_states(self, device: torch.device) -> None:
         """Restore the default generators from the loaded checkpoint, before the first batch."""
         if self._random_states is not None:
-            with naming_damaged_states(self._loaded_from):
+            with name_damaged_states(self._loaded_from):
                 restore_random_states(self._random_states, device)
         self._random_states = None

@@ -110,7 +110,7 @@ def weights_to_save(
     for name, first_name in first_names(own).items():
         if name in changed and name in state_dict and name == first_name:
             placement = _placement(name, state_dict[name], own[name], main)
-            if mesh.copies(placement.is_expert).is_first:
+            if mesh.replica_axis(placement.is_expert).is_first:
                 tensors[f"{STATE_DICT}{name}"] = Entry(
                     state_dict[name].detach(), placement, is_exclusive=True
                 )

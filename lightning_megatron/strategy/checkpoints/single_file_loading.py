@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint import copy_full_tensors, model_placements, model_tensors
-from lightning_megatron.checkpoint.hyperparameters import check_hyperparameters
+from lightning_megatron.checkpoint.optimizer_hyperparameters import check_hyperparameters
 from lightning_megatron.checkpoint.single_file import read_single_file
 from lightning_megatron.errors import CheckpointMismatchError, UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
@@ -95,11 +95,13 @@ def load_full_weights(
     wanted = model_tensors(module, main)
     expected = model_placements(module, main)
     own = {f"{PREFIX}{name}" for name in module.state_dict()}
-    given = {
+    tensors = {
         f"{PREFIX}{name}": tensor for name, tensor in full.items() if isinstance(tensor, Tensor)
     }
     # The file has one entry for each name of a shared parameter, but there is one main parameter.
-    given = {name: tensor for name, tensor in given.items() if name in expected or name not in own}
+    tensors = {
+        name: tensor for name, tensor in tensors.items() if name in expected or name not in own
+    }
     here = {name: (placement.full_shape, placement.tied_to) for name, placement in expected.items()}
     # A tied copy is filled from its original on another stage; the file may contain both names.
     known = {
@@ -109,13 +111,15 @@ def load_full_weights(
     }
     shapes = {name: shape for name, (shape, _) in known.items()}
     for copy, tied_to in (
-        (name, tied_to) for name, (_, tied_to) in known.items() if tied_to and name in given
+        (name, tied_to) for name, (_, tied_to) in known.items() if tied_to and name in tensors
     ):
-        original = original_name(copy, tied_to, given.keys())
-        if original is not None and torch.equal(given[copy], given[original]):
-            del given[copy]
-    given = {name: without_padding(tensor, shapes.get(name, ())) for name, tensor in given.items()}
-    copy_full_tensors(given, wanted, mesh, strict, PREFIX, expected)
+        original = original_name(copy, tied_to, tensors.keys())
+        if original is not None and torch.equal(tensors[copy], tensors[original]):
+            del tensors[copy]
+    tensors = {
+        name: without_padding(tensor, shapes.get(name, ())) for name, tensor in tensors.items()
+    }
+    copy_full_tensors(tensors, wanted, mesh, strict, PREFIX, expected)
     main.publish()
 
 

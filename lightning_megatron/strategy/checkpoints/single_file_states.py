@@ -121,14 +121,14 @@ def check_states(
         for key, value in state.items():
             is_sound = isinstance(value, Tensor) and _has_same_form(value, full[name])
             if is_of_torch and key in _SHAPED and value is not None and not is_sound:
-                found = (
+                actual = (
                     f"{tuple(value.shape)} and {value.dtype}"
                     if isinstance(value, Tensor)
                     else repr(value)[:40]
                 )
                 raise CorruptDataError(
                     f"an optimizer's state must have the shape and dtype of its parameter: {key!r} "
-                    f"of {name!r} is {found}, the parameter is {tuple(full[name].shape)} and "
+                    f"of {name!r} is {actual}, the parameter is {tuple(full[name].shape)} and "
                     f"{full[name].dtype}. The checkpoint is damaged or edited, or its parameters "
                     "were numbered in another order. Use another one, or load only the weights."
                 )

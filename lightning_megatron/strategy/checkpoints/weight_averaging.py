@@ -30,8 +30,8 @@ from lightning_megatron.training.main_parameters import MainParameters
 
 def averaging_callback(trainer: Trainer) -> WeightAveraging | None:
     """Return the callback that averages weights; None without one."""
-    found = (one for one in trainer.callbacks if isinstance(one, WeightAveraging))  # type: ignore[attr-defined]
-    return next(found, None)
+    callbacks = (one for one in trainer.callbacks if isinstance(one, WeightAveraging))  # type: ignore[attr-defined]
+    return next(callbacks, None)
 
 
 def load_averages(
@@ -142,17 +142,17 @@ class _FullMainParameters:
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name in self._main.trained:
             by_dtype.setdefault(self._main.main(name).dtype, []).append(name)
-        found: dict[str, Tensor] = {}
+        gathered: dict[str, Tensor] = {}
         for dtype, names in by_dtype.items():
             parameters = [self._main.parameter(name) for name in names]
             sizes = [parameter.numel() for parameter in parameters]
             flat = torch.zeros(sum(sizes), dtype=dtype, device=parameters[0].device)
             for name, parameter, part in zip(names, parameters, flat.split(sizes), strict=True):
                 self._write_local(name, part)
-                found[name] = part.view(parameter.shape)
+                gathered[name] = part.view(parameter.shape)
             # Exactly one rank writes each element and the others have zeros, so the sum is exact.
             all_reduce_(flat, self._mesh.data)
-        return found
+        return gathered
 
     def _write_local(self, name: str, flat: Tensor) -> None:
         one = self._main.slices.get(name)

@@ -87,7 +87,7 @@ def _check_no_writer(trainer: Trainer) -> None:
 
 
 @contextmanager
-def hiding_example_input(module: LightningModule) -> Iterator[None]:
+def hide_example_input(module: LightningModule) -> Iterator[None]:
     """Hide ``example_input_array``, with which summaries would call a single pipeline stage.
 
     Args:

@@ -26,7 +26,7 @@ _QUESTIONS = {
 _NEEDED = ("prepare_for_saving", "restore_from_saved", "Float8Quantizer")
 
 
-def following_plugin(options: StrategyOptions, plugin: Precision) -> StrategyOptions:
+def with_plugin_recipe(options: StrategyOptions, plugin: Precision) -> StrategyOptions:
     """Return the options with the recipe of Lightning's precision plugin for Transformer Engine.
 
     Under Lightning, the plugin replaces torch modules and enters the recipe around every step.
@@ -48,14 +48,14 @@ def following_plugin(options: StrategyOptions, plugin: Precision) -> StrategyOpt
             "chooses its own layers, but here the strategy chooses them. Leave replace_layers out, "
             "and name the layers to keep in bfloat16 in fp8.keep with backend='te'."
         )
-    found = FP8(te_recipe=plugin.recipe)
+    from_plugin = FP8(te_recipe=plugin.recipe)
     own = options.products
     if own is not None and own.te_recipe is not plugin.recipe:
         raise UnsupportedError(
-            f"fp8 ({own.recipe}) cannot be used with TransformerEnginePrecision ({found.recipe}): "
-            "both set a recipe. Leave one of them out."
+            f"fp8 ({own.recipe}) cannot be used with TransformerEnginePrecision "
+            f"({from_plugin.recipe}): both set a recipe. Leave one of them out."
         )
-    return replace(options, backend="te", fp8=own or found)
+    return replace(options, backend="te", fp8=own or from_plugin)
 
 
 def check_engine(options: StrategyOptions, device: torch.device, precision: str) -> None:

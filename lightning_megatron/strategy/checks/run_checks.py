@@ -28,7 +28,7 @@ from lightning_megatron.strategy.options.sizes import (
 )
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.data_loading import train_dataloaders
-from lightning_megatron.swap.decide.stages import suggested_plan
+from lightning_megatron.swap.decide.stages import suggest_plan
 from lightning_megatron.version import __version__
 
 log = logging.getLogger(__name__)
@@ -63,20 +63,20 @@ def pipelined_module(module: LightningModule, mesh: ParallelMesh) -> PipelinedMo
     """
     if mesh.pp.size == 1:
         return None
-    found = list(pipelined_modules(module))
-    if len(found) != 1:
-        names = ", ".join(name for name, _ in found) or "none"
+    modules = list(pipelined_modules(module))
+    if len(modules) != 1:
+        names = ", ".join(name for name, _ in modules) or "none"
         raise UnsupportedError(
             f"pp ({mesh.pp.size}) above 1 needs exactly one model that can be cut into stages: "
             f"{type(module).__name__} has {names}. "
-            f"{_remedy(module, mesh) if not found else 'Use pp=1.'}"
+            f"{_remedy(module, mesh) if not modules else 'Use pp=1.'}"
         )
-    return found[0][1]
+    return modules[0][1]
 
 
 def _remedy(module: LightningModule, mesh: ParallelMesh) -> str:
     """Describe how the user can divide a module into stages."""
-    plan = suggested_plan(module, mesh.layout)
+    plan = suggest_plan(module, mesh.layout)
     if plan is None:
         return (
             "A pipeline_plan needs an nn.ModuleList or nn.Sequential with at least "

@@ -1,6 +1,4 @@
-"""Table of the choices of a fit with their reasons, and a warning for each choice that costs
-speed.
-"""
+"""Table of the choices of a fit with their reasons, and warnings for slow choices."""
 
 from __future__ import annotations
 
@@ -113,7 +111,7 @@ def whole_backward_choices(module: nn.Module) -> list[TableRow]:
     Args:
         module: The sharded module.
     """
-    found = []
+    rows = []
     for name, blocks in pipelined_modules(module):
         others = [
             type(part).__name__
@@ -123,8 +121,8 @@ def whole_backward_choices(module: nn.Module) -> list[TableRow]:
         ]
         if isinstance(blocks, StagedBlocks) and others:
             why = f"{others[0]} computes the gradients of its inputs and its weights at once"
-            found.append(TableRow(f"backward of {name}", "not split into halves", why))
-    return found
+            rows.append(TableRow(f"backward of {name}", "not split into halves", why))
+    return rows
 
 
 def _layout_choices(
@@ -158,8 +156,8 @@ def _layout_choices(
             why = f"default for vpp {layout.vpp}"
         if options.schedule == "auto":
             why = "for the first steps, whose times decide the next schedule"
-        own = options.custom_order
-        shown_schedule = options.schedule_name if own is None else own.name
+        custom = options.custom_order
+        shown_schedule = options.schedule_name if custom is None else custom.name
         choices.append(TableRow("pipeline schedule", shown_schedule, why))
         if options.may_split_backward:
             choices += whole_backward_choices(module)
@@ -178,7 +176,7 @@ def _num_full_elements(module: nn.Module, mesh: ParallelMesh) -> int:
     counted = 0
     for parameter in module.parameters():
         spec = shard_spec_of(parameter, mesh.tp.rank)
-        if spec.tied_to is None and mesh.copies(spec.is_expert).is_first:
+        if spec.tied_to is None and mesh.replica_axis(spec.is_expert).is_first:
             counted += sum(prod(box.sizes) for box in spec.boxes() if box.copy == 0)
     return int(all_reduce_(torch.tensor(counted), mesh.world_cpu))
 
@@ -231,21 +229,21 @@ def _stored_choice(module: nn.Module, options: StrategyOptions) -> TableRow:
 def _module_choices(
     module: nn.Module, device: torch.device, dtype: torch.dtype, clones: ExpertClones | None
 ) -> list[TableRow]:
-    found = [_kernel_choice(device, dtype)]
+    rows = [_kernel_choice(device, dtype)]
     for part in module.modules():
         if isinstance(part, Attention):
-            found.append(_attention_choice(part, device, dtype))
+            rows.append(_attention_choice(part, device, dtype))
             if part.mesh.cp.size > 1:
                 context = part.context
-                found.append(TableRow("context parallel", context.transport, context.reason))
+                rows.append(TableRow("context parallel", context.transport, context.reason))
         elif isinstance(part, MixtureOfExperts):
-            found += _product_choices(part, device, dtype)
+            rows += _product_choices(part, device, dtype)
             transport = part.transport_choice
-            found.append(TableRow("expert transport", transport.transport, transport.reason))
+            rows.append(TableRow("expert transport", transport.transport, transport.reason))
             if clones is not None:
                 value = f"at most {clones.places} per rank"
-                found.append(TableRow("clones of experts", value, clones.reason_on(device.type)))
-    return found
+                rows.append(TableRow("clones of experts", value, clones.reason_on(device.type)))
+    return rows
 
 
 def _kernel_choice(device: torch.device, dtype: torch.dtype) -> TableRow:

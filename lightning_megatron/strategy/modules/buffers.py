@@ -86,8 +86,8 @@ class SharedBuffers:
         seen = self._last_marks
         self._last_marks = self._marks()
         changed = [index for index, mark in enumerate(self._last_marks) if mark != seen[index]]
-        for found in all_gather_objects(changed, self._mesh.data_cpu):
-            self._moving.update(found)
+        for names in all_gather_objects(changed, self._mesh.data_cpu):
+            self._moving.update(names)
 
     def _marks(self) -> list[tuple[int, float]]:
         """Return a fingerprint of the buffers that changes with every replacement or write."""

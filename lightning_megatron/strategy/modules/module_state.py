@@ -75,7 +75,7 @@ class ModuleState:
         Args:
             tolerance: Largest relative difference of numbers that still count as equal.
         """
-        found = {}
+        kinds = {}
         for one in self._held:
             now = one.now() if one.is_watched else one.kept
             for key in now.keys() | one.kept.keys():
@@ -84,11 +84,11 @@ class ModuleState:
                     or key not in now
                     or not self._is_as_recorded(one.kept[key], now[key], tolerance)
                 ):
-                    found[f"{one.prefix}.{key}"] = _kind(now.get(key))
+                    kinds[f"{one.prefix}.{key}"] = _kind(now.get(key))
         for recorded in self._recorded.values():
-            if recorded.name and recorded.name not in found and not _holds(recorded, tolerance):
-                found[recorded.name] = recorded.kind
-        return found
+            if recorded.name and recorded.name not in kinds and not _holds(recorded, tolerance):
+                kinds[recorded.name] = recorded.kind
+        return kinds
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -33,5 +33,5 @@ def copy_all_(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         group = groups.setdefault((target.device, target.dtype), ([], []))
         group[0].append(target)
         group[1].append(source)
-    for into, given in groups.values():
-        torch._foreach_copy_(into, given)
+    for into, from_tensors in groups.values():
+        torch._foreach_copy_(into, from_tensors)

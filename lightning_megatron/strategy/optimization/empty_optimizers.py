@@ -24,7 +24,7 @@ _REMEDY = (
 
 
 @contextmanager
-def allowing_empty_optimizers(mesh: ParallelMesh) -> Iterator[None]:
+def allow_empty_optimizers(mesh: ParallelMesh) -> Iterator[None]:
     """Allow optimizers without parameters inside the block, if the model is cut into stages.
 
     A module that trains only its head has no trained parameters on the other stages, and torch
@@ -39,8 +39,8 @@ def allowing_empty_optimizers(mesh: ParallelMesh) -> Iterator[None]:
     original: Any = Optimizer.__init__
 
     def init(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
-        given = params if isinstance(params, Sequence) else list(params)
-        original(self, given or [{"params": []}], defaults)
+        groups = params if isinstance(params, Sequence) else list(params)
+        original(self, groups or [{"params": []}], defaults)
 
     Optimizer.__init__ = init  # type: ignore[method-assign]
     try:

@@ -121,18 +121,23 @@ class FiniteWatch:
             tensors: Weights or gradients by parameter name; integer, empty and meta tensors are
                 skipped.
         """
-        found = {
+        recorded = {
             name: tensor.detach() for name, tensor in tensors.items() if tensor.is_floating_point()
         }
-        found = {
-            name: tensor for name, tensor in found.items() if tensor.numel() and not tensor.is_meta
+        recorded = {
+            name: tensor
+            for name, tensor in recorded.items()
+            if tensor.numel() and not tensor.is_meta
         }
-        if found:
+        if recorded:
             # The largest magnitude is not finite if any element is not.
-            largest = torch._foreach_norm(list(found.values()), float("inf"))
+            largest = torch._foreach_norm(list(recorded.values()), float("inf"))
             self._recorded.append(
                 _StepValues(
-                    self._step, kind, tuple(found), torch.stack([one.double() for one in largest])
+                    self._step,
+                    kind,
+                    tuple(recorded),
+                    torch.stack([one.double() for one in largest]),
                 )
             )
 
@@ -159,8 +164,10 @@ class FiniteWatch:
             for (step, kind, name), value in zip(names, values.tolist(), strict=True)
             if not -float("inf") < value < float("inf")
         ]
-        found = [one for ranks in all_gather_objects(mine, self._mesh.world_cpu) for one in ranks]
-        raise NonFiniteError(describe(found))
+        nonfinite = [
+            one for ranks in all_gather_objects(mine, self._mesh.world_cpu) for one in ranks
+        ]
+        raise NonFiniteError(describe(nonfinite))
 
 
 def _summed(steps: Sequence[_StepValues]) -> list[_StepValues]:

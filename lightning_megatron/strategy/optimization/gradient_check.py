@@ -41,5 +41,5 @@ def check_finite(gradients: Mapping[str, Tensor], mesh: ParallelMesh, step: int)
         for name, gradient in gradients.items()
         if not gradient.isfinite().all()
     ]
-    found = [one for ranks in all_gather_objects(mine, mesh.world_cpu) for one in ranks]
-    raise NonFiniteGradientError(describe_nonfinite(found, step))
+    nonfinite = [one for ranks in all_gather_objects(mine, mesh.world_cpu) for one in ranks]
+    raise NonFiniteGradientError(describe_nonfinite(nonfinite, step))

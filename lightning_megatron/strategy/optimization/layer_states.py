@@ -28,8 +28,8 @@ class LayerStates:
     ) -> None:
         self._mixtures = mixtures
         self._mesh = mesh
-        found = [model.delayed_scales for model in models]
-        self._scales = [scales for scales in found if scales is not None]
+        scales_of_models = [model.delayed_scales for model in models]
+        self._scales = [scales for scales in scales_of_models if scales is not None]
         self._was_fresh = self._is_fresh
         self._has_ended = False
 
@@ -89,5 +89,5 @@ class LayerStates:
     @property
     def step_tensors(self) -> list[Tensor]:
         """Return the tensors of this stage's layers to which steps write."""
-        own = [tensor for scales in self._scales for tensor in scales.step_tensors]
-        return self._mixtures.step_tensors + own
+        scale_tensors = [tensor for scales in self._scales for tensor in scales.step_tensors]
+        return self._mixtures.step_tensors + scale_tensors

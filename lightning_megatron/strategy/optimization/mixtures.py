@@ -129,12 +129,12 @@ class MixtureRuntime:
         for number, layer in self._layers.items():
             if layer.router.follows_load:
                 layer.router.update_(statistics[number].load)
-        found = {
+        by_layer = {
             number: replace(one, rows=self._layers[number].rank_rows.counted())
             for number, one in statistics.items()
         }
         clear_statistics_(self.running)
-        return found
+        return by_layer
 
     def adopt(self, statistics: Mapping[int, StepStatistics]) -> None:
         """Copy the result of :meth:`end_step` from a graph, whose next replay overwrites it.
@@ -145,8 +145,10 @@ class MixtureRuntime:
         if statistics:
             sums = torch.stack([one.sums for one in statistics.values()])
             self.statistics = {
-                number: replace(one, sums=own, rows=None if one.rows is None else one.rows.clone())
-                for (number, one), own in zip(statistics.items(), sums, strict=True)
+                number: replace(
+                    one, sums=layer_sums, rows=None if one.rows is None else one.rows.clone()
+                )
+                for (number, one), layer_sums in zip(statistics.items(), sums, strict=True)
             }
 
     @property

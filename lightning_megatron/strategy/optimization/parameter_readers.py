@@ -195,15 +195,17 @@ def _called(hook: Any) -> Iterator[FunctionType]:
 def _named_by(function: FunctionType, owner: object) -> Iterator[object]:
     """Yield the objects behind a function's names: globals, closures and attributes."""
     names = {name for code in _codes(function) for name in code.co_names}
-    found = [function.__globals__[name] for name in names if name in function.__globals__]
-    found += [value for cell in function.__closure__ or () if (value := _content(cell)) is not None]
-    yield from found
-    for one in found:
+    objects = [function.__globals__[name] for name in names if name in function.__globals__]
+    objects += [
+        value for cell in function.__closure__ or () if (value := _content(cell)) is not None
+    ]
+    yield from objects
+    for one in objects:
         if isinstance(one, ModuleType) and one.__name__.partition(".")[0] != "torch":
             yield from (vars(one)[name] for name in names if name in vars(one))
-    own = {} if owner is None else {name: getattr(type(owner), name, None) for name in names}
+    attributes = {} if owner is None else {name: getattr(type(owner), name, None) for name in names}
     yield from (
-        method.__get__(owner) for method in own.values() if isinstance(method, FunctionType)
+        method.__get__(owner) for method in attributes.values() if isinstance(method, FunctionType)
     )
 
 

@@ -72,15 +72,15 @@ class ReplicaCheck:
             self._num_steps[names] += 1
             return False
         everyone = all_gather_objects(sorted(self._search.found), self._main.mesh.tp)
-        found = {name for one in everyone for name in one} - self._reducer.used_on_parts
-        if found:
-            self._reducer.used_on_parts |= found
-            shown = ", ".join(sorted(found)[:_NUM_SHOWN]) + (
-                ", ..." if len(found) > _NUM_SHOWN else ""
+        partial = {name for one in everyone for name in one} - self._reducer.used_on_parts
+        if partial:
+            self._reducer.used_on_parts |= partial
+            shown = ", ".join(sorted(partial)[:_NUM_SHOWN]) + (
+                ", ..." if len(partial) > _NUM_SHOWN else ""
             )
             rank_zero_info(
-                f"{len(found)} parameter(s) are used on a part of the features by each rank of tp, "
-                f"so their gradients are summed over tp: {shown}."
+                f"{len(partial)} parameter(s) are used on a part of the features by each rank of "
+                f"tp, so their gradients are summed over tp: {shown}."
             )
         return True
 

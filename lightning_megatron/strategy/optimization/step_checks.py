@@ -95,7 +95,7 @@ class StepChecks:
         Communication: that of :func:`check_finite` and of :meth:`ReplicaCheck.before_sums`.
         """
         if self.checks_gradients:
-            check_finite(self._reducer.unreduced(names), self._main.mesh, self._step)
+            check_finite(self._reducer.unreduced_gradients(names), self._main.mesh, self._step)
         if self._finite is not None and self._finite.looks:
             self._main.wait()
             # Weights in 8 bits have noted their largest magnitudes, which stand for them.

@@ -69,7 +69,7 @@ class StepClipping:
         self._deferred: DeferredClipping | None = None
 
     @contextmanager
-    def deferring(self, deferral: Deferral) -> Iterator[None]:
+    def defer_to(self, deferral: Deferral) -> Iterator[None]:
         """Defer clipping inside the block to the code that calls :meth:`take`.
 
         Args:
@@ -101,9 +101,9 @@ class StepClipping:
             norm = torch.empty((), dtype=torch.float32, device=self._main.mesh.device)
             self._deferred = DeferredClipping(clipping, norm)
         else:
-            found, factor = clipping.begin()
-            assert found is not None, "clipping by norm has a norm"
-            norm = found
+            computed, factor = clipping.begin()
+            assert computed is not None, "clipping by norm has a norm"
+            norm = computed
             self._deferred = DeferredClipping(clipping, norm, (norm, factor))
         self._note("gradient norm", norm)
         if self._deferral == "nothing":

@@ -126,7 +126,7 @@ class StepGradients:
 
     def rescale(self, factor: float) -> None:
         """Rescale unfinished gradients after the loss scale has changed by ``factor``."""
-        gradients = list(self._reducer.unreduced(self._unfinished).values())
+        gradients = list(self._reducer.unreduced_gradients(self._unfinished).values())
         if gradients and factor != 1.0:
             torch._foreach_mul_(gradients, factor)
 

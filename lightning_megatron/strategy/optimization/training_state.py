@@ -265,7 +265,7 @@ class TrainingState:
         is_fused = self._fused_update.serves(self.main, optimizer)
         is_skipped = False
         stored = False
-        with self.clipping.deferring(self._deferral(is_fused)):
+        with self.clipping.defer_to(self._deferral(is_fused)):
             if self._loss_scale is None and not is_fused:
                 result = optimizer.step(closure=with_gradients, **options)
             else:
@@ -311,7 +311,7 @@ class TrainingState:
             return norm
 
         def after(part: int) -> None:
-            self.main.gather.updated(step.pieces[part].names)
+            self.main.gather.mark_updated(step.pieces[part].names)
 
         def part_of(piece: UpdatePiece) -> Callable[[], None]:
             # The first part sets the factor when it runs or is captured.
@@ -343,11 +343,13 @@ class TrainingState:
 
     def _chunks_of_parameters(self) -> dict[int, int | None]:
         """Return the chunk of each parameter by identity; None for one that several chunks read."""
-        found: dict[int, set[int | None]] = {}
+        chunks_by_id: dict[int, set[int | None]] = {}
         for model in self._models:
             for name, parameter in model.named_parameters(remove_duplicate=False):
-                found.setdefault(id(parameter), set()).add(model.chunk_of(name))
-        return {key: chunks.pop() if len(chunks) == 1 else None for key, chunks in found.items()}
+                chunks_by_id.setdefault(id(parameter), set()).add(model.chunk_of(name))
+        return {
+            key: chunks.pop() if len(chunks) == 1 else None for key, chunks in chunks_by_id.items()
+        }
 
     def _stacks(self) -> Iterator[tuple[Tensor, ...]]:
         """List the parameters that must be neighbours in flat buffers."""

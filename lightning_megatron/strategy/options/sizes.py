@@ -73,9 +73,9 @@ def check_sizes(
         _check_folder(module, options, layout, seq_length)
     elif layout.cp > 1 and not is_overridden("configure_model", module):
         # A module with configure_model may build its decoder there, once groups exist.
-        for found in check_cut(module, layout.cp, options.tensor_parallel_plan):
-            found.check_layout(layout)
-            check_context_transport(found, options, layout)
+        for model in check_cut(module, layout.cp, options.tensor_parallel_plan):
+            model.check_layout(layout)
+            check_context_transport(model, options, layout)
     if options.products is not None:
         for known in _configs_of(module, options):
             check_fp8_config(known, options.products, layout.tp, options.backend)

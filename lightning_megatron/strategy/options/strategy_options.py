@@ -44,7 +44,7 @@ from lightning_megatron.strategy.options.sequence_option import check_sequence_p
 
 _Strategy = TypeVar("_Strategy")
 #: Durations above 31 years overflow the nanosecond clocks of communication libraries.
-_TIMEOUT_RANGE = Range(above=0, most=1_000_000_000)
+_TIMEOUT_RANGE = Range(above=0, maximum=1_000_000_000)
 
 
 def documents_options(strategy: type[_Strategy]) -> type[_Strategy]:
@@ -53,12 +53,12 @@ def documents_options(strategy: type[_Strategy]) -> type[_Strategy]:
     Args:
         strategy: Class whose arguments are the fields of :class:`StrategyOptions`.
     """
-    own = inspect.getdoc(strategy)
+    summary = inspect.getdoc(strategy)
     options = inspect.getdoc(StrategyOptions)
     # Python removes docstrings with -OO.
-    if own is not None and options is not None:
+    if summary is not None and options is not None:
         section = options[options.find("Args:") : options.find("Raises:")].rstrip()
-        strategy.__doc__ = f"{own}\n\n{section}\n"
+        strategy.__doc__ = f"{summary}\n\n{section}\n"
     return strategy
 
 
@@ -231,7 +231,7 @@ class StrategyOptions:
     recompute: Recompute | Recomputation | None
     loss_chunk: LossChunk
     expert_transport: Transport
-    expert_rows: Annotated[float, Range(least=1)] | None
+    expert_rows: Annotated[float, Range(minimum=1)] | None
     expert_clones: Index | ExpertClones
     tensor_parallel_plan: dict[str, str] | None
     pipeline_plan: dict[str, str] | None
@@ -323,10 +323,10 @@ class StrategyOptions:
     @property
     def clones(self) -> ExpertClones | None:
         """Return the places for clones of experts; None without any."""
-        found = self.expert_clones
-        if isinstance(found, ExpertClones):
-            return found
-        return ExpertClones(found) if found else None
+        option = self.expert_clones
+        if isinstance(option, ExpertClones):
+            return option
+        return ExpertClones(option) if option else None
 
     @property
     def chunk_shape(self) -> PlacementShape:
@@ -342,8 +342,8 @@ class StrategyOptions:
     def needs_tables(self) -> bool:
         """Return whether an argument needs a feature that only this package's models have."""
         is_on = self.ep > 1, self.cp > 1, self.sequence_parallel, self.overlap_tensor_parallel
-        given = self.recompute, self.loss_chunk, self.fp8
-        return any(is_on) or any(one is not None for one in given) or self.backend == "te"
+        options = self.recompute, self.loss_chunk, self.fp8
+        return any(is_on) or any(one is not None for one in options) or self.backend == "te"
 
     @property
     def schedule_name(self) -> ScheduleName:
@@ -385,8 +385,8 @@ class StrategyOptions:
     @property
     def timeout_delta(self) -> timedelta | None:
         """Return the timeout as a timedelta, as torch expects."""
-        given = self.timeout
-        return timedelta(seconds=given) if isinstance(given, (int, float)) else given
+        timeout = self.timeout
+        return timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
 
     def as_dict(self) -> dict[str, Any]:
         """Return all arguments by name."""

@@ -97,7 +97,7 @@ def restore_finetuning(
             states those of all stages.
     """
     states = checkpoint.get("callbacks", {})
-    own = {name for name, _ in module.named_parameters()}
+    present = {name for name, _ in module.named_parameters()}
     named = [
         [group["parameters"] for group in one["groups"]] for one in checkpoint.get(OPTIMIZERS) or ()
     ]
@@ -106,7 +106,7 @@ def restore_finetuning(
             callback.load_state_dict(states[callback.state_key])
             callback._internal_optimizer_metadata = {
                 index: [
-                    {**group, "params": [name for name in names if name in own]}
+                    {**group, "params": [name for name in names if name in present]}
                     for group, names in zip(
                         groups, _names_of(groups, named[index : index + 1]), strict=True
                     )

@@ -104,27 +104,27 @@ class HangWatch:
         # lowest waiting rank usually reports.
         ask_at = _READ_STATUS_AT + (_REPORT_AT - _READ_STATUS_AT) / 2 * self._rank / self._num_ranks
         while not self._stop.wait(self._period):
-            own = self._publish()
+            status = self._publish()
             # The host waits for the results of a GPU's collectives at any line, not inside them, so
             # that ``waits`` is set only for collectives on the CPU.
-            timeout = self._timeout if own.waits else self._device_timeout
-            if own.progress != before:
-                before = own.progress
+            timeout = self._timeout if status.waits else self._device_timeout
+            if status.progress != before:
+                before = status.progress
                 since = time.monotonic()
             elif timeout is not None and time.monotonic() - since >= ask_at * timeout:
-                self._ask(own, since, timeout)
+                self._ask(status, since, timeout)
 
     def _publish(self) -> RankStatus:
         self._number += 1
-        own = RankStatus.observe(self._rank, self._number, self._activity(), self._journal)
-        text = own.to_text()
+        status = RankStatus.observe(self._rank, self._number, self._activity(), self._journal)
+        text = status.to_text()
         with suppress(OSError):  # a full or vanished temporary folder must not stop the training
             written = self._path(self._rank).with_suffix(".new")
             written.write_text(text, encoding="utf-8")
             os.replace(written, self._path(self._rank))
         if self._notices is not None:
             self._notices.post(str(self._rank), text)
-        return own
+        return status
 
     def _path(self, rank: int) -> Path:
         return self._folder / f"status_{rank}.json"

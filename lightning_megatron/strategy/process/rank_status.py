@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from lightning_megatron.groups.device_counter import DevicePlace
+from lightning_megatron.groups.device_counter import DeviceProgress
 from lightning_megatron.groups.journal import Call, Journal
 
 _PACKAGE = str(Path(__file__).parents[2])
@@ -63,7 +63,7 @@ class RankStatus:
     call: Call | None
     counts: dict[str, int] = field(default_factory=dict)
     lines: tuple[str, ...] = ()
-    device: DevicePlace | None = None
+    device: DeviceProgress | None = None
 
     @classmethod
     def observe(cls, rank: int, number: int, activity: str, journal: Journal) -> RankStatus:
@@ -83,7 +83,7 @@ class RankStatus:
             # An atomic copy, because the main thread keeps counting.
             counts=dict(journal.counts),
             lines=_interesting_lines(frames),
-            device=None if journal.device is None else journal.device.place,
+            device=None if journal.device is None else journal.device.progress,
         )
 
     @property
@@ -101,11 +101,11 @@ class RankStatus:
         values = json.loads(text)
         call = values.pop("call")
         kind, axis, number, ranks = call or ("", "", 0, ())
-        found = Call(kind, axis, number, tuple(ranks)) if call else None
+        last_call = Call(kind, axis, number, tuple(ranks)) if call else None
         place = values.pop("device")
-        device = None if place is None else DevicePlace(*place)
+        device = None if place is None else DeviceProgress(*place)
         lines = tuple(values.pop("lines"))
-        return cls(**values, call=found, lines=lines, device=device)
+        return cls(**values, call=last_call, lines=lines, device=device)
 
 
 def _main_frames() -> Iterator[FrameType]:

@@ -71,9 +71,15 @@ def join_processes(
     patience = DEFAULT_TIMEOUTS[device.type]
     patience = max(timeout or patience, patience)
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
-    of_agent = os.environ.get(AGENT_STORE) == "True"
+    use_agent_store = os.environ.get(AGENT_STORE) == "True"
     store = open_store(
-        environment.main_address, environment.main_port, rank, size, patience, of_agent, listener
+        environment.main_address,
+        environment.main_port,
+        rank,
+        size,
+        patience,
+        use_agent_store,
+        listener,
     )
     # Ranks with different configurations might create groups with different backends and hang, so
     # that the comparison comes first.

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_megatron.pipeline.microbatch import is_cut, samples_in
+from lightning_megatron.pipeline.microbatch import count_samples, is_cut
 from lightning_megatron.plan.global_batch import GlobalBatch
 
 
@@ -34,7 +34,7 @@ class BatchGrowth:
         """
         if not self._grows or is_cut(batch):
             return None
-        size = samples_in(batch)
+        size = count_samples(batch)
         last = self._last
         self._last = size
         if last is None or size <= last:

@@ -151,7 +151,7 @@ class LimitedRows:
     def _run(
         self, first: Callable[[], _Ran], again: Callable[[], _Ran], restore: Callable[[], None]
     ) -> _Ran:
-        with self._limit.limiting(), self._reading():
+        with self._limit.limit_rows(), self._reading():
             result = first()
         if not self._limit.was_too_small():
             return result
@@ -161,7 +161,7 @@ class LimitedRows:
             self.graphs.suspend()
         try:
             restore()
-            with self._limit.measuring() as measured:
+            with self._limit.measure_rows() as measured:
                 result = again()
         except Exception as error:
             error.add_note(
@@ -192,12 +192,12 @@ class LimitedRows:
     def _warn(self, needs: Sequence[RowNeed]) -> None:
         """Warn of the buffer that needed the most rows, and let the limit grow on all ranks."""
         largest = max(needs, key=_over_share, default=None)
-        found = [
+        row_needs = [
             (need, rank)
             for rank, need in enumerate(all_gather_objects(largest, self._mesh.world_cpu))
             if need is not None
         ]
-        need, rank = max(found, key=lambda pair: _over_share(pair[0]))
+        need, rank = max(row_needs, key=lambda pair: _over_share(pair[0]))
         factor = self._limit.factor
         words = (
             f"experts: layer {need.layer} needed {need.rows:,} rows on rank {rank}, "

@@ -34,8 +34,8 @@ def choose_token_scale(microbatches: Sequence[Microbatch]) -> int:
     Args:
         microbatches: Microbatches of the batch.
     """
-    found = sum(count_tokens(part.data) or part.num_samples for part in microbatches)
-    return 1 << (max(found, 1).bit_length() - 1)
+    num_tokens = sum(count_tokens(part.data) or part.num_samples for part in microbatches)
+    return 1 << (max(num_tokens, 1).bit_length() - 1)
 
 
 class MicrobatchLosses:
@@ -141,14 +141,14 @@ class MicrobatchLosses:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the reported loss: that of the step, at least float32."""
-        found = (
+        dtype = (
             torch.float32
             if self._losses
             else torch.promote_types(torch.get_default_dtype(), torch.float32)
         )
         for loss in self._losses:
-            found = torch.promote_types(found, loss.dtype)
-        return found
+            dtype = torch.promote_types(dtype, loss.dtype)
+        return dtype
 
     def report(self) -> Tensor:
         """Return the mean loss in float64: over tokens, or over samples divided by ``divisor``.

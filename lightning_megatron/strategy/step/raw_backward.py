@@ -10,7 +10,7 @@ import torch
 
 
 @contextmanager
-def surrounding_backward(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+def wrap_backward_passes(around: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Run every backward pass that starts inside the block in a new context.
 
     The interception covers ``loss.backward()`` and ``torch.autograd.backward(...)``. A nested pass,

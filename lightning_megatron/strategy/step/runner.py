@@ -18,7 +18,7 @@ from lightning_megatron.graphs.step_graph import RanStep
 from lightning_megatron.groups.collectives import broadcast_object
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.executor import PipelineExecutor
-from lightning_megatron.pipeline.microbatch import Microbatch, is_cut, own_containers, split_batch
+from lightning_megatron.pipeline.microbatch import Microbatch, copy_containers, is_cut, split_batch
 from lightning_megatron.pipeline.step_plans import Trial
 from lightning_megatron.plan.microbatches import MicrobatchRule
 from lightning_megatron.strategy.logs.log_record import Recorder
@@ -45,8 +45,8 @@ from lightning_megatron.strategy.step.weight_reads import WeightReads
 from lightning_megatron.strategy.step.whole_steps import WholeSteps
 from lightning_megatron.strategy.trials.feature_trial import FeatureTrials
 from lightning_megatron.strategy.trials.microbatch_check import MicrobatchTrials
-from lightning_megatron.strategy.trials.unsharded_modules import naming_unsharded_modules
-from lightning_megatron.strategy.trials.weight_writes import keeping_state
+from lightning_megatron.strategy.trials.unsharded_modules import name_unsharded_modules
+from lightning_megatron.strategy.trials.weight_writes import preserve_state
 
 
 class StepRunner:
@@ -188,11 +188,11 @@ class StepRunner:
         ) -> MicrobatchOutputs:
             losses = MicrobatchLosses(parts, factor, divisor, token_scale)
             guard = self.reads.guard(module, "training_step")
-            with self._replay.record(module) as own:
+            with self._replay.record(module) as log:
                 outputs = self._run(
-                    module, "training_step", list(parts), args, own, step, losses, passes, guard
+                    module, "training_step", list(parts), args, log, step, losses, passes, guard
                 )
-            return MicrobatchOutputs(outputs, own, losses)
+            return MicrobatchOutputs(outputs, log, losses)
 
         graphs = self.whole_steps
         limited = self.limited_rows
@@ -246,9 +246,9 @@ class StepRunner:
 
         def run(parts: Sequence[Microbatch], args: tuple[Any, ...]) -> MicrobatchOutputs:
             guard = self.reads.guard(module, name)
-            with self._replay.record(module) as own:
-                outputs = self._run(module, name, list(parts), args, own, step, guard=guard)
-            return MicrobatchOutputs(outputs, own)
+            with self._replay.record(module) as log:
+                outputs = self._run(module, name, list(parts), args, log, step, guard=guard)
+            return MicrobatchOutputs(outputs, log)
 
         def eagerly() -> RanStep[MicrobatchOutputs]:
             return RanStep(run(microbatches, args))
@@ -345,7 +345,7 @@ class StepRunner:
         is_repeated = self._mesh.pp.size > 1 or self.limited_rows is not None
         sizes = {id(part.data): part.num_samples for part in microbatches}
         step_fn = getattr(module, name)
-        trial = Trial(name, partial(keeping_state, module, name))
+        trial = Trial(name, partial(preserve_state, module, name))
         guard = nullcontext() if guard is None else guard
 
         def run_one(data: Any) -> Any:
@@ -353,11 +353,11 @@ class StepRunner:
             begin()
             with (
                 guard,
-                naming_unsharded_modules(module, self._mesh),
+                name_unsharded_modules(module, self._mesh),
                 self._attribute_sync.trial() if self._executor.is_repeated else nullcontext(),
             ):
                 # A step may remove entries from its batch, and another run needs them again.
-                return step_fn(own_containers(data) if is_repeated else data, *args)
+                return step_fn(copy_containers(data) if is_repeated else data, *args)
 
         if losses is None or passes is None:
             return self._executor.run(run_one, microbatches, backward=False, step=step, trial=trial)

@@ -56,7 +56,7 @@ class ScheduleChoice:
         self._times: ActionTimes | None = None
         self._measured: MeasuredStages | None = None
         self._schedules: dict[int, Schedule] = {}
-        executor.follow(self._schedule)
+        executor.use_schedule(self._schedule)
 
     @property
     def measured(self) -> MeasuredStages | None:
@@ -91,7 +91,7 @@ class ScheduleChoice:
                 medians, self._mesh, self._placement, free, transfer
             )
             self._times = None
-            self._executor.follow(self._schedule)
+            self._executor.use_schedule(self._schedule)
 
     def _schedule(self, num_microbatches: int, forward_only: bool) -> Schedule:
         base = self._base(num_microbatches, forward_only)
@@ -118,7 +118,7 @@ class ScheduleChoice:
         limit = own_peak * (2 - 1 / base.num_stages)
         if measured.free is not None:
             limit = max(float(measured.free), own_peak)
-        found = search_schedule(
+        result = search_schedule(
             base.num_stages,
             base.num_microbatches,
             measured.costs,
@@ -129,8 +129,8 @@ class ScheduleChoice:
         )
         is_known = measured.free is not None
         transfer = measured.costs.transfer
-        rank_zero_info(_described(found, base.num_microbatches, limit, is_known, transfer))
-        return found.chosen.schedule
+        rank_zero_info(_described(result, base.num_microbatches, limit, is_known, transfer))
+        return result.chosen.schedule
 
     def _free(self, medians: Sequence[ActionMedians], num_microbatches: int) -> int | None:
         """Return the memory of this rank that is free for activations; None on a CPU (bytes)."""

@@ -20,8 +20,8 @@ class SharedCasts:
     """
 
     def __init__(self, models: Sequence[LayeredModule], options: StrategyOptions) -> None:
-        found = [model.weight_casts for model in models]
-        self._casts = [casts for casts in found if casts is not None]
+        casts_of_models = [model.weight_casts for model in models]
+        self._casts = [casts for casts in casts_of_models if casts is not None]
         self._settings = options.products
         self._graphs = options.graph_mode
 

@@ -34,8 +34,8 @@ class TokenCounting:
         Communication: at the first call one all-reduce over the data axis on the CPU.
         """
         if self._scale is None:
-            own = torch.tensor(choose_token_scale(microbatches))
-            self._scale = int(all_reduce_(own, self._mesh.data_cpu, "max"))
+            local_scale = torch.tensor(choose_token_scale(microbatches))
+            self._scale = int(all_reduce_(local_scale, self._mesh.data_cpu, "max"))
         return self._scale
 
     def check(self, is_counted: bool) -> None:

@@ -31,13 +31,13 @@ from lightning_megatron.strategy.private.loops import (
     total_batch_index,
 )
 from lightning_megatron.strategy.step.batch_growth import BatchGrowth
-from lightning_megatron.strategy.step.raw_backward import surrounding_backward
+from lightning_megatron.strategy.step.raw_backward import wrap_backward_passes
 from lightning_megatron.strategy.step.run_graphs import RunGraphs
 from lightning_megatron.strategy.step.runner import StepRunner
 from lightning_megatron.strategy.step.scheduled_loop import ClearGradients
 from lightning_megatron.strategy.step.step_values import BackwardPasses, StepResult
 from lightning_megatron.strategy.step.whole_steps import WholeSteps
-from lightning_megatron.strategy.trials.unsharded_modules import naming_unsharded_modules
+from lightning_megatron.strategy.trials.unsharded_modules import name_unsharded_modules
 
 
 class TrainingSteps:
@@ -226,8 +226,8 @@ class TrainingSteps:
         if self._mixtures.loss_weight is not None:
             self._mixtures.loss_weight.value = self._precision.loss_factor
         guard = self._runner.reads.guard(self._module, "training_step")
-        passes = surrounding_backward(self._state.gradients.raw_backward)
-        with guard, passes, naming_unsharded_modules(self._module, self._mesh):
+        passes = wrap_backward_passes(self._state.gradients.raw_backward)
+        with guard, passes, name_unsharded_modules(self._module, self._mesh):
             output = self._module.training_step(*args, **kwargs)
         self._finish_step()
         return output
@@ -243,11 +243,11 @@ class TrainingSteps:
         if self._has_checked_batch or all(axis.size == 1 for axis in axes):
             return
         self._has_checked_batch = True
-        found = {"first training batch of its data-parallel rank": digest_of(batch)}
+        digests = {"first training batch of its data-parallel rank": digest_of(batch)}
         for axis in axes:
             check_same_everywhere(
                 axis,
-                found,
+                digests,
                 "Call seed_everything before the data is made if it, its order or its augmentation "
                 "is random, and let no data depend on the rank: the strategy gives each "
                 "data-parallel rank its own batches.",

@@ -197,8 +197,10 @@ class _Guard(TorchFunctionMode):
                     return False
                 # A module may read whole weights of its submodules, but sharded weights only if it
                 # owns them directly. A pipelined module has only some of its layers, so it may not.
-                own = module.parameters(recurse=not is_cut)
-                if not isinstance(module, PipelinedModule) and any(one is parameter for one in own):
+                parameters = module.parameters(recurse=not is_cut)
+                if not isinstance(module, PipelinedModule) and any(
+                    one is parameter for one in parameters
+                ):
                     return True
             frame = frame.f_back
         return False

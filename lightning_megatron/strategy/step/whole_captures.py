@@ -89,11 +89,11 @@ class WorldAgreement:
 
         Communication: one gather of objects on the CPU over the world.
         """
-        found = failure_of_any(failure, self._world)
-        if found is None:
+        reason = failure_of_any(failure, self._world)
+        if reason is None:
             return None
         keeps_update = self._update is not None and not self._update.is_off
-        return eager_warning(found, self._settings.on_failure == "error", keeps_update)
+        return eager_warning(reason, self._settings.on_failure == "error", keeps_update)
 
 
 class WholeCaptures:

@@ -17,7 +17,7 @@ from torchmetrics import Metric
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.graphs.captured_index import CapturedIndex
 from lightning_megatron.graphs.step_graph import RanStep, Step, StepGraphs
-from lightning_megatron.graphs.user_hooks import why_hooked
+from lightning_megatron.graphs.user_hooks import describe_user_hook
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.modules.module_state import ModuleState
@@ -143,7 +143,7 @@ class WholeSteps:
                 holds_sums=sums,
                 variant=(sums, gather.is_deferred, states is not None),
                 prepare=gather.wait_for_started,
-                around=partial(refusing_kept_changes, self._module, "training_step"),
+                around=partial(refuse_kept_changes, self._module, "training_step"),
                 held=partial(attributes_of, self._module),
             )
         )
@@ -182,7 +182,7 @@ class WholeSteps:
                 run_eagerly=lambda: run(microbatches, args),
                 run=lambda given: run(given, _unread(args)),
                 prepare=self._state.main.wait,
-                around=partial(refusing_kept_changes, self._module, key[0]),
+                around=partial(refuse_kept_changes, self._module, key[0]),
                 held=partial(attributes_of, self._module),
             )
         )
@@ -223,7 +223,7 @@ class WholeSteps:
 
 
 @contextmanager
-def refusing_kept_changes(module: nn.Module, step: str) -> Iterator[None]:
+def refuse_kept_changes(module: nn.Module, step: str) -> Iterator[None]:
     """Refuse steps with Python effects that a replay would not repeat, and undo these effects.
 
     A replay runs no Python code, so it neither calls hooks of modules nor changes attributes.
@@ -237,7 +237,7 @@ def refusing_kept_changes(module: nn.Module, step: str) -> Iterator[None]:
             an attribute has changed or a metric was updated. Changes of tensors in place are
             allowed, because replays repeat them.
     """
-    hook = why_hooked(module)
+    hook = describe_user_hook(module)
     if hook is not None:
         raise UnsupportedError(f"a captured {step} must not call user hooks: {hook}")
     state = ModuleState(module)
@@ -272,12 +272,12 @@ def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
     Args:
         module: Module whose steps are captured.
     """
-    found = []
+    attributes = []
     for part in module.modules():
         for held in (vars(part), part._buffers):
-            found.append(dict(held))
-            found += [dict(vars(one)) for one in held.values() if _is_user_object(one)]
-    return found
+            attributes.append(dict(held))
+            attributes += [dict(vars(one)) for one in held.values() if _is_user_object(one)]
+    return attributes
 
 
 def _is_user_object(value: Any) -> bool:

@@ -37,9 +37,9 @@ class ConstantRandomValues(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        given = dict(kwargs or {})
+        options = dict(kwargs or {})
         is_drawn = torch.Tag.nondeterministic_seeded in func.tags
-        result = _drawn(func, args, given) if is_drawn else func(*args, **given)
+        result = _drawn(func, args, options) if is_drawn else func(*args, **options)
         for value in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(value, Tensor) and value.is_floating_point():
                 self.spacing = max(self.spacing, torch.finfo(value.dtype).eps)

@@ -17,15 +17,15 @@ from lightning_megatron.strategy.trials.trial_step import (
     Run,
     TrialStep,
     is_close,
-    uncompiled,
-    undoing_changes,
+    undo_changes,
+    without_compilation,
 )
 from lightning_megatron.strategy.trials.weight_writes import WeightWrites
 from lightning_megatron.swap.whole_features import (
     CutLayer,
     LayerInput,
     cut_layers,
-    recording_inputs,
+    record_inputs,
 )
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class FeatureTrials:
         # Stages have different layers, but the trial is collective: all stages run it, or none.
         if not any(all_gather_objects(bool(layers), self._mesh.world_cpu)):
             return
-        with undoing_changes(self._module, self._mesh) as state, uncompiled(self._module):
+        with undo_changes(self._module, self._mesh) as state, without_compilation(self._module):
             _FeatureTrial(self._mesh, self._module, step, run, state, layers).compare(part)
 
 
@@ -199,7 +199,7 @@ class _FeatureTrial:
     def _run(self, part: Microbatch, *, is_whole: bool, seed: int = 0) -> _Result:
         result = _Result()
         writes = WeightWrites(self._module)
-        with recording_inputs(self._layers, self._mesh.tp, is_whole=is_whole) as result.inputs:
+        with record_inputs(self._layers, self._mesh.tp, is_whole=is_whole) as result.inputs:
             try:
                 with writes:
                     readings = self._trial_step.read([part], seed)
@@ -234,13 +234,13 @@ class _FeatureTrial:
         # in earlier code, and is not reported by itself.
         differences = [one for _, one in everyone if one is not None]
         first = min(differences, key=lambda one: one.number, default=None)
-        found = next((one for one, _ in everyone if one), None) or {}
-        if not found and (first is None or not first.is_inside):
+        located = next((one for one, _ in everyone if one), None) or {}
+        if not located and (first is None or not first.is_inside):
             return
         tp = self._mesh.tp.size
         listed = [
             f"{name} is {cut:.9g}, and {whole:.9g} with all features"
-            for name, (cut, whole) in found.items()
+            for name, (cut, whole) in located.items()
         ]
         if first is not None and first.is_inside:
             listed.append(f"the input of {first.layer!r} is {first.distance:.2g} of its size away")

@@ -12,7 +12,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.layered import layered_modules
-from lightning_megatron.pipeline.microbatch import Microbatch, ignored_in, is_cut, joined_parts
+from lightning_megatron.pipeline.microbatch import Microbatch, count_ignored, is_cut, join_parts
 from lightning_megatron.strategy.modules.buffers import BatchStatistics
 from lightning_megatron.strategy.modules.module_state import ModuleState
 from lightning_megatron.strategy.trials.trial_step import (
@@ -21,11 +21,11 @@ from lightning_megatron.strategy.trials.trial_step import (
     TrialStep,
     combined,
     is_close,
-    uncompiled,
-    undoing_changes,
+    undo_changes,
+    without_compilation,
 )
 from lightning_megatron.strategy.trials.uneven_masks import UnevenMasks
-from lightning_megatron.strategy.trials.weight_writes import refusing_weight_writes
+from lightning_megatron.strategy.trials.weight_writes import refuse_weight_writes
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class MicrobatchTrials:
             return
         parts = list(microbatches[:_MAX_MICROBATCHES])
         groups = _groups(len(parts))
-        together = joined_parts(batch, parts, groups)
+        together = join_parts(batch, parts, groups)
         # Layers differ between stages, and batches between data ranks, but a trial is collective:
         # either all ranks run it or none.
         if not all(all_gather_objects(bool(groups) and not self._drops, self._mesh.world_cpu)):
@@ -109,10 +109,10 @@ class MicrobatchTrials:
         whole = Microbatch(batch, sum(part.num_samples for part in microbatches))
         # Weights that still arrive from other ranks would look like weights that a step writes.
         self._wait()
-        with undoing_changes(self._module, self._mesh) as state, uncompiled(self._module):
+        with undo_changes(self._module, self._mesh) as state, without_compilation(self._module):
             trial = _MicrobatchTrial(self._mesh, self._module, key[0], run, state, whole)
             try:
-                with refusing_weight_writes(self._module, key[0]):
+                with refuse_weight_writes(self._module, key[0]):
                     if trial.compare(together, groups, parts):
                         self._finished.add(key)
             except UnsupportedError:
@@ -181,8 +181,8 @@ class _MicrobatchTrial:
         tolerance = self._tried.tolerance()
         changed = self._changed_attributes(pairs[0], parts, tolerance)
         self._state.restore()
-        found = _differences(together, groups, alone, tolerance)
-        if self._any_rank(bool(found)):
+        differences = _differences(together, groups, alone, tolerance)
+        if self._any_rank(bool(differences)):
             # Values that Python and NumPy draw once per batch were equal in both runs. Values that
             # they draw per sample cannot be: another seed shows which results depend on them.
             # Without such draws the same seed shows results that differ in every run.
@@ -194,9 +194,11 @@ class _MicrobatchTrial:
                 if name in after.values
                 and not is_close(before.values[name][0], after.values[name][0], tolerance)
             }
-            self._warn_of_unrepeatable(sorted(unrepeatable & found.keys()))
-            found = {name: numbers for name, numbers in found.items() if name not in unrepeatable}
-        self._check_differences(found, changed, parts[0].num_samples)
+            self._warn_of_unrepeatable(sorted(unrepeatable & differences.keys()))
+            differences = {
+                name: numbers for name, numbers in differences.items() if name not in unrepeatable
+            }
+        self._check_differences(differences, changed, parts[0].num_samples)
         is_counted = self._any_rank(any("num_tokens" in results.values for results in alone))
         if alone and not is_counted and tolerance > _COARSE_TOLERANCE and self._mesh.data.rank == 0:
             self._warn_of_ignored_labels(parts)
@@ -289,7 +291,7 @@ class _MicrobatchTrial:
 
     def _warn_of_ignored_labels(self, parts: Sequence[Microbatch]) -> None:
         """Warn of token means over unequal microbatches, which rounding hides in half precision."""
-        counts = [ignored_in(part.data) / part.num_samples for part in parts]
+        counts = [count_ignored(part.data) / part.num_samples for part in parts]
         if len(set(counts)) > 1:
             log.warning(
                 "The microbatches of a batch have different numbers of labels of -100. In half "
@@ -322,7 +324,7 @@ def _differences(
     tolerance: float,
 ) -> dict[str, tuple[float, float, int]]:
     """Return each name's largest difference: combined value, separate value and group size."""
-    found: dict[str, tuple[float, float, int]] = {}
+    differences: dict[str, tuple[float, float, int]] = {}
     for results, group in zip(on_all, groups, strict=False):
         for name, (value, weight) in results.values.items():
             single = [
@@ -331,17 +333,17 @@ def _differences(
             if (
                 len(single) < len(group)
                 or weight == 0.0
-                or len(group) > found.get(name, (0.0, 0.0, 3))[2]
+                or len(group) > differences.get(name, (0.0, 0.0, 3))[2]
             ):
                 continue
             average = combined(single)[0]
-            worst = found.get(name, (0.0, 0.0, 0))
+            worst = differences.get(name, (0.0, 0.0, 0))
             # "not >=" also reports NaN, which "<" would hide.
             if not is_close(value, average, tolerance) and not abs(worst[0] - worst[1]) >= abs(
                 value - average
             ):
-                found[name] = value, average, len(group)
-    return found
+                differences[name] = value, average, len(group)
+    return differences
 
 
 def _text_of_values(

@@ -16,7 +16,7 @@ from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.segments import is_compiled
 from lightning_megatron.models.stage import named_layers
-from lightning_megatron.pipeline.microbatch import Microbatch, own_containers
+from lightning_megatron.pipeline.microbatch import Microbatch, copy_containers
 from lightning_megatron.strategy.logs.log_record import Recorder
 from lightning_megatron.strategy.logs.merge import Weight, loss_in, token_counts_in
 from lightning_megatron.strategy.modules.module_state import ModuleState
@@ -115,7 +115,7 @@ class TrialStep:
             with gradients, constant_values, seeded.running():
                 # The same batch runs several times, so a step that removes its entries gets copies
                 # of the containers.
-                tried = [Microbatch(own_containers(part.data), part.num_samples) for part in parts]
+                tried = [Microbatch(copy_containers(part.data), part.num_samples) for part in parts]
                 return self._run(tried, recorder, seeded.begin)
         finally:
             self._spacing = max(self._spacing, constant_values.spacing)
@@ -123,7 +123,7 @@ class TrialStep:
 
 
 @contextmanager
-def undoing_changes(module: LightningModule, mesh: ParallelMesh) -> Iterator[ModuleState]:
+def undo_changes(module: LightningModule, mesh: ParallelMesh) -> Iterator[ModuleState]:
     """Restore the module's state outside its parameters, and random streams, after the block.
 
     Args:
@@ -145,7 +145,7 @@ def undoing_changes(module: LightningModule, mesh: ParallelMesh) -> Iterator[Mod
 
 
 @contextmanager
-def uncompiled(module: LightningModule) -> Iterator[None]:
+def without_compilation(module: LightningModule) -> Iterator[None]:
     """Run compiled modules eagerly inside the block, if there are any.
 
     Trials run under dispatch modes. ``torch.compile`` never compiles a function again whose first

@@ -79,14 +79,14 @@ class UnevenMasks:
         watch = self._watches.setdefault(key, _Watch())
         data = self._mesh.data_cpu
         watch.num_batches += 1
-        found = _uneven(batch, parts, watch.tried)
-        is_free = data.size == 1 and all(flag.device.type == "cpu" for flag in found.values())
+        flags = _uneven(batch, parts, watch.tried)
+        is_free = data.size == 1 and all(flag.device.type == "cpu" for flag in flags.values())
         is_due = watch.num_batches < _NUM_FIRST_BATCHES or watch.num_batches % _INTERVAL == 0
         if not (is_free or is_due or watch.is_armed):
-            for name, flag in found.items():
+            for name, flag in flags.items():
                 watch.pending[name] = watch.pending[name] | flag if name in watch.pending else flag
             return False
-        now = {name for name, flag in found.items() if flag.item()}
+        now = {name for name, flag in flags.items() if flag.item()}
         before = {name for name, flag in watch.pending.items() if flag.item()}
         watch.pending.clear()
         everyone = all_gather_objects((now, before), data)
@@ -101,17 +101,17 @@ def _uneven(
 ) -> dict[tuple[str, int], Tensor]:
     """Return a flag on the device for each tensor and value: whether its shares are unequal."""
     total = sum(part.num_samples for part in parts)
-    found = {}
+    flags = {}
     for path, tensor in tensors_in(batch):
         if not tensor.dim() or len(parts) < 2:
             continue
         tensor = tensor[:total]
         is_label = tensor.dtype in (torch.int32, torch.int64)
         if is_label and (path, _IGNORED) not in known:
-            found[path, _IGNORED] = _is_uneven(tensor == _IGNORED, parts)
+            flags[path, _IGNORED] = _is_uneven(tensor == _IGNORED, parts)
         if tensor.dim() == 2 and (path, 0) not in known:
-            found[path, 0] = _is_uneven(tensor == 0, parts)
-    return found
+            flags[path, 0] = _is_uneven(tensor == 0, parts)
+    return flags
 
 
 def _is_uneven(marks: Tensor, parts: Sequence[Microbatch]) -> Tensor:

@@ -25,9 +25,8 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)
 
 
 @contextmanager
-def naming_unsharded_modules(root: nn.Module, mesh: ParallelMesh) -> Iterator[None]:
-    """Add the name of the unsharded module to torch's shape errors, if it received sharded
-    features.
+def name_unsharded_modules(root: nn.Module, mesh: ParallelMesh) -> Iterator[None]:
+    """Name the unsharded module in torch's shape errors, if it received sharded features.
 
     A shape error or a failed assertion in the user's own code gets a note that names the layers
     whose features are cut.
@@ -54,13 +53,13 @@ def _reason(error: Exception, root: nn.Module, tp: int) -> str | None:
     if tp == 1 or frame is None:
         return None
     module: nn.Module = frame.f_locals["self"]
-    found = _sharded_and_full_size(module, frame.f_locals.get("args", ()), tp)
+    example = _sharded_and_full_size(module, frame.f_locals.get("args", ()), tp)
     name = next((name for name, one in root.named_modules() if one is module), None)
     if name is not None and isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
         return _reason_of_layer(module, name, frame.f_locals.get("args", ()), tp)
-    if found is None or name is None:
+    if example is None or name is None:
         return None
-    (part, whole, key) = found
+    (part, whole, key) = example
     kind = type(module).__name__
     return (
         f"a module between layers that are cut over tp ({tp}) must have parameters for this rank's "
@@ -73,25 +72,25 @@ def _reason(error: Exception, root: nn.Module, tp: int) -> str | None:
 
 def _reason_of_layer(module: nn.Module, name: str, args: tuple[object, ...], tp: int) -> str | None:
     """Return why the input size of a sharded layer is wrong; None if it may be right."""
-    given = args[0].shape[-1] if args and isinstance(args[0], Tensor) and args[0].dim() else 0
+    width = args[0].shape[-1] if args and isinstance(args[0], Tensor) and args[0].dim() else 0
     whole = int(module.in_features)  # type: ignore[arg-type]
     rule = f"layers that are cut over tp ({tp}) must follow each other as 'column' and 'row'"
-    if isinstance(module, RowParallelLinear) and not module.split_input and given == whole:
+    if isinstance(module, RowParallelLinear) and not module.split_input and width == whole:
         return (
             f"{rule}: {name!r} ('row') gets all {whole} features, but needs this rank's "
             f"{whole // tp}. Use {{{name!r}: 'row_split'}} in tensor_parallel_plan, or give the "
             "layer before it the kind 'column'. If it already has this kind, take sizes from the "
             "tensors in the code between the two."
         )
-    if isinstance(module, RowParallelLinear) and module.split_input and given * tp == whole:
+    if isinstance(module, RowParallelLinear) and module.split_input and width * tp == whole:
         return (
-            f"{rule}: {name!r} ('row_split') gets this rank's {given} features, but splits all "
+            f"{rule}: {name!r} ('row_split') gets this rank's {width} features, but splits all "
             f"{whole} itself. Use {{{name!r}: 'row'}} in tensor_parallel_plan, or the kind "
             "'column_gather' for the layer before it."
         )
-    if isinstance(module, ColumnParallelLinear) and given * tp == whole:
+    if isinstance(module, ColumnParallelLinear) and width * tp == whole:
         return (
-            f"{rule}: {name!r} ('column') gets this rank's {given} features, but needs all "
+            f"{rule}: {name!r} ('column') gets this rank's {width} features, but needs all "
             f"{whole}. Give the layer before it the kind 'column_gather' in tensor_parallel_plan, "
             f"or {name!r} the kind 'row'."
         )
@@ -128,12 +127,12 @@ def _remedy(module: nn.Module, name: str) -> str:
 
 def _innermost_call(trace: TracebackType | None) -> FrameType | None:
     """Return the frame of the innermost module call before an error."""
-    found = None
+    innermost = None
     while trace is not None:
         if trace.tb_frame.f_code is _MODULE_CALL:
-            found = trace.tb_frame
+            innermost = trace.tb_frame
         trace = trace.tb_next
-    return found
+    return innermost
 
 
 def _sharded_and_full_size(

@@ -15,7 +15,7 @@ from lightning_megatron.strategy.modules.module_state import ModuleState
 
 
 @contextmanager
-def refusing_weight_writes(module: nn.Module, step: str) -> Iterator[None]:
+def refuse_weight_writes(module: nn.Module, step: str) -> Iterator[None]:
     """Refuse weights that a trial step in the block changes, such as those of a teacher.
 
     Args:
@@ -36,7 +36,7 @@ def refusing_weight_writes(module: nn.Module, step: str) -> Iterator[None]:
 
 
 @contextmanager
-def keeping_state(module: nn.Module, step: str) -> Iterator[None]:
+def preserve_state(module: nn.Module, step: str) -> Iterator[None]:
     """Restore the module's buffers and attributes after a trial step, and refuse changed weights.
 
     Args:
@@ -44,11 +44,11 @@ def keeping_state(module: nn.Module, step: str) -> Iterator[None]:
         step: Name of the step.
 
     Raises:
-        UnsupportedError: As in :func:`refusing_weight_writes`.
+        UnsupportedError: As in :func:`refuse_weight_writes`.
     """
     state = ModuleState(module)
     try:
-        with refusing_weight_writes(module, step):
+        with refuse_weight_writes(module, step):
             yield
     finally:
         state.restore()
@@ -97,17 +97,17 @@ class WeightWrites(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run an operator after copying the weights that it writes."""
-        given = dict(kwargs or {})
+        options = dict(kwargs or {})
         if func._schema.is_mutable:
             arguments = func._schema.arguments
             named = [
                 *zip(arguments, args, strict=False),
-                *((one, given.get(one.name)) for one in arguments),
+                *((one, options.get(one.name)) for one in arguments),
             ]
             for argument, value in named:
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     self._keep(value if isinstance(value, (list, tuple)) else [value])
-        return func(*args, **given)
+        return func(*args, **options)
 
     @torch.no_grad()
     def undo(self) -> None:

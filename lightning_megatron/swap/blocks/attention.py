@@ -1,4 +1,4 @@
-"""torch.nn's multi-head attention with heads cut over the tensor axis."""
+"""Multi-head attention of torch.nn with heads cut over the tensor-parallel axis."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_megatron.plan.shards import attention_ranges
 
 
 class HeadParallelAttention(nn.Module):
-    """Multi-head attention with whole heads on each tensor-parallel rank.
+    """Multi-head attention with some of the heads on each tensor-parallel rank.
 
     Equal to torch.nn.MultiheadAttention(embed_dim, num_heads, dropout, bias,
     batch_first=batch_first), with the same parameter names, masks and attention weights.
@@ -85,8 +85,8 @@ class HeadParallelAttention(nn.Module):
 
         Args:
             query: Vectors that attend.
-            key: Vectors that are attended to.
-            value: Vectors that are averaged.
+            key: Vectors to which the queries attend.
+            value: Vectors whose weighted sum is returned.
             key_padding_mask: Keys to ignore ``(B, S)``: True, or a number added to the scores.
             need_weights: Whether to return the attention weights as well.
             attn_mask: Pairs to ignore ``(L, S)`` or ``(B H, L, S)``: True, or a number added to the

@@ -34,10 +34,10 @@ class BlockRequest:
     Args:
         name: Dotted name of the block, for errors.
         module: Block that is replaced.
-        mesh: Process groups of this rank, without sequence parallelism, because these blocks get
-            whole sequences.
+        mesh: Process groups of this rank, without sequence parallelism, because inputs of these
+            blocks are complete sequences.
         layer: Number of the block for random streams.
-        cuts_sequence: Whether ranks share the sequence between blocks of the plan.
+        cuts_sequence: Whether the sequence is cut over tp between blocks of the plan.
         parent: Module around the block.
         device: Device of the block's values; None means the device of its parameters.
     """
@@ -142,7 +142,7 @@ def embedding_over_vocabulary(request: BlockRequest) -> nn.Module:
 
 
 def dropout(request: BlockRequest) -> nn.Module:
-    """Draw different masks of a torch.nn.Dropout on every tensor-parallel rank."""
+    """Make a torch.nn.Dropout draw different masks on every tensor-parallel rank."""
     source = request.module
     assert isinstance(source, nn.Dropout), "the registry gives dropouts only"
     return TensorDropout(source.p, request.mesh, request.layer)
@@ -156,7 +156,7 @@ def features(request: BlockRequest) -> nn.Module:
 
 
 def latent(request: BlockRequest) -> nn.Module:
-    """Let the last outputs of a torch.nn.Linear enter the tensor-parallel region."""
+    """Keep a torch.nn.Linear replicated, whose last outputs enter the tensor-parallel region."""
     assert isinstance(request.module, nn.Linear), "the registry gives linear layers only"
     assert request.parent is not None, "the plan of the model requires it"
     return LatentLinear(request.module, int(request.parent.qk_rope_head_dim), request.mesh)  # type: ignore[arg-type]
@@ -189,7 +189,7 @@ def _check_norm(request: BlockRequest, source: _Norm) -> _Norm:
 
 
 def sequence_dropout(request: BlockRequest) -> nn.Module:
-    """Draw masks of a torch.nn.Dropout for this rank's positions."""
+    """Apply a torch.nn.Dropout to this rank's positions, with a different mask on every rank."""
     source = request.module
     assert isinstance(source, nn.Dropout), "the registry gives dropouts only"
     return SequenceDropout(request.name, source.p, request.mesh, request.layer)
@@ -304,7 +304,7 @@ def _refuse(request: BlockRequest, what: str, settings: dict[str, bool]) -> None
 
 
 def _is_elementwise(activation: object) -> bool:
-    """Return whether a function is element-wise, found by a trial on eight numbers."""
+    """Return whether a function is element-wise, according to a test on eight numbers."""
     if isinstance(activation, nn.Module) and any(True for _ in activation.parameters()):
         return False
     assert callable(activation), "torch.nn.TransformerEncoderLayer takes a function"

@@ -1,4 +1,4 @@
-"""Dropout for activations that are cut over the tensor axis."""
+"""Dropout for activations that are cut over the tensor-parallel axis."""
 
 from __future__ import annotations
 

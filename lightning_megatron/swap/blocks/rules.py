@@ -1,4 +1,4 @@
-"""Rules for swappable blocks: their replacements and the sources of their tensors."""
+"""Rules that map a block to its replacement, and the tensors of one to those of the other."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from lightning_megatron.swap.blocks import builders
 
 @dataclass(frozen=True)
 class TensorRule:
-    """Source tensors, joined along the first dimension, of a target parameter.
+    """Source tensors of a target parameter, which are joined along the first dimension.
 
-    The rule does not contain the rows that a rank keeps; the target parameter's ShardSpec does.
+    The rows that a rank keeps are not in the rule, but in the ShardSpec of the target parameter.
 
     Args:
         target: Dotted name in the target block.
@@ -37,10 +37,10 @@ class BlockRule:
     Args:
         kind: Kind of the plan that requests the rule.
         source: Exact class of the block; subclasses may compute something else.
-        build: Function that builds the target with unfilled parameters, and shares parts that are
-            not sharded.
+        build: Function that builds the target, whose sharded parameters have no values yet. Parts
+            that are not sharded are those of the source.
         tensors: Sources of the values of the target's sharded parameters.
-        shared: Names of parameters that the target shares with the source.
+        shared: Names of the parameters that the target shares with the source.
     """
 
     kind: str
@@ -93,11 +93,11 @@ def rules_of(module: nn.Module) -> dict[str, BlockRule]:
 
 def _rule_for_features(module: nn.Module) -> BlockRule | None:
     """Return the rule for a module with one parameter row per feature or head."""
-    own = dict(module.named_parameters(recurse=False))
-    rows = {parameter.shape[:1] for parameter in own.values()}
-    if len(rows) != 1 or not rows.pop() or len(own) != sum(1 for _ in module.parameters()):
+    parameters = dict(module.named_parameters(recurse=False))
+    rows = {parameter.shape[:1] for parameter in parameters.values()}
+    if len(rows) != 1 or not rows.pop() or len(parameters) != sum(1 for _ in module.parameters()):
         return None
-    return BlockRule("features", type(module), builders.features, _same(*own))
+    return BlockRule("features", type(module), builders.features, _same(*parameters))
 
 
 def build_target(rule: BlockRule, request: builders.BlockRequest) -> nn.Module:
@@ -116,7 +116,7 @@ def build_target(rule: BlockRule, request: builders.BlockRequest) -> nn.Module:
         target = rule.build(request)
     for tensor_rule in rule.tensors:
         _sources_of(target, request, tensor_rule)
-    # Parts taken over from the source keep their training mode.
+    # Parts of the source keep their training mode.
     for module in set(target.modules()) - set(request.module.modules()):
         module.training = request.module.training
     return target
@@ -143,7 +143,7 @@ def fill_target(rule: BlockRule, request: builders.BlockRequest, target: nn.Modu
 def _sources_of(
     target: nn.Module, request: builders.BlockRequest, rule: TensorRule
 ) -> list[Tensor]:
-    """Return the source tensors of a target parameter; empty if neither has it."""
+    """Return the source tensors of a target parameter; empty if source and target lack it."""
     parameter = _tensor(target, rule.target)
     sources = [_tensor(request.module, name) for name in rule.sources]
     present = [source for source in sources if source is not None]
@@ -164,12 +164,12 @@ def _sources_of(
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor | None:
-    found: Any = reduce(getattr, name.split("."), module)
-    return found
+    tensor: Any = reduce(getattr, name.split("."), module)
+    return tensor
 
 
 def source_names(rule: BlockRule, request: builders.BlockRequest) -> Mapping[str, str]:
-    """Map full names of source tensors to target parameters that are made of one tensor only."""
+    """Map full names of source tensors to the target parameters that consist of one of them."""
     return {
         f"{request.name}.{tensor_rule.sources[0]}": tensor_rule.target
         for tensor_rule in rule.tensors

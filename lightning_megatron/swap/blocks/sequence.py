@@ -20,15 +20,15 @@ from lightning_megatron.groups.shard_spec import replicated_spec, set_shard_spec
 from lightning_megatron.layers.fp8.magnitude import GradientMagnitude, Magnitude
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.regions import column_linear, row_linear
-from lightning_megatron.layers.sequence_shard import CUT, SequenceShard, gathered
+from lightning_megatron.layers.sequence_shard import CUT, SequenceShard, gather_shard
 from lightning_megatron.swap.blocks.dropout import TensorDropout
 
-#: Maximum difference of copies of a tensor, relative to its largest element.
+#: Maximum difference between two ranks' copies of a tensor, relative to its largest element.
 _TOLERANCE = 1e-2
 
 
 class _Entry:
-    """Division of a module's complete inputs along the sequence.
+    """Function that cuts a module's complete inputs along the sequence.
 
     Args:
         name: Name of the module, for errors.
@@ -165,22 +165,22 @@ class SequenceRowLinear(RowParallelLinear):
         self, hidden: Tensor, add_bias: bool = True, magnitude: Magnitude | None = None
     ) -> Tensor:
         if self.split_input:
-            hidden = split_to_axis(gathered(hidden), self.mesh.tp, dim=-1)
-        rows = gathered(hidden).movedim(CUT, 0)
+            hidden = split_to_axis(gather_shard(hidden), self.mesh.tp, dim=-1)
+        rows = gather_shard(hidden).movedim(CUT, 0)
         output = row_linear(rows, self.weight, self.bias if add_bias else None, self.mesh)
         return SequenceShard.of(output.movedim(0, CUT), self.mesh.tp)
 
 
 def gather_sequence_inputs(module: nn.Module) -> None:
-    """Gather whole sequences for a block without sequence parallelism."""
+    """Register a hook that gathers complete sequences for a block that needs them."""
     module.register_forward_pre_hook(_full_inputs, with_kwargs=True)
 
 
 def _full_inputs(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    return tuple(gathered(one) for one in args), {
-        name: gathered(one) for name, one in kwargs.items()
+    return tuple(gather_shard(one) for one in args), {
+        name: gather_shard(one) for name, one in kwargs.items()
     }
 
 

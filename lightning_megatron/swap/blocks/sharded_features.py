@@ -17,7 +17,7 @@ from lightning_megatron.plan.shards import even_range
 
 
 def shard_rows(source: nn.Module, mesh: ParallelMesh) -> nn.Module:
-    """Return a module like ``source`` with this rank's rows of every parameter, unfilled.
+    """Return a module like ``source`` with room for this rank's rows of every parameter.
 
     The result equals ``source`` on this rank's part of the features or heads. Each feature or head
     has its own row.
@@ -45,7 +45,7 @@ class LatentLinear(nn.Linear):
     Shapes: input ``(..., in)``; output ``(..., out)``.
 
     Args:
-        source: Layer whose parameters this one takes over.
+        source: Layer whose parameters become those of this layer.
         num_shared: Number of last outputs, which the heads of every rank use (elements).
         mesh: Process groups of this rank.
 
@@ -73,7 +73,7 @@ class _LastFeatures(torch.autograd.Function):
 
     @staticmethod
     def border(ctx: Any) -> BoundaryGradients:
-        """Describe this call as a border whose gradient is summed where it is partial."""
+        """Describe this call as a border at which partial gradients are summed."""
         return BoundaryGradients((False,), takes_parts=True)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""torch.nn's Transformer decoder layer, cut over the tensor axis."""
+"""Transformer decoder layer of torch.nn, cut over the tensor-parallel axis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.nn's Transformer encoder with its layers cut over the tensor axis."""
+"""Transformer encoder of torch.nn with layers that are cut over the tensor-parallel axis."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class ParallelEncoder(nn.Module):
     zeros at padded positions before the last norm.
 
     Args:
-        source: Encoder whose layers, norm and settings are taken over.
+        source: Encoder whose layers, norm and settings this one uses.
     """
 
     def __init__(self, source: nn.TransformerEncoder) -> None:

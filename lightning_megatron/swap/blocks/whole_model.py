@@ -1,4 +1,4 @@
-"""Replacement of a GPT or an Encoder that was built whole by this rank's part."""
+"""Replacement of a GPT or an Encoder that was built in full, by this rank's part of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_megatron.models.stage import PipelinedModule
 
 _Whole: TypeAlias = GPT | Encoder
 
-#: Log text for a model that was built whole.
+#: Log text for a model that was built in full.
 NOTE = (
     "Every rank held the full model first; GPT(config, mesh=self.device_mesh) in configure_model "
     "never builds more than this rank's part."
@@ -29,15 +29,14 @@ def is_foreign(module: nn.Module, mesh: ParallelMesh) -> bool:
 
 
 def is_cut(mesh: ParallelMesh) -> bool:
-    """Return whether a layout shards a model, so that no rank has all of it."""
+    """Return whether a layout shards a model, so that no rank has the full model."""
     return mesh.tp.size * mesh.pp.size * mesh.ep.size * mesh.etp.size > 1
 
 
 def build_model(name: str, source: nn.Module, mesh: ParallelMesh) -> _Whole:
-    """Return this rank's layers of a whole model, on the meta device; do not change the source.
+    """Build this rank's layers of a full model on the meta device; do not change the source.
 
-    Dropout of the result uses the random streams of ``mesh``, so a replicated model is rebuilt as
-    well.
+    A replicated model is rebuilt as well, because dropout must use the random streams of ``mesh``.
 
     Args:
         name: Name of the model, for errors.
@@ -45,8 +44,8 @@ def build_model(name: str, source: nn.Module, mesh: ParallelMesh) -> _Whole:
         mesh: Process groups of this rank.
 
     Raises:
-        UnsupportedError: For a model that is already sharded, has parts that are not standard, or
-            has changed parameters.
+        UnsupportedError: For a model that is already sharded, has modules that its config does not
+            describe, or has changed parameters.
         ParallelPlanError: If the layout does not fit the sizes of the model.
     """
     if not _is_standard(source) or source.mesh.layout.world_size > 1:
@@ -67,7 +66,7 @@ def build_model(name: str, source: nn.Module, mesh: ParallelMesh) -> _Whole:
 
 
 def fill_model(target: nn.Module, source: Any, device: torch.device) -> None:
-    """Give layers of :func:`build_model` this rank's shards of the model's values.
+    """Fill layers of :func:`build_model` with this rank's shards of the model's values.
 
     Layers of a model on the meta device stay there.
 
@@ -81,36 +80,38 @@ def fill_model(target: nn.Module, source: Any, device: torch.device) -> None:
             if parameter is not None:
                 owner._parameters[key] = _part(source, f"{path}.{key}", parameter, device)
     for name, buffer in target.named_buffers():
-        # For example, the biases of experts are such buffers.
+        # The biases that balance experts are such buffers, for example.
         buffer.copy_(source.get_buffer(name))
 
 
 def _is_standard(source: nn.Module) -> TypeGuard[_Whole]:
-    """Return whether a model has only standard parts, so that its config describes it."""
-    own: Any = type(source)
+    """Return whether a model has only modules that its config describes."""
+    source_class: Any = type(source)
     return any(
-        isinstance(source, kind) and own.__init__ is kind.__init__ and own._build is kind._build
+        isinstance(source, kind)
+        and source_class.__init__ is kind.__init__
+        and source_class._build is kind._build
         for kind in (GPT, Encoder)
     )
 
 
 def _check_names(name: str, source: _Whole, expected: _Whole) -> None:
     wanted = {key for key, _ in expected.named_parameters()}
-    found = {key for key, _ in source.named_parameters()}
-    if wanted != found:
+    present = {key for key, _ in source.named_parameters()}
+    if wanted != present:
         raise UnsupportedError(
             f"the model {name!r} cannot be cut after building, because its parameters differ from "
-            f"those of its config ({sorted(wanted ^ found)[0]!r}). Build it with "
+            f"those of its config ({sorted(wanted ^ present)[0]!r}). Build it with "
             "mesh=self.device_mesh in configure_model and change it there."
         )
 
 
 def _part(source: _Whole, name: str, parameter: Tensor, device: torch.device) -> nn.Parameter:
-    """Cut the values of one target parameter out of the whole model."""
+    """Return this rank's values of a target parameter, cut from those of the full model."""
     spec = shard_spec_of(parameter)
     whole = source.get_parameter(spec.tied_to or name)
-    # Remove the padding of the whole model's vocabulary. It is not part of the full tensor and has
-    # another size in the target.
+    # Remove the padding of the vocabulary, which is not part of the full tensor, and has another
+    # size in the target.
     full = whole.detach().narrow(spec.dim, 0, spec.full_shape[spec.dim])
     local = spec.shard(full, local_size=parameter.shape[spec.dim])
     result = nn.Parameter(

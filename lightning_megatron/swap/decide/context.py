@@ -1,4 +1,4 @@
-"""Which modules context parallelism can cut, decided before any process group exists."""
+"""Check of modules under context parallelism, before any process group exists."""
 
 from __future__ import annotations
 
@@ -28,16 +28,17 @@ _NUM_SHOWN = 4
 def check_cut(
     root: nn.Module, cp: int, plan: Mapping[str, str] | None
 ) -> tuple[GPTConfig | EncoderConfig, ...]:
-    """Refuse a module without a model that can be cut along the sequence, or with foreign parts.
+    """Refuse a module that context parallelism does not support.
 
-    Such a model, a decoder or an encoder, cuts the sequences that it is called with, and joins its
-    results, so the modules around it see whole sequences, and may mix positions: every rank of cp
-    computes them in full. Inside the model are modules of this package and those that compute
-    positions separately.
+    The module must contain a model that can be cut along the sequence: a GPT, an Encoder, or a
+    Hugging Face model that becomes one. The model cuts its input sequences and joins its results.
+    Modules around the model therefore see complete sequences and may mix positions; every rank of
+    cp computes them in full. All modules inside the model must belong to this package, or compute
+    each position separately.
 
     Args:
         root: Root module; it may have been swapped in an earlier run.
-        cp: Ranks that share a sequence (ranks).
+        cp: Number of ranks that share a sequence (ranks).
         plan: The user's tensor_parallel_plan.
 
     Returns:
@@ -45,20 +46,20 @@ def check_cut(
 
     Raises:
         ParallelPlanError: If the plan does not fit the module.
-        UnsupportedError: If there is no such model, or a module inside one that may mix positions.
+        UnsupportedError: If there is no such model, or a module inside one may mix positions.
     """
     sites = sites_of(root)
     swappable = unique_sites(sites)
     models = choose_models(swappable, choose_kinds(sites, plan), needs_tables=False, tp=None)
-    found: list[GPTConfig | EncoderConfig] = [
+    configs: list[GPTConfig | EncoderConfig] = [
         family.config(site.module.config.to_dict())  # type: ignore[union-attr, operator]
         for site, family in models.replaced
     ]
     for site in sites:
         if isinstance(site.module, GPT | Encoder):
-            found.append(site.module.config)
+            configs.append(site.module.config)
             _check_parts(site.name, site.module, cp)
-    if not found:
+    if not configs:
         raise UnsupportedError(
             f"cp ({cp}) above 1 needs a model that can be cut along the sequence, a "
             "lightning_megatron.GPT or Encoder, or a Hugging Face model of a supported family: "
@@ -66,7 +67,7 @@ def check_cut(
             f"{_listed(_reasons(root, sites, models))}. Use cp=1, with tp, pp or more data ranks "
             "instead."
         )
-    return tuple(found)
+    return tuple(configs)
 
 
 def _check_parts(path: str, model: GPT | Encoder, cp: int) -> None:
@@ -81,7 +82,7 @@ def _check_parts(path: str, model: GPT | Encoder, cp: int) -> None:
 
 
 def _reasons(root: nn.Module, sites: Sequence[ModuleSite], models: ModelChoice) -> Iterator[str]:
-    """Describe modules that see whole sequences."""
+    """Describe modules that are not cut along the sequence."""
     inside: list[str] = []
     for model in models.own_code:
         if model.is_outermost:
@@ -105,6 +106,6 @@ def _own_code_reason(kind: str, reason: str) -> str:
 
 
 def _listed(reasons: Iterator[str]) -> str:
-    found = list(reasons)
-    more = f"; and {len(found) - _NUM_SHOWN} more" if len(found) > _NUM_SHOWN else ""
-    return f": {'; '.join(found[:_NUM_SHOWN])}{more}" if found else ""
+    items = list(reasons)
+    more = f"; and {len(items) - _NUM_SHOWN} more" if len(items) > _NUM_SHOWN else ""
+    return f": {'; '.join(items[:_NUM_SHOWN])}{more}" if items else ""

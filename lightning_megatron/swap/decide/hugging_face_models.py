@@ -1,4 +1,4 @@
-"""Decisions for Hugging Face models: replacement, own code, and pipeline stages of own code."""
+"""Decisions for Hugging Face models: whether they are replaced, and how others are cut."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.swap.decide.kinds import ModuleSite
-from lightning_megatron.swap.decide.model_plan import DeclaredPlan, declared_plan
+from lightning_megatron.swap.decide.model_plan import DeclaredPlan, supported_plan
 from lightning_megatron.swap.decide.stages import Stages, plan_stages
 from lightning_megatron.swap.families import Family, find_family
 from lightning_megatron.swap.hugging_face.own_code import is_hugging_face, is_pretrained
 
-#: Arguments that request outputs of all blocks, which no stage has.
+#: Arguments that request outputs of all blocks; a pipeline stage has only those of its blocks.
 _ALL_BLOCKS_ARGUMENTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 @dataclass(frozen=True)
 class OwnCodeModel:
-    """Hugging Face model that keeps its own code.
+    """Hugging Face model that is not replaced and keeps its own code.
 
     Args:
         site: Model with its position.
-        reason: Setting that the table of the model's family does not support; empty if the model
-            has no family or the plan excludes it.
-        plan: Tensor-parallel plan that the model defines; None if it is not needed.
-        is_outermost: Whether no other such model contains it.
+        reason: Setting that the model's family does not support; empty if the model has no family
+            or the plan excludes it.
+        plan: Tensor-parallel plan that the model defines; None if no plan is needed.
+        is_outermost: Whether no other model that keeps its own code contains this one.
     """
 
     site: ModuleSite
@@ -59,7 +59,7 @@ class ModelChoice:
 
     @property
     def kinds(self) -> dict[str, str]:
-        """Return the kinds that the models' own plans give to modules, by name."""
+        """Return the kinds that plans of the models themselves give to modules, by name."""
         return {
             f"{model.site.name}.{name}": kind
             for model in self.own_code
@@ -78,15 +78,15 @@ def choose_models(
     """Decide which Hugging Face models are replaced.
 
     A model of a known family is replaced, unless the plan excludes or cuts it, or it has a setting
-    that the family's table does not support. All others keep their own code.
+    that the family does not support. All other models keep their own code.
 
     Args:
         sites: Modules that can be swapped, with their positions.
         kinds: Kinds of the user's plan, by module name.
-        needs_tables: Whether a model of a known family must be replaced, whatever its settings. An
-            unsupported setting then raises an error when the replacement is built.
-        tp: Size of tensor parallelism for which models that keep their own code give their plans;
-            None asks for no plans.
+        needs_tables: Whether every model of a known family must be replaced. An unsupported setting
+            then raises an error when the replacement is built.
+        tp: Tensor-parallel size for the plans of models that keep their own code; None means that
+            no plans are needed.
 
     Raises:
         ParallelPlanError: If an attention of a model with a plan cannot be sharded over ``tp``.
@@ -98,8 +98,8 @@ def choose_models(
         for site, family in known
     }
     replaced = [(site, family) for site, family in known if not reasons[site.name]]
-    own = _own_code_models(sites, [site.name for site, _ in replaced], reasons, tp)
-    return ModelChoice(tuple(replaced), tuple(own))
+    remaining = _own_code_models(sites, [site.name for site, _ in replaced], reasons, tp)
+    return ModelChoice(tuple(replaced), tuple(remaining))
 
 
 def _settings(model: Any) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _known_models(
 
 
 def _is_read_from_outside(model: Any) -> bool:
-    """Return whether a model inside a larger one has values but lacks its class's head.
+    """Return whether a model inside a larger one has values, but not the head of its class.
 
     The larger model reads the tensors of such a model and may share them.
     """
@@ -149,7 +149,7 @@ def _own_code_models(
         plan = None
         if tp is not None and is_hugging_face(site.module) and not site.is_inside(planned):
             planned.append(site.name)
-            plan = declared_plan(site.module, tp, site.name)
+            plan = supported_plan(site.module, tp, site.name)
         yield OwnCodeModel(site, reasons.get(site.name, ""), plan, is_outermost)
 
 
@@ -167,7 +167,7 @@ def find_stages(
         root: Root module.
         sites: All modules in it, with their positions.
         kinds: Kinds of the tensor-parallel cuts, by module name.
-        plan: The user's pipeline_plan; None uses the stages that a Hugging Face model defines.
+        plan: The user's pipeline_plan; None means the stages that a Hugging Face model defines.
         mesh: Process groups of this rank.
         replaced: Names of the models that are replaced, which have stages of their own.
 
@@ -184,7 +184,7 @@ def find_stages(
         if mesh.pp.size == 1 or has_stages or replaced:
             return None
         plans = {site.name: _declared_stages(site.module) for site in models}
-        known = [name for name, own in plans.items() if own]
+        known = [name for name, declared in plans.items() if declared]
         if len(known) != 1:
             return None
         plan = {f"{known[0]}.{name}": kind for name, kind in plans[known[0]].items()}
@@ -206,7 +206,7 @@ def find_stages(
 
 
 def _declared_stages(model: Any) -> dict[str, str]:
-    """Return a Hugging Face model's own stages as kinds by name; empty if it has none."""
+    """Return the stages that a Hugging Face model defines, as kinds by name; empty without any."""
     names = list(getattr(model, "pp_plan", None) or {})
     modules = dict(model.named_modules())
     lists = [name for name in names if isinstance(modules.get(name), nn.ModuleList)]
@@ -223,7 +223,8 @@ def _declared_stages(model: Any) -> dict[str, str]:
 def _prepare_for_stages(model: Any) -> Callable[[], None]:
     """Refuse a configuration that requests outputs of all blocks; do not change the model.
 
-    The returned function turns off the model's cache, and lets calls refuse such requests.
+    Returns:
+        Function that turns off the model's cache, and makes its calls refuse such requests.
     """
     for name in _ALL_BLOCKS_ARGUMENTS:
         if getattr(model.config, name, False):

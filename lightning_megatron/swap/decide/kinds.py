@@ -14,15 +14,16 @@ Kinds of the plan:
   are gathered. The two may share their weight.
 * ``dropout``: nn.Dropout between ``column`` and ``row``, where masks must differ by rank.
 * ``sequence``: nn.LayerNorm, nn.RMSNorm or nn.Dropout outside of ``column`` and ``row``, on
-  activations ``(..., S, D)``. Under sequence parallelism each rank has its part of the positions
-  there. ``row`` layers of the plan return such parts. ``column`` layers gather them, and so does
-  every module that does not treat each position separately.
+  activations ``(..., S, D)``. Under sequence parallelism, such a module computes only this rank's
+  part of the positions. ``row`` layers of the plan return these parts. ``column`` layers gather
+  them, and so does every module that does not treat each position separately.
 * ``features``: module between ``column`` and ``row`` whose parameters have one row per feature or
   head, such as nn.PReLU(num_parameters). The rows are cut with the features.
 * ``partial``: module between ``column`` and ``row`` that uses all of its weights on every part of
-  the features, such as a norm of heads. Each rank's gradient is a part of the sum. If the strategy
-  runs the backward pass, the first training step finds such modules automatically.
-* ``replicate``: any module, which is not changed, nor is any module inside it.
+  the features, such as a norm of heads. Each rank computes a part of the gradient, and the parts
+  are summed. If the strategy runs the backward pass, the first training step finds such modules
+  automatically.
+* ``replicate``: any module. Neither this module nor any module inside it is changed.
 """
 
 from __future__ import annotations
@@ -62,14 +63,14 @@ KINDS: Mapping[str, str] = {
     "replicate": "any module, which then keeps its own code",
 }
 
-#: Attribute of a swapped block that stores its kind, so that the same plan can be applied again.
+#: Attribute of a swapped block with its kind, so that the same plan can be applied again.
 SWAPPED_AS = "swapped_as"
 
 #: Kinds that apply to everything inside the module that a pattern names.
 _SUBTREE_KINDS = ("auto", "replicate")
 
-#: Blocks that read the weights of their children directly, so that only the whole block can be
-#: swapped.
+#: Blocks that read the weights of their children directly, so that the children cannot be swapped
+#: separately.
 _INDIVISIBLE_BLOCKS = (nn.TransformerEncoderLayer, nn.MultiheadAttention, PipelinedModule)
 
 
@@ -79,10 +80,11 @@ class ModuleSite:
 
     Args:
         name: Dotted name from the root.
-        parent: Module that contains it.
+        parent: Module that contains this one.
         key: Name in the parent.
-        module: Module itself.
-        closed_by: Name of the surrounding block that must be swapped whole; None if there is none.
+        module: The module.
+        closed_by: Name of the surrounding block whose children cannot be swapped separately; None
+            if there is none.
         rules: Rules that can swap the module, by kind.
     """
 
@@ -99,12 +101,12 @@ class ModuleSite:
 
 
 def sites_of(root: nn.Module) -> list[ModuleSite]:
-    """List every module below ``root`` in the order of definition, once for each name."""
+    """List all modules below ``root`` in the order of definition, once for each name."""
     return list(_sites(root, "", None))
 
 
 def _sites(parent: nn.Module, prefix: str, closed_by: str | None) -> Iterator[ModuleSite]:
-    # named_children would leave the second name of a shared module out.
+    # named_children would omit the second name of a shared module.
     for key, child in parent._modules.items():
         if child is None:
             continue
@@ -127,9 +129,9 @@ def unique_sites(sites: Sequence[ModuleSite]) -> list[ModuleSite]:
 def choose_kinds(sites: Sequence[ModuleSite], plan: Mapping[str, str] | None) -> dict[str, str]:
     """Return the kind of every module that the plan matches, by name.
 
-    A pattern matches whole dotted names; ``*`` also matches dots. ``auto`` and ``replicate`` apply
-    to everything inside the named module as well. If several patterns match, the last one in the
-    plan applies. Without a plan every module is ``auto``.
+    A pattern must match the full dotted name; ``*`` also matches dots. ``auto`` and ``replicate``
+    apply to everything inside the named module as well. If several patterns match, the last one in
+    the plan applies. Without a plan every module is ``auto``.
 
     Args:
         sites: All modules with their positions.
@@ -173,7 +175,7 @@ def check_kind(pattern: str, kind: str, kinds: Collection[str], plan: str) -> No
     """Refuse a value that is not a kind of a plan.
 
     Args:
-        pattern: Pattern that is given the kind.
+        pattern: Pattern to which the plan gives the kind.
         kind: Kind to check.
         kinds: Known kinds.
         plan: Name of the plan, for errors.
@@ -206,8 +208,8 @@ def _nothing_fits(
             f"parts directly, so that it must be replaced as a whole. {remedy}"
         )
     if matching:
-        found = type(matching[0].module).__name__
-        what = f"{head}{matching[0].name!r} of type {found}. {kind!r} is for {KINDS[kind]}. "
+        type_name = type(matching[0].module).__name__
+        what = f"{head}{matching[0].name!r} of type {type_name}. {kind!r} is for {KINDS[kind]}. "
     else:
         what = f"{head}no module. "
     names = list(

@@ -1,4 +1,4 @@
-"""Configurations of the models of a module, found before any process group exists."""
+"""Configurations of the models in a module, before any process group exists."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def known_configs(root: nn.Module, plan: Mapping[str, str] | None) -> tuple[Laye
         family.config(site.module.config.to_dict())  # type: ignore[union-attr, operator]
         for site, family in models.replaced
     ]
-    own = [site.module.config for site in sites if isinstance(site.module, LayeredModule)]
-    return (*own, *replaced)
+    configs = [site.module.config for site in sites if isinstance(site.module, LayeredModule)]
+    return (*configs, *replaced)

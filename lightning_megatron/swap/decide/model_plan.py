@@ -1,4 +1,4 @@
-"""Tensor-parallel plans that Hugging Face models without a family define themselves."""
+"""Tensor-parallel plans that Hugging Face models define, for models without a family."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_megatron.plan.legal_values import divisors, join_or
 from lightning_megatron.swap.blocks.rules import BlockRule, rules_of
 from lightning_megatron.swap.hugging_face.peft_layers import is_peft_module
 
-#: Kinds for the styles of Hugging Face's plans.
+#: Kinds that correspond to the styles in Hugging Face's plans.
 _KINDS: Mapping[str, str] = {
     "colwise": "column",
     "rowwise": "row",
@@ -39,7 +39,7 @@ _Rules = Mapping[nn.Module, Mapping[str, BlockRule]]
 
 @dataclass(frozen=True)
 class DeclaredPlan:
-    """Supported part of a Hugging Face model's own plan.
+    """Supported part of the plan that a Hugging Face model defines.
 
     Args:
         kinds: Kind by the module's name within the model.
@@ -57,17 +57,17 @@ class DeclaredPlan:
         return f"its own plan{left}{', ...' if len(self.left) > _NUM_SHOWN else ''}"
 
 
-def declared_plan(model: Any, tp: int, called: str = "model") -> DeclaredPlan:
-    """Return the supported part of a Hugging Face model's own plan.
+def supported_plan(model: Any, tp: int, called: str = "model") -> DeclaredPlan:
+    """Return the supported part of the plan that a Hugging Face model defines.
 
     Modules with the same parent, such as the projections of an attention, are sharded together or
-    not at all, because one of them consumes the sharded outputs of another. They stay whole if an
-    entry for one of them is not supported, or if their parent cannot be sharded, for example
-    because it has a parameter of all features that the plan does not name.
+    not at all, because one of them consumes the sharded outputs of another. They are not sharded if
+    the plan's entry for one of them is not supported, or if their parent cannot be sharded, for
+    example because it has a parameter of all features that the plan does not name.
 
     Args:
-        model: Model.
-        tp: Size of tensor parallelism (ranks).
+        model: Hugging Face model.
+        tp: Tensor-parallel size (ranks).
         called: Name of the model, for errors.
 
     Raises:
@@ -115,7 +115,7 @@ def _fits(kind: str, rules: Mapping[str, BlockRule]) -> bool:
 
 
 def _leaves_parts(block: Mapping[str, str]) -> bool:
-    """Return whether modules of a block pass parts of features to each other."""
+    """Return whether a module of a block passes sharded features to another."""
     return not {"column", "row", "latent"}.isdisjoint(block.values())
 
 
@@ -200,7 +200,7 @@ def _share_vocabularies(
     kinds: dict[str, str],
     left: dict[str, str],
 ) -> None:
-    """Shard each vocabulary layer and the modules that share its weight, or none of them."""
+    """Shard either all or none of the modules that share the weight of a vocabulary layer."""
     head = model.get_output_embeddings()
     for name, module in modules.items():
         if head is not None and module is head and name in kinds:

@@ -13,7 +13,7 @@ class SwapRecord:
 
     Args:
         name: Dotted name of the block in the module.
-        kind: Kind of the block in the plan, or ``model`` for a GPT that was built whole.
+        kind: Kind of the block in the plan, or ``model`` for a GPT that was built in full.
         source: Class of the replaced block.
         target: Class of the replacement.
         full_elements: Size of the replaced block's parameters (elements).

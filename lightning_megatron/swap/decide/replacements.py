@@ -1,4 +1,4 @@
-"""Decisions to replace single modules, each of which builds its replacement."""
+"""Decisions to replace single modules; each of them builds a replacement."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from lightning_megatron.swap.pretrained.replace import build_swapped_model
 #: Kind of a module that is replaced as a whole model.
 WHOLE_MODEL = "model"
 
-#: Layers below this number belong to models that number their own layers.
+#: Number of the first block. Smaller numbers belong to models, which number their layers
+#: themselves.
 _FIRST_LAYER = 1_000_000
 
 #: Kinds of blocks whose inputs or outputs may be parts of sequences.
@@ -44,12 +45,12 @@ class Swap:
         site: Module that is replaced, with its position.
         kind: Kind of the block in the plan, or ``model``.
         target: Replacement.
-        fill: Function that gives the replacement this rank's part of the module's values, and
+        fill: Function that fills the replacement with this rank's part of the module's values, and
             returns a text for the log.
         install: Function that puts the replacement into the module, which stays the same object;
             None if the replacement takes the module's place in its parent.
-        sources: Names of the target's parameters, by full names of the parameters whose values they
-            take over.
+        sources: Names of the target's parameters, by full names of the parameters from which they
+            get their values.
     """
 
     site: ModuleSite
@@ -84,8 +85,8 @@ class BlockReplacement:
         kind: Kind of the block in the plan.
         rule: Rule for its replacement.
         request: Arguments of the rule's builder.
-        gathers_sequences: Whether the block needs whole sequences, and may get parts of them from
-            other blocks of the plan.
+        gathers_sequences: Whether the block must gather its inputs, because it needs complete
+            sequences and other blocks of the plan may return parts of them.
     """
 
     site: ModuleSite
@@ -110,7 +111,7 @@ class BlockReplacement:
 
 @dataclass(frozen=True)
 class WholeModelReplacement:
-    """Decision to replace a GPT or an Encoder that was built whole by this rank's part.
+    """Decision to replace a GPT or an Encoder that was built in full, by this rank's part.
 
     Args:
         site: Model with its position.
@@ -173,15 +174,15 @@ def choose_blocks(
         kinds: Kinds of all plans, by module name.
         stage_modules: Names of the modules of this rank's stage.
         mesh: Process groups of this rank.
-        has_stages: Whether the module's parts are assigned to pipeline stages.
-        deferred: Names of models whose missing values are read before blocks are filled.
+        has_stages: Whether the modules are assigned to pipeline stages.
+        deferred: Names of models without values, which are read before blocks are filled.
 
     Raises:
         UnsupportedError: If the layout does not fit a block.
     """
     chosen = _choose(sites, kinds, mesh, has_stages=has_stages)
     cuts_sequence = any(kind == "sequence" for _, kind, _ in chosen)
-    # Every block is numbered, so that its number does not depend on its stage.
+    # Blocks of all stages are numbered, so that the number of a block does not depend on its stage.
     return [
         BlockReplacement(
             site,
@@ -190,8 +191,8 @@ def choose_blocks(
             BlockRequest(
                 site.name,
                 site.module,
-                # Inputs and outputs of a plain module are whole sequences, with the batch first or
-                # second.
+                # Inputs and outputs of a plain module are complete sequences, and the batch may be
+                # the first or the second dimension.
                 replace(mesh, sequence_parallel=False),
                 _FIRST_LAYER + number,
                 cuts_sequence and kind in _SEQUENCE_KINDS,
@@ -240,8 +241,8 @@ def _choose(
         return []
     layers = {id(site.module) for site, _, _ in chosen}
     for site, encoder in encoders:
-        # An encoder with a swapped layer is always replaced, because its packing of padded batches
-        # does not work with sharded layers.
+        # An encoder with a swapped layer is always replaced, because torch's encoder may pack
+        # padded batches into nested tensors, which sharded layers do not support.
         if not any(id(layer) in layers for layer in encoder.layers):
             continue
         if "auto" not in site.rules:

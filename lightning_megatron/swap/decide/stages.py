@@ -1,4 +1,4 @@
-"""Pipeline stages of models without a family: their planning and installation."""
+"""Pipeline stages of models without a family."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class OuterModule:
 
     Args:
         site: Module with its position.
-        is_before: Whether it runs before the blocks.
+        is_before: Whether the module runs before the blocks.
         is_explicit: Whether the plan assigns the stage; otherwise the order of definition does.
-        is_moved: Whether it is defined on the other side of the blocks.
+        is_moved: Whether the module is defined on the other side of the blocks than it runs.
     """
 
     site: ModuleSite
@@ -62,7 +62,8 @@ class Stages:
         ends: Modules outside the list that have parameters.
         outer_owners: Parameters that the modules around the list own directly: owner, name in the
             owner and full name. They belong to the first stage.
-        ties: Names of the first stage's tied parameters, by the name of the last stage's copy.
+        ties: Name of the original parameter on the first stage, by the name of each copy on the
+            last stage.
         twins: Copies of the blocks without values, made before layers are sharded over tp.
         end_twins: Copies of the modules outside the list, made in the same way.
         mesh: Process groups of this rank.
@@ -86,7 +87,7 @@ class Stages:
         return self.partition.by_stage(self.mesh.layout.placement)
 
     def is_on_stage(self, name: str) -> bool:
-        """Return whether this rank has the module or parameter of a name."""
+        """Return whether this rank has the module or parameter with a name."""
         prefix = f"{self.blocks.name}."
         if name.startswith(prefix):
             index = int(name.removeprefix(prefix).partition(".")[0])
@@ -105,9 +106,9 @@ class Stages:
         before = sum(p.numel() for p in self.blocks.module.parameters())
         # The list may have been replaced since planning, so look it up again.
         source: Any = root.get_submodule(self.blocks.name)
-        own = [(root.get_submodule(end.site.name), True) for end in self.ends if self._holds(end)]
-        own += [(owner, False) for owner, _, _ in self.outer_owners if self.mesh.pp.is_first]
-        staged = StagedBlocks(self.blocks.name, source, self.twins, self.partition, self.mesh, own)
+        kept = [(root.get_submodule(end.site.name), True) for end in self.ends if self._holds(end)]
+        kept += [(owner, False) for owner, _, _ in self.outer_owners if self.mesh.pp.is_first]
+        staged = StagedBlocks(self.blocks.name, source, self.twins, self.partition, self.mesh, kept)
         setattr(root.get_submodule(self.blocks.name.rpartition(".")[0]), self.blocks.key, staged)
         staged.plan = {self.blocks.name: "blocks"} | {
             end.site.name: "first" if end.is_before else "last"
@@ -159,9 +160,9 @@ def plan_stages(
 ) -> Stages | None:
     """Assign the parts of a model with a list of blocks to stages; None for a single stage.
 
-    A module with parameters that is defined before the list is on the first stage, and one defined
-    after it on the last stage, unless the plan assigns it. Modules without parameters are on all
-    stages.
+    A module with parameters is on the first stage if it is defined before the list, and on the last
+    stage if it is defined after the list, unless the plan assigns it. Modules without parameters
+    are on all stages.
 
     Args:
         root: Root module.
@@ -200,8 +201,8 @@ def plan_stages(
     return Stages(blocks, partition, ends, outer_owners, ties, twins, end_twins, mesh)
 
 
-def suggested_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | None:
-    """Return a plan with the largest list of blocks; None if no list is long enough.
+def suggest_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | None:
+    """Suggest a plan that divides the largest list of blocks; None if no list is long enough.
 
     The plan assumes that modules run in the order of their definition. If they do not, the first
     step raises an error.
@@ -210,25 +211,25 @@ def suggested_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | 
         root: Root module.
         layout: Layout that determines the required number of blocks.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for name, part in root.named_modules():
         kinds = (
             {type(block) for block in part.children()}
             if type(part) in (nn.ModuleList, nn.Sequential)
             else set()
         )
-        within = any(name.startswith(f"{other}.") for other in found)
+        within = any(name.startswith(f"{other}.") for other in sizes)
         if len(kinds) == 1 and len(list(part.children())) >= layout.pp * layout.vpp and not within:
-            found[name] = sum(parameter.numel() for parameter in part.parameters())
-    # Of lists of equal size, such as those of an encoder and a decoder, take the last one, because
-    # it consumes the output of the others.
-    best = max(reversed(found), key=lambda name: found[name], default=None)
-    return {best: "blocks"} if best is not None and found[best] else None
+            sizes[name] = sum(parameter.numel() for parameter in part.parameters())
+    # Among lists of equal size, such as those of an encoder and a decoder, choose the last one,
+    # which consumes the output of the others.
+    best = max(reversed(sizes), key=lambda name: sizes[name], default=None)
+    return {best: "blocks"} if best is not None and sizes[best] else None
 
 
 def _find_blocks(sites: Sequence[ModuleSite], plan: Mapping[str, str]) -> ModuleSite:
     names = [site.name for site in sites]
-    found: list[ModuleSite] = []
+    blocks: list[ModuleSite] = []
     for pattern, kind in plan.items():
         check_kind(pattern, kind, KINDS, "pipeline_plan")
         matching = [site for site in sites if fnmatchcase(site.name, pattern)]
@@ -238,11 +239,11 @@ def _find_blocks(sites: Sequence[ModuleSite], plan: Mapping[str, str]) -> Module
                 f"every pattern of pipeline_plan must match a module: {pattern!r} matches no "
                 f"module. Did you mean {join_or([repr(name) for name in near])}?"
             )
-        found += matching if kind == "blocks" else []
+        blocks += matching if kind == "blocks" else []
     lists = [site.name for site in sites if type(site.module) in (nn.ModuleList, nn.Sequential)]
-    if len(found) != 1 or found[0].name not in lists:
+    if len(blocks) != 1 or blocks[0].name not in lists:
         named = (
-            ", ".join(f"{site.name!r} ({type(site.module).__name__})" for site in found)
+            ", ".join(f"{site.name!r} ({type(site.module).__name__})" for site in blocks)
             or "nothing"
         )
         raise ParallelPlanError(
@@ -250,7 +251,7 @@ def _find_blocks(sites: Sequence[ModuleSite], plan: Mapping[str, str]) -> Module
             f"because its blocks are divided among the stages: {named} has this kind. Use "
             f"{join_or([repr(name) for name in lists[:_NUM_SHOWN]]) if lists else 'pp=1'}."
         )
-    return found[0]
+    return blocks[0]
 
 
 def _enclosing_modules(root: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
@@ -305,7 +306,7 @@ def _check_moved_ends(
     layers: Sequence[Sequence[range]],
     layout: ParallelLayout,
 ) -> None:
-    """Raise if a module's place among all parameters does not follow from those of its stage."""
+    """Raise if the order of a stage's parameters is not known, because a module is moved."""
     for end in ends:
         stage = 0 if end.is_before else layout.loss_stage
         if end.is_moved and not any(layers[stage]):
@@ -337,7 +338,7 @@ class _Owners:
     loss_stage: int
 
     def stage_of(self, path: str, owner: nn.Module) -> int | None:
-        """Return the stage of a module's own parameters; None outside the model."""
+        """Return the stage of a module's direct parameters; None outside the model."""
         if path.startswith(f"{self.blocks}."):
             index = int(path.removeprefix(f"{self.blocks}.").partition(".")[0])
             return next(
@@ -351,7 +352,7 @@ class _Owners:
         return 0 if id(owner) in self.enclosing else None
 
     def end_of(self, path: str) -> OuterModule | None:
-        """Return the module next to the blocks that contains a module; None if there is none."""
+        """Return the outer module that is or contains a module; None if there is none."""
         return next((end for end in self.ends if f"{path}.".startswith(f"{end.site.name}.")), None)
 
 

@@ -1,4 +1,4 @@
-"""All decisions about a module, made before anything is built or changed."""
+"""All decisions about a module, which are made before any module is built or changed."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ class SwapOptions:
     """Settings of a swap.
 
     Args:
-        plan: Kind by name pattern, or None.
+        plan: Kind of each module, by name pattern; None means ``auto`` for all.
         pipeline_plan: ``blocks``, ``first`` or ``last`` by name pattern; None means the stages that
             a Hugging Face model defines.
         shows_progress: Whether rank 0 may show a progress bar for the weights on a terminal.
-        needs_tables: Whether an option was set that only models of this package support. Otherwise
-            a Hugging Face model with a setting that its family's table refuses is not replaced.
+        needs_tables: Whether an option was set that only models of this package support. If so, a
+            Hugging Face model with a setting that its family does not support raises an error;
+            otherwise such a model is not replaced.
     """
 
     plan: Mapping[str, str] | None = None
@@ -58,7 +59,7 @@ class SwapPlan:
     Args:
         root: Root module.
         mesh: Process groups of this rank.
-        sites: All modules in it, with their positions.
+        sites: All modules inside the root, with their positions.
         replacements: Modules of this rank that are replaced, in the order of definition.
         own_code: Hugging Face models that keep their own code, nested ones included.
         stages: Parts of the module that this rank keeps; None for a single stage.

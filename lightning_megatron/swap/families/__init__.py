@@ -1,4 +1,4 @@
-"""Families of Hugging Face models: their configurations and tensors as GPT or Encoder ones."""
+"""Families of Hugging Face models: how their settings and tensors map to a GPT or Encoder."""
 
 from lightning_megatron.swap.families.bert import EncoderNames as EncoderNames
 from lightning_megatron.swap.families.family import DecoderNames as DecoderNames

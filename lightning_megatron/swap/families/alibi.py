@@ -108,8 +108,8 @@ _ATTENTION = ConfigTable(
 
 
 def _attention(values: Values) -> Mapping[str, Any]:
-    found: Any = _ATTENTION(values["attn_config"] or {})
-    return dict(found)
+    fields: Any = _ATTENTION(values["attn_config"] or {})
+    return dict(fields)
 
 
 MPT = Family(

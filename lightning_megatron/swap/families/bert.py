@@ -28,7 +28,7 @@ _ACTIVATIONS = {
 #: This package's name of the weight that computes the logits of classes.
 CLASSIFIER = "head.output.weight"
 _PROBLEM_TYPES = (None, "regression", "single_label_classification", "multi_label_classification")
-#: Fields of the first releases of BERT, and of features that no model of these classes has.
+#: Fields that only the first releases of BERT read, or that no model of these classes reads.
 _IRRELEVANT = frozenset(
     {
         "directionality",
@@ -51,7 +51,7 @@ class EncoderNames:
 
     Args:
         prefix: Prefix of the names of all tensors except the head's.
-        head: Names of the head's layers, by this package's names.
+        head: Names of the head's layers in the class, by their names in this package.
     """
 
     prefix: str = ""
@@ -66,17 +66,17 @@ class EncoderNames:
             "position": config.num_positions,
             "token_type": config.num_token_types,
         }
-        found = [
+        tensors = [
             _joined(
                 f"embedding.{name}.weight", (rows, size), (f"{start}.{name}_embeddings.weight",)
             )
             for name, rows in tables.items()
         ]
-        found += _norm("embedding.norm", f"{start}.LayerNorm", config)
-        found += [
+        tensors += _norm("embedding.norm", f"{start}.LayerNorm", config)
+        tensors += [
             tensor for layer in range(config.num_layers) for tensor in self._layer(config, layer)
         ]
-        return (*found, *self._head(config))
+        return (*tensors, *self._head(config))
 
     def _layer(self, config: EncoderConfig, layer: int) -> list[TensorMap]:
         size = config.hidden_size
@@ -99,13 +99,13 @@ class EncoderNames:
             return []
         if config.head == "span":
             return _linear("head.output", (2, size), self.head["output"])
-        found = _linear("head.dense", (size, size), self.head["dense"])
+        tensors = _linear("head.dense", (size, size), self.head["dense"])
         if config.head == "classifier":
-            found += _linear("head.output", (config.num_labels, size), self.head["output"])
+            tensors += _linear("head.output", (config.num_labels, size), self.head["output"])
         if config.head == "masked_lm":
-            found += _norm("head.norm", self.head["norm"], config)
-            found.append(_joined("head.bias", (config.vocab_size,), (self.head["bias"],)))
-        return found
+            tensors += _norm("head.norm", self.head["norm"], config)
+            tensors.append(_joined("head.bias", (config.vocab_size,), (self.head["bias"],)))
+        return tensors
 
 
 def _joined(target: str, shape: tuple[int, ...], sources: tuple[str, ...]) -> TensorMap:
@@ -142,8 +142,8 @@ def _labels(values: Values) -> Mapping[str, Any]:
 
 
 def _head_dropout(values: Values) -> Mapping[str, Any]:
-    given = values["classifier_dropout"]
-    return {"head_dropout": values["hidden_dropout_prob"] if given is None else given}
+    dropout = values["classifier_dropout"]
+    return {"head_dropout": values["hidden_dropout_prob"] if dropout is None else dropout}
 
 
 def _fields(vocab_size: int, padding: int) -> tuple[Field, ...]:

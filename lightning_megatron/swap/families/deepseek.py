@@ -50,7 +50,8 @@ _NAMES = replace(
     ),
 )
 _NO_CODE = "only these routers are implemented"
-#: Losses in the code of the first releases; Hugging Face's class and this package omit them.
+#: Settings of losses that only the code of the first releases has. Hugging Face's class and this
+#: package do not compute these losses.
 _IGNORED = frozenset({"aux_loss_alpha", "seq_aux", "ep_size"})
 
 
@@ -69,21 +70,21 @@ def _rotary_fields(family: str) -> tuple[Field, ...]:
                 raise refusal(family, name, values[name], reason, (expected, None))
         rotate = first.target
         assert callable(rotate), "the rule of rope_parameters is a function"
-        found = dict(rotate({**values, "head_dim": size}))
-        del found["rotary_dim"]
-        return {**found, "attention_scale": _scale(values)}
+        fields = dict(rotate({**values, "head_dim": size}))
+        del fields["rotary_dim"]
+        return {**fields, "attention_scale": _scale(values)}
 
     return (replace(first, target=rule), *others, Field("head_dim"), Field("qk_head_dim"))
 
 
 def _scale(values: Values) -> float | None:
-    """Return the factor of scores, which grows with the length of sequences; None if it does not.
+    """Return the factor of scores, which grows with the supported length; None without a factor.
 
     Source: Peng et al. 2023 (yarn), section 3.4.
     """
-    given = values["rope_scaling"] or values["rope_parameters"] or {}
-    growth = given.get("mscale_all_dim")
-    factor = given.get("factor")
+    rope = values["rope_scaling"] or values["rope_parameters"] or {}
+    growth = rope.get("mscale_all_dim")
+    factor = rope.get("factor")
     if not growth or factor is None or factor <= 1:
         return None
     head_dim = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]

@@ -54,37 +54,37 @@ class ExpertNames:
         size = config.hidden_size
         ours = f"layers.{layer}.mlp"
         assert experts is not None, "only layers with experts are asked for"
-        found = self._router(experts, size, ours, layer)
+        tensors = self._router(experts, size, ours, layer)
         for number in range(experts.num_experts):
             up = tuple(name.format(layer, number) for name in self.up)
             down = self.down.format(layer, number)
             target = f"{ours}.experts.{number}"
             inner = experts.ffn_hidden_size
-            found += _mlp(target, up, down, config, inner, experts.linear_bias)
+            tensors += _mlp(target, up, down, config, inner, experts.linear_bias)
         shared = experts.shared_ffn_hidden_size
         if shared is not None:
             up = tuple(name.format(layer) for name in self.shared_up)
-            found += _mlp(f"{ours}.shared", up, self.shared_down.format(layer), config, shared)
+            tensors += _mlp(f"{ours}.shared", up, self.shared_down.format(layer), config, shared)
             if experts.shared_gate:
-                found.append(
+                tensors.append(
                     _joined(f"{ours}.shared.gate.weight", (1, size), self.shared_gate.format(layer))
                 )
-        return found
+        return tensors
 
     def _router(self, experts: ExpertsConfig, size: int, ours: str, layer: int) -> list[TensorMap]:
         count = experts.num_experts
         router = self.router.format(layer)
-        found = [_joined(f"{ours}.router.weight", (count, size), router)]
+        tensors = [_joined(f"{ours}.router.weight", (count, size), router)]
         if experts.router_bias:
-            found.append(_joined(f"{ours}.router.bias", (count,), router))
+            tensors.append(_joined(f"{ours}.router.bias", (count,), router))
         if experts.expert_bias:
             name = self.bias.format(layer)
             # Its steps would be rounded away in a half type.
             bias = TensorMap(
                 f"{ours}.router.expert_bias", (count,), (Source(name, count),), torch.float32
             )
-            found.append(bias)
-        return found
+            tensors.append(bias)
+        return tensors
 
 
 def is_training_only(name: str) -> bool:
@@ -101,16 +101,16 @@ def _mlp(
     has_biases: bool = False,
 ) -> list[TensorMap]:
     kind, num_rows = ("gate_up", 2 * inner) if config.is_gated else ("up", inner)
-    found = [
+    tensors = [
         _joined(f"{target}.{kind}.weight", (num_rows, config.hidden_size), *up),
         _joined(f"{target}.down.weight", (config.hidden_size, inner), down),
     ]
     if has_biases:
-        found += [
+        tensors += [
             _joined(f"{target}.{kind}.bias", (num_rows,), *up),
             _joined(f"{target}.down.bias", (config.hidden_size,), down),
         ]
-    return found
+    return tensors
 
 
 def _joined(target: str, shape: tuple[int, ...], *sources: str) -> TensorMap:

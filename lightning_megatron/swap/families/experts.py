@@ -99,14 +99,14 @@ def balanced(layers: Callable[[Values], Mapping[str, Any]]) -> tuple[Field, ...]
 
 
 def _own_settings(values: Values) -> Mapping[str, Any]:
-    given = values[SETTINGS] or {}
-    if not isinstance(given, Mapping) or not given.keys() <= set(TRAINING_FIELDS):
+    settings = values[SETTINGS] or {}
+    if not isinstance(settings, Mapping) or not settings.keys() <= set(TRAINING_FIELDS):
         raise UnsupportedError(
             f"{SETTINGS} of a configuration must be a mapping with some of "
-            f"{', '.join(TRAINING_FIELDS)}: it is {shown(given)}. All other fields of "
+            f"{', '.join(TRAINING_FIELDS)}: it is {shown(settings)}. All other fields of "
             "ExpertsConfig follow from Hugging Face's own fields. Leave out all other names."
         )
-    return given
+    return settings
 
 
 OWN_SETTINGS = Field(SETTINGS, None, _own_settings)

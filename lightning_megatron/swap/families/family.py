@@ -38,10 +38,11 @@ class Family:
         head: Name of the output head's weight, which a file may have in addition to a tied
             embedding.
         embedding: Name of the token embedding's weight.
-        heads: Patterns of whole names of tensors that belong to heads. Heads of other classes in a
+        heads: Patterns of full names of tensors that belong to heads. Heads of other classes in a
             file are skipped. Missing heads of this class keep their initial values.
-        copies: Further names of a tensor in a state dict, with the name of that tensor.
-        packed: Rules of tensors that the class packs; the table uses the names in files.
+        copies: Pairs of a further name in a state dict and the name of the tensor that it repeats.
+        packed: Rules for tensors that the class packs. The tables of the family use the names in
+            files.
     """
 
     model_type: str
@@ -64,7 +65,7 @@ class Family:
             settings: Configuration to check.
         """
         if settings.get("expert_settings"):
-            # Only models of this package have such.
+            # Only models of this package have these settings.
             return ""
         try:
             self.config(settings)
@@ -73,7 +74,7 @@ class Family:
         return ""
 
     def ignores(self, name: str) -> bool:
-        """Return whether a tensor of this name has no weights of its own."""
+        """Return whether a tensor with this name contains no weights, or repeats another tensor."""
         return any(name == copy for copy, _ in self.copies) or any(
             re.fullmatch(pattern, name) for pattern in self.ignored
         )
@@ -85,8 +86,8 @@ class Family:
     def class_tensors(self, config: ModelConfig) -> tuple[TensorMap, ...]:
         """List the sources of a model's parameters in its class's tree.
 
-        The list equals :attr:`tensors` with the names of the class as targets; a joined layer has
-        several entries.
+        The list is that of :attr:`tensors`, with the names in the class as targets. A layer that
+        joins several layers of the class has several entries.
         """
         return class_table(self.tensors(config), self.packed)
 
@@ -111,10 +112,10 @@ class DecoderNames:
         final_norm: Norm before the head.
         attention_norm: Norm before the attention, if there is one.
         mlp_norm: Norm before the MLP, if there is one.
-        qkv: Projections to queries, keys and values, or the joint one.
+        qkv: Projections to queries, keys and values, or one projection to all of them.
         output: Output projection of the attention.
-        up: First projections of the MLP: gate and up, the joint one, or the one before the
-            activation.
+        up: First projections of the MLP: gate and up, one projection to both, or the projection
+            before the activation of an MLP without a gate.
         down: Second projection of the MLP.
         query_norm: Norm of queries, if there is one.
         key_norm: Norm of keys, if there is one.
@@ -124,12 +125,14 @@ class DecoderNames:
         sinks: Scores of the heads' sinks, if there are any; the name of the tensor.
         position: Position embedding, if there is one.
         embedding_norm: Norm after the embedding, if there is one.
-        head: Output head, if it has a weight of its own.
+        head: Output head, if its weight is not that of the embedding.
         is_transposed: Whether weights of projections are stored input first.
-        latent: Projections to latent vectors and to heads, if attention has them; ``qkv`` does not
-            count then.
-        experts: Routers and experts, if there are any; the MLPs are then those of the other layers.
-        by_heads: Whether ``qkv`` has the query, key and value rows of one head after the other.
+        latent: Projections to latent vectors and to heads, if attention has them; ``qkv`` is then
+            not used.
+        experts: Routers and experts, if there are any; ``up`` and ``down`` are then those of layers
+            without experts.
+        by_heads: Whether ``qkv`` has the query, key and value rows of each head together, one head
+            after the other.
     """
 
     embedding: str
@@ -157,41 +160,41 @@ class DecoderNames:
         """List the sources of a model's full tensors."""
         size = config.hidden_size
         vocabulary = config.vocab_size
-        found = [_one(WORD_EMBEDDING, (vocabulary, size), f"{self.embedding}.weight")]
+        tensors = [_one(WORD_EMBEDDING, (vocabulary, size), f"{self.embedding}.weight")]
         if self.position is not None:
             shape = (config.max_seq_length, size)
-            found.append(_one("embedding.position.weight", shape, f"{self.position}.weight"))
+            tensors.append(_one("embedding.position.weight", shape, f"{self.position}.weight"))
         if config.embedding_norm:
-            found += self._norm("embedding.norm", self.embedding_norm, config)
-        found += [
+            tensors += self._norm("embedding.norm", self.embedding_norm, config)
+        tensors += [
             tensor for layer in range(config.num_layers) for tensor in self._layer(config, layer)
         ]
-        found += self._norm("final_norm", self.final_norm, config)
+        tensors += self._norm("final_norm", self.final_norm, config)
         if not config.tie_embeddings:
-            found.append(_one("head.weight", (vocabulary, size), f"{self.head}.weight"))
-        return tuple(found)
+            tensors.append(_one("head.weight", (vocabulary, size), f"{self.head}.weight"))
+        return tuple(tensors)
 
     def _layer(self, config: GPTConfig, layer: int) -> list[TensorMap]:
         size = config.hidden_size
         ours = f"layers.{layer}"
         width = config.num_heads * config.value_size
-        found = self._norms(config, layer)
+        tensors = self._norms(config, layer)
         if config.attention_sinks:
             sinks = self.sinks.format(layer)
-            found.append(_one(f"{ours}.attention.sinks", (config.num_heads,), sinks))
+            tensors.append(_one(f"{ours}.attention.sinks", (config.num_heads,), sinks))
         output = (Source(self.output, size),)
         if self.latent is None:
             qkv = self._qkv(config)
-            found += self._linear(layer, "attention.qkv", qkv, size, config.has_qkv_bias)
+            tensors += self._linear(layer, "attention.qkv", qkv, size, config.has_qkv_bias)
         else:
-            found += self.latent.layer(config, layer)
-        found += self._linear(layer, "attention.output", output, width, config.has_output_bias)
+            tensors += self.latent.layer(config, layer)
+        tensors += self._linear(layer, "attention.output", output, width, config.has_output_bias)
         if self.experts is not None and config.has_experts_in(layer):
-            return found + self.experts.layer(config, layer)
+            return tensors + self.experts.layer(config, layer)
         up = "gate_up" if config.is_gated else "up"
         down = (Source(self.down, size),)
-        found += self._linear(layer, f"mlp.{up}", self._up(config), size, config.has_mlp_bias)
-        return found + self._linear(layer, "mlp.down", down, config.ffn_size, config.has_mlp_bias)
+        tensors += self._linear(layer, f"mlp.{up}", self._up(config), size, config.has_mlp_bias)
+        return tensors + self._linear(layer, "mlp.down", down, config.ffn_size, config.has_mlp_bias)
 
     def _norms(self, config: GPTConfig, layer: int) -> list[TensorMap]:
         ours = f"layers.{layer}"
@@ -201,7 +204,7 @@ class DecoderNames:
             "attention_output_norm": self.attention_output_norm,
             "mlp_output_norm": self.mlp_output_norm,
         }
-        found = [
+        tensors = [
             tensor
             for target, name in names.items()
             if name
@@ -214,15 +217,15 @@ class DecoderNames:
             ):
                 heads = number if config.qk_norm_over == "layer" else 1
                 shape = (heads * config.head_size,)
-                found.append(
+                tensors.append(
                     _one(f"{ours}.attention.{target}.weight", shape, f"{name.format(layer)}.weight")
                 )
-        return found
+        return tensors
 
     def _linear(
         self, layer: int, target: str, sources: tuple[Source, ...], num_columns: int, has_bias: bool
     ) -> list[TensorMap]:
-        found = []
+        tensors = []
         num_rows = sum(source.num_rows for source in sources)
         for kind in ("weight", "bias") if has_bias else ("weight",):
             is_weight = kind == "weight"
@@ -235,8 +238,8 @@ class DecoderNames:
                 for s in sources
             )
             shape = (num_rows, num_columns) if is_weight else (num_rows,)
-            found.append(TensorMap(f"layers.{layer}.{target}.{kind}", shape, parts))
-        return found
+            tensors.append(TensorMap(f"layers.{layer}.{target}.{kind}", shape, parts))
+        return tensors
 
     def _qkv(self, config: GPTConfig) -> tuple[Source, ...]:
         head = config.head_size

@@ -8,16 +8,16 @@ from typing import Annotated, Any, TypeAlias
 from lightning_megatron.errors import CheckpointMismatchError, ParallelPlanError
 from lightning_megatron.plan.settings import Count, NotNegative, Probability, Range, coerced, shown
 
-#: Sizes are multiplied with each other and with the bytes of an element, in 64 bits.
-Size: TypeAlias = Annotated[int, Range(least=1, most=1 << 28)]
-#: Limit of layers. A list of all layers is built, which a larger number would let exhaust the
-#: memory before weights are checked.
-Layers: TypeAlias = Annotated[int, Range(least=1, most=10_000)]
-Number: TypeAlias = Annotated[int, Range(least=0, most=1 << 28)]
-Share: TypeAlias = Annotated[float, Range(above=0, most=1)]
-Factor: TypeAlias = Annotated[float, Range(above=0, most=1e18)]
-Small: TypeAlias = Annotated[float, Range(least=0, most=1)]
-Token: TypeAlias = Annotated[int, Range(least=-(1 << 28), most=1 << 28)]
+#: Size that can be multiplied by another size and the bytes of an element in 64 bits.
+Size: TypeAlias = Annotated[int, Range(minimum=1, maximum=1 << 28)]
+#: Number of layers. The maximum prevents that a list of all layers exhausts the memory before the
+#: weights are checked.
+Layers: TypeAlias = Annotated[int, Range(minimum=1, maximum=10_000)]
+Number: TypeAlias = Annotated[int, Range(minimum=0, maximum=1 << 28)]
+Share: TypeAlias = Annotated[float, Range(above=0, maximum=1)]
+Factor: TypeAlias = Annotated[float, Range(above=0, maximum=1e18)]
+Small: TypeAlias = Annotated[float, Range(minimum=0, maximum=1)]
+Token: TypeAlias = Annotated[int, Range(minimum=-(1 << 28), maximum=1 << 28)]
 
 _ROTARY: Mapping[str, Any] = {
     **dict.fromkeys(("rope_type", "type"), str | None),
@@ -26,7 +26,7 @@ _ROTARY: Mapping[str, Any] = {
     **dict.fromkeys(("mscale", "mscale_all_dim"), NotNegative | None),
     **dict.fromkeys(("short_factor", "long_factor"), list[Factor] | None),
     # Some kinds divide by its logarithm.
-    "original_max_position_embeddings": Annotated[int, Range(least=2, most=2**31 - 1)] | None,
+    "original_max_position_embeddings": Annotated[int, Range(minimum=2, maximum=2**31 - 1)] | None,
     "partial_rotary_factor": Share | None,
     "truncate": bool | None,
 }
@@ -94,7 +94,7 @@ KINDS: Mapping[str, Any] = {
     **dict.fromkeys(("rope_theta", "rotary_emb_base"), Factor | None),
     **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), Share | None),
     **dict.fromkeys(("rope_parameters", "rope_scaling"), _ROTARY),
-    "initializer_range": Annotated[float, Range(least=0, most=1000)],
+    "initializer_range": Annotated[float, Range(minimum=0, maximum=1000)],
     "hidden_activation": str | None,
     "pad_token_id": Token | None,
     "routed_scaling_factor": Factor,
@@ -117,7 +117,7 @@ def check_kind(name: str, value: Any, kind: Any, family: str) -> None:
         family: Name of the family, for errors.
 
     Raises:
-        CheckpointMismatchError: Naming the field, its value and what is legal.
+        CheckpointMismatchError: With the field, its value and the legal values.
     """
     if not isinstance(kind, Mapping):
         try:

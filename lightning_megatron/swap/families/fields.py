@@ -1,4 +1,4 @@
-"""Rules for the fields of foreign configurations: used, ignored, or refused by name."""
+"""Rules for the fields of Hugging Face configurations: each is used, ignored or refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_megatron.swap.families.unknown_fields import (
 )
 
 Values: TypeAlias = Mapping[str, Any]
-"""Fields of a foreign configuration by name, with the family's defaults where none are given."""
+"""Fields of a Hugging Face configuration by name, with the family's defaults for missing ones."""
 
 #: Fields of every Hugging Face configuration that do not affect training: names, files, tokens, and
 #: how text is generated.
@@ -126,7 +126,7 @@ _NO_CROSS_ATTENTION = "cross attention is not implemented"
 
 @dataclass(frozen=True)
 class Field:
-    """Rule for a field of a foreign configuration.
+    """Rule for a field of a Hugging Face configuration.
 
     Args:
         name: Name in the configuration.
@@ -136,7 +136,8 @@ class Field:
         allowed: Supported values; None allows all.
         reason: Reason why no other value is supported.
         aliases: Further names of the field in files.
-        kind: Kind of the value, as in ``KINDS``; None uses the kind of the field's name there.
+        kind: Type and range of the value, as in ``KINDS``; None means the entry of ``KINDS`` for
+            the field's name.
     """
 
     name: str
@@ -148,22 +149,23 @@ class Field:
     kind: Any = None
 
     def value_in(self, config: Values, family: str) -> Any:
-        """Return a configuration's value of the field, or the default.
+        """Return the value of the field in a configuration, or the default.
 
         Raises:
-            UnsupportedError: If it gives two under different names.
+            UnsupportedError: If the configuration has different values under two names of the
+                field.
         """
-        given = {
+        present = {
             name: config[name]
             for name in (self.name, *self.aliases)
             if config.get(name) is not None
         }
-        first = next(iter(given), self.name)
-        for name, value in given.items():
-            if name != first and value != given[first]:
-                reason = f"it is another name of {first} ({shown(given[first])})"
-                raise refusal(family, name, value, reason, (given[first], None))
-        return next(iter(given.values())) if given else config.get(self.name, self.default)
+        first = next(iter(present), self.name)
+        for name, value in present.items():
+            if name != first and value != present[first]:
+                reason = f"it is another name of {first} ({shown(present[first])})"
+                raise refusal(family, name, value, reason, (present[first], None))
+        return next(iter(present.values())) if present else config.get(self.name, self.default)
 
 
 #: Fields that every Hugging Face configuration may have, and that request unsupported features
@@ -186,9 +188,9 @@ GENERAL = (
 class ConfigTable:
     """Conversion of a family's configurations to those of this package.
 
-    Every field is used, ignored, or refused unless it has the supported value. A field that the
-    table lacks is ignored if Hugging Face ignores it too. Otherwise it is refused unless it is off
-    (None or False).
+    Every field is used, ignored, or refused unless it has a supported value. A field without a rule
+    is ignored if Hugging Face's class ignores it, too. Otherwise the field is refused unless its
+    value is None or False.
 
     Args:
         family: Name of the family, for messages.
@@ -208,9 +210,9 @@ class ConfigTable:
 
     @property
     def names(self) -> frozenset[str]:
-        """Return the names of all fields that the table knows."""
-        own = {name for rule in (*self.fields, *GENERAL) for name in (rule.name, *rule.aliases)}
-        return self.ignored.union(own, *(part.names for part in self.parts.values()))
+        """Return the names of all fields that the table has a rule for or ignores."""
+        known = {name for rule in (*self.fields, *GENERAL) for name in (rule.name, *rule.aliases)}
+        return self.ignored.union(known, *(part.names for part in self.parts.values()))
 
     def __call__(self, config: Values) -> ModelConfig:
         """Return this package's configuration of a model.
@@ -219,9 +221,9 @@ class ConfigTable:
             config: Configuration, as from ``config.to_dict()`` or ``config.json``.
 
         Raises:
-            UnsupportedError: Naming the field and its value, if it requests something that this
-                package does not compute.
-            CheckpointMismatchError: If a value is of another type than the family's.
+            UnsupportedError: With the field and its value, if the field requests a feature that
+                this package does not have.
+            CheckpointMismatchError: If a value has another type than in the family.
             ParallelPlanError: If sizes contradict each other.
         """
         if not isinstance(config, Mapping) or not all(isinstance(name, str) for name in config):
@@ -231,9 +233,9 @@ class ConfigTable:
                 "config.json."
             )
         self._values(config, GENERAL)
-        found: ModelConfig = self.record(config)
+        result: ModelConfig = self.record(config)
         self._check_known(config)
-        return found
+        return result
 
     def record(self, config: Values) -> Any:
         """Return a configuration of the fields with rules, regardless of other fields.
@@ -248,14 +250,14 @@ class ConfigTable:
             ParallelPlanError: If sizes contradict each other.
         """
         values = self._values(config, self.fields)
-        found = dict(self.fixed)
+        settings = dict(self.fixed)
         for rule in self.fields:
             if callable(rule.target):
-                found |= rule.target(values)
+                settings |= rule.target(values)
             elif rule.target is not None:
-                found[rule.target] = values[rule.name]
+                settings[rule.target] = values[rule.name]
         return self.build(
-            **found, **{name: part.record(config) for name, part in self.parts.items()}
+            **settings, **{name: part.record(config) for name, part in self.parts.items()}
         )
 
     def _values(self, config: Values, rules: Iterable[Field]) -> dict[str, Any]:
@@ -285,7 +287,7 @@ class ConfigTable:
         on = sorted(
             name for name in unknown if config[name] is not None and config[name] is not False
         )
-        # Settings of this package take effect, although Hugging Face ignores them.
+        # Settings of this package have an effect, although Hugging Face's class ignores them.
         overlooked = unknown_fields(on, config.get("model_type")) - {SETTINGS}
         for name in on:
             if name not in overlooked:
@@ -302,7 +304,7 @@ class ConfigTable:
 def refusal(
     family: str, name: str, value: Any, reason: str, allowed: tuple[Any, ...] = (None, False)
 ) -> UnsupportedError:
-    """Return the error for a field that asks for an unsupported computation."""
+    """Return the error for a field that requests an unsupported feature."""
     legal = join_or(allowed)
     return UnsupportedError(
         f"{name} of a {family} configuration must be {legal}: it is {shown(value)}. Here {reason}. "
@@ -328,6 +330,6 @@ def translate_values(
 
 
 def padding_id(values: Values) -> Mapping[str, Any]:
-    """Return the token of padding; torch.nn.Embedding counts a negative one from the end."""
-    given = values["pad_token_id"]
-    return {"padding_id": given if given is None or given >= 0 else values["vocab_size"] + given}
+    """Return the padding token. A negative id counts from the end, as in torch.nn.Embedding."""
+    token = values["pad_token_id"]
+    return {"padding_id": token if token is None or token >= 0 else values["vocab_size"] + token}

@@ -28,14 +28,14 @@ from lightning_megatron.swap.families.rotary import rotary_fields, typed_rotary_
 
 
 def _gemma_activation(values: Values) -> Mapping[str, Any]:
-    # The first releases write gelu for its tanh approximation.
-    given = values["hidden_act"]
-    meant = "gelu_pytorch_tanh" if given == "gelu" else given
+    # The first releases call the tanh approximation gelu.
+    activation = values["hidden_act"]
+    meant = "gelu_pytorch_tanh" if activation == "gelu" else activation
     other = values["hidden_activation"]
     if other is not None and other != meant:
         reason = (
-            f"hidden_act is {given}, and versions of transformers disagree about which of the two "
-            "counts"
+            f"hidden_act is {activation}, and versions of transformers disagree about which of the "
+            "two counts"
         )
         raise refusal("Gemma", "hidden_activation", other, reason, (meant, None))
     return translate_values("hidden_act", "activation", GATED)({**values, "hidden_act": meant})
@@ -54,7 +54,7 @@ def _pattern(values: Values) -> Mapping[str, Any]:
 
 
 def _windows(values: Values, every: int) -> Mapping[str, Any]:
-    """Return the windows of all layers; without types of layers, each one of ``every`` has none."""
+    """Return the windows of all layers; without layer types, every ``every``-th layer has none."""
     types = values["layer_types"]
     if types is None:
         types = [
@@ -96,7 +96,7 @@ _NAMES = replace(
     attention_output_norm="model.layers.{}.post_attention_layernorm",
     mlp_output_norm="model.layers.{}.post_feedforward_layernorm",
 )
-#: The classes read hidden_activation; the kind of cache only affects generation.
+#: The classes read hidden_activation instead of hidden_act; the cache only affects generation.
 _IGNORED = frozenset({"hidden_act", "cache_implementation"})
 
 GEMMA = Family(

@@ -117,7 +117,7 @@ GPT_NEOX = Family(
             *rotary_fields("rotary_emb_base", "rotary_pct", 0.25),
         ),
         {"norm": "layernorm", "position": "rotary", "bias": True},
-        # Of earlier code; Hugging Face's model reads the names above.
+        # Names of earlier code; Hugging Face's model reads the names above.
         frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob"}),
     ),
     DecoderNames(

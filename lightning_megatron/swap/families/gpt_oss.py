@@ -25,9 +25,9 @@ from lightning_megatron.swap.families.rotary import rotary_fields
 from lightning_megatron.swap.tensors.packed import Packed
 
 _STACKS = f"{MLP}.experts"
-#: Names used only in the table: files and the class have stacks of all experts.
+#: Names that only the table uses. Files and the class have one stack of all experts.
 _EXPERT = tuple(f"{_STACKS}.{{}}.{part}" for part in PARTS)
-#: Rotary settings of a configuration that has none.
+#: Rotary settings of a configuration without them.
 _POSITIONS = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -52,7 +52,7 @@ def _windows(values: Values) -> Mapping[str, Any]:
 def _stack(name: str, parts: tuple[str, ...]) -> tuple[Packed, ...]:
     """Return the rules of the weights, stored input first, and of the biases of all experts.
 
-    Gates and the features that they multiply alternate.
+    The rows of a stack alternate between gates and the features that the gates multiply.
     """
     interleaved = len(parts) > 1
     weights, biases = (tuple(f"{one}.{kind}" for one in parts) for kind in ("weight", "bias"))

@@ -49,15 +49,16 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def families(further: Iterable[Family] = ()) -> tuple[Family, ...]:
-    """List all families: the given, installed and built-in ones; the first of a name counts.
+    """List all families: ``further`` ones, those of installed packages, and built-in ones.
 
     A package registers a ``Family`` as an entry point of the group ``lightning_megatron.families``.
 
     Args:
-        further: Families in addition to the others.
+        further: Families in addition to installed and built-in ones. The first family with a name
+            hides later ones.
 
     Raises:
-        UnsupportedError: If an entry point is something else.
+        UnsupportedError: If an entry point is not a family.
     """
     return (*further, *_registered(), *FAMILIES)
 
@@ -102,10 +103,10 @@ def family_of(name: str, further: Iterable[Family] = ()) -> Family:
         further: Families in addition to the others.
 
     Raises:
-        UnsupportedError: If there is no such family; it names the known ones.
+        UnsupportedError: If there is no such family; the message lists the known ones.
     """
-    found = find_family(name, further)
-    if found is None:
+    match = find_family(name, further)
+    if match is None:
         known = ", ".join(
             f"{family.model_type} ({family.architecture})" for family in families(further)
         )
@@ -113,4 +114,4 @@ def family_of(name: str, further: Iterable[Family] = ()) -> Family:
             f"a model that is replaced as a whole must be of a known family: {name!r} is not. Use "
             f"one of {known}, or register your own Family."
         )
-    return found
+    return match

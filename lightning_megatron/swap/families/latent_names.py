@@ -14,13 +14,14 @@ class LatentNames:
 
     Args:
         query_down: Projection to latent vectors of queries.
-        query_norm: Norm of these.
-        query_up: Projection of these to heads.
+        query_norm: Norm of the latent vectors of queries.
+        query_up: Projection of the latent vectors to query heads.
         query: Projection of the hidden states to query heads, without latent vectors.
         key_value_down: Projection to latent vectors of keys and values, and to the keys' elements
             that all heads share.
         key_value_norm: Norm of these latent vectors.
-        key_value: Projection of these to keys and values, of one head after the other.
+        key_value: Projection of these latent vectors to the keys and values of one head after the
+            other.
     """
 
     query_down: str
@@ -49,14 +50,14 @@ class LatentNames:
             ]
 
         has_bias = config.has_qkv_bias
-        found = []
+        tensors = []
         if rank is not None:
-            found += linear("query_down", self.query_down, (rank, width), has_bias)
-            found += linear("query_norm", self.query_norm, (rank,), False)
+            tensors += linear("query_down", self.query_down, (rank, width), has_bias)
+            tensors += linear("query_norm", self.query_norm, (rank,), False)
         query = self.query if rank is None else self.query_up
-        found += linear("query", query, (heads * sizes.head_dim, rank or width), False)
+        tensors += linear("query", query, (heads * sizes.head_dim, rank or width), False)
         down = (sizes.key_value_rank + sizes.rotary_dim, width)
         up = (heads * (sizes.plain_dim + sizes.value_dim), sizes.key_value_rank)
-        found += linear("key_value_down", self.key_value_down, down, has_bias)
-        found += linear("key_value_norm", self.key_value_norm, (sizes.key_value_rank,), False)
-        return found + linear("key_value", self.key_value, up, False)
+        tensors += linear("key_value_down", self.key_value_down, down, has_bias)
+        tensors += linear("key_value_norm", self.key_value_norm, (sizes.key_value_rank,), False)
+        return tensors + linear("key_value", self.key_value, up, False)

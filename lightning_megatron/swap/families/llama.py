@@ -21,7 +21,7 @@ from lightning_megatron.swap.families.llama_fields import (
 )
 from lightning_megatron.swap.families.rotary import rotary_fields
 
-#: Names of the tensors of most families after it, too.
+#: Tensor names of Llama, and of most later families.
 LLAMA_NAMES = DecoderNames(
     embedding="model.embed_tokens",
     final_norm="model.norm",

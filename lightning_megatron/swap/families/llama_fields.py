@@ -1,4 +1,4 @@
-"""Configuration fields that Llama and its descendants share."""
+"""Configuration fields that Llama and families derived from it share."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def sizes(
     """Return the rules for the shared fields, with a family's defaults.
 
     Args:
-        vocab_size: Tokens of the vocabulary (tokens).
+        vocab_size: Size of the vocabulary (tokens).
         hidden_size: Size D of the residual stream (elements).
         intermediate_size: Inner features of the MLP (elements).
         num_layers: Transformer blocks (layers).
         num_heads: Query heads (heads).
         max_length: Longest sequence (tokens).
         num_kv_heads: Key/value heads; None means num_heads (heads).
-        norm_eps: Added to variances.
+        norm_eps: Number that norms add to variances.
         tied: Whether the output head shares the token embedding's weight.
-        padding: Token whose vector is not trained by its lookups, or None.
+        padding: Token whose lookups do not train its embedding vector; None without one.
     """
     return (
         Field("vocab_size", vocab_size, "vocab_size"),
@@ -82,11 +82,11 @@ def _kv_heads(values: Values) -> Mapping[str, Any]:
 
 
 def head_dim(values: Values) -> Mapping[str, Any]:
-    """Return the head size, if it does not follow from other fields."""
-    # Some versions store the value that follows from the sizes.
-    given = values["head_dim"]
+    """Return the head size if it differs from the one that follows from other fields."""
+    # Some versions of transformers store the value that follows from the sizes.
+    size = values["head_dim"]
     heads = values["num_attention_heads"]
-    return {"head_dim": None if given is None or given * heads == values["hidden_size"] else given}
+    return {"head_dim": None if size is None or size * heads == values["hidden_size"] else size}
 
 
 def _attention_bias(values: Values) -> Mapping[str, Any]:
@@ -95,12 +95,12 @@ def _attention_bias(values: Values) -> Mapping[str, Any]:
 
 def window(values: Values) -> Mapping[str, Any]:
     """Return the attention window, if it is shorter than a sequence can be."""
-    given = values["sliding_window"]
-    # No window is faster.
+    width = values["sliding_window"]
+    # Attention without a window is faster.
     return {
         "sliding_window": None
-        if given is None or given >= values["max_position_embeddings"]
-        else given
+        if width is None or width >= values["max_position_embeddings"]
+        else width
     }
 
 
@@ -119,11 +119,11 @@ def windows_of(
         width: Attention window of the sliding layers; None means none (tokens).
         values: Fields of the configuration.
         family: Name of the family, for errors.
-        keeps_all: Whether windows count that are longer than all sequences, because layers with a
-            window have other positions.
+        keeps_all: Whether to keep windows that are longer than every sequence, because layers with
+            a window have other positions.
 
     Raises:
-        UnsupportedError: If a kind is another, or kinds and layers do not match.
+        UnsupportedError: For another kind, or if there is not one kind for each layer.
     """
     legal = ("full_attention", "sliding_attention")
     for layer, kind in enumerate(types):
@@ -141,12 +141,12 @@ def windows_of(
         )
     if not any(windowed):
         return {}
-    found = {"sliding_window": width}
+    fields = {"sliding_window": width}
     if not keeps_all:
-        found = dict(window({**values, "sliding_window": width}))
-    if found["sliding_window"] is None or all(windowed):
-        return found
-    return {**found, "window_layers": windowed}
+        fields = dict(window({**values, "sliding_window": width}))
+    if fields["sliding_window"] is None or all(windowed):
+        return fields
+    return {**fields, "window_layers": windowed}
 
 
 ACTIVATION = Field("hidden_act", "silu", translate_values("hidden_act", "activation", GATED))

@@ -55,7 +55,7 @@ QWEN2_MOE = Family(
             HEAD_DIM,
             Field("qkv_bias", True, "qkv_bias"),
             Field("use_sliding_window", False),
-            # A window that is not used is written as 0.
+            # Files of models without windows have 0.
             Field("sliding_window", 4096, kind=Number | None),
             Field("max_window_layers", 28, kind=Number),
             Field("layer_types", None, _windows),

@@ -13,9 +13,9 @@ from lightning_megatron.plan.settings import shown
 from lightning_megatron.swap.families.field_kinds import KINDS, check_kind
 from lightning_megatron.swap.families.fields import Field, Values
 
-#: Earlier names of kinds.
+#: Names of kinds in earlier configurations.
 _KIND_ALIASES = {"su": "longrope"}
-#: Further keys of ``rope_parameters`` by kind, besides theta, kind and the rotated share.
+#: Keys of ``rope_parameters`` by kind, besides the base, the kind and the rotated share.
 _KEYS_OF_KIND: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -58,7 +58,7 @@ def rotary_fields(
     Args:
         base_field: Field of the base in the earlier notation.
         share_field: Field of the rotated share of a head in the earlier notation; None if the
-            family always rotates whole heads.
+            family always rotates all elements of a head.
         default_share: Rotated share if the field is missing.
         kind_aliases: Further names of the kinds.
         default_base: Base if the field is missing.
@@ -100,27 +100,27 @@ def typed_rotary_fields(
     assert callable(rule), "the first field has the rule"
 
     def typed(values: Values) -> Mapping[str, Any]:
-        given = values["rope_parameters"] or {}
-        kinds = {"full_attention": {}, "sliding_attention": {}, **given}
+        parameters = values["rope_parameters"] or {}
+        kinds = {"full_attention": {}, "sliding_attention": {}, **parameters}
         if len(kinds) > 2:
             reason = "layers with a window have positions of their own"
             legal = "a mapping for full_attention and for sliding_attention"
-            raise _refusal("rope_parameters", given, legal, reason)
+            raise _refusal("rope_parameters", parameters, legal, reason)
         for name, kind in kinds.items():
             check_kind(f"rope_parameters.{name}", kind, KINDS["rope_parameters"], "typed")
         full, sliding = ({} if kind is None else dict(kind) for kind in kinds.values())
-        found = dict(rule({**values, "rope_parameters": full}))
+        fields = dict(rule({**values, "rope_parameters": full}))
         if windows(values).get("sliding_window") is None:
-            return found
+            return fields
         kind = sliding.pop("rope_type", None) or "default"
         given_base = sliding.pop("rope_theta", None) or (values[local] if local else None)
         if kind != "default" or any(value is not None for value in sliding.values()):
             legal = "of rope_type default, with no key but rope_theta"
             reason = "angles of layers with a window are not scaled"
             raise _refusal("rope_parameters.sliding_attention", kind, legal, reason)
-        own = float(given_base or window_base)
-        is_common = own == found["rotary_base"] and found["rotary_scaling"] is None
-        return found if is_common else {**found, "window_rotary_base": own}
+        local_base = float(given_base or window_base)
+        is_common = local_base == fields["rotary_base"] and fields["rotary_scaling"] is None
+        return fields if is_common else {**fields, "window_rotary_base": local_base}
 
     further = (Field(local),) if local else ()
     return (Field("rope_parameters", target=typed), *others, *further)
@@ -134,34 +134,38 @@ def _rule(
     default_base: float,
 ) -> Callable[[Values], Mapping[str, Any]]:
     def rule(values: Values) -> Mapping[str, Any]:
-        given = values["rope_scaling"] or values["rope_parameters"] or {}
-        if not isinstance(given, Mapping) or any(
-            isinstance(value, Mapping) for value in given.values()
+        parameters = values["rope_scaling"] or values["rope_parameters"] or {}
+        if not isinstance(parameters, Mapping) or any(
+            isinstance(value, Mapping) for value in parameters.values()
         ):
             raise _refusal(
                 "rope_parameters",
-                given,
+                parameters,
                 "one mapping for all layers",
                 "all layers use the same rotary positions",
             )
-        kind = given.get("rope_type") or given.get("type") or "default"
+        kind = parameters.get("rope_type") or parameters.get("type") or "default"
         kind = kind_aliases.get(kind, kind)
         if kind not in _KEYS_OF_KIND:
             raise _refusal(
                 "rope_type", kind, join_or(list(_KEYS_OF_KIND)), "only these kinds are implemented"
             )
-        unknown = sorted(given.keys() - _KEYS_OF_KIND[kind] - _COMMON_KEYS)
+        unknown = sorted(parameters.keys() - _KEYS_OF_KIND[kind] - _COMMON_KEYS)
         for name in unknown:
-            if given[name] is not None and given[name] is not False:
+            if parameters[name] is not None and parameters[name] is not False:
                 raise _refusal(
                     f"rope_parameters.{name}",
-                    given[name],
+                    parameters[name],
                     "left out",
                     f"{kind} positions do not use it",
                 )
-        base = given.get("rope_theta") or _agreed(values, base_field, "rope_theta") or default_base
+        base = (
+            parameters.get("rope_theta")
+            or _agreed(values, base_field, "rope_theta")
+            or default_base
+        )
         share = (
-            given.get("partial_rotary_factor")
+            parameters.get("partial_rotary_factor")
             or _agreed(values, share_field, "partial_rotary_factor")
             or default_share
         )
@@ -179,7 +183,7 @@ def _rule(
             )
         rotary_base = float(base)
         rotary_dim = size if size < head_dim else None
-        scaling = None if kind == "default" else _scaling(kind, given, values)
+        scaling = None if kind == "default" else _scaling(kind, parameters, values)
         return {"rotary_base": rotary_base, "rotary_dim": rotary_dim, "rotary_scaling": scaling}
 
     return rule
@@ -196,7 +200,7 @@ def _agreed(values: Values, name: str | None, second_name: str) -> Any:
 
 def _scaling(kind: Any, parameters: Mapping[str, Any], values: Values) -> RotaryScaling:
     longest = values["max_position_embeddings"]
-    # A field of the configuration itself goes before one inside the mapping.
+    # A field of the configuration takes precedence over a key of the mapping.
     length = (
         values["original_max_position_embeddings"]
         or parameters.get("original_max_position_embeddings")

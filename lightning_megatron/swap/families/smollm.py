@@ -22,16 +22,16 @@ from lightning_megatron.swap.families.rotary import rotary_fields
 
 def _rotating(values: Values) -> tuple[bool, ...]:
     # Despite its name, the field lists the layers that rotate.
-    given = values["no_rope_layers"]
-    if given is not None:
-        return tuple(bool(flag) for flag in given)
+    flags = values["no_rope_layers"]
+    if flags is not None:
+        return tuple(bool(flag) for flag in flags)
     every = values["no_rope_layer_interval"]
     return tuple((layer + 1) % every != 0 for layer in range(values["num_hidden_layers"]))
 
 
 def _rotary_layers(values: Values) -> Mapping[str, Any]:
-    found = _rotating(values)
-    return {"rotary_layers": None if all(found) else found}
+    rotating = _rotating(values)
+    return {"rotary_layers": None if all(rotating) else rotating}
 
 
 def _windows(values: Values) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""Detection of unknown configuration fields that Hugging Face's classes ignore too."""
+"""Detection of configuration fields that Hugging Face's classes ignore."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 #: Fields that many folders have, and that do not affect the computation.
 HARMLESS = frozenset(
     {
-        # Marks of uploads by Unsloth, and its version.
+        # Unsloth adds these fields to uploaded models.
         *("unsloth_fixed", "unsloth_version"),
         # Trainers add this noise to embeddings, controlled by training arguments.
         "neftune_noise_alpha",
@@ -53,8 +53,8 @@ def unknown_fields(names: Iterable[str], model_type: object) -> frozenset[str]:
 
     Args:
         names: Fields of a configuration.
-        model_type: Model type, such as ``llama``; without one, or without transformers, the other
-            fields stay unknown.
+        model_type: Model type, such as ``llama``. Without a model type, or without transformers,
+            only fields of ``HARMLESS`` are returned.
     """
     others = frozenset(names) - HARMLESS
     declared, code = _known_of(model_type) if others and isinstance(model_type, str) else (None, "")
@@ -96,11 +96,11 @@ def _known_of(model_type: str) -> tuple[frozenset[str] | None, str]:
     )
     root = Path(library.__file__).parent
     spec = find_spec(config_class.__module__)
-    own = (
+    paths = (
         [] if spec is None or spec.origin is None else sorted(Path(spec.origin).parent.glob("*.py"))
     )
     files = [
-        *own,
+        *paths,
         *(root / f"{name}.py" for name in _SHARED),
         *sorted((root / "integrations").glob("*attention*.py")),
     ]

@@ -1,1 +1,1 @@
-"""Replaced Hugging Face models: their faces, names, adapters and folders."""
+"""Replaced Hugging Face models: their interfaces, tensor names, adapters and folders."""

@@ -17,8 +17,8 @@ from lightning_megatron.swap.hugging_face.replaced_model import ReplacedModel
 from lightning_megatron.swap.hugging_face.save_adapter import save_adapter
 from lightning_megatron.swap.hugging_face.save_pretrained import save_as_it_is
 
-#: Methods that search for peft's own layers. After the replacement there are none, so the methods
-#: would silently do nothing.
+#: Methods that search for peft's layers. A replaced model has no such layers, so the methods would
+#: silently do nothing.
 _PEFT_METHODS = (
     *(
         "add_adapter",
@@ -43,7 +43,7 @@ def bind_methods(root: nn.Module, own_code: Iterable[Any]) -> None:
 
     Args:
         root: Root module, after its models were replaced.
-        own_code: Models in it that run their own code.
+        own_code: Models inside the root that run their own code.
     """
     wrappers: list[Any] = list(root.modules())
     for wrapper in wrappers:
@@ -52,7 +52,7 @@ def bind_methods(root: nn.Module, own_code: Iterable[Any]) -> None:
             vars(wrapper)["save_pretrained"] = partial(save_adapter, wrapper)
             if isinstance(model, ReplacedModel):
                 if hasattr(wrapper, _BOUND):
-                    # This is a method of the original model, which would be kept alive with all its
+                    # The bound method of the original model would keep that model alive with all
                     # weights.
                     setattr(wrapper, _BOUND, model.prepare_inputs_for_generation)
                 kind = type(wrapper)
@@ -66,7 +66,7 @@ def bind_methods(root: nn.Module, own_code: Iterable[Any]) -> None:
 
 @contextmanager
 def _disabled(wrapper: nn.Module) -> Iterator[None]:
-    """Compute the model's outputs without its adapter."""
+    """Disable the adapter of a wrapped model inside the block."""
     saved = [
         name
         for part in wrapper.modules()

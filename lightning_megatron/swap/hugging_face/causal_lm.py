@@ -16,7 +16,7 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.collectives import broadcast_, gather_from_axis
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.attention_span import AttentionSpan
-from lightning_megatron.layers.context_parallel.sequence_order import joined_parts, length_multiple
+from lightning_megatron.layers.context_parallel.sequence_order import join_parts, length_multiple
 from lightning_megatron.layers.document_cut import TokenOrder
 from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.gpt_inputs import laid_out
@@ -27,7 +27,7 @@ from lightning_megatron.swap.hugging_face.generation_cache import GenerationCach
 from lightning_megatron.swap.hugging_face.outputs import CausalLMOutput
 from lightning_megatron.swap.hugging_face.packed_rows import (
     PackedRow,
-    padded_span,
+    pad_span,
     shifted,
     span_of,
 )
@@ -43,7 +43,8 @@ _IRRELEVANT = frozenset({"return_dict", "cache_position", "max_length_k", "cu_se
 class LabelledGPT(GPT):
     """GPT that returns the losses and this rank's logits, sequence first.
 
-    If losses are computed in chunks, it returns the output of the last norm in place of logits.
+    If losses are computed in chunks, the model returns the output of the last norm instead of the
+    logits.
     """
 
     @override
@@ -78,7 +79,7 @@ class LabelledGPT(GPT):
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Rows of a call: tokens or vectors, the label of each position's next token, and the span."""
+    """Inputs of a call: tokens or vectors, labels of the next tokens, and the attention span."""
 
     tokens: Tensor | None
     embeddings: Tensor | None
@@ -90,16 +91,16 @@ class HuggingFaceLM(ReplacedModel):
     """Hugging Face causal language model, computed by the layers of a GPT.
 
     Loss, logits and gradients equal those of the replaced model. Labels are token ids, which the
-    forward pass shifts. A batch without any counted label has the loss 0; Hugging Face's model
-    returns NaN.
+    forward pass shifts. The loss of a batch in which all labels are ignored is 0; Hugging Face's
+    model returns NaN.
     """
 
     @property
     def gpt(self) -> LabelledGPT:
         """Return the layers that compute."""
-        found = self.body
-        assert isinstance(found, LabelledGPT), "a language model is replaced by a GPT"
-        return found
+        gpt = self.body
+        assert isinstance(gpt, LabelledGPT), "a language model is replaced by a GPT"
+        return gpt
 
     def forward(
         self,
@@ -128,18 +129,21 @@ class HuggingFaceLM(ReplacedModel):
             input_ids: Token ids; alternatively ``inputs_embeds``.
             attention_mask: 1 for tokens, 0 for padding, on either side.
             position_ids: Position of every token. Without an attention mask, a position that is
-                not one more than its predecessor starts a new sequence, which attention stays in.
+                not one more than its predecessor starts a new sequence, and tokens attend only
+                within their sequence.
             past_key_values: The name of ``cache`` before transformers 5.24.
             inputs_embeds: Vectors instead of token ids.
             labels: Token ids, or -100 where no loss is computed.
             use_cache: Argument without effect; only ``generate`` fills a cache.
             logits_to_keep: Number of last positions whose logits are returned (0: all).
-            num_items_in_batch: Divisor of the summed loss; by default their number (tokens).
+            num_items_in_batch: Divisor of the summed loss; by default the number of labels that
+                are not ignored (tokens).
             shift_labels: Labels that are already shifted.
             cu_seq_lens_q: Boundaries of sequences packed into one row, as in flash attention.
             max_length_q: Upper bound of the lengths of these sequences (tokens).
             output_hidden_states: Whether to return the states of all layers; requires pp=1.
-            cache: Cache of ``generate``, which has the earlier tokens; None means none.
+            cache: Cache of ``generate`` with the keys and values of earlier tokens; None without
+                one.
             others: Further arguments, none of which may change the result.
 
         Raises:
@@ -150,14 +154,14 @@ class HuggingFaceLM(ReplacedModel):
         stages run in turn and the last one broadcasts the result, so all ranks must make the call.
         """
         _refuse(others)
-        own = _own_caches(past_key_values=past_key_values, cache=cache)
-        past = next(iter(own.values()), None)
-        given = _one_input(input_ids, inputs_embeds)
-        length = given.shape[1]
+        caches = _own_caches(past_key_values=past_key_values, cache=cache)
+        past = next(iter(caches.values()), None)
+        inputs = _one_input(input_ids, inputs_embeds)
+        length = inputs.shape[1]
         described = attention_mask, position_ids, PackedRow(cu_seq_lens_q, max_length_q)
         rows = self._rows(input_ids, inputs_embeds, *described, labels, shift_labels, past)
         kept = slice(max(0, length - logits_to_keep) if logits_to_keep else 0, length)
-        gather = partial(self._gather, kept, len(given), self._is_chunked(rows.labels), rows.span)
+        gather = partial(self._gather, kept, len(inputs), self._is_chunked(rows.labels), rows.span)
 
         def run() -> tuple[Tensor | None, Tensor]:
             how = {"span": rows.span, "embeddings": rows.embeddings}
@@ -168,15 +172,15 @@ class HuggingFaceLM(ReplacedModel):
 
         if self.gpt.mesh.pp.size > 1 and self.gpt.cursor is None and not torch.is_grad_enabled():
             has_labels = rows.labels is not None
-            output = self._from_last_stage(run, gather, len(given), kept, has_labels)
+            output = self._from_last_stage(run, gather, len(inputs), kept, has_labels)
         elif not output_hidden_states:
             loss, shard = run()
             output = CausalLMOutput(loss, lambda: gather(shard))
         else:
             (loss, shard), states = self._with_states(run, rows.span)
-            states = tuple(one[: len(given), :length] for one in states)
+            states = tuple(one[: len(inputs), :length] for one in states)
             output = CausalLMOutput(loss, lambda: gather(shard), states)
-        return _with_caches(output, own, length)
+        return _with_caches(output, caches, length)
 
     def _rows(
         self,
@@ -190,24 +194,26 @@ class HuggingFaceLM(ReplacedModel):
         cache: GenerationCache | None,
     ) -> _Rows:
         """Return the arguments of a call, padded to the form that the layout needs."""
-        given = _one_input(input_ids, inputs_embeds)
+        inputs = _one_input(input_ids, inputs_embeds)
         described = attention_mask, position_ids
-        # The mask of tokens that follow a cache has another shape, and the cache reads it.
+        # With a cache, the mask also covers earlier tokens, and the cache reads it.
         is_continued = cache is not None and cache.length > 0
-        own = (None, None) if is_continued else described
-        span, labels = self._span_and_labels(*own, packed, given.shape[:2], labels, shift_labels)
+        arguments = (None, None) if is_continued else described
+        span, labels = self._span_and_labels(
+            *arguments, packed, inputs.shape[:2], labels, shift_labels
+        )
         multiple = length_multiple(self.gpt.mesh, is_cut=not is_continued)
-        rows, extra = self._padding(len(given), given.shape[1], multiple)
+        rows, extra = self._padding(len(inputs), inputs.shape[1], multiple)
         if rows or extra:
-            # Appended positions change no earlier one, and their results are dropped.
+            # Appended positions do not affect earlier ones, and their results are dropped.
             input_ids = pad_batch(input_ids, extra, 0, rows)
             labels = pad_batch(labels, extra, IGNORED, rows)
             if inputs_embeds is not None:
                 inputs_embeds = F.pad(inputs_embeds, (0, 0, 0, extra, 0, rows))
-            span = padded_span(span, extra, rows)
+            span = pad_span(span, extra, rows)
         if cache is not None:
-            self.gpt.config.check_seq_length(cache.length_after(given.shape[1]))
-            span = cache.span_of(span, given, *described, extra=extra, num_rows=rows)
+            self.gpt.config.check_seq_length(cache.length_after(inputs.shape[1]))
+            span = cache.span_of(span, inputs, *described, extra=extra, num_rows=rows)
         span = self._padded_span(span, _one_input(input_ids, inputs_embeds))
         return _Rows(input_ids, inputs_embeds, labels, span)
 
@@ -221,7 +227,8 @@ class HuggingFaceLM(ReplacedModel):
         shift_labels: Tensor | None,
     ) -> tuple[AttentionSpan | None, Tensor | None]:
         """Return the attention span, and the label of each position's next token."""
-        # The host knows the labels of the batch, but not values that are computed from them.
+        # The host has the labels of the batch, but not the shifted labels that are computed on the
+        # device.
         described = attention_mask, position_ids, packed, shape
         host = self.mesh.host_values
         if shift_labels is None:
@@ -231,7 +238,7 @@ class HuggingFaceLM(ReplacedModel):
     def _with_states(
         self, run: Callable[[], T], span: AttentionSpan | None
     ) -> tuple[T, tuple[Tensor, ...]]:
-        """Run the model and return the hidden states of all its layers too."""
+        """Run the model; return its result and the hidden states of all layers."""
         gpt = self.gpt
         if gpt.mesh.pp.size > 1:
             raise UnsupportedError(
@@ -255,20 +262,20 @@ class HuggingFaceLM(ReplacedModel):
         kept: slice,
         has_labels: bool,
     ) -> CausalLMOutput:
-        """Run the pipeline stages in turn, and give every rank the result."""
+        """Run the pipeline stages in turn, and broadcast the result to all ranks."""
         pp = self.gpt.mesh.pp
         options = dict[str, Any](device=self.device, dtype=self.dtype)
-        found = run_stage_by_stage(self.gpt, run)
+        output = run_stage_by_stage(self.gpt, run)
         logits = torch.empty(
             num_sequences, kept.stop - kept.start, self.gpt.config.vocab_size, **options
         )
         loss = torch.empty(
             (), device=self.device, dtype=torch.promote_types(self.dtype, torch.float32)
         )
-        if found is not None:
-            logits.copy_(gather(found[1]))
-            if found[0] is not None:
-                loss.copy_(found[0])
+        if output is not None:
+            logits.copy_(gather(output[1]))
+            if output[0] is not None:
+                loss.copy_(output[0])
         loss_stage = self.gpt.mesh.layout.loss_stage
         broadcast_(logits, pp, loss_stage)
         if has_labels:
@@ -305,13 +312,13 @@ class HuggingFaceLM(ReplacedModel):
                 )
             shard = self.gpt.logits(shard)
         cut = None if span is None else span.order
-        own = joined_parts(shard, mesh.cp, cut=cut)[kept, :rows]
-        full = gather_from_axis(own, mesh.tp, dim=-1)
+        local = join_parts(shard, mesh.cp, cut=cut)[kept, :rows]
+        full = gather_from_axis(local, mesh.tp, dim=-1)
         return full[..., : self.gpt.config.vocab_size].transpose(0, 1)
 
 
 def gather_sequences(hidden: Tensor, mesh: ParallelMesh, cut: TokenOrder | None = None) -> Tensor:
-    """Gather hidden states of whole sequences on every tensor-parallel rank.
+    """Gather the hidden states of complete sequences on every tensor-parallel rank.
 
     Shapes: hidden ``(S/cp, B, D)`` or, under sequence parallelism, ``(S/(cp tp), B, D)``; output
         ``(B, S, D)``.
@@ -319,7 +326,7 @@ def gather_sequences(hidden: Tensor, mesh: ParallelMesh, cut: TokenOrder | None 
         an all-gather forward and a reduce-scatter backward.
     """
     full = gather_from_axis(hidden, mesh.tp, dim=0) if mesh.sequence_parallel else hidden
-    return joined_parts(full, mesh.cp, cut=cut).transpose(0, 1)
+    return join_parts(full, mesh.cp, cut=cut).transpose(0, 1)
 
 
 def _mean(total: Tensor, labels: Tensor | None, num_items: Tensor | int | None) -> Tensor:
@@ -330,9 +337,11 @@ def _mean(total: Tensor, labels: Tensor | None, num_items: Tensor | int | None) 
 
 def _own_caches(**caches: Any) -> dict[str, GenerationCache]:
     """Return the cache of ``generate``, if a call has it, by the name of its argument."""
-    own = {name: one for name, one in caches.items() if isinstance(one, GenerationCache)}
-    _refuse({**caches, **dict.fromkeys(own)})
-    return own
+    generation_caches = {
+        name: one for name, one in caches.items() if isinstance(one, GenerationCache)
+    }
+    _refuse({**caches, **dict.fromkeys(generation_caches)})
+    return generation_caches
 
 
 def _with_caches(
@@ -356,11 +365,11 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
 
 
 def _one_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-    given = [one for one in (input_ids, inputs_embeds) if one is not None]
-    if len(given) != 1:
+    inputs = [one for one in (input_ids, inputs_embeds) if one is not None]
+    if len(inputs) != 1:
         raise UnsupportedError(
             "a language model takes either input_ids or inputs_embeds: "
-            f"{'both' if given else 'neither'} were given. Both describe the same input. Pass one "
+            f"{'both' if inputs else 'neither'} were given. Both describe the same input. Pass one "
             "of them."
         )
-    return given[0]
+    return inputs[0]

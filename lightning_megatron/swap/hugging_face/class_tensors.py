@@ -50,24 +50,24 @@ class ClassTensors:
         ]
 
     @classmethod
-    def saved(cls, models: Mapping[str, Mapping[str, Any]]) -> list[ClassTensors]:
+    def from_checkpoint(cls, models: Mapping[str, Mapping[str, Any]]) -> list[ClassTensors]:
         """Return the conversions of a checkpoint's replaced models.
 
         Args:
             models: Record of each Hugging Face model, by its name in the module. Models that
-                run their own code are skipped, because they already have their classes' tensors.
+                run their own code are skipped, because their tensors are those of their classes.
         """
-        found = []
+        conversions = []
         for name, model in models.items():
             if OWN_CODE in model:
                 continue
             family = family_of(model["architecture"])
             adapter = Adapter(**model["adapter"]) if "adapter" in model else None
-            found.append(cls(_prefix(name), family, family.config(model["config"]), adapter))
-        return found
+            conversions.append(cls(_prefix(name), family, family.config(model["config"]), adapter))
+        return conversions
 
     def has(self, name: str) -> bool:
-        """Return whether a name is a tensor of this model that the class also has."""
+        """Return whether a name is that of a tensor of this model which the class has, too."""
         return name.startswith(self.prefix) and self._key(name) in self._maps
 
     def class_name(self, name: str) -> str:
@@ -76,8 +76,8 @@ class ClassTensors:
 
     def place(self, name: str) -> int:
         """Return a parameter's index in the class's order; ``len(order)`` if it is unknown."""
-        own = self.class_name(name) if self.has(name) else name
-        return self._places.get(own.removeprefix(self.prefix), len(self.order))
+        class_name = self.class_name(name) if self.has(name) else name
+        return self._places.get(class_name.removeprefix(self.prefix), len(self.order))
 
     def has_same_form(self, name: str) -> bool:
         """Return whether the class stores a tensor of the model in the same form."""
@@ -86,12 +86,12 @@ class ClassTensors:
         is_cut = bool(others) or first.is_transposed or first.strip is not None or first.first > 0
         return not is_cut and self._class_tensor(tensor) == first.name
 
-    def joined(self, parts: Mapping[str, Tensor]) -> Tensor:
+    def join(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Join full tensors of the model into the tensor of the class.
 
         Args:
-            parts: All parts of one class tensor (the same :meth:`class_name`), by name. A
-                vocabulary may have rows of padding.
+            parts: All parts of one tensor of the class (those with the same :meth:`class_name`), by
+                name. A vocabulary may have padding rows.
 
         Raises:
             CheckpointMismatchError: If a part is missing.
@@ -109,16 +109,16 @@ class ClassTensors:
                 f"{named(missing)} of {self.class_name(first)!r} missing. Save all of them "
                 "together."
             )
-        (found,) = pack(theirs, self.family.packed).values()
-        return found
+        (joined,) = pack(theirs, self.family.packed).values()
+        return joined
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """Return a full tensor of the model from the class's tensor that contains it."""
         tensor = self._maps[self._key(name)]
         key = self._class_tensor(tensor)
         reader = TensorsInMemory({key: whole})
-        own = dict(packed_rows(key, key, reader, self.family.packed))
-        return tensor.full(RenamedTensors(reader, own), whole.dtype)
+        rows = dict(packed_rows(key, key, reader, self.family.packed))
+        return tensor.full(RenamedTensors(reader, rows), whole.dtype)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the full shape of a tensor of the model (elements)."""
@@ -134,18 +134,18 @@ class ClassTensors:
 
     @cached_property
     def _members(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
+        members: dict[str, list[str]] = {}
         for target, tensor in self._maps.items():
-            found.setdefault(self._class_tensor(tensor), []).append(target)
-        return found
+            members.setdefault(self._class_tensor(tensor), []).append(target)
+        return members
 
     @cached_property
     def _places(self) -> dict[str, int]:
         return {name: number for number, name in enumerate(self.order)}
 
     def _key(self, name: str) -> str:
-        own = name.removeprefix(self.prefix)
-        return own if is_factor(own) else self.family.present_name(plain_name(own))
+        key = name.removeprefix(self.prefix)
+        return key if is_factor(key) else self.family.present_name(plain_name(key))
 
     def _is_of_stack(self, name: str) -> bool:
         source = self._maps[self._key(name)].sources[0].name
@@ -156,16 +156,16 @@ class ClassTensors:
     def _class_tensor(self, tensor: TensorMap) -> str:
         """Return the class's tensor that contains a tensor, by its name in the table."""
         source = tensor.sources[0].name
-        found = (
+        matches = (
             position
             for rule in self.family.packed
             if (position := rule.position_of(source)) is not None
         )
-        return next((whole for whole, _, _ in found), source)
+        return next((whole for whole, _, _ in matches), source)
 
 
 def class_name_in(models: Sequence[ClassTensors], name: str) -> str:
-    """Return a parameter's name in the module before its models are replaced.
+    """Return the name that a parameter had before the models of the module were replaced.
 
     Args:
         models: Conversions of the module's replaced models.
@@ -187,8 +187,8 @@ def in_class_order(models: Sequence[ClassTensors], names: Sequence[str]) -> list
     ordered = list(names)
     for model in models:
         held = [number for number, name in enumerate(names) if name.startswith(model.prefix)]
-        own = sorted((names[number] for number in held), key=model.place)
-        for number, name in zip(held, own, strict=True):
+        sorted_names = sorted((names[number] for number in held), key=model.place)
+        for number, name in zip(held, sorted_names, strict=True):
             ordered[number] = name
     return ordered
 
@@ -213,8 +213,8 @@ def class_states(
     for name in states:
         groups.setdefault(class_name_in(models, name), []).append(name)
     return {
-        name: _class_state(models, key, {one: states[one] for one in own})
-        for name, own in groups.items()
+        name: _class_state(models, key, {one: states[one] for one in group})
+        for name, group in groups.items()
     }
 
 
@@ -247,7 +247,7 @@ def state_from_class(
 
 
 def owner_of(models: Sequence[ClassTensors], name: str) -> ClassTensors | None:
-    """Return the replaced model that a parameter belongs to; None if there is none."""
+    """Return the replaced model to which a parameter belongs; None if there is none."""
     return next((model for model in models if model.has(name)), None)
 
 
@@ -260,7 +260,7 @@ def _class_state(models: Sequence[ClassTensors], key: str, states: Mapping[str, 
         for one, tensor in states.items():
             if tuple(tensor.shape) != model.shape(one):
                 raise _other_shape(key, one, tensor, model.shape(one))
-        return model.joined(states)
+        return model.join(states)
     differing = [one for one, other in states.items() if not _is_same(value, other)]
     if differing:
         raise UnsupportedError(

@@ -25,9 +25,9 @@ _IRRELEVANT = frozenset({"use_cache", "return_dict"})
 class HuggingFaceEncoder(ReplacedModel):
     """Hugging Face encoder, with or without a head, computed by an Encoder's layers.
 
-    Outputs, loss and gradients equal those of the replaced model. A masked language model without
-    any counted label has the loss 0; Hugging Face's model returns NaN. Losses of half-precision
-    models are computed in float32.
+    Outputs, loss and gradients equal those of the replaced model. If all labels of a masked
+    language model are ignored, the loss is 0; Hugging Face's model returns NaN. Losses of
+    half-precision models are computed in float32.
     """
 
     #: Hugging Face's configuration.
@@ -36,9 +36,9 @@ class HuggingFaceEncoder(ReplacedModel):
     @property
     def layers(self) -> Encoder:
         """Return the layers and the head that compute."""
-        found = self.body
-        assert isinstance(found, Encoder), "an encoder is replaced by an Encoder"
-        return found
+        encoder = self.body
+        assert isinstance(encoder, Encoder), "an encoder is replaced by an Encoder"
+        return encoder
 
     def forward(
         self,
@@ -69,7 +69,7 @@ class HuggingFaceEncoder(ReplacedModel):
             labels: Targets of a head, or -100 where no loss is computed.
             start_positions: First token of each answer ``(B)``; a position outside of the row has
                 no loss.
-            end_positions: Last token of each answer ``(B)``, likewise.
+            end_positions: Last token of each answer ``(B)``, with the same rule.
             others: Further arguments, none of which may change the result; ``return_dict=False``
                 returns a tuple.
 
@@ -87,7 +87,7 @@ class HuggingFaceEncoder(ReplacedModel):
         inputs = input_ids, inputs_embeds, attention_mask, position_ids, token_type_ids
         choices = None
         if self.family.architecture.endswith("ForMultipleChoice"):
-            # Each answer is a row.
+            # Each choice becomes a row.
             choices = _num_choices(inputs)
         rows = self._rows(*(_as_rows(one, choices) for one in inputs))
         length = rows.tokens_or_vectors.shape[1]
@@ -125,21 +125,21 @@ class HuggingFaceEncoder(ReplacedModel):
         return EncoderInput(tokens, vectors, valid, positions, token_types, lengths)
 
     def _padded(self, rows: EncoderInput, extra: int) -> EncoderInput:
-        """Append padding positions that no position attends to."""
-        given = rows.tokens_or_vectors
+        """Append padding positions, to which no token attends."""
+        inputs = rows.tokens_or_vectors
         valid = rows.valid
         lengths = rows.lengths
         if valid is not None:
             valid = F.pad(valid, (0, extra), value=False)
         elif lengths is None:
-            lengths = torch.full(given.shape[:1], given.shape[1], device=given.device)
+            lengths = torch.full(inputs.shape[:1], inputs.shape[1], device=inputs.device)
         config = self.layers.config
         positions = rows.positions
         if positions is None and (config.positions == "row" or rows.tokens is None):
             first = config.first_position
-            length = given.shape[1]
-            positions = torch.arange(first, first + length, device=given.device).expand(
-                given.shape[:2]
+            length = inputs.shape[1]
+            positions = torch.arange(first, first + length, device=inputs.device).expand(
+                inputs.shape[:2]
             )
         return EncoderInput(
             pad_batch(rows.tokens, extra, config.padding_id or 0),
@@ -218,17 +218,17 @@ def _as_rows(tensor: Tensor | None, choices: int | None) -> Tensor | None:
 
 
 def _num_choices(inputs: tuple[Tensor | None, ...]) -> int:
-    """Return the number of answers of each sample."""
+    """Return the number of choices of each sample."""
     tokens, vectors = inputs[:2]
-    given = vectors if tokens is None else tokens
-    if given is None or given.dim() != (4 if tokens is None else 3):
+    tokens_or_vectors = vectors if tokens is None else tokens
+    if tokens_or_vectors is None or tokens_or_vectors.dim() != (4 if tokens is None else 3):
         raise UnsupportedError(
             "a model for multiple choice takes input_ids of the shape (batch, choices, tokens), or "
             "inputs_embeds with one dimension more: "
-            f"{None if given is None else tuple(given.shape)} was given. Put the answers of a "
-            "sample into a dimension of their own."
+            f"{None if tokens_or_vectors is None else tuple(tokens_or_vectors.shape)} was given. "
+            "Put the answers of a sample into a dimension of their own."
         )
-    return given.shape[1]
+    return tokens_or_vectors.shape[1]
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, ignored: int = IGNORED) -> Tensor:
@@ -240,7 +240,7 @@ def _widened(logits: Tensor) -> Tensor:
 
 
 def _place_loss(logits: Tensor, places: Tensor) -> Tensor:
-    """Return the mean loss of positions in rows; those outside of a row do not count."""
+    """Return the mean loss of positions, without those that are outside of their row."""
     length = logits.shape[1]
     return _cross_entropy(logits, places.view(-1).clamp(0, length), length)
 

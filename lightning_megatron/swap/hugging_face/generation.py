@@ -1,4 +1,4 @@
-"""Hugging Face's generation with the layers of a GPT."""
+"""Generation methods of Hugging Face for models whose layers are a GPT's."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class GeneratingLM(HuggingFaceLM):
     """Causal language model with the methods of Hugging Face's GenerationMixin.
 
     ``generate`` takes the arguments of GenerationMixin: searches, sampling, stopping rules. It
-    keeps keys and values in a cache of this package, regardless of ``cache_implementation``. With
-    angles that depend on the length of the row (longrope) and with ``use_cache=False`` every token
-    needs a forward pass over all previous tokens.
+    stores keys and values in a cache of this package, regardless of ``cache_implementation``. With
+    rotary angles that depend on the length of the row (longrope), or with ``use_cache=False``,
+    every token needs a forward pass over all previous tokens.
 
-    The ranks of tp and cp and the stages of one replica must call it together with the same
-    prompts. Other replicas need not call it, unless they share experts (ep). Replicas that share
-    experts may use different prompts, and each continues until all have finished. Inside a step
-    with pp all stages generate before they run the step, so that the arguments must not depend on
-    values of the model's results.
+    All tp, cp and pp ranks of a replica must call ``generate`` together with the same prompts.
+    Other replicas need not call it, unless they share experts (ep). Replicas that share experts may
+    use different prompts, and each continues until all have finished. Inside a step with pp, all
+    stages generate before they run the step, so the arguments must not depend on values of the
+    model's results.
 
     Communication: that of one forward pass for each token. Replicas that share experts also run an
     all-reduce on the CPU before each pass.
@@ -57,16 +57,16 @@ class GeneratingLM(HuggingFaceLM):
         self._is_generating = True
         inherited: Any = super()
         try:
-            found: Tensor = inherited.generate(*args, **kwargs)
+            tokens: Tensor = inherited.generate(*args, **kwargs)
         finally:
             self._is_generating = False
             self._cache = None
-        return found
+        return tokens
 
     @property
     def _can_cache(self) -> bool:
         scaling = self.gpt.config.rotary_scaling
-        # Longrope changes the angles of all keys when a row becomes long.
+        # Longrope changes the angles of all cached keys when a row becomes long.
         return scaling is None or scaling.kind != "longrope"
 
     def _prepare_cache_for_generation(
@@ -148,5 +148,5 @@ class GeneratingLM(HuggingFaceLM):
         return False
 
     def get_experts_implementation(self) -> dict[str, str]:
-        """Return an empty mapping, because no part selects Hugging Face's experts."""
+        """Return an empty mapping, because the model has no experts of Hugging Face."""
         return {}

@@ -28,20 +28,20 @@ class GenerationCache(KeyValueCache):
 
     def __init__(self, max_length: int) -> None:
         super().__init__(max_length)
-        #: Whether the rows have ended while those of other ranks have not. Their layers continue to
-        #: run, because experts need tokens of every rank, but nothing is stored.
+        #: Whether the rows of this rank have ended, but not those of all ranks. The layers continue
+        #: to run, because experts need tokens of every rank, but the cache stores nothing.
         self.has_ended = False
         self._has_padding = False
 
     def get_seq_length(self) -> int:
-        """Return the tokens of each row that the cache has (tokens)."""
+        """Return the number of cached tokens of each row (tokens)."""
         return self.length
 
     def reorder_cache(self, beam_idx: Int[Tensor, " batch"]) -> None:
         """Replace each row by another one.
 
         Args:
-            beam_idx: For each row the index of the row whose tokens it gets.
+            beam_idx: For each row, the index of the row that replaces it.
         """
         self.reorder(beam_idx)
 
@@ -51,10 +51,10 @@ class GenerationCache(KeyValueCache):
             super().advance(count)
 
     def length_after(self, count: int) -> int:
-        """Return the tokens of each row after new ones (tokens).
+        """Return the number of tokens of each row after new tokens (tokens).
 
         Args:
-            count: New tokens of each row (tokens).
+            count: Number of new tokens of each row (tokens).
         """
         return self.length + (0 if self.has_ended else count)
 
@@ -68,17 +68,17 @@ class GenerationCache(KeyValueCache):
         extra: int,
         num_rows: int,
     ) -> AttentionSpan:
-        """Return the span of new tokens, which the cache stores and whose earlier tokens it has.
+        """Return the attention span of new tokens, which includes the cached tokens.
 
         Args:
-            rows: Span of the padded rows without a cache, which counts for the first tokens; None
-                means plain rows.
+            rows: Span of the padded rows without a cache, which is used for the first tokens; None
+                means rows without padding.
             inputs: Tokens or vectors before they were padded.
-            attention_mask: 1 for tokens, 0 for padding, of the earlier tokens too; None means no
+            attention_mask: 1 for tokens, 0 for padding, including the cached tokens; None means no
                 padding.
             position_ids: Position of each new token; None counts along the row.
-            extra: Positions that were appended to each row, which hold no tokens.
-            num_rows: Rows that were appended.
+            extra: Number of padding positions that were appended to each row.
+            num_rows: Number of padding rows that were appended.
         """
         shape = inputs.shape[:2]
         past = CachedTokens(self, shape[1])

@@ -1,4 +1,4 @@
-"""Modules that keep a replaced model's names, settings and parameters."""
+"""Stubs: modules with a replaced model's names, settings and parameters, which do not compute."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _KEYS = "parameter_keys"
 
 
 class ModuleStub(nn.Module):
-    """Module that keeps a class's names and parameters while other layers compute.
+    """Module with the names and parameters of a class, while other layers compute.
 
     A stub is still an instance of its former class, with its attributes, children and this rank's
-    parts of its parameters. Uses that would have no effect raise an error: calls, hooks, and the
-    replacement of parameters or children.
+    parts of the parameters. Operations that would have no effect raise an error: calls, hooks, and
+    the replacement of parameters or children.
     """
 
     @override
@@ -54,7 +54,7 @@ class ModuleStub(nn.Module):
                 # Some classes scale the vectors inside their embedding.
                 return full.transpose(0, 1) * getattr(self, "scalar_embed_scale", 1.0)
         if is_elsewhere:
-            # Refuse on all stages: a single stage that continued would wait for the others.
+            # All stages raise, because a stage that continued would wait for the others forever.
             remedy = "Give input_ids to the whole model, or use pp=1"
             self._refuse(
                 "cannot be called with pp above 1",
@@ -133,8 +133,8 @@ class ModuleStub(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
-        # A parameter stays the same object, but a buffer is replaced by its converted copy, which
-        # the layer must be given too.
+        # A parameter stays the same object, but a converted copy replaces a buffer, and the layer
+        # must get this copy, too.
         for key, owner in vars(self).get(_BUFFER_OWNERS, {}).items():
             owner._buffers[key[1]] = self._buffers[key[0]]
         return result
@@ -178,7 +178,8 @@ class ModuleStub(nn.Module):
 def convert_to_stub(module: nn.Module, path: str) -> None:
     """Convert a module to a stub in place; it stays an instance of its class.
 
-    Its parameters and buffers are dropped. The caller must have checked it for hooks before.
+    The parameters and buffers of the module are dropped. The caller must have checked before that
+    the module has no hooks.
 
     Args:
         module: Module to convert.
@@ -189,7 +190,7 @@ def convert_to_stub(module: nn.Module, path: str) -> None:
     }
     vars(module)[_KEYS] = tuple(name for name in module._parameters if name not in absent)
     module._parameters.clear()
-    # Keep absent parameters, such as the bias of a layer without one, readable as None.
+    # Absent parameters, such as the bias of a layer without one, must stay readable as None.
     module._parameters.update(absent)
     module._buffers.clear()
     module._non_persistent_buffers_set.clear()
@@ -221,7 +222,7 @@ def new_container() -> ModuleStub:
 
 
 def set_counterparts(stub: nn.Module, parts: tuple[nn.Module, ...]) -> None:
-    """Set the layers that compute a stub's part, the outermost first."""
+    """Set the layers that compute in place of a stub, the outermost first."""
     vars(stub)[_COUNTERPARTS] = parts
     for part in parts:
         part.training = stub.training

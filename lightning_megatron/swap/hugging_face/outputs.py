@@ -1,4 +1,4 @@
-"""Hugging Face outputs of swapped models, with logits that are gathered on access."""
+"""Outputs of replaced models, with the interface of Hugging Face's outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_megatron.layers.key_value_cache import KeyValueCache
 
 
 class _Output:
-    """Output with the entries that are not None, by name, position and order."""
+    """Output that is read by name or position, without the entries that are None."""
 
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: None = None
@@ -24,11 +24,11 @@ class _Output:
         raise NotImplementedError
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return an entry by name, or a default where it is None.
+        """Return an entry by name, or a default if the entry is None.
 
         Args:
             key: Name of the entry.
-            default: Value that replaces an entry that is None.
+            default: Value to return instead of None.
         """
         names = self.keys()
         return getattr(self, key) if key in names else default
@@ -95,7 +95,7 @@ class CausalLMOutput(_Output):
         """Return the logits of the true vocabulary.
 
         Raises:
-            RuntimeError: If they are first read after the backward pass.
+            RuntimeError: If the first read is after the backward pass.
         """
         if self._logits is None:
             if self._gather is None:
@@ -118,9 +118,9 @@ class CausalLMOutput(_Output):
 
 
 def _release_graph(output: weakref.ref[CausalLMOutput], _: Tensor) -> None:
-    found = output()
-    if found is not None:
-        found.spend()
+    released = output()
+    if released is not None:
+        released.spend()
 
 
 class MaskedLMOutput(CausalLMOutput):

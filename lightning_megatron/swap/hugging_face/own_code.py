@@ -42,7 +42,7 @@ def is_pretrained(module: nn.Module) -> bool:
 
 
 def is_hugging_face(module: nn.Module) -> bool:
-    """Return whether a module is a whole Hugging Face model."""
+    """Return whether a module is a Hugging Face model, and not a part of one."""
     return type(module).__module__.startswith("transformers.") and hasattr(module, "can_generate")
 
 
@@ -52,9 +52,9 @@ def holds_replaced(model: nn.Module) -> bool:
 
 
 def plain_config(model: Any) -> dict[str, Any]:
-    """Return the configuration as in ``config.json``, with all fields."""
-    found: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
-    return found
+    """Return a model's configuration with all fields, in the form of ``config.json``."""
+    config: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))
+    return config
 
 
 def checkpoint_record(
@@ -66,15 +66,15 @@ def checkpoint_record(
         name: Name of the model in the module.
         model: Model.
         order: Names of all tensors of the module in one process.
-        aliases: Names that share the tensor of another one.
+        aliases: Further names of tensors, with the first name of the same tensor.
     """
     prefix = f"{name}." if name else ""
     of_tensor = {
         one.removeprefix(prefix): aliases.get(one, one) for one in order if one.startswith(prefix)
     }
     kept = {one: of_tensor[one] for one in names_in_files(model, of_tensor)}
-    own = {"tensors": kept, "has_other_format": has_other_format(model)}
-    return {"architecture": type(model).__name__, "config": plain_config(model), OWN_CODE: own}
+    record = {"tensors": kept, "has_other_format": has_other_format(model)}
+    return {"architecture": type(model).__name__, "config": plain_config(model), OWN_CODE: record}
 
 
 def names_in_files(model: Any, of_tensor: Mapping[str, Any]) -> list[str]:
@@ -82,7 +82,7 @@ def names_in_files(model: Any, of_tensor: Mapping[str, Any]) -> list[str]:
 
     Args:
         model: Model.
-        of_tensor: Identity (``id``) of the tensor of each name.
+        of_tensor: Identity (``id``) of each name's tensor.
     """
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     names: dict[Any, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Spans of attention from the arguments of Hugging Face's models: padding and packed sequences."""
+"""Attention spans from the arguments of Hugging Face's models: padding and packed sequences."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_megatron.swap.hugging_face.replaced_model import IGNORED, pad_bat
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
-    """Sequences packed into a row, as flash attention takes them.
+    """Sequences that are packed into a row, in the form of the arguments of flash attention.
 
     Args:
         borders: Cumulative lengths of the sequences, from 0; None means one sequence (tokens).
@@ -37,12 +37,12 @@ def span_of(
     host: HostValues | None = None,
     shifts: bool = False,
 ) -> AttentionSpan | None:
-    """Return the span of padded rows, or of rows whose positions restart; None for plain rows.
+    """Return the attention span of padded or packed rows; None for rows without either.
 
-    Attention is causal, so only padding attends to the padding after the last token. If no such
-    padding has labels, it needs no separation, which is fastest. Padding before the tokens is a
-    separate document. Padding between tokens, or with labels, needs a mask. The host decides by the
-    values that it has, and waits for the device only for other values.
+    Attention is causal, so only padding attends to the padding after the last token. If this
+    padding has no labels, no span is needed, which is fastest. Padding before the tokens becomes a
+    separate document. Padding between tokens, or with labels, needs a mask. The host waits for the
+    device only if it lacks the values on which this choice depends.
 
     Args:
         attention_mask: 1 for tokens, 0 for padding.
@@ -50,10 +50,9 @@ def span_of(
             do.
         packed: Sequences packed into the row, for which the host does not read values.
         shape: Number of sequences and their length.
-        labels: Label of every position, or -100; None if the results at padding positions are not
-            used.
-        host: Values that the host has; None means only those of tensors on the host.
-        shifts: Whether the label of a position is still that of its token, and not of the next one.
+        labels: Label of every position, or -100; None if results of padding are not used.
+        host: Host copies of device tensors; None if there are none.
+        shifts: Whether labels must still be shifted, because each is that of its own position.
 
     Raises:
         UnsupportedError: If the mask has another shape, or is given together with packed sequences.
@@ -76,7 +75,7 @@ def span_of(
     if most == 0:
         return AttentionSpan(positions=positions)
     begins = _begins(position_ids)
-    # A power of two, so that steps with similar numbers of documents have the same form.
+    # A power of two, so that steps with similar numbers of documents have equal shapes.
     columns = 1 << most.bit_length()
     lengths = position_ids.new_zeros(len(begins), columns)
     lengths.scatter_add_(1, begins.cumsum(1), torch.ones_like(position_ids))
@@ -92,8 +91,8 @@ def shifted(labels: Tensor | None) -> Tensor | None:
     return None if labels is None else F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
 
 
-def padded_span(span: AttentionSpan | None, extra: int, num_rows: int) -> AttentionSpan | None:
-    """Return a span with more positions and rows, to which nothing else attends.
+def pad_span(span: AttentionSpan | None, extra: int, num_rows: int) -> AttentionSpan | None:
+    """Return a span with additional padding positions and rows.
 
     Args:
         span: Span of the rows; None means plain rows.
@@ -137,8 +136,8 @@ def _padding(
     if kind == "mixed":
         return AttentionSpan(positions=positions, mask=mask[:, None, None, :])
     before = mask.int().argmax(1)
-    # Padding after the tokens attends to them, as in plain rows: its states, which the losses of
-    # routers see, must not depend on the other rows.
+    # Padding after the tokens attends to the tokens, as in plain rows. Its states enter the losses
+    # of routers, and must not depend on the other rows.
     lengths = torch.stack((before, mask.shape[1] - before), 1)
     return AttentionSpan(lengths=lengths, positions=positions, restarts=False)
 

@@ -1,4 +1,4 @@
-"""Adapters of peft in Hugging Face models, as updates of the layers that replace them."""
+"""Adapters of peft, as low-rank updates of the layers that replace a Hugging Face model's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_megatron.swap.families import Family
 from lightning_megatron.swap.tensors.low_rank import FACTORS, Adapter, LowRankMap, plain_name
 from lightning_megatron.swap.tensors.mapping import TensorsInMemory, named
 
-#: Settings of LoraConfig that change an update from a product of two matrices to something else.
+#: Settings of LoraConfig with which an update is not just the product of two matrices.
 _UNSUPPORTED = (
     *(
         "alora_invocation_tokens",
@@ -57,7 +57,7 @@ def adapter_of(name: str, source: Any, family: Family) -> Adapter | None:
         family: Family of the model.
 
     Raises:
-        UnsupportedError: If the adapter has anything but low-rank updates of linear layers.
+        UnsupportedError: If the adapter has other updates than low-rank ones of linear layers.
     """
     layers, saved = _wrapped(source, family)
     if not layers and not saved:
@@ -101,12 +101,12 @@ def adapter_of(name: str, source: Any, family: Family) -> Adapter | None:
 
 @dataclass(frozen=True)
 class LayerUpdate:
-    """Low-rank updates of one layer of the replacement, not yet added to it.
+    """Low-rank updates of one layer of the replacement, which are not yet added.
 
     Args:
         base: Layer that gets the updates.
-        maps: Positions of the updates in the layer, and the sources of their factors.
-        wrappers: Wrapper of peft for each of the maps.
+        maps: Position of each update in the layer, and the sources of its factors.
+        wrappers: Wrapper of peft for each update.
         adapter: Adapter of the model.
     """
 
@@ -116,7 +116,7 @@ class LayerUpdate:
     adapter: Adapter
 
     def add(self, mesh: ParallelMesh) -> None:
-        """Add the updates to the layer, with their values."""
+        """Add the updates, with values, to the layer."""
         self.base.low_rank = LowRankUpdates(
             {
                 one.key: _update(self.base, one, wrapper, self.adapter, mesh)
@@ -128,7 +128,7 @@ class LayerUpdate:
 def updates_of(
     name: str, model: GPT | Encoder, source: Any, family: Family, adapter: Adapter
 ) -> list[LayerUpdate]:
-    """List the updates of this rank's layers by a model's adapter; change nothing.
+    """List the updates of this rank's layers by a model's adapter; do not change the model.
 
     Args:
         name: Name of the model, for errors.
@@ -147,7 +147,7 @@ def updates_of(
     if left:
         _refuse(name, f"{named(left)} cannot be adapted", _REMEDY_FOR_TARGETS)
     here: dict[str, Any] = dict(model.named_modules())
-    found = []
+    updates = []
     for layer, group in groupby(maps, key=lambda one: one.layer):
         if layer in here:
             parts = tuple(group)
@@ -156,8 +156,8 @@ def updates_of(
             ):
                 _refuse(name, f"{parts[0].module!r} cannot be adapted", _REMEDY_FOR_TARGETS)
             wrappers = tuple(layers[one.module] for one in parts)
-            found.append(LayerUpdate(here[layer], parts, wrappers, adapter))
-    return found
+            updates.append(LayerUpdate(here[layer], parts, wrappers, adapter))
+    return updates
 
 
 def is_input_hook(hook: Any) -> bool:
@@ -203,7 +203,7 @@ def _update(
 
 
 def _wrapped(source: nn.Module, family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return peft's wrappers of adapted modules and of saved modules, by the family's names."""
+    """Return peft's wrappers of adapted modules and of modules to save, by the family's names."""
     layers = dict[str, Any]()
     saved = dict[str, Any]()
     inside = ""
@@ -211,13 +211,13 @@ def _wrapped(source: nn.Module, family: Family) -> tuple[dict[str, Any], dict[st
         if is_peft_module(module) and not (inside and path.startswith(inside)):
             inside = f"{path}."
             is_saved = type(module).__name__ == "ModulesToSaveWrapper"
-            found = saved if is_saved else layers
-            found[family.present_name(f"{path}.weight").removesuffix(".weight")] = module
+            wrappers = saved if is_saved else layers
+            wrappers[family.present_name(f"{path}.weight").removesuffix(".weight")] = module
     return layers, saved
 
 
 def _check_saved(name: str, source: nn.Module, family: Family, saved: Iterable[str]) -> None:
-    """Refuse wholly trained modules whose tensors have other names in files."""
+    """Refuse modules to save whose tensors have other names in files."""
     tensors = {plain_name(key) for key in source.state_dict()}
     packed = {key for key in tensors if any(rule.is_name(key) for rule in family.packed)}
     for module in saved:

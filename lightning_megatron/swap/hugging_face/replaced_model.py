@@ -29,23 +29,23 @@ IGNORED = -100
 class ReplacedModel(nn.Module):
     """Mixin that computes a Hugging Face model's forward pass with sharded layers.
 
-    It is mixed into the model's class. The model stays the same object, with its tree of modules
-    and names.
+    The mixin becomes a base of the model's class. The model stays the same object, with its tree of
+    modules and names.
     """
 
-    #: Table of the model's family, and the adapter that peft put into the model.
+    #: Family of the model, and the adapter that peft has put into the model.
     family: Family
     adapter: Adapter | None
-    #: Names of the class's parameters, in its order. A shared parameter is listed with all its
+    #: Names of the class's parameters, in the order of the class. A shared parameter has several
     #: names.
     class_order: tuple[str, ...]
 
     @property
     def body(self) -> GPT | Encoder:
         """Return the layers that compute, which are outside the model's tree of modules."""
-        found = computed_by(self)
-        assert isinstance(found, (GPT, Encoder)), "the layers are set when the model is replaced"
-        return found
+        layers = computed_by(self)
+        assert isinstance(layers, (GPT, Encoder)), "the layers are set when the model is replaced"
+        return layers
 
     @property
     def mesh(self) -> ParallelMesh:
@@ -71,7 +71,7 @@ class ReplacedModel(nn.Module):
         self.body.recompute = "none"
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Count the elements of the whole model's parameters, shared ones once (elements).
+        """Count the elements of the full model's parameters; a shared one counts once (elements).
 
         Args:
             only_trainable: Whether to count only trainable parameters; requires a single pipeline
@@ -110,7 +110,7 @@ class ReplacedModel(nn.Module):
         max_shard_size: int | str | None = None,
         **others: Any,
     ) -> None:
-        """Write the whole model as a folder for ``from_pretrained``, from all ranks together.
+        """Write the full model as a folder for ``from_pretrained``; all ranks must call this.
 
         The files equal those of Hugging Face's method for the same weights. See
         :func:`save_folder`.
@@ -190,7 +190,7 @@ def replaced_models(module: nn.Module) -> Iterator[tuple[str, ReplacedModel]]:
 
 
 def pad_batch(ids: Tensor | None, extra: int, value: int, num_rows: int = 0) -> Tensor | None:
-    """Pad rows with further positions, and append padding rows.
+    """Append padding positions to all rows, and append padding rows.
 
     Shapes: ids ``(B, S)``; result ``(B + num_rows, S + extra)``.
     """

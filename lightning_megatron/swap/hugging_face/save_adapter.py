@@ -30,16 +30,17 @@ _DEFAULT = "default"
 
 
 def save_adapter(wrapper: Any, save_directory: str | os.PathLike[str], **others: Any) -> None:
-    """Write the whole adapter as a folder for ``PeftModel.from_pretrained``.
+    """Write the full adapter as a folder for ``PeftModel.from_pretrained``.
 
-    The files equal those of peft's method for the same weights. If every rank has the whole model,
-    peft's own method runs.
+    The files equal those of peft's method for the same weights. If every rank has the full model,
+    peft's method runs.
 
     Args:
         wrapper: Wrapper of peft around a model; if ranks have parts of the model, all of them must
             make this call together.
         save_directory: Folder on a file system of rank 0.
-        others: Further arguments of peft's method; if ranks have parts, none may change the result.
+        others: Further arguments of peft's method. If ranks have parts of the model, no argument
+            may change the result.
 
     Raises:
         UnsupportedError: For arguments that would change the result, and for adapters whose tensors
@@ -107,7 +108,7 @@ def _write(
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".adapter.", dir=out) as unfinished:
         written = _folder_of(name, Path(unfinished))
-        # If a state dict is given, peft does not request the whole model's.
+        # With a state dict as argument, peft does not request that of the full model.
         settings = {"selected_adapters": [name], "state_dict": wrapper.state_dict()}
         type(wrapper).save_pretrained(wrapper, unfinished, **settings)
         (written / ADAPTER_WEIGHTS).unlink()

@@ -45,8 +45,9 @@ def save_folder(
 ) -> None:
     """Write a model's configuration and full weights as a folder for ``from_pretrained``.
 
-    Rank 0 writes, and the other ranks send it one tensor at a time. No rank ever has more than one
-    full tensor in addition to its own part. Weights have the dtype of the model's parameters.
+    Rank 0 writes, and the other ranks send their parts of one tensor at a time. No rank ever has
+    more than one full tensor in addition to its part of the model. Weights have the dtype of the
+    model's parameters.
 
     Args:
         model: Model, a ``ReplacedModel``; all ranks must make this call together.
@@ -90,17 +91,17 @@ def save_as_it_is(
     max_shard_size: int | str | None = None,
     **others: Any,
 ) -> None:
-    """Write a Hugging Face model that runs its own code, from all ranks together.
+    """Write a Hugging Face model that runs its own code; all ranks must call this.
 
-    The files equal those of Hugging Face's method for the same weights. If every rank has the whole
-    model, Hugging Face's own method runs.
+    The files equal those of Hugging Face's method for the same weights. If every rank has the full
+    model, Hugging Face's method runs.
 
     Args:
         model: Model; if ranks have parts of it, all of them must make this call together.
         save_directory: Folder without weights, on a file system of rank 0.
         max_shard_size: Size limit of a file (bytes, or text such as "5GB").
-        others: Further arguments of Hugging Face's method; if ranks have parts, none may change the
-            result.
+        others: Further arguments of Hugging Face's method. If ranks have parts of the model, no
+            argument may change the result.
 
     Raises:
         UnsupportedError: If ranks have parts, for arguments that would change the result and for
@@ -149,9 +150,9 @@ def _write_generation(model: Any, folder: str | os.PathLike[str]) -> None:
 
 
 def mesh_of(model: nn.Module) -> ParallelMesh | None:
-    """Return the process groups over which a model is sharded; None if it is on every rank."""
-    found = (getattr(part, "mesh", None) for part in model.modules())
-    return next((mesh for mesh in found if isinstance(mesh, ParallelMesh)), None)
+    """Return the process groups over which a model is sharded; None if it is not sharded."""
+    meshes = (getattr(part, "mesh", None) for part in model.modules())
+    return next((mesh for mesh in meshes if isinstance(mesh, ParallelMesh)), None)
 
 
 def _tensors_of_class(model: Any) -> dict[str, Tensor]:
@@ -173,13 +174,14 @@ def write_together(
     Args:
         tensors: Tensors on this rank, by name.
         mesh: Process groups of this rank.
-        write: Function that writes names and full tensors, one after the other, given all shapes
-            (elements).
+        write: Function that writes the full tensors of an iterator of names and tensors. Its second
+            argument has all shapes (elements).
 
     Raises:
         CheckpointMismatchError: On all ranks, if ``write`` raises it on rank 0.
-        UnsupportedError: Likewise; also for weights that a fit keeps in 8 bits.
-        OSError: Likewise.
+        UnsupportedError: On all ranks, if ``write`` raises it on rank 0, or for weights that a fit
+            stores in 8 bits.
+        OSError: On all ranks, if ``write`` raises it on rank 0.
 
     Communication: one gather of names, one message for each part of a tensor, and one gather of
     the outcome, over all ranks on the CPU.
@@ -198,8 +200,8 @@ def write_together(
             for name, one in held.items()
         }
         everyone = all_gather_objects(offers, world)
-        found = {name: offer[2] for offers in everyone for name, offer in offers.items()}
-        shapes = {name: found[name] for name in sorted(found, key=block)}
+        all_shapes = {name: offer[2] for offers in everyone for name, offer in offers.items()}
+        shapes = {name: all_shapes[name] for name in sorted(all_shapes, key=block)}
         failure: Exception | None = None
         if world.rank != 0:
             for name in shapes:
@@ -242,16 +244,16 @@ class _Held:
 
 def _held(tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> dict[str, _Held]:
     """List the parts of tensors that this rank sends, by name; one rank sends each copy."""
-    found = {}
+    sent = {}
     for name, tensor in tensors.items():
         spec = shard_spec_of(tensor, mesh.tp.rank)
-        if spec.tied_to is not None or not mesh.copies(spec.is_expert).is_first:
+        if spec.tied_to is not None or not mesh.replica_axis(spec.is_expert).is_first:
             continue
         pairs = [(box, view) for box, view in spec.local_views(tensor.detach()) if box.copy == 0]
         if pairs:
             boxes, views = zip(*pairs, strict=True)
-            found[name] = _Held(boxes, views, tensor.dtype, spec.full_shape)
-    return found
+            sent[name] = _Held(boxes, views, tensor.dtype, spec.full_shape)
+    return sent
 
 
 def _send(held: _Held | None, world: MeshAxis) -> None:

@@ -16,24 +16,25 @@ from lightning_megatron.swap.tensors.low_rank import Adapter, full_factors, with
 from lightning_megatron.swap.weights.load import full_tensors
 
 
-def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict with the tensors of replaced models under this package's names.
+def to_package_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the tensors of replaced models in a state dict to this package's names.
 
     Most tensors keep their names. Some are stored differently or are joined from several tensors.
 
     Args:
         module: Module whose Hugging Face models have been replaced.
-        full: Full tensors by the names before the replacement; other tensors are passed on.
+        full: Full tensors, by the names before the replacement. Tensors outside of replaced models
+            are returned unchanged.
 
     Raises:
         CheckpointMismatchError: If tensors of a model are missing, unexpected or of another shape.
     """
-    found = dict(full)
+    renamed = dict(full)
     for name, part in replaced_models(module):
         prefix = f"{name}." if name else ""
         config = part.body.config
         foreign = {
-            key.removeprefix(prefix): found.pop(key) for key in full if key.startswith(prefix)
+            key.removeprefix(prefix): renamed.pop(key) for key in full if key.startswith(prefix)
         }
         if not foreign:
             continue
@@ -43,43 +44,45 @@ def to_own_names(module: nn.Module, full: Mapping[str, Any]) -> dict[str, Any]:
         for target, tensor in full_tensors(
             without_adapters(foreign), part.family, config, dtype, table
         ):
-            found[f"{prefix}{_in_tree(target, adapter)}"] = tensor
+            renamed[f"{prefix}{_in_tree(target, adapter)}"] = tensor
         for target, tensor in full_factors(foreign, adapter, table):
-            found[f"{prefix}{target}"] = tensor
-        own = dict(part.named_buffers())
-        # Tensors that other strategies do not save keep their values.
-        found |= {f"{prefix}{key}": buffer for key, buffer in own.items() if is_training_only(key)}
-        _add_aliases(found, prefix, part.family, config, adapter)
-    return found
+            renamed[f"{prefix}{target}"] = tensor
+        buffers = dict(part.named_buffers())
+        # Other strategies do not save these tensors, so the module keeps its values.
+        renamed |= {
+            f"{prefix}{key}": buffer for key, buffer in buffers.items() if is_training_only(key)
+        }
+        _add_aliases(renamed, prefix, part.family, config, adapter)
+    return renamed
 
 
-def to_foreign_names(
+def to_class_names(
     models: Sequence[ClassTensors], state: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return a state dict with replaced models' tensors in their class's names and order.
+    """Convert replaced models' tensors in a state dict to the names and order of their classes.
 
     Args:
         models: Conversions of the replaced models.
-        state: Full tensors by this package's names; vocabularies may have rows of padding.
+        state: Full tensors, by this package's names. Vocabularies may have padding rows.
 
     Raises:
-        UnsupportedError: If peft trained modules as a whole, because peft also keeps their original
-            tensors.
+        UnsupportedError: If peft trained all weights of a module, because peft's state dict also
+            has the original weights, which a replaced model does not keep.
     """
     parts: dict[str, list[str]] = {}
     for name in state:
         if not any(name.startswith(model.prefix) and is_training_only(name) for model in models):
             parts.setdefault(class_name_in(models, name), []).append(name)
-    found: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for name, members in parts.items():
         model = owner_of(models, members[0])
-        found[name] = (
-            state[name] if model is None else model.joined({one: state[one] for one in members})
+        renamed[name] = (
+            state[name] if model is None else model.join({one: state[one] for one in members})
         )
     for model in models:
         _refuse_saved_modules(model.adapter)
-        _add_aliases(found, model.prefix, model.family, model.config, model.adapter)
-    return found
+        _add_aliases(renamed, model.prefix, model.family, model.config, model.adapter)
+    return renamed
 
 
 def _refuse_saved_modules(adapter: Adapter | None) -> None:
@@ -98,11 +101,11 @@ def _in_tree(name: str, adapter: Adapter | None) -> str:
 def _add_aliases(
     tensors: dict[str, Any], prefix: str, family: Family, config: Any, adapter: Adapter | None
 ) -> None:
-    """Add tensors with two names under their second name too."""
+    """Add each tensor with two names under the second name, too."""
     aliases = dict(family.copies)
     if config.tie_embeddings:
         aliases[family.head] = family.embedding
     for alias, name in aliases.items():
-        own = f"{prefix}{_in_tree(name, adapter)}"
-        if own in tensors:
-            tensors[f"{prefix}{_in_tree(alias, adapter)}"] = tensors[own]
+        original = f"{prefix}{_in_tree(name, adapter)}"
+        if original in tensors:
+            tensors[f"{prefix}{_in_tree(alias, adapter)}"] = tensors[original]

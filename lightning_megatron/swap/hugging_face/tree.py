@@ -1,4 +1,4 @@
-"""Module trees of foreign models that contain the parameters of sharded layers."""
+"""Module trees of Hugging Face models, which contain the parameters of sharded layers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lightning_megatron.swap.tensors.low_rank import Adapter, is_factor, plain_n
 
 @dataclass(frozen=True)
 class _Named:
-    """Parameter of a layer with its name in the tree.
+    """Parameter of a layer, with its name in the module tree.
 
     Args:
         owner: Name of the layer in this package's model.
@@ -52,19 +52,19 @@ def install_layers(
     adapter: Adapter | None,
     kind: type[ReplacedModel],
 ) -> None:
-    """Keep a foreign model's tree of modules and names, but compute with sharded layers.
+    """Make a Hugging Face model compute with sharded layers, under its module names.
 
-    The model and all its modules stay the same objects. Their parameters become those of the
-    layers. The parameters of a joined layer share one block of memory. Parameters of other stages
-    are removed.
+    The model and all its modules stay the same objects, whose parameters become those of the
+    layers. If a layer joins several layers of the class, their parameters share one block of
+    memory. Parameters of other stages are removed.
 
     Args:
         name: Name of the model in the trained module.
-        source: Foreign model, changed in place.
+        source: Hugging Face model, changed in place.
         model: Layers that compute, with their values.
         family: Family of the model.
         adapter: Adapter of peft in the model; None if it has none.
-        kind: Class that gives the model its forward pass.
+        kind: Mixin whose forward pass the model gets.
     """
     paths = _paths(source, family)
     trained = {
@@ -102,13 +102,13 @@ def _paths(source: nn.Module, family: Family) -> dict[str, str]:
     """Return the names in the tree of all tensors, by their names in the unwrapped class."""
     tensors = [name for name, _ in source.named_parameters(remove_duplicate=False)]
     tensors += [name for name, _ in source.named_buffers(remove_duplicate=False)]
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for name in tensors:
         if is_factor(name):
-            found[name] = name
+            paths[name] = name
         elif ".original_module." not in name:
-            found[family.present_name(plain_name(name))] = name
-    return found
+            paths[family.present_name(plain_name(name))] = name
+    return paths
 
 
 def _parameters(
@@ -128,15 +128,15 @@ def _parameters(
             parameters[factor.target] = (
                 ClassParameter(adapter.own_name(factor.sources[0].name), factor.sources),
             )
-    own = dict(model.named_parameters())
-    for name in own:
+    named_parameters = dict(model.named_parameters())
+    for name in named_parameters:
         if len(parameters.get(name, ())) > 1 and name.endswith(".weight"):
             joint = model.get_submodule(name.removesuffix(".weight"))
             assert isinstance(joint, ColumnParallelLinear), (
                 "layers that join others are cut by their outputs"
             )
             joint.split([target.num_rows for target in parameters[name]])
-    for name, parameter in own.items():
+    for name, parameter in named_parameters.items():
         owner = name.rpartition(".")[0]
         spec = shard_spec_of(parameter)
         if spec.tied_to is not None:
@@ -144,8 +144,8 @@ def _parameters(
             set_shard_spec(parameter, replace(spec, tied_to=f"{root}.{first}"))
             yield _Named(owner, paths.get(family.head, family.head), parameter)
             continue
-        found = parameters[name]
-        for target, part in zip(found, _parts(model, name, parameter, len(found)), strict=True):
+        targets = parameters[name]
+        for target, part in zip(targets, _parts(model, name, parameter, len(targets)), strict=True):
             yield _Named(owner, _path_of(target.name, paths), part)
             for copy, original in family.copies:
                 if original == target.name and copy in paths:
@@ -206,9 +206,9 @@ def _buffers(
 
 
 def _pair_modules(source: nn.Module, model: nn.Module, named: Sequence[_Named]) -> None:
-    """Let every layer follow the training mode of the tree's module around its parameters."""
+    """Make every layer follow the training mode of the module that has its parameters."""
     around: dict[str, list[list[str]]] = {}
-    # A parameter with several names, such as that of a tied head, is paired by the first one.
+    # A parameter with several names, such as that of a tied head, is paired by its first name.
     for one in {id(one.parameter): one for one in reversed(named)}.values():
         owners = one.owner.split(".")
         for length in range(1, len(owners) + 1):

@@ -1,4 +1,4 @@
-"""Models built without weights, which are read later or when user code accesses them."""
+"""Models built without weights, which are read when user code or a replacement needs them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ATTRIBUTE = "deferred"
 #: Attribute by which Hugging Face marks modules and tensors that are already initialized.
 _INITIALIZED = "_is_hf_initialized"
 
-#: Attributes that can be read without the values of a tensor.
+#: Attributes of a tensor that do not depend on its values.
 _PLAIN_GETTERS = frozenset(
     {
         "shape",
@@ -64,7 +64,7 @@ _PLAIN_GETTERS = frozenset(
         "name",
     }
 )
-#: Functions that can run without the values of a tensor.
+#: Functions that do not read the values of a tensor.
 _PLAIN_FUNCTIONS = frozenset(
     {
         "size",
@@ -113,8 +113,9 @@ class Origin:
         family: Family of the model.
         config: Configuration with which the model was built.
         folder: Folder of the weights; None means random initial values.
-        parts: Description of the modules that the class built, by name.
-        layers: Function that builds this package's model with all tensors on the meta device.
+        parts: Description of each module that the class built, by name.
+        layers: Function that builds the corresponding model of this package, with all tensors on
+            the meta device.
     """
 
     family: Family
@@ -130,9 +131,9 @@ class Origin:
             name: Name of the tensor in the class.
         """
         if self.reader is not None:
-            found = _assembled(name, self.reader, self.family)
-            if found is not None:
-                return found
+            stored = _assembled(name, self.reader, self.family)
+            if stored is not None:
+                return stored
         return self._drawn(name)
 
     def has(self, name: str) -> bool:
@@ -151,7 +152,7 @@ class Origin:
         )
 
     def _drawn(self, name: str) -> Tensor:
-        """Draw the values that a tensor gets when the model is replaced."""
+        """Draw a tensor's initial values, which equal those of the replaced model."""
         layers = self.layers()
         for tensor in self.family.tensors(layers.config):
             parts = pack(
@@ -178,7 +179,7 @@ def _is_of_family(tensor: Any, name: str, family: Family) -> bool:
 
 
 def _names_in(name: str, reader: TensorReader, family: Family) -> set[str]:
-    """Return the names that a tensor of the class, or its parts, has in the files."""
+    """Return the names in the files of a tensor of the class, or of its parts."""
     names = set(reader.names())
     return {name} & names or {
         part
@@ -191,7 +192,7 @@ def _names_in(name: str, reader: TensorReader, family: Family) -> set[str]:
 
 
 def _assembled(name: str, reader: TensorReader, family: Family) -> Tensor | None:
-    """Return a tensor of the class from files that contain it or its parts."""
+    """Read a tensor of the class from files that contain the tensor or its parts."""
     wanted = _names_in(name, reader, family)
     if not wanted:
         return None
@@ -203,14 +204,14 @@ def _assembled(name: str, reader: TensorReader, family: Family) -> Tensor | None
 
 
 def defer(model: nn.Module, origin: Origin) -> None:
-    """Mark the parameters of a model on the meta device for reading later.
+    """Mark the parameters of a model on the meta device, so that they can be read later.
 
-    Parameters that are in files get Hugging Face's mark for initialized weights, so that
+    Parameters that are in the files get Hugging Face's mark for initialized weights, so that
     ``init_weights`` does not change them.
 
     Args:
-        model: Model, as built by its class.
-        origin: Source of its weights.
+        model: Model, as its class has built it.
+        origin: Source of the weights.
     """
     for name, parameter in model.named_parameters():
         setattr(parameter, _ATTRIBUTE, (origin, name))
@@ -221,19 +222,19 @@ def defer(model: nn.Module, origin: Origin) -> None:
 
 
 def origin_of(model: nn.Module) -> Origin | None:
-    """Return the source of a model's weights; None if it was not built without them."""
+    """Return the source of a deferred model's weights; None for other models."""
     for parameter in model.parameters():
-        found = getattr(parameter, _ATTRIBUTE, None)
-        if found is not None:
-            origin: Origin = found[0]
+        attached = getattr(parameter, _ATTRIBUTE, None)
+        if attached is not None:
+            origin: Origin = attached[0]
             return origin
     return None
 
 
 def is_part_of_deferred(model: nn.Module) -> bool:
     """Return whether a model is a part of a deferred model, such as its body alone."""
-    found = ((name, getattr(one, _ATTRIBUTE, None)) for name, one in model.named_parameters())
-    return any(mark is not None and mark[1] != name for name, mark in found)
+    marks = ((name, getattr(one, _ATTRIBUTE, None)) for name, one in model.named_parameters())
+    return any(mark is not None and mark[1] != name for name, mark in marks)
 
 
 def read_deferred(model: nn.Module) -> Callable[[], None]:
@@ -256,12 +257,12 @@ def read_deferred(model: nn.Module) -> Callable[[], None]:
 
 
 class ReadOnFirstUse(TorchFunctionMode):
-    """Torch function mode that gives deferred parameters their values on first use.
+    """Torch function mode that reads the values of deferred parameters on first use.
 
-    Inside the block such a parameter reports the CPU as its device. An operation that asks only for
-    shape or dtype leaves it unchanged. Any other operation, such as an in-place write, a product, a
-    resized vocabulary or ``load_state_dict``, first gives that one parameter its value. The
-    parameter is then an ordinary tensor, and its value is used when the model is replaced.
+    Inside the block, a deferred parameter reports the CPU as its device. An operation that needs
+    only shape or dtype does not read the parameter. Any other operation, such as an in-place write,
+    a product, a resized vocabulary or ``load_state_dict``, first reads this one parameter, which is
+    then an ordinary tensor, whose value is used when the model is replaced.
     """
 
     def __torch_function__(
@@ -339,14 +340,14 @@ def _value_of(parameter: Tensor) -> Tensor:
 
 
 def _give_value(parameter: Tensor, value: Tensor) -> None:
-    given = (
+    replacement = (
         nn.Parameter(value, parameter.requires_grad)
         if isinstance(parameter, nn.Parameter)
         else value
     )
     kept = dict(vars(parameter))
-    # Keep the parameter the same object, because modules and optimizers may refer to it.
-    swap_tensors(parameter, given)
+    # The parameter must stay the same object, because modules and optimizers may refer to it.
+    swap_tensors(parameter, replacement)
     vars(parameter).update(kept)
 
 

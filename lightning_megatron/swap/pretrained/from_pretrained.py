@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.errors import CheckpointMismatchError, CorruptDataError, UnsupportedError
 from lightning_megatron.extras import import_extra
-from lightning_megatron.models.hugging_face_folder import naming_folder
+from lightning_megatron.models.hugging_face_folder import name_folder_in_errors
 from lightning_megatron.swap.families import find_family
 from lightning_megatron.swap.hugging_face.family_layers import build_layers
 from lightning_megatron.swap.pretrained.deferred import (
@@ -30,10 +30,10 @@ from lightning_megatron.swap.tensors.low_rank import plain_name
 from lightning_megatron.swap.weights.safetensors_folder import QUANTIZATION, SafetensorsFolder
 from lightning_megatron.swap.weights.scaled_blocks import is_read_as_numbers
 
-#: Attribute that stores the folder of the weights of a model built on the meta device.
+#: Attribute of a model built on the meta device, with the folder of its weights.
 _FOLDER = "weights_folder"
 
-#: Arguments of ``from_pretrained`` that only affect how a model is found and loaded.
+#: Arguments of ``from_pretrained`` that affect only where a model is found and how it is read.
 _IRRELEVANT = frozenset(
     {
         "adapter_kwargs",
@@ -53,28 +53,27 @@ _IRRELEVANT = frozenset(
         "_from_auto",
     }
 )
-#: Value that ``from_pretrained`` returns in addition to the model if ``output_loading_info`` asks
-#: for it.
+#: Keys of the mapping that ``from_pretrained`` also returns with ``output_loading_info=True``.
 _LOADING_INFO = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
 
 @contextmanager
-def building_on_meta() -> Iterator[None]:
+def build_on_meta() -> Iterator[None]:
     """Build models of known families on the meta device inside the block.
 
-    Weights are read only from local folders, when the model is swapped. All other models, and
-    peft's adapters, are built as usual. The patch takes effect for transformers whenever it is
-    imported, and for peft if it has been imported before.
+    Their weights are read when the model is swapped, and only from local folders. All other models,
+    and peft's adapters, are built as usual. transformers may be imported before the block or inside
+    it; peft must have been imported before.
     """
     with ExitStack() as stack:
-        # The import of transformers and peft takes most of a second, and not every model needs
-        # them.
+        # transformers and peft are not imported here, because that takes most of a second, and not
+        # every model needs them.
         stack.enter_context(
             call_on_import(
                 "transformers.modeling_utils", lambda module: _build_later(module, stack)
             )
         )
-        stack.enter_context(_giving_adapters_values())
+        stack.enter_context(_give_adapters_values())
         stack.enter_context(ReadOnFirstUse())
         yield
 
@@ -96,8 +95,8 @@ def _build_later(library: Any, stack: ExitStack) -> None:
 
 
 @contextmanager
-def _giving_adapters_values() -> Iterator[None]:
-    """Give peft's small adapters values on the CPU if their model has none."""
+def _give_adapters_values() -> Iterator[None]:
+    """Initialize peft's adapters on the CPU inside the block, even if their model has no values."""
     # After a failed import of peft, some of its modules remain in sys.modules.
     tuner = getattr(sys.modules.get("peft.tuners.tuners_utils"), "BaseTuner", None)
     wrapper = getattr(sys.modules.get("peft"), "PeftModel", None)
@@ -144,7 +143,7 @@ def _giving_adapters_values() -> Iterator[None]:
 
 
 def _draw_adapters(model: nn.Module, name: str, first: bool | str) -> None:
-    """Draw adapters that peft moved to the meta device together with their base layers."""
+    """Initialize adapters that peft moved to the meta device with their base layers."""
     layers: list[Any] = [layer for layer in model.modules() if name in getattr(layer, "lora_A", ())]
     for layer in layers:
         if layer.lora_A[name].weight.is_meta:
@@ -155,12 +154,12 @@ def _draw_adapters(model: nn.Module, name: str, first: bool | str) -> None:
 
 def folder_of(model: nn.Module) -> str | None:
     """Return the folder of a deferred model's weights; None if there is none."""
-    found: str | None = getattr(model, _FOLDER, None)
-    return found
+    folder: str | None = getattr(model, _FOLDER, None)
+    return folder
 
 
 def read_missing_values(model: Any) -> Callable[[], None]:
-    """Read all weights of a model that was built without them; do not change the model.
+    """Read all weights of a deferred model; do not change the model.
 
     Returns:
         Function that gives the model the weights.
@@ -174,8 +173,8 @@ def read_missing_values(model: Any) -> Callable[[], None]:
     folder = folder_of(model)
     cls = type(model)
     if folder is None and is_part_of_deferred(model):
-        # A model of its class would read or initialize other tensors than the larger model in which
-        # it was built.
+        # The model was built as a part of a larger one. A new model of its class would read or
+        # initialize other tensors.
         return read_deferred(model)
     if folder is not None and SafetensorsFolder(folder).has_scales:
         raise UnsupportedError(
@@ -191,7 +190,7 @@ def read_missing_values(model: Any) -> Callable[[], None]:
         **dict(full.named_parameters(remove_duplicate=False)),
         **dict(full.named_buffers(remove_duplicate=False)),
     }
-    given: list[tuple[dict[str, Any], str, Tensor]] = []
+    filled: list[tuple[dict[str, Any], str, Tensor]] = []
     shared: dict[int, Tensor] = {}
     for path, owner in model.named_modules():
         for tensors in (owner._parameters, owner._buffers):
@@ -210,10 +209,10 @@ def read_missing_values(model: Any) -> Callable[[], None]:
                 if isinstance(old, nn.Parameter):
                     value = nn.Parameter(value, old.requires_grad)
                 # Shared tensors stay shared.
-                given.append((tensors, key, shared.setdefault(id(old), value)))
+                filled.append((tensors, key, shared.setdefault(id(old), value)))
 
     def give() -> None:
-        for tensors, key, value in given:
+        for tensors, key, value in filled:
             tensors[key] = value
 
     return give
@@ -226,7 +225,7 @@ def _from_config(cls: Any, build: Callable[..., Any], config: Any, kwargs: dict[
 
 
 def _is_replaced(cls: Any, config: Any) -> bool:
-    """Return whether a model will be replaced, unless a plan excludes it."""
+    """Return whether a model will be replaced if no plan excludes it."""
     family = find_family(cls.__name__)
     return family is not None and not family.unsupported_reason(config.to_dict())
 
@@ -254,43 +253,45 @@ def _from_pretrained(
     cls: Any, load: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     path: Any = kwargs.get("pretrained_model_name_or_path", args[0] if args else None)
-    given = {
+    options = {
         name: value
         for name, value in kwargs.items()
         if value is not None and name not in _IRRELEVANT
     }
-    dtype = given.pop("dtype", given.pop("torch_dtype", None))
-    config = given.pop("config", None)
-    given.pop("pretrained_model_name_or_path", None)
+    dtype = options.pop("dtype", options.pop("torch_dtype", None))
+    config = options.pop("config", None)
+    options.pop("pretrained_model_name_or_path", None)
     is_folder = len(args) <= 1 and isinstance(path, (str, Path)) and Path(path).is_dir()
     if not is_folder or not SafetensorsFolder.exists_in(path):
         return load(cls, *args, **kwargs)
     if find_family(cls.__name__) is None:
-        return _naming_files(path, lambda: load(cls, *args, **kwargs))
-    with_info = given.pop("output_loading_info", False)
+        return _name_files(path, lambda: load(cls, *args, **kwargs))
+    with_info = options.pop("output_loading_info", False)
     if config is None:
         # Fields of the configuration may be among the arguments.
-        with naming_folder(
+        with name_folder_in_errors(
             str(path), "config.json must be a configuration that transformers reads"
         ):
-            config, given = cls.config_class.from_pretrained(
-                path, return_unused_kwargs=True, **given
+            config, options = cls.config_class.from_pretrained(
+                path, return_unused_kwargs=True, **options
             )
     config = _of_numbers(config)
-    if is_read_as_numbers(given.get(QUANTIZATION)):
-        del given[QUANTIZATION]
-    with _naming_configuration(path):
-        is_replaced = not given and _is_replaced(cls, config)
+    if is_read_as_numbers(options.get(QUANTIZATION)):
+        del options[QUANTIZATION]
+    with _name_configuration(path):
+        is_replaced = not options and _is_replaced(cls, config)
     if not is_replaced:
-        return _naming_files(path, lambda: load(cls, *args, **kwargs))
+        return _name_files(path, lambda: load(cls, *args, **kwargs))
     if dtype in (None, "auto"):
         dtype = config.dtype or SafetensorsFolder(path).dtype
-    with naming_folder(str(path), "config.json must describe a model that transformers builds"):
+    with name_folder_in_errors(
+        str(path), "config.json must describe a model that transformers builds"
+    ):
         model = cls._from_config(config, dtype=dtype)
     setattr(model, _FOLDER, str(path))
     _deferred(model, str(path))
     if model.can_generate() and (Path(path) / "generation_config.json").is_file():
-        # Hugging Face ignores a damaged file too.
+        # Hugging Face also ignores a damaged file.
         with suppress(OSError):
             model.generation_config = type(model.generation_config).from_pretrained(path)
     # Tensors that the folder lacks raise an error when the weights are read.
@@ -298,7 +299,7 @@ def _from_pretrained(
 
 
 def _of_numbers(config: Any) -> Any:
-    """Return a configuration without a format of weights that reading undoes."""
+    """Return a configuration without quantization, if weights are read as plain numbers."""
     if not is_read_as_numbers(getattr(config, QUANTIZATION, None)):
         return config
     plain = deepcopy(config)
@@ -307,15 +308,15 @@ def _of_numbers(config: Any) -> Any:
 
 
 @contextmanager
-def _naming_configuration(path: str | Path) -> Iterator[None]:
+def _name_configuration(path: str | Path) -> Iterator[None]:
     try:
         yield
     except CheckpointMismatchError as error:
         raise CheckpointMismatchError(f"{Path(path, 'config.json')}: {error}") from error
 
 
-def _naming_files(path: str | Path, load: Callable[[], Any]) -> Any:
-    """Load a model, and raise an error that names the damaged weight file if there is one."""
+def _name_files(path: str | Path, load: Callable[[], Any]) -> Any:
+    """Load a model; if a weight file is damaged, raise an error that names it."""
     try:
         return load()
     except import_extra("safetensors", "hf").SafetensorError as error:

@@ -1,4 +1,4 @@
-"""Callbacks for modules that may be imported later, without importing them."""
+"""Callbacks for modules that may be imported later."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import ModuleType
 
 @contextmanager
 def call_on_import(name: str, act: Callable[[ModuleType], None]) -> Iterator[None]:
-    """Call a function with a module, now or when it is imported inside the block.
+    """Call a function with a module, now or as soon as the module is imported inside the block.
 
     Args:
         name: Full name of the module.

@@ -1,4 +1,4 @@
-"""Replacement of whole Hugging Face models by a GPT or an Encoder."""
+"""Replacement of Hugging Face models by a GPT or an Encoder."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from lightning_megatron.swap.weights.load import (
 from lightning_megatron.swap.weights.load import fill as fill_from
 from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 
-#: Log text for a model whose weights were complete on every rank.
+#: Log text for a model whose full weights were on every rank.
 NOTE = (
     "Every rank held the full model first; from_pretrained or from_config in configure_model never "
     "holds more than this rank's part."
@@ -66,7 +66,7 @@ class SwappedModel:
 
     Args:
         layers: Layers that compute, without values.
-        fill: Function that gives the layers their values, and returns a text for the log.
+        fill: Function that fills the layers with values, and returns a text for the log.
         install: Function that puts the layers into the model, in place.
     """
 
@@ -80,13 +80,13 @@ def build_swapped_model(
 ) -> SwappedModel:
     """Build this rank's part of a Hugging Face model, without values; do not change the model.
 
-    The names and shapes of the model's tensors are checked. A model on the meta device gets the
-    values of its folder. Without a folder it gets initial values that do not depend on the layout,
-    and so does a head that the folder lacks.
+    The names and shapes of the model's tensors are checked. The values of a model on the meta
+    device come from its folder. Without a folder, or for a head that the folder lacks, they are
+    initial values, which do not depend on the layout.
 
     Args:
         name: Name of the model, for errors.
-        source: Model.
+        source: Hugging Face model.
         family: Family of the model.
         mesh: Process groups of this rank.
         shows_progress: Whether rank 0 may show a progress bar while it reads a folder.
@@ -118,12 +118,14 @@ def build_swapped_model(
         check_tensors(
             rows_by_name, family.tensors(model.config), family, model.config.tie_embeddings
         )
-        given = rows_by_name.only(key for key, tensor in tensors.items() if not tensor.is_meta)
+        with_values = rows_by_name.only(
+            key for key, tensor in tensors.items() if not tensor.is_meta
+        )
         folder = folder_of(source)
         if folder is None:
-            load = partial(_draw, model, origin, family, rows_by_name, given)
+            load = partial(_draw, model, origin, family, rows_by_name, with_values)
         else:
-            load = _reading(model, family, folder, given, shows_progress)
+            load = _reading(model, family, folder, with_values, shows_progress)
     else:
         load = partial(_copy, plan_loading(model, tensors, family), NOTE if is_cut(mesh) else "")
     updates = [] if adapter is None else updates_of(name, model, source, family, adapter)
@@ -153,7 +155,7 @@ def _copy(loading: WeightLoading, note: str) -> str:
 def _reading(
     model: GPT | Encoder, family: Family, folder: str, weights: RenamedTensors, shows_progress: bool
 ) -> Callable[[], str]:
-    """Return a function that fills a model with values of a folder and of user code."""
+    """Return a function that fills a model with values of a folder, or those set by user code."""
     files = reader_of(SafetensorsFolder(folder), family)
     loading = plan_loading(
         model,
@@ -179,7 +181,7 @@ def _draw(
     drawn: RenamedTensors,
     weights: RenamedTensors,
 ) -> str:
-    """Fill a model with initial values, except for those that user code changed."""
+    """Fill a model with initial values, except for tensors that user code has changed."""
     initialize_(model, model.mesh.device, torch.initial_seed())
     changed = set(weights.names())
     table = [
@@ -188,7 +190,7 @@ def _draw(
         if not changed.isdisjoint(tensor.source_shapes)
     ]
     if table and origin is not None:
-        # Draw again the tensors that one layer joins with them.
+        # If a layer joins several tensors, and user code changed only some, draw the others again.
         shapes = {name: drawn.shape(name) for tensor in table for name in tensor.source_shapes}
         fill_from(
             model,
@@ -213,7 +215,7 @@ def _with_weights_note(note: str, weights: RenamedTensors) -> str:
 def _labels(
     settings: Mapping[str, Any], family: Family, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return settings for the classifier's number of labels; the classifier may be new."""
+    """Return settings with the number of labels of the classifier, which may be a new one."""
     for tensor in family.tensors(family.config(settings)):
         name = tensor.sources[0].name
         if tensor.target == CLASSIFIER and name in tensors:

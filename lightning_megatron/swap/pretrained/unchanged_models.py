@@ -1,4 +1,4 @@
-"""Checks that a Hugging Face model is unchanged since its class built it."""
+"""Checks that user code has not changed a Hugging Face model since its class built it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lightning_megatron.swap.hugging_face.peft_layers import is_peft_module
 from lightning_megatron.swap.pretrained.without_weights import without_weights
 from lightning_megatron.swap.tensors.low_rank import plain_name
 
-#: Attributes that may differ: they configure training or calls, or follow from the shapes of
-#: weights.
+#: Attributes that may differ, because they configure training or calls, or follow from the shapes
+#: of weights.
 _IGNORED_ATTRIBUTES = frozenset(
     {
         "training",
@@ -84,8 +84,8 @@ def describe_built(model: Any) -> dict[str, ModuleDescription]:
 def built_settings(model: Any) -> dict[str, Any]:
     """Return a model's configuration with the padding token of its embedding.
 
-    Many scripts set a padding token after the model was built. That leaves the padding token of
-    the embedding unchanged.
+    Many scripts set a padding token in the configuration after the model was built. The padding
+    token of the embedding then stays the former one.
 
     Args:
         model: Model.
@@ -112,7 +112,7 @@ def check_settings(
             configurations. The numbers of tokens and labels may differ, because they follow from
             the weights.
     """
-    # The padding token of the embedding is used for both, so that it does not count as a change.
+    # Both get the padding token of the embedding, so that a new padding token is not a change.
     before, after = (
         family.config({**one, "pad_token_id": current["pad_token_id"]}) for one in (built, current)
     )

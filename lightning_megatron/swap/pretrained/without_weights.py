@@ -1,4 +1,4 @@
-"""Foreign models built without memory for weights, but with their computed tables."""
+"""Hugging Face models built without memory for weights, but with computed tables."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.overrides import TorchFunctionMode
 
 M = TypeVar("M", bound=nn.Module)
 
-#: Functions that create tensors from given values.
+#: Functions that create tensors from explicit values.
 _CONSTRUCTORS = frozenset(
     {torch.arange, torch.linspace, torch.tensor, torch.ones, torch.zeros, torch.full}
 )
 
 
 def without_weights(build: Callable[[], M]) -> M:
-    """Return a model with parameters on the meta device and computed tables filled.
+    """Build a model with parameters on the meta device, and with the values of computed tables.
 
     Tables are non-persistent buffers. Other buffers are on the meta device, like parameters.
 
@@ -32,7 +32,7 @@ def without_weights(build: Callable[[], M]) -> M:
         for key, parameter in module._parameters.items():
             if parameter is not None and not parameter.is_meta:
                 empty = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-                # Shared parameters stay shared.
+                # Shared parameters must stay shared.
                 module._parameters[key] = moved.setdefault(id(parameter), empty)  # type: ignore[assignment]
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
@@ -41,7 +41,7 @@ def without_weights(build: Callable[[], M]) -> M:
 
 
 class _ComputingTables(TorchFunctionMode):
-    """Torch function mode that keeps tensors with given values on the CPU."""
+    """Torch function mode that creates tensors from explicit values on the CPU."""
 
     def __torch_function__(
         self,
@@ -50,7 +50,7 @@ class _ComputingTables(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run a function of torch; keep tensors with given values on the CPU."""
+        """Run a torch function; tensors with explicit values are created on the CPU."""
         kwargs = dict(kwargs or {})
         if func in _CONSTRUCTORS and kwargs.get("device") is None:
             kwargs["device"] = "cpu"

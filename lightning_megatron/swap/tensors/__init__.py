@@ -1,1 +1,1 @@
-"""Names, packing and low-rank parts of tensors: the map between two models' parameters."""
+"""Maps between the tensors of Hugging Face models and of this package: names, rows and factors."""

@@ -1,4 +1,4 @@
-"""Positions of a table's tensors in the module tree of the class that the table describes."""
+"""Names of a table's tensors in the module tree of the Hugging Face class."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_megatron.swap.tensors.packed import Packed
 
 @dataclass(frozen=True)
 class ClassParameter:
-    """Parameter of a foreign class that contains rows of a full tensor.
+    """Parameter of a Hugging Face class that contains rows of a full tensor.
 
     Args:
         name: Name of the parameter; for one tensor of a stack, the name of the stack and the index
@@ -32,7 +32,7 @@ class ClassParameter:
 def class_parameters_of(
     tensor: TensorMap, packed: Iterable[Packed] = ()
 ) -> tuple[ClassParameter, ...]:
-    """List the foreign parameters that make up a full tensor, from the first row to the last.
+    """List the Hugging Face parameters that make up a full tensor, from the first row to the last.
 
     A joined layer has one parameter for each of its layers. A tensor that the class has packed or
     reordered has a single parameter.
@@ -50,7 +50,7 @@ def class_parameters_of(
 
 
 def class_table(table: Iterable[TensorMap], packed: Iterable[Packed] = ()) -> tuple[TensorMap, ...]:
-    """Return a table with the same sources and the foreign class's parameters as targets.
+    """Convert a table to one with the parameters of the Hugging Face class as targets.
 
     Args:
         table: Sources of this package's full tensors.

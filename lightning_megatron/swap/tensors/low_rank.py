@@ -1,4 +1,4 @@
-"""Low-rank updates of foreign layers, and their tensors and rows in this package's layers."""
+"""Low-rank updates of Hugging Face layers, and their tensors in this package's layers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.swap.tensors.mapping import TensorMap, TensorsInMemory, named
 
-#: Parts of tensor names in a layer that peft has wrapped: of the layer itself and of the update.
+#: Infixes of tensor names in a layer that peft has wrapped: of the layer itself and of the update.
 _BASE_PART = ".base_layer."
 _FACTOR_PART = re.compile(r"\.lora_[A-Za-z_]+\.")
-#: Parts of tensor names in a module that peft trains as a whole: of the trained and the original
+#: Infixes of tensor names in a module of modules_to_save: of the trained and of the original
 #: module.
 _SAVED_PART = re.compile(r"\.modules_to_save\.[^.]+\.")
 _ORIGINAL_PART = ".original_module."
@@ -28,14 +28,14 @@ FACTORS = {"a": "lora_A", "b": "lora_B"}
 
 @dataclass(frozen=True)
 class Adapter:
-    """Adapter of a model.
+    """Low-rank adapter of a model.
 
     Args:
         name: Name that peft gives the adapter.
         config: Configuration in the adapter's folder.
         ranks: Rank of the update of each adapted layer, by the layer's name in the family's table.
         scales: Factor of the update of each adapted layer, by the same names.
-        saved: Names of the modules that are trained as a whole, which peft saves with the adapter.
+        saved: Names of peft's modules_to_save, whose weights are all trained and saved.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Adapter:
         return tuple(factor for one in self.maps(table) for factor in (one.a, one.b))
 
     def class_maps(self, table: Iterable[TensorMap]) -> tuple[LowRankMap, ...]:
-        """List the sources of the factors in a model's own tree, under peft's names.
+        """List the sources of the factors in the module tree of the class, under peft's names.
 
         Args:
             table: Sources of the model's parameters.
@@ -85,19 +85,19 @@ class Adapter:
         """
         table = tuple(table)
         factors = (factor for one in self.class_maps(table) for factor in (one.a, one.b))
-        found = {factor.target: (factor, tuple(factor.source_shapes)) for factor in factors}
+        tensors = {factor.target: (factor, tuple(factor.source_shapes)) for factor in factors}
         for tensor in table:
             names = tuple(name for name in tensor.source_shapes if self.is_saved(name))
             if names:
-                found[tensor.target] = (tensor, names)
-        return found
+                tensors[tensor.target] = (tensor, names)
+        return tensors
 
     def is_saved(self, name: str) -> bool:
-        """Return whether a tensor of the model is trained as a whole."""
+        """Return whether a tensor of the model belongs to one of the modules to save."""
         return any(name.startswith(f"{module}.") for module in self.saved)
 
     def wrapped_name(self, name: str) -> str:
-        """Return the name of a model's tensor inside the layers of peft."""
+        """Return the name that a model's tensor has inside the layers of peft."""
         module, _, kind = name.rpartition(".")
         if module in self.ranks:
             return f"{module}{_BASE_PART}{kind}"
@@ -109,17 +109,17 @@ class Adapter:
         )
 
     def own_name(self, name: str) -> str:
-        """Return a factor's name inside the layers of peft, by its name in a folder."""
+        """Convert a factor's name in a folder to its name inside the layers of peft."""
         module, _, kind = name.rpartition(".")
         return f"{module}.{self.name}.{kind}"
 
 
 @dataclass(frozen=True)
 class LowRankMap:
-    """Rows of a layer that come from an adapted foreign layer, and the names of its factors.
+    """Rows of a layer that come from an adapted Hugging Face layer, and the names of its factors.
 
     Args:
-        module: Name of the foreign layer.
+        module: Name of the Hugging Face layer.
         layer: Name of this package's layer.
         rows: Rows of the layer's full weight.
         a: Map of the first factor.
@@ -139,12 +139,12 @@ class LowRankMap:
 
 
 def key_of(module: str) -> str:
-    """Return the name of a foreign layer's update in this package's layer."""
+    """Return the name of a Hugging Face layer's update in this package's layer."""
     return module.rpartition(".")[2]
 
 
 def low_rank_maps(table: Iterable[TensorMap], ranks: Mapping[str, int]) -> Iterator[LowRankMap]:
-    """List the factors of adapted layers by the table of their family.
+    """List the factors of adapted layers, according to the table of their family.
 
     Args:
         table: Sources of the model's full tensors.
@@ -201,7 +201,7 @@ def low_rank_maps(table: Iterable[TensorMap], ranks: Mapping[str, int]) -> Itera
 def full_factors(
     tensors: Mapping[str, Tensor], adapter: Adapter | None, table: Iterable[TensorMap]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Return the full factors of a model in its own tree from a wrapped model's tensors.
+    """Yield the full factors, by their names in the model's tree, from a wrapped model's tensors.
 
     Args:
         tensors: State dict of the wrapped model.
@@ -218,12 +218,12 @@ def full_factors(
         if adapter is None
         else {adapter.own_name(n): s for one in factors for n, s in one.source_shapes.items()}
     )
-    given = {
+    actual = {
         name: tuple(tensor.shape) for name, tensor in tensors.items() if _FACTOR_PART.search(name)
     }
-    if shapes != given:
+    if shapes != actual:
         differing = {
-            name for name in shapes.keys() | given.keys() if shapes.get(name) != given.get(name)
+            name for name in shapes.keys() | actual.keys() if shapes.get(name) != actual.get(name)
         }
         raise CheckpointMismatchError(
             f"the LoRA factors must match the adapter of the model: {named(differing)} are "
@@ -237,7 +237,7 @@ def full_factors(
         yield factor.target, factor.full(reader, next(iter(reader.tensors.values())).dtype)
 
 
-def merged(
+def merge_updates(
     full_tensors: Iterable[tuple[str, Tensor]],
     factors: Mapping[str, Tensor],
     maps: Iterable[LowRankMap],
@@ -250,7 +250,7 @@ def merged(
             skipped.
         factors: Full factors by name.
         maps: Maps of the factors.
-        adapter: Adapter that the factors belong to.
+        adapter: Adapter to which the factors belong.
     """
     of_layer: dict[str, list[LowRankMap]] = {}
     for one in maps:

@@ -1,4 +1,4 @@
-"""Maps between rows of foreign tensors and full tensors, which are read part by part."""
+"""Maps between rows of Hugging Face tensors and full tensors of this package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUM_SHOWN = 6
 
 
 class TensorReader(Protocol):
-    """Protocol of readers that return parts of foreign tensors."""
+    """Protocol of readers that return parts of Hugging Face tensors."""
 
     def names(self) -> Iterable[str]:
         """List the tensors."""
@@ -61,18 +61,18 @@ class TensorsInMemory:
 
 @dataclass(frozen=True)
 class Source:
-    """Rows of a foreign tensor that are contiguous in a full tensor.
+    """Rows of a Hugging Face tensor that are contiguous in a full tensor.
 
-    Row ``j`` of the source is the foreign row ``first + j // strip * step + j % strip``: equal
-    strips at equal distances. The default is the whole tensor.
+    Row ``j`` of the source is row ``first + j // strip * step + j % strip`` of the Hugging Face
+    tensor: equal strips at equal distances. The default is all rows of the tensor.
 
     Args:
-        name: Name of the foreign tensor.
+        name: Name of the Hugging Face tensor.
         num_rows: Number of rows (elements).
-        is_transposed: Whether rows of the source are columns of the foreign tensor.
-        first: Index of the first row in the foreign tensor.
-        strip: Number of adjacent rows in the foreign tensor; None means all.
-        step: Distance between the starts of two strips (foreign rows).
+        is_transposed: Whether rows of the source are columns of the Hugging Face tensor.
+        first: Index of the first row in the Hugging Face tensor.
+        strip: Number of adjacent rows in the Hugging Face tensor; None means all.
+        step: Distance between the starts of two strips (rows of the Hugging Face tensor).
     """
 
     name: str
@@ -83,11 +83,11 @@ class Source:
     step: int = 0
 
     def pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Cut the rows [start, stop) into runs of neighbours.
+        """Cut the rows [start, stop) into runs of adjacent rows.
 
         Returns:
-            First row in the source, first row in the foreign tensor, and number of rows of every
-            run.
+            First row in the source, first row in the Hugging Face tensor, and number of rows of
+            every run.
         """
         strip = self.strip or self.num_rows
         while start < stop:
@@ -99,12 +99,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Read:
-    """Part of a foreign tensor and its destination.
+    """Part of a Hugging Face tensor and its destination.
 
     Args:
-        name: Name of the foreign tensor.
+        name: Name of the Hugging Face tensor.
         slices: Slices of the part.
-        is_transposed: Whether it must be transposed.
+        is_transposed: Whether the part must be transposed.
         start: First row of the part in the filled box (elements).
         num_rows: Number of rows in the box (elements).
     """
@@ -118,7 +118,7 @@ class Read:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """Foreign tensors that make up a full tensor, one below the other.
+    """Hugging Face tensors that make up a full tensor, one below the other.
 
     Args:
         target: Name of this package's parameter.
@@ -136,16 +136,16 @@ class TensorMap:
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        given = sum(source.num_rows for source in self.sources)
-        if given != self.shape[0]:
+        num_rows = sum(source.num_rows for source in self.sources)
+        if num_rows != self.shape[0]:
             raise ValueError(
                 f"the sources of a tensor must have as many rows as the tensor: {self.target} has "
-                f"{self.shape[0]}, its sources have {given}. Correct the table."
+                f"{self.shape[0]}, its sources have {num_rows}. Correct the table."
             )
 
     @property
     def source_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the full shape of every foreign tensor (elements)."""
+        """Return the full shape of every Hugging Face tensor (elements)."""
         rows: dict[str, int] = {}
         for source in self.sources:
             rows[source.name] = rows.get(source.name, 0) + source.num_rows
@@ -196,7 +196,7 @@ class TensorMap:
         """Return the full tensor.
 
         Args:
-            reader: Foreign tensors.
+            reader: Hugging Face tensors.
             dtype: Dtype of the result.
         """
         full = torch.empty(self.shape, dtype=dtype)
@@ -204,7 +204,7 @@ class TensorMap:
         return full
 
     def split(self, full: Tensor) -> dict[str, Tensor]:
-        """Cut the full tensor into foreign tensors; contiguous parts are views.
+        """Cut the full tensor into Hugging Face tensors; contiguous parts are views.
 
         Raises:
             ValueError: If ``full`` has another shape.
@@ -213,7 +213,7 @@ class TensorMap:
             raise ValueError(
                 f"the full tensor {self.target} must have shape {self.shape}: {tuple(full.shape)}."
             )
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         shapes = self.source_shapes
         start = 0
         for source in self.sources:
@@ -221,17 +221,17 @@ class TensorMap:
             start += source.num_rows
             theirs = rows.t() if source.is_transposed else rows
             if theirs.shape == shapes[source.name] and source.strip is None:
-                found[source.name] = theirs
+                tensors[source.name] = theirs
                 continue
-            whole = found.setdefault(source.name, full.new_empty(shapes[source.name]))
+            whole = tensors.setdefault(source.name, full.new_empty(shapes[source.name]))
             by_rows = whole.t() if source.is_transposed else whole
             for here, there, size in source.pieces(0, source.num_rows):
                 by_rows.narrow(0, there, size).copy_(rows.narrow(0, here, size))
-        return found
+        return tensors
 
 
 def named(names: Iterable[str]) -> str:
-    """Return text with the first few names, in order, and the number of the others."""
+    """Return text with the first few names, sorted, and the number of the others."""
     ordered = sorted(names)
     shown = [repr(name) for name in ordered[:_NUM_SHOWN]]
     return ", ".join(

@@ -1,4 +1,4 @@
-"""Tensors that a model class packs into one, but that its files store separately."""
+"""Tensors that a model class packs into one tensor, while its files store them separately."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class PackedRows:
         inner = inner[::-1] if self.is_transposed else inner
         return inner if self.index is None else (slice(self.index, self.index + 1), *inner)
 
-    def found(self, part: Tensor) -> Tensor:
-        """Return a part of the tensor from what :meth:`slices` reads, as a view."""
+    def extract(self, part: Tensor) -> Tensor:
+        """Return a part of the tensor as a view of ``part``, which was read with :meth:`slices`."""
         part = part if self.index is None else part[0]
         return part.t() if self.is_transposed else part
 
@@ -70,11 +70,12 @@ class Packed:
     Args:
         name: Name of the tensor, with one ``{}`` for the layer.
         parts: Names of the parts, with one ``{}`` for the layer, and one for the number.
-        interleaved: Whether the first rows of all parts are followed by their second rows.
+        interleaved: Whether rows of the parts alternate: the first row of each part, then the
+            second row of each part, and so on.
         is_transposed: Whether the tensor, or each element of the stack, has rows of the parts as
             columns.
-        is_in_files: Whether files store the tensor, too; the parts are then names for the table
-            alone.
+        is_in_files: Whether files also store the packed tensor. The names of the parts are then
+            used only in the table.
     """
 
     name: str
@@ -99,7 +100,7 @@ class Packed:
         """Return whether a name is the tensor's name in some layer."""
         return self._patterns[0].fullmatch(name) is not None
 
-    def unpacked(
+    def unpack(
         self, name: str, key: str, shape: tuple[int, ...]
     ) -> Iterator[tuple[str, PackedRows]]:
         """List the parts of a tensor with their positions.
@@ -131,8 +132,8 @@ class Packed:
                 rows_of_part = PackedRows(key, index, first, size, step, self.is_transposed)
                 yield part.format(*numbers), rows_of_part
 
-    def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the tensor, or an element of the stack, of its parts in order."""
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Join parts, in order, to the tensor or to an element of the stack."""
         whole = (
             torch.stack(tuple(parts), 1).flatten(0, 1)
             if self.interleaved
@@ -168,35 +169,35 @@ def packed_rows(
     if rule is None:
         yield name, PackedRows(key)
     else:
-        yield from rule.unpacked(name, key, reader.shape(key))
+        yield from rule.unpack(name, key, reader.shape(key))
 
 
 def pack(tensors: Mapping[str, Tensor], rules: Iterable[Packed]) -> dict[str, Tensor]:
     """Pack the files' tensors into the tensors of the class."""
-    found: dict[str, Tensor] = {}
+    packed: dict[str, Tensor] = {}
     rules = tuple(rules)
     parts: dict[tuple[str, Packed], dict[tuple[int, int], Tensor]] = {}
     for name, tensor in tensors.items():
         hit = _find_packed(name, rules)
         if hit is None:
-            found[name] = tensor
+            packed[name] = tensor
         else:
             whole, rule, index, number = hit
             parts.setdefault((whole, rule), {})[index, number] = tensor
     for (name, rule), pieces in parts.items():
         indices = sorted({index for index, _ in pieces})
         rows = [
-            rule.joined([pieces[key] for key in sorted(pieces) if key[0] == index])
+            rule.join([pieces[key] for key in sorted(pieces) if key[0] == index])
             for index in indices
         ]
-        found[name] = torch.stack(rows) if rule.is_stack else rows[0]
-    return found
+        packed[name] = torch.stack(rows) if rule.is_stack else rows[0]
+    return packed
 
 
-def packed_for_files(
+def pack_for_files(
     tensors: Iterable[tuple[str, Tensor]], names: Iterable[str], rules: Iterable[Packed]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Pack the parts of tensors that files store whole, as soon as all parts are there.
+    """Pack the tensors that files store packed, each as soon as all parts are known.
 
     Args:
         tensors: Names and values by the names of a table, one after the other.
@@ -219,7 +220,7 @@ def packed_for_files(
 
 
 def _find_packed(name: str, rules: Iterable[Packed]) -> tuple[str, Packed, int, int] | None:
-    """Return the tensor that has a part, its rule, and the index and number of the part."""
+    """Return the tensor that contains a part, its rule, and the index and number of the part."""
     for rule in rules:
         position = rule.position_of(name)
         if position is not None:

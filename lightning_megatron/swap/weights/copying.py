@@ -1,4 +1,4 @@
-"""Copies of parts of foreign tensors into local tensors, a few at a time."""
+"""Copies of parts of Hugging Face tensors into local tensors, a few at a time."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ T = TypeVar("T")
 _NUM_CONCURRENT = 8
 #: Size of a piece (bytes). The copies in flight need memory in addition to the tensors.
 PIECE_BYTES = 2**24
-#: Delay before a bar appears (seconds).
+#: Delay before a progress bar appears (seconds).
 BAR_DELAY = 1.0
 
 
 @dataclass(frozen=True)
 class Copy:
-    """Part of a foreign tensor and its destination.
+    """Part of a Hugging Face tensor and its destination.
 
     Args:
-        name: Name of the foreign tensor.
+        name: Name of the Hugging Face tensor.
         slices: Slices of the part.
-        target: Destination, in the orientation of the foreign tensor.
+        target: Destination, in the orientation of the Hugging Face tensor.
     """
 
     name: str
@@ -61,13 +61,13 @@ def copies_of(
         view: View of the box in the local tensor.
         offsets: First index of the box in every dimension (elements).
         sizes: Extents of the box (elements).
-        reader: Foreign tensors.
+        reader: Hugging Face tensors.
     """
     for read in tensor.reads(offsets, sizes):
         rows = view.narrow(0, read.start, read.num_rows)
         rows = rows.t() if read.is_transposed else rows
         first, *rest = read.slices
-        # Whole rows are mapped into memory, even if only a part of each is needed.
+        # Full rows are mapped into memory, even if only a part of each is needed.
         width = prod(reader.shape(read.name)[1:]) * view.element_size()
         step = max(PIECE_BYTES // max(width, 1), 1)
         for start in range(0, len(rows), step):
@@ -81,7 +81,7 @@ def copy_all(copies: Sequence[Copy], reader: TensorReader, shows_progress: bool 
 
     Args:
         copies: Copies, in the order of the model.
-        reader: Reader of the foreign tensors, called from several threads.
+        reader: Reader of the Hugging Face tensors, called from several threads.
         shows_progress: Whether to show a progress bar if the copies take long and standard error is
             a terminal.
     """
@@ -118,7 +118,7 @@ def _on_stream_of(copies: Sequence[Copy]) -> tuple[Callable[..., None], tuple[An
 
 
 def _nothing() -> None:
-    """Do nothing, where the targets are on the CPU."""
+    """Do nothing, because the targets are on the CPU."""
 
 
 def interleave(items: Sequence[T], num_runs: int) -> list[T]:

@@ -1,4 +1,4 @@
-"""Export of a model as a Hugging Face folder, one tensor in memory at a time."""
+"""Export of a model as a Hugging Face folder, with one full tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_megatron.swap.families.expert_names import SETTINGS, is_training_
 from lightning_megatron.swap.families.family import Family, ModelConfig
 from lightning_megatron.swap.tensors.low_rank import Adapter
 from lightning_megatron.swap.tensors.mapping import TensorMap, named
-from lightning_megatron.swap.tensors.packed import packed_for_files
+from lightning_megatron.swap.tensors.packed import pack_for_files
 from lightning_megatron.swap.weights.file_format import FileFormat
 from lightning_megatron.swap.weights.safetensors_folder import CONFIG, INDEX
 from lightning_megatron.swap.weights.safetensors_writer import (
@@ -54,7 +54,7 @@ def foreign_tensors(
     table = family.tensors(config) if table is None else table
     names = [source.name for tensor in table for source in tensor.sources]
     parts = _parts_of_files(full_tensors, family, config, table)
-    yield from packed_for_files(parts, names, family.packed)
+    yield from pack_for_files(parts, names, family.packed)
 
 
 def _parts_of_files(
@@ -94,7 +94,7 @@ def _parts_of_files(
         if all(family.is_head(source.name) for source in tensor.sources)
     }
     if heads == left.keys():
-        # The model was built without its head, and Hugging Face loads files without one.
+        # The model was built without a head, and Hugging Face loads files without one.
         return
     if left:
         raise CheckpointMismatchError(
@@ -125,11 +125,10 @@ def export_folder(
         family: Family of the model.
         hf_config: Configuration, as from ``config.to_dict()`` or ``config.json``.
         folder: Folder to write, created if it does not exist.
-        max_file_bytes: Size limit of a file (bytes).
-        dtype: Dtype of the floating-point weights, except those with a fixed one; None keeps the
-            given dtypes.
-        has_class_names: Whether the tensors are named as in a model that keeps its class's module
-            tree.
+        max_file_bytes: Maximum size of a file (bytes).
+        dtype: Dtype of the floating-point weights, except those with a fixed dtype; None keeps the
+            dtypes of ``full_tensors``.
+        has_class_names: Whether the tensors have the names of the class's module tree.
 
     Raises:
         CheckpointMismatchError: If a tensor is missing, unknown, given twice or of another shape.
@@ -144,7 +143,7 @@ def export_folder(
         for tensor in table
         for name, shape in tensor.source_shapes.items()
     }
-    whole = packed_for_files(parts.items(), parts, family.packed)
+    whole = pack_for_files(parts.items(), parts, family.packed)
     shapes = {name: tuple(tensor.shape) for name, tensor in whole}
     kept = {
         source.name: tensor.dtype
@@ -154,9 +153,9 @@ def export_folder(
     }
     writer = TensorWriter(target, max_file_bytes, shapes)
     writer.write(foreign_tensors(full_tensors, family, config, table), dtype, kept)
-    found = writer.floating.most_common(1)
+    most_common = writer.floating.most_common(1)
     own = {"model_type": family.model_type, "architectures": [family.architecture]}
-    _write_config(target, {**hf_config, **own}, found[0][0] if found else torch.float32)
+    _write_config(target, {**hf_config, **own}, most_common[0][0] if most_common else torch.float32)
     writer.publish()
 
 
@@ -173,8 +172,8 @@ def export_as_it_is(
     """Write a model whose tensors have their class's names as a folder for ``from_pretrained``.
 
     Args:
-        full_tensors: Names and full values, without padding, block by block; a shared tensor has
-            one name.
+        full_tensors: Names and full values, without padding, one block after the other. A shared
+            tensor has one name.
         shapes: Shapes of the tensors, by name (elements).
         form: Format of the files; None writes the tensors as they are.
         hf_config: Configuration, as from ``config.to_dict()`` or ``config.json``.
@@ -189,11 +188,11 @@ def export_as_it_is(
     target = _new_folder(folder)
     writer = TensorWriter(target, max_file_bytes, shapes if form is None else form.shapes(shapes))
     writer.write(full_tensors if form is None else form.tensors(full_tensors), dtype)
-    found = writer.floating.most_common(1)
+    most_common = writer.floating.most_common(1)
     _write_config(
         target,
         {**hf_config, "architectures": [architecture]},
-        found[0][0] if found else torch.float32,
+        most_common[0][0] if most_common else torch.float32,
     )
     writer.publish()
 
@@ -223,8 +222,8 @@ def export_adapter(
     """Write an adapter as a folder for ``PeftModel.from_pretrained``.
 
     Args:
-        full_tensors: Names and full values of all trained tensors, named as in a model that keeps
-            its class's module tree.
+        full_tensors: Names and full values of all trained tensors, by the names of the class's
+            module tree.
         family: Family of the model.
         hf_config: Configuration of the model.
         adapter: Description of the adapter.
@@ -235,16 +234,16 @@ def export_adapter(
         CheckpointMismatchError: If a tensor is missing or unknown.
     """
     wanted = adapter.class_tensors(family.class_tensors(family.config(hf_config)))
-    found = dict(full_tensors)
-    if wanted.keys() != found.keys():
+    by_name = dict(full_tensors)
+    if wanted.keys() != by_name.keys():
         raise CheckpointMismatchError(
             "an adapter must be written with all its tensors: "
-            f"{named(wanted.keys() ^ found.keys())} missing or unknown. peft would initialise them "
-            "at random. Give the tensors of the whole model."
+            f"{named(wanted.keys() ^ by_name.keys())} missing or unknown. peft would initialise "
+            "them at random. Give the tensors of the whole model."
         )
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    parts = {target: tensor.split(found[target]) for target, (tensor, _) in wanted.items()}
+    parts = {target: tensor.split(by_name[target]) for target, (tensor, _) in wanted.items()}
     tensors = {
         f"{_PEFT_PREFIX}{name}": parts[target][name].to(dtype or parts[target][name].dtype)
         for target, (_, names) in wanted.items()
@@ -260,8 +259,8 @@ def export_adapter(
 
 
 def _write_config(folder: Path, config: Mapping[str, Any], dtype: torch.dtype) -> None:
-    # ``auto_map`` names code that is not in the folder, and settings of the training do not belong
-    # to the model.
+    # ``auto_map`` names code that is not in the folder, and this package's settings of training do
+    # not belong to the model.
     left = ("torch_dtype", "auto_map", SETTINGS)
     kept = {
         name: value

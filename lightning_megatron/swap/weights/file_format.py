@@ -38,11 +38,11 @@ class FileFormat:
         """
         if not has_other_format(model):
             return None
-        found = cls(_on_meta(type(model), model.config))
+        file_format = cls(_on_meta(type(model), model.config))
         if getattr(model, "_weight_conversions", None) is not None:
-            # Conversions of the files from which the model was read.
-            found.twin._weight_conversions = model._weight_conversions
-        return found
+            # Conversions that were used when the model was read from files.
+            file_format.twin._weight_conversions = model._weight_conversions
+        return file_format
 
     @classmethod
     def of_class(cls, architecture: str, config: Mapping[str, Any]) -> FileFormat:
@@ -68,18 +68,18 @@ class FileFormat:
         return cls(_on_meta(kind, kind.config_class.from_dict(dict(config))))
 
     def shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Return names and shapes of the files' tensors from those of the model (elements)."""
-        given = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
+        """Convert the names and shapes of the model's tensors to those of the files (elements)."""
+        on_meta = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
         return {
             name: tuple(tensor.shape)
-            for name, tensor in self.tensors(sorted(given, key=lambda one: block(one[0])))
+            for name, tensor in self.tensors(sorted(on_meta, key=lambda one: block(one[0])))
         }
 
     def tensors(self, full: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Convert full tensors of the model to those of the files.
 
         Args:
-            full: Names and values; the tensors of a :func:`block` must follow each other.
+            full: Names and values; the tensors of each :func:`block` must be adjacent.
         """
         revert = import_extra("transformers.core_model_loading", "hf").revert_weight_conversion
         for _, group in groupby(full, key=lambda one: block(one[0])):
@@ -105,8 +105,8 @@ def has_other_format(model: Any) -> bool:
 
 def block(name: str) -> str:
     """Return the block of a tensor by its name; files join or cut tensors within a block."""
-    found = _BLOCK.match(name)
-    return "" if found is None else found.group()
+    match = _BLOCK.match(name)
+    return "" if match is None else match.group()
 
 
 def _on_meta(kind: Any, config: Any) -> Any:

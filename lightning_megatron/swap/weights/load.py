@@ -1,4 +1,4 @@
-"""Loading of this rank's parameters from foreign tensors, a few parts in memory at a time."""
+"""Loading of this rank's parameters from Hugging Face tensors, a few parts in memory at a time."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def load_from(
     seed: int | None = None,
     shows_progress: bool = False,
 ) -> tuple[str, ...]:
-    """Fill this rank's parameters and buffers with foreign tensors, converted to their dtype.
+    """Fill this rank's parameters and buffers with Hugging Face tensors, converted to their dtype.
 
-    Parameters on the meta device move to the mesh's device. Buffers without a foreign tensor are
-    only used in training and keep their values. Names and shapes are checked before anything
-    changes. Padding is set to zero.
+    Parameters on the meta device move to the mesh's device. Buffers without a Hugging Face tensor
+    keep their values, because only training uses them. Names and shapes are checked before any
+    tensor is changed. Padding is set to zero.
 
     Args:
         model: This rank's part of a model, whose configuration comes from the family.
@@ -63,11 +63,11 @@ def load_from(
 
 @dataclass(frozen=True)
 class WeightLoading:
-    """Checked loading of foreign tensors into this rank's part of a model.
+    """Loading of Hugging Face tensors into this rank's part of a model, after all checks.
 
     Args:
         model: This rank's part of the model.
-        reader: Foreign tensors, by the names of the table.
+        reader: Hugging Face tensors, by the names of the table.
         family: Family of the model.
         table: Full tensors with their sources, by this package's names.
         missing: Names of the tensors of heads that are missing, the same on every rank.
@@ -107,7 +107,7 @@ def plan_loading(
     *,
     may_lack: bool = False,
 ) -> WeightLoading:
-    """Check the names and shapes of foreign tensors, and change nothing.
+    """Check the names and shapes of Hugging Face tensors; do not change the model.
 
     Args:
         model: This rank's part of a model, whose configuration comes from the family.
@@ -134,12 +134,12 @@ def fill(
     family: Family,
     shows_progress: bool = False,
 ) -> None:
-    """Fill this rank's parameters and buffers that a table lists.
+    """Fill those of this rank's parameters and buffers that a table lists.
 
     Args:
         model: This rank's part of a model.
         table: Full tensors with their sources, by this package's names.
-        reader: Foreign tensors, by the names of the table.
+        reader: Hugging Face tensors, by the names of the table.
         family: Family of the model.
         shows_progress: Whether rank 0 may show a progress bar.
 
@@ -181,7 +181,7 @@ def full_tensors(
         tensors: Folder of safetensors files, or state dict.
         family: Family of the model.
         config: Configuration of the model.
-        dtype: Dtype of the result, except for tensors with a fixed one.
+        dtype: Dtype of the result, except for tensors with a fixed dtype.
         table: Table of the full tensors; None means the table of this package's model.
 
     Raises:
@@ -199,15 +199,15 @@ class RenamedTensors:
     """Reader of tensors by the names of a family's table.
 
     Args:
-        reader: Reader of the tensors by their own names.
-        rows_by_name: Own names of the tensors, by the table's names.
+        reader: Reader of the tensors by their original names.
+        rows_by_name: Original name and rows of each tensor, by the name in the table.
     """
 
     reader: TensorReader
     rows_by_name: Mapping[str, PackedRows]
 
     def only(self, keys: Iterable[str]) -> RenamedTensors:
-        """Return a reader limited to the tensors with the given own names."""
+        """Return a reader of only the tensors with the given original names."""
         kept = set(keys)
         return RenamedTensors(
             self.reader,
@@ -225,7 +225,7 @@ class RenamedTensors:
     def read(self, name: str, slices: Slices) -> Tensor:
         """Return a part of a tensor."""
         rows = self.rows_by_name[name]
-        return rows.found(self.reader.read(rows.name, rows.slices(slices)))
+        return rows.extract(self.reader.read(rows.name, rows.slices(slices)))
 
 
 def reader_of(tensors: TensorReader | Mapping[str, Tensor], family: Family) -> RenamedTensors:
@@ -334,7 +334,7 @@ def _check_parameters(model: nn.Module, table: Mapping[str, TensorMap]) -> None:
                 f"table gives {table[target].shape}. The two have different configurations. Build "
                 "the model with the configuration that the family makes."
             )
-    # A part of the model that is on this rank has all its parameters here.
+    # If a module is on this rank, all of its parameters are, too.
     parts = {_part(name) for name in targets}
     unfilled = targets.keys() - {name for name, target in targets.items() if target in table}
     unused = {target for target in table if _part(target) in parts} - set(targets.values())
@@ -348,7 +348,7 @@ def _check_parameters(model: nn.Module, table: Mapping[str, TensorMap]) -> None:
 
 
 def _part(name: str) -> tuple[str, ...]:
-    """Return the path of the smallest module that is assigned to a rank as a whole."""
+    """Return the path of the smallest module whose parameters are all on the same stage."""
     parts = name.split(".")
     if parts[0] != "layers":
         return (parts[0],)
@@ -372,8 +372,8 @@ def _check_tied(parameter: Tensor, reader: TensorReader, family: Family) -> None
 
 def _materialised(model: GPT | Encoder, name: str, parameter: nn.Parameter) -> nn.Parameter:
     path, _, key = name.rpartition(".")
-    # A meta tensor cannot change its device in place: the new Parameter takes over what was
-    # attached to the old one.
+    # A meta tensor cannot change its device in place, so a new Parameter gets the attributes of the
+    # old one.
     result = nn.Parameter(
         torch.empty_like(parameter, device=model.mesh.device), requires_grad=parameter.requires_grad
     )

@@ -25,7 +25,7 @@ from lightning_megatron.swap.weights.safetensors_header import StoredTensor, rea
 from lightning_megatron.swap.weights.scaled_blocks import (
     ReadableTensor,
     is_read_as_numbers,
-    with_scales_joined,
+    join_scales,
 )
 
 WEIGHTS = "model.safetensors"
@@ -47,9 +47,9 @@ _NUMBERED = re.compile(
 class SafetensorsFolder:
     """Reader of the tensors in a local Hugging Face folder.
 
-    Equal to ``safetensors.safe_open`` on each file. Headers are read and checked at once. Tensors
-    are read on request, from any thread. Weights in MXFP4, and in 8 bits with a scale for every
-    128 rows and columns, are read as bfloat16. Damage that a header cannot show
+    Equal to ``safetensors.safe_open`` on each file. The constructor reads and checks the headers.
+    Any thread may read tensors. Weights in MXFP4, and weights in 8 bits with a scale for every 128
+    rows and columns, are read as bfloat16. Damage that a header does not reveal
     (:func:`read_header`) is not detected.
 
     Args:
@@ -64,7 +64,7 @@ class SafetensorsFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._tensors = with_scales_joined(_listed(self.path))
+        self._tensors = join_scales(_listed(self.path))
         self._opened: dict[Path, int] = {}
         self._opening = Lock()
 
@@ -75,7 +75,7 @@ class SafetensorsFolder:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """Return the floating-point dtype of most elements; float32 if there is none."""
+        """Return the most frequent floating-point dtype; float32 if there is none."""
         count: Counter[torch.dtype] = Counter()
         for tensor in self._tensors.values():
             if tensor.dtype.is_floating_point:
@@ -89,11 +89,11 @@ class SafetensorsFolder:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """Return the content of ``config.json``, without a format that reading undoes.
+        """Return the content of ``config.json``, without quantization that reading undoes.
 
         Raises:
             CheckpointMismatchError: If there is no such file.
-            CorruptDataError: If it is not JSON, or has more than eight megabytes.
+            CorruptDataError: If the file is not JSON, or has more than eight megabytes.
         """
         if not (self.path / CONFIG).is_file():
             raise CheckpointMismatchError(
@@ -101,12 +101,12 @@ class SafetensorsFolder:
                 f"{self.path} has none. Save the model with save_pretrained."
             )
         path = self.path / CONFIG
-        found = parse_object(
+        content = parse_object(
             read_regular_file(path, _REMEDY, _MAX_CONFIG_BYTES), str(path), _REMEDY
         )
-        if is_read_as_numbers(found.get(QUANTIZATION)):
-            del found[QUANTIZATION]
-        return found
+        if is_read_as_numbers(content.get(QUANTIZATION)):
+            del content[QUANTIZATION]
+        return content
 
     def check_types(self, names: Iterable[str]) -> None:
         """Refuse combinations of dtypes that tensors of one model cannot have.
@@ -121,15 +121,15 @@ class SafetensorsFolder:
         Raises:
             CorruptDataError: For such a combination; the message names a tensor of each dtype.
         """
-        found: dict[torch.dtype, str] = {}
+        examples: dict[torch.dtype, str] = {}
         for name in names:
-            found.setdefault(self.dtype_of(name), name)
-        for dtype, name in found.items():
+            examples.setdefault(self.dtype_of(name), name)
+        for dtype, name in examples.items():
             twin = next(
-                (one for one in found if one != dtype and one.itemsize == dtype.itemsize), None
+                (one for one in examples if one != dtype and one.itemsize == dtype.itemsize), None
             )
             if not dtype.is_floating_point or twin is not None:
-                other = "" if twin is None else f", and {found[twin]!r} {twin}"
+                other = "" if twin is None else f", and {examples[twin]!r} {twin}"
                 raise CorruptDataError(
                     "weights must be floating-point numbers, and must not mix types of the same "
                     f"width: {name!r} of {self.path} is {dtype}{other}. The bytes of one type "
@@ -181,7 +181,7 @@ class SafetensorsFolder:
 
 
 def _listed(folder: Path) -> dict[str, StoredTensor]:
-    # If different saves left both, prefer the single file, as Hugging Face does.
+    # If the folder has both, from different saves, prefer the single file, as Hugging Face does.
     if (folder / WEIGHTS).is_file():
         return read_header(folder / WEIGHTS)
     if not (folder / INDEX).is_file():
@@ -199,8 +199,8 @@ def _listed(folder: Path) -> dict[str, StoredTensor]:
         )
     files = sorted(set(weight_map.values()))
     _check_files(folder, files)
-    found = {file: read_header(folder / file) for file in files}
-    lacking = [name for name, file in weight_map.items() if name not in found[file]]
+    headers = {file: read_header(folder / file) for file in files}
+    lacking = [name for name, file in weight_map.items() if name not in headers[file]]
     if lacking:
         raise CheckpointMismatchError(
             f"every file must have the tensors that {INDEX} lists for it: {named(lacking)} of "
@@ -209,7 +209,7 @@ def _listed(folder: Path) -> dict[str, StoredTensor]:
         )
     hidden = [
         f"{name} in {file}"
-        for file, tensors in found.items()
+        for file, tensors in headers.items()
         for name in tensors
         if weight_map.get(name) != file
     ]
@@ -219,7 +219,7 @@ def _listed(folder: Path) -> dict[str, StoredTensor]:
             f"{folder} are not listed. Index and files are from different saves. Copy the folder "
             "again."
         )
-    return {name: found[file][name] for name, file in weight_map.items()}
+    return {name: headers[file][name] for name, file in weight_map.items()}
 
 
 def _check_files(folder: Path, files: Sequence[str]) -> None:
@@ -254,9 +254,9 @@ def _is_inside(folder: Path, file: str) -> bool:
     In the cache, ``snapshots/REVISION/FILE`` is a link to ``blobs/HASH`` next to ``snapshots``.
     """
     inside = folder.resolve()
-    found = Path(os.path.realpath(folder / file)).parent
+    target = Path(os.path.realpath(folder / file)).parent
     snapshots = next((parent for parent in inside.parents if parent.name == "snapshots"), None)
-    return found in (inside, None if snapshots is None else snapshots.parent / "blobs")
+    return target in (inside, None if snapshots is None else snapshots.parent / "blobs")
 
 
 def _refuse(folder: Path) -> None:

@@ -44,7 +44,7 @@ class StoredTensor:
     Args:
         path: Path of the file.
         dtype: Dtype of the elements.
-        shape: Shape (elements).
+        shape: Shape of the tensor (elements).
         start: Offset of the first element in the file (bytes).
     """
 
@@ -92,7 +92,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     Like ``safetensors.safe_open``, this function checks the header: tensors must follow each other
     without gaps or overlaps from the header to the end of the file, and each must have the size
     that its shape and dtype require. The check cannot detect that two tensors of the same shape and
-    dtype were exchanged, or that a tensor was given another dtype of the same width.
+    dtype were exchanged, or that the header declares another dtype of the same width.
 
     Raises:
         CorruptDataError: If the file is damaged, truncated or of another format.
@@ -112,9 +112,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     entries = parse_object(content, str(path), "Copy it again.")
     entries.pop("__metadata__", None)
     begin = LENGTH_BYTES + length
-    found = {name: _stored(name, entry, path, begin, size) for name, entry in entries.items()}
-    _check_with_library(path, found)
-    return found
+    tensors = {name: _stored(name, entry, path, begin, size) for name, entry in entries.items()}
+    _check_with_library(path, tensors)
+    return tensors
 
 
 def _check_with_library(path: Path, tensors: Mapping[str, StoredTensor]) -> None:

@@ -1,4 +1,4 @@
-"""Writing of safetensors files, one tensor in memory at a time."""
+"""Writer of safetensors files, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write_file(
 
 
 class TensorWriter:
-    """Writer of tensors into files of limited size, without buffering whole files in memory.
+    """Writer of tensors into files of limited size, which does not buffer files in memory.
 
     Args:
         folder: Folder of the files.
@@ -74,8 +74,8 @@ class TensorWriter:
         self._file: IO[bytes] | None = None
         self._size = self._header_size = 0
         entries = [_entry_size(name, shape) for name, shape in shapes.items()]
-        # The header precedes the data but is known only after them, so space is reserved for it. It
-        # is padded with spaces, and the data begin at a multiple of 8 bytes.
+        # The header precedes the data, but is known only after them, so space is reserved for it.
+        # Blanks pad the header, and the data begin at a multiple of 8 bytes.
         size = _base_size() + max(
             max(entries, default=0), min(max_header_bytes or _MAX_HEADER_BYTES, sum(entries))
         )
@@ -87,11 +87,11 @@ class TensorWriter:
         dtype: torch.dtype | None = None,
         kept: Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        """Write tensors one after the other, and delete the files if one fails.
+        """Write tensors one after the other; delete the files if an error occurs.
 
         Args:
             tensors: Names and values.
-            dtype: Dtype of the floating-point tensors; None keeps the given dtypes.
+            dtype: Dtype of the floating-point tensors; None keeps the dtype of each tensor.
             kept: Fixed dtypes of single tensors, by name.
         """
         own = kept or {}
@@ -134,7 +134,7 @@ class TensorWriter:
             self.floating[tensor.dtype] += tensor.numel()
 
     def close_file(self) -> None:
-        """Complete the open file by writing its header before the data."""
+        """Write the header of the open file into the reserved space, and close the file."""
         if self._file is None:
             return
         content = json.dumps(

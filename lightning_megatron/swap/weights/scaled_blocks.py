@@ -13,15 +13,16 @@ from torch import Tensor
 from lightning_megatron.swap.tensors.mapping import Slices
 from lightning_megatron.swap.weights.safetensors_header import StoredTensor
 
-#: Numbers of 4 bits (1 for the sign, 2 for the exponent, 1 for the mantissa), by their bits.
+#: Positive numbers of 4 bits (1 for the sign, 2 for the exponent, 1 for the mantissa), by their
+#: bits.
 _FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-#: Elements of one scale in the MXFP4 format.
+#: Number of elements with a common scale in the MXFP4 format.
 _MXFP4_BLOCK = 32
 #: Bits of the exponent zero in a scale of the MXFP4 format.
 _BIAS = 127
-#: Rows and columns of one scale in DeepSeek's format of 8 bits.
+#: Number of rows, and of columns, with a common scale in DeepSeek's 8-bit format.
 _FP8_BLOCK = 128
-#: Ends of the names of packed numbers, of their scales, and of the scales of squares.
+#: Suffixes of the names of packed numbers, of their scales, and of the scales of squares.
 _PACKED = "_blocks"
 _SCALES = "_scales"
 _INVERSE = "_scale_inv"
@@ -126,27 +127,27 @@ class ScaledSquares:
         return (numbers * scales[rows][:, columns]).to(self.dtype)
 
 
-def with_scales_joined(tensors: Mapping[str, StoredTensor]) -> dict[str, ReadableTensor]:
-    """Replace the parts of weights in 4 or 8 bits by one tensor each, and keep all others.
+def join_scales(tensors: Mapping[str, StoredTensor]) -> dict[str, ReadableTensor]:
+    """Join each weight in 4 or 8 bits with its scales to one tensor; keep all other tensors.
 
     Args:
         tensors: Tensors of the files, by name.
     """
-    found: dict[str, ReadableTensor] = dict(tensors)
+    joined: dict[str, ReadableTensor] = dict(tensors)
     for name, tensor in tensors.items():
         if name.endswith(_PACKED):
             stem = name.removesuffix(_PACKED)
             scales = tensors.get(f"{stem}{_SCALES}")
             if scales is not None and _is_packed(tensor, scales):
-                del found[name], found[f"{stem}{_SCALES}"]
-                found[stem] = FourBitExperts(tensor, scales)
+                del joined[name], joined[f"{stem}{_SCALES}"]
+                joined[stem] = FourBitExperts(tensor, scales)
         elif name.endswith(_INVERSE):
             stem = name.removesuffix(_INVERSE)
             numbers = tensors.get(stem)
             if numbers is not None and _is_in_squares(numbers, tensor):
-                del found[name]
-                found[stem] = ScaledSquares(numbers, tensor)
-    return found
+                del joined[name]
+                joined[stem] = ScaledSquares(numbers, tensor)
+    return joined
 
 
 def is_read_as_numbers(quantization: Any) -> bool:

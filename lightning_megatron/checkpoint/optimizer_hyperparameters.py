@@ -28,21 +28,21 @@ def check_hyperparameters(
         CheckpointMismatchError: If a hyperparameter has another type.
     """
     which = "" if index is None else f" of optimizer {index}"
-    for number, (own, taken) in enumerate(zip(groups, saved, strict=True)):
-        for key in taken.keys() & own.keys() - {"params", "param_names"}:
-            if not _has_same_type(own[key], taken[key]):
+    for number, (current, taken) in enumerate(zip(groups, saved, strict=True)):
+        for key in taken.keys() & current.keys() - {"params", "param_names"}:
+            if not _has_same_type(current[key], taken[key]):
                 raise CheckpointMismatchError(
                     "a hyperparameter in a checkpoint must have the same type as in the optimizer: "
                     f"{key!r} of group {number}{which} is {taken[key]!r} "
-                    f"({type(taken[key]).__name__}) there, and {own[key]!r} "
-                    f"({type(own[key]).__name__}) in configure_optimizers. The optimizer does not "
-                    "check loaded values. Restore configure_optimizers as it was, or load only the "
-                    "weights."
+                    f"({type(taken[key]).__name__}) there, and {current[key]!r} "
+                    f"({type(current[key]).__name__}) in configure_optimizers. The optimizer does "
+                    "not check loaded values. Restore configure_optimizers as it was, or load only "
+                    "the weights."
                 )
 
 
 def _has_same_type(current: Any, taken: Any) -> bool:
-    """Return whether a saved value has the type of the current one; int and float count as one."""
+    """Return whether a saved value has the type of the current one; int and float are one type."""
     if current is None:
         return True
     if isinstance(current, Tensor) or isinstance(taken, Tensor):

@@ -12,7 +12,9 @@ from lightning_megatron.checkpoint.single_file import read_single_file
 
 
 def saved_hyper_parameters(path: str) -> Mapping[str, Any] | None:
-    """Return the hyperparameters in a checkpoint, empty if it has none; None if there is none.
+    """Return the hyperparameters of the module in a checkpoint; None if there is no checkpoint.
+
+    The result is empty if the checkpoint has no hyperparameters.
 
     Args:
         path: Single file, directory of a sharded checkpoint, or anything else.
@@ -21,10 +23,10 @@ def saved_hyper_parameters(path: str) -> Mapping[str, Any] | None:
         CorruptDataError: If the checkpoint is damaged.
     """
     if Path(path).is_file():
-        found = read_single_file(path)
+        content = read_single_file(path)
     elif is_sharded_checkpoint(path):
-        found = load_metadata(path)
+        content = load_metadata(path)
     else:
         return None
-    settings = found.get("hyper_parameters")
+    settings = content.get("hyper_parameters")
     return settings if isinstance(settings, Mapping) else {}
