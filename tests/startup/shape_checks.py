@@ -29,6 +29,8 @@ SHAPES = f"{PACKAGE}.shapes"
 # jaxtyping's name for each name of the package: unsigned integers are integers.
 TYPES = {"Bool": "Bool", "Float": "Float", "Int": "Integer", "Shaped": "Shaped"}
 ANNOTATION = re.compile(rf"\b({'|'.join(TYPES)})\[")
+#: Prepares the check of each function that has one: see :func:`prepare`.
+PREPARATIONS: list[Callable[[], Check]] = []
 
 
 class ShapeChecks(MetaPathFinder):
@@ -106,7 +108,8 @@ def checked(function: FunctionType) -> Callable[..., Any]:
     from torch import Tensor
     from torch.compiler import is_compiling
 
-    prepared: list[Check] = []
+    prepared = functools.cache(functools.partial(Check, function))
+    PREPARATIONS.append(prepared)
     passed: set[tuple[Any, Any]] = set()
     passed_arguments: set[Any] = set()
 
@@ -116,9 +119,7 @@ def checked(function: FunctionType) -> Callable[..., Any]:
         # The compiler cannot trace the checks. A test of wrong shapes may switch them off.
         if is_compiling() or config.jaxtyping_disable:
             return function(*args, **kwargs)
-        if not prepared:
-            prepared.append(Check(function))
-        check = prepared[0]
+        check = prepared()
         given = (
             (described(args, Tensor), described(kwargs, Tensor))
             if check.depends_on_shapes
@@ -136,6 +137,15 @@ def checked(function: FunctionType) -> Callable[..., Any]:
         return result
 
     return call
+
+
+def prepare() -> None:
+    """Prepare all checks at once, for processes that are forked from this one.
+
+    Each of them would spend most of the seconds of its first fit on those that it uses.
+    """
+    for one in PREPARATIONS:
+        one()
 
 
 def described(value: Any, tensor_type: type) -> Any:
