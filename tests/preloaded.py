@@ -21,6 +21,12 @@ with contextlib.suppress(ImportError):
 
 __all__ = ["beartype", "jaxtyping", "lightning", "lightning_megatron", "omegaconf", "pytest"]
 
+with contextlib.suppress(ImportError):
+    # Of the processes that tests start: see startup/sitecustomize.py.
+    from shape_checks import prepare
+
+    prepare()
+
 # Collections in the forked processes need not look at all of this, nor copy its memory.
 gc.freeze()
 # Every fit asks for their number, and to count them takes longer than a step of the tests.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from lightning_megatron.data.tokenizer import load_tokenizer
 from lightning_megatron.evaluation import token_losses
 from lightning_megatron.evaluation.wikitext import count_words, detokenize
 from tests.evaluation import oracle
+from tests.forked_script import run_python
 from tests.strategy.tiny import TinyLM, loader
 from tests.sweeps import chosen
 from tests.tiny_llama import save_tiny_llama
@@ -105,11 +105,13 @@ def test_a_folder_is_evaluated_in_its_own_tokens(
     assert float(rows["token_perplexity"]) == pytest.approx(found["token_perplexity"], rel=1e-5)
 
 
-def test_the_last_words_of_passages_are_evaluated_on_two_ranks(folder: Path) -> None:
+def test_the_last_words_of_passages_are_evaluated_on_two_ranks(
+    folder: Path, tmp_path: Path
+) -> None:
     data = str(folder / "lambada.jsonl")
-    command = [sys.executable, "-m", "lightning_megatron", "evaluate", str(folder)]
+    command = ["-m", "lightning_megatron", "evaluate", str(folder)]
     command += ["--task", "lambada", "--data", data, "--tp", "2", "--devices", "2", "--json"]
-    run = subprocess.run([*command, *PRECISE], capture_output=True, text=True, check=False)
+    run = run_python([*command, *PRECISE], tmp_path, dict(os.environ), timeout=280)
     assert run.returncode == 0, run.stderr[-4000:]
     found = json.loads(run.stdout)
     model, _ = oracle.load(folder)

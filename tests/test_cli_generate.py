@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from lightning_megatron import GenerationSettings, HuggingFaceCausalLM, Megatron
 from lightning_megatron.cli.main import main
 from lightning_megatron.cli.text_generation import seed_of_batch
 from lightning_megatron.data.tokenizer import load_tokenizer
+from tests.forked_script import run_python
 from tests.sweeps import chosen
 from tests.test_cli_evaluate import own_module, trained
 from tests.tiny_llama import save_tiny_llama
@@ -139,9 +138,9 @@ def test_samples_differ_and_are_those_of_every_layout(
     assert rows_of(capsys, *own) == truth
     assert rows_of(capsys, *own[:-4], "--seed", "6", *own[-2:]) != truth
     # Two copies, perhaps of two ranks each, of which the second has no rows in the last round.
-    command = [sys.executable, "-m", "lightning_megatron", *own, "--json"]
+    command = ["-m", "lightning_megatron", *own, "--json"]
     command += ["--devices", "2"] if axis == "dp" else ["--devices", "4", f"--{axis}", "2"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    run = run_python(command, tmp_path, environment, timeout=280)
     assert run.returncode == 0, run.stderr[-4000:]
     assert [json.loads(line) for line in run.stdout.splitlines()] == truth
 

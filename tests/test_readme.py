@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from lightning_megatron.swap.families.known import FAMILIES
 from tests import clone_picture, kept_table, performance_picture, schedule_picture
-from tests.forked_script import run_script
+from tests.forked_script import run_python, run_script
 from tests.options_page import OPTIONS, options_page
 from tests.readme_blocks import (
     DOCS,
@@ -59,6 +60,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def command_of(block: Block) -> list[str] | None:
+    """Return the arguments of a block of one command of this package, which need no shell.
+
+    Those of the README run as they stand.
+    """
+    text = block.program.replace("\\\n", " ").strip()
+    words = shlex.split(text) if block.language == "bash" else []
+    is_alone = words[:1] == ["lightning-megatron"] and not re.search(r"[\n|&;<>$*#~]", text)
+    return words[1:] if is_alone and block.page != README.name else None
+
+
 @pytest.mark.parametrize(
     "block", [block for block in BLOCKS if block.runs], ids=lambda block: block.name
 )
@@ -67,7 +79,10 @@ def test_block_runs(block: Block, folder: Path) -> None:
     environment["PATH"] = os.pathsep.join(
         [str(Path(sys.executable).parent), environment.get("PATH", "")]
     )
-    if block.language == "python":
+    command = command_of(block)
+    if command is not None:
+        run = run_python(["-m", "lightning_megatron", *command], folder, environment, timeout=280)
+    elif block.language == "python":
         script = folder / f"{block.name.replace(' ', '_')}.py"
         script.write_text(block.program)
         run = run_script(script, folder, environment, timeout=280)

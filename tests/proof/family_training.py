@@ -14,7 +14,7 @@ from tests.strategy.replica_runs import Predict, V, run
 from tests.swap.expert_models import exact_twin_of
 from tests.swap.parts import expected_gradients, name_of_values
 
-STEPS = 5
+STEPS = 4
 
 
 class FineTune(Predict):

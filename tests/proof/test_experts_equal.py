@@ -44,13 +44,18 @@ GRIDS: dict[str, dict[str, Any]] = {
     "pp2 vpp2, edp2": {"pp": 2, "vpp": 2},
     "tp2 pp2 +sp, ep2": {"tp": 2, "pp": 2, "ep": 2, "etp": 1},
 }
+COMPARING = ("ep2 edp2", "tp4 +sp, ep4, all-to-all", "tp2, etp2 ep2, one-sided")
 #: The router's bias and the shares of the last step are the strategy's to change.
 KINDS = {"experts": None, "experts, some layers": None, "experts, whole step": {}}
 
 
 def jobs() -> dict[str, Job]:
     """Name every run of four processes."""
-    found = {f"experts, {name}": Job("experts", layout=options) for name, options in GRIDS.items()}
+    # Grids of each way in which rows travel make the trial of their microbatches.
+    found = {
+        f"experts, {name}": Job("experts", layout=options, compares=name in COMPARING)
+        for name, options in GRIDS.items()
+    }
     for kind in ("experts, some layers", "experts, whole step"):
         for name in ("ep4", "tp2 +sp, ep2", "tp2, etp2 ep2", "pp2, ep2"):
             found[f"{kind}, {name}"] = Job(kind, layout=GRIDS[name], compares=False)

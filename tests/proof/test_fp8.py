@@ -19,7 +19,7 @@ from tests.world import run_world
 
 pytestmark = pytest.mark.slow
 
-STEPS = 5
+STEPS = 3
 _SIZES = {"vocab_size": 300, "max_seq_length": 16, "num_layers": 4, "num_heads": 4}
 #: Sizes of all ranks are multiples of 16 with tp 2, or of 128 for blocks.
 CONFIGS = {

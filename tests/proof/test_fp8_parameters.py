@@ -61,8 +61,6 @@ CASES: list[tuple[FP8Recipe, str]] = chosen(
     [(recipe, name) for recipe in RECIPES for name in LAYOUTS],
     ("tensorwise", "dp4, small buckets, accumulated"),
     ("tensorwise", "pp2 dp2, halves"),
-    ("tensorwise", "cp2 tp2+sp, recomputed"),
-    ("delayed", "dp4, small buckets, accumulated"),
     ("delayed", "tp2 pp2"),
     ("delayed", "cp2 tp2+sp, recomputed"),
 )

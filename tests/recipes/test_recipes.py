@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from lightning_megatron.errors import MissingExtraError
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.encoder_config import EncoderConfig
 from lightning_megatron.strategy.cli import MegatronCLI
+from tests.forked_script import run_python
 from tests.sweeps import all_run, chosen
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -235,15 +235,8 @@ def losses(
     given = [f"--trainer.{name}={value}" for name, value in steps.items()]
     command = ["fit", *files, *given, *options, f"--trainer.default_root_dir={folder}"]
     if starts:
-        run = subprocess.run(
-            [sys.executable, "-m", "lightning_megatron", *command],
-            cwd=folder,
-            env=dict(os.environ, OMP_NUM_THREADS="1"),
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-        )
+        program = ["-m", "lightning_megatron", *command]
+        run = run_python(program, folder, dict(os.environ, OMP_NUM_THREADS="1"), timeout=280)
         assert run.returncode == 0, f"{run.stdout[-4000:]}\n{run.stderr[-8000:]}"
     else:
         assert not main(command)

@@ -29,6 +29,10 @@ SHAPES = f"{PACKAGE}.shapes"
 # jaxtyping's name for each name of the package: unsigned integers are integers.
 TYPES = {"Bool": "Bool", "Float": "Float", "Int": "Integer", "Shaped": "Shaped"}
 ANNOTATION = re.compile(rf"\b({'|'.join(TYPES)})\[")
+#: Types of what is described by its value.
+NUMBERS = frozenset((bool, int, float, str))
+#: Prepares the check of each function that has one: see :func:`prepare`.
+PREPARATIONS: list[Callable[[], Check]] = []
 
 
 class ShapeChecks(MetaPathFinder):
@@ -106,7 +110,8 @@ def checked(function: FunctionType) -> Callable[..., Any]:
     from torch import Tensor
     from torch.compiler import is_compiling
 
-    prepared: list[Check] = []
+    prepared = functools.cache(functools.partial(Check, function))
+    PREPARATIONS.append(prepared)
     passed: set[tuple[Any, Any]] = set()
     passed_arguments: set[Any] = set()
 
@@ -116,42 +121,52 @@ def checked(function: FunctionType) -> Callable[..., Any]:
         # The compiler cannot trace the checks. A test of wrong shapes may switch them off.
         if is_compiling() or config.jaxtyping_disable:
             return function(*args, **kwargs)
-        if not prepared:
-            prepared.append(Check(function))
-        check = prepared[0]
-        given = (
-            (described(args, Tensor), described(kwargs, Tensor))
-            if check.depends_on_shapes
-            else None
-        )
-        if given is None or given not in passed_arguments:
+        check = prepared()
+        if not check.depends_on_shapes:
+            return check(args, kwargs)
+        given = described(args, Tensor), described(kwargs, Tensor) if kwargs else None
+        if given not in passed_arguments:
             result = check(args, kwargs)
-        else:
-            result = function(*args, **kwargs)
-            if (given, described(result, Tensor)) not in passed:
-                result = check(args, kwargs, [result])
-        if given is not None:
             passed_arguments.add(given)
             passed.add((given, described(result, Tensor)))
+            return result
+        result = function(*args, **kwargs)
+        both = given, described(result, Tensor)
+        if both not in passed:
+            result = check(args, kwargs, [result])
+            passed.add(both)
         return result
 
     return call
 
 
+def prepare() -> None:
+    """Prepare all checks at once, for processes that are forked from this one.
+
+    Each of them would spend most of the seconds of its first fit on those that it uses.
+    """
+    for one in PREPARATIONS:
+        one()
+
+
 def described(value: Any, tensor_type: type) -> Any:
     """Return what the check of an argument or result depends on: shapes, dtypes, types, numbers."""
     kind = type(value)
+    if kind in NUMBERS:
+        return kind, value
+    if kind is tensor_type:
+        return kind, value.shape, value.dtype
     if isinstance(value, tensor_type):
         if kind.__module__.partition(".")[0] != "torch":
             # To read its shape may call checked functions. Equal to nothing, it is always checked.
             return kind, object()
-        return kind, tuple(value.shape), value.dtype
-    if isinstance(value, list | tuple):
+        return kind, value.shape, value.dtype
+    if isinstance(value, (list, tuple)):
         return kind, tuple([described(one, tensor_type) for one in value])
     if isinstance(value, dict):
         return kind, tuple([(name, described(one, tensor_type)) for name, one in value.items()])
     # A kind of number of its own, such as the index of a captured batch, may refuse to be read.
-    return (kind, value) if kind in (bool, int, float, str) else kind
+    return kind
 
 
 class Check:
