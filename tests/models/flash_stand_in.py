@@ -13,13 +13,13 @@ from lightning_megatron.layers import attention_core, attention_parts
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.choose_core import CoreChoice, choose_core
 from lightning_megatron.layers.choose_flash import FlashChoice
-from lightning_megatron.layers.flash_kernels import FlashAttention3, FlashCall
+from lightning_megatron.layers.flash_kernels import FlashAttention3
 from lightning_megatron.models import encoder_rows
 from tests.layers import flash_packages
 
 
 @contextmanager
-def without_masks() -> Iterator[list[AttentionSpan | float]]:
+def without_masks() -> Iterator[list[AttentionSpan]]:
     """Compute what takes flash attention in half types on a GPU without a mask, in any dtype.
 
     The formula takes the place of the kernel, for models without attention dropout.
@@ -27,11 +27,11 @@ def without_masks() -> Iterator[list[AttentionSpan | float]]:
     Yields:
         Spans of the calls so far, forward and backward.
     """
-    calls: list[AttentionSpan | float] = []
+    calls: list[AttentionSpan] = []
     core_of_part = attention_parts.core_of_part
 
     def chosen(device: Any, dtype: Any, span: AttentionSpan, *given: Any, **how: Any) -> CoreChoice:
-        if span.mask is None:
+        if span.mask is None and not how.get("dropout"):
             return CoreChoice("flash", (), False, False, "a stand-in")
         return choose_core(device, dtype, span, *given, **how)
 
@@ -47,13 +47,11 @@ def without_masks() -> Iterator[list[AttentionSpan | float]]:
 
 
 @contextmanager
-def flash_stand_in() -> Iterator[list[AttentionSpan | float]]:
+def flash_stand_in() -> Iterator[list[AttentionSpan]]:
     """Compute the same as :func:`without_masks` by a stand-in for flash attention 3.
 
-    The stand-in drops no weights, so that its results with and without dropout are equal.
-
     Yields:
-        Spans of the calls so far, or the probability of those with dropout.
+        Spans of the calls so far.
     """
     kernel = FlashAttention3(flash_packages.third())
     choice = FlashChoice(kernel, "", bounds_scores=True)
@@ -63,12 +61,7 @@ def flash_stand_in() -> Iterator[list[AttentionSpan | float]]:
             calls.append(span)
             return "flash"
 
-        def drop(query: Any, key: Any, value: Any, call: FlashCall, dropout: float) -> torch.Tensor:
-            calls.append(dropout)
-            return kernel.forward(query, key, value, call)[0]
-
         patch.setattr(attention_parts, "core_of_part", core_of_part)
-        patch.setattr(attention_parts, "attend_with_dropout", drop)
         patch.setattr(attention_parts, "choose_flash", lambda *given: choice)
         yield calls
 
