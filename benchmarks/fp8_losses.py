@@ -50,11 +50,24 @@ class Losses:
 
 
 class Recorder(L.Callback):
-    """Record the losses of a training."""
+    """Record the losses of a training.
 
-    def __init__(self) -> None:
+    Args:
+        recipe: Recipe of the products in 8 bits, or ``"bf16"``.
+        path: File that gets the losses so far after each validation; None means none.
+    """
+
+    def __init__(self, recipe: str, path: Path | None = None) -> None:
+        self.recipe = recipe
+        self.path = path
         self.train: list[Tensor] = []
         self.held_out: list[tuple[int, float]] = []
+
+    @property
+    def losses(self) -> Losses:
+        """Return the losses so far."""
+        train = torch.stack(self.train).float().tolist()
+        return Losses(self.recipe, train, list(self.held_out))
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *others: Any
@@ -67,6 +80,8 @@ class Recorder(L.Callback):
         if not trainer.sanity_checking:
             loss = float(trainer.callback_metrics["val_loss"])
             self.held_out.append((trainer.global_step, loss))
+            if self.path is not None and trainer.is_global_zero:
+                self.path.write_text(json.dumps(asdict(self.losses)))
 
 
 def train(
@@ -76,6 +91,7 @@ def train(
     sizes: Mapping[str, Any],
     options: Mapping[str, Any],
     layout: Mapping[str, Any] | None = None,
+    path: Path | None = None,
 ) -> Losses:
     """Train with one recipe.
 
@@ -86,9 +102,10 @@ def train(
         sizes: Fields of the model's configuration.
         options: Further arguments of the Trainer.
         layout: Arguments of the strategy; None means one GPU and one microbatch.
+        path: File that gets the losses so far after each validation; None means none.
     """
     L.seed_everything(1234)
-    recorder = Recorder()
+    recorder = Recorder(recipe, path)
     fp8 = {} if recipe == PLAIN else {"fp8": recipe}
     layout = {"microbatch_size": 8, **(layout or {})}
     config = GPTConfig(vocab_size=50257, hidden_dropout=0.0, attention_dropout=0.0, **sizes)
@@ -110,7 +127,7 @@ def train(
     )
     model = CausalLM(config, learning_rate=6e-4, warmup_steps=100, max_steps=steps)
     trainer.fit(model, data)
-    return Losses(recipe, torch.stack(recorder.train).float().tolist(), recorder.held_out)
+    return recorder.losses
 
 
 def table(found: Sequence[Losses]) -> list[str]:
@@ -171,11 +188,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         files = {"train": given.train, "val": given.val, "cache_dir": str(given.out / "cache")}
         sources: dict[str, Any] = files if given.train else bundled
         data = TokenDataModule(seq_length=length, batch_size=8, **sources)
-        found.append(
-            train(recipe, given.steps, data, SMALL, {"accelerator": "gpu"}, given.strategy)
-        )
-        if rank_zero_only.rank == 0:
-            (given.out / f"{recipe}.json").write_text(json.dumps(asdict(found[-1])))
+        options = {"accelerator": "gpu"}
+        path = given.out / f"{recipe}.json"
+        found.append(train(recipe, given.steps, data, SMALL, options, given.strategy, path))
     if rank_zero_only.rank == 0:
         print("\n".join(table(found)), flush=True)
         draw(found, given.out / "fp8_losses.png")

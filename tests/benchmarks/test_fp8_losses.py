@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,9 @@ def test_a_training_records_every_loss(tmp_path: Path) -> None:
         writer.add_document(ByteTokenizer().encode("We the people of the United States. " * 40))
     data = TokenDataModule(train=prefix, val=prefix, seq_length=16, batch_size=8)
     options = {"accelerator": "cpu", "default_root_dir": str(tmp_path)}
-    found = train("bf16", 8, data, TINY, options)
+    saved = tmp_path / "bf16.json"
+    found = train("bf16", 8, data, TINY, options, path=saved)
+    assert json.loads(saved.read_text())["train"] == found.train
     assert len(found.train) == 8
     assert [steps for steps, _ in found.held_out] == [*range(1, 9)]
     assert found.train[0] > found.train[-1] > 0
