@@ -319,7 +319,7 @@ def allocating_as_kernels() -> Iterator[None]:
         rows: bool,
         columns: bool,
         multiple: int,
-        seen: Tensor | None = None,
+        running_magnitude: Tensor | None = None,
     ) -> tuple[Any, Any]:
         height, width = matrix.shape
         padded = height + -height % multiple
