@@ -27,11 +27,17 @@ def test_a_table_compares_parts_with_those_of_the_first() -> None:
     ]
 
 
-def test_a_training_records_every_loss(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    prefix = str(tmp_path / "text")
+def write_text(folder: Path) -> str:
+    """Write a token file, and return its prefix."""
+    prefix = str(folder / "text")
     with TokenFileWriter(prefix, tokenizer=ByteTokenizer()) as writer:
         writer.add_document(ByteTokenizer().encode("We the people of the United States. " * 40))
+    return prefix
+
+
+def test_a_training_records_every_loss(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    prefix = write_text(tmp_path)
     data = TokenDataModule(train=prefix, val=prefix, seq_length=16, batch_size=8)
     options = {"accelerator": "cpu", "default_root_dir": str(tmp_path)}
     saved = tmp_path / "bf16.json"
@@ -52,9 +58,7 @@ def train_divided(rank: int, size: int, prefix: str, folder: str) -> Losses:
 
 
 def test_a_layout_has_the_losses_of_one_process(tmp_path: Path) -> None:
-    prefix = str(tmp_path / "text")
-    with TokenFileWriter(prefix, tokenizer=ByteTokenizer()) as writer:
-        writer.add_document(ByteTokenizer().encode("We the people of the United States. " * 40))
+    prefix = write_text(tmp_path)
     alone = train_divided(0, 1, prefix, str(tmp_path))
     for found in run_world(train_divided, 2, prefix, str(tmp_path)):
         assert found.train == pytest.approx(alone.train, rel=1e-3)
