@@ -17,6 +17,7 @@ from lightning_megatron.graphs.backend import (
     collection_paused,
 )
 from lightning_megatron.graphs.cuda import CudaBackend
+from lightning_megatron.graphs.run_stream import RunStream
 from lightning_megatron.graphs.user_hooks import modules_with_user_hooks
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.key_value_cache import CachedTokens, KeyValueCache
@@ -178,16 +179,16 @@ class TokenPass:
 
 @contextmanager
 def _side_stream(device: torch.device) -> Iterator[None]:
-    """Run the block on another stream than the current one, because CUDA cannot capture that."""
+    """Run the block on a stream of a GPU that CUDA can capture; do nothing on other devices."""
     if device.type != "cuda":
         yield
         return
-    current = torch.cuda.current_stream(device)
-    side = torch.cuda.Stream(device)
-    side.wait_stream(current)
-    with torch.cuda.stream(side):
+    stream = RunStream(device)
+    stream.enter()
+    try:
         yield
-    current.wait_stream(side)
+    finally:
+        stream.leave()
 
 
 @contextmanager

@@ -142,16 +142,16 @@ class Encoder(LayeredModule):
         inputs = rows if num_joined is None else rows.joined(self._positions(rows))
 
         def run(chunk: int, hidden: Tensor | None) -> Any:
-            own = attention
+            of_chunk = attention
             if hidden is not None:
-                own = replace(attention, dtype=dtype_of_products(hidden))
+                of_chunk = replace(attention, dtype=dtype_of_products(hidden))
             return self._run_chunk(
                 chunk,
                 {
                     "rows": inputs,
                     "hidden": hidden,
                     "rotary": None,
-                    "span": own.span(rows),
+                    "span": of_chunk.span(rows),
                     "labels": labels,
                     "ignore_index": ignore_index,
                     "num_joined": num_joined,

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.graphs.backend import CaptureBackend
+from lightning_megatron.graphs.run_stream import RunStream
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.microbatch import Microbatch
 from lightning_megatron.strategy.checks.batch_checks import check_batch
@@ -24,7 +25,6 @@ from lightning_megatron.strategy.checks.run_checks import configuration_fields
 from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.strategy.private.user_module import attached_trainer
 from lightning_megatron.strategy.process.ranks import RankStrategy
-from lightning_megatron.strategy.process.run_stream import RunStream
 from lightning_megatron.swap import build_on_meta
 
 
