@@ -17,7 +17,7 @@ from torch.nn.attention import sdpa_kernel
 
 from lightning_megatron.layers.attention_flex import attend_by_flex
 from lightning_megatron.layers.attention_operators import attend_by_operators, repeated
-from lightning_megatron.layers.attention_parts import attend_by_parts
+from lightning_megatron.layers.attention_parts import attend_by_parts, attend_to_documents
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.choose_core import CoreChoice, choose_core
 from lightning_megatron.layers.dense_mask import added_mask, is_plain, places_of_visible
@@ -59,7 +59,9 @@ def attend(
     )
 
     def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if choice.core == "flash":
+        if choice.core == "flash" and dropout > 0.0:
+            mixed = attend_to_documents(query, key, value, span, dropout)
+        elif choice.core == "flash":
             mixed = attend_by_parts(query, key, value, span)
         elif choice.core == "flex":
             mixed = attend_by_flex(query, key, value, span)

@@ -31,7 +31,7 @@ from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.choose_core import Core, choose_part
 from lightning_megatron.layers.choose_flash import choose_flash
 from lightning_megatron.layers.dense_mask import KeyRows, keys_of
-from lightning_megatron.layers.flash_kernels import FlashCall, FlashKernel
+from lightning_megatron.layers.flash_kernels import FlashCall, FlashKernel, attend_with_dropout
 from lightning_megatron.shapes import Float
 
 #: Output, and the log-sum-exp of the scores of every query.
@@ -60,6 +60,30 @@ def attend_by_parts(
     """
     mixed: Tensor = _Attention.apply(query, key, value, span.sinks, span)
     return mixed
+
+
+def attend_to_documents(
+    query: Float[Tensor, "seq batch heads head_dim"],
+    key: Float[Tensor, "seq batch kv_heads head_dim"],
+    value: Float[Tensor, "seq batch kv_heads head_dim"],
+    span: AttentionSpan,
+    dropout: float,
+) -> Float[Tensor, "seq batch heads head_dim"]:
+    """Compute attention over documents with dropped weights, by flash attention.
+
+    Equal to :func:`attend_by_parts` whose weights are dropped, before they multiply the values.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values.
+        span: Description of the attention, with documents and without soft cap and sinks.
+        dropout: Probability that an attention weight is dropped.
+    """
+    call = _flash_call(query, key, span, None)
+    queries, keys, values = (_rows(one, True) for one in (query, key, value))
+    out = attend_with_dropout(queries, keys, values, call, dropout)
+    return out.unflatten(0, (query.shape[1], -1)).transpose(0, 1)
 
 
 def forward_part(

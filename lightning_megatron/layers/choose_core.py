@@ -13,6 +13,7 @@ from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.choose_flash import choose_flash
 from lightning_megatron.layers.dense_mask import is_plain
+from lightning_megatron.layers.flash_kernels import TorchFlash
 
 #: ``sdpa`` is torch's scaled_dot_product_attention, ``flash`` the flash attention that
 #: ``layers.choose_flash`` finds, for documents, windows and sinks without a mask, ``flex`` torch's
@@ -151,6 +152,9 @@ def _choose_kernel(
     if plain and not _has_own_scores(span) and span.sinks is None:
         return _default_core(device, dtype, dropout)
     reason = reason_against_flash(device, dtype, span, dropout, head_dim)
+    if reason is None and dropout > 0.0:
+        why = "documents need no mask; torch's, because other packages drop no weights"
+        return CoreChoice("flash", (), False, False, why, package=TorchFlash.name)
     if reason is None:
         found = choose_flash(device, head_dim)
         why = f"documents, windows and sinks need no mask; {found.reason}"
@@ -211,8 +215,11 @@ def reason_against_flash(
         return "flash attention adds no biases of ALiBi to scores"
     if span.prefix is not None:
         return "a prefix needs a mask"
+    # Torch's kernel drops weights within documents, but bounds no scores and has no sinks.
+    drops = span.has_documents and span.soft_cap is None and span.sinks is None
+    undropped = 0.0 if drops else dropout
     reason = _common_reason_against(
-        "variable-length attention", HALF_TYPES, device, dtype, span, dropout
+        "variable-length attention", HALF_TYPES, device, dtype, span, undropped
     )
     if reason is not None:
         return reason

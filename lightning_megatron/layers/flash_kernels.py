@@ -138,6 +138,31 @@ class TorchFlash:
         return gradients
 
 
+def attend_with_dropout(
+    query: Rows, key: Rows, value: Rows, call: FlashCall, dropout: float
+) -> Rows:
+    """Compute attention with dropped weights by the flash attention of torch, differentiably.
+
+    Flash attention 3 and 4 drop no weights.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values.
+        call: Arguments of the kernel; it does not bound scores.
+        dropout: Probability that a weight is dropped, by random numbers of torch's generator of the
+            device.
+    """
+    out: Rows = torch.ops.aten._flash_attention_forward(
+        *(query, key, value, call.query_borders, call.key_borders),
+        *(call.longest_query, call.longest_key, dropout, call.causal, False),
+        scale=call.scale,
+        window_size_left=call.left,
+        window_size_right=call.right,
+    )[0]
+    return out
+
+
 class TorchCudnn:
     """Flash attention of cuDNN, which torch contains; it computes plain rows (no documents)."""
 

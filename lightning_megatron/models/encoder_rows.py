@@ -22,8 +22,8 @@ class EncoderInput:
     """Inputs of an encoder: either tokens or vectors, and optional masks and indices.
 
     Padding, to which no token attends, is described by ``valid`` anywhere in a row, or by
-    ``lengths`` on the right of each row. On GPUs, attention in half types without dropout is faster
-    with ``lengths``: it reads no mask and skips the padding.
+    ``lengths`` on the right of each row. On GPUs, attention in half types is faster with
+    ``lengths``: it reads no mask and skips the padding.
 
     Args:
         tokens: Token ids; None if vectors are given.

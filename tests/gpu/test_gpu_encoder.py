@@ -91,23 +91,59 @@ def test_padding_gets_no_gradient_as_a_key() -> None:
         for _ in range(3)
     )
     span = AttentionSpan.padded(torch.tensor(LENGTHS, device="cuda"), LENGTH)
-    assert choose_core(query.device, query.dtype, span, LENGTH, head_dim=64).core == "flash"
-    found = attend(query, key, value, span)
-    gradients = torch.autograd.grad(found.float().square().sum(), (query, key, value))
-    assert all(torch.isfinite(one).all() for one in (found, *gradients))
-    # A row of padding alone is taken as a row without padding.
-    whole = [LENGTH if one == 0 else one for one in LENGTHS]
-    hidden = ~padded_on_the_right(whole, LENGTH).cuda()
-    for one in gradients[1:]:
-        assert not one.transpose(0, 1)[hidden].any()
-        assert one.transpose(0, 1)[~hidden].any()
+    for dropout in (0.0, 0.2):
+        found = attend(query, key, value, span, dropout=dropout)
+        gradients = torch.autograd.grad(found.float().square().sum(), (query, key, value))
+        assert all(torch.isfinite(one).all() for one in (found, *gradients))
+        # A row of padding alone is taken as a row without padding.
+        whole = [LENGTH if one == 0 else one for one in LENGTHS]
+        hidden = ~padded_on_the_right(whole, LENGTH).cuda()
+        for one in gradients[1:]:
+            assert not one.transpose(0, 1)[hidden].any()
+            assert one.transpose(0, 1)[~hidden].any()
+
+
+def test_weights_are_dropped_alike_in_both_passes() -> None:
+    length, rows, heads, share = 64, 2, 3, 0.25
+    draw = torch.Generator("cuda").manual_seed(1)
+    query, key = (
+        torch.randn(
+            length, rows, heads, 64, device="cuda", dtype=torch.bfloat16, generator=draw
+        ).requires_grad_()
+        for _ in range(2)
+    )
+    # Unit vectors as values make the output the dropped weights.
+    eye = torch.eye(length, device="cuda", dtype=torch.bfloat16)
+    value = eye[:, None, None].expand(-1, rows, heads, -1).contiguous().requires_grad_()
+    span = AttentionSpan.padded(torch.tensor([length, 40], device="cuda"), length)
+    choice = choose_core(query.device, query.dtype, span, length, dropout=share, head_dim=64)
+    assert choice.core == "flash"
+    torch.manual_seed(5)
+    found = attend(query, key, value, span, dropout=share)
+    again = attend(query, key, value, span, dropout=share)
+    torch.manual_seed(5)
+    assert torch.equal(attend(query, key, value, span, dropout=share), found)
+    assert not torch.equal(again, found), "each call draws other weights"
+    wide = [one.detach().double().requires_grad_() for one in (query, key, value)]
+    scores = torch.einsum("sbhd,tbhd->bhst", wide[0], wide[1]) / 8.0
+    hidden = ~padded_on_the_right([length, 40], length).cuda()
+    weights = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1)
+    kept = (found.unflatten(-1, (heads, -1)) > 0).permute(1, 2, 0, 3)
+    seen = (~hidden)[:, None, None].expand_as(kept)
+    assert float(kept[seen].double().mean()) == pytest.approx(1 - share, abs=0.03)
+    expected = torch.einsum("bhst,tbhd->sbhd", weights * kept / (1 - share), wide[2]).flatten(2)
+    outer = torch.randn(found.shape, device="cuda", generator=draw)
+    ours = [found, *torch.autograd.grad(found, (query, key, value), outer.to(found.dtype))]
+    theirs = [expected, *torch.autograd.grad(expected, wide, outer.double())]
+    for place, (one, wanted) in enumerate(zip(ours, theirs, strict=True)):
+        assert difference(one, wanted) < BOUND, place
 
 
 def on_gpu(graphs: CudaGraphs | None, **options: Any) -> Fit:
     return bert_fit(graphs, accelerator="gpu", precision="bf16-mixed", **options)
 
 
-@pytest.mark.parametrize("dropout", [(0.0, 0.0), (0.1, 0.0)])
+@pytest.mark.parametrize("dropout", [(0.0, 0.0), (0.1, 0.1)])
 @pytest.mark.parametrize("order", ["pre", "post"])
 def test_graphs_follow_the_lengths_of_each_batch(
     order: str, dropout: tuple[float, float], monkeypatch: pytest.MonkeyPatch

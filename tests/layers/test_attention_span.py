@@ -303,7 +303,13 @@ def test_a_mask_goes_to_kernels_that_take_one(monkeypatch: pytest.MonkeyPatch) -
         assert (slow.backends, slow.needs_mask) == (masked, True)
         assert "Trainer(precision='bf16-mixed')" in (slow.remedy or "")
     assert choose_core(cuda, half, KINDS["window"], 2).name.startswith("cudnn")
-    assert choose_core(cuda, half, KINDS["documents"], dropout=0.1).needs_mask
+    for kind in ("documents", "documents, window", "padded"):
+        choice = choose_core(cuda, half, KINDS[kind], dropout=0.1)
+        assert (choice.name, choice.needs_mask) == ("flash without a mask", False)
+        assert "drop no weights" in choice.reason
+        assert choose_core(cuda, torch.float32, KINDS[kind], dropout=0.1).needs_mask
+    assert choose_core(cuda, half, KINDS["window"], dropout=0.1).needs_mask
+    assert choose_core(cuda, half, KINDS["sinks"], dropout=0.1).core == "operators"
     assert "at most 256" in choose_core(cuda, half, KINDS["window"], head_dim=320).reason
     for kind in ("soft cap", "prefix"):
         assert choose_core(cuda, half, KINDS[kind]).name == "FlexAttention"

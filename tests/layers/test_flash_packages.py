@@ -13,7 +13,12 @@ from torch import Tensor
 
 from lightning_megatron.layers import attention_parts
 from lightning_megatron.layers import choose_flash as choosing
-from lightning_megatron.layers.attention_parts import attend_by_parts, backward_part, forward_part
+from lightning_megatron.layers.attention_parts import (
+    attend_by_parts,
+    attend_to_documents,
+    backward_part,
+    forward_part,
+)
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.choose_core import choose_core, choose_part
 from lightning_megatron.layers.choose_flash import FlashChoice, choose_flash
@@ -107,6 +112,42 @@ def test_sinks_are_merged_with_the_part_of_a_package(
     monkeypatch.setattr(attention_parts, "choose_flash", lambda *values: choice)
     for one, other in zip(run(), expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("case", ["documents", "other documents", "padded"])
+def test_a_kernel_that_drops_weights_gets_the_arguments_of_a_span(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    span = replace(PACKED, causal=False) if case == "other documents" else CASES[case][0]
+    inputs = [draw(S, B, heads, D, seed=heads).requires_grad_() for heads in (H, K, K)]
+    shares = []
+
+    def drop(query: Any, key: Any, value: Any, call: FlashCall, dropout: float) -> Tensor:
+        shares.append(dropout)
+        return KERNELS["third"].forward(query, key, value, call)[0]
+
+    def run(attend: Any, *given: Any) -> list[Tensor]:
+        mixed = attend(*inputs, span, *given)
+        return [mixed, *torch.autograd.grad(mixed.square().sum(), inputs)]
+
+    monkeypatch.setattr(attention_parts, "attend_with_dropout", drop)
+    found = run(attend_to_documents, 0.3)
+    for one, other in zip(found, run(attend_by_parts), strict=True):
+        torch.testing.assert_close(one, other)
+    assert shares == [0.3]
+
+
+def test_torch_drops_weights_within_documents_differentiably() -> None:
+    # Without data: the shapes of the kernel and of its gradients.
+    inputs = [
+        torch.empty(S, B, heads, D, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        for heads in (H, K, K)
+    ]
+    span = AttentionSpan.padded(torch.tensor([7, S], device="meta"), S)
+    mixed = attend_to_documents(*inputs, span, 0.3)
+    assert mixed.shape == inputs[0].shape
+    mixed.sum().backward()
+    assert [one.grad.shape for one in inputs] == [one.shape for one in inputs]
 
 
 def test_the_fastest_installed_package_is_chosen(

@@ -13,13 +13,13 @@ from lightning_megatron.layers import attention_core, attention_parts
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.choose_core import CoreChoice, choose_core
 from lightning_megatron.layers.choose_flash import FlashChoice
-from lightning_megatron.layers.flash_kernels import FlashAttention3
+from lightning_megatron.layers.flash_kernels import FlashAttention3, FlashCall
 from lightning_megatron.models import encoder_rows
 from tests.layers import flash_packages
 
 
 @contextmanager
-def without_masks() -> Iterator[list[AttentionSpan]]:
+def without_masks() -> Iterator[list[AttentionSpan | float]]:
     """Compute what takes flash attention in half types on a GPU without a mask, in any dtype.
 
     The formula takes the place of the kernel, for models without attention dropout.
@@ -27,11 +27,11 @@ def without_masks() -> Iterator[list[AttentionSpan]]:
     Yields:
         Spans of the calls so far, forward and backward.
     """
-    calls: list[AttentionSpan] = []
+    calls: list[AttentionSpan | float] = []
     core_of_part = attention_parts.core_of_part
 
     def chosen(device: Any, dtype: Any, span: AttentionSpan, *given: Any, **how: Any) -> CoreChoice:
-        if span.mask is None and not how.get("dropout"):
+        if span.mask is None:
             return CoreChoice("flash", (), False, False, "a stand-in")
         return choose_core(device, dtype, span, *given, **how)
 
@@ -47,11 +47,13 @@ def without_masks() -> Iterator[list[AttentionSpan]]:
 
 
 @contextmanager
-def flash_stand_in() -> Iterator[list[AttentionSpan]]:
+def flash_stand_in() -> Iterator[list[AttentionSpan | float]]:
     """Compute the same as :func:`without_masks` by a stand-in for flash attention 3.
 
+    The stand-in drops no weights, so that its results with and without dropout are equal.
+
     Yields:
-        Spans of the calls so far.
+        Spans of the calls so far, or the probability of those with dropout.
     """
     kernel = FlashAttention3(flash_packages.third())
     choice = FlashChoice(kernel, "", bounds_scores=True)
@@ -61,7 +63,12 @@ def flash_stand_in() -> Iterator[list[AttentionSpan]]:
             calls.append(span)
             return "flash"
 
+        def drop(query: Any, key: Any, value: Any, call: FlashCall, dropout: float) -> torch.Tensor:
+            calls.append(dropout)
+            return kernel.forward(query, key, value, call)[0]
+
         patch.setattr(attention_parts, "core_of_part", core_of_part)
+        patch.setattr(attention_parts, "attend_with_dropout", drop)
         patch.setattr(attention_parts, "choose_flash", lambda *given: choice)
         yield calls
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.models.encoder import Encoder, EncoderResult
 from lightning_megatron.models.encoder_rows import EncoderInput
 from lightning_megatron.models.stage import StageCursor, StageDone
@@ -86,7 +87,9 @@ def test_lengths_are_the_mask_that_they_describe(order: str, head: str) -> None:
                     with flash_stand_in() as spans:
                         found = trained(twin, by_lengths(), given)
                     assert len(spans) == 8, "four layers, forward and backward"
-                    assert all(one.key_borders is not None for one in spans)
+                    for one in spans:
+                        assert isinstance(one, AttentionSpan)
+                        assert one.key_borders is not None
                 else:
                     found = trained(twin, by_lengths(), given)
                 what = f"{head} {order} {positions}, flash {stands_in}"
@@ -133,13 +136,20 @@ def test_rows_stay_apart_if_a_module_may_mix_their_positions() -> None:
     assert spans, "attention needs no mask nevertheless"
 
 
-def test_attention_dropout_needs_a_mask_in_training_alone() -> None:
-    model = built(attention_dropout=0.3)
-    with flash_stand_in() as spans:
-        model.train()(by_lengths())
-        assert not spans
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_attention_dropout_needs_no_mask(recompute: Any) -> None:
+    expected, model = built(), built(attention_dropout=0.3)
+    wanted = trained(expected, by_mask())
+    with flash_stand_in() as dropped:
+        model.recompute = recompute
+        assert_same(trained(model.train(), by_lengths()), wanted, "in training")
+        assert dropped == [0.3] * (4 if recompute == "none" else 8)
+        dropped.clear()
         model.eval()(by_lengths())
-        assert len(spans) == 4
+        assert len(dropped) == 4
+        assert 0.3 not in dropped
+    gradients = full_gradients(expected, expected.mesh)
+    assert_same(full_gradients(model, model.mesh), gradients, "gradients in training")
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full", "full_except_core"])

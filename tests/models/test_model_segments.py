@@ -21,7 +21,7 @@ from lightning_megatron.plan.experts import ExpertsConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.recomputation import Recompute
 from lightning_megatron.plan.segment_scopes import SegmentScope
-from tests.models.flash_stand_in import flash_stand_in
+from tests.models.flash_stand_in import flash_stand_in, padded_on_the_right
 from tests.models.pieces import PieceRunner
 from tests.models.stages import run_pipeline
 from tests.world import run_world
@@ -68,7 +68,7 @@ def padding_of(model: Encoder) -> dict[str, Tensor]:
     """Describe padding by a mask, or by lengths for a model without attention dropout."""
     if model.config.attention_dropout == 0.0:
         return {"lengths": torch.tensor([S, 5])}
-    return {"valid": torch.arange(S) < torch.tensor([[S], [5]])}
+    return {"valid": padded_on_the_right([S, 5], S)}
 
 
 def train(model: GPT | Encoder, mesh: ParallelMesh) -> dict[str, Tensor | None]:
@@ -156,7 +156,7 @@ def test_an_encoder_in_pieces_computes_the_same_bits(head: Any, dropout: float) 
             model = Encoder(config, mesh, seed=1)
             PieceRunner(model, scopes=scopes)
             assert_same_bits(train(model, mesh), expected, f"{head} {scopes}")
-    assert bool(spans) == (dropout == 0.0), "rows without attention dropout take no mask"
+    assert bool(spans) == (dropout == 0.0), "lengths need no mask"
 
 
 @pytest.mark.parametrize("name", CONFIGS)
