@@ -285,10 +285,12 @@ def _masked(device: torch.device, reason: str, span: AttentionSpan) -> CoreChoic
         return CoreChoice("sdpa", (), True, False, f"a dense mask, because {reason}")
     remedy = None
     if span.mask is None and span.prefix is None:
+        # Flash attention drops weights of documents, but not of windows over whole rows.
+        undropped = "" if span.has_documents else "without attention dropout "
         remedy = (
             "Memory-efficient attention reads a mask with an entry for each pair of tokens. Use "
-            "Trainer(precision='bf16-mixed') without attention dropout on a GPU of compute "
-            "capability 8.0 or newer."
+            f"Trainer(precision='bf16-mixed') {undropped}on a GPU of compute capability 8.0 or "
+            "newer."
         )
     why = f"a dense mask on memory-efficient attention, because {reason}"
     return CoreChoice("sdpa", _FUSED[1:], True, True, why, remedy)
