@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -112,12 +112,7 @@ def generated_tokens(
     sampler = Sampler(settings, session.device)
     rows: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
-    tokens: Tensor | None = None
-    for number in range(1, session.max_new_tokens + 1):
-        with torch.no_grad():
-            logits = session.logits(tokens)
-            tokens = session.broadcast_tokens(None if logits is None else sampler(logits))
-        chosen = tokens[: len(prompts)].tolist()
+    for number, chosen in enumerate(_chosen_tokens(session, sampler), 1):
         if not all(ended):
             yield [None if end else token for end, token in zip(ended, chosen, strict=True)]
         for row, token in enumerate(chosen):
@@ -131,6 +126,44 @@ def generated_tokens(
             )
         if session.is_over(all(ended)):
             return
+
+
+def _chosen_tokens(session: GenerationSession, sampler: Sampler) -> Iterator[list[int]]:
+    """Yield the next token of each prompt, up to ``max_new_tokens`` times.
+
+    If passes are replayed, the pass for the token after next is launched before the host waits for
+    the next token, so that the device is never idle. If all rows have ended by then, that pass was
+    in vain.
+    """
+    tokens: Tensor | None = None
+    read: Callable[[], list[int]] | None = None
+    for _ in range(session.max_new_tokens):
+        with torch.no_grad():
+            logits = session.logits(tokens)
+            tokens = session.broadcast_tokens(None if logits is None else sampler(logits))
+        if read is not None:
+            yield read()
+            read = None
+        if session.is_captured:
+            read = _start_read(tokens[: session.num_prompts])
+        else:
+            yield tokens[: session.num_prompts].tolist()
+    if read is not None:
+        yield read()
+
+
+def _start_read(tokens: Tensor) -> Callable[[], list[int]]:
+    """Start to copy tokens from a GPU to the host, and return a function that waits for them."""
+    on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+    on_host.copy_(tokens, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> list[int]:
+        copied.synchronize()
+        return on_host.tolist()
+
+    return read
 
 
 def _search_beams(

@@ -50,7 +50,8 @@ class GenerationSession:
         _check_length(length, max_new_tokens, gpt.config.max_seq_length)
         #: Maximum number of new tokens of a row, over all ranks that share experts (tokens).
         self.max_new_tokens: int = max_new_tokens
-        self._num_prompts = len(prompts)
+        #: Number of prompts of this rank.
+        self.num_prompts = len(prompts)
         self._device = gpt.mesh.device
         self._rows = PromptRows.of(
             prompts,
@@ -66,6 +67,11 @@ class GenerationSession:
         self._num_rows = num_rows
         self._pass = self._token_pass(num_rows) if settings.cuda_graph else None
         gpt.wait_for_parameters()
+
+    @property
+    def is_captured(self) -> bool:
+        """Return whether later passes replay a CUDA graph."""
+        return self._pass is not None and self._pass.is_captured
 
     @property
     def device(self) -> torch.device:
@@ -88,7 +94,7 @@ class GenerationSession:
             self._cache.advance(1)
         else:
             computed = self._computed_logits(tokens)
-        return None if computed is None else computed[: self._num_prompts]
+        return None if computed is None else computed[: self.num_prompts]
 
     def broadcast_tokens(self, tokens: Int[Tensor, " rows"] | None) -> Int[Tensor, " batch"]:
         """Return the next token of each row, filler rows included, on all stages.
@@ -111,7 +117,7 @@ class GenerationSession:
         # depend on the prompts of this rank only.
         filled = torch.zeros(self._num_rows, dtype=torch.long, device=self._device)
         if tokens is not None:
-            filled[: self._num_prompts] = tokens
+            filled[: self.num_prompts] = tokens
         return filled
 
     def broadcast_candidates(
@@ -128,7 +134,7 @@ class GenerationSession:
         """
         mesh = self._gpt.mesh
         if candidates is None:
-            shape = self._num_prompts // beams, num_candidates
+            shape = self.num_prompts // beams, num_candidates
             candidates = Candidates(
                 torch.empty(shape, device=self._device),
                 torch.empty(shape, dtype=torch.long, device=self._device),

@@ -240,7 +240,8 @@ class ParallelMesh:
             one.name for one, is_gone in zip(axes, is_destroyed, strict=True) if is_gone
         )
         release_workspace(self.tp)
-        self.ep.peer_memory.release()
+        for axis in axes:
+            axis.peer_memory.release()
         if self.owns_world:
             dist.destroy_process_group()
             return

@@ -21,7 +21,15 @@ _REMEMBERED_VIEWS = 1024
 
 
 #: Use of a region of shared memory. Each use has its own region, because the lifetimes differ.
-PeerUse = Literal["tokens", "tokens again", "clone counts", "clone weights", "clone gradients"]
+PeerUse = Literal[
+    "tokens",
+    "tokens again",
+    "clone counts",
+    "clone weights",
+    "clone gradients",
+    "sums",
+    "magnitudes",
+]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from lightning_megatron.groups.collective_matmul import all_gather_matmul, matmu
 from lightning_megatron.groups.collectives import (
     BoundaryGradients,
     all_gather_sequence,
-    all_reduce_,
     reduce_from_axis,
     reduce_scatter_sequence,
 )
@@ -29,6 +28,7 @@ from lightning_megatron.groups.pending import (
 from lightning_megatron.layers.deferred_product import give_product, open_queue, ready
 from lightning_megatron.layers.gradient_product import MatrixProduct
 from lightning_megatron.layers.gradient_slot import slot_of
+from lightning_megatron.layers.one_shot import one_shot_all_reduce_
 from lightning_megatron.shapes import Float, Shaped
 
 
@@ -180,7 +180,8 @@ class _RowLinear(torch.autograd.Function):
         if mesh.sequence_parallel:
             return add_bias(matmul_reduce_scatter(hidden, weight.t(), mesh.tp), bias)
         # No other code has a reference to the partial result, so the sum may overwrite it.
-        return add_bias(all_reduce_(F.linear(hidden, weight), mesh.tp), bias)
+        part = F.linear(hidden, weight)
+        return add_bias(one_shot_all_reduce_(part, mesh.tp, "sum", "sums"), bias)
 
     @staticmethod
     @once_differentiable

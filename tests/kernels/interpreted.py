@@ -8,6 +8,7 @@ defined.
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Callable
 
 import numpy as np
@@ -20,6 +21,7 @@ from lightning_megatron.kernels.triton import norm, normed_rotary
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.kernels.checks import CHECKS, ROUNDOFF, SMALL, Draw, use_kernels_everywhere
 from tests.kernels.models import KINDS, compare_model
+from tests.kernels.one_shot_checks import check_in_shared_files
 from tests.kernels.program import report_checks
 from tests.layers.noted_casts import CONFIGS, GIVEN, compare_hand_over, given
 from tests.oracles import assert_equal
@@ -121,6 +123,12 @@ def check_shards(rank: int, size: int) -> None:
         mesh.destroy()
 
 
+def check_one_shot() -> None:
+    """Reduce tensors over processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_world(check_in_shared_files, 3, folder)
+
+
 def main(selected: list[str]) -> None:
     """Run the checks whose name has one of the words, or all."""
     use_kernels_everywhere()
@@ -133,6 +141,7 @@ def main(selected: list[str]) -> None:
     }
     checks["models"] = lambda: check_models(ParallelMesh.single(seed=0), WHOLE)
     checks["hand-over"] = check_hand_over
+    checks["one shot"] = check_one_shot
     checks["shards"] = lambda: run_world(check_shards, 2)
     chosen = {
         name: check

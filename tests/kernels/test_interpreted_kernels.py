@@ -20,7 +20,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "group", ["float32", "bfloat16", "float16", "models", "shards", "hand-over"]
+    "group", ["float32", "bfloat16", "float16", "models", "shards", "hand-over", "one shot"]
 )
 def test_interpreted_kernels_are_right(group: str):
     results = interpreted("tests.kernels.interpreted", group)

@@ -26,6 +26,7 @@ from lightning_megatron.kernels.triton.magnitudes import line_magnitudes, magnit
 from lightning_megatron.kernels.triton.norm import MAX_WIDTH as MAX_NORM_WIDTH
 from lightning_megatron.kernels.triton.norm import add_norm
 from lightning_megatron.kernels.triton.normed_rotary import norm_and_rotate_qkv
+from lightning_megatron.kernels.triton.one_shot import one_shot_bytes, reduce_one_shot_
 from lightning_megatron.kernels.triton.peer_clones import (
     add_clone_gradients,
     put_counts,
@@ -69,10 +70,12 @@ __all__ = [
     "line_magnitudes",
     "magnitude_parts",
     "norm_and_rotate_qkv",
+    "reduce_one_shot_",
     "rotate_qkv",
     "apply_swiglu",
     "apply_weighted_clamped_swiglu",
     "apply_weighted_swiglu",
+    "one_shot_bytes",
     "padded_transpose",
     "permute_tokens",
     "physical_experts",

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.groups.axis import MeshAxis
-from lightning_megatron.groups.collectives import all_reduce_
 from lightning_megatron.layers.choose_kernels import fused_kernels
 from lightning_megatron.layers.fp8 import torch_casts
 from lightning_megatron.layers.fp8.delayed import LayerScales, Use
 from lightning_megatron.layers.fp8.operand import Operands
 from lightning_megatron.layers.fp8.stored_weight import StoredWeight
 from lightning_megatron.layers.fp8.weight_casts import LayerCasts
+from lightning_megatron.layers.one_shot import one_shot_all_reduce_
 from lightning_megatron.plan.fp8 import FP8
 from lightning_megatron.shapes import Float, Int
 
@@ -229,4 +229,4 @@ class Scaling:
 def _maximize(magnitudes: Tensor | None, axes: Axes) -> None:
     if magnitudes is not None:
         for axis in axes:
-            all_reduce_(magnitudes, axis, "max")
+            one_shot_all_reduce_(magnitudes, axis, "max", "magnitudes")

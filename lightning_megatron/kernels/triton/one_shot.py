@@ -1,0 +1,133 @@
+"""All-reduce in one kernel: every rank writes its values to all ranks and adds what it receives.
+
+Memory layout: each rank has a region that the other ranks write into. A program reduces ``_WORDS``
+words of 4 bytes and has its own part of the region: a counter of its launches, then two slots, and
+in each slot one row for each rank. A word travels together with the number of the launch in one
+store of 8 bytes, so a reader knows from the number that the word has arrived, and no barrier is
+needed. Launches use the two slots in turn. A rank writes to a slot again only after it has received
+the words of the launch in between, which the others send after they have read that slot.
+
+Source: the low-latency protocol of NCCL stores data and flags together in the same way.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import triton
+from torch import Tensor
+from triton import language as tl
+
+from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of
+from lightning_megatron.shapes import Int, Shaped
+
+#: Words that one program reduces. A power of two.
+_WORDS = 512
+_WARPS = 4
+#: Words of 8 bytes before the slots of a program; the first one is the counter of its launches.
+_HEADER = tl.constexpr(2)
+_WORD_BYTES = 4
+
+
+def one_shot_bytes(num_ranks: int, num_bytes: int) -> int:
+    """Return the size of the region of a rank (bytes).
+
+    Args:
+        num_ranks: Number of ranks.
+        num_bytes: Size of the largest tensor that is reduced (bytes).
+    """
+    programs = ceil_div(num_bytes, _WORD_BYTES * _WORDS)
+    return 8 * programs * (_HEADER.value + 2 * num_ranks * _WORDS)
+
+
+def reduce_one_shot_(
+    x: Shaped[Tensor, "..."],
+    pointers: Int[Tensor, "ranks"],
+    rank: int,
+    op: Literal["sum", "max"],
+) -> None:
+    """Reduce a tensor in place over the ranks; all ranks get the same bits.
+
+    Sums are computed in float32 in the order of ranks, and rounded once. The regions must be zero
+    before the first launch, and all ranks must launch the kernel in the same order.
+
+    Args:
+        x: Contiguous tensor with a multiple of 4 bytes: of a half type or float32 for sums, of
+            int32 for maxima.
+        pointers: Address of the region of every rank, on the device.
+        rank: Position of this rank.
+        op: Operation.
+    """
+    num_words = x.numel() * x.element_size() // _WORD_BYTES
+    with on_device_of(x):
+        _reduce[(ceil_div(num_words, _WORDS),)](
+            x, pointers, rank, num_words, NUM_RANKS=pointers.shape[0], IS_SUM=op == "sum",
+            IS_HALF=x.element_size() == 2, WORDS=_WORDS, num_warps=_WARPS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _reduce(
+    x: tl.tensor,
+    pointers: tl.tensor,
+    rank: tl.tensor,
+    num_words: tl.tensor,
+    NUM_RANKS: tl.constexpr,
+    IS_SUM: tl.constexpr,
+    IS_HALF: tl.constexpr,
+    WORDS: tl.constexpr,
+) -> None:
+    program = tl.program_id(0)
+    lanes = tl.arange(0, WORDS)
+    offsets = program * WORDS + lanes
+    inside = offsets < num_words
+    start = program.to(tl.int64) * (_HEADER + 2 * NUM_RANKS * WORDS)
+    own = tl.load(pointers + rank).to(tl.pointer_type(tl.int64)) + start
+    launch = (tl.load(own) + 1).to(tl.int32)
+    number = launch.to(tl.int64) << 32
+    slot = _HEADER + (launch & 1) * NUM_RANKS * WORDS
+    words = tl.load(x.to(tl.pointer_type(tl.int32), bitcast=True) + offsets, mask=inside, other=0)
+    sent = (words.to(tl.int64) & 0xFFFFFFFF) | number
+    for peer in tl.static_range(NUM_RANKS):
+        theirs = tl.load(pointers + peer).to(tl.pointer_type(tl.int64)) + start
+        tl.store(theirs + slot + rank * WORDS + lanes, sent, mask=inside)
+    low, high = _received(own + slot + lanes, launch, number, inside, x, IS_HALF)
+    for peer in tl.static_range(1, NUM_RANKS):
+        row = own + slot + peer * WORDS + lanes
+        more_low, more_high = _received(row, launch, number, inside, x, IS_HALF)
+        if IS_SUM:
+            low += more_low
+            high += more_high
+        else:
+            low = tl.maximum(low, more_low)
+    if IS_HALF:
+        halves = x + 2 * offsets
+        tl.store(halves, low.to(x.dtype.element_ty), mask=inside)
+        tl.store(halves + 1, high.to(x.dtype.element_ty), mask=inside)
+    else:
+        tl.store(x + offsets, low, mask=inside)
+    # All threads have read the counter: their words depend on it.
+    tl.debug_barrier()
+    tl.store(own, launch.to(tl.int64))
+
+
+@triton.jit
+def _received(
+    row: tl.tensor,
+    launch: tl.tensor,
+    number: tl.tensor,
+    inside: tl.tensor,
+    x: tl.tensor,
+    IS_HALF: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Wait for the words of a rank, and return their values; two for each word of half types."""
+    arrived = tl.load(row, mask=inside, other=number, volatile=True)
+    while tl.max(((arrived >> 32).to(tl.int32) != launch).to(tl.int32), 0) > 0:
+        arrived = tl.load(row, mask=inside, other=number, volatile=True)
+    words = arrived.to(tl.int32)
+    if IS_HALF:
+        low = (words & 0xFFFF).to(tl.int16).to(x.dtype.element_ty, bitcast=True)
+        high = ((words >> 16) & 0xFFFF).to(tl.int16).to(x.dtype.element_ty, bitcast=True)
+        return low.to(tl.float32), high.to(tl.float32)
+    values = words.to(x.dtype.element_ty, bitcast=True)
+    return values, values

@@ -1,0 +1,86 @@
+"""All-reduces by one kernel between processes that write into each other's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.kernels import triton as kernels
+
+MAX_BYTES = 2**13
+#: Shapes, dtypes and operations, in the order of the launches: sizes of less and of more than one
+#: program follow each other, so that programs have launched different numbers of times.
+CASES = (
+    ((1, 2, 37), torch.bfloat16, "sum"),
+    ((3, 1000), torch.bfloat16, "sum"),
+    ((1, 1), torch.float32, "sum"),
+    ((2048,), torch.float32, "sum"),
+    ((512,), torch.int32, "max"),
+    ((2, 64), torch.float16, "sum"),
+    ((5,), torch.int32, "max"),
+    ((1025,), torch.float32, "sum"),
+)
+NAN_BITS = 0x7FC00000
+
+
+def drawn(rank: int, case: int, device: str | torch.device) -> Tensor:
+    """Return the tensor of a rank."""
+    shape, dtype, op = CASES[case]
+    generator = torch.Generator().manual_seed(100 * case + rank)
+    if op == "max":
+        values = torch.randint(0, 2**30, shape, generator=generator, dtype=torch.int32)
+        # The bits of NaN are the largest of all magnitudes.
+        values[case % len(values)] = NAN_BITS if rank == 1 else 7
+    else:
+        values = torch.randn(shape, generator=generator).to(dtype)
+    return values.to(device)
+
+
+def reduced(size: int, case: int, device: str | torch.device) -> Tensor:
+    """Return the result for all ranks: float32 sums in the order of ranks, rounded once."""
+    _, dtype, op = CASES[case]
+    first, *others = (drawn(rank, case, device) for rank in range(size))
+    if op == "max":
+        for one in others:
+            first = torch.maximum(first, one)
+        return first
+    total = first.float()
+    for one in others:
+        total = total + one.float()
+    return total.to(dtype)
+
+
+def check_one_shot(
+    rank: int, size: int, reduce_: Callable[[Tensor, str], None], device: str | torch.device
+) -> None:
+    """Reduce the tensors of all cases several times, and compare each result bitwise.
+
+    Args:
+        rank: Position of this rank.
+        size: Number of ranks.
+        reduce_: Reduction in place by an operation.
+        device: Device of the tensors.
+    """
+    for repeat in range(3):
+        for case, (_, _, op) in enumerate(CASES):
+            found = drawn(rank, case, device)
+            reduce_(found, op)
+            expected = reduced(size, case, device)
+            if not torch.equal(found, expected):
+                # Triton's interpreter cuts bfloat16 off instead of rounding it.
+                torch.testing.assert_close(found, expected, rtol=2.0**-7, atol=0.0)
+                assert device == "cpu", f"repeat {repeat}, case {CASES[case]}"
+
+
+def check_in_shared_files(rank: int, size: int, folder: str) -> None:
+    """Check the kernel between processes whose regions are files in memory."""
+    length = kernels.one_shot_bytes(size, MAX_BYTES) // 8
+    regions = [
+        torch.from_file(str(Path(folder) / str(peer)), shared=True, size=length, dtype=torch.int64)
+        for peer in range(size)
+    ]
+    pointers = torch.tensor([one.data_ptr() for one in regions])
+    check_one_shot(rank, size, lambda x, op: kernels.reduce_one_shot_(x, pointers, rank, op), "cpu")
