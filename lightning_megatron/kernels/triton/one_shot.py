@@ -126,8 +126,9 @@ def _received(
         arrived = tl.load(row, mask=inside, other=number, volatile=True)
     words = arrived.to(tl.int32)
     if IS_HALF:
-        low = (words & 0xFFFF).to(tl.int16).to(x.dtype.element_ty, bitcast=True)
-        high = ((words >> 16) & 0xFFFF).to(tl.int16).to(x.dtype.element_ty, bitcast=True)
-        return low.to(tl.float32), high.to(tl.float32)
-    values = words.to(x.dtype.element_ty, bitcast=True)
-    return values, values
+        low = (words & 0xFFFF).to(tl.int16).to(x.dtype.element_ty, bitcast=True).to(tl.float32)
+        high = (words >> 16).to(tl.int16).to(x.dtype.element_ty, bitcast=True).to(tl.float32)
+    else:
+        low = words.to(x.dtype.element_ty, bitcast=True)
+        high = low
+    return low, high
