@@ -91,10 +91,10 @@ def _reduce(
     for peer in tl.static_range(NUM_RANKS):
         theirs = tl.load(pointers + peer).to(tl.pointer_type(tl.int64)) + start
         tl.store(theirs + slot + rank * WORDS + lanes, sent, mask=inside)
-    low, high = _received(own + slot + lanes, launch, number, inside, x, IS_HALF)
+    _wait(own + slot, launch, number, num_words - program * WORDS, NUM_RANKS, WORDS)
+    low, high = _values(own + slot + lanes, inside, x, IS_HALF)
     for peer in tl.static_range(1, NUM_RANKS):
-        row = own + slot + peer * WORDS + lanes
-        more_low, more_high = _received(row, launch, number, inside, x, IS_HALF)
+        more_low, more_high = _values(own + slot + peer * WORDS + lanes, inside, x, IS_HALF)
         if IS_SUM:
             low += more_low
             high += more_high
@@ -112,19 +112,32 @@ def _reduce(
 
 
 @triton.jit
-def _received(
-    row: tl.tensor,
+def _wait(
+    slot: tl.tensor,
     launch: tl.tensor,
     number: tl.tensor,
-    inside: tl.tensor,
-    x: tl.tensor,
-    IS_HALF: tl.constexpr,
+    num_words: tl.tensor,
+    NUM_RANKS: tl.constexpr,
+    WORDS: tl.constexpr,
+) -> None:
+    """Wait until the words of all ranks have arrived in a slot."""
+    lanes = tl.arange(0, WORDS)[None, :]
+    # Ranks are padded to a power of two.
+    peers = tl.arange(0, triton.next_power_of_2(NUM_RANKS))[:, None]
+    words = slot + peers * WORDS + lanes
+    expected = (peers < NUM_RANKS) & (lanes < num_words)
+    missing = 1
+    while missing > 0:
+        arrived = tl.load(words, mask=expected, other=number, volatile=True)
+        missing = tl.max(((arrived >> 32).to(tl.int32) != launch).to(tl.int32))
+
+
+@triton.jit
+def _values(
+    row: tl.tensor, inside: tl.tensor, x: tl.tensor, IS_HALF: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Wait for the words of a rank, and return their values; two for each word of half types."""
-    arrived = tl.load(row, mask=inside, other=number, volatile=True)
-    while tl.max(((arrived >> 32).to(tl.int32) != launch).to(tl.int32), 0) > 0:
-        arrived = tl.load(row, mask=inside, other=number, volatile=True)
-    words = arrived.to(tl.int32)
+    """Return the values of the words of a rank; two for each word of half types."""
+    words = tl.load(row, mask=inside, other=0, volatile=True).to(tl.int32)
     if IS_HALF:
         low = (words & 0xFFFF).to(tl.int16).to(x.dtype.element_ty, bitcast=True).to(tl.float32)
         high = (words >> 16).to(tl.int16).to(x.dtype.element_ty, bitcast=True).to(tl.float32)
