@@ -29,6 +29,7 @@ from lightning_megatron.layers.deferred_product import give_product, open_queue,
 from lightning_megatron.layers.gradient_product import MatrixProduct
 from lightning_megatron.layers.gradient_slot import slot_of
 from lightning_megatron.layers.one_shot import one_shot_all_reduce_
+from lightning_megatron.layers.vector_product import linear
 from lightning_megatron.shapes import Float, Shaped
 
 
@@ -53,7 +54,7 @@ def column_linear(
     Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2.
     """
     if _is_plain(weight, bias, mesh):
-        return F.linear(hidden, weight, bias)
+        return linear(hidden, weight, bias)
     return _ColumnLinear.apply(hidden, weight, bias, mesh)
 
 
@@ -77,7 +78,7 @@ def row_linear(
     Source: Shoeybi et al. 2019, section 3; Korthikanti et al. 2022, section 4.2.2.
     """
     if _is_plain(weight, bias, mesh):
-        return F.linear(hidden, weight, bias)
+        return linear(hidden, weight, bias)
     return _RowLinear.apply(hidden, weight, bias, mesh)
 
 
@@ -129,7 +130,7 @@ class _ColumnLinear(torch.autograd.Function):
     ) -> Tensor:
         _keep(ctx, hidden, weight, bias, mesh)
         if not mesh.sequence_parallel:
-            return F.linear(hidden, weight, bias)
+            return linear(hidden, weight, bias)
         if not mesh.tp.overlaps_matmul:
             return F.linear(all_gather_sequence(hidden, mesh.tp), weight, bias)
         _, output = all_gather_matmul(hidden, weight.t(), mesh.tp, keep=False)
@@ -176,11 +177,11 @@ class _RowLinear(torch.autograd.Function):
     ) -> Tensor:
         _keep(ctx, hidden, weight, bias, mesh)
         if mesh.tp.size == 1:
-            return F.linear(hidden, weight, bias)
+            return linear(hidden, weight, bias)
         if mesh.sequence_parallel:
             return add_bias(matmul_reduce_scatter(hidden, weight.t(), mesh.tp), bias)
         # No other code has a reference to the partial result, so the sum may overwrite it.
-        part = F.linear(hidden, weight)
+        part = linear(hidden, weight)
         return add_bias(one_shot_all_reduce_(part, mesh.tp, "sum", "sums"), bias)
 
     @staticmethod

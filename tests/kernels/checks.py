@@ -22,6 +22,7 @@ from tests.kernels.magnitude_checks import (
     check_norm_magnitudes,
     check_swiglu_magnitudes,
 )
+from tests.kernels.vector_checks import check_vector_products
 
 # What one rounding to nearest may change, relative to the result.
 ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -401,4 +402,5 @@ CHECKS: dict[str, Callable[[Draw, Sizes], None]] = {
     "swiglu magnitudes": check_swiglu_magnitudes,
     "norm magnitudes": check_norm_magnitudes,
     "growing magnitudes": check_growing_magnitudes,
+    "vector products": check_vector_products,
 }

@@ -41,6 +41,7 @@ from lightning_megatron.kernels.triton.swiglu import apply_swiglu
 from lightning_megatron.kernels.triton.token_attention import attend_one_token, store_token
 from lightning_megatron.kernels.triton.token_rows import permute_tokens, unpermute_rows
 from lightning_megatron.kernels.triton.two_halves import split_rows
+from lightning_megatron.kernels.triton.vector_product import multiply_vector
 from lightning_megatron.kernels.triton.weight_slices import SliceCastKernel, padded_transpose
 from lightning_megatron.kernels.triton.weighted_swiglu import (
     apply_weighted_clamped_swiglu,
@@ -69,6 +70,7 @@ __all__ = [
     "apply_gelu",
     "line_magnitudes",
     "magnitude_parts",
+    "multiply_vector",
     "norm_and_rotate_qkv",
     "reduce_one_shot_",
     "rotate_qkv",

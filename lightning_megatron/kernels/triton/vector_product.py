@@ -1,0 +1,79 @@
+"""Product of a weight and one vector, at the speed at which memory delivers the weight."""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+from triton import language as tl
+
+from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of, power_of_two
+from lightning_megatron.shapes import Float
+
+#: Elements of the weight that a program reads at once, and how many of them are of one row.
+#: Programs are small, so that all multiprocessors read even a weight of a few MB.
+_BLOCK = 4096
+_BLOCK_IN = 2048
+_WARPS = 4
+
+
+def multiply_vector(
+    vector: Float[Tensor, "in_features"],
+    weight: Float[Tensor, "out_features in_features"],
+    bias: Float[Tensor, "out_features"] | None,
+) -> Float[Tensor, "out_features"]:
+    """Return the product of a weight and a vector, plus a bias, rounded once.
+
+    Equal to ``linear(vector, weight, bias)``, summed in float32. There is no gradient.
+
+    Args:
+        vector: Contiguous vector.
+        weight: Contiguous weight.
+        bias: Contiguous bias; None means none.
+    """
+    num_out, num_in = weight.shape
+    block_in = min(_BLOCK_IN, power_of_two(num_in))
+    block_out = _BLOCK // block_in
+    result = vector.new_empty(num_out)
+    with on_device_of(vector):
+        _multiply[(ceil_div(num_out, block_out),)](
+            vector, weight, result if bias is None else bias, result, num_out, NUM_IN=num_in,
+            HAS_BIAS=bias is not None, BLOCK_OUT=block_out, BLOCK_IN=block_in, num_warps=_WARPS,
+        )  # fmt: skip
+    return result
+
+
+@triton.jit
+def _multiply(
+    vector: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    result: tl.tensor,
+    num_out: tl.tensor,
+    NUM_IN: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+) -> None:
+    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    lanes = tl.arange(0, BLOCK_IN)
+    rows = weight + outs.to(tl.int64)[:, None] * NUM_IN
+    has_row = outs < num_out
+    total = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
+    # The loop is unrolled, so that the reads of all iterations are in flight together.
+    for start in tl.static_range(0, NUM_IN, BLOCK_IN):
+        columns = start + lanes
+        # The last block alone has columns beyond the end.
+        if start + BLOCK_IN <= NUM_IN:
+            values = tl.load(vector + columns)
+            part = tl.load(rows + columns[None, :], mask=has_row[:, None], other=0.0)
+        else:
+            inside = columns < NUM_IN
+            values = tl.load(vector + columns, mask=inside, other=0.0)
+            part = tl.load(
+                rows + columns[None, :], mask=has_row[:, None] & inside[None, :], other=0.0
+            )
+        total += part.to(tl.float32) * values.to(tl.float32)[None, :]
+    sums = tl.sum(total, 1)
+    if HAS_BIAS:
+        sums += tl.load(bias + outs, mask=has_row, other=0.0).to(tl.float32)
+    tl.store(result + outs, sums.to(result.dtype.element_ty), mask=has_row)
