@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -83,8 +84,8 @@ def sums(device: torch.device, width: int, counts: list[int]) -> list[str]:
     bits = torch.zeros(512, dtype=torch.int32, device=device)
     calls: list[tuple[Callable[[], object], Callable[[], object]]] = [
         (
-            lambda: all_reduce_(bits, mesh.tp, "max"),
-            lambda: one_shot_all_reduce_(bits, mesh.tp, "max", "magnitudes"),
+            partial(all_reduce_, bits, mesh.tp, "max"),
+            partial(one_shot_all_reduce_, bits, mesh.tp, "max", "magnitudes"),
         )
     ]
     tensors = [bits]
@@ -93,8 +94,8 @@ def sums(device: torch.device, width: int, counts: list[int]) -> list[str]:
         tensors.append(tokens)
         calls.append(
             (
-                lambda tokens=tokens: all_reduce_(tokens, mesh.tp),
-                lambda tokens=tokens: one_shot_all_reduce_(tokens, mesh.tp, "sum", "sums"),
+                partial(all_reduce_, tokens, mesh.tp),
+                partial(one_shot_all_reduce_, tokens, mesh.tp, "sum", "sums"),
             )
         )
     for tensor, variants in zip(tensors, calls, strict=True):
@@ -121,7 +122,7 @@ def products(device: torch.device) -> list[str]:
         )
         token = torch.randn(1, 1, shape[1], dtype=torch.bfloat16, device=device)
         times = [
-            time_of_calls([lambda weight=weight: multiply(token, weight) for weight in weights])
+            time_of_calls([partial(multiply, token, weight) for weight in weights])
             for multiply in (F.linear, linear)
         ]
         cells = " | ".join(f"{time:.1f} | {size / time / 1e6:.2f}" for time in times)
