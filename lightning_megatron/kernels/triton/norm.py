@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
+from lightning_megatron.kernels.triton.early_start import early_start, wait_early
 from lightning_megatron.kernels.triton.launch import as_rows, on_device_of, power_of_two
 from lightning_megatron.kernels.triton.magnitudes import magnitude_bits, note_magnitude
 from lightning_megatron.shapes import Float, Int
@@ -88,6 +89,7 @@ class _AddNorm(torch.autograd.Function):
                     rows, added, weight, weight if bias is None else bias, stream, normalised, mean,
                     inverse, magnitudes, rows.stride(0), added.stride(0), width, eps, IS_RMS=is_rms,
                     HAS_UPDATE=update is not None, HAS_BIAS=bias is not None, **_shape(width),
+                    **early_start(hidden.shape[0]),
                 )  # fmt: skip
         ctx.save_for_backward(stream, weight, mean, inverse)
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -164,7 +166,9 @@ def _forward(
     HAS_UPDATE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    wait_early(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width

@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
+from lightning_megatron.kernels.triton.early_start import early_start, wait_early
 from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of
 from lightning_megatron.shapes import Int, Shaped
 
@@ -53,7 +54,7 @@ def reduce_one_shot_(
 
     Args:
         x: Contiguous tensor with a multiple of 4 bytes: of a half type or float32 for sums, of
-            int32 for maxima.
+            int32 for maxima. A first dimension of one marks a pass over one token of each row.
         pointers: Address of the region of every rank, on the device.
         rank: Position of this rank.
         op: Operation.
@@ -63,6 +64,7 @@ def reduce_one_shot_(
         _reduce[(ceil_div(num_words, _WORDS),)](
             x, pointers, rank, num_words, NUM_RANKS=pointers.shape[0], IS_SUM=op == "sum",
             IS_HALF=x.element_size() == 2, WORDS=_WORDS, num_warps=_WARPS,
+            **early_start(x.shape[0]),
         )  # fmt: skip
 
 
@@ -76,7 +78,9 @@ def _reduce(
     IS_SUM: tl.constexpr,
     IS_HALF: tl.constexpr,
     WORDS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    wait_early(EARLY)
     program = tl.program_id(0)
     lanes = tl.arange(0, WORDS)
     offsets = program * WORDS + lanes

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
+from lightning_megatron.kernels.triton.early_start import early_start, wait_early
 from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of, power_of_two
 from lightning_megatron.shapes import Float
 
@@ -71,6 +72,7 @@ class _RotateQKV(torch.autograd.Function):
                     head_dim // 2,
                     HEADS=heads,
                     LANES=lanes,
+                    **early_start(seq_length),
                 )
         ctx.save_for_backward(cosines, sines)
         ctx.sizes = num_heads, num_kv_heads, width
@@ -143,7 +145,9 @@ def _rotate_in_place(
     half: tl.tensor,
     HEADS: tl.constexpr,
     LANES: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    wait_early(EARLY)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     lanes = tl.arange(0, LANES)[None, :]

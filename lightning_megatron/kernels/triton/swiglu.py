@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
+from lightning_megatron.kernels.triton.early_start import early_start, wait_early
 from lightning_megatron.kernels.triton.launch import as_rows, ceil_div, on_device_of, power_of_two
 from lightning_megatron.kernels.triton.magnitudes import magnitude_bits, note_magnitude
 from lightning_megatron.plan.fp8 import MAGNITUDE_PARTS
@@ -65,6 +66,7 @@ class _SwiGLU(torch.autograd.Function):
                     rows.stride(0),
                     features,
                     BLOCK=block,
+                    **early_start(gate_up.shape[0]),
                 )
         return output
 
@@ -104,7 +106,9 @@ def _forward(
     row_stride: tl.tensor,
     features: tl.tensor,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    wait_early(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < features

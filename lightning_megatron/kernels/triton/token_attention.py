@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
+from lightning_megatron.kernels.triton.early_start import early_start, wait_early
 from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of, power_of_two
 from lightning_megatron.shapes import Float, Int
 
@@ -74,6 +75,7 @@ def attend_one_token(
             VALUE_LANES=lanes,
             BLOCK=_BLOCK,
             num_warps=4,
+            **early_start(1),
         )
         _add_parts[(pairs, group)](
             sums,
@@ -86,6 +88,7 @@ def attend_one_token(
             PART_LANES=power_of_two(parts),
             VALUE_LANES=lanes,
             num_warps=4,
+            **early_start(1),
         )
     return output
 
@@ -125,6 +128,7 @@ def store_token(
             *value.stride()[1:],
             LANES=power_of_two(max(head_dim, value_dim)),
             num_warps=1,
+            **early_start(1),
         )
 
 
@@ -146,7 +150,9 @@ def _store(
     value_head: tl.tensor,
     value_lane: tl.tensor,
     LANES: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    wait_early(EARLY)
     pair = tl.program_id(0).to(tl.int64)
     row = pair // kv_heads
     head = pair % kv_heads
@@ -181,7 +187,9 @@ def _attend_part(
     LANES: tl.constexpr,
     VALUE_LANES: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    wait_early(EARLY)
     pair = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     rows = tl.arange(0, ROWS)
@@ -253,7 +261,9 @@ def _add_parts(
     PARTS: tl.constexpr,
     PART_LANES: tl.constexpr,
     VALUE_LANES: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    wait_early(EARLY)
     pair = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     parts = tl.arange(0, PART_LANES)

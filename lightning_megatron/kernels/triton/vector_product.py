@@ -5,7 +5,9 @@ from __future__ import annotations
 import triton
 from torch import Tensor
 from triton import language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lightning_megatron.kernels.triton.early_start import early_start
 from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of, power_of_two
 from lightning_megatron.shapes import Float
 
@@ -14,6 +16,8 @@ from lightning_megatron.shapes import Float
 _BLOCK = 4096
 _BLOCK_IN = 2048
 _WARPS = 4
+#: Largest input of which a program has several rows.
+_WIDE = 16384
 
 
 def multiply_vector(
@@ -32,12 +36,14 @@ def multiply_vector(
     """
     num_out, num_in = weight.shape
     block_in = min(_BLOCK_IN, power_of_two(num_in))
-    block_out = _BLOCK // block_in
+    # A program holds its part of the weight in registers.
+    block_out = _BLOCK // block_in if num_in <= _WIDE else 1
     result = vector.new_empty(num_out)
     with on_device_of(vector):
         _multiply[(ceil_div(num_out, block_out),)](
             vector, weight, result if bias is None else bias, result, num_out, NUM_IN=num_in,
             HAS_BIAS=bias is not None, BLOCK_OUT=block_out, BLOCK_IN=block_in, num_warps=_WARPS,
+            **early_start(1),
         )  # fmt: skip
     return result
 
@@ -53,26 +59,29 @@ def _multiply(
     HAS_BIAS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    if EARLY:
+        gdc_launch_dependents()
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     lanes = tl.arange(0, BLOCK_IN)
     rows = weight + outs.to(tl.int64)[:, None] * NUM_IN
     has_row = outs < num_out
-    total = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
-    # The loop is unrolled, so that the reads of all iterations are in flight together.
+    # The weight does not depend on the previous kernel, so all of its reads are in flight before
+    # this kernel waits for the vector.
+    parts = ()
     for start in tl.static_range(0, NUM_IN, BLOCK_IN):
         columns = start + lanes
-        # The last block alone has columns beyond the end.
-        if start + BLOCK_IN <= NUM_IN:
-            values = tl.load(vector + columns)
-            part = tl.load(rows + columns[None, :], mask=has_row[:, None], other=0.0)
-        else:
-            inside = columns < NUM_IN
-            values = tl.load(vector + columns, mask=inside, other=0.0)
-            part = tl.load(
-                rows + columns[None, :], mask=has_row[:, None] & inside[None, :], other=0.0
-            )
-        total += part.to(tl.float32) * values.to(tl.float32)[None, :]
+        inside = columns < NUM_IN
+        part = tl.load(rows + columns[None, :], mask=has_row[:, None] & inside[None, :], other=0.0)
+        parts = parts + (part,)  # type: ignore[assignment]
+    if EARLY:
+        gdc_wait()
+    total = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
+    for index in tl.static_range(0, triton.cdiv(NUM_IN, BLOCK_IN)):
+        columns = index * BLOCK_IN + lanes
+        values = tl.load(vector + columns, mask=columns < NUM_IN, other=0.0)
+        total += parts[index].to(tl.float32) * values.to(tl.float32)[None, :]
     sums = tl.sum(total, 1)
     if HAS_BIAS:
         sums += tl.load(bias + outs, mask=has_row, other=0.0).to(tl.float32)
