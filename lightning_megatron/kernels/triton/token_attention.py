@@ -243,11 +243,8 @@ def _attend_part(
     row = (pair * PARTS + part) * group + rows
     tl.store(bests + row, best, mask=is_row)
     tl.store(totals + row, total, mask=is_row)
-    tl.store(
-        sums + row[:, None] * value_dim + value_lanes[None, :],
-        mixed,
-        mask=is_row[:, None] & is_value_lane[None, :],
-    )
+    target = sums + row[:, None] * value_dim + value_lanes[None, :]
+    tl.store(target, mixed, mask=is_row[:, None] & is_value_lane[None, :])
 
 
 @triton.jit
