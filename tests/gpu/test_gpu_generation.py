@@ -53,6 +53,10 @@ def test_words_are_those_of_passes_that_are_not_captured(case: str) -> None:
             expected = generate(gpt, prompts, GenerationSettings(**settings, cuda_graph=False))
             assert found == expected
             assert len(set(found[0])) > 3
+            stop = {"stop_tokens": (found[0][30],), **settings}
+            ended = generate(gpt, prompts, GenerationSettings(**stop))
+            assert ended == generate(gpt, prompts, GenerationSettings(**stop, cuda_graph=False))
+            assert len(ended[0]) <= 31
 
 
 @pytest.mark.parametrize("case", MODELS)
