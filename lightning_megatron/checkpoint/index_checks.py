@@ -74,7 +74,7 @@ def check_index(index: Metadata, files: Mapping[str, FileRecord]) -> None:
             raise ValueError(f"{name!r} is a {type(entry).__name__}")
     places = {_key_of(key): where for key, where in index.storage_data.items()}
     if places.keys() != smallest.keys() or len(places) != len(index.storage_data):
-        name = min(str(one) for one in (places.keys() ^ smallest.keys() or places.keys()))
+        name = min(str(piece) for piece in (places.keys() ^ smallest.keys() or places.keys()))
         raise ValueError(f"pieces and places do not match: {name}")
     _check_places(places, smallest, files)
 
@@ -155,8 +155,12 @@ def _overlap(boxes: Sequence[_Box]) -> bool:
     )
     active: list[_Box] = []
     for box in sorted(filled, key=lambda box: box[0][dim]):
-        active = [other for other in active if other[0][dim] + other[1][dim] > box[0][dim]]
-        if any(_intersect(box, other) for other in active):
+        active = [
+            active_box
+            for active_box in active
+            if active_box[0][dim] + active_box[1][dim] > box[0][dim]
+        ]
+        if any(_intersect(box, active_box) for active_box in active):
             return True
         active.append(box)
     return False

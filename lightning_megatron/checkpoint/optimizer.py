@@ -159,9 +159,9 @@ def load_optimizer(
     saved = _saved_state(stored, index)
     check_states(index, metadata["groups"], saved, stored.checkpoint.path)
     expected = {
-        f"{_prefix(index)}{name}.{key}": _replicated_spec(one.shape, main.spec(name), key)
+        f"{_prefix(index)}{name}.{key}": _replicated_spec(tensor.shape, main.spec(name), key)
         for name in original
-        for key, one in saved.get(original[name], {}).items()
+        for key, tensor in saved.get(original[name], {}).items()
     }
     for name, parameter in _parameters_of(optimizer, main):
         # Remove state that the checkpoint lacks, such as that of a learning rate search, so that
@@ -202,9 +202,9 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Mapp
 
 def _held(main: MainParameters, name: str) -> tuple[Placement, bool] | None:
     """Return the placement and ``is_exclusive`` of this rank's part of a parameter, if any."""
-    one = main.slices.get(name)
-    if one is not None:
-        return one.placement, one.is_exclusive
+    rank_slice = main.slices.get(name)
+    if rank_slice is not None:
+        return rank_slice.placement, rank_slice.is_exclusive
     return None if name in main.main_parameters else (main.spec(name), False)
 
 
@@ -312,10 +312,12 @@ def _create_state(
             continue
         state = dict(_state_of(optimizer, parameter))
         part_shape = tuple(parameter.shape)
-        for key, one in saved[name].items():
+        for key, saved_tensor in saved[name].items():
             # For a scalar parameter, `step` has the shape of the parameter but is not element-wise.
-            is_like = one.shape == held[0].full_shape and not (key == "step" and one.shape == ())
-            shape = part_shape if is_like else one.shape
+            is_like = saved_tensor.shape == held[0].full_shape and not (
+                key == "step" and saved_tensor.shape == ()
+            )
+            shape = part_shape if is_like else saved_tensor.shape
             try:
                 placement = _placement(name, key, shape, part_shape, held[0])
             except UnsupportedError as error:
@@ -329,10 +331,10 @@ def _create_state(
                 # next step converts them again if the option asks for it.
                 is_lower = (
                     is_like
-                    and one.dtype.is_floating_point
-                    and one.dtype.itemsize < parameter.dtype.itemsize
+                    and saved_tensor.dtype.is_floating_point
+                    and saved_tensor.dtype.itemsize < parameter.dtype.itemsize
                 )
-                dtype = parameter.dtype if is_lower else one.dtype
+                dtype = parameter.dtype if is_lower else saved_tensor.dtype
                 state[key] = torch.zeros(
                     shape, dtype=dtype, device="cpu" if on_cpu else parameter.device
                 )

@@ -129,7 +129,11 @@ class HostCopies:
         left = sum(padded)
         # Largest first, so that small tensors fill the rest of a buffer.
         for index in sorted(range(len(like)), key=lambda index: -padded[index]):
-            fits = (one for one in self._buffers if one.memory.nbytes - one.used >= padded[index])
+            fits = (
+                buffer
+                for buffer in self._buffers
+                if buffer.memory.nbytes - buffer.used >= padded[index]
+            )
             buffer = next(fits, None) or self._grow(max(padded[index], min(left, _BUFFER)))
             storage = buffer.memory.untyped_storage()[
                 buffer.used : buffer.used + like[index].nbytes

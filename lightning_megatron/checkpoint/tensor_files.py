@@ -84,7 +84,9 @@ class TensorFileWriter(StorageWriter):
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        metadata.storage_data = {one.index: one.storage_data for rank in results for one in rank}
+        metadata.storage_data = {
+            result.index: result.storage_data for rank in results for result in rank
+        }
         with open_for_writing(self._folder, TENSOR_INDEX) as stream:
             write_index(metadata, stream)
         self.records[TENSOR_INDEX] = stream.record

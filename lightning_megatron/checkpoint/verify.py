@@ -137,7 +137,9 @@ def _agree(check: Callable[[], object], axis: MeshAxis) -> Exception | None:
     with CaughtError(BaseException) as caught:
         check()
     local_error = caught.error
-    errors = [one for one in all_gather_objects(_to_send(local_error), axis) if one is not None]
+    errors = [
+        error for error in all_gather_objects(_to_send(local_error), axis) if error is not None
+    ]
     if local_error is not None and not isinstance(local_error, Exception):
         raise local_error
     for error in errors:
