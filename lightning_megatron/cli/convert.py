@@ -195,14 +195,14 @@ def compare(saved: SavedModel, folder: str) -> float:
         Largest absolute difference in float32, divided by the largest absolute output
     """
     library: Any = import_extra("transformers", "hf")
-    theirs = (
+    original = (
         getattr(library, saved.family.architecture).from_pretrained(folder, dtype="float32").eval()
     )
-    root = nn.ModuleDict({"model": deepcopy(theirs)})
+    root = nn.ModuleDict({"model": deepcopy(original)})
     parallelize(root, ParallelMesh.single())
-    ours: Any = root["model"]
+    converted: Any = root["model"]
     full = dict(saved.merged_tensors())
-    for key, tensor in (*ours.named_parameters(), *ours.named_buffers()):
+    for key, tensor in (*converted.named_parameters(), *converted.named_buffers()):
         if key in full or isinstance(tensor, nn.Parameter):
             # This package may pad the vocabulary; the checkpoint has no rows for the padding.
             tensor[: full[key].shape[0]] = full[key]
@@ -211,7 +211,7 @@ def compare(saved: SavedModel, folder: str) -> float:
     tokens = torch.randint(
         0, config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0)
     )
-    computed, expected = (_result(model(input_ids=tokens)) for model in (ours, theirs))
+    computed, expected = (_result(model(input_ids=tokens)) for model in (converted, original))
     return float((computed - expected).abs().max() / expected.abs().max())
 
 

@@ -185,7 +185,7 @@ def _report(
     folder: Path,
 ) -> None:
     records = records_of(rows)
-    device = next((one["device"] for one in ran.values() if "device" in one), None)
+    device = next((result["device"] for result in ran.values() if "device" in result), None)
     settings = {
         "size": options.size,
         "device": device,

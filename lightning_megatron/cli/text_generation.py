@@ -95,7 +95,9 @@ class TextGeneration:
     def batches(self) -> list[list[SampledRow]]:
         """Return the rows of each batch."""
         samples = range(self.num_samples)
-        rows = [SampledRow(one, two) for one in range(len(self.prompts)) for two in samples]
+        rows = [
+            SampledRow(prompt, sample) for prompt in range(len(self.prompts)) for sample in samples
+        ]
         size = self.batch_size
         return [rows[start : start + size] for start in range(0, len(rows), size)]
 

@@ -101,7 +101,7 @@ class Tuning:
         timer = {"warmup": self.warmup, "steps": self.steps, "path": str(result)}
         command = [sys.executable, "-m", "lightning_megatron", "fit", *self.given]
         command += _options_to_measure(self.warmup + self.steps, timer)
-        command += [f"--trainer.strategy.{name}={_text(one)}" for name, one in settings.items()]
+        command += [f"--trainer.strategy.{name}={_text(value)}" for name, value in settings.items()]
         measured = measure_job(command, self._path(number, ".txt"), result, self.timeout)
         trial = TunedRun(
             settings,
@@ -240,7 +240,9 @@ def _text(value: Any) -> str:
 
 
 def _shown(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"`{name}={_text(one)}`" for name, one in settings.items()) or "the recipe's"
+    return (
+        ", ".join(f"`{name}={_text(value)}`" for name, value in settings.items()) or "the recipe's"
+    )
 
 
 def _line(trial: TunedRun) -> str:

@@ -58,7 +58,7 @@ def candidates_of(strategy: Mapping[str, Any], machine: Machine) -> list[Candida
         candidates.append(
             CandidateValues("nccl_options", _channels(strategy["nccl_options"] or {}))
         )
-    return [_without(one, strategy[one.option]) for one in candidates]
+    return [_without(values, strategy[values.option]) for values in candidates]
 
 
 def _channels(options: Mapping[str, Any]) -> list[dict[str, Any]]:
