@@ -92,8 +92,8 @@ class RowBalance:
             mean = sum(work.values()) / self.num_ranks
             ranges = _contiguous_shares(len(numbers), self.num_ranks)
             contiguous = [[numbers[at] for at in share] for share in ranges]
-            both = (contiguous, self.shares(numbers))
-            ratios.append([_max_work(work, shares) / mean for shares in both])
+            divisions = (contiguous, self.shares(numbers))
+            ratios.append([_max_work(work, shares) / mean for shares in divisions])
         before, after = np.mean(ratios, axis=0).tolist()
         return before, after
 
@@ -145,10 +145,10 @@ def balanced_shares(work: Sequence[int], num_shares: int) -> list[list[int]]:
         heapq.heappush(heap, (shares[-1][0] - shares[0][0], start, shares))
     # The number of a group breaks ties, so that all ranks merge the same groups.
     for number in range(len(work), len(work) + len(heap) - 1):
-        one = heapq.heappop(heap)[2]
-        other = heapq.heappop(heap)[2]
+        first = heapq.heappop(heap)[2]
+        second = heapq.heappop(heap)[2]
         merged = [
-            (a + b, items + more) for (a, items), (b, more) in zip(one, other[::-1], strict=True)
+            (a + b, items + more) for (a, items), (b, more) in zip(first, second[::-1], strict=True)
         ]
         merged.sort(key=lambda share: (-share[0], share[1]))
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
@@ -166,11 +166,11 @@ def _exchanged(work: Sequence[int], shares: list[list[int]]) -> list[list[int]]:
         # Axes: item of the share with the most work, other share, item of the other share.
         moved = costs[largest][:, None, None] - costs[None]
         after = np.maximum(sums[largest] - moved, sums[:, None] + moved)
-        given, other, taken = np.unravel_index(after.argmin(), after.shape)
-        if after[given, other, taken] >= sums[largest]:
+        given, peer, taken = np.unravel_index(after.argmin(), after.shape)
+        if after[given, peer, taken] >= sums[largest]:
             break
         for table in (items, costs):
-            table[largest, given], table[other, taken] = table[other, taken], table[largest, given]
+            table[largest, given], table[peer, taken] = table[peer, taken], table[largest, given]
     return items.tolist()
 
 
@@ -180,4 +180,4 @@ def _contiguous_shares(count: int, num_shares: int) -> list[list[int]]:
 
 
 def _max_work(work: Mapping[int, int], shares: Sequence[Sequence[int]]) -> int:
-    return max(sum(work[one] for one in share) for share in shares)
+    return max(sum(work[number] for number in share) for share in shares)

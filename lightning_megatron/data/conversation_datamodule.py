@@ -92,9 +92,9 @@ class ConversationDataModule(RowDataModule):
             check_stream_trainer(self.trainer)
         parts = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
         for part in parts.get(stage or "", ("train", "val", "test")):
-            for one in self.sets_of(part):
-                if not self.is_streamed(one):
-                    self.encoded(one)
+            for set_name in self.sets_of(part):
+                if not self.is_streamed(set_name):
+                    self.encoded(set_name)
 
     def is_streamed(self, part: str) -> bool:
         """Return whether a part is read as a stream instead of being encoded before its use.
@@ -192,8 +192,15 @@ class ConversationDataModule(RowDataModule):
         Args:
             part: ``train``, ``val`` or ``test``; without files there are no sets.
         """
-        return [one for one in self.files if one == part or one.startswith(f"{part}/")]
+        return [
+            set_name
+            for set_name in self.files
+            if set_name == part or set_name.startswith(f"{part}/")
+        ]
 
     def _evaluation(self, part: str) -> TokenLoader | list:
-        found = [self.evaluation_loader(self.evaluation_samples(one)) for one in self.sets_of(part)]
+        found = [
+            self.evaluation_loader(self.evaluation_samples(set_name))
+            for set_name in self.sets_of(part)
+        ]
         return found if self.set_names[part] or not found else found[0]

@@ -57,18 +57,22 @@ def find_conversations(
             several splits.
     """
     found: list[Path] = []
-    for one in [paths] if isinstance(paths, str) else paths:
-        names = [str(path) for path in Path(one).glob("*")] if Path(one).is_dir() else [one]
-        if not os.path.exists(one):
-            names = glob.glob(one, recursive=True)
-        if is_dataset_folder(Path(one)):
-            names = [one]
+    for location in [paths] if isinstance(paths, str) else paths:
+        names = (
+            [str(path) for path in Path(location).glob("*")]
+            if Path(location).is_dir()
+            else [location]
+        )
+        if not os.path.exists(location):
+            names = glob.glob(location, recursive=True)
+        if is_dataset_folder(Path(location)):
+            names = [location]
         files = sorted(Path(name) for name in names)
         files = [file for file in files if _is_row_file(file)]
         if not files:
             raise UnsupportedError(
                 f"{plural} must be files ({', '.join(_SUFFIXES)}), folders of them, folders "
-                f"written by save_to_disk of datasets, or globs: {one!r} names none of these. "
+                f"written by save_to_disk of datasets, or globs: {location!r} names none of these. "
                 f"Give such a path. A line of a file is for example {example}."
             )
         found.extend(files)
@@ -162,7 +166,9 @@ def messages_of(value: Any, place: str) -> tuple[Message, ...]:
     """
     if not isinstance(value, list) or not value:
         raise CorruptDataError(f"{place} must be a non-empty list of messages. {REMEDY}")
-    return tuple(_message(one, f"{place}, message {at}") for at, one in enumerate(value, 1))
+    return tuple(
+        _message(message, f"{place}, message {number}") for number, message in enumerate(value, 1)
+    )
 
 
 def _message(value: Any, place: str) -> Message:

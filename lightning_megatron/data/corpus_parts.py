@@ -139,7 +139,14 @@ class CorpusParts:
 
     def _description(self) -> CorpusDescription | None:
         found = (self._open(prefix).description for prefix in self._all_prefixes())
-        return next((one for one in found if one is not None and one.tokenizer is not None), None)
+        return next(
+            (
+                description
+                for description in found
+                if description is not None and description.tokenizer is not None
+            ),
+            None,
+        )
 
     def _check(self, part: Part, in_charge: bool) -> None:
         if part in self._checked:

@@ -115,7 +115,7 @@ def _encode_all(paths: Sequence[Path], encoder: ConversationEncoder) -> dict[str
 def _sha256(path: Path) -> str:
     """Return the SHA-256 of a file, or of each file in a folder."""
     found = []
-    for one in files_of(path):
-        with open(one, "rb") as file:
+    for file_path in files_of(path):
+        with open(file_path, "rb") as file:
             found.append(hashlib.file_digest(file, "sha256").hexdigest())
     return " ".join(found)

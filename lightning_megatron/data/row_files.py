@@ -85,7 +85,7 @@ def sizes_of(path: Path) -> list[tuple[str, int]]:
     Args:
         path: File of rows, or folder of ``save_to_disk``.
     """
-    return [(one.name, one.stat().st_size) for one in files_of(path)]
+    return [(file.name, file.stat().st_size) for file in files_of(path)]
 
 
 def _parquet_rows(path: Path, skipped: int) -> Iterator[Mapping[str, Any]]:

@@ -73,7 +73,9 @@ def steps_of_epochs(trainer: Any, sampler: TokenBatchSampler) -> int | None:
         return None
     limit = trainer.limit_train_batches
     batches = map(sampler.batches_of_epoch, range(trainer.max_epochs))
-    steps = sum(min(limit, one) if isinstance(limit, int) else int(limit * one) for one in batches)
+    steps = sum(
+        min(limit, count) if isinstance(limit, int) else int(limit * count) for count in batches
+    )
     return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
 

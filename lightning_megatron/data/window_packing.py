@@ -93,7 +93,7 @@ def pack_windows(
         filled = [(item, int(sizes[item])) for item in items]
         by_span.setdefault(span, []).append(_with_gap(filled, span * window))
     return [
-        [piece for one in row for piece in one]
+        [piece for span in row for piece in span]
         for row in _rows_of_spans(by_span, num_windows, window)
     ]
 
@@ -110,11 +110,11 @@ def _rows_of_spans(
     rows: list[list[list[tuple[int, int]]]] = []
     free = 0
     for span in sorted(by_span, reverse=True):
-        for one in by_span[span]:
+        for pieces in by_span[span]:
             if free < span:
                 rows.append([])
                 free = num_windows
-            rows[-1].append(one)
+            rows[-1].append(pieces)
             free -= span
     # Each free window of the last row gets a gap, so that no gap spans two windows.
     for _ in range(free):
