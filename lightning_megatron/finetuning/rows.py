@@ -62,11 +62,14 @@ def joined(
         counts: Number of malformed rows that were omitted, and number of truncated texts.
     """
     sizes = [0, *map(len, tokens)]
-    flat = [np.asarray(one, np.int32) for one in tokens]
+    flat = [np.asarray(ids, np.int32) for ids in tokens]
     return {
         "tokens": np.concatenate([np.zeros(0, np.int32), *flat]),
         "bounds": np.cumsum(sizes, dtype=np.int64),
-        "first": np.array([len(one) - sum(one) for one in types], np.int32),
+        "first": np.array(
+            [len(types_of_sequence) - sum(types_of_sequence) for types_of_sequence in types],
+            np.int32,
+        ),
         "labels": np.array(labels, np.int64),
         "groups": np.array(groups, np.int64),
         "counts": np.array(counts, np.int64),
@@ -166,16 +169,16 @@ class TaskBatches(Dataset):
             labels[at] = rows.labels[row[at]]
             for choice in range(rows.choices):
                 place = row[at] * rows.choices + choice
-                one = rows.tokens[rows.bounds[place] : rows.bounds[place + 1]]
-                tokens[at, choice, : len(one)] = one
-                types[at, choice, rows.first[place] : len(one)] = 1
-                valid[at, choice, : len(one)] = True
+                sequence = rows.tokens[rows.bounds[place] : rows.bounds[place + 1]]
+                tokens[at, choice, : len(sequence)] = sequence
+                types[at, choice, rows.first[place] : len(sequence)] = 1
+                valid[at, choice, : len(sequence)] = True
         lengths = valid.sum(-1)
         inputs = {"tokens": tokens, "token_types": types, "valid": valid, "lengths": lengths}
         if rows.choices == 1:
-            inputs = {name: one[:, 0] for name, one in inputs.items()}
+            inputs = {name: array[:, 0] for name, array in inputs.items()}
         return _tensors({**inputs, "labels": labels, "row": row})
 
 
 def _tensors(arrays: Mapping[str, npt.NDArray]) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(one) for name, one in arrays.items()}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}

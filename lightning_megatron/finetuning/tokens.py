@@ -103,13 +103,17 @@ class PairTokenizer:
             chosen = slice(start, start + _CHUNK)
             texts = [list(first[chosen])] + ([] if second is None else [list(second[chosen])])
             encoding = self._call(*texts)
-            long = [at for at, one in enumerate(encoding["input_ids"]) if len(one) > max_tokens]
+            long = [
+                at
+                for at, tokens_of_text in enumerate(encoding["input_ids"])
+                if len(tokens_of_text) > max_tokens
+            ]
             if long:
                 num_cut += len(long)
                 short = self._cut([[side[at] for at in long] for side in texts], max_tokens, cut)
                 for name in ("input_ids", "token_type_ids"):
-                    for at, one in zip(long, short[name], strict=True):
-                        encoding[name][at] = one
+                    for at, shortened in zip(long, short[name], strict=True):
+                        encoding[name][at] = shortened
             tokens += encoding["input_ids"]
             types += encoding["token_type_ids"]
         return tokens, types, num_cut
