@@ -187,10 +187,10 @@ def _forward_bytes(
     """
     # Recomputed activations are not kept, but they exist while the block runs.
     running = network.kept if is_full else inside
-    others = network.kept - network.recomputed if is_full else 0
+    rest = network.kept - network.recomputed if is_full else 0
     # The MLP keeps nothing yet when the attention core runs.
     first = heads.forward - network.kept - norms // 2
-    return max(others + widest, others + network.forward, running, first)
+    return max(rest + widest, rest + network.forward, running, first)
 
 
 def _network_costs(
@@ -299,15 +299,15 @@ def _loss_costs(
         temporary = table.loss_forward * count, table.loss_backward * count
         return _LossCosts(table.loss_kept * count, *temporary, count * element)
     # The kernels work on the logits alone, operators of torch on a wider copy of half types.
-    one = (table.loss_forward or table.loss_kept) * min(chunk, batch.num_tokens) * rows
+    chunk_bytes = (table.loss_forward or table.loss_kept) * min(chunk, batch.num_tokens) * rows
     kept = batch.num_tokens * (2 * batch.wide_bytes + _INDEX + 1)
     gathered = element * batch.num_tokens * model.hidden_size if batch.sequence_parallel else 0
     if option == "forward":
         # The gradient of the weight stays; that of the hidden states takes their place.
         weight = rows * model.hidden_size * batch.wide_bytes
-        return _LossCosts(weight, one + 2 * gathered, 0)
+        return _LossCosts(weight, chunk_bytes + 2 * gathered, 0)
     # Chunks defer nothing to a weight half.
-    return _LossCosts(kept, one + gathered, one)
+    return _LossCosts(kept, chunk_bytes + gathered, chunk_bytes)
 
 
 def _with_parts(

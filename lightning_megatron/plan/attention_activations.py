@@ -100,11 +100,11 @@ def _stored_scores(model: ModelShape, batch: MicrobatchShape, seq_length: int) -
     narrow = batch.activation_bytes if batch.activation_bytes < wide else 0
     kept = wide + narrow + (wide if model.soft_cap else 0)
     # Which pairs are visible.
-    seen = seq_length**2
+    mask = seq_length**2
     forward = (2 + int(model.alibi)) * wide
     # Gradients of weights and of bounded scores, in addition to what was kept for them.
     backward = (1 + int(model.soft_cap)) * wide
-    return _Scores(pairs * kept + seen, pairs * forward, pairs * backward)
+    return _Scores(pairs * kept + mask, pairs * forward, pairs * backward)
 
 
 def _of_hidden(

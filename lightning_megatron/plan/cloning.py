@@ -54,11 +54,11 @@ class ExpertPlaces:
                 f"({self.num_ranks}), because every rank has the same number of experts. Change "
                 "one of them."
             )
-        others = self.num_experts - self.homes
-        if self.places > others:
+        remote = self.num_experts - self.homes
+        if self.places > remote:
             raise ParallelPlanError(
-                f"places ({self.places}) must be at most {others}, because other ranks have only "
-                f"{others} of the {self.num_experts} experts. Use fewer places."
+                f"places ({self.places}) must be at most {remote}, because other ranks have only "
+                f"{remote} of the {self.num_experts} experts. Use fewer places."
             )
 
     @property
@@ -167,10 +167,10 @@ def plan_clones(
     by_rank = [
         totals[first : first + layout.homes] for first in range(0, len(totals), layout.homes)
     ]
-    load = [sum(own) for own in by_rank]
+    load = [sum(totals_of_rank) for totals_of_rank in by_rank]
     mean = sum(load) // layout.num_ranks
-    room = [max(0, mean - own) for own in load]
-    excess = [over for own in by_rank for over in excess_of_rank(own, mean)]
+    room = [max(0, mean - rank_load) for rank_load in load]
+    excess = [over for totals_of_rank in by_rank for over in excess_of_rank(totals_of_rank, mean)]
     assigned = (assign or assign_largest_first)(excess, room, layout)
     kept = [
         (owner, amount) if amount >= max(min_rows, 1) else (NO_EXPERT, 0)
@@ -276,7 +276,7 @@ def divide_over_ranks(
     """
     off = [[0] * len(owners) for _ in counts]
     for owner in sorted(set(owners) - {NO_EXPERT}):
-        places = [place for place, other in enumerate(owners) if other == owner]
+        places = [place for place, expert in enumerate(owners) if expert == owner]
         sent = [row[owner] for row in counts]
         total = max(sum(sent), 1)
         for place in places:

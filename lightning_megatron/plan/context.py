@@ -161,8 +161,8 @@ class ContextCut:
                 if offset >= half and offset + half <= window:
                     yield AttentionBlock(*rows)
                 else:
-                    seen = None if half <= window and not offset else window
-                    yield AttentionBlock(*rows, is_causal=True, offset=offset, window=seen)
+                    visible = None if half <= window and not offset else window
+                    yield AttentionBlock(*rows, is_causal=True, offset=offset, window=visible)
 
     def gathered_blocks(
         self, rank: int, causal: bool, window: int | None = None
@@ -178,15 +178,15 @@ class ContextCut:
         if not causal:
             return [AttentionBlock(range(self.local_length), range(self.seq_length))]
         blocks = []
-        for i, seen in enumerate(self.ranges(rank)):
-            first = 0 if window is None else max(0, seen.start - window + 1)
+        for i, positions in enumerate(self.ranges(rank)):
+            first = 0 if window is None else max(0, positions.start - window + 1)
             blocks.append(
                 AttentionBlock(
                     range(i * self.piece, (i + 1) * self.piece),
-                    range(first, seen.stop),
+                    range(first, positions.stop),
                     is_causal=True,
-                    offset=seen.start - first,
-                    window=window if window is not None and window < seen.stop else None,
+                    offset=positions.start - first,
+                    window=window if window is not None and window < positions.stop else None,
                 )
             )
         return blocks

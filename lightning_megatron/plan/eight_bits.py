@@ -267,11 +267,11 @@ class _Layer:
         values[place] += change
         values[f"{part}_waiting"] += waiting
         # Rows and columns of the gradient.
-        both = 2 * tokens * self.out_features + self.layers.passing_weight_bytes
+        gradient_bytes = 2 * tokens * self.out_features + self.layers.passing_weight_bytes
         if part == "attention":
-            values["attention_backward"] = max(costs.attention_backward, both)
+            values["attention_backward"] = max(costs.attention_backward, gradient_bytes)
         else:
-            values["network_backward"] = max(costs.network_backward, self._backward(both))
+            values["network_backward"] = max(costs.network_backward, self._backward(gradient_bytes))
         if self._norm is not None:
             first, second = costs.frees_norms
             is_first = part == "attention"
@@ -290,12 +290,12 @@ class _Layer:
         }
         return names.get(self.name)
 
-    def _backward(self, both: int) -> int:
+    def _backward(self, gradient_bytes: int) -> int:
         """Return the temporary buffers of the layer in the backward pass of an MLP (bytes)."""
         element = self.batch.num_tokens * self.batch.activation_bytes
         gathered = element * self.model.hidden_size if self.batch.sequence_parallel else 0
         if self.ends_region:
-            return element * self.in_features + gathered + both
+            return element * self.in_features + gathered + gradient_bytes
         # The features of the activation have been freed, in 16 bits and in 8.
         features = self.out_features // (2 if self.model.gated else 1)
-        return 2 * gathered + both - self.batch.num_tokens * features
+        return 2 * gathered + gradient_bytes - self.batch.num_tokens * features

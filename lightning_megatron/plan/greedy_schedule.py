@@ -170,8 +170,10 @@ class GreedyConstruction:
             return _Destination(peer, arrivals[after], delay)
 
         self._outlets: dict[Kind, tuple[tuple[_Destination | None, ...], ...]] = {
-            "F": placement.by_stage([destination(one, 1, inputs) for one in range(count)]),
-            "I": placement.by_stage([destination(one, -1, gradients) for one in range(count)]),
+            "F": placement.by_stage([destination(virtual, 1, inputs) for virtual in range(count)]),
+            "I": placement.by_stage(
+                [destination(virtual, -1, gradients) for virtual in range(count)]
+            ),
         }
 
     def _ticks_of_all(self, rank: int) -> int:

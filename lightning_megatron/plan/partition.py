@@ -224,7 +224,10 @@ def _move_layers(
 
     def score(counts: Sequence[int]) -> list[list[float]]:
         best_counts_costs = (costs.of_stages(counts, placement), costs.of_virtual_stages(counts))
-        return [sorted((round(cost, 9) for cost in one), reverse=True) for one in best_counts_costs]
+        return [
+            sorted((round(cost, 9) for cost in stage_costs), reverse=True)
+            for stage_costs in best_counts_costs
+        ]
 
     numbers = range(len(counts))
     best = score(counts)

@@ -60,10 +60,12 @@ class StageCosts:
         Raises:
             ParallelPlanError: If the virtual stages cannot be merged evenly.
         """
-        each = merge_size(self.num_virtual_stages, num_virtual_stages)
+        group_size = merge_size(self.num_virtual_stages, num_virtual_stages)
 
         def sums(times: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(sum(times[first : first + each]) for first in range(0, len(times), each))
+            return tuple(
+                sum(times[first : first + group_size]) for first in range(0, len(times), group_size)
+            )
 
         halves = (sums(self.input_half), sums(self.weight_half))
         return StageCosts(sums(self.forward), *halves, self.transfer)
