@@ -50,13 +50,13 @@ def optimizer_tensors(
     """
     entries = {}
     for name, parameter in _parameters_of(optimizer, main):
-        held = _held(main, name)
+        held_part = _held(main, name)
         for key, value in _state_of(optimizer, parameter).items():
-            if held is not None and isinstance(value, Tensor):
+            if held_part is not None and isinstance(value, Tensor):
                 placement = _placement(
-                    name, key, tuple(value.shape), tuple(parameter.shape), held[0]
+                    name, key, tuple(value.shape), tuple(parameter.shape), held_part[0]
                 )
-                entries[f"{_prefix(index)}{name}.{key}"] = Entry(value, placement, held[1])
+                entries[f"{_prefix(index)}{name}.{key}"] = Entry(value, placement, held_part[1])
     return entries
 
 
@@ -273,12 +273,12 @@ def _join_stage(groups: list[dict[str, Any]], values: dict[str, Any], mesh: Para
     """Merge the values, states and expert parameters of the other ranks of this pipeline stage."""
     # Without expert parallelism, the data ranks of a stage have the same names in the same order.
     axis = mesh.data_cpu if mesh.layout.ep == 1 else mesh.world_cpu
-    for stage, their_groups, part in all_gather_objects((mesh.pp.rank, groups, values), axis):
+    for stage, other_groups, part in all_gather_objects((mesh.pp.rank, groups, values), axis):
         if stage == mesh.pp.rank:
             values |= part
-            for group, more in zip(groups, their_groups, strict=True):
+            for group, other in zip(groups, other_groups, strict=True):
                 for key in ("parameters", "states"):
-                    group[key] = list(dict.fromkeys([*group[key], *more[key]]))
+                    group[key] = list(dict.fromkeys([*group[key], *other[key]]))
 
 
 def _saved_state(stored: OpenCheckpoint, index: int) -> dict[str, dict[str, SavedTensor]]:
@@ -307,19 +307,19 @@ def _create_state(
     entries: dict[str, Entry] = {}
     complaints: list[str] = []
     for name, parameter in _parameters_of(optimizer, main):
-        held = _held(main, name)
-        if held is None:
+        held_part = _held(main, name)
+        if held_part is None:
             continue
         state = dict(_state_of(optimizer, parameter))
         part_shape = tuple(parameter.shape)
         for key, saved_tensor in saved[name].items():
             # For a scalar parameter, `step` has the shape of the parameter but is not element-wise.
-            is_like = saved_tensor.shape == held[0].full_shape and not (
+            is_like = saved_tensor.shape == held_part[0].full_shape and not (
                 key == "step" and saved_tensor.shape == ()
             )
             shape = part_shape if is_like else saved_tensor.shape
             try:
-                placement = _placement(name, key, shape, part_shape, held[0])
+                placement = _placement(name, key, shape, part_shape, held_part[0])
             except UnsupportedError as error:
                 complaints.append(str(error))
                 continue
@@ -338,7 +338,7 @@ def _create_state(
                 state[key] = torch.zeros(
                     shape, dtype=dtype, device="cpu" if on_cpu else parameter.device
                 )
-            entries[f"{_prefix(index)}{name}.{key}"] = Entry(state[key], placement, held[1])
+            entries[f"{_prefix(index)}{name}.{key}"] = Entry(state[key], placement, held_part[1])
         if state:
             optimizer.state[parameter] = state
     # Data ranks have different parameters, so an error of one rank must reach all of them.

@@ -125,7 +125,7 @@ class HostCopies:
         for buffer in self._buffers:
             buffer.used = 0
         padded = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in like]
-        taken: dict[int, Tensor] = {}
+        copies: dict[int, Tensor] = {}
         left = sum(padded)
         # Largest first, so that small tensors fill the rest of a buffer.
         for index in sorted(range(len(like)), key=lambda index: -padded[index]):
@@ -141,8 +141,8 @@ class HostCopies:
             buffer.used += padded[index]
             left -= padded[index]
             host = torch.empty(0, dtype=like[index].dtype)
-            taken[index] = host.set_(storage, 0, like[index].shape)  # type: ignore[call-overload]
-        return [taken[index] for index in range(len(like))]
+            copies[index] = host.set_(storage, 0, like[index].shape)  # type: ignore[call-overload]
+        return [copies[index] for index in range(len(like))]
 
     def _grow(self, size: int) -> _Buffer:
         size = 1 << max(size - 1, 0).bit_length()

@@ -119,13 +119,13 @@ def _verify(path: str | os.PathLike[str], deep: bool, axis: MeshAxis) -> None:
 
 
 def _check_content(checkpoint: Checkpoint, name: str) -> None:
-    wanted = checkpoint.header.files[name]
+    expected = checkpoint.header.files[name]
     actual = read_record(checkpoint.folder, name)
-    if actual != wanted:
+    if actual != expected:
         raise damaged(
             checkpoint,
             name,
-            f"its checksum is {actual.checksum}, but {wanted.checksum} was written",
+            f"its checksum is {actual.checksum}, but {expected.checksum} was written",
         )
 
 
