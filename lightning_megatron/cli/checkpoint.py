@@ -81,7 +81,7 @@ def checkpoint_parser() -> argparse.ArgumentParser:
         commands,
         "verify",
         run_verify,
-        "compare every file with its checksum; ends with 1 if one is damaged",
+        "compare every file with its checksum; the exit status is 1 if a file is damaged",
     )
     one_file = _add(
         commands,
@@ -93,7 +93,7 @@ def checkpoint_parser() -> argparse.ArgumentParser:
         ),
     )
     one_file.add_argument("out", metavar="OUT.ckpt", type=Path, help="the file to write")
-    again = _add(
+    reshard = _add(
         commands,
         "reshard",
         run_reshard,
@@ -101,23 +101,27 @@ def checkpoint_parser() -> argparse.ArgumentParser:
         "needs, or in another dtype. Not needed to load it under another layout: every layout "
         "loads every checkpoint",
     )
-    again.add_argument("out", metavar="OUT", help="the directory or URL to write")
-    again.add_argument(
-        "--files", type=at_least_one, default=1, metavar="N", help="files of tensors (default: 1)"
+    reshard.add_argument("out", metavar="OUT", help="the directory or URL to write")
+    reshard.add_argument(
+        "--files",
+        type=at_least_one,
+        default=1,
+        metavar="N",
+        help="number of tensor files (default: 1)",
     )
-    for command in (one_file, again):
+    for command in (one_file, reshard):
         command.add_argument(
             "--weights-only",
             action="store_true",
-            help="leave out what a training needs to continue",
+            help="leave out what only training needs",
         )
         command.add_argument(
             "--dtype",
             choices=DTYPES,
-            help="of the weights; reshard takes it with --weights-only alone",
+            help="dtype of the weights; reshard accepts it only with --weights-only",
         )
-        command.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
-    for command in (show, one_file, again):
+        command.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    for command in (show, one_file, reshard):
         command.add_argument(
             "--unsafe",
             action="store_true",

@@ -156,13 +156,13 @@ def convert_parser() -> argparse.ArgumentParser:
             "model)"
         ),
     )
-    add("--dtype", choices=DTYPES, help="type of the weights (default: as they are)")
+    add("--dtype", choices=DTYPES, help="dtype of the weights (default: unchanged)")
     add(
         "--max-file-bytes",
         type=int,
         default=5 * 10**9,
         metavar="N",
-        help="size of a file (default: 5e9)",
+        help="maximum size of a file (default: 5e9)",
     )
     add(
         "--tokenizer",
@@ -172,7 +172,7 @@ def convert_parser() -> argparse.ArgumentParser:
     add(
         "--merge",
         action="store_true",
-        help="write the model with its adapter merged, not the adapter alone",
+        help="write the model with its adapter merged, instead of the adapter alone",
     )
     add(
         "--verify",

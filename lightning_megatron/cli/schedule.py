@@ -167,7 +167,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--name", metavar="NAME", help=f"{join_or(NAMES)}, or a {CSV} file of your own")
-    add("--compare", action="store_true", help="all schedules, and that of --name if it is a file")
+    add("--compare", action="store_true", help="compare all schedules, and --name if it is a file")
     add("--pp", type=int, metavar="N", help="pipeline stages")
     add("--microbatches", type=int, metavar="N", help="microbatches of a step")
     add("--chunks", "--vpp", type=int, metavar="N", help="chunks per stage (default: as needed)")
@@ -183,7 +183,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory",
         type=_positive,
         metavar="SIZE",
-        help="what a rank may keep, in the unit of the costs (default: in microbatches of a stage)",
+        help="activations that a rank may keep, in the unit of the costs (default: microbatches)",
     )
     add(
         "--png",

@@ -64,7 +64,7 @@ def candidates_of(strategy: Mapping[str, Any], machine: Machine) -> list[Candida
 def _channels(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return NCCL settings with bounds on the thread blocks of the data-parallel collectives."""
     data = options.get("data", {})
-    return [{**options, "data": {**data, "max_ctas": most}} for most in _MAX_CTAS]
+    return [{**options, "data": {**data, "max_ctas": max_ctas}} for max_ctas in _MAX_CTAS]
 
 
 def _without(candidates: CandidateValues, current: Any) -> CandidateValues:
