@@ -56,7 +56,7 @@ def find_conversations(
         UnsupportedError: If a path names no file of JSON lines or Parquet, or a dataset with
             several splits.
     """
-    found: list[Path] = []
+    all_files: list[Path] = []
     for location in [paths] if isinstance(paths, str) else paths:
         names = (
             [str(path) for path in Path(location).glob("*")]
@@ -75,8 +75,8 @@ def find_conversations(
                 f"written by save_to_disk of datasets, or globs: {location!r} names none of these. "
                 f"Give such a path. A line of a file is for example {example}."
             )
-        found.extend(files)
-    return tuple(found)
+        all_files.extend(files)
+    return tuple(all_files)
 
 
 def _is_row_file(path: Path) -> bool:
@@ -149,8 +149,8 @@ def side_of(value: Any, role: str, place: str) -> tuple[Message, ...]:
     Raises:
         CorruptDataError: If the value is neither a text nor a valid list of messages.
     """
-    whole = [{"role": role, "content": value}] if isinstance(value, str) else value
-    return messages_of(whole, place)
+    messages = [{"role": role, "content": value}] if isinstance(value, str) else value
+    return messages_of(messages, place)
 
 
 def messages_of(value: Any, place: str) -> tuple[Message, ...]:
@@ -177,15 +177,15 @@ def _message(value: Any, place: str) -> Message:
             f"{place} must be an object with role and content: it is a {type(value).__name__}. "
             f"{REMEDY}"
         )
-    found = {name: part for name, part in value.items() if part is not None}
-    role = found.get("role")
+    message = {name: part for name, part in value.items() if part is not None}
+    role = message.get("role")
     if role not in ROLES:
         raise CorruptDataError(
             f"{place}: the role must be {join_or(ROLES)}: it is {role!r}. {REMEDY}"
         )
-    calls = role == "assistant" and bool(found.get("tool_calls"))
-    if not isinstance(found.get("content", "" if calls else None), str):
+    calls = role == "assistant" and bool(message.get("tool_calls"))
+    if not isinstance(message.get("content", "" if calls else None), str):
         raise CorruptDataError(f"{place} of the role {role} must have a text as content. {REMEDY}")
-    if role == "assistant" and not calls and not found["content"].strip():
+    if role == "assistant" and not calls and not message["content"].strip():
         raise CorruptDataError(f"{place} is an answer without text. {REMEDY}")
-    return found
+    return message

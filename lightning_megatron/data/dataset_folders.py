@@ -54,10 +54,10 @@ def dataset_rows(path: Path, skipped: int = 0) -> Iterator[dict[str, Any]]:
     datasets = import_extra("datasets", "datasets")
     try:
         # The folder may record a format such as "torch".
-        found = datasets.load_from_disk(str(path)).with_format(None)
+        dataset = datasets.load_from_disk(str(path)).with_format(None)
         # Arrow files are memory-mapped, so a dataset may be larger than the memory.
-        if skipped < len(found):
-            yield from found.select(range(skipped, len(found)))
+        if skipped < len(dataset):
+            yield from dataset.select(range(skipped, len(dataset)))
     # pyarrow and datasets raise these exceptions for damaged and missing files.
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise CorruptDataError(

@@ -155,10 +155,10 @@ class StreamedSamples(ABC, Generic[Found]):
             del self._starts[bisect_right(self._starts, index, key=lambda section: section.first) :]
         while index >= self._starts[-1].first:
             self._read_next()
-        found = self._loaded[
+        section = self._loaded[
             bisect_right(self._loaded, index, key=lambda section: section.first) - 1
         ]
-        return found.samples, index - found.first
+        return section.samples, index - section.first
 
     def pass_of(self, index: int) -> int:
         """Return the number of the pass over the files to which a row belongs.

@@ -84,8 +84,8 @@ def pack_windows(
     # The last token of a row is only a label, and takes no position.
     capacities = spans * window + (spans == num_windows)
     # Subtract one for the gap with which a span may end.
-    most = None if max_pieces is None else max_pieces * spans // num_windows - 1
-    packed = best_fit(sizes, capacities, most)
+    max_items = None if max_pieces is None else max_pieces * spans // num_windows - 1
+    packed = best_fit(sizes, capacities, max_items)
     by_span: dict[int, list[list[tuple[int, int]]]] = {}
     for items in packed if random is None else _shuffled(packed, random):
         # The first item is the longest, which opened the span.
@@ -123,4 +123,4 @@ def _rows_of_spans(
 
 
 def _shuffled(rows: Sequence[list[int]], random: np.random.RandomState) -> list[list[int]]:
-    return [rows[at] for at in random.permutation(len(rows))]
+    return [rows[index] for index in random.permutation(len(rows))]
