@@ -200,15 +200,15 @@ class HarnessAnswers:
         library: Any = import_extra("lm_eval.models.utils", "harness")
         kwargs = library.normalize_gen_kwargs(arguments, self._max_new_tokens)
         until = [text for text in kwargs.pop("until") if text]
-        most = kwargs.pop("max_gen_toks")
-        room = self.max_length - most
+        num_new = kwargs.pop("max_gen_toks")
+        room = self.max_length - num_new
         if room < 1:
             raise ParallelPlanError(
                 f"an answer must be shorter than the model's longest row ({self.max_length} "
-                f"tokens): the task asks for {most}. The context needs at least one token. Use a "
-                "smaller max_gen_toks."
+                f"tokens): the task asks for {num_new}. The context needs at least one token. Use "
+                "a smaller max_gen_toks."
             )
-        settings = _settings_of(kwargs, most, self._end_tokens)
+        settings = _settings_of(kwargs, num_new, self._end_tokens)
         prompts = [self.tok_encode(context) for context in contexts]
         cut = [prompt[-room:] for prompt in prompts]
         num_cut = sum(len(prompt) > room for prompt in prompts)
@@ -218,7 +218,7 @@ class HarnessAnswers:
                 num_cut,
                 len(prompts),
                 room,
-                most,
+                num_new,
             )
         stop = StopStrings(self._tokenizer.decode, until) if until else None
 
