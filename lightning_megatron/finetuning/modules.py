@@ -242,14 +242,14 @@ class FineTuning(TokenModule):
         return super()._lr_scheduler(optimizer)
 
     def _all_steps(self) -> int:
-        known = total_steps(self.trainer)
-        if not 0 < known < float("inf"):
+        num_steps = total_steps(self.trainer)
+        if not 0 < num_steps < float("inf"):
             raise UnsupportedError(
                 f"warmup_share ({self.warmup_share}) needs a finite number of training steps, "
                 "because it is a fraction of them. Set max_epochs or max_steps, or use "
                 "warmup_steps."
             )
-        return int(known)
+        return int(num_steps)
 
 
 class BERTClassifier(FineTuning):

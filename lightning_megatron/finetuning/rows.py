@@ -162,17 +162,17 @@ class TaskBatches(Dataset):
         valid[..., 0] = True  # Attention is undefined without any valid token.
         labels = np.full((len(numbers), *rows.labels.shape[1:]), IGNORE_INDEX, np.int64)
         row = np.full(len(numbers), -1, np.int64)
-        for at, number in enumerate(numbers):
+        for index, number in enumerate(numbers):
             if number < 0:
                 continue
-            row[at] = self.samples.row(number)
-            labels[at] = rows.labels[row[at]]
+            row[index] = self.samples.row(number)
+            labels[index] = rows.labels[row[index]]
             for choice in range(rows.choices):
-                place = row[at] * rows.choices + choice
+                place = row[index] * rows.choices + choice
                 sequence = rows.tokens[rows.bounds[place] : rows.bounds[place + 1]]
-                tokens[at, choice, : len(sequence)] = sequence
-                types[at, choice, rows.first[place] : len(sequence)] = 1
-                valid[at, choice, : len(sequence)] = True
+                tokens[index, choice, : len(sequence)] = sequence
+                types[index, choice, rows.first[place] : len(sequence)] = 1
+                valid[index, choice, : len(sequence)] = True
         lengths = valid.sum(-1)
         inputs = {"tokens": tokens, "token_types": types, "valid": valid, "lengths": lengths}
         if rows.choices == 1:

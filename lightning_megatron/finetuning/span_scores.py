@@ -117,12 +117,12 @@ class SpanScores(TaskScores):
             spans = best_spans(
                 part, self._is_context(start, part), self.answer_length, self.num_best
             )
-            for at, (first, last, value) in enumerate(zip(*spans, strict=True)):
-                window = start + at
+            for index, (first, last, value) in enumerate(zip(*spans, strict=True)):
+                window = start + index
                 question = int(self.places.question[window])
                 if question in unseen:
                     continue
-                no_answer = float(part[at, 0].sum())
+                no_answer = float(part[index, 0].sum())
                 without[question] = min(no_answer, without.get(question, no_answer))
                 listed = candidates.setdefault(question, [])
                 for span in zip(first.tolist(), last.tolist(), value.tolist(), strict=True):
@@ -196,8 +196,8 @@ class SpanScores(TaskScores):
     def _is_context(self, start: int, part: Tensor) -> Tensor:
         """Return which tokens of some windows belong to the context."""
         places = torch.from_numpy(np.array(self.places.contexts[start : start + len(part)]))
-        at = torch.arange(part.shape[1])
-        return (at >= places[:, :1]) & (at < places[:, 1:])
+        positions = torch.arange(part.shape[1])
+        return (positions >= places[:, :1]) & (positions < places[:, 1:])
 
     def _text(self, window: int, first: int, last: int) -> str:
         begin = int(self.rows.bounds[window])

@@ -143,8 +143,8 @@ def _comparable(answers: Sequence[str]) -> Sequence[str]:
 
 def _f1(text: str, answer: str) -> float:
     words = normalised(text).split()
-    wanted = normalised(answer).split()
-    if not words or not wanted:
-        return float(words == wanted)
-    num_same = sum((Counter(words) & Counter(wanted)).values())
-    return 2 * num_same / (len(words) + len(wanted))
+    expected = normalised(answer).split()
+    if not words or not expected:
+        return float(words == expected)
+    num_same = sum((Counter(words) & Counter(expected)).values())
+    return 2 * num_same / (len(words) + len(expected))
