@@ -1,4 +1,4 @@
-"""Search of the fastest schedule for given times and memory, among named and greedy ones."""
+"""Search for the fastest schedule with given times and memory, among named and greedy ones."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def _rules(
     stage_sizes = [0.0] * placement.num_stages
     for virtual, size in enumerate(kept):
         stage_sizes[placement.owner(virtual)[0]] += size
-    # Microbatches of a whole stage: those of zb-h2, of zb-h1, and between.
+    # Microbatches that a stage may keep: as many as zb-h1, as zb-h2, or a number between them.
     fullest = max(stage_sizes)
     numbers = (placement.num_stages, (3 * placement.num_stages) // 2, 2 * placement.num_stages - 1)
     limits = {min(limit, fullest * min(number, num_microbatches)) for number in numbers} | {limit}

@@ -135,16 +135,16 @@ class ContextCut:
                 with ``causal`` (tokens).
         """
         half = self.piece
-        whole = range(2 * half)
+        all_rows = range(2 * half)
         if not causal:
-            return [AttentionBlock(whole, whole)]
+            return [AttentionBlock(all_rows, all_rows)]
         if window is not None:
             return list(self._windowed(rank, source, window))
         if source == rank:
-            return [AttentionBlock(whole, whole, is_causal=True)]
+            return [AttentionBlock(all_rows, all_rows, is_causal=True)]
         if source < rank:
-            return [AttentionBlock(whole, range(half))]
-        return [AttentionBlock(range(half, 2 * half), whole)]
+            return [AttentionBlock(all_rows, range(half))]
+        return [AttentionBlock(range(half, 2 * half), all_rows)]
 
     def _windowed(self, rank: int, source: int, window: int) -> Iterator[AttentionBlock]:
         half = self.piece
@@ -153,8 +153,8 @@ class ContextCut:
                 offset = (query_piece - key_piece) * half
                 if offset < 0 or offset - half + 1 >= window:
                     continue
-                # The last queries are beyond the window of all keys, the first keys behind that of
-                # all queries. Without these the last query has the last key in its window.
+                # The last queries see none of these keys, and none of these queries sees the first
+                # keys. Without them, the window of the last query includes the last key.
                 far = max(0, offset - window + 1)
                 rows = range(i * half, (i + 1) * half - far), range(j * half + far, (j + 1) * half)
                 offset -= far
