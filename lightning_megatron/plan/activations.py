@@ -134,10 +134,8 @@ def activation_costs(
     forward = _forward_bytes(network, heads, widest, norms, inside, is_full)
     start = recomputed + network.recomputed_start if is_full else network.backward_start
     # The output of the norm before attention is recomputed after that of the MLP.
-    recomputed_later = recomputed - (boundary if num_norms else 0)
-    backward = max(
-        start, recomputed_later + network.backward, recomputed + attention + 2 * gathered
-    )
+    later = recomputed - (boundary if num_norms else 0)
+    backward = max(start, later + network.backward, recomputed + attention + 2 * gathered)
     loss = _loss_costs(model, table, batch, loss_chunk)
     costs = ActivationCosts(
         boundary=boundary,
