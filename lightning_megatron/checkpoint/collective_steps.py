@@ -63,7 +63,7 @@ def run_collectively(action: Callable[[], T], axis: MeshAxis, what: str) -> list
     reasons = {rank: reason for rank, (_, reason) in enumerate(outcomes) if reason is not None}
     if reasons:
         raise failure(what, reasons, axis.size) from caught.error
-    return [one for one, _ in outcomes]
+    return [result for result, _ in outcomes]
 
 
 def run_on_first(action: Callable[[], T], axis: MeshAxis) -> T:

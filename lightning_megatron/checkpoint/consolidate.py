@@ -94,7 +94,7 @@ def consolidate(
             f"{os.fspath(path)} was saved by an earlier version and does not. Load it with "
             "MegatronStrategy and save it again."
         )
-    shapes = {name: one.shape for name, one in saved.items()}
+    shapes = {name: tensor.shape for name, tensor in saved.items()}
     where = stored.checkpoint.file(METADATA)
     check_names(one_process, metadata.get(OPTIMIZERS, ()), shapes, where)
     models = ClassTensors.from_checkpoint(metadata.pop(HUGGING_FACE, {}))
@@ -166,8 +166,8 @@ def read_one_by_one(stored: OpenCheckpoint, names: Iterable[str]) -> Iterator[tu
     batch: list[str] = []
     size = 0
     for name in names:
-        one = stored.tensors[name]
-        num_bytes = prod(one.shape) * one.dtype.itemsize
+        tensor = stored.tensors[name]
+        num_bytes = prod(tensor.shape) * tensor.dtype.itemsize
         if batch and size + num_bytes > _BATCH:
             yield from stored.read_full(batch).items()
             batch = []

@@ -111,7 +111,11 @@ class SavedModel:
         if self.adapter is None:
             return self._read()
         maps = self.adapter.class_maps(self._table)
-        factors = dict(self._read({factor.target for one in maps for factor in (one.a, one.b)}))
+        factors = dict(
+            self._read(
+                {factor.target for tensor_map in maps for factor in (tensor_map.a, tensor_map.b)}
+            )
+        )
         return merge_updates(self._read(), factors, maps, self.adapter)
 
     @property
@@ -273,6 +277,6 @@ def _chosen(
         raise CheckpointMismatchError(
             "one of the Hugging Face models of a checkpoint must be chosen for the export: "
             f"{os.fspath(path)} holds {len(models)}, and {what}. A folder has one model. Choose "
-            f"{join_or([repr(one) for one in models])} with --name."
+            f"{join_or([repr(model) for model in models])} with --name."
         )
     return name, models[name]

@@ -72,9 +72,9 @@ def check_index(index: Metadata, files: Mapping[str, FileRecord]) -> None:
             smallest[name, None] = 1
         else:
             raise ValueError(f"{name!r} is a {type(entry).__name__}")
-    places = {_key_of(key): where for key, where in index.storage_data.items()}
+    places = {_key_of(key): stored for key, stored in index.storage_data.items()}
     if places.keys() != smallest.keys() or len(places) != len(index.storage_data):
-        name = min(str(one) for one in (places.keys() ^ smallest.keys() or places.keys()))
+        name = min(str(piece) for piece in (places.keys() ^ smallest.keys() or places.keys()))
         raise ValueError(f"pieces and places do not match: {name}")
     _check_places(places, smallest, files)
 
@@ -155,8 +155,12 @@ def _overlap(boxes: Sequence[_Box]) -> bool:
     )
     active: list[_Box] = []
     for box in sorted(filled, key=lambda box: box[0][dim]):
-        active = [other for other in active if other[0][dim] + other[1][dim] > box[0][dim]]
-        if any(_intersect(box, other) for other in active):
+        active = [
+            active_box
+            for active_box in active
+            if active_box[0][dim] + active_box[1][dim] > box[0][dim]
+        ]
+        if any(_intersect(box, active_box) for active_box in active):
             return True
         active.append(box)
     return False
@@ -182,29 +186,29 @@ def _check_places(
 ) -> None:
     """Check that the pieces fill each file from start to end, in order and without gaps."""
     ends = dict.fromkeys((name for name in files if name.endswith(".distcp")), 0)
-    for (name, _), where in places.items():
-        if type(where) is not _StorageInfo or type(where.relative_path) is not str:
+    for (name, _), stored in places.items():
+        if type(stored) is not _StorageInfo or type(stored.relative_path) is not str:
             raise ValueError(f"{name!r} has no place in a file")
-        if where.relative_path not in ends:
+        if stored.relative_path not in ends:
             raise ValueError(
                 f"{name!r} must be in a file that the checkpoint lists: it is in "
-                f"{where.relative_path!r}"
+                f"{stored.relative_path!r}"
             )
-        if getattr(where, "transform_descriptors", None):
+        if getattr(stored, "transform_descriptors", None):
             raise ValueError(
                 f"{name!r} was transformed while it was written, which this package never does"
             )
-    for (name, offsets), where in places.items():
-        start = where.offset
-        length = where.length
+    for (name, offsets), stored in places.items():
+        start = stored.offset
+        length = stored.length
         if type(start) is not int or type(length) is not int or length < smallest[name, offsets]:
             raise ValueError(f"{name!r} cannot have {length} bytes at byte {start}")
-        if start != ends[where.relative_path]:
+        if start != ends[stored.relative_path]:
             raise ValueError(
-                f"{name!r} is listed at byte {start} of {where.relative_path}, but the tensor "
-                f"before it ends at byte {ends[where.relative_path]}"
+                f"{name!r} is listed at byte {start} of {stored.relative_path}, but the tensor "
+                f"before it ends at byte {ends[stored.relative_path]}"
             )
-        ends[where.relative_path] += length
+        ends[stored.relative_path] += length
     _check_ends(ends, files)
 
 

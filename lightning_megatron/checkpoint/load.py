@@ -149,12 +149,12 @@ def load_stored(
     """
     shapes = {name: entry.shape for name, entry in stored.tensors.items()}
     matched = match(shapes, _all_expected(tensors, expected), mesh, strict, prefix)
-    wanted = {
+    targets = {
         name: TensorToRead(matched.sources[name], entry.tensor, entry.placement)
         for name, entry in tensors.items()
         if name in matched.sources
     }
-    stored.read(ShardLoadPlanner(wanted))
+    stored.read(ShardLoadPlanner(targets))
     return matched
 
 
@@ -220,17 +220,17 @@ def load_rank_state(
     """
     stored = open_source(source)
     saved = stored.checkpoint.header.layout
-    now = mesh.layout
+    layout = mesh.layout
     coordinates = {
         axis: index if index < getattr(saved, axis) else 0
-        for axis, index in now.coordinates(mesh.rank).items()
+        for axis, index in layout.coordinates(mesh.rank).items()
     }
     ranks = range(saved.rank_offset, saved.rank_offset + saved.world_size)
     rank = (
         next(rank for rank in ranks if saved.coordinates(rank) == coordinates) - saved.rank_offset
     )
     values = load_rank_states(stored, [rank], weights_only)[rank]
-    return RankState(values, rank, (saved.dp, saved.cp) == (now.dp, now.cp))
+    return RankState(values, rank, (saved.dp, saved.cp) == (layout.dp, layout.cp))
 
 
 def load_rank_states(

@@ -66,17 +66,17 @@ def match(
             shapes.append((source, tuple(saved[source]), spec.full_shape))
         else:
             sources[name] = source
-    everyone = all_gather_objects((set(sources.values()), missing, shapes), mesh.full_model_cpu)
-    asked = set().union(*(one[0] for one in everyone)) | {
-        source for one in everyone for source, _, _ in one[2]
+    reports = all_gather_objects((set(sources.values()), missing, shapes), mesh.full_model_cpu)
+    needed = set().union(*(report[0] for report in reports)) | {
+        source for report in reports for source, _, _ in report[2]
     }
-    all_missing = sorted({name for one in everyone for name in one[1]})
-    all_shapes = sorted({entry for one in everyone for entry in one[2]})
-    unexpected = sorted(name for name in saved if name.startswith(prefix) and name not in asked)
+    all_missing = sorted({name for report in reports for name in report[1]})
+    all_shapes = sorted({entry for report in reports for entry in report[2]})
+    unexpected = sorted(name for name in saved if name.startswith(prefix) and name not in needed)
     result = Match(sources, tuple(all_missing), tuple(unexpected))
     complaints = [
-        f"{name} is {was} in the checkpoint and {now} in the model"
-        for name, was, now in all_shapes[:_NUM_SHOWN]
+        f"{name} is {saved_shape} in the checkpoint and {model_shape} in the model"
+        for name, saved_shape, model_shape in all_shapes[:_NUM_SHOWN]
     ]
     complaints += (
         [f"{len(all_shapes) - _NUM_SHOWN} more have other shapes"]

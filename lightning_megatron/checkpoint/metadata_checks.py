@@ -48,7 +48,7 @@ def _is_shape(value: Any) -> bool:
 
 def _is_mapping(value: Any, inner: Callable[[Any], bool] = lambda value: True) -> bool:
     return isinstance(value, Mapping) and all(
-        isinstance(name, str) and inner(one) for name, one in value.items()
+        isinstance(name, str) and inner(item) for name, item in value.items()
     )
 
 
@@ -58,14 +58,14 @@ def _is_loop(value: Any) -> bool:
         return True
     counts = {"ready", "started", "processed", "completed"}
     parts = {"total", "current"}
-    if not all(_is_number(one) for name, one in value.items() if name in counts):
+    if not all(_is_number(count) for name, count in value.items() if name in counts):
         return False
     if parts & value.keys() and not all(isinstance(value.get(name), Mapping) for name in parts):
         return False
     inner = parts | {"optimizer", "step", "zero_grad"}
     return all(
-        isinstance(one, Mapping) and _is_loop(one) if name in inner else _is_loop(one)
-        for name, one in value.items()
+        isinstance(part, Mapping) and _is_loop(part) if name in inner else _is_loop(part)
+        for name, part in value.items()
     )
 
 
@@ -98,7 +98,11 @@ def _is_plain_optimizer(value: Any) -> bool:
     numbers = [number for group in groups for number in group["params"]]
     if not all(map(_is_number, numbers)) or len(set(numbers)) < len(numbers):
         return False
-    kinds = {(key, isinstance(one, Tensor)) for state in states for key, one in state.items()}
+    kinds = {
+        (key, isinstance(state_value, Tensor))
+        for state in states
+        for key, state_value in state.items()
+    }
     return len(kinds) == len({key for key, _ in kinds})
 
 
@@ -111,8 +115,8 @@ def _is_one_process(value: Any) -> bool:
         and _is_mapping(value.get("empty", {}), _is_shape)
         and isinstance(value.get("numbering"), list)
         and all(
-            isinstance(one, str) or (isinstance(one, list) and all(map(_is_names, one)))
-            for one in value["numbering"]
+            isinstance(entry, str) or (isinstance(entry, list) and all(map(_is_names, entry)))
+            for entry in value["numbering"]
         )
     )
 
@@ -292,8 +296,8 @@ def check_states(
 
 
 def _duplicates(names: Iterable[str]) -> set[str]:
-    seen: set[str] = set()
-    return {name for name in names if name in seen or seen.add(name)}  # type: ignore[func-returns-value]
+    earlier: set[str] = set()
+    return {name for name in names if name in earlier or earlier.add(name)}  # type: ignore[func-returns-value]
 
 
 def _check_same_names(what: str, names: Iterable[str], where: str) -> None:

@@ -29,10 +29,10 @@ def model_tensors(module: nn.Module, main: MainParameters) -> dict[str, Entry]:
     entries = {}
     trained = set(main.trained)
     for name in main.names:
-        one = main.slices.get(name)
-        if one is not None:
+        rank_slice = main.slices.get(name)
+        if rank_slice is not None:
             entries[f"{STATE_DICT}{name}"] = Entry(
-                one.main.detach(), one.placement, one.is_exclusive
+                rank_slice.main.detach(), rank_slice.placement, rank_slice.is_exclusive
             )
         elif name not in trained:
             entries[f"{STATE_DICT}{name}"] = Entry(main.parameter(name).detach(), main.spec(name))

@@ -104,11 +104,11 @@ class OpenCheckpoint:
                 f"{', '.join(list(saved)[:10])}{', ...' if len(saved) > 10 else ''}."
             )
         full = {name: torch.empty(saved[name].shape, dtype=saved[name].dtype) for name in chosen}
-        wanted = {
+        targets = {
             name: TensorToRead(name, tensor, replicated_spec(tensor))
             for name, tensor in full.items()
         }
-        self.read(ShardLoadPlanner(wanted))
+        self.read(ShardLoadPlanner(targets))
         return full
 
 

@@ -50,13 +50,13 @@ def optimizer_tensors(
     """
     entries = {}
     for name, parameter in _parameters_of(optimizer, main):
-        held = _held(main, name)
+        held_part = _held(main, name)
         for key, value in _state_of(optimizer, parameter).items():
-            if held is not None and isinstance(value, Tensor):
+            if held_part is not None and isinstance(value, Tensor):
                 placement = _placement(
-                    name, key, tuple(value.shape), tuple(parameter.shape), held[0]
+                    name, key, tuple(value.shape), tuple(parameter.shape), held_part[0]
                 )
-                entries[f"{_prefix(index)}{name}.{key}"] = Entry(value, placement, held[1])
+                entries[f"{_prefix(index)}{name}.{key}"] = Entry(value, placement, held_part[1])
     return entries
 
 
@@ -159,9 +159,9 @@ def load_optimizer(
     saved = _saved_state(stored, index)
     check_states(index, metadata["groups"], saved, stored.checkpoint.path)
     expected = {
-        f"{_prefix(index)}{name}.{key}": _replicated_spec(one.shape, main.spec(name), key)
+        f"{_prefix(index)}{name}.{key}": _replicated_spec(tensor.shape, main.spec(name), key)
         for name in original
-        for key, one in saved.get(original[name], {}).items()
+        for key, tensor in saved.get(original[name], {}).items()
     }
     for name, parameter in _parameters_of(optimizer, main):
         # Remove state that the checkpoint lacks, such as that of a learning rate search, so that
@@ -202,9 +202,9 @@ def _state_of(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Mapp
 
 def _held(main: MainParameters, name: str) -> tuple[Placement, bool] | None:
     """Return the placement and ``is_exclusive`` of this rank's part of a parameter, if any."""
-    one = main.slices.get(name)
-    if one is not None:
-        return one.placement, one.is_exclusive
+    rank_slice = main.slices.get(name)
+    if rank_slice is not None:
+        return rank_slice.placement, rank_slice.is_exclusive
     return None if name in main.main_parameters else (main.spec(name), False)
 
 
@@ -273,12 +273,12 @@ def _join_stage(groups: list[dict[str, Any]], values: dict[str, Any], mesh: Para
     """Merge the values, states and expert parameters of the other ranks of this pipeline stage."""
     # Without expert parallelism, the data ranks of a stage have the same names in the same order.
     axis = mesh.data_cpu if mesh.layout.ep == 1 else mesh.world_cpu
-    for stage, their_groups, part in all_gather_objects((mesh.pp.rank, groups, values), axis):
+    for stage, other_groups, part in all_gather_objects((mesh.pp.rank, groups, values), axis):
         if stage == mesh.pp.rank:
             values |= part
-            for group, more in zip(groups, their_groups, strict=True):
+            for group, other in zip(groups, other_groups, strict=True):
                 for key in ("parameters", "states"):
-                    group[key] = list(dict.fromkeys([*group[key], *more[key]]))
+                    group[key] = list(dict.fromkeys([*group[key], *other[key]]))
 
 
 def _saved_state(stored: OpenCheckpoint, index: int) -> dict[str, dict[str, SavedTensor]]:
@@ -307,17 +307,19 @@ def _create_state(
     entries: dict[str, Entry] = {}
     complaints: list[str] = []
     for name, parameter in _parameters_of(optimizer, main):
-        held = _held(main, name)
-        if held is None:
+        held_part = _held(main, name)
+        if held_part is None:
             continue
         state = dict(_state_of(optimizer, parameter))
         part_shape = tuple(parameter.shape)
-        for key, one in saved[name].items():
+        for key, saved_tensor in saved[name].items():
             # For a scalar parameter, `step` has the shape of the parameter but is not element-wise.
-            is_like = one.shape == held[0].full_shape and not (key == "step" and one.shape == ())
-            shape = part_shape if is_like else one.shape
+            is_like = saved_tensor.shape == held_part[0].full_shape and not (
+                key == "step" and saved_tensor.shape == ()
+            )
+            shape = part_shape if is_like else saved_tensor.shape
             try:
-                placement = _placement(name, key, shape, part_shape, held[0])
+                placement = _placement(name, key, shape, part_shape, held_part[0])
             except UnsupportedError as error:
                 complaints.append(str(error))
                 continue
@@ -329,14 +331,14 @@ def _create_state(
                 # next step converts them again if the option asks for it.
                 is_lower = (
                     is_like
-                    and one.dtype.is_floating_point
-                    and one.dtype.itemsize < parameter.dtype.itemsize
+                    and saved_tensor.dtype.is_floating_point
+                    and saved_tensor.dtype.itemsize < parameter.dtype.itemsize
                 )
-                dtype = parameter.dtype if is_lower else one.dtype
+                dtype = parameter.dtype if is_lower else saved_tensor.dtype
                 state[key] = torch.zeros(
                     shape, dtype=dtype, device="cpu" if on_cpu else parameter.device
                 )
-            entries[f"{_prefix(index)}{name}.{key}"] = Entry(state[key], placement, held[1])
+            entries[f"{_prefix(index)}{name}.{key}"] = Entry(state[key], placement, held_part[1])
         if state:
             optimizer.state[parameter] = state
     # Data ranks have different parameters, so an error of one rank must reach all of them.

@@ -28,34 +28,34 @@ def check_hyperparameters(
         CheckpointMismatchError: If a hyperparameter has another type.
     """
     which = "" if index is None else f" of optimizer {index}"
-    for number, (current, taken) in enumerate(zip(groups, saved, strict=True)):
-        for key in taken.keys() & current.keys() - {"params", "param_names"}:
-            if not _has_same_type(current[key], taken[key]):
+    for number, (group, saved_group) in enumerate(zip(groups, saved, strict=True)):
+        for key in saved_group.keys() & group.keys() - {"params", "param_names"}:
+            if not _has_same_type(group[key], saved_group[key]):
                 raise CheckpointMismatchError(
                     "a hyperparameter in a checkpoint must have the same type as in the optimizer: "
-                    f"{key!r} of group {number}{which} is {taken[key]!r} "
-                    f"({type(taken[key]).__name__}) there, and {current[key]!r} "
-                    f"({type(current[key]).__name__}) in configure_optimizers. The optimizer does "
+                    f"{key!r} of group {number}{which} is {saved_group[key]!r} "
+                    f"({type(saved_group[key]).__name__}) there, and {group[key]!r} "
+                    f"({type(group[key]).__name__}) in configure_optimizers. The optimizer does "
                     "not check loaded values. Restore configure_optimizers as it was, or load only "
                     "the weights."
                 )
 
 
-def _has_same_type(current: Any, taken: Any) -> bool:
+def _has_same_type(current: Any, saved: Any) -> bool:
     """Return whether a saved value has the type of the current one; int and float are one type."""
     if current is None:
         return True
-    if isinstance(current, Tensor) or isinstance(taken, Tensor):
+    if isinstance(current, Tensor) or isinstance(saved, Tensor):
         return (
             isinstance(current, Tensor)
-            and isinstance(taken, Tensor)
-            and current.shape == taken.shape
+            and isinstance(saved, Tensor)
+            and current.shape == saved.shape
         )
-    if isinstance(current, bool) or isinstance(taken, bool):
-        return isinstance(current, bool) and isinstance(taken, bool)
+    if isinstance(current, bool) or isinstance(saved, bool):
+        return isinstance(current, bool) and isinstance(saved, bool)
     if isinstance(current, (int, float)):
-        return isinstance(taken, (int, float))
+        return isinstance(saved, (int, float))
     if isinstance(current, (list, tuple)):
-        is_list = isinstance(taken, (list, tuple)) and len(current) == len(taken)
-        return is_list and all(map(_has_same_type, current, taken))
-    return isinstance(taken, type(current)) or isinstance(current, type(taken))
+        is_list = isinstance(saved, (list, tuple)) and len(current) == len(saved)
+        return is_list and all(map(_has_same_type, current, saved))
+    return isinstance(saved, type(current)) or isinstance(current, type(saved))

@@ -60,8 +60,8 @@ class SavedOwnCodeModel:
         name = record["architecture"]
         config = record["config"]
         names = record[OWN_CODE]
-        entries = {one: f"{MODEL}{entry}" for one, entry in names["tensors"].items()}
-        adapted = [one for one in entries if is_factor(one) or plain_name(one) != one]
+        entries = {key: f"{MODEL}{entry}" for key, entry in names["tensors"].items()}
+        adapted = [key for key in entries if is_factor(key) or plain_name(key) != key]
         if adapted:
             raise UnsupportedError(
                 "a model with its own code must be written without an adapter: peft has wrapped "
@@ -69,7 +69,7 @@ class SavedOwnCodeModel:
                 "for their tensors. Call save_pretrained of the PeftModel on all ranks, or let "
                 "`lightning-megatron checkpoint consolidate` write a file for one process."
             )
-        empty = {f"{MODEL}{one}": shape for one, shape in one_process.get("empty", {}).items()}
+        empty = {f"{MODEL}{key}": shape for key, shape in one_process.get("empty", {}).items()}
         missing = set(entries.values()) - OpenCheckpoint.open(path).tensors.keys() - empty.keys()
         if missing:
             raise CheckpointMismatchError(
@@ -143,12 +143,12 @@ class SavedOwnCodeModel:
         state = model.state_dict()
         largest_gap = 0.0
         for name, full in self.tensors():
-            theirs = state.get(name)
-            if any(report.values()) or theirs is None or theirs.shape != full.shape:
+            loaded = state.get(name)
+            if any(report.values()) or loaded is None or loaded.shape != full.shape:
                 return float("inf")
             if full.numel():
                 largest = full.abs().max().item() or 1.0
                 largest_gap = max(
-                    largest_gap, (theirs.to(full.dtype) - full).abs().max().item() / largest
+                    largest_gap, (loaded.to(full.dtype) - full).abs().max().item() / largest
                 )
         return largest_gap

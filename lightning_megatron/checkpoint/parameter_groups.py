@@ -99,15 +99,15 @@ def check_saved_groups(
         for name in names
         if saved.get(original[name]) != number
     ]
-    everyone = all_gather_objects(
+    reports = all_gather_objects(
         (len(names_of_groups), moved, set(original.values())), mesh.full_model_cpu
     )
     complaints = [
         f"{len(groups)} groups were saved, the optimizer has {n}"
-        for n in {e[0] for e in everyone} - {len(groups)}
+        for n in {report[0] for report in reports} - {len(groups)}
     ]
-    complaints += sorted({complaint for one in everyone for complaint in one[1]})[:10]
-    present = set().union(*(one[2] for one in everyone))
+    complaints += sorted({complaint for report in reports for complaint in report[1]})[:10]
+    present = set().union(*(report[2] for report in reports))
     dropped = [name for name in saved if name not in present]
     complaints += [f"saved, but now in no group: {', '.join(dropped[:10])}"] if dropped else []
     if complaints:

@@ -116,8 +116,8 @@ class ShardLoadPlanner(LoadPlanner):
         self._objects = tuple(objects)
         self._views = {
             (name, torch.Size(box.offsets)): view
-            for name, wanted in self._tensors.items()
-            for box, view in wanted.placement.local_views(wanted.tensor.detach())
+            for name, target in self._tensors.items()
+            for box, view in target.placement.local_views(target.tensor.detach())
         }
         self._metadata: Metadata | None = None
         self.bytes_of: dict[str, io.BytesIO] = {}
@@ -135,10 +135,10 @@ class ShardLoadPlanner(LoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         assert self._metadata is not None, "the planner is set up before it plans"
         items = []
-        for name, wanted in self._tensors.items():
-            saved = self._metadata.state_dict_metadata[wanted.source]
-            assert isinstance(saved, TensorStorageMetadata), f"{wanted.source} is not a tensor"
-            boxes = wanted.placement.boxes()
+        for name, target in self._tensors.items():
+            saved = self._metadata.state_dict_metadata[target.source]
+            assert isinstance(saved, TensorStorageMetadata), f"{target.source} is not a tensor"
+            boxes = target.placement.boxes()
             chunks = [
                 ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
                 for box in boxes
@@ -147,7 +147,7 @@ class ShardLoadPlanner(LoadPlanner):
                 # The storage index keeps the name of the entry. The destination index gets the
                 # local name, which `resolve_tensor` looks up.
                 replace(item, dest_index=replace(item.dest_index, fqn=name))
-                for item in create_read_items_for_chunk_list(wanted.source, saved, chunks)
+                for item in create_read_items_for_chunk_list(target.source, saved, chunks)
             ]
         empty = torch.Size((0,))
         for name in self._objects:

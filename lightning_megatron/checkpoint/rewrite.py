@@ -79,7 +79,7 @@ def rewrite(
     stored = OpenCheckpoint.open(path)
     metadata = load_metadata(path, weights_only=not unsafe)
     if ONE_PROCESS in metadata:
-        shapes = {name: one.shape for name, one in stored.tensors.items()}
+        shapes = {name: tensor.shape for name, tensor in stored.tensors.items()}
         check_names(
             metadata[ONE_PROCESS],
             metadata.get(OPTIMIZERS, ()),
@@ -186,7 +186,7 @@ class _TensorFiles:
         self._index.state_dict_metadata[name] = BytesStorageMetadata()
 
     def _append(self, index: MetadataIndex, data: io.BytesIO) -> None:
-        name = min(self._streams, key=lambda one: self._streams[one].tell())
+        name = min(self._streams, key=lambda file: self._streams[file].tell())
         stream = self._streams[name]
         start = stream.tell()
         stream.write(data.getbuffer())
@@ -198,6 +198,6 @@ class _TensorFiles:
         with open_for_writing(self._folder, TENSOR_INDEX) as stream:
             write_index(self._index, stream)
         return {
-            **{name: one.record for name, one in self._streams.items()},
+            **{name: stream.record for name, stream in self._streams.items()},
             TENSOR_INDEX: stream.record,
         }

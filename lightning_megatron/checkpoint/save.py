@@ -122,7 +122,7 @@ class CollectiveSave:
                 partial(self._finish, folder, content, writer.records), axis, what
             )
             header = self._header(
-                content, {name: one for rank in records for name, one in rank.items()}
+                content, {name: record for rank in records for name, record in rank.items()}
             )
             run_collectively(
                 partial(self._first, partial(target.publish, self.token, header)), axis, what

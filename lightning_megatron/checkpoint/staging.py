@@ -125,11 +125,15 @@ class HostCopies:
         for buffer in self._buffers:
             buffer.used = 0
         padded = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in like]
-        taken: dict[int, Tensor] = {}
+        copies: dict[int, Tensor] = {}
         left = sum(padded)
         # Largest first, so that small tensors fill the rest of a buffer.
         for index in sorted(range(len(like)), key=lambda index: -padded[index]):
-            fits = (one for one in self._buffers if one.memory.nbytes - one.used >= padded[index])
+            fits = (
+                buffer
+                for buffer in self._buffers
+                if buffer.memory.nbytes - buffer.used >= padded[index]
+            )
             buffer = next(fits, None) or self._grow(max(padded[index], min(left, _BUFFER)))
             storage = buffer.memory.untyped_storage()[
                 buffer.used : buffer.used + like[index].nbytes
@@ -137,8 +141,8 @@ class HostCopies:
             buffer.used += padded[index]
             left -= padded[index]
             host = torch.empty(0, dtype=like[index].dtype)
-            taken[index] = host.set_(storage, 0, like[index].shape)  # type: ignore[call-overload]
-        return [taken[index] for index in range(len(like))]
+            copies[index] = host.set_(storage, 0, like[index].shape)  # type: ignore[call-overload]
+        return [copies[index] for index in range(len(like))]
 
     def _grow(self, size: int) -> _Buffer:
         size = 1 << max(size - 1, 0).bit_length()

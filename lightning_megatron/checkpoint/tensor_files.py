@@ -84,7 +84,9 @@ class TensorFileWriter(StorageWriter):
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        metadata.storage_data = {one.index: one.storage_data for rank in results for one in rank}
+        metadata.storage_data = {
+            result.index: result.storage_data for rank in results for result in rank
+        }
         with open_for_writing(self._folder, TENSOR_INDEX) as stream:
             write_index(metadata, stream)
         self.records[TENSOR_INDEX] = stream.record
@@ -108,17 +110,17 @@ def read_tensors(checkpoint: Checkpoint, index: Metadata, planner: LoadPlanner) 
     pieces = pieces_of(index, tensors)
     by_file: dict[str, list[tuple[_StorageInfo, ReadItem]]] = {}
     for item in plan.items:
-        where = index.storage_data.get(item.storage_index)
+        stored = index.storage_data.get(item.storage_index)
         if (
-            not isinstance(where, _StorageInfo)
-            or where.relative_path not in checkpoint.header.files
+            not isinstance(stored, _StorageInfo)
+            or stored.relative_path not in checkpoint.header.files
         ):
             raise CorruptDataError(
                 f"every piece of a tensor must be in a file that {checkpoint.path} lists: "
-                f"{item.storage_index.fqn} is in {getattr(where, 'relative_path', None)!r}. Its "
+                f"{item.storage_index.fqn} is in {getattr(stored, 'relative_path', None)!r}. Its "
                 "list of tensors belongs to another checkpoint. Use another checkpoint."
             )
-        by_file.setdefault(where.relative_path, []).append((where, item))
+        by_file.setdefault(stored.relative_path, []).append((stored, item))
     for name, items in sorted(by_file.items()):
         _read_file(checkpoint, name, items, pieces, planner)
 
@@ -129,15 +131,15 @@ def check_size(checkpoint: Checkpoint, name: str) -> None:
     Raises:
         CorruptDataError: If the file is missing or has another size; the message names it.
     """
-    wanted = checkpoint.header.files[name].size
+    expected = checkpoint.header.files[name].size
     try:
         size = checkpoint.folder.size(name)
     except FileNotFoundError as error:
         raise damaged(checkpoint, name, "it is missing") from error
     except OSError as error:
         raise damaged(checkpoint, name, f"it cannot be read ({error})") from error
-    if size != wanted:
-        raise damaged(checkpoint, name, f"it has {size} bytes, but {wanted} were written")
+    if size != expected:
+        raise damaged(checkpoint, name, f"it has {size} bytes, but {expected} were written")
 
 
 def damaged(checkpoint: Checkpoint, name: str, reason: str) -> CorruptDataError:
@@ -162,28 +164,28 @@ def _read_file(
         raise damaged(checkpoint, name, f"it cannot be read ({error})") from error
     with file:
         last: tuple[int, Tensor] | None = None
-        for where, item in sorted(items, key=lambda pair: pair[0].offset):
+        for stored, item in sorted(items, key=lambda pair: pair[0].offset):
             if item.type == LoadItemType.BYTE_IO:
-                file.seek(where.offset)
-                planner.load_bytes(item, io.BytesIO(file.read(where.length)))
+                file.seek(stored.offset)
+                planner.load_bytes(item, io.BytesIO(file.read(stored.length)))
                 continue
-            if last is None or last[0] != where.offset:
+            if last is None or last[0] != stored.offset:
                 piece = pieces[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
-                last = where.offset, _stored_tensor(checkpoint, name, file, where, piece)
+                last = stored.offset, _stored_tensor(checkpoint, name, file, stored, piece)
             _copy(checkpoint, name, last[1], item, planner)
 
 
 def _stored_tensor(
-    checkpoint: Checkpoint, name: str, file: Any, where: _StorageInfo, piece: StoredPiece
+    checkpoint: Checkpoint, name: str, file: Any, stored: _StorageInfo, piece: StoredPiece
 ) -> Tensor:
     """Read one piece and check its shape and dtype against the tensor index."""
-    file.seek(where.offset)
+    file.seek(stored.offset)
     try:
         tensor = torch.load(
-            io.BytesIO(file.read(where.length)), map_location="cpu", weights_only=True
+            io.BytesIO(file.read(stored.length)), map_location="cpu", weights_only=True
         )
     except Exception as error:  # a manipulated pickle can raise anything
-        raise damaged(checkpoint, name, f"no tensor can be read at byte {where.offset}") from error
+        raise damaged(checkpoint, name, f"no tensor can be read at byte {stored.offset}") from error
     if (
         type(tensor) is not Tensor
         or tensor.layout is not torch.strided
@@ -192,13 +194,13 @@ def _stored_tensor(
         raise damaged(
             checkpoint,
             name,
-            f"at byte {where.offset} there is a {type(tensor).__name__} instead of a tensor",
+            f"at byte {stored.offset} there is a {type(tensor).__name__} instead of a tensor",
         )
     if (tuple(tensor.shape), tensor.dtype) != (piece.shape, piece.dtype):
         raise damaged(
             checkpoint,
             name,
-            f"the tensor at byte {where.offset} has the shape {tuple(tensor.shape)} and the type "
+            f"the tensor at byte {stored.offset} has the shape {tuple(tensor.shape)} and the type "
             f"{tensor.dtype}, but the list of tensors says {piece.shape} and {piece.dtype}",
         )
     return tensor
@@ -239,8 +241,8 @@ def content_of(checkpoint: Checkpoint, name: str) -> bytes:
     Raises:
         CorruptDataError: If the file is missing or damaged; the message names it.
     """
-    wanted = checkpoint.header.files.get(name)
-    if wanted is None:
+    expected = checkpoint.header.files.get(name)
+    if expected is None:
         raise damaged(checkpoint, name, "the header does not list it")
     check_size(checkpoint, name)
     try:
@@ -249,11 +251,11 @@ def content_of(checkpoint: Checkpoint, name: str) -> bytes:
     except OSError as error:
         raise damaged(checkpoint, name, f"it cannot be read ({error})") from error
     actual = FileRecord(len(content), f"{zlib.crc32(content):08x}")
-    if actual != wanted:
+    if actual != expected:
         raise damaged(
             checkpoint,
             name,
-            f"it has {actual.size} bytes and checksum {actual.checksum}, but {wanted.size} bytes "
-            f"with checksum {wanted.checksum} were written",
+            f"it has {actual.size} bytes and checksum {actual.checksum}, but {expected.size} bytes "
+            f"with checksum {expected.checksum} were written",
         )
     return content

@@ -119,13 +119,13 @@ def _verify(path: str | os.PathLike[str], deep: bool, axis: MeshAxis) -> None:
 
 
 def _check_content(checkpoint: Checkpoint, name: str) -> None:
-    wanted = checkpoint.header.files[name]
+    expected = checkpoint.header.files[name]
     actual = read_record(checkpoint.folder, name)
-    if actual != wanted:
+    if actual != expected:
         raise damaged(
             checkpoint,
             name,
-            f"its checksum is {actual.checksum}, but {wanted.checksum} was written",
+            f"its checksum is {actual.checksum}, but {expected.checksum} was written",
         )
 
 
@@ -137,7 +137,9 @@ def _agree(check: Callable[[], object], axis: MeshAxis) -> Exception | None:
     with CaughtError(BaseException) as caught:
         check()
     local_error = caught.error
-    errors = [one for one in all_gather_objects(_to_send(local_error), axis) if one is not None]
+    errors = [
+        error for error in all_gather_objects(_to_send(local_error), axis) if error is not None
+    ]
     if local_error is not None and not isinstance(local_error, Exception):
         raise local_error
     for error in errors:

@@ -260,10 +260,10 @@ class _Background:
         with self._changed:
             self._num_queries += 1
             self._changed.wait_for(lambda: not self._exchanging)
-            over = self._over_at is not None and self._num_queries >= self._over_at
-        if over:
+            has_ended = self._over_at is not None and self._num_queries >= self._over_at
+        if has_ended:
             self.join()
-        return over
+        return has_ended
 
     def join(self) -> None:
         """Wait until the thread has ended."""
@@ -315,18 +315,18 @@ class _Background:
 
     def _agree_on_end(self) -> None:
         axis = self.save.mesh.checkpoint_cpu
-        most = 0
-        # Ignore failures: a rank that is gone makes no further calls to agree with.
+        num_calls = 0
+        # Ignore failures: a rank that has exited makes no further calls.
         with CaughtError():
             # Wait for all threads before `_exchanging` blocks calls of `is_over` in training.
             all_gather_objects(None, axis)
             with self._changed:
                 self._exchanging = True
-                most = self._num_queries
-            most = max(all_gather_objects(most, axis))
+                num_calls = self._num_queries
+            num_calls = max(all_gather_objects(num_calls, axis))
         with self._changed:
             self._exchanging = False
-            self._over_at = most + 1
+            self._over_at = num_calls + 1
             self._changed.notify_all()
 
 

@@ -81,7 +81,7 @@ def checkpoint_parser() -> argparse.ArgumentParser:
         commands,
         "verify",
         run_verify,
-        "compare every file with its checksum; ends with 1 if one is damaged",
+        "compare every file with its checksum; the exit status is 1 if a file is damaged",
     )
     one_file = _add(
         commands,
@@ -93,7 +93,7 @@ def checkpoint_parser() -> argparse.ArgumentParser:
         ),
     )
     one_file.add_argument("out", metavar="OUT.ckpt", type=Path, help="the file to write")
-    again = _add(
+    reshard = _add(
         commands,
         "reshard",
         run_reshard,
@@ -101,23 +101,27 @@ def checkpoint_parser() -> argparse.ArgumentParser:
         "needs, or in another dtype. Not needed to load it under another layout: every layout "
         "loads every checkpoint",
     )
-    again.add_argument("out", metavar="OUT", help="the directory or URL to write")
-    again.add_argument(
-        "--files", type=at_least_one, default=1, metavar="N", help="files of tensors (default: 1)"
+    reshard.add_argument("out", metavar="OUT", help="the directory or URL to write")
+    reshard.add_argument(
+        "--files",
+        type=at_least_one,
+        default=1,
+        metavar="N",
+        help="number of tensor files (default: 1)",
     )
-    for command in (one_file, again):
+    for command in (one_file, reshard):
         command.add_argument(
             "--weights-only",
             action="store_true",
-            help="leave out what a training needs to continue",
+            help="leave out what only training needs",
         )
         command.add_argument(
             "--dtype",
             choices=DTYPES,
-            help="of the weights; reshard takes it with --weights-only alone",
+            help="dtype of the weights; reshard accepts it only with --weights-only",
         )
-        command.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
-    for command in (show, one_file, again):
+        command.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    for command in (show, one_file, reshard):
         command.add_argument(
             "--unsafe",
             action="store_true",
@@ -141,7 +145,7 @@ def run_verify(options: argparse.Namespace) -> None:
         verify_checkpoint(options.path)
         files = read_header(options.path).files
         num_files = len(files)
-        size = sum(one.size for one in files.values())
+        size = sum(record.size for record in files.values())
     print(f"{options.path}: {_plural(num_files, 'file')}, {_size(size)}, as written")
 
 
@@ -187,20 +191,22 @@ def _describe(options: argparse.Namespace) -> list[str]:
         + (f", vpp {layout.vpp}" if layout.vpp > 1 else ""),
     ]
     weights = {
-        name.removeprefix(MODEL): one for name, one in tensors.items() if name.startswith(MODEL)
+        name.removeprefix(MODEL): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(MODEL)
     }
     rows = [
-        (name, _shape(one.shape), _dtype(one.dtype), _size(_bytes(one)))
-        for name, one in weights.items()
+        (name, _shape(tensor.shape), _dtype(tensor.dtype), _size(_bytes(tensor)))
+        for name, tensor in weights.items()
     ]
     lines += [
         "",
         *_table(("model", "shape", "dtype", "size"), rows),
         _total(weights.values(), "tensor"),
     ]
-    states = {name: one for name, one in tensors.items() if not name.startswith(MODEL)}
+    states = {name: tensor for name, tensor in tensors.items() if not name.startswith(MODEL)}
     lines += _describe_optimizers(options, states)
-    files = [(name, _size(one.size), one.checksum) for name, one in header.files.items()]
+    files = [(name, _size(record.size), record.checksum) for name, record in header.files.items()]
     return [*lines, "", *_table(("file", "size", "crc32"), files)]
 
 
@@ -214,9 +220,9 @@ def _describe_optimizers(options: argparse.Namespace, states: Mapping[str, Any])
     lines: list[str] = []
     for number, optimizer in enumerate(optimizers):
         entries = {
-            name.removeprefix(prefix): one
+            name.removeprefix(prefix): tensor
             for prefix in (f"optimizer.{number}.state.",)
-            for name, one in states.items()
+            for name, tensor in states.items()
             if name.startswith(prefix)
         }
         groups = [
@@ -228,13 +234,13 @@ def _describe_optimizers(options: argparse.Namespace, states: Mapping[str, Any])
             *_table((f"optimizer {number}: group", "parameters", "hyperparameters"), groups),
         ]
         by_key: dict[str, list[Any]] = {}
-        for name, one in entries.items():
-            by_key.setdefault(name if options.all else name.rpartition(".")[2], []).append(one)
+        for name, tensor in entries.items():
+            by_key.setdefault(name if options.all else name.rpartition(".")[2], []).append(tensor)
         rows = [
             (
                 key,
                 str(len(saved)),
-                " ".join(sorted({_dtype(one.dtype) for one in saved})),
+                " ".join(sorted({_dtype(tensor.dtype) for tensor in saved})),
                 _size(sum(map(_bytes, saved))),
             )
             for key, saved in by_key.items()
@@ -255,8 +261,8 @@ def _describe_file(options: argparse.Namespace) -> list[str]:
         if isinstance(value, torch.Tensor)
     }
     rows = [
-        (name, _shape(one.shape), _dtype(one.dtype), _size(_bytes(one)))
-        for name, one in tensors.items()
+        (name, _shape(tensor.shape), _dtype(tensor.dtype), _size(_bytes(tensor)))
+        for name, tensor in tensors.items()
     ]
     optimizers = content.get("optimizer_states", ())
     return [
@@ -320,7 +326,7 @@ def _summary(out: object, written: WrittenSize, weights_only: bool) -> str:
 
 
 def _total(tensors: Iterable[Any], what: str) -> str:
-    sizes = [_bytes(one) for one in tensors]
+    sizes = [_bytes(tensor) for tensor in tensors]
     return f"{_plural(len(sizes), what)}, {_size(sum(sizes))}"
 
 

@@ -61,7 +61,7 @@ def clean_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-megatron clean",
         description="Repair the text of JSON lines, and remove short documents, near-duplicates "
-        "and documents of test sets. Other keys and the order stay.",
+        "and documents of test sets. Other keys and the order do not change.",
     )
     parser.add_argument(
         "inputs", nargs="+", metavar="INPUT", help="files, directories or globs of JSON lines"
@@ -81,19 +81,19 @@ def clean_parser() -> argparse.ArgumentParser:
         "--min-tokens",
         type=int,
         default=128,
-        help="least length of a document; 0 keeps all (default: %(default)s)",
+        help="minimum length of a document; 0 keeps all (default: %(default)s)",
     )
     parser.add_argument(
         "--tokenizer",
         default="words",
-        help="what --min-tokens counts: words between blanks, or as in preprocess bytes, gpt2 or "
-        "a path (default: %(default)s)",
+        help="unit of --min-tokens: words, or the tokens of bytes, gpt2 or a path as in preprocess "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--jaccard",
         type=float,
         default=0.7,
-        help="similarity of duplicates, above 0.5 (default: %(default)s)",
+        help="minimum similarity of duplicates, above 0.5 (default: %(default)s)",
     )
     parser.add_argument(
         "--ngram", type=int, default=5, help="words of compared n-grams (default: %(default)s)"
@@ -104,10 +104,10 @@ def clean_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="PATH",
-        help="test set, JSON lines or plain text: documents like one of its are removed, and the "
-        "overlap is reported; may be repeated",
+        help="test set, JSON lines or plain text: documents that are similar to one of its "
+        "documents are removed, and the overlap is reported; may be repeated",
     )
-    parser.add_argument("--skip-broken", action="store_true", help="leave out lines not valid")
+    parser.add_argument("--skip-broken", action="store_true", help="leave out invalid lines")
     parser.add_argument("--overwrite", action="store_true", help="replace existing outputs")
     parser.add_argument(
         "--workers", type=int, default=default_workers(), help="processes (default: %(default)s)"

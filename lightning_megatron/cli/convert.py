@@ -156,13 +156,13 @@ def convert_parser() -> argparse.ArgumentParser:
             "model)"
         ),
     )
-    add("--dtype", choices=DTYPES, help="type of the weights (default: as they are)")
+    add("--dtype", choices=DTYPES, help="dtype of the weights (default: unchanged)")
     add(
         "--max-file-bytes",
         type=int,
         default=5 * 10**9,
         metavar="N",
-        help="size of a file (default: 5e9)",
+        help="maximum size of a file (default: 5e9)",
     )
     add(
         "--tokenizer",
@@ -172,7 +172,7 @@ def convert_parser() -> argparse.ArgumentParser:
     add(
         "--merge",
         action="store_true",
-        help="write the model with its adapter merged, not the adapter alone",
+        help="write the model with its adapter merged, instead of the adapter alone",
     )
     add(
         "--verify",
@@ -195,14 +195,14 @@ def compare(saved: SavedModel, folder: str) -> float:
         Largest absolute difference in float32, divided by the largest absolute output
     """
     library: Any = import_extra("transformers", "hf")
-    theirs = (
+    original = (
         getattr(library, saved.family.architecture).from_pretrained(folder, dtype="float32").eval()
     )
-    root = nn.ModuleDict({"model": deepcopy(theirs)})
+    root = nn.ModuleDict({"model": deepcopy(original)})
     parallelize(root, ParallelMesh.single())
-    ours: Any = root["model"]
+    converted: Any = root["model"]
     full = dict(saved.merged_tensors())
-    for key, tensor in (*ours.named_parameters(), *ours.named_buffers()):
+    for key, tensor in (*converted.named_parameters(), *converted.named_buffers()):
         if key in full or isinstance(tensor, nn.Parameter):
             # This package may pad the vocabulary; the checkpoint has no rows for the padding.
             tensor[: full[key].shape[0]] = full[key]
@@ -211,7 +211,7 @@ def compare(saved: SavedModel, folder: str) -> float:
     tokens = torch.randint(
         0, config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0)
     )
-    computed, expected = (_result(model(input_ids=tokens)) for model in (ours, theirs))
+    computed, expected = (_result(model(input_ids=tokens)) for model in (converted, original))
     return float((computed - expected).abs().max() / expected.abs().max())
 
 

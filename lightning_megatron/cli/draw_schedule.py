@@ -57,7 +57,7 @@ def draw_schedules(
     figures = import_extra("matplotlib.figure", "plot")
     patches = import_extra("matplotlib.patches", "plot")
     length = max(outcome.timeline.length for outcome in outcomes)
-    most = max(max(outcome.peaks) for outcome in outcomes)
+    largest_peak = max(max(outcome.peaks) for outcome in outcomes)
     boxes = max(len(row) for outcome in outcomes for row in outcome.schedule.rows)
     across = min(max(TIMELINE_WIDTHS[0], boxes * BOX_WIDTH), TIMELINE_WIDTHS[1])
     heights = [ROW * outcome.schedule.num_stages + PANEL_EDGES for outcome in outcomes]
@@ -73,7 +73,7 @@ def draw_schedules(
     )
     for outcome, (timeline, memory) in zip(outcomes, panels, strict=True):
         timeline.set_xlim(0, max(length, 1))
-        memory.set_xlim(0, most * 1.3 or 1)
+        memory.set_xlim(0, largest_peak * 1.3 or 1)
         _draw_timeline(timeline, outcome, 72 * across / max(length, 1))
         _draw_memory(memory, outcome)
         timeline.get_xaxis().set_visible(outcome is outcomes[-1])

@@ -108,7 +108,7 @@ def evaluate_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="a local Hugging Face folder, or a checkpoint")
-    add("--task", choices=("wikitext", "lambada"), required=True, help="what is measured")
+    add("--task", choices=("wikitext", "lambada"), required=True, help="task to measure")
     add(
         "--data",
         required=True,
@@ -127,16 +127,16 @@ def evaluate_parser() -> argparse.ArgumentParser:
         "--stride",
         type=at_least_one,
         metavar="N",
-        help="wikitext: tokens by which windows advance (default: 32, as published; that of the "
-        "window is the fastest)",
+        help="wikitext: tokens by which windows advance (default: 32, as published; the size of "
+        "the window is the fastest)",
     )
     add(
         "--plain",
         action="store_true",
         default=None,
-        help="wikitext: the text is as people write it, so it is not detokenized",
+        help="wikitext: the text is plain text, which is not detokenized",
     )
-    add("--batch-size", type=at_least_one, default=1, metavar="N", help="rows of a rank and batch")
+    add("--batch-size", type=at_least_one, default=1, metavar="N", help="rows of a batch on a rank")
     add_layout(parser)
     add("--json", action="store_true", help="print one JSON object, and no progress bar")
     add("--no-progress", action="store_true", help="show no progress bar")

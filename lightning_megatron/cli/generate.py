@@ -126,8 +126,8 @@ def _check_options(options: argparse.Namespace) -> None:
     for name in _OF_DRAWS:
         if not options.sample and getattr(options, name) is not None:
             raise UnsupportedError(
-                f"--{name.replace('_', '-')} needs --sample: without it the likeliest tokens "
-                "follow, and nothing is drawn. Add --sample, or leave it out."
+                f"--{name.replace('_', '-')} needs --sample: without it the most probable "
+                "tokens follow, and nothing is drawn. Add --sample, or leave it out."
             )
     if options.length_penalty is not None and options.beams == 1:
         raise UnsupportedError(
@@ -141,18 +141,18 @@ def _check_options(options: argparse.Namespace) -> None:
         )
 
 
-def _check_length(prompts: Sequence[PromptText], most: int, model: OpenedModel) -> None:
+def _check_length(prompts: Sequence[PromptText], num_new: int, model: OpenedModel) -> None:
     limit = model.max_length
     if limit is None:
         return
     for number, prompt in enumerate(prompts, start=1):
         length = len(prompt.tokens)
-        if length + most > limit:
+        if length + num_new > limit:
             raise ParallelPlanError(
                 f"a prompt and its new tokens must not exceed the model's longest row ({limit} "
-                f"tokens): prompt {number} has {length}, and --max-new-tokens is {most}. The model "
-                f"has no later positions. Use --max-new-tokens {max(0, limit - length)} or fewer, "
-                "or a shorter prompt."
+                f"tokens): prompt {number} has {length}, and --max-new-tokens is {num_new}. The "
+                "model has no later positions. Use --max-new-tokens "
+                f"{max(0, limit - length)} or fewer, or a shorter prompt."
             )
 
 
@@ -173,7 +173,9 @@ def generate_parser() -> argparse.ArgumentParser:
         help="a local Hugging Face folder, or a checkpoint",
     )
     prompts = parser.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be given again")
+    prompts.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="prompt; may be repeated"
+    )
     prompts.add_argument(
         "--prompts",
         metavar="FILE",
@@ -191,16 +193,22 @@ def generate_parser() -> argparse.ArgumentParser:
         type=at_least_one,
         default=64,
         metavar="N",
-        help="most tokens after a prompt (default: %(default)s)",
+        help="maximum number of tokens after a prompt (default: %(default)s)",
     )
-    add("--stop", action="append", default=[], metavar="TEXT", help="ends a row; again for more")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="text that ends a row; may be repeated",
+    )
     add(
         "--stop-token",
         action="append",
         default=[],
         type=int,
         metavar="ID",
-        help="ends a row, beside the token that ends texts; again for more",
+        help="further token that ends a row, as the end-of-text token does; may be repeated",
     )
     add("--beams", type=at_least_one, default=1, metavar="N", help="beams of a beam search")
     add("--length-penalty", type=float, metavar="X", help="of beams; above 0 favours long words")

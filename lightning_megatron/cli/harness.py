@@ -147,12 +147,12 @@ def harness_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="a local Hugging Face folder, or a checkpoint")
-    add("--tasks", required=True, metavar="NAMES", help="names of tasks, with commas between them")
+    add("--tasks", required=True, metavar="NAMES", help="names of tasks, separated by commas")
     add("--include-path", metavar="FOLDER", help="folder with YAML files of further tasks")
     add(
         "--own-tasks-only",
         action="store_true",
-        help="know only the tasks of --include-path, which saves seconds at the start",
+        help="read only the tasks of --include-path, which saves seconds at the start",
     )
     add("--fewshot", type=int, metavar="N", help="examples before a question (default: the task's)")
     add("--limit", type=at_least_one, metavar="N", help="documents of each task (default: all)")
@@ -168,9 +168,15 @@ def harness_parser() -> argparse.ArgumentParser:
         "--prefix-token",
         type=int,
         metavar="ID",
-        help="before texts without context (default: the token that begins texts, or ends them)",
+        help="token before texts without context (default: the one that begins or ends texts)",
     )
-    add("--batch-size", type=at_least_one, default=1, metavar="N", help="rows at once of a copy")
+    add(
+        "--batch-size",
+        type=at_least_one,
+        default=1,
+        metavar="N",
+        help="rows that a replica reads at once",
+    )
     add_layout(parser)
     add("--json", action="store_true", help="print one JSON object")
     return parser

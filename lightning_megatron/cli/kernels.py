@@ -77,7 +77,8 @@ def kernels_parser() -> argparse.ArgumentParser:
     )
     build.set_defaults(run=run_build)
     wheel = commands.add_parser(
-        "wheel", help="pack the library for machines without compilers, built first if need be"
+        "wheel",
+        help="package the library for machines without compilers; build it first if necessary",
     )
     wheel.add_argument(
         "--out", type=Path, default=Path("dist"), help="folder of the wheel (default: dist)"
@@ -97,10 +98,12 @@ def kernels_parser() -> argparse.ArgumentParser:
     for name, what in {
         "rows": "rows of all groups",
         "groups": "groups",
-        "n": "output",
+        "n": "output features",
         "k": "input features",
     }.items():
-        show.add_argument(f"--{name}", type=at_least_one, metavar="N", help=f"of a shape: {what}")
+        show.add_argument(
+            f"--{name}", type=at_least_one, metavar="N", help=f"shape of the product: {what}"
+        )
     show.set_defaults(run=run_show)
     check = commands.add_parser(
         "check", help="load the library and say whether this GPU can run it"
@@ -117,7 +120,7 @@ def kernels_parser() -> argparse.ArgumentParser:
         )
     for command in (build, wheel, show, check):
         command.add_argument(
-            "--cache", type=Path, default=default_cache(), help="where libraries are kept"
+            "--cache", type=Path, default=default_cache(), help="folder of the built libraries"
         )
     return parser
 
@@ -191,12 +194,12 @@ def run_check(options: argparse.Namespace) -> None:
 def _describe_choices(rows: int, groups: int, n: int, k: int) -> list[str]:
     lines = [f"{rows} rows in {groups} groups ({rows // groups} each), n {n}, k {k}"]
     width = max(map(len, VARIANTS))
-    apart = reason_against_fusion(n, k)
-    for which in Pass:
-        if which is Pass.FORWARD_SWIGLU and apart is not None:
-            lines.append(f"  {'SwiGLU apart':<{width}}  {apart}")
+    reason = reason_against_fusion(n, k)
+    for product in Pass:
+        if product is Pass.FORWARD_SWIGLU and reason is not None:
+            lines.append(f"  {'SwiGLU apart':<{width}}  {reason}")
             continue
-        choice = choose_variant(which, rows, groups, n, k)
+        choice = choose_variant(product, rows, groups, n, k)
         lines.append(
             f"  {choice.variant:<{width}}  along {'N' if choice.along_n else 'M'}: {choice.reason}"
         )

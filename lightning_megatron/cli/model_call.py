@@ -41,8 +41,13 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
         help="devices of each node (default: 1)",
     )
     add("--nodes", type=at_least_one, default=1, metavar="N", help="nodes (default: 1)")
-    add("--accelerator", default="auto", help="of the Trainer (default: %(default)s)")
-    add("--precision", choices=PRECISIONS, default="32-true", help="(default: %(default)s)")
+    add("--accelerator", default="auto", help="accelerator of the Trainer (default: %(default)s)")
+    add(
+        "--precision",
+        choices=PRECISIONS,
+        default="32-true",
+        help="precision (default: %(default)s)",
+    )
 
 
 def axis_sizes(options: argparse.Namespace) -> dict[str, int]:

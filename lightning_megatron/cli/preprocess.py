@@ -60,7 +60,7 @@ def preprocess_parser() -> argparse.ArgumentParser:
         "--document",
         choices=("file", "line", "paragraph"),
         default="file",
-        help="what one document of plain text is (default: %(default)s)",
+        help="unit of plain text that is a document (default: %(default)s)",
     )
     parser.add_argument(
         "--split-sentences",

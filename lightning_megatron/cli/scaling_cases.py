@@ -127,8 +127,10 @@ def cases_of(study: Study, size: Size, replicas: int, batch_size: int) -> list[S
     if study == "model":
         return table
     if study == "model+data":
-        both = [replace(one, dp=replicas, batch_size=batch_size * replicas) for one in table]
-        return [first, *both]
+        replicated = [
+            replace(case, dp=replicas, batch_size=batch_size * replicas) for case in table
+        ]
+        return [first, *replicated]
     if study == "strong":
         return [replace(first, tp=tp) for *_, tp in _TABLE_1]
     return [first, *(replace(table[-1], num_heads=heads) for heads in _HEADS)]

@@ -158,8 +158,8 @@ def _cells(record: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _ratio(own: float | None, other: float | None) -> float | None:
-    return own / other if own is not None and other is not None else None
+def _ratio(value: float | None, baseline: float | None) -> float | None:
+    return value / baseline if value is not None and baseline is not None else None
 
 
 def _short(count: int) -> str:

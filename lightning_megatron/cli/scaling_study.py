@@ -92,12 +92,18 @@ def study_parser() -> argparse.ArgumentParser:
         default="paper",
         help="small divides widths by 2 and layers by 4; tiny, for CPUs, by 16 and 20",
     )
-    add("--studies", nargs="+", choices=STUDIES, default=list(STUDIES), help="(default: all)")
+    add(
+        "--studies",
+        nargs="+",
+        choices=STUDIES,
+        default=list(STUDIES),
+        help="studies to run (default: all)",
+    )
     add(
         "--devices",
         type=at_least_one,
         metavar="N",
-        help="GPUs or CPU processes at most (default: all GPUs, or 2 processes)",
+        help="maximum number of GPUs or CPU processes (default: all GPUs, or 2 processes)",
     )
     add(
         "--replicas",
@@ -105,10 +111,22 @@ def study_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="replicas in the study model+data (default: devices / 8, from 2 to 64 as published)",
     )
-    add("--batch-size", type=at_least_one, default=8, metavar="N", help="samples of a replica")
-    add("--steps", type=at_least_one, default=20, metavar="N", help="measured (default: 20)")
-    add("--warmup", type=at_least_one, default=5, metavar="N", help="steps before (default: 5)")
-    add("--precision", help="of the Trainer (default: bf16-mixed, on CPUs 32-true)")
+    add(
+        "--batch-size",
+        type=at_least_one,
+        default=8,
+        metavar="N",
+        help="samples of a replica per step",
+    )
+    add("--steps", type=at_least_one, default=20, metavar="N", help="measured steps (default: 20)")
+    add(
+        "--warmup",
+        type=at_least_one,
+        default=5,
+        metavar="N",
+        help="steps before the measured ones (default: 5)",
+    )
+    add("--precision", help="precision of the Trainer (default: bf16-mixed, on CPUs 32-true)")
     add(
         "--recompute",
         choices=("selective", "full"),
@@ -162,19 +180,19 @@ def _run(case: ScalingCase, options: argparse.Namespace, folder: Path) -> dict[s
     command += ["--strategy", json.dumps(options.strategy)]
     command += ["--recompute", options.recompute] if options.recompute else []
     measured = measure_job(command, log, result, options.timeout)
-    said = measured["failure"] or f"{measured['seconds_per_step']:.4g} s a step"
-    print(f"{case.label}: {said}", file=sys.stderr, flush=True)
+    outcome = measured["failure"] or f"{measured['seconds_per_step']:.4g} s a step"
+    print(f"{case.label}: {outcome}", file=sys.stderr, flush=True)
     return measured
 
 
-def _row(study: Study, case: ScalingCase, found: dict[str, Any]) -> ScalingRow:
+def _row(study: Study, case: ScalingCase, measured: dict[str, Any]) -> ScalingRow:
     return ScalingRow(
         study,
         case,
-        found.get("seconds_per_step"),
-        found.get("peak_gib"),
-        found.get("loss"),
-        found["failure"],
+        measured.get("seconds_per_step"),
+        measured.get("peak_gib"),
+        measured.get("loss"),
+        measured["failure"],
     )
 
 
@@ -185,7 +203,7 @@ def _report(
     folder: Path,
 ) -> None:
     records = records_of(rows)
-    device = next((one["device"] for one in ran.values() if "device" in one), None)
+    device = next((result["device"] for result in ran.values() if "device" in result), None)
     settings = {
         "size": options.size,
         "device": device,

@@ -65,11 +65,11 @@ def main(args: Sequence[str] | None = None) -> None:
         _run_one(options, sizes, from_file)
 
 
-def _run_one(options: argparse.Namespace, sizes: PipelineSizes, own: Schedule | None) -> None:
-    num_chunks = own.num_chunks if own is not None else sizes.chunks_of(options.name)
+def _run_one(options: argparse.Namespace, sizes: PipelineSizes, from_file: Schedule | None) -> None:
+    num_chunks = from_file.num_chunks if from_file is not None else sizes.chunks_of(options.name)
     costs, source = _costs(options.costs, sizes, num_chunks)
-    if own is not None:
-        outcome = simulated(own, costs)
+    if from_file is not None:
+        outcome = simulated(from_file, costs)
     else:
         outcome = named_outcome(options.name, sizes, costs, options.memory)
     schedule = outcome.schedule
@@ -87,11 +87,11 @@ def _run_one(options: argparse.Namespace, sizes: PipelineSizes, own: Schedule | 
 
 
 def _run_comparison(
-    options: argparse.Namespace, sizes: PipelineSizes, own: Schedule | None
+    options: argparse.Namespace, sizes: PipelineSizes, from_file: Schedule | None
 ) -> None:
-    mine = [] if own is None else [own]
-    costs, source = _costs(options.costs, sizes, parts_of(sizes, mine))
-    comparison = compare(sizes, costs, options.memory, mine)
+    schedules = [] if from_file is None else [from_file]
+    costs, source = _costs(options.costs, sizes, parts_of(sizes, schedules))
+    comparison = compare(sizes, costs, options.memory, schedules)
     text = describe_comparison(comparison, sizes, source, options.memory)
     print(text)
     _draw(options.png, comparison.outcomes, text)
@@ -106,14 +106,14 @@ def _draw(path: Path | None, outcomes: Sequence[ScheduleOutcome], text: str) -> 
     print(f"\ntimelines: {path}")
 
 
-def _sizes(options: argparse.Namespace, own: Schedule | None) -> PipelineSizes:
+def _sizes(options: argparse.Namespace, from_file: Schedule | None) -> PipelineSizes:
     """Return the sizes that the options give, or the sizes of the schedule in the user's file.
 
     Raises:
         ParallelPlanError: If a size is below 1 or differs from that of the file, or if the name of
             the schedule is unknown.
     """
-    if own is None:
+    if from_file is None:
         if options.name is not None and options.name not in NAMES:
             raise ParallelPlanError(
                 f"schedule must be {join_or(NAMES)}, or a file that ends in {CSV}: it is "
@@ -127,11 +127,11 @@ def _sizes(options: argparse.Namespace, own: Schedule | None) -> PipelineSizes:
             options.pp, options.microbatches, options.chunks, options.microbatch_group_size
         )
     sizes = {"pp": options.pp, "microbatches": options.microbatches}
-    present = {"pp": own.num_stages, "microbatches": own.num_microbatches}
+    present = {"pp": from_file.num_stages, "microbatches": from_file.num_microbatches}
     # In a comparison, --chunks applies to the named schedules, not to the file.
     if not options.compare:
         sizes["chunks"] = options.chunks
-        present["chunks"] = own.num_chunks
+        present["chunks"] = from_file.num_chunks
     for name, size in sizes.items():
         if size not in (None, present[name]):
             raise ParallelPlanError(
@@ -139,7 +139,10 @@ def _sizes(options: argparse.Namespace, own: Schedule | None) -> PipelineSizes:
                 f"{present[name]}. Leave --{name} out."
             )
     return PipelineSizes(
-        own.num_stages, own.num_microbatches, options.chunks, options.microbatch_group_size
+        from_file.num_stages,
+        from_file.num_microbatches,
+        options.chunks,
+        options.microbatch_group_size,
     )
 
 
@@ -164,7 +167,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--name", metavar="NAME", help=f"{join_or(NAMES)}, or a {CSV} file of your own")
-    add("--compare", action="store_true", help="all schedules, and that of --name if it is a file")
+    add("--compare", action="store_true", help="compare all schedules, and --name if it is a file")
     add("--pp", type=int, metavar="N", help="pipeline stages")
     add("--microbatches", type=int, metavar="N", help="microbatches of a step")
     add("--chunks", "--vpp", type=int, metavar="N", help="chunks per stage (default: as needed)")
@@ -180,7 +183,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory",
         type=_positive,
         metavar="SIZE",
-        help="what a rank may keep, in the unit of the costs (default: in microbatches of a stage)",
+        help="activations that a rank may keep, in the unit of the costs (default: microbatches)",
     )
     add(
         "--png",

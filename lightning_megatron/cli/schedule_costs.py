@@ -60,8 +60,11 @@ class PipelineCosts:
         Raises:
             ParallelPlanError: If the virtual stages cannot be merged evenly.
         """
-        each = merge_size(len(self.kept), num_virtual_stages)
-        sums = [sum(self.kept[at : at + each]) for at in range(0, len(self.kept), each)]
+        group_size = merge_size(len(self.kept), num_virtual_stages)
+        sums = [
+            sum(self.kept[start : start + group_size])
+            for start in range(0, len(self.kept), group_size)
+        ]
         return PipelineCosts(
             self.times.merged(num_virtual_stages), tuple(sums), self.weight_half_share
         )

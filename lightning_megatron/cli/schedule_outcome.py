@@ -146,22 +146,22 @@ def named_outcome(
     return simulated(schedule, costs)
 
 
-def parts_of(sizes: PipelineSizes, own: Sequence[Schedule] = ()) -> int:
+def parts_of(sizes: PipelineSizes, schedules: Sequence[Schedule] = ()) -> int:
     """Return the smallest number of parts of a stage such that each chunk has whole parts.
 
     Args:
         sizes: Sizes of the pipeline.
-        own: The user's own schedules.
+        schedules: The user's own schedules.
     """
     chunks = [_own_sizes(name, sizes).chunks_of(name) for name in NAMES]
-    return lcm(*chunks, *(schedule.num_chunks for schedule in own))
+    return lcm(*chunks, *(schedule.num_chunks for schedule in schedules))
 
 
 def compare(
     sizes: PipelineSizes,
     costs: PipelineCosts,
     limit: float | None,
-    own: Sequence[Schedule] = (),
+    schedules: Sequence[Schedule] = (),
 ) -> Comparison:
     """Simulate all schedules with the same work per stage.
 
@@ -171,9 +171,9 @@ def compare(
         costs: Times and sizes of equal parts of the stages; see :func:`parts_of`.
         limit: Limit on the activations of a stage, for "auto"; None means the peak of 1f1b (unit
             of the costs).
-        own: The user's own schedules, with the same pp and number of microbatches.
+        schedules: The user's own schedules, with the same pp and number of microbatches.
     """
-    outcomes = [simulated(schedule, costs) for schedule in own]
+    outcomes = [simulated(schedule, costs) for schedule in schedules]
     refusals = {}
     for name in NAMES:
         try:
@@ -192,8 +192,8 @@ def _own_sizes(name: str, sizes: PipelineSizes) -> PipelineSizes:
 
 def _searched(sizes: PipelineSizes, costs: PipelineCosts, limit: float | None) -> ScheduleOutcome:
     if limit is None:
-        one = build_schedule("1f1b", sizes.num_stages, sizes.num_microbatches)
-        limit = max(simulated(one, costs).peaks)
+        reference = build_schedule("1f1b", sizes.num_stages, sizes.num_microbatches)
+        limit = max(simulated(reference, costs).peaks)
     merged_costs = costs.of(sizes.num_stages * sizes.chunks_of(AUTOMATIC))
     result = search_schedule(
         sizes.num_stages,

@@ -88,9 +88,9 @@ def _microbatches(number: int) -> str:
 def _alternatives(outcome: ScheduleOutcome) -> list[str]:
     if not outcome.alternatives:
         return []
-    beside = [
-        f"{other.schedule.name} {other.length} ticks"
-        + ("" if other.fits else f" (keeps too much: {other.peak:.4g})")
-        for other in outcome.alternatives
+    alternatives = [
+        f"{alternative.schedule.name} {alternative.length} ticks"
+        + ("" if alternative.fits else f" (keeps too much: {alternative.peak:.4g})")
+        for alternative in outcome.alternatives
     ]
-    return [f"beside it: {', '.join(beside)}"]
+    return [f"beside it: {', '.join(alternatives)}"]

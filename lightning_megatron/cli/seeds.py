@@ -181,8 +181,12 @@ def summary(runs: Sequence[SeedRun], part: str, monitor: str) -> dict[str, Any]:
     names = models[0].results
     order = sorted(range(len(runs)), key=lambda number: models[number].results[monitor])
     return {
-        "seeds": {f"seed{run.seed}": one.results for run, one in zip(runs, models, strict=True)},
-        "median": {name: statistics.median(one.results[name] for one in models) for name in names},
+        "seeds": {
+            f"seed{run.seed}": scores.results for run, scores in zip(runs, models, strict=True)
+        },
+        "median": {
+            name: statistics.median(scores.results[name] for scores in models) for name in names
+        },
         # For an even number of fits, the one with the lower result of the two in the middle.
         "median_run": order[(len(order) - 1) // 2],
         "ensemble": ensemble_results(metric, models),

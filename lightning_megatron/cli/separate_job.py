@@ -65,5 +65,5 @@ def reason_in(text: str, returncode: int) -> str:
     if returncode < 0:
         return f"ended by {signal.Signals(-returncode).name}, perhaps for lack of host memory"
     errors = [line for line in text.splitlines() if "Error: " in line and line[:1].isalpha()]
-    said = errors or [line for line in text.splitlines() if line.strip()] or ["no output"]
-    return f"exit code {returncode}: {said[-1].strip()[:300]}"
+    messages = errors or [line for line in text.splitlines() if line.strip()] or ["no output"]
+    return f"exit code {returncode}: {messages[-1].strip()[:300]}"

@@ -88,14 +88,16 @@ class TextGeneration:
             continuations = self._continued(
                 model, batch, number if has_own else first, streams=prints and not self.prints_json
             )
-            every = all_gather_objects(continuations if has_own else [], mesh.dp_cpu)
+            all_continuations = all_gather_objects(continuations if has_own else [], mesh.dp_cpu)
             if prints:
-                self._print_rows(batches[first : first + mesh.dp.size], every)
+                self._print_rows(batches[first : first + mesh.dp.size], all_continuations)
 
     def batches(self) -> list[list[SampledRow]]:
         """Return the rows of each batch."""
         samples = range(self.num_samples)
-        rows = [SampledRow(one, two) for one in range(len(self.prompts)) for two in samples]
+        rows = [
+            SampledRow(prompt, sample) for prompt in range(len(self.prompts)) for sample in samples
+        ]
         size = self.batch_size
         return [rows[start : start + size] for start in range(0, len(rows), size)]
 
@@ -137,10 +139,12 @@ class TextGeneration:
         return continuations
 
     def _print_rows(
-        self, batches: Sequence[Sequence[SampledRow]], found: Sequence[Sequence[Sequence[int]]]
+        self,
+        batches: Sequence[Sequence[SampledRow]],
+        continuations: Sequence[Sequence[Sequence[int]]],
     ) -> None:
         """Print the rows of a round; as plain text, all but the first, which was streamed."""
-        rows = self._joined(batches, found)
+        rows = self._joined(batches, continuations)
         if not self.prints_json:
             next(rows)
         for row, tokens in rows:
@@ -152,10 +156,10 @@ class TextGeneration:
 
     @staticmethod
     def _joined(
-        batches: Sequence[Sequence[SampledRow]], found: Sequence[Sequence[Sequence[int]]]
+        batches: Sequence[Sequence[SampledRow]], continuations: Sequence[Sequence[Sequence[int]]]
     ) -> Iterator[tuple[SampledRow, Sequence[int]]]:
         # Replicas without a batch come last in the round.
-        for batch, rows in zip(batches, found, strict=False):
+        for batch, rows in zip(batches, continuations, strict=False):
             yield from zip(batch, rows, strict=True)
 
     def _described(self, row: SampledRow, tokens: Sequence[int]) -> dict[str, object]:

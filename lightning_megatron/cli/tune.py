@@ -101,7 +101,7 @@ class Tuning:
         timer = {"warmup": self.warmup, "steps": self.steps, "path": str(result)}
         command = [sys.executable, "-m", "lightning_megatron", "fit", *self.given]
         command += _options_to_measure(self.warmup + self.steps, timer)
-        command += [f"--trainer.strategy.{name}={_text(one)}" for name, one in settings.items()]
+        command += [f"--trainer.strategy.{name}={_text(value)}" for name, value in settings.items()]
         measured = measure_job(command, self._path(number, ".txt"), result, self.timeout)
         trial = TunedRun(
             settings,
@@ -157,8 +157,8 @@ def strategy_of(given: Sequence[str]) -> dict[str, Any]:
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     if completed.returncode:
         # Warnings of other packages may come first.
-        said = completed.stderr[max(completed.stderr.find("error:"), 0) :].strip()
-        raise UnsupportedError(f"tune must get options that fit accepts: {said}")
+        message = completed.stderr[max(completed.stderr.find("error:"), 0) :].strip()
+        raise UnsupportedError(f"tune must get options that fit accepts: {message}")
     strategy = yaml.safe_load(completed.stdout)["trainer"]["strategy"]
     if not isinstance(strategy, dict) or strategy["class_path"] != _STRATEGY:
         raise UnsupportedError(
@@ -207,7 +207,7 @@ def tune_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--steps", type=at_least_one, default=12, help="measured steps of a run (12)")
-    add("--warmup", type=at_least_one, default=6, help="steps before them (6)")
+    add("--warmup", type=at_least_one, default=6, help="steps before the measured ones (6)")
     add(
         "--gain",
         type=float,
@@ -215,7 +215,13 @@ def tune_parser() -> argparse.ArgumentParser:
         metavar="PERCENT",
         help="part of a step that a setting must save (1)",
     )
-    add("--timeout", type=at_least_one, default=900, metavar="S", help="seconds of a run (900)")
+    add(
+        "--timeout",
+        type=at_least_one,
+        default=900,
+        metavar="S",
+        help="longest time of a run in seconds (900)",
+    )
     add("--output", type=Path, default=Path("runs/tune"), help="folder of results and outputs")
     return parser
 
@@ -240,9 +246,11 @@ def _text(value: Any) -> str:
 
 
 def _shown(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"`{name}={_text(one)}`" for name, one in settings.items()) or "the recipe's"
+    return (
+        ", ".join(f"`{name}={_text(value)}`" for name, value in settings.items()) or "the recipe's"
+    )
 
 
 def _line(trial: TunedRun) -> str:
-    said = trial.failure or f"{(trial.seconds or 0.0) * 1e3:.1f} ms a step"
-    return f"{_shown(trial.settings)}: {said}"
+    result = trial.failure or f"{(trial.seconds or 0.0) * 1e3:.1f} ms a step"
+    return f"{_shown(trial.settings)}: {result}"

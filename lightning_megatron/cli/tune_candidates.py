@@ -58,13 +58,13 @@ def candidates_of(strategy: Mapping[str, Any], machine: Machine) -> list[Candida
         candidates.append(
             CandidateValues("nccl_options", _channels(strategy["nccl_options"] or {}))
         )
-    return [_without(one, strategy[one.option]) for one in candidates]
+    return [_without(values, strategy[values.option]) for values in candidates]
 
 
 def _channels(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return NCCL settings with bounds on the thread blocks of the data-parallel collectives."""
     data = options.get("data", {})
-    return [{**options, "data": {**data, "max_ctas": most}} for most in _MAX_CTAS]
+    return [{**options, "data": {**data, "max_ctas": max_ctas}} for max_ctas in _MAX_CTAS]
 
 
 def _without(candidates: CandidateValues, current: Any) -> CandidateValues:

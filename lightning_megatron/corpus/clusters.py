@@ -149,10 +149,10 @@ def _join_similar(members: Numbers, signatures: Signatures, sets: UnionFind, nee
     rows = np.asarray(signatures[members])
     roots = np.array([sets.find(int(member)) for member in members])
     for number in range(len(members) - 1):
-        others = number + 1 + np.flatnonzero(roots[number + 1 :] != roots[number])
-        if not len(others):
+        candidates = number + 1 + np.flatnonzero(roots[number + 1 :] != roots[number])
+        if not len(candidates):
             continue
-        similar = others[(rows[others] == rows[number]).sum(axis=1) >= need]
+        similar = candidates[(rows[candidates] == rows[number]).sum(axis=1) >= need]
         for root in np.unique(roots[similar]):
             sets.join(int(roots[number]), int(root))
             new = min(int(roots[number]), int(root))

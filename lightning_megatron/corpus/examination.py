@@ -33,10 +33,10 @@ class CleaningOptions:
         min_tokens: Minimum length of a document; 0 keeps all documents (tokens).
         tokenizer: Tokenizer that measures lengths: "words" splits at whitespace; otherwise the name
             or path of a tokenizer.
-        jaccard: Least Jaccard similarity of duplicates, above 0.5; None keeps duplicates.
+        jaccard: Minimum Jaccard similarity of duplicates, above 0.5; None keeps duplicates.
         ngram: Length of the n-grams whose sets are compared (words).
         tests: Files of test sets; documents that are similar to a test document are removed.
-        test_jaccard: Least Jaccard similarity at which a document is removed because of a test
+        test_jaccard: Minimum Jaccard similarity at which a document is removed because of a test
             document, above 0.5.
         skip_broken: Whether broken lines are counted and left out instead of raising.
     """

@@ -79,7 +79,7 @@ def write_report(
         test_places: File and line of each test document.
     """
     numbers = asdict(report)
-    overlaps = [{**asdict(one), "share": one.share} for one in report.overlaps]
+    overlaps = [{**asdict(overlap), "share": overlap.share} for overlap in report.overlaps]
     reasons = {name: numbers[name] for name in ("broken", "short", "test", "duplicate")}
     head = {
         "options": asdict(options),
@@ -100,8 +100,11 @@ def write_report(
             file,
             "clusters",
             (
-                {"kept": spool.place(first), "removed": [spool.place(one) for one in others]}
-                for first, others in clusters_of(roots)
+                {
+                    "kept": spool.place(kept),
+                    "removed": [spool.place(duplicate) for duplicate in duplicates],
+                }
+                for kept, duplicates in clusters_of(roots)
             ),
         )
         file.write("\n}\n")

@@ -58,16 +58,16 @@ class RowBalance:
         contiguous = _contiguous_shares(len(numbers), self.num_ranks)
         if _max_work(work, by_rank) >= _max_work(work, contiguous):
             by_rank = contiguous
-        found = []
+        balanced = []
         for share in by_rank:
             num_parts = max(1, len(share) // self.microbatch_size)
-            work_of_rows = [work[at] for at in share]
+            work_of_rows = [work[index] for index in share]
             parts = balanced_shares(work_of_rows, num_parts)
             # Ranks that exchange tokens between experts wait for each other in every microbatch,
             # so all of them start with the microbatch that has the most work.
-            parts.sort(key=lambda part: (-sum(work_of_rows[at] for at in part), part))
-            found.append([numbers[share[at]] for part in parts for at in part])
-        return found
+            parts.sort(key=lambda part: (-sum(work_of_rows[index] for index in part), part))
+            balanced.append([numbers[share[index]] for part in parts for index in part])
+        return balanced
 
     def work(self, number: int) -> int:
         """Return the attention work of a row; see :func:`attention_work`.
@@ -91,9 +91,9 @@ class RowBalance:
             work = dict(zip(numbers, map(self.work, numbers), strict=True))
             mean = sum(work.values()) / self.num_ranks
             ranges = _contiguous_shares(len(numbers), self.num_ranks)
-            contiguous = [[numbers[at] for at in share] for share in ranges]
-            both = (contiguous, self.shares(numbers))
-            ratios.append([_max_work(work, shares) / mean for shares in both])
+            contiguous = [[numbers[index] for index in share] for share in ranges]
+            divisions = (contiguous, self.shares(numbers))
+            ratios.append([_max_work(work, shares) / mean for shares in divisions])
         before, after = np.mean(ratios, axis=0).tolist()
         return before, after
 
@@ -145,10 +145,10 @@ def balanced_shares(work: Sequence[int], num_shares: int) -> list[list[int]]:
         heapq.heappush(heap, (shares[-1][0] - shares[0][0], start, shares))
     # The number of a group breaks ties, so that all ranks merge the same groups.
     for number in range(len(work), len(work) + len(heap) - 1):
-        one = heapq.heappop(heap)[2]
-        other = heapq.heappop(heap)[2]
+        first = heapq.heappop(heap)[2]
+        second = heapq.heappop(heap)[2]
         merged = [
-            (a + b, items + more) for (a, items), (b, more) in zip(one, other[::-1], strict=True)
+            (a + b, items + more) for (a, items), (b, more) in zip(first, second[::-1], strict=True)
         ]
         merged.sort(key=lambda share: (-share[0], share[1]))
         heapq.heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
@@ -165,12 +165,17 @@ def _exchanged(work: Sequence[int], shares: list[list[int]]) -> list[list[int]]:
         largest = int(sums.argmax())
         # Axes: item of the share with the most work, other share, item of the other share.
         moved = costs[largest][:, None, None] - costs[None]
-        after = np.maximum(sums[largest] - moved, sums[:, None] + moved)
-        given, other, taken = np.unravel_index(after.argmin(), after.shape)
-        if after[given, other, taken] >= sums[largest]:
+        largest_after = np.maximum(sums[largest] - moved, sums[:, None] + moved)
+        given_item, share, taken_item = np.unravel_index(
+            largest_after.argmin(), largest_after.shape
+        )
+        if largest_after[given_item, share, taken_item] >= sums[largest]:
             break
         for table in (items, costs):
-            table[largest, given], table[other, taken] = table[other, taken], table[largest, given]
+            table[largest, given_item], table[share, taken_item] = (
+                table[share, taken_item],
+                table[largest, given_item],
+            )
     return items.tolist()
 
 
@@ -180,4 +185,4 @@ def _contiguous_shares(count: int, num_shares: int) -> list[list[int]]:
 
 
 def _max_work(work: Mapping[int, int], shares: Sequence[Sequence[int]]) -> int:
-    return max(sum(work[one] for one in share) for share in shares)
+    return max(sum(work[number] for number in share) for share in shares)

@@ -35,21 +35,21 @@ def best_fit(
     by_space: dict[int, list[int]] = {}
     spaces: list[int] = []
     capacities = np.broadcast_to(capacity, sizes.shape)
-    most = np.broadcast_to(len(sizes) if most_items is None else most_items, sizes.shape)
+    limits = np.broadcast_to(len(sizes) if most_items is None else most_items, sizes.shape)
     for item in np.argsort(-sizes, kind="stable").tolist():
         size = int(sizes[item])
-        at = bisect_left(spaces, size)
-        if at == len(spaces):
+        index = bisect_left(spaces, size)
+        if index == len(spaces):
             space = int(capacities[item])
             row = len(rows)
             rows.append([])
         else:
-            space = spaces[at]
+            space = spaces[index]
             row = by_space[space].pop()
             if not by_space[space]:
-                del by_space[space], spaces[at]
+                del by_space[space], spaces[index]
         rows[row].append(item)
-        if space - size >= _MIN_SIZE and len(rows[row]) < most[rows[row][0]]:
+        if space - size >= _MIN_SIZE and len(rows[row]) < limits[rows[row][0]]:
             if space - size not in by_space:
                 by_space[space - size] = []
                 insort(spaces, space - size)

@@ -202,11 +202,11 @@ def _blend_as_megatron(
     }
     choices = _cached(fields, choose, options.cache_dir)
     drawn = np.bincount(choices, minlength=count).tolist()
-    for (corpus, _), wanted, available in zip(corpora, drawn, sizes, strict=True):
-        if wanted > available:
+    for (corpus, _), num_drawn, num_built in zip(corpora, drawn, sizes, strict=True):
+        if num_drawn > num_built:
             raise UnsupportedError(
                 f"a blend in the order 'megatron' must not draw more windows of a corpus than it "
-                f"builds: it draws {wanted} of {corpus.prefix} and builds {available}. "
+                f"builds: it draws {num_drawn} of {corpus.prefix} and builds {num_built}. "
                 "Megatron-Core rejects such a blend, too. Use another number of samples, other "
                 "weights, or order 'passes'."
             )

@@ -119,7 +119,7 @@ class ChatDataModule(ConversationDataModule):
         self.context_windows: int = given["context_windows"]
         if self.streaming is not None:
             self.streaming.max_pieces(self.seq_length, self.context_windows)
-        #: Whether rows have several conversations, as ``documents`` of ``TokenDataModule`` says it.
+        #: Whether rows have several conversations, like ``documents`` of ``TokenDataModule``.
         self.documents: Literal["joined", "whole"] = "whole" if packing else "joined"
 
     @override

@@ -61,8 +61,8 @@ class ChatTokenizer:
     @property
     def template(self) -> str:
         """Text of the template."""
-        found: str = self._tokenizer.chat_template
-        return found
+        template: str = self._tokenizer.chat_template
+        return template
 
     @property
     def vocab_size(self) -> int:
@@ -100,18 +100,18 @@ class ChatTokenizer:
         messages = conversation.messages
         prompt = messages[: conversation.num_prompt_messages]
         if _MARK.search(self.template):
-            found = self._render(messages, conversation, return_assistant_tokens_mask=True)
-            tokens = found["input_ids"]
-            is_answer = np.array(found["assistant_masks"], bool)
+            rendered = self._render(messages, conversation, return_assistant_tokens_mask=True)
+            tokens = rendered["input_ids"]
+            is_answer = np.array(rendered["assistant_masks"], bool)
             if prompt:
                 is_answer[: self._end(prompt, tokens, conversation, header=True)] = False
         else:
             tokens = self._render(messages, conversation)["input_ids"]
             is_answer = np.zeros(len(tokens), bool)
-            for at in range(len(prompt), len(messages)):
-                if messages[at]["role"] == "assistant":
-                    start = self._end(messages[:at], tokens, conversation, header=True)
-                    stop = self._end(messages[: at + 1], tokens, conversation)
+            for index in range(len(prompt), len(messages)):
+                if messages[index]["role"] == "assistant":
+                    start = self._end(messages[:index], tokens, conversation, header=True)
+                    stop = self._end(messages[: index + 1], tokens, conversation)
                     is_answer[start:stop] = True
         if not is_answer[1:].any():
             raise CorruptDataError(
@@ -142,18 +142,23 @@ class ChatTokenizer:
                 "not mark answers with {% generation %}: an answer is then found by the tokens of "
                 "the messages before it. Repair the row."
             )
-        found = self._render(messages, conversation, add_generation_prompt=header)["input_ids"]
-        if tokens[: len(found)] != found:
-            differ = [alone != whole for alone, whole in zip(found, tokens, strict=False)]
-            at = differ.index(True) if True in differ else len(tokens)
+        first_tokens = self._render(messages, conversation, add_generation_prompt=header)[
+            "input_ids"
+        ]
+        if tokens[: len(first_tokens)] != first_tokens:
+            differ = [
+                token != token_of_all
+                for token, token_of_all in zip(first_tokens, tokens, strict=False)
+            ]
+            index = differ.index(True) if True in differ else len(tokens)
             raise UnsupportedError(
                 f"{conversation.place}: the first {len(messages)} messages must have the same "
                 f"tokens alone and with the messages after them: the template of {self.folder} "
-                f"changes them from token {at} on, so the tokens of the answer are unknown. Set "
+                f"changes them from token {index} on, so the tokens of the answer are unknown. Set "
                 "chat_template to a template that encloses answers in {% generation %} and "
                 "{% endgeneration %}."
             )
-        return len(found)
+        return len(first_tokens)
 
     def _render(
         self, messages: Sequence[Message], conversation: Conversation, **options: Any

@@ -54,8 +54,8 @@ class ConversationDataModule(RowDataModule):
         #: Files of each part with data, or of each named set of a part (key "val/news").
         self.files = {
             f"{part}/{name}" if name else part: find_conversations(paths)
-            for part, of_part in parts.items()
-            for name, paths in (sets.get(part) or {"": all_paths(of_part)}).items()
+            for part, part_paths in parts.items()
+            for name, paths in (sets.get(part) or {"": all_paths(part_paths)}).items()
             if paths
         }
         self.tokenizer_folder: str = settings["tokenizer"]
@@ -92,9 +92,9 @@ class ConversationDataModule(RowDataModule):
             check_stream_trainer(self.trainer)
         parts = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
         for part in parts.get(stage or "", ("train", "val", "test")):
-            for one in self.sets_of(part):
-                if not self.is_streamed(one):
-                    self.encoded(one)
+            for set_name in self.sets_of(part):
+                if not self.is_streamed(set_name):
+                    self.encoded(set_name)
 
     def is_streamed(self, part: str) -> bool:
         """Return whether a part is read as a stream instead of being encoded before its use.
@@ -111,9 +111,9 @@ class ConversationDataModule(RowDataModule):
             part: ``train``, ``val`` or ``test``, or a named set such as ``val/news``.
         """
         if part not in self._encoded:
-            found = EncodedRows(self.files[part], self.encoder, self.cache_dir)
-            log_row_counts(found.summary(), found.num_cut + found.num_left_out > 0)
-            self._encoded[part] = found
+            rows = EncodedRows(self.files[part], self.encoder, self.cache_dir)
+            log_row_counts(rows.summary(), rows.num_cut + rows.num_left_out > 0)
+            self._encoded[part] = rows
         return self._encoded[part]
 
     def stream_options(
@@ -192,8 +192,15 @@ class ConversationDataModule(RowDataModule):
         Args:
             part: ``train``, ``val`` or ``test``; without files there are no sets.
         """
-        return [one for one in self.files if one == part or one.startswith(f"{part}/")]
+        return [
+            set_name
+            for set_name in self.files
+            if set_name == part or set_name.startswith(f"{part}/")
+        ]
 
     def _evaluation(self, part: str) -> TokenLoader | list:
-        found = [self.evaluation_loader(self.evaluation_samples(one)) for one in self.sets_of(part)]
-        return found if self.set_names[part] or not found else found[0]
+        loaders = [
+            self.evaluation_loader(self.evaluation_samples(set_name))
+            for set_name in self.sets_of(part)
+        ]
+        return loaders if self.set_names[part] or not loaders else loaders[0]

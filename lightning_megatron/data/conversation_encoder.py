@@ -61,9 +61,9 @@ class ConversationEncoder:
                 for :meth:`ChatTokenizer.encode`.
         """
         limit = self.seq_length + 1
-        found = self.tokenizer.encode(conversation)
-        ids = found[0].astype(np.int32)
-        is_answer = found[1].astype(np.uint8)
+        encoded = self.tokenizer.encode(conversation)
+        ids = encoded[0].astype(np.int32)
+        is_answer = encoded[1].astype(np.uint8)
         if len(ids) <= limit:
             return EncodedText(ids, is_answer, False)
         if self.too_long == "refuse":

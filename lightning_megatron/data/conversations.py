@@ -56,23 +56,27 @@ def find_conversations(
         UnsupportedError: If a path names no file of JSON lines or Parquet, or a dataset with
             several splits.
     """
-    found: list[Path] = []
-    for one in [paths] if isinstance(paths, str) else paths:
-        names = [str(path) for path in Path(one).glob("*")] if Path(one).is_dir() else [one]
-        if not os.path.exists(one):
-            names = glob.glob(one, recursive=True)
-        if is_dataset_folder(Path(one)):
-            names = [one]
+    all_files: list[Path] = []
+    for location in [paths] if isinstance(paths, str) else paths:
+        names = (
+            [str(path) for path in Path(location).glob("*")]
+            if Path(location).is_dir()
+            else [location]
+        )
+        if not os.path.exists(location):
+            names = glob.glob(location, recursive=True)
+        if is_dataset_folder(Path(location)):
+            names = [location]
         files = sorted(Path(name) for name in names)
         files = [file for file in files if _is_row_file(file)]
         if not files:
             raise UnsupportedError(
                 f"{plural} must be files ({', '.join(_SUFFIXES)}), folders of them, folders "
-                f"written by save_to_disk of datasets, or globs: {one!r} names none of these. "
+                f"written by save_to_disk of datasets, or globs: {location!r} names none of these. "
                 f"Give such a path. A line of a file is for example {example}."
             )
-        found.extend(files)
-    return tuple(found)
+        all_files.extend(files)
+    return tuple(all_files)
 
 
 def _is_row_file(path: Path) -> bool:
@@ -145,8 +149,8 @@ def side_of(value: Any, role: str, place: str) -> tuple[Message, ...]:
     Raises:
         CorruptDataError: If the value is neither a text nor a valid list of messages.
     """
-    whole = [{"role": role, "content": value}] if isinstance(value, str) else value
-    return messages_of(whole, place)
+    messages = [{"role": role, "content": value}] if isinstance(value, str) else value
+    return messages_of(messages, place)
 
 
 def messages_of(value: Any, place: str) -> tuple[Message, ...]:
@@ -162,7 +166,9 @@ def messages_of(value: Any, place: str) -> tuple[Message, ...]:
     """
     if not isinstance(value, list) or not value:
         raise CorruptDataError(f"{place} must be a non-empty list of messages. {REMEDY}")
-    return tuple(_message(one, f"{place}, message {at}") for at, one in enumerate(value, 1))
+    return tuple(
+        _message(message, f"{place}, message {number}") for number, message in enumerate(value, 1)
+    )
 
 
 def _message(value: Any, place: str) -> Message:
@@ -171,15 +177,15 @@ def _message(value: Any, place: str) -> Message:
             f"{place} must be an object with role and content: it is a {type(value).__name__}. "
             f"{REMEDY}"
         )
-    found = {name: part for name, part in value.items() if part is not None}
-    role = found.get("role")
+    message = {name: part for name, part in value.items() if part is not None}
+    role = message.get("role")
     if role not in ROLES:
         raise CorruptDataError(
             f"{place}: the role must be {join_or(ROLES)}: it is {role!r}. {REMEDY}"
         )
-    calls = role == "assistant" and bool(found.get("tool_calls"))
-    if not isinstance(found.get("content", "" if calls else None), str):
+    calls = role == "assistant" and bool(message.get("tool_calls"))
+    if not isinstance(message.get("content", "" if calls else None), str):
         raise CorruptDataError(f"{place} of the role {role} must have a text as content. {REMEDY}")
-    if role == "assistant" and not calls and not found["content"].strip():
+    if role == "assistant" and not calls and not message["content"].strip():
         raise CorruptDataError(f"{place} is an answer without text. {REMEDY}")
-    return found
+    return message

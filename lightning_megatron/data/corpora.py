@@ -85,10 +85,20 @@ def check_one_tokenizer(corpora: Sequence[TokenFile], tokenizer: Tokenizer | Non
 def bytes_per_token(corpora: Sequence[TokenFile]) -> float | None:
     """Return UTF-8 bytes per token of corpora; None if a corpus does not record it."""
     descriptions = [corpus.description for corpus in corpora]
-    known = [one for one in descriptions if one is not None and one.tokenizer is not None]
-    if not known or len(known) < len(descriptions) or not sum(one.num_tokens for one in known):
+    known = [
+        description
+        for description in descriptions
+        if description is not None and description.tokenizer is not None
+    ]
+    if (
+        not known
+        or len(known) < len(descriptions)
+        or not sum(description.num_tokens for description in known)
+    ):
         return None
-    return sum(one.num_bytes for one in known) / sum(one.num_tokens for one in known)
+    return sum(description.num_bytes for description in known) / sum(
+        description.num_tokens for description in known
+    )
 
 
 def check_corpus_once(corpus: TokenFile, results: Path, in_charge: bool) -> None:

@@ -120,12 +120,14 @@ class CorpusParts:
         if self.split is None:
             prefixes = self.prefixes[part] if name is None else self.sets[part][name]
             return [(self._open(prefix), None) for prefix in prefixes]
-        found: list[tuple[TokenFile, range | None]] = []
+        corpora: list[tuple[TokenFile, range | None]] = []
         for prefix in self.prefixes["train"]:
             corpus = self._open(prefix)
             # The parts of one split are disjoint.
-            found.append((corpus, split_corpus(corpus, self.split, self.order)[PARTS.index(part)]))
-        return found
+            corpora.append(
+                (corpus, split_corpus(corpus, self.split, self.order)[PARTS.index(part)])
+            )
+        return corpora
 
     def _open(self, prefix: str) -> TokenFile:
         if prefix not in self._files:
@@ -138,8 +140,15 @@ class CorpusParts:
         return [prefix for part in PARTS for prefix in self.prefixes[part]]
 
     def _description(self) -> CorpusDescription | None:
-        found = (self._open(prefix).description for prefix in self._all_prefixes())
-        return next((one for one in found if one is not None and one.tokenizer is not None), None)
+        descriptions = (self._open(prefix).description for prefix in self._all_prefixes())
+        return next(
+            (
+                description
+                for description in descriptions
+                if description is not None and description.tokenizer is not None
+            ),
+            None,
+        )
 
     def _check(self, part: Part, in_charge: bool) -> None:
         if part in self._checked:

@@ -23,7 +23,7 @@ def is_dataset_folder(path: Path) -> bool:
         UnsupportedError: If the folder was written by ``DatasetDict.save_to_disk`` and has splits.
     """
     if (path / _SPLITS).is_file():
-        splits = sorted(one.parent.name for one in path.glob(f"*/{_STATE}"))
+        splits = sorted(state.parent.name for state in path.glob(f"*/{_STATE}"))
         raise UnsupportedError(
             f"a folder of datasets must be a single split: {path} has the splits {splits}. Give "
             f"the folder of one of them, such as {path / (splits or ['train'])[0]}."
@@ -37,7 +37,7 @@ def files_of(path: Path) -> list[Path]:
     Args:
         path: File, or folder written by ``save_to_disk``.
     """
-    return sorted(one for one in path.iterdir() if one.is_file()) if path.is_dir() else [path]
+    return sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
 
 
 def dataset_rows(path: Path, skipped: int = 0) -> Iterator[dict[str, Any]]:
@@ -54,10 +54,10 @@ def dataset_rows(path: Path, skipped: int = 0) -> Iterator[dict[str, Any]]:
     datasets = import_extra("datasets", "datasets")
     try:
         # The folder may record a format such as "torch".
-        found = datasets.load_from_disk(str(path)).with_format(None)
+        dataset = datasets.load_from_disk(str(path)).with_format(None)
         # Arrow files are memory-mapped, so a dataset may be larger than the memory.
-        if skipped < len(found):
-            yield from found.select(range(skipped, len(found)))
+        if skipped < len(dataset):
+            yield from dataset.select(range(skipped, len(dataset)))
     # pyarrow and datasets raise these exceptions for damaged and missing files.
     except (ValueError, OSError, KeyError, TypeError) as error:
         raise CorruptDataError(

@@ -134,8 +134,8 @@ def write_description(prefix: str | os.PathLike[str], description: CorpusDescrip
 
 def content_of(description: CorpusDescription) -> dict[str, Any]:
     """Return the JSON object of a description, including the checksum of its fields."""
-    whole = dataclasses.replace(description, fields_crc32=description.checksum_of_fields())
-    return {"format": FORMAT, "version": VERSION, **dataclasses.asdict(whole)}
+    complete = dataclasses.replace(description, fields_crc32=description.checksum_of_fields())
+    return {"format": FORMAT, "version": VERSION, **dataclasses.asdict(complete)}
 
 
 def _is_replaceable(path: Path) -> bool:
@@ -209,7 +209,7 @@ def check_fields(content: Any, source: str) -> dict[str, Any]:
 
 
 def _rules(content: dict[str, Any], version: int) -> dict[str, tuple[str, Callable[[Any], bool]]]:
-    known = version == 1 or content["tokenizer"] is not None
+    has_tokenizer = version == 1 or content["tokenizer"] is not None
     vocab_size = content["vocab_size"] if type(content["vocab_size"]) is int else 0
     text = ("a text of 1 to 4096 characters", lambda v: isinstance(v, str) and 0 < len(v) <= 4096)
     unknown: tuple[str, Callable[[Any], bool]] = ("null where tokenizer is", lambda v: v is None)
@@ -220,7 +220,7 @@ def _rules(content: dict[str, Any], version: int) -> dict[str, tuple[str, Callab
         "vocab_size": _integer(1, 2**31),
         "eod": (f"null or {eod_rule}", lambda v: v is None or is_eod(v)),
     }
-    if not known:
+    if not has_tokenizer:
         rules = dict.fromkeys(rules, unknown)
     for count in ("num_documents", "num_tokens", "num_bytes"):
         rules[count] = _integer(0, 2**63 - 1)

@@ -70,7 +70,7 @@ def find_inputs(inputs: Sequence[str]) -> list[Path]:
     Raises:
         UnsupportedError: If an input matches no file.
     """
-    found: list[Path] = []
+    paths: list[Path] = []
     for entry in inputs:
         path = Path(entry)
         if path.is_dir():
@@ -86,8 +86,8 @@ def find_inputs(inputs: Sequence[str]) -> list[Path]:
                 f"no input was found at {entry!r}. Give files, globs, or directories with "
                 f"{', '.join(JSON_SUFFIXES + TEXT_SUFFIXES)} files (each may end in .gz)."
             )
-        found.extend(matches)
-    return found
+        paths.extend(matches)
+    return paths
 
 
 def read_chunks(
@@ -176,15 +176,15 @@ def parse_objects(chunk: RawChunk, json_key: str) -> list[JsonDocument | Corrupt
         chunk: Undecoded JSON lines.
         json_key: Key of the text.
     """
-    found: list[JsonDocument | CorruptDataError] = []
+    parsed: list[JsonDocument | CorruptDataError] = []
     for line, content in zip(chunk.lines, chunk.documents, strict=True):
         try:
             text = parse_text(content, f"{chunk.path}:{line}", json_key)
         except CorruptDataError as error:
-            found.append(error)
+            parsed.append(error)
         else:
-            found.append(JsonDocument(line, content, text))
-    return found
+            parsed.append(JsonDocument(line, content, text))
+    return parsed
 
 
 def replace_text(content: bytes, json_key: str, text: str) -> bytes:
@@ -254,15 +254,15 @@ def parse_text(content: bytes, place: str, json_key: str | None) -> str:
         raise CorruptDataError(
             f"{place} is not valid JSON: {reason}. Each line must be one JSON object."
         ) from None
-    found = text_under(entry, place, json_key)
+    document = text_under(entry, place, json_key)
     try:
-        found.encode("utf-8")
+        document.encode("utf-8")
     except UnicodeEncodeError as error:
         raise CorruptDataError(
             f"{place} is not valid text: character {error.start + 1} is half of a surrogate pair. "
             "Repair the line."
         ) from None
-    return found
+    return document
 
 
 def text_under(entry: Any, place: str, json_key: str) -> str:
@@ -281,8 +281,8 @@ def text_under(entry: Any, place: str, json_key: str) -> str:
         raise CorruptDataError(
             f"{place} has no text under the key {json_key!r}: {keys}. Name the key with --json-key."
         )
-    found: str = entry[json_key]
-    return found
+    text: str = entry[json_key]
+    return text
 
 
 def _object_of(pairs: list[tuple[str, Any]], json_key: str) -> dict[str, Any]:

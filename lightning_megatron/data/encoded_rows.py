@@ -50,14 +50,14 @@ class EncodedRows:
         def build() -> dict[str, npt.NDArray]:
             return _encode_all(paths, encoder)
 
-        found = build() if cache_dir is None else load_or_build(cache_dir, fields, build, _NAMES)
-        self.tokens = found["tokens"]
-        self.is_answer = found["is_answer"]
+        arrays = build() if cache_dir is None else load_or_build(cache_dir, fields, build, _NAMES)
+        self.tokens = arrays["tokens"]
+        self.is_answer = arrays["is_answer"]
         #: Index of the first token of each conversation, and the total number of tokens.
-        self.bounds = found["bounds"]
+        self.bounds = arrays["bounds"]
         #: Number of each row that was not left out.
-        self.numbers = found["numbers"]
-        counts = found["counts"].tolist()
+        self.numbers = arrays["numbers"]
+        counts = arrays["counts"].tolist()
         #: Number of rows that were read, cut, and left out.
         self.num_read: int = counts[0]
         self.num_cut: int = counts[1]
@@ -101,21 +101,21 @@ def no_rows_error(
 
 def _encode_all(paths: Sequence[Path], encoder: ConversationEncoder) -> dict[str, npt.NDArray]:
     """Return the tokens of all rows of files, and the numbers of rows read, cut and left out."""
-    found = RowTokens.of_files(paths, encoder.encode_row)
-    counts = np.array([found.num_read, found.num_cut, found.num_left_out], np.int64)
+    rows = RowTokens.of_files(paths, encoder.encode_row)
+    counts = np.array([rows.num_read, rows.num_cut, rows.num_left_out], np.int64)
     return {
-        "tokens": found.tokens,
-        "is_answer": found.is_answer,
-        "bounds": found.bounds,
-        "numbers": found.numbers,
+        "tokens": rows.tokens,
+        "is_answer": rows.is_answer,
+        "bounds": rows.bounds,
+        "numbers": rows.numbers,
         "counts": counts,
     }
 
 
 def _sha256(path: Path) -> str:
     """Return the SHA-256 of a file, or of each file in a folder."""
-    found = []
-    for one in files_of(path):
-        with open(one, "rb") as file:
-            found.append(hashlib.file_digest(file, "sha256").hexdigest())
-    return " ".join(found)
+    hashes = []
+    for file_path in files_of(path):
+        with open(file_path, "rb") as file:
+            hashes.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return " ".join(hashes)

@@ -56,15 +56,15 @@ def load_or_build(
     folder = directory / cache_key({**fields, "format": FORMAT})
     # Look before taking the lock: an existing cache may be in a read-only directory, in which no
     # lock file can be created.
-    found = _load(folder, fields, names)
-    if found is not None:
-        return found
+    arrays = _load(folder, fields, names)
+    if arrays is not None:
+        return arrays
     try:
         with one_at_a_time(directory / f"{folder.name}.lock"):
-            found = _load(folder, fields, names)
-            if found is None:
+            arrays = _load(folder, fields, names)
+            if arrays is None:
                 _write(folder, build(), fields)
-                found = _load(folder, fields, names)
+                arrays = _load(folder, fields, names)
     except OSError as error:
         log.warning(
             "The sample index cannot be written to %s (%s); it is built in memory.",
@@ -72,12 +72,12 @@ def load_or_build(
             error,
         )
         return build()
-    if found is None:
+    if arrays is None:
         log.warning(
             "The sample index in %s changed while it was written; it is built in memory.", folder
         )
         return build()
-    return found
+    return arrays
 
 
 def _load(folder: Path, fields: Mapping[str, object], names: Collection[str]) -> Arrays | None:

@@ -21,15 +21,15 @@ def locate_installed(distribution: str, path: str, extra: str) -> Path:
         MissingExtraError: If the distribution is not installed, or does not have the path.
     """
     try:
-        found = Path(str(metadata.distribution(distribution).locate_file(path)))
+        installed = Path(str(metadata.distribution(distribution).locate_file(path)))
     except metadata.PackageNotFoundError:
-        found = None
-    if found is None or not found.exists():
+        installed = None
+    if installed is None or not installed.exists():
         raise MissingExtraError(
             f"{path} of the package {distribution} was not found. The extra `{extra}` installs it: "
             f'pip install "lightning-megatron[{extra}]".'
         )
-    return found
+    return installed
 
 
 def check_sha256(path: Path, expected: str) -> bytes:
@@ -43,9 +43,9 @@ def check_sha256(path: Path, expected: str) -> bytes:
         CorruptDataError: If the contents have another hash.
     """
     content = path.read_bytes()
-    found = hashlib.sha256(content).hexdigest()
-    if found != expected:
+    actual = hashlib.sha256(content).hexdigest()
+    if actual != expected:
         raise CorruptDataError(
-            f"{path} must have sha256 {expected}: it has {found}. Install its package again."
+            f"{path} must have sha256 {expected}: it has {actual}. Install its package again."
         )
     return content

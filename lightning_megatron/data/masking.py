@@ -57,10 +57,10 @@ class NGramMasking:
         labels = np.full_like(tokens, IGNORE_INDEX)
         labels[chosen] = tokens[chosen]
         draws = random.random_sample(len(chosen))
-        others = random.randint(pieces.vocab_size, size=len(chosen))
+        replacements = random.randint(pieces.vocab_size, size=len(chosen))
         masked = tokens.copy()
         masked[chosen] = np.where(
-            draws < 0.8, pieces.mask, np.where(draws < 0.9, others, tokens[chosen])
+            draws < 0.8, pieces.mask, np.where(draws < 0.9, replacements, tokens[chosen])
         )
         return masked, labels
 

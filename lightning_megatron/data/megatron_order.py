@@ -110,12 +110,12 @@ def _choose(weights: list[float], size: int, limits: list[int]) -> npt.NDArray[n
     for step in range(size):
         due = max(float(step), 1.0)
         best = open_datasets[0]
-        most = weights[best] * due - counts[best]
+        largest_lag = weights[best] * due - counts[best]
         for dataset in open_datasets:
             lag = weights[dataset] * due - counts[dataset]
-            if lag > most:
+            if lag > largest_lag:
                 best = dataset
-                most = lag
+                largest_lag = lag
         choices[step] = best
         counts[best] += 1.0
         if counts[best] == limits[best]:

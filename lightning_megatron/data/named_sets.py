@@ -22,16 +22,16 @@ def named_sets(part: str, paths: SetPaths) -> dict[str, list[str]]:
     """
     if not isinstance(paths, Mapping):
         return {}
-    found = {
+    sets = {
         name: [value] if isinstance(value, str) else list(value) for name, value in paths.items()
     }
-    if not found or not all(name and paths for name, paths in found.items()):
+    if not sets or not all(name and paths for name, paths in sets.items()):
         raise UnsupportedError(
             f"{part} must give each set a name and at least one path: it is {paths!r}. Write "
             f"{part}={{'news': 'my_news', 'code': ['my_c', 'my_python']}}, or one path without a "
             "name."
         )
-    return found
+    return sets
 
 
 def all_paths(paths: SetPaths) -> list[str]:

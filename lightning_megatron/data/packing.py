@@ -48,14 +48,14 @@ class PackedIndex:
         Returns:
             Start and end of each piece among all tokens; -n and 0 for a gap of n positions.
         """
-        found = []
+        ranges = []
         for document, offset, size in self.parts[self.firsts[index] : self.firsts[index + 1]]:
             if document == GAP:
-                found.append((-int(size), 0))
+                ranges.append((-int(size), 0))
                 continue
             start = int(bounds[document]) + int(offset)
-            found.append((start, start + int(size)))
-        return found
+            ranges.append((start, start + int(size)))
+        return ranges
 
 
 def index_packed(
@@ -82,13 +82,13 @@ def index_packed(
             spans more windows than the longest document of its row needs.
     """
     pieces = _pieces(lengths, seq_length)
-    found: list[npt.NDArray[np.int64]] = []
+    rows: list[npt.NDArray[np.int64]] = []
     number = 0
-    while len(pieces) and (number == 0 or (num_samples is not None and len(found) < num_samples)):
+    while len(pieces) and (number == 0 or (num_samples is not None and len(rows) < num_samples)):
         random = None if seed is None else np.random.RandomState([seed, number, 4])
-        found += _rows_of_pass(pieces, seq_length, random, is_packed, num_windows, None)
+        rows += _rows_of_pass(pieces, seq_length, random, is_packed, num_windows, None)
         number += 1
-    return _indexed(found[:num_samples])
+    return _indexed(rows[:num_samples])
 
 
 def pack_once(
@@ -124,7 +124,7 @@ def _rows_of_pass(
 ) -> list[npt.NDArray[np.int64]]:
     ordered = pieces if random is None else pieces[random.permutation(len(pieces))]
     rows = _rows(ordered, seq_length, is_packed, num_windows, random, max_pieces)
-    return rows if random is None else [rows[at] for at in random.permutation(len(rows))]
+    return rows if random is None else [rows[index] for index in random.permutation(len(rows))]
 
 
 def _indexed(rows: Sequence[npt.NDArray[np.int64]]) -> PackedIndex:

@@ -51,7 +51,7 @@ class PairBatches(WindowBatches):
         self.masking = masking
         self.num_segments = num_segments
         self.seed = seed
-        #: Number of the pass over the samples. Each pass has other masks.
+        #: Number of the pass over the samples. Each pass has different masks.
         self.epoch = 0
         self._sentence_samples = samples
 
@@ -117,7 +117,7 @@ class PairBatches(WindowBatches):
 
 
 class PairLoader(TokenLoader):
-    """Loader that masks other tokens in each epoch of training."""
+    """Loader that masks different tokens in each epoch of training."""
 
     @override
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:

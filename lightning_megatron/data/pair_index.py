@@ -61,13 +61,13 @@ def index_pairs(
         length. It is empty if no document has enough sentences.
     """
     passes: list[Integers] = []
-    found = 0
-    while not passes or (count is not None and found < count):
+    num_found = 0
+    while not passes or (count is not None and num_found < count):
         cut = cut_documents(starts, documents, first_document, rule, len(passes))
         # RandomState, unlike newer generators, never changes its numbers.
         order = np.random.RandomState([rule.seed, len(passes), 3]).permutation(len(cut))
         passes.append(cut[order])
-        found += len(cut)
+        num_found += len(cut)
         if not len(cut):
             break
     samples = np.concatenate(passes)[:count]
@@ -90,20 +90,20 @@ def cut_documents(
     first = documents[used]
     last = documents[used + 1]
     numbers = used + first_document
-    found: list[Integers] = [np.zeros((0, 3), np.int64)]
+    cuts: list[Integers] = [np.zeros((0, 3), np.int64)]
     while len(first):
         # Iteration k cuts the k-th sample of every document that has one.
-        target = target_lengths(rule, epoch, numbers, len(found) - 1)
+        target = target_lengths(rule, epoch, numbers, len(cuts) - 1)
         stop = np.searchsorted(starts, starts[first] + target)
         stop = np.maximum(stop, first + rule.min_sentences)
         # A single remaining sentence joins the sample before it.
         stop = np.where(last - stop > 1, stop, last)
-        found.append(np.stack([first, stop, target], axis=1))
-        goes_on = stop < last
-        first = stop[goes_on]
-        last = last[goes_on]
-        numbers = numbers[goes_on]
-    samples = np.concatenate(found)
+        cuts.append(np.stack([first, stop, target], axis=1))
+        has_more = stop < last
+        first = stop[has_more]
+        last = last[has_more]
+        numbers = numbers[has_more]
+    samples = np.concatenate(cuts)
     return samples[np.argsort(samples[:, 0], kind="stable")]
 
 

@@ -172,8 +172,8 @@ class PairSamples:
         def build() -> dict[str, npt.NDArray]:
             rule = self.options.rule
             first = self.documents.start
-            found = index_pairs(self.corpus.starts, self._bounds, first, rule, num_samples)
-            return {"samples": found}
+            samples = index_pairs(self.corpus.starts, self._bounds, first, rule, num_samples)
+            return {"samples": samples}
 
         if self.options.cache_dir is None:
             return build()["samples"]

@@ -75,12 +75,12 @@ def _pair(row: Mapping[str, Any], place: str) -> PreferencePair:
                 f"{place}: {name} has no message of the role assistant after the prompt. {REMEDY}"
             )
     chosen, rejected = (
-        Conversation(one, num_prompt_messages, tools, place) for one in sides.values()
+        Conversation(messages, num_prompt_messages, tools, place) for messages in sides.values()
     )
     return PreferencePair(chosen, rejected)
 
 
 def _num_common(first: tuple[Any, ...], second: tuple[Any, ...]) -> int:
     """Return the number of messages with which both conversations begin."""
-    same = [one == other for one, other in zip(first, second, strict=False)]
+    same = [left == right for left, right in zip(first, second, strict=False)]
     return same.index(False) if False in same else len(same)

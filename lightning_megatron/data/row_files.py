@@ -52,11 +52,11 @@ class FileRow(NamedTuple):
         Raises:
             CorruptDataError: If a line is not a JSON object.
         """
-        found = self.content
-        if isinstance(found, bytes):
-            found = parse_object(found, self.place, REMEDY)
+        content = self.content
+        if isinstance(content, bytes):
+            content = parse_object(content, self.place, REMEDY)
         # Parquet has a value for every column and field; missing values are None.
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in content.items() if value is not None}
 
 
 def read_rows(path: Path, start: FilePosition = BEGINNING) -> Iterator[FileRow]:
@@ -85,7 +85,7 @@ def sizes_of(path: Path) -> list[tuple[str, int]]:
     Args:
         path: File of rows, or folder of ``save_to_disk``.
     """
-    return [(one.name, one.stat().st_size) for one in files_of(path)]
+    return [(file.name, file.stat().st_size) for file in files_of(path)]
 
 
 def _parquet_rows(path: Path, skipped: int) -> Iterator[Mapping[str, Any]]:

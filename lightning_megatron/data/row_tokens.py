@@ -72,14 +72,14 @@ class RowTokens(NamedTuple):
             rows: Rows in order.
         """
         kept = [(row.number, row.texts) for row in rows if row.texts is not None]
-        texts = [text for _, found in kept for text in found]
+        texts = [text for _, row_texts in kept for text in row_texts]
         return cls(
             np.concatenate([np.zeros(0, np.int32), *(text.tokens for text in texts)]),
             np.concatenate([np.zeros(0, np.uint8), *(text.is_answer for text in texts)]),
             np.cumsum([0, *(len(text.tokens) for text in texts)], dtype=np.int64),
             np.array([number for number, _ in kept], np.int64),
             len(rows),
-            sum(any(text.was_cut for text in found) for _, found in kept),
+            sum(any(text.was_cut for text in row_texts) for _, row_texts in kept),
         )
 
     @classmethod

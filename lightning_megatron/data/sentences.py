@@ -44,14 +44,14 @@ def split_sentences(text: str) -> list[str]:
 
 
 def _split_paragraph(text: str) -> list[str]:
-    found = []
+    sentences = []
     start = 0
     for mark in _END.finditer(text):
         if _ends_sentence(text, start, mark):
-            found.append(text[start : mark.end()].strip())
+            sentences.append(text[start : mark.end()].strip())
             start = mark.end()
-    found.append(text[start:].strip())
-    return [sentence for sentence in found if sentence]
+    sentences.append(text[start:].strip())
+    return [sentence for sentence in sentences if sentence]
 
 
 def _ends_sentence(text: str, start: int, mark: re.Match[str]) -> bool:

@@ -51,8 +51,8 @@ def prepare_speeches(
     Args:
         directory: Directory of the token files; it may contain those of several tokenizers.
         tokenizer: Tokenizer; its fingerprint is part of the file names.
-        by_sentence: Whether each sentence is a sequence of the token files. Such files have other
-            names.
+        by_sentence: Whether each sentence is a sequence of the token files. Such files have
+            different names.
 
     Returns:
         Prefix of the token file of each part.

@@ -37,7 +37,7 @@ def check_stream_trainer(trainer: Any) -> None:
     if trainer is None:
         return
     # `max_time` adds Lightning's Timer, which has this method.
-    has_timer = any(hasattr(one, "time_remaining") for one in trainer.callbacks)
+    has_timer = any(hasattr(callback, "time_remaining") for callback in trainer.callbacks)
     if trainer.max_steps == -1 and trainer.max_epochs == -1 and not has_timer:
         raise UnsupportedError(
             "streaming needs max_steps, max_epochs or max_time of the Trainer, because a stream "

@@ -42,7 +42,7 @@ class StreamCounts(NamedTuple):
             int(rows.is_answer.sum()),
             num_samples,
         )
-        return StreamCounts(*(one + more for one, more in zip(self, added, strict=True)))
+        return StreamCounts(*(count + addend for count, addend in zip(self, added, strict=True)))
 
     def fill(self, seq_length: int) -> str:
         """Return how many packed rows there are, and how full they are.

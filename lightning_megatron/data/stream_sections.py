@@ -98,8 +98,8 @@ class RowStream:
         encoded = map_in_order(
             partial(_encoded, encode=self.encode), self._pieces(start, stop), self.num_workers
         )
-        for found, end in encoded:
-            rows += found
+        for encoded_rows, end in encoded:
+            rows += encoded_rows
             if end is not None:
                 yield Section(start, end, RowTokens.of(rows))
                 start = end
@@ -111,15 +111,17 @@ class RowStream:
             num_read = 0
             sections = start.sections
             order = self._order(start.passes)
-            for at, file in enumerate(order[start.files :], start.files):
-                first = FilePosition(start.number, start.offset) if at == start.files else BEGINNING
+            for place, file in enumerate(order[start.files :], start.files):
+                first = (
+                    FilePosition(start.number, start.offset) if place == start.files else BEGINNING
+                )
                 for row in read_rows(self.files[file], first):
                     rows.append((row_number(file, row), row))
                     num_read += 1
                     ends = num_read == self.section_size
                     if ends or len(rows) == _PIECE:
                         sections += ends
-                        position = SectionPosition(start.passes, sections, at, *row.end)
+                        position = SectionPosition(start.passes, sections, place, *row.end)
                         yield _Piece(tuple(rows), position if ends else None)
                         if stop.is_set():
                             return

@@ -152,11 +152,13 @@ class StreamedSamples(ABC, Generic[Found]):
         """
         if index < (self._loaded[0].first if self._loaded else self._starts[-1].first):
             self.close()
-            del self._starts[bisect_right(self._starts, index, key=lambda one: one.first) :]
+            del self._starts[bisect_right(self._starts, index, key=lambda section: section.first) :]
         while index >= self._starts[-1].first:
             self._read_next()
-        found = self._loaded[bisect_right(self._loaded, index, key=lambda one: one.first) - 1]
-        return found.samples, index - found.first
+        section = self._loaded[
+            bisect_right(self._loaded, index, key=lambda section: section.first) - 1
+        ]
+        return section.samples, index - section.first
 
     def pass_of(self, index: int) -> int:
         """Return the number of the pass over the files to which a row belongs.
@@ -233,7 +235,9 @@ class StreamedSamples(ABC, Generic[Found]):
         self._loaded = []
 
     def _start_of(self, index: int) -> SectionStart:
-        return self._starts[bisect_right(self._starts, index, key=lambda one: one.first) - 1]
+        return self._starts[
+            bisect_right(self._starts, index, key=lambda section: section.first) - 1
+        ]
 
     @abstractmethod
     def _samples_of(self, rows: RowTokens, random: np.random.RandomState | None) -> Found:

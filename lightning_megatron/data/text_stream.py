@@ -49,7 +49,9 @@ class TextEncoder:
             text = text_under(row.content, row.place, key)
         tokenizer = tokenizer_of(self.options)
         end = [tokenizer.eod] if self.options.append_eod and tokenizer.eod is not None else []
-        tokens = [one for piece in encode_document(text, tokenizer, False, end) for one in piece]
+        tokens = [
+            token for piece in encode_document(text, tokenizer, False, end) for token in piece
+        ]
         if len(tokens) < _MIN_TOKENS:
             return None
         return (EncodedText(np.array(tokens, np.int32), np.ones(len(tokens), np.uint8), False),)

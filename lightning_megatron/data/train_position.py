@@ -51,7 +51,7 @@ def samples_of_steps(state: Mapping[str, Any], max_steps: int, batch: GlobalBatc
         batch: Samples of each optimizer step over all ranks.
     """
     if state.get("epoch", 0):
-        # The first epoch is over, and the order of the next one depends on the same size.
+        # The first epoch is over. The order of later epochs depends on the same number of samples.
         return state["num_samples"]
     steps = max(max_steps - state.get("steps", 0), 1)
     return batch.after(state.get("consumed", 0), steps)
@@ -73,7 +73,9 @@ def steps_of_epochs(trainer: Any, sampler: TokenBatchSampler) -> int | None:
         return None
     limit = trainer.limit_train_batches
     batches = map(sampler.batches_of_epoch, range(trainer.max_epochs))
-    steps = sum(min(limit, one) if isinstance(limit, int) else int(limit * one) for one in batches)
+    steps = sum(
+        min(limit, count) if isinstance(limit, int) else int(limit * count) for count in batches
+    )
     return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
 

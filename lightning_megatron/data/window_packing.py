@@ -84,8 +84,8 @@ def pack_windows(
     # The last token of a row is only a label, and takes no position.
     capacities = spans * window + (spans == num_windows)
     # Subtract one for the gap with which a span may end.
-    most = None if max_pieces is None else max_pieces * spans // num_windows - 1
-    packed = best_fit(sizes, capacities, most)
+    max_items = None if max_pieces is None else max_pieces * spans // num_windows - 1
+    packed = best_fit(sizes, capacities, max_items)
     by_span: dict[int, list[list[tuple[int, int]]]] = {}
     for items in packed if random is None else _shuffled(packed, random):
         # The first item is the longest, which opened the span.
@@ -93,7 +93,7 @@ def pack_windows(
         filled = [(item, int(sizes[item])) for item in items]
         by_span.setdefault(span, []).append(_with_gap(filled, span * window))
     return [
-        [piece for one in row for piece in one]
+        [piece for span in row for piece in span]
         for row in _rows_of_spans(by_span, num_windows, window)
     ]
 
@@ -110,11 +110,11 @@ def _rows_of_spans(
     rows: list[list[list[tuple[int, int]]]] = []
     free = 0
     for span in sorted(by_span, reverse=True):
-        for one in by_span[span]:
+        for pieces in by_span[span]:
             if free < span:
                 rows.append([])
                 free = num_windows
-            rows[-1].append(one)
+            rows[-1].append(pieces)
             free -= span
     # Each free window of the last row gets a gap, so that no gap spans two windows.
     for _ in range(free):
@@ -123,4 +123,4 @@ def _rows_of_spans(
 
 
 def _shuffled(rows: Sequence[list[int]], random: np.random.RandomState) -> list[list[int]]:
-    return [rows[at] for at in random.permutation(len(rows))]
+    return [rows[index] for index in random.permutation(len(rows))]

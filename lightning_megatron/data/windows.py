@@ -56,7 +56,7 @@ class WindowIndex:
         """
         window = int(self.shuffle[index]) if len(self.shuffle) else index
         (first, offset), (last, last_offset) = self.starts[window : window + 2].tolist()
-        found = []
+        ranges = []
         for position in range(first, last + 1):
             document = self.documents[position]
             start = int(bounds[document])
@@ -64,9 +64,9 @@ class WindowIndex:
             if position == last:
                 # The window includes the first token of the next window as its last label.
                 stop = start + last_offset + 1
-            found.append((start + offset, stop))
+            ranges.append((start + offset, stop))
             offset = 0
-        return found
+        return ranges
 
 
 def num_windows(num_tokens: int, seq_length: int, drop_last: bool = True) -> int:

@@ -199,26 +199,26 @@ class HarnessAnswers:
     def _generated(self, contexts: Sequence[str], arguments: dict[str, Any]) -> list[str]:
         library: Any = import_extra("lm_eval.models.utils", "harness")
         kwargs = library.normalize_gen_kwargs(arguments, self._max_new_tokens)
-        until = [one for one in kwargs.pop("until") if one]
-        most = kwargs.pop("max_gen_toks")
-        room = self.max_length - most
+        until = [text for text in kwargs.pop("until") if text]
+        num_new = kwargs.pop("max_gen_toks")
+        room = self.max_length - num_new
         if room < 1:
             raise ParallelPlanError(
                 f"an answer must be shorter than the model's longest row ({self.max_length} "
-                f"tokens): the task asks for {most}. The context needs at least one token. Use a "
-                "smaller max_gen_toks."
+                f"tokens): the task asks for {num_new}. The context needs at least one token. Use "
+                "a smaller max_gen_toks."
             )
-        settings = _settings_of(kwargs, most, self._end_tokens)
+        settings = _settings_of(kwargs, num_new, self._end_tokens)
         prompts = [self.tok_encode(context) for context in contexts]
         cut = [prompt[-room:] for prompt in prompts]
-        num_cut = sum(len(one) > room for one in prompts)
+        num_cut = sum(len(prompt) > room for prompt in prompts)
         if num_cut:
             _log.warning(
                 "%d of %d contexts are cut on the left to %d tokens, so that %d new tokens fit.",
                 num_cut,
                 len(prompts),
                 room,
-                most,
+                num_new,
             )
         stop = StopStrings(self._tokenizer.decode, until) if until else None
 
@@ -232,7 +232,7 @@ class HarnessAnswers:
         return answers
 
     def _text(self, row: list[int]) -> str:
-        return self._tokenizer.decode([one for one in row if one not in self._end_tokens])
+        return self._tokenizer.decode([token for token in row if token not in self._end_tokens])
 
     def _scored(self, context: list[int], scored: list[int]) -> ScoredTokens:
         if not scored or len(scored) > self.max_length:
@@ -301,7 +301,7 @@ class HarnessAnswers:
             batch = batches[number] if has_own else batches[first]
             # Rows are sorted by length, so the first row of a round is its longest.
             self._round_length = length(rows[batches[first][0]]) - 1
-            texts = answer([rows[one] for one in batch], number if has_own else first)
+            texts = answer([rows[index] for index in batch], number if has_own else first)
             by_index = dict(zip(batch, texts, strict=True)) if has_own else {}
             for part in all_gather_objects(by_index, self._gpt.mesh.dp_cpu):
                 answers |= part

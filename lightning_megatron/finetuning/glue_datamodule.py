@@ -83,7 +83,7 @@ class GlueDataModule(TaskDataModule):
     def encode(self, part: str) -> dict[str, npt.NDArray]:
         examples = self._read(part)
         sides = [
-            [text for one in examples for text in one.texts[side]]
+            [text for example in examples for text in example.texts[side]]
             for side in range(len(examples[0].texts))
         ]
         second = sides[1] if len(sides) > 1 else None
@@ -93,9 +93,9 @@ class GlueDataModule(TaskDataModule):
         return joined(
             tokens,
             types,
-            [label for one in examples for label in one.labels],
-            [number for number, one in enumerate(examples) for _ in one.labels],
-            (sum(one.num_left_out for one in examples), num_cut),
+            [label for example in examples for label in example.labels],
+            [number for number, example in enumerate(examples) for _ in example.labels],
+            (sum(example.num_left_out for example in examples), num_cut),
         )
 
     @override

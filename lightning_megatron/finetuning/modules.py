@@ -84,8 +84,8 @@ class FineTuning(TokenModule):
             )
         self.source = PretrainedEncoder.at(self.path, self.kind)
         self.config = self.source.config_with(arguments["num_labels"], arguments["dropout"])
-        own = ("path", "from_scratch", "dropout", "warmup_share", "scores_dir")
-        self.save_hyperparameters({name: arguments[name] for name in own})
+        names = ("path", "from_scratch", "dropout", "warmup_share", "scores_dir")
+        self.save_hyperparameters({name: arguments[name] for name in names})
         self.model: Encoder | None = None
         self.scores_of = nn.ModuleDict()
 
@@ -115,7 +115,7 @@ class FineTuning(TokenModule):
         self.config.check_seq_length(data.seq_length)
         parts = {"fit": ("val",), "validate": ("val",), "test": ("test",)}.get(stage, ())
         metrics = {part: data.scores(part) for part in parts}
-        self.scores_of = nn.ModuleDict({part: one for part, one in metrics.items() if one})
+        self.scores_of = nn.ModuleDict({part: scores for part, scores in metrics.items() if scores})
 
     def configure_model(self) -> None:
         """Build this rank's part of the model, with the pretrained weights."""
@@ -223,7 +223,9 @@ class FineTuning(TokenModule):
             self.log(f"{name}_{key}", value.float(), prog_bar=True, sync_dist=True)
         trainer = self.trainer
         if self.scores_dir is not None and trainer.is_global_zero and not trainer.sanity_checking:
-            saved = SavedScores(*metric.computed, {key: float(one) for key, one in results.items()})
+            saved = SavedScores(
+                *metric.computed, {key: float(value) for key, value in results.items()}
+            )
             saved.write(Path(self.scores_dir), name, trainer.global_step)
         metric.reset()
 
@@ -240,14 +242,14 @@ class FineTuning(TokenModule):
         return super()._lr_scheduler(optimizer)
 
     def _all_steps(self) -> int:
-        known = total_steps(self.trainer)
-        if not 0 < known < float("inf"):
+        num_steps = total_steps(self.trainer)
+        if not 0 < num_steps < float("inf"):
             raise UnsupportedError(
                 f"warmup_share ({self.warmup_share}) needs a finite number of training steps, "
                 "because it is a fraction of them. Set max_epochs or max_steps, or use "
                 "warmup_steps."
             )
-        return int(known)
+        return int(num_steps)
 
 
 class BERTClassifier(FineTuning):
@@ -316,7 +318,7 @@ class BERTMultipleChoice(FineTuning):
         self, batch: Mapping[str, Shaped[Tensor, "batch choices seq"]]
     ) -> Float[Tensor, "batch choices"]:
         num_rows, choices = batch["tokens"].shape[:2]
-        names = [one for one in ("tokens", "token_types", "valid", "lengths") if one in batch]
+        names = [name for name in ("tokens", "token_types", "valid", "lengths") if name in batch]
         return (
             super()
             .forward({name: batch[name].flatten(0, 1) for name in names})

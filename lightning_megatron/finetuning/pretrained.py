@@ -152,13 +152,13 @@ class PretrainedEncoder:
             full = {**full, name: full[name][: self.config.vocab_size]} if name in full else full
         saved = full if stored is None else stored.tensors
         entries = {}
-        lacking = []
+        missing = []
         for name, parameter in model.named_parameters():
             source = f"{_PREFIX}{name.replace('head.dense.', _POOLER)}"
             if name.startswith("head.") and (
                 not name.startswith("head.dense.") or source not in saved
             ):
-                lacking.append(name)
+                missing.append(name)
                 continue
             with torch.no_grad():
                 parameter.zero_()  # The checkpoint has no values for the padding of the vocabulary.
@@ -174,7 +174,7 @@ class PretrainedEncoder:
                 f"a checkpoint must hold all layers of its encoder: {self.path} lacks "
                 f"{', '.join(matched.missing[:5])}. Use a checkpoint of BERTPretraining."
             )
-        return tuple(lacking)
+        return tuple(missing)
 
 
 def _hyperparameters(path: str) -> Mapping[str, Any]:

@@ -60,15 +60,18 @@ def read_race(path: Path, group: int) -> list[RaceQuestion]:
     if not isinstance(passage, str) or not passage.strip():
         raise CorruptDataError(f"{path} must have a text as article. {_REMEDY}")
     lists = [content.get(name) for name in ("questions", "options", "answers")]
-    if not all(isinstance(one, list) and one for one in lists) or len({*map(_size, lists)}) > 1:
+    if (
+        not all(isinstance(entries, list) and entries for entries in lists)
+        or len({*map(_size, lists)}) > 1
+    ):
         raise CorruptDataError(
             f"{path} must have as many questions as options and answers: it has "
-            f"{', '.join(str(_size(one)) for one in lists)}. {_REMEDY}"
+            f"{', '.join(str(_size(entries)) for entries in lists)}. {_REMEDY}"
         )
     columns: Any = lists
     return [
-        _question(path, number, passage, group, *one)
-        for number, one in enumerate(zip(*columns, strict=True), 1)
+        _question(path, number, passage, group, *entry)
+        for number, entry in enumerate(zip(*columns, strict=True), 1)
     ]
 
 
@@ -78,7 +81,7 @@ def _question(
     place = f"{path}, question {number}"
     if not isinstance(question, str):
         raise CorruptDataError(f"{place} must be a text. {_REMEDY}")
-    is_list = isinstance(options, list) and all(isinstance(one, str) for one in options)
+    is_list = isinstance(options, list) and all(isinstance(option, str) for option in options)
     if not is_list or len(options) != len(LETTERS):
         raise CorruptDataError(f"{place} must have {len(LETTERS)} texts as options. {_REMEDY}")
     if not isinstance(answer, str) or len(answer) != 1 or answer not in LETTERS:

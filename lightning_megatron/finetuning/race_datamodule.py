@@ -80,22 +80,22 @@ class RaceDataModule(TaskDataModule):
     @override
     def encode(self, part: str) -> dict[str, npt.NDArray]:
         questions: list[RaceQuestion] = [
-            one
+            question
             for path in self.files(part)
-            for one in read_race(path, GROUPS.index(path.parent.name))
+            for question in read_race(path, GROUPS.index(path.parent.name))
         ]
         texts, num_short = self.tokenizer.short(
-            [text for one in questions for text in one.texts], self.question_length
+            [text for question in questions for text in question.texts], self.question_length
         )
-        passages = [one.passage for one in questions for _ in LETTERS]
+        passages = [question.passage for question in questions for _ in LETTERS]
         tokens, types, num_cut = self.tokenizer.pairs(
             texts, passages, self.seq_length, "only_second"
         )
         return joined(
             tokens,
             types,
-            [one.label for one in questions],
-            [one.group for one in questions],
+            [question.label for question in questions],
+            [question.group for question in questions],
             (0, num_short + num_cut),
         )
 

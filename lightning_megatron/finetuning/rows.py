@@ -62,11 +62,14 @@ def joined(
         counts: Number of malformed rows that were omitted, and number of truncated texts.
     """
     sizes = [0, *map(len, tokens)]
-    flat = [np.asarray(one, np.int32) for one in tokens]
+    flat = [np.asarray(ids, np.int32) for ids in tokens]
     return {
         "tokens": np.concatenate([np.zeros(0, np.int32), *flat]),
         "bounds": np.cumsum(sizes, dtype=np.int64),
-        "first": np.array([len(one) - sum(one) for one in types], np.int32),
+        "first": np.array(
+            [len(types_of_sequence) - sum(types_of_sequence) for types_of_sequence in types],
+            np.int32,
+        ),
         "labels": np.array(labels, np.int64),
         "groups": np.array(groups, np.int64),
         "counts": np.array(counts, np.int64),
@@ -159,23 +162,23 @@ class TaskBatches(Dataset):
         valid[..., 0] = True  # Attention is undefined without any valid token.
         labels = np.full((len(numbers), *rows.labels.shape[1:]), IGNORE_INDEX, np.int64)
         row = np.full(len(numbers), -1, np.int64)
-        for at, number in enumerate(numbers):
+        for index, number in enumerate(numbers):
             if number < 0:
                 continue
-            row[at] = self.samples.row(number)
-            labels[at] = rows.labels[row[at]]
+            row[index] = self.samples.row(number)
+            labels[index] = rows.labels[row[index]]
             for choice in range(rows.choices):
-                place = row[at] * rows.choices + choice
-                one = rows.tokens[rows.bounds[place] : rows.bounds[place + 1]]
-                tokens[at, choice, : len(one)] = one
-                types[at, choice, rows.first[place] : len(one)] = 1
-                valid[at, choice, : len(one)] = True
+                place = row[index] * rows.choices + choice
+                sequence = rows.tokens[rows.bounds[place] : rows.bounds[place + 1]]
+                tokens[index, choice, : len(sequence)] = sequence
+                types[index, choice, rows.first[place] : len(sequence)] = 1
+                valid[index, choice, : len(sequence)] = True
         lengths = valid.sum(-1)
         inputs = {"tokens": tokens, "token_types": types, "valid": valid, "lengths": lengths}
         if rows.choices == 1:
-            inputs = {name: one[:, 0] for name, one in inputs.items()}
+            inputs = {name: array[:, 0] for name, array in inputs.items()}
         return _tensors({**inputs, "labels": labels, "row": row})
 
 
 def _tensors(arrays: Mapping[str, npt.NDArray]) -> dict[str, torch.Tensor]:
-    return {name: torch.from_numpy(one) for name, one in arrays.items()}
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}

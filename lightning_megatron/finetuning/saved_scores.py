@@ -91,7 +91,7 @@ def best_scores(folder: Path, part: str, monitor: str, largest: bool = True) -> 
         CorruptDataError: If a file is damaged.
     """
     matches = [_NAME.fullmatch(path.name) for path in folder.glob("*.npz")]
-    steps = sorted(int(one["step"]) for one in matches if one and one["part"] == part)
+    steps = sorted(int(match["step"]) for match in matches if match and match["part"] == part)
     if not steps:
         raise CheckpointMismatchError(
             f"{folder} must have scores of the part {part!r}: it has none. Fit with validation "
@@ -103,7 +103,7 @@ def best_scores(folder: Path, part: str, monitor: str, largest: bool = True) -> 
             f"the result to compare must be one of {', '.join(candidates[0].results)}: it is "
             f"{monitor!r}. Choose one of them."
         )
-    return (max if largest else min)(candidates, key=lambda one: one.results[monitor])
+    return (max if largest else min)(candidates, key=lambda scores: scores.results[monitor])
 
 
 def ensemble_results(metric: TaskScores, models: Sequence[SavedScores]) -> dict[str, float]:
@@ -116,12 +116,12 @@ def ensemble_results(metric: TaskScores, models: Sequence[SavedScores]) -> dict[
     Raises:
         CheckpointMismatchError: If the scores belong to another data set.
     """
-    shapes = {tuple(one.scores.shape) for one in models}
+    shapes = {tuple(model.scores.shape) for model in models}
     if len(shapes) != 1 or next(iter(shapes))[0] != metric.num_rows:
         raise CheckpointMismatchError(
             f"models of an ensemble must have scores of the same {metric.num_rows} rows: their "
             f"scores have the shapes {sorted(shapes)}. Run them with the same data."
         )
-    tables = torch.stack([one.scores for one in models])
-    is_seen = torch.stack([one.is_seen for one in models]).all(0)
+    tables = torch.stack([model.scores for model in models])
+    is_seen = torch.stack([model.is_seen for model in models]).all(0)
     return metric.results(metric.combined(tables), is_seen)

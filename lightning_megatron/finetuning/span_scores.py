@@ -117,12 +117,12 @@ class SpanScores(TaskScores):
             spans = best_spans(
                 part, self._is_context(start, part), self.answer_length, self.num_best
             )
-            for at, (first, last, value) in enumerate(zip(*spans, strict=True)):
-                window = start + at
+            for index, (first, last, value) in enumerate(zip(*spans, strict=True)):
+                window = start + index
                 question = int(self.places.question[window])
                 if question in unseen:
                     continue
-                no_answer = float(part[at, 0].sum())
+                no_answer = float(part[index, 0].sum())
                 without[question] = min(no_answer, without.get(question, no_answer))
                 listed = candidates.setdefault(question, [])
                 for span in zip(first.tolist(), last.tolist(), value.tolist(), strict=True):
@@ -141,14 +141,16 @@ class SpanScores(TaskScores):
         Args:
             answers: Best answers by the index of their question.
         """
-        return {self.questions[number].key: self._chosen(one) for number, one in answers.items()}
+        return {
+            self.questions[number].key: self._chosen(answer) for number, answer in answers.items()
+        }
 
     @override
     def results(
         self, scores: Float[Tensor, "rows seq 2"], is_seen: Bool[Tensor, "rows"]
     ) -> dict[str, float]:
         answers = self.answers(scores, is_seen)
-        chosen = {number: self._chosen(one) for number, one in answers.items()}
+        chosen = {number: self._chosen(answer) for number, answer in answers.items()}
         right = {number: self.questions[number].answers for number in answers}
         exact = {number: exact_score(text, right[number]) for number, text in chosen.items()}
         f1 = {number: f1_score(text, right[number]) for number, text in chosen.items()}
@@ -156,10 +158,10 @@ class SpanScores(TaskScores):
         if not self.may_lack:
             return results
         with_answer = [number for number in answers if right[number]]
-        others = [number for number in answers if not right[number]]
+        without_answer = [number for number in answers if not right[number]]
         results["exact_match_answerable"] = _mean(exact[number] for number in with_answer)
         results["f1_answerable"] = _mean(f1[number] for number in with_answer)
-        results["exact_match_unanswerable"] = _mean(exact[number] for number in others)
+        results["exact_match_unanswerable"] = _mean(exact[number] for number in without_answer)
         results["best_f1"], results["best_f1_threshold"] = self._best_f1(answers)
         return results
 
@@ -172,18 +174,18 @@ class SpanScores(TaskScores):
 
     def _best_f1(self, answers: dict[int, Answer]) -> tuple[float, float]:
         """Return the largest mean F1 over all thresholds, and the smallest such threshold."""
-        ordered = sorted(answers.items(), key=lambda one: one[1].advantage)
+        ordered = sorted(answers.items(), key=lambda item: item[1].advantage)
         # With a threshold below all advantages, no question is predicted to have an answer.
         total = float(sum(not self.questions[number].answers for number, _ in ordered))
         best = total
         threshold = ordered[0][1].advantage - 1.0 if ordered else 0.0
-        for number, one in ordered:
+        for number, answer in ordered:
             right = self.questions[number].answers
-            best_text = one.texts[0] if one.texts else ""
+            best_text = answer.texts[0] if answer.texts else ""
             total += f1_score(best_text, right) if right else -float(bool(best_text))
             if total > best:
                 best = total
-                threshold = one.advantage
+                threshold = answer.advantage
         return best / max(1, len(ordered)), threshold
 
     def _chosen(self, answer: Answer) -> str:
@@ -194,8 +196,8 @@ class SpanScores(TaskScores):
     def _is_context(self, start: int, part: Tensor) -> Tensor:
         """Return which tokens of some windows belong to the context."""
         places = torch.from_numpy(np.array(self.places.contexts[start : start + len(part)]))
-        at = torch.arange(part.shape[1])
-        return (at >= places[:, :1]) & (at < places[:, 1:])
+        positions = torch.arange(part.shape[1])
+        return (positions >= places[:, :1]) & (positions < places[:, 1:])
 
     def _text(self, window: int, first: int, last: int) -> str:
         begin = int(self.rows.bounds[window])
@@ -234,7 +236,7 @@ def best_spans(
 
 def _answer(listed: list[tuple[float, str]], no_answer: float, num_best: int) -> Answer:
     # Sorting is stable, so among spans with equal scores the span of the earlier window is first.
-    best = sorted(listed, key=lambda one: -one[0])[:num_best]
+    best = sorted(listed, key=lambda entry: -entry[0])[:num_best]
     return Answer(tuple(text for _, text in best), tuple(value for value, _ in best), no_answer)
 
 

@@ -64,8 +64,8 @@ def _questions(path: Path, articles: Any, version: SquadVersion) -> Iterator[Squ
     for article in _mappings(articles):
         for paragraph in _mappings(article.get("paragraphs")):
             context = paragraph.get("context")
-            for one in _mappings(paragraph.get("qas")):
-                yield _question(f"{path}, question {one.get('id')!r}", one, context, version)
+            for record in _mappings(paragraph.get("qas")):
+                yield _question(f"{path}, question {record.get('id')!r}", record, context, version)
 
 
 def _question(
@@ -100,9 +100,9 @@ def _question(
 
 
 def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:
-    for one in value if isinstance(value, list) else ():
-        if isinstance(one, dict):
-            yield one
+    for entry in value if isinstance(value, list) else ():
+        if isinstance(entry, dict):
+            yield entry
 
 
 def normalised(text: str) -> str:
@@ -124,7 +124,7 @@ def exact_score(text: str, answers: Sequence[str]) -> float:
         text: Predicted answer; empty for no answer.
         answers: Reference answers; empty if the question has no answer.
     """
-    return max(float(normalised(one) == normalised(text)) for one in _comparable(answers))
+    return max(float(normalised(answer) == normalised(text)) for answer in _comparable(answers))
 
 
 def f1_score(text: str, answers: Sequence[str]) -> float:
@@ -134,17 +134,17 @@ def f1_score(text: str, answers: Sequence[str]) -> float:
         text: Predicted answer; empty for no answer.
         answers: Reference answers; empty if the question has no answer.
     """
-    return max(_f1(text, one) for one in _comparable(answers))
+    return max(_f1(text, answer) for answer in _comparable(answers))
 
 
 def _comparable(answers: Sequence[str]) -> Sequence[str]:
-    return [one for one in answers if normalised(one)] or [""]
+    return [answer for answer in answers if normalised(answer)] or [""]
 
 
 def _f1(text: str, answer: str) -> float:
     words = normalised(text).split()
-    wanted = normalised(answer).split()
-    if not words or not wanted:
-        return float(words == wanted)
-    num_same = sum((Counter(words) & Counter(wanted)).values())
-    return 2 * num_same / (len(words) + len(wanted))
+    expected = normalised(answer).split()
+    if not words or not expected:
+        return float(words == expected)
+    num_same = sum((Counter(words) & Counter(expected)).values())
+    return 2 * num_same / (len(words) + len(expected))

@@ -125,7 +125,9 @@ class SquadDataModule(TaskDataModule):
             CorruptDataError: If the file is damaged; the message names file and question.
         """
         if part not in self._questions:
-            questions = [one for path in self.files(part) for one in read_squad(path, self.version)]
+            questions = [
+                question for path in self.files(part) for question in read_squad(path, self.version)
+            ]
             if part == "train":
                 return questions  # Only evaluation needs the texts later.
             self._questions[part] = questions
@@ -172,8 +174,12 @@ def encoded_windows(
         question_length: Maximum length of a question (tokens).
     """
     # Some questions begin with many spaces, which would change where a pair is truncated.
-    texts, num_cut = tokenizer.short([one.text.lstrip() for one in questions], question_length)
-    encoding = tokenizer.windows(texts, [one.context for one in questions], seq_length, doc_stride)
+    texts, num_cut = tokenizer.short(
+        [question.text.lstrip() for question in questions], question_length
+    )
+    encoding = tokenizer.windows(
+        texts, [question.context for question in questions], seq_length, doc_stride
+    )
     owners = encoding["overflow_to_sample_mapping"]
     contexts = [_context(encoding.sequence_ids(window)) for window in range(len(owners))]
     labels = [
@@ -185,11 +191,13 @@ def encoded_windows(
     arrays = joined(
         encoding["input_ids"], encoding["token_type_ids"], labels, [0] * len(labels), (0, num_cut)
     )
-    offsets = [np.array(one, np.int32) for one in encoding["offset_mapping"]]
+    offsets = [np.array(window, np.int32) for window in encoding["offset_mapping"]]
     return arrays | {
         "question": np.array(owners, np.int64),
         "offsets": np.concatenate(offsets),
-        "contexts": np.array([(one.start, one.stop) for one in contexts], np.int32).reshape(-1, 2),
+        "contexts": np.array(
+            [(context.start, context.stop) for context in contexts], np.int32
+        ).reshape(-1, 2),
     }
 
 

@@ -103,13 +103,19 @@ class PairTokenizer:
             chosen = slice(start, start + _CHUNK)
             texts = [list(first[chosen])] + ([] if second is None else [list(second[chosen])])
             encoding = self._call(*texts)
-            long = [at for at, one in enumerate(encoding["input_ids"]) if len(one) > max_tokens]
+            long = [
+                index
+                for index, tokens_of_text in enumerate(encoding["input_ids"])
+                if len(tokens_of_text) > max_tokens
+            ]
             if long:
                 num_cut += len(long)
-                short = self._cut([[side[at] for at in long] for side in texts], max_tokens, cut)
+                short = self._cut(
+                    [[side[index] for index in long] for side in texts], max_tokens, cut
+                )
                 for name in ("input_ids", "token_type_ids"):
-                    for at, one in zip(long, short[name], strict=True):
-                        encoding[name][at] = one
+                    for index, shortened in zip(long, short[name], strict=True):
+                        encoding[name][index] = shortened
             tokens += encoding["input_ids"]
             types += encoding["token_type_ids"]
         return tokens, types, num_cut
@@ -120,11 +126,11 @@ class PairTokenizer:
             # The special tokens of a pair, and one token of the second text.
             needed = self.num_separators + 1
             first = self._call(texts[0], add_special_tokens=False)["input_ids"]
-            for text, alone in zip(texts[0], first, strict=True):
-                if len(alone) + needed > max_tokens:
+            for text, tokens in zip(texts[0], first, strict=True):
+                if len(tokens) + needed > max_tokens:
                     raise CorruptDataError(
                         "a first text must leave room for one token of the second in seq_length "
-                        f"({max_tokens} tokens): {text[:80]!r} has {len(alone)}, and a pair has "
+                        f"({max_tokens} tokens): {text[:80]!r} has {len(tokens)}, and a pair has "
                         f"{needed - 1} special tokens. Use a larger seq_length."
                     )
         return self._call(*texts, truncation=side, max_length=max_tokens)

@@ -17,7 +17,7 @@ from lightning_megatron.plan.network_activations import (
 )
 from lightning_megatron.plan.recomputation import WHOLE, Parts
 
-#: Size of an int64, the type of a label's column (bytes).
+#: Size of an int64, the type of the column index of a label (bytes).
 _INDEX = 8
 
 
@@ -42,7 +42,7 @@ class ActivationCosts:
         waiting: What a block keeps from the input half of a backward pass to the weight half: the
             inputs of its matrix products, two of them in attention, and the gradients of their
             outputs.
-        head_waiting: The same of the head.
+        head_waiting: The same for the head.
         weight_half: Temporary buffers of the weight half: a gathered input, and the next one in
             transfer.
         captured_attention: The same as ``layer_backward``, for attention alone in a captured
@@ -126,21 +126,21 @@ def activation_costs(
     results = heads.results if "full_except_core" in recompute else 0
     inside = _recomputed_inside(model, table, batch, network, recompute, change.frees_activation)
     num_norms = ("norms" in recompute) * change.num_norms_in_16_bits(has_experts)
-    again = layer - boundary - results if is_full else inside + num_norms * boundary
-    alone = heads.backward + (is_core_again or results > 0) * heads.core
+    recomputed = layer - boundary - results if is_full else inside + num_norms * boundary
+    attention_buffers = heads.backward + (is_core_again or results > 0) * heads.core
     # The MLP has finished its backward pass, and freed its memory, when attention starts its own.
-    attention = alone - network.kept - norms // 2
+    attention = attention_buffers - network.kept - norms // 2
     widest = max(gathered, change.forward) + whole
     forward = _forward_bytes(network, heads, widest, norms, inside, is_full)
-    start = again + network.recomputed_start if is_full else network.backward_start
+    start = recomputed + network.recomputed_start if is_full else network.backward_start
     # The output of the norm before attention is recomputed after that of the MLP.
-    before = again - (boundary if num_norms else 0)
-    backward = max(start, before + network.backward, again + attention + 2 * gathered)
+    later = recomputed - (boundary if num_norms else 0)
+    backward = max(start, later + network.backward, recomputed + attention + 2 * gathered)
     loss = _loss_costs(model, table, batch, loss_chunk)
     costs = ActivationCosts(
         boundary=boundary,
         layer=layer,
-        kept=layer - again - is_core_again * heads.core,
+        kept=layer - recomputed - is_core_again * heads.core,
         masks=_mask_bytes(model, batch, seq_length),
         layer_forward=forward,
         layer_backward=backward + 2 * boundary,
@@ -160,11 +160,11 @@ def activation_costs(
     if is_full:
         return replace(costs, captured_network=costs.layer_backward, is_whole=True)
     norm = norms // 2 + masks // 2 - (boundary if num_norms == 2 else 0)
-    alone += 2 * gathered + (boundary if num_norms else 0)
-    captured = max(start, again + network.captured_backward)
+    attention_buffers += 2 * gathered + (boundary if num_norms else 0)
+    captured = max(start, recomputed + network.captured_backward)
     outside = max(0, network.inside - inside)
     network = replace(network, kept=network.kept - inside, inside=outside)
-    return _with_parts(costs, network, norm, alone, captured)
+    return _with_parts(costs, network, norm, attention_buffers, captured)
 
 
 def _forward_bytes(
@@ -187,10 +187,10 @@ def _forward_bytes(
     """
     # Recomputed activations are not kept, but they exist while the block runs.
     running = network.kept if is_full else inside
-    others = network.kept - network.recomputed if is_full else 0
+    rest = network.kept - network.recomputed if is_full else 0
     # The MLP keeps nothing yet when the attention core runs.
     first = heads.forward - network.kept - norms // 2
-    return max(others + widest, others + network.forward, running, first)
+    return max(rest + widest, rest + network.forward, running, first)
 
 
 def _network_costs(
@@ -221,15 +221,17 @@ def _in_eight_bits(
         waiting=heads.waiting + change.attention_waiting,
         backward=heads.backward + change.attention_backward,
     )
-    again = 0
+    second_forward = 0
     if change.forward:
-        # A second forward pass casts its inputs, too. Its output exists before and after a bias.
-        again = change.forward + 2 * batch.num_tokens * batch.activation_bytes * hidden_size
+        # A second forward pass also casts its inputs, and has outputs before and after the bias.
+        second_forward = (
+            change.forward + 2 * batch.num_tokens * batch.activation_bytes * hidden_size
+        )
     network = replace(
         network,
         kept=network.kept + change.network,
         waiting=network.waiting + change.network_waiting,
-        recomputed_start=max(network.recomputed_start, again),
+        recomputed_start=max(network.recomputed_start, second_forward),
     )
     if has_experts:
         return network, heads
@@ -298,16 +300,16 @@ def _loss_costs(
     if chunk is None:
         temporary = table.loss_forward * count, table.loss_backward * count
         return _LossCosts(table.loss_kept * count, *temporary, count * element)
-    # The kernels work on the logits alone, operators of torch on a wider copy of half types.
-    one = (table.loss_forward or table.loss_kept) * min(chunk, batch.num_tokens) * rows
+    # The kernels read the logits in place. Operators of torch copy half types to a wider type.
+    chunk_bytes = (table.loss_forward or table.loss_kept) * min(chunk, batch.num_tokens) * rows
     kept = batch.num_tokens * (2 * batch.wide_bytes + _INDEX + 1)
     gathered = element * batch.num_tokens * model.hidden_size if batch.sequence_parallel else 0
     if option == "forward":
-        # The gradient of the weight stays; that of the hidden states takes their place.
+        # The gradient of the weight is kept. The gradient of the hidden states overwrites them.
         weight = rows * model.hidden_size * batch.wide_bytes
-        return _LossCosts(weight, one + 2 * gathered, 0)
+        return _LossCosts(weight, chunk_bytes + 2 * gathered, 0)
     # Chunks defer nothing to a weight half.
-    return _LossCosts(kept, one + gathered, one)
+    return _LossCosts(kept, chunk_bytes + gathered, chunk_bytes)
 
 
 def _with_parts(
@@ -320,7 +322,7 @@ def _with_parts(
         network: Costs of the MLP or the mixture of experts.
         norm: What that part keeps for its norm and its dropout (bytes).
         attention: Temporary buffers of attention in a captured backward pass (bytes).
-        captured: Those of the other part (bytes).
+        captured: Temporary buffers of the other part in this pass (bytes).
     """
     return replace(
         costs,

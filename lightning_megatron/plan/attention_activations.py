@@ -96,15 +96,15 @@ def _stored_scores(model: ModelShape, batch: MicrobatchShape, seq_length: int) -
     query, _ = model.widths(batch.tp)
     pairs = batch.num_tokens * seq_length * (query // model.head_dim)
     wide = batch.wide_bytes
-    # Softmax keeps its output, and the product with the values a copy of it in half types.
+    # Softmax keeps its output. With half types, the product with the values keeps a copy of it.
     narrow = batch.activation_bytes if batch.activation_bytes < wide else 0
     kept = wide + narrow + (wide if model.soft_cap else 0)
-    # Which pairs are visible.
-    seen = seq_length**2
+    # Mask of the visible pairs.
+    mask = seq_length**2
     forward = (2 + int(model.alibi)) * wide
     # Gradients of weights and of bounded scores, in addition to what was kept for them.
     backward = (1 + int(model.soft_cap)) * wide
-    return _Scores(pairs * kept + seen, pairs * forward, pairs * backward)
+    return _Scores(pairs * kept + mask, pairs * forward, pairs * backward)
 
 
 def _of_hidden(
@@ -133,7 +133,7 @@ def _of_latents(
     table: KeptActivations,
     batch: MicrobatchShape,
 ) -> tuple[int, int]:
-    """Return the same of latent attention (bytes)."""
+    """Return the same as :func:`_of_hidden` for latent attention (bytes)."""
     heads = model.num_heads // batch.tp
     element = batch.num_tokens * batch.activation_bytes
     divisor = batch.tp if batch.sequence_parallel else 1
@@ -145,7 +145,7 @@ def _of_latents(
     features = 2 * latent.head_dim + up + latent.value_dim
     if table.padded_values:
         features = 4 * latent.head_dim + latent.value_dim
-    # The products to latent vectors have their weight gradients at once.
+    # The projections to latent vectors compute their weight gradients at once.
     inputs = latent.norm_features + (model.hidden_size if latent.query_rank is None else 0)
     products = heads * (latent.head_dim + up + latent.value_dim)
     kept = element * heads * features + element * latents // divisor

@@ -1,4 +1,4 @@
-"""Search of the fastest schedule for given times and memory, among named and greedy ones."""
+"""Search for the fastest schedule with given times and memory, among named and greedy ones."""
 
 from __future__ import annotations
 
@@ -113,7 +113,9 @@ def search_schedule(
         placement = Placement(shape, num_stages, num_chunks)
         sizes = (num_stages, num_microbatches, num_chunks)
         # Rows that take longer than a schedule that fits are discarded.
-        longest = min((one.length for one in candidates if one.fits), default=None)
+        longest = min(
+            (candidate.length for candidate in candidates if candidate.fits), default=None
+        )
         rules = _rules(placement, kept, limit, weight_half_share, num_microbatches)
         for rows, length in _constructed(placement, num_microbatches, costs, rules, longest):
             generated = Schedule(AUTOMATIC, *sizes, rows, shape=shape)
@@ -205,10 +207,10 @@ def _rules(
     stage_sizes = [0.0] * placement.num_stages
     for virtual, size in enumerate(kept):
         stage_sizes[placement.owner(virtual)[0]] += size
-    # Microbatches of a whole stage: those of zb-h2, of zb-h1, and between.
-    one = max(stage_sizes)
+    # Microbatches that a stage may keep: as many as zb-h1, as zb-h2, or a number between them.
+    fullest = max(stage_sizes)
     numbers = (placement.num_stages, (3 * placement.num_stages) // 2, 2 * placement.num_stages - 1)
-    limits = {min(limit, one * min(number, num_microbatches)) for number in numbers} | {limit}
+    limits = {min(limit, fullest * min(number, num_microbatches)) for number in numbers} | {limit}
     choices = product(sorted(limits), (True, False), (True, False), (0.0, 0.5, 1.0))
     for largest, alternate, deep_first, patience in choices:
         if placement.num_chunks > 1 or deep_first:

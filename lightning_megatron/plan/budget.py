@@ -149,7 +149,12 @@ def estimate_memory(
             schedule,
             [costs.of_chunk(chunk) for chunk in chunks],
             costs.of(()),
-            [one for chunk in chunks for one in map(costs.eight_bits, chunk) if one is not None],
+            [
+                eight_bit_layers
+                for chunk in chunks
+                for eight_bit_layers in map(costs.eight_bits, chunk)
+                if eight_bit_layers is not None
+            ],
         )
         for stage, chunks in enumerate(layers)
     )
@@ -243,7 +248,7 @@ def _stage_memory(
     num_mixtures = sum(block.has_experts for block in blocks)
     dense = model.stage_parameters(layout, stage, len(blocks), num_mixtures)
     expert = num_mixtures * model.expert_parameters(layout)
-    stored = sum(one.num_weights for one in eight_bits if one.is_stored)
+    stored = sum(layers.num_weights for layers in eight_bits if layers.is_stored)
     parts = [
         static_bytes(dense, layout.dp * layout.cp, training, stored),
         static_bytes(expert, layout.edp, training),
@@ -259,7 +264,7 @@ def _stage_memory(
         *moments(schedule.actions(stage), costs),
         StepPoint("optimizer step", 0, 0, 0, training.step_bytes * owned),
     ]
-    weights = sum(one.weight_bytes for one in eight_bits)
+    weights = sum(layers.weight_bytes for layers in eight_bits)
 
     def casts_at(moment: StepPoint) -> int:
         # The casts of weights are freed before the optimizer steps.
@@ -282,9 +287,9 @@ def _stage_memory(
         + max((block.slots for block in blocks), default=0)
         + clones,
         libraries=training.library_bytes,
-        casts=casts_at(worst) + sum(one.history_bytes for one in eight_bits),
+        casts=casts_at(worst) + sum(layers.history_bytes for layers in eight_bits),
         graphs=_graph_memory(training, schedule, stage, chunks, ends, transfers).total,
-        host=max(one.in_flight for one in peaks)
+        host=max(moment.in_flight for moment in peaks)
         * max(sum(block.on_host for block in chunk) for chunk in chunks),
     )
 
@@ -350,8 +355,8 @@ def clone_bytes(model: ModelShape, layout: ParallelLayout, training: TrainingSha
     if model.experts is None or layout.ep == 1:
         return 0
     homes = model.experts.num_experts // layout.ep
-    one = model.expert_parameters(layout) // homes
-    return training.clone_places * one * (training.activation_bytes + _CLONE_GRADIENT)
+    expert_size = model.expert_parameters(layout) // homes
+    return training.clone_places * expert_size * (training.activation_bytes + _CLONE_GRADIENT)
 
 
 def _owned(count: int, data_ranks: int, training: TrainingShape) -> int:

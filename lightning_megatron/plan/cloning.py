@@ -54,11 +54,11 @@ class ExpertPlaces:
                 f"({self.num_ranks}), because every rank has the same number of experts. Change "
                 "one of them."
             )
-        others = self.num_experts - self.homes
-        if self.places > others:
+        remote = self.num_experts - self.homes
+        if self.places > remote:
             raise ParallelPlanError(
-                f"places ({self.places}) must be at most {others}, because other ranks have only "
-                f"{others} of the {self.num_experts} experts. Use fewer places."
+                f"places ({self.places}) must be at most {remote}, because other ranks have only "
+                f"{remote} of the {self.num_experts} experts. Use fewer places."
             )
 
     @property
@@ -167,10 +167,12 @@ def plan_clones(
     by_rank = [
         totals[first : first + layout.homes] for first in range(0, len(totals), layout.homes)
     ]
-    load = [sum(own) for own in by_rank]
+    load = [sum(totals_of_rank) for totals_of_rank in by_rank]
     mean = sum(load) // layout.num_ranks
-    room = [max(0, mean - own) for own in load]
-    excess = [over for own in by_rank for over in excess_of_rank(own, mean)]
+    room = [max(0, mean - rank_load) for rank_load in load]
+    excess = [
+        surplus for totals_of_rank in by_rank for surplus in excess_of_rank(totals_of_rank, mean)
+    ]
     assigned = (assign or assign_largest_first)(excess, room, layout)
     kept = [
         (owner, amount) if amount >= max(min_rows, 1) else (NO_EXPERT, 0)
@@ -199,11 +201,11 @@ def excess_of_rank(totals: Sequence[int], mean: int) -> list[int]:
     """
     order = sorted(range(len(totals)), key=lambda expert: totals[expert])
     excess = [0] * len(totals)
-    before = 0
+    previous = 0
     for expert, until in zip(order, accumulate(totals[expert] for expert in order), strict=True):
-        over = max(0, until - mean)
-        excess[expert] = over - before
-        before = over
+        surplus = max(0, until - mean)
+        excess[expert] = surplus - previous
+        previous = surplus
     return excess
 
 
@@ -223,16 +225,18 @@ def assign_largest_first(
     """
     left = list(excess)
     space = list(room)
-    taken: list[list[tuple[int, int]]] = [[] for _ in room]
+    experts_of_rank: list[list[tuple[int, int]]] = [[] for _ in room]
     for _ in range(layout.num_places):
-        free = [rank for rank, experts in enumerate(taken) if len(experts) < layout.places]
+        free = [
+            rank for rank, experts in enumerate(experts_of_rank) if len(experts) < layout.places
+        ]
         rank = max(free, key=lambda rank: space[rank])
         expert = max(range(len(left)), key=lambda expert: left[expert])
         amount = min(left[expert], space[rank])
         left[expert] -= amount
         space[rank] -= amount
-        taken[rank].append((expert, amount))
-    return [place for experts in taken for place in experts]
+        experts_of_rank[rank].append((expert, amount))
+    return [place for experts in experts_of_rank for place in experts]
 
 
 def assign_one_shot(
@@ -276,7 +280,7 @@ def divide_over_ranks(
     """
     off = [[0] * len(owners) for _ in counts]
     for owner in sorted(set(owners) - {NO_EXPERT}):
-        places = [place for place, other in enumerate(owners) if other == owner]
+        places = [place for place, expert in enumerate(owners) if expert == owner]
         sent = [row[owner] for row in counts]
         total = max(sum(sent), 1)
         for place in places:

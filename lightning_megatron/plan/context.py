@@ -135,16 +135,16 @@ class ContextCut:
                 with ``causal`` (tokens).
         """
         half = self.piece
-        whole = range(2 * half)
+        all_rows = range(2 * half)
         if not causal:
-            return [AttentionBlock(whole, whole)]
+            return [AttentionBlock(all_rows, all_rows)]
         if window is not None:
             return list(self._windowed(rank, source, window))
         if source == rank:
-            return [AttentionBlock(whole, whole, is_causal=True)]
+            return [AttentionBlock(all_rows, all_rows, is_causal=True)]
         if source < rank:
-            return [AttentionBlock(whole, range(half))]
-        return [AttentionBlock(range(half, 2 * half), whole)]
+            return [AttentionBlock(all_rows, range(half))]
+        return [AttentionBlock(range(half, 2 * half), all_rows)]
 
     def _windowed(self, rank: int, source: int, window: int) -> Iterator[AttentionBlock]:
         half = self.piece
@@ -153,16 +153,16 @@ class ContextCut:
                 offset = (query_piece - key_piece) * half
                 if offset < 0 or offset - half + 1 >= window:
                     continue
-                # The last queries are beyond the window of all keys, the first keys behind that of
-                # all queries. Without these the last query has the last key in its window.
+                # The last queries see none of these keys, and none of these queries sees the first
+                # keys. Without them, the window of the last query includes the last key.
                 far = max(0, offset - window + 1)
                 rows = range(i * half, (i + 1) * half - far), range(j * half + far, (j + 1) * half)
                 offset -= far
                 if offset >= half and offset + half <= window:
                     yield AttentionBlock(*rows)
                 else:
-                    seen = None if half <= window and not offset else window
-                    yield AttentionBlock(*rows, is_causal=True, offset=offset, window=seen)
+                    visible = None if half <= window and not offset else window
+                    yield AttentionBlock(*rows, is_causal=True, offset=offset, window=visible)
 
     def gathered_blocks(
         self, rank: int, causal: bool, window: int | None = None
@@ -178,15 +178,15 @@ class ContextCut:
         if not causal:
             return [AttentionBlock(range(self.local_length), range(self.seq_length))]
         blocks = []
-        for i, seen in enumerate(self.ranges(rank)):
-            first = 0 if window is None else max(0, seen.start - window + 1)
+        for i, positions in enumerate(self.ranges(rank)):
+            first = 0 if window is None else max(0, positions.start - window + 1)
             blocks.append(
                 AttentionBlock(
                     range(i * self.piece, (i + 1) * self.piece),
-                    range(first, seen.stop),
+                    range(first, positions.stop),
                     is_causal=True,
-                    offset=seen.start - first,
-                    window=window if window is not None and window < seen.stop else None,
+                    offset=positions.start - first,
+                    window=window if window is not None and window < positions.stop else None,
                 )
             )
         return blocks

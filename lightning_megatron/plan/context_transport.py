@@ -113,15 +113,15 @@ def choose_context_transport(
         UnsupportedError: If attention weights are dropped and the requested transport has only some
             of them at a time.
     """
-    asked = links.transport
-    if asked not in ("auto", "all_to_all") and dropout > 0.0:
+    transport = links.transport
+    if transport not in ("auto", "all_to_all") and dropout > 0.0:
         raise UnsupportedError(
-            f"cp_transport {asked!r} cannot be used with attention dropout ({dropout}), because "
-            "its ranks add up partial results before the softmax weights, which dropout acts on, "
-            "are known. Use 'all_to_all' or 'auto', or an attention dropout of 0."
+            f"cp_transport {transport!r} cannot be used with attention dropout ({dropout}), "
+            "because its ranks add up partial results before the softmax weights, which dropout "
+            "acts on, are known. Use 'all_to_all' or 'auto', or an attention dropout of 0."
         )
-    if asked != "auto":
-        return ContextChoice(asked, "asked for")
+    if transport != "auto":
+        return ContextChoice(transport, "asked for")
     if dropout > 0.0:
         return ContextChoice("all_to_all", "attention dropout needs whole rows of weights")
     if links.is_one_host:

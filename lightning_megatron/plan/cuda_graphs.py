@@ -109,10 +109,10 @@ class CudaGraphs:
         Raises:
             ParallelPlanError: For any other value, and as for the class.
         """
-        found: GraphMode | CudaGraphs | None = coerced(
+        settings: GraphMode | CudaGraphs | None = coerced(
             "cuda_graphs", value, GraphMode | CudaGraphs | None
         )
-        return found if found is None or isinstance(found, CudaGraphs) else cls(found)
+        return settings if settings is None or isinstance(settings, CudaGraphs) else cls(settings)
 
     @property
     def most_shapes(self) -> int:

@@ -50,9 +50,9 @@ def custom_schedule(
     sizes = (num_stages, num_microbatches, num_chunks)
     # There are four kinds of actions. One more is a repetition, which `validate` finds, so a
     # function that never ends is not read further.
-    most = 4 * num_microbatches * num_chunks + 1
+    max_actions = 4 * num_microbatches * num_chunks + 1
     rows = tuple(
-        _checked(row_of(rank, *sizes), most, f"schedule {title!r}, stage {rank}")
+        _checked(row_of(rank, *sizes), max_actions, f"schedule {title!r}, stage {rank}")
         for rank in range(num_stages)
     )
     schedule = Schedule(title, *sizes, rows, forward_only, shape).validate()

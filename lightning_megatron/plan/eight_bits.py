@@ -57,7 +57,7 @@ class EightBitLayers:
         if not self.shares_casts:
             return 0
         if self.is_stored:
-            # Transposed copies of weights that have their scales elsewhere.
+            # Only transposed copies: the stored weights have the scales.
             return self.num_weights
         return sum(2 * prod(size) + self._scales_of_weight(*size) for _, size in self.sizes)
 
@@ -128,8 +128,8 @@ class EightBitLayers:
 class EightBitCosts:
     """Bytes of a block that change if linear layers compute in 8 bits.
 
-    Kept inputs in 8 bits take the place of those in 16 bits, unless another operator keeps these,
-    too: the attention core its output, ReLU its result, a router its input.
+    Inputs that are kept in 8 bits replace those in 16 bits, unless another operator also keeps the
+    16-bit tensor: the attention core keeps its output, ReLU its result, and a router its input.
 
     Args:
         attention_norm: Change of what is kept of the output of the norm before attention.
@@ -141,7 +141,7 @@ class EightBitCosts:
         forward: Temporary buffers at the largest product of the forward pass: its input in both
             types, and a weight in 8 bits that is not kept.
         attention_backward: Additional temporary buffers of the backward pass of attention.
-        network_backward: Least temporary buffers of the backward pass of the MLP.
+        network_backward: Minimum size of the temporary buffers of the backward pass of the MLP.
         frees_norms: Whether the outputs of the norms before attention and before the MLP are freed.
         frees_activation: Whether the result of the MLP's activation is freed.
     """
@@ -220,9 +220,9 @@ class _Layer:
     @property
     def wide_input(self) -> int:
         """Return the input of the layer in the type of the activations (bytes)."""
-        whole = self.batch.num_tokens * self.batch.activation_bytes * self.in_features
+        num_bytes = self.batch.num_tokens * self.batch.activation_bytes * self.in_features
         divisor = self.batch.tp if self.batch.sequence_parallel and not self.ends_region else 1
-        return whole // divisor
+        return num_bytes // divisor
 
     @property
     def kept(self) -> int | None:
@@ -235,13 +235,13 @@ class _Layer:
     def is_kept_elsewhere(self) -> bool:
         """Return whether another operator keeps the input in the type of the activations."""
         if self.name == "attention.output":
-            # Unless the core is made of operators, pads its output or is computed again.
+            # The core keeps it unless it consists of operators, pads its output or is recomputed.
             is_passing = self.table.padded_values or self.table.stores_scores
             return not (is_passing or self.recomputes_core)
         if self.name.endswith(".down"):
             return self.model.activation == "relu" and not self.model.gated
-        # Latent vectors of keys read the same norm as queries without latent vectors; a router
-        # reads the input of a shared MLP.
+        # The projection to latent vectors of keys reads the same norm as queries without latent
+        # vectors. A router reads the input of a shared MLP.
         is_query = self.name == "attention.query"
         latent = self.model.latent
         return self.name.startswith("mlp.shared.") or (
@@ -267,11 +267,11 @@ class _Layer:
         values[place] += change
         values[f"{part}_waiting"] += waiting
         # Rows and columns of the gradient.
-        both = 2 * tokens * self.out_features + self.layers.passing_weight_bytes
+        gradient_bytes = 2 * tokens * self.out_features + self.layers.passing_weight_bytes
         if part == "attention":
-            values["attention_backward"] = max(costs.attention_backward, both)
+            values["attention_backward"] = max(costs.attention_backward, gradient_bytes)
         else:
-            values["network_backward"] = max(costs.network_backward, self._backward(both))
+            values["network_backward"] = max(costs.network_backward, self._backward(gradient_bytes))
         if self._norm is not None:
             first, second = costs.frees_norms
             is_first = part == "attention"
@@ -290,12 +290,12 @@ class _Layer:
         }
         return names.get(self.name)
 
-    def _backward(self, both: int) -> int:
+    def _backward(self, gradient_bytes: int) -> int:
         """Return the temporary buffers of the layer in the backward pass of an MLP (bytes)."""
         element = self.batch.num_tokens * self.batch.activation_bytes
         gathered = element * self.model.hidden_size if self.batch.sequence_parallel else 0
         if self.ends_region:
-            return element * self.in_features + gathered + both
+            return element * self.in_features + gathered + gradient_bytes
         # The features of the activation have been freed, in 16 bits and in 8.
         features = self.out_features // (2 if self.model.gated else 1)
-        return 2 * gathered + both - self.batch.num_tokens * features
+        return 2 * gathered + gradient_bytes - self.batch.num_tokens * features

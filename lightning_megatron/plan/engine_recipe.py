@@ -1,4 +1,4 @@
-"""Recipes of Transformer Engine, as settings of products in 8 bits; and the choice of it."""
+"""Conversion of recipes of Transformer Engine to settings of ``FP8``, and the legal backends."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ def settings_of_recipe(recipe: Any) -> dict[str, Any]:
         UnsupportedError: If it has a setting without a counterpart here.
     """
     shown = type(recipe).__name__
-    asks = [getattr(recipe, question, None) for question in _KINDS]
-    if not all(callable(ask) for ask in asks):
+    methods = [getattr(recipe, question, None) for question in _KINDS]
+    if not all(callable(method) for method in methods):
         raise ParallelPlanError(
             f"fp8.te_recipe must be a recipe of Transformer Engine: {_NAMES}. It is of type "
             f"{shown}."
         )
-    kinds = [name for name, ask in zip(_KINDS.values(), asks, strict=True) if ask and ask()]
+    kinds = [
+        name for name, method in zip(_KINDS.values(), methods, strict=True) if method and method()
+    ]
     if not kinds:
         raise UnsupportedError(
             f"fp8.te_recipe cannot be {shown}: linear layers of this package support only "

@@ -73,10 +73,10 @@ class ExpertClones:
         Raises:
             ParallelPlanError: If a rank has more places than other ranks have experts.
         """
-        others = num_experts - num_experts // ep
-        if self.places > others:
+        remote = num_experts - num_experts // ep
+        if self.places > remote:
             raise ParallelPlanError(
-                f"expert_clones ({self.places}) must be at most {others}: with ep ({ep}) the other "
-                f"ranks have {others} of the {num_experts} experts, and a place holds a clone of "
-                f"one of them. Use at most {others}."
+                f"expert_clones ({self.places}) must be at most {remote}: with ep ({ep}) the other "
+                f"ranks have {remote} of the {num_experts} experts, and a place holds a clone of "
+                f"one of them. Use at most {remote}."
             )

@@ -16,8 +16,8 @@ FP8Recipe = Literal["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"]
 
 #: Rows and columns of a block that shares a scale (elements).
 BLOCK = 128
-#: Maxima among which the programs of a kernel divide the magnitude that they find: few, because
-#: casts read all of them, and several, because programs with the same one wait for each other.
+#: Number of partial maxima that the programs of a kernel update: few, because casts read all of
+#: them, but several, because programs that update the same maximum wait for each other.
 MAGNITUDE_PARTS = 64
 #: Recipes with one scale for all numbers of a tensor.
 _PER_TENSOR_RECIPES = ("tensorwise", "delayed")
@@ -47,13 +47,14 @@ class FP8:
             ``tensorwise`` (all numbers of a tensor), ``delayed`` (the same, with the magnitude of
             earlier steps), ``rowwise`` (the numbers that one product sums up: a row or a column),
             ``blockwise`` (128 neighbours of a row or a column; in weights blocks of 128 x 128) or
-            ``mxfp8`` (32 neighbours, with powers of two; Transformer Engine alone has it).
+            ``mxfp8`` (32 neighbours, with powers of two; only Transformer Engine supports it).
         format: ``e4m3`` has 4 bits of exponent and 3 of fraction. ``hybrid`` is e4m3, but e5m2 for
             gradients of outputs, which has a larger range and fewer digits. None means hybrid for
             tensorwise and delayed, else e4m3.
         first_bf16: Layers at the start of the model that keep the precision of the run.
-        last_bf16: Layers at its end that do.
-        keep: Patterns of the names of layers that do, such as ``*.mlp.down`` or ``layers.3.*``.
+        last_bf16: Layers at the end of the model that keep the precision of the run.
+        keep: Patterns of the names of layers that keep the precision of the run, such as
+            ``*.mlp.down`` or ``layers.3.*``.
         history: Steps whose largest magnitude sets the scales of ``delayed`` (optimizer steps).
         margin: Powers of two that ``delayed`` leaves above that magnitude.
         emulate: Whether devices without products in 8 bits, such as CPUs, round to 8 bits and
@@ -129,8 +130,8 @@ class FP8:
         Raises:
             ParallelPlanError: For any other value, and as for the class.
         """
-        found: FP8Recipe | FP8 | None = coerced("fp8", value, FP8Recipe | FP8 | None)
-        return cls(found) if isinstance(found, str) else found
+        settings: FP8Recipe | FP8 | None = coerced("fp8", value, FP8Recipe | FP8 | None)
+        return cls(settings) if isinstance(settings, str) else settings
 
     @property
     def gradient_format(self) -> Literal["e5m2", "e4m3"]:

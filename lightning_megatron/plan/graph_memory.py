@@ -78,7 +78,7 @@ def graph_memory(
             ChunkCosts.of(blocks, ends, has_head=(stage, number) == last)
             for number, blocks in enumerate(chunks)
         ]
-        peak = max(one.size for one in moments(schedule.actions(stage), costs))
+        peak = max(moment.size for moment in moments(schedule.actions(stage), costs))
         inputs = schedule.num_microbatches * num_tokens * input_bytes
         return GraphMemory(peak + transfers, inputs)
     slots = GraphSlots(schedule, stage)
@@ -131,9 +131,9 @@ class _ChunkGraphs:
 
     def pool(self, is_halved: bool) -> int:
         """Return the pools of one slot: the memory of one microbatch from its F to its B or W."""
-        captured = [self._captured(one) for one in self.blocks]
+        captured = [self._captured(block) for block in self.blocks]
         costs = ChunkCosts.of(captured, self.ends, has_head=self._captures_head)
-        forward = max(one.size for one in moments([Action("F", 0, 0)], [costs]))
+        forward = max(moment.size for moment in moments([Action("F", 0, 0)], [costs]))
         # A captured backward pass frees no activations before its end, because it runs again if the
         # capture fails.
         parts = (block.captured_attention for block in captured)
@@ -147,7 +147,9 @@ class _ChunkGraphs:
             head += costs.loss_kept
             layers += costs.loss_kept
         backward = costs.kept + max(head, layers)
-        if self._captures_embedding and not any(any(self._parts_of(one)) for one in self.blocks):
+        if self._captures_embedding and not any(
+            any(self._parts_of(block)) for block in self.blocks
+        ):
             # The sum and its terms.
             forward += 2 * self.ends.boundary
         # The residual stream that a graph reads is among its inputs.
@@ -193,7 +195,7 @@ class _ChunkGraphs:
         """Return the copies of gradients that eager code, or another stage, computes."""
         if self._captures_head:
             return _LOSS * self.num_tokens
-        return self.ends.boundary if any(any(self._parts_of(one)) for one in self.blocks) else 0
+        return self.ends.boundary if any(any(self._parts_of(block)) for block in self.blocks) else 0
 
     @property
     def _captures_embedding(self) -> bool:

@@ -107,15 +107,15 @@ class GraphSlots:
         if self.schedule.forward_only:
             return {action.unit: 0 for action in row}
         free = [deque(range(peak)) for peak in self.peaks]
-        booked: dict[PipelineUnit, int] = {}
+        slot_of_unit: dict[PipelineUnit, int] = {}
         for action in row:
             slots = free[action.chunk]
             change = LIVE_CHANGE[action.kind]
             if change > 0:
-                booked[action.unit] = slots.popleft()
+                slot_of_unit[action.unit] = slots.popleft()
             elif change < 0:
-                slots.append(booked[action.unit])
-        return booked
+                slots.append(slot_of_unit[action.unit])
+        return slot_of_unit
 
 
 def check_graph_slots(schedule: Schedule) -> None:

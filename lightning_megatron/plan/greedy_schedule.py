@@ -107,8 +107,8 @@ class GreedyConstruction:
         chunks = range(placement.num_chunks)
         self._chunk_order = chunks[::-1] if rule.deep_first else chunks
         self._kept = placement.by_stage(rule.kept)
-        # A microbatch in a chunk, and in each later one: earlier chunks leave room for one that
-        # must pass the later chunks before anything is freed.
+        # Size of a microbatch in a chunk and in all later chunks. A forward needs this much room,
+        # because the microbatch passes the later chunks before anything is freed.
         self._room = [[sum(kept[chunk:]) for chunk in chunks] for kept in self._kept]
         self._ticks: dict[Kind, tuple[tuple[int, ...], ...]] = {
             "F": placement.by_stage(costs.forward),
@@ -143,9 +143,9 @@ class GreedyConstruction:
             peer = stages[self._run(stage)]
             if stage.free + stage.work > self._longest:
                 return None
-            for touched in (stage, peer):
-                self._choose(touched)
-                starts[touched.rank] = touched.start
+            for changed in (stage, peer):
+                self._choose(changed)
+                starts[changed.rank] = changed.start
         if any(stage.work for stage in stages):
             return None
         return tuple(_with_microbatches(stage.row) for stage in stages)
@@ -170,8 +170,10 @@ class GreedyConstruction:
             return _Destination(peer, arrivals[after], delay)
 
         self._outlets: dict[Kind, tuple[tuple[_Destination | None, ...], ...]] = {
-            "F": placement.by_stage([destination(one, 1, inputs) for one in range(count)]),
-            "I": placement.by_stage([destination(one, -1, gradients) for one in range(count)]),
+            "F": placement.by_stage([destination(virtual, 1, inputs) for virtual in range(count)]),
+            "I": placement.by_stage(
+                [destination(virtual, -1, gradients) for virtual in range(count)]
+            ),
         }
 
     def _ticks_of_all(self, rank: int) -> int:
@@ -244,20 +246,20 @@ class GreedyConstruction:
         kind = stage.kind
         chunk = stage.chunk
         ticks = self._ticks[kind][stage.rank][chunk]
-        whole = self._kept[stage.rank][chunk]
+        kept = self._kept[stage.rank][chunk]
         stage.row.append((kind, chunk))
         stage.free = stage.start + ticks
         stage.work -= ticks
         if kind == "W":
-            stage.size -= whole * self.rule.weight_half_share
+            stage.size -= kept * self.rule.weight_half_share
             stage.due.popleft()
             return stage.rank
         stage.last = kind
         if kind == "F":
-            stage.size += whole
+            stage.size += kept
             stage.forwards[chunk] += 1
         else:
-            stage.size -= whole * (1 - self.rule.weight_half_share)
+            stage.size -= kept * (1 - self.rule.weight_half_share)
             stage.backwards[chunk] += 1
             stage.due.append(chunk)
         destination = self._outlets[kind][stage.rank][chunk]

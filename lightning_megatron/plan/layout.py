@@ -357,9 +357,9 @@ def _axes_of(name: str, legal: tuple[str, ...], aliases: Mapping[str, str]) -> l
     for axis in axes:
         if axis not in legal:
             grid = "expert" if "ep" in legal else "dense"
-            other = "dense" if "ep" in legal else "expert"
+            other_grid = "dense" if "ep" in legal else "expert"
             known = axis in (*DENSE_AXES, *EXPERT_AXES)
-            why = f"it is an axis of the {other} grid" if known else "there is no such axis"
+            why = f"it is an axis of the {other_grid} grid" if known else "there is no such axis"
             raise ParallelPlanError(
                 f"a group of the {grid} grid must be named by its axes: {name!r} has {axis!r}, but "
                 f"{why}. Use {join_or(legal)}, joined by dashes."

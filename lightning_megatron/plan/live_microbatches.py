@@ -84,12 +84,12 @@ def peak_activations(
     size = 0.0
     peak = 0.0
     for action in () if schedule.forward_only else schedule.actions(rank):
-        whole = kept[action.chunk]
+        size_of_unit = kept[action.chunk]
         changes = {
-            "F": whole,
-            "B": -whole,
-            "I": (weight_half_share - 1.0) * whole,
-            "W": -weight_half_share * whole,
+            "F": size_of_unit,
+            "B": -size_of_unit,
+            "I": (weight_half_share - 1.0) * size_of_unit,
+            "W": -weight_half_share * size_of_unit,
         }
         size += changes[action.kind]
         peak = max(peak, size)

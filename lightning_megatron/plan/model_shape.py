@@ -164,8 +164,8 @@ class ModelShape:
         keys = min(self.max_seq_length, COUNTED_LENGTH) / 2
         attention = 2 * self.hidden_size * (query + key) + 2 * keys * query
         if self.latent is not None:
-            both = self.latent.head_dim + self.latent.value_dim
-            attention = keys * self.num_heads * both
+            head_width = self.latent.head_dim + self.latent.value_dim
+            attention = keys * self.num_heads * head_width
             attention += self.latent.num_weights(self.hidden_size, self.num_heads)
         dense = self._num_matrices * self.hidden_size * self.ffn_hidden_size
         layers = tuple(
@@ -218,10 +218,10 @@ class ModelShape:
         if self.experts is None:
             return 0
         inner = self.experts.ffn_hidden_size // layout.etp
-        one = self._num_matrices * self.hidden_size * inner
+        expert_size = self._num_matrices * self.hidden_size * inner
         if self.experts.linear_bias:
-            one += (self._num_matrices - 1) * inner + self.hidden_size // layout.etp
-        return self.experts.num_experts // layout.ep * one
+            expert_size += (self._num_matrices - 1) * inner + self.hidden_size // layout.etp
+        return self.experts.num_experts // layout.ep * expert_size
 
     def stage_parameters(
         self, layout: ParallelLayout, stage: int, num_layers: int, num_expert_layers: int = 0

@@ -167,17 +167,17 @@ def mixture_costs(
     firsts = 2 if model.gated else 1
     wide = features // element * batch.wide_bytes
     # Input of the second matrix product, which is recomputed for the gradients of its weights.
-    again = features
+    second_input = features
     scaling = 0
     if table.expert_copies:
         forward = max(forward, wide)
-        again += wide if wide > features else 0
+        second_input += wide if wide > features else 0
         # Product with the probabilities, in float32 or wider. In half types the gradient of its
         # result exists beside it, unless recomputation frees as much.
         scaling = 3 * wide + (0 if wide == features or recomputes else features)
     kept_moments = (
         # Second matrix product.
-        vectors + max(again, features + matrix),
+        vectors + max(second_input, features + matrix),
         scaling,
         # Activation as one kernel, or as operators.
         max(firsts + 1, table.ffn_backward if table.expert_copies else 0) * features,

@@ -200,13 +200,13 @@ def _filled(costs: LayerCosts, placement: Placement, minimum: Sequence[int]) -> 
 
 def _fill(total: int, minimum: Sequence[int], parts: Sequence[tuple[float, int]]) -> list[int]:
     # Giving each layer in turn to the cheapest part is optimal: all layers cost the same, so that
-    # moving one of them to another part can only raise the maximum. A part is a pair of its cost in
-    # addition to layers and its reluctance, the lower one of which wins at equal cost.
+    # moving one of them to another part can only raise the maximum. A part is a pair: its cost
+    # without layers, and a tie break, of which the lower one wins at equal cost.
     counts = list(minimum)
 
     def cost_with(part: int) -> tuple[float, int, int]:
         cost, tie_break = parts[part]
-        # At equal cost and reluctance later stages come first, because they keep fewer activations.
+        # If both are equal, later stages come first, because they keep fewer activations.
         return round(cost + counts[part], 9), tie_break, -part
 
     for _ in range(total - sum(minimum)):
@@ -224,7 +224,10 @@ def _move_layers(
 
     def score(counts: Sequence[int]) -> list[list[float]]:
         best_counts_costs = (costs.of_stages(counts, placement), costs.of_virtual_stages(counts))
-        return [sorted((round(cost, 9) for cost in one), reverse=True) for one in best_counts_costs]
+        return [
+            sorted((round(cost, 9) for cost in stage_costs), reverse=True)
+            for stage_costs in best_counts_costs
+        ]
 
     numbers = range(len(counts))
     best = score(counts)

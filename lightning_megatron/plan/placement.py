@@ -82,8 +82,8 @@ class Placement:
         virtual = self.virtual_stage(rank, chunk) + step
         if not 0 <= virtual < self.num_virtual_stages:
             return None
-        owner, beside = self.owner(virtual)
-        return beside if owner == rank else None
+        owner, neighbour = self.owner(virtual)
+        return neighbour if owner == rank else None
 
     def by_stage(self, values: Sequence[T]) -> tuple[tuple[T, ...], ...]:
         """Return values of the virtual stages as ``values[stage][chunk]``.

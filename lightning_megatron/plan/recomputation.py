@@ -62,10 +62,10 @@ class Recomputation:
                 "recompute.parts must name at least one part, and each once: it is "
                 f"{listed or 'empty'}. Use none to keep all activations."
             )
-        alone = [part for part in ("none", *WHOLE) if part in self.parts]
-        if alone and len(self.parts) > 1:
+        single = [part for part in ("none", *WHOLE) if part in self.parts]
+        if single and len(self.parts) > 1:
             raise ParallelPlanError(
-                f"recompute.parts must be {alone[0]} alone, or parts without it: it is {listed}. "
+                f"recompute.parts must be {single[0]} alone, or parts without it: it is {listed}. "
                 "Parts that are whole blocks include all others, and none means no part. Name one "
                 "of them alone."
             )

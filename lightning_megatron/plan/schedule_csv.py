@@ -143,7 +143,7 @@ def _placement(cells: Sequence[Sequence[_Cell]], name: str) -> Placement:
     placements = [
         Placement(shape, len(cells), max(map(len, stages))) for shape in get_args(PlacementShape)
     ]
-    # The first rank of each placement whose virtual stages are others.
+    # For each placement, the first rank whose virtual stages differ from those of the row.
     wrong = [
         next(
             (rank for rank, listed in enumerate(stages) if listed != _stages_of(placement, rank)),

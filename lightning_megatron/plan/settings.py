@@ -170,7 +170,7 @@ def _alternatives(kind: Any) -> list[tuple[Any, Range | None]]:
     origin = get_origin(kind)
     args = get_args(kind)
     if origin in (Union, types.UnionType):
-        return [alternative for one in args for alternative in _alternatives(one)]
+        return [alternative for member in args for alternative in _alternatives(member)]
     if origin is Annotated:
         bounds = next((note for note in args[1:] if isinstance(note, Range)), None)
         return [(bare, bounds) for bare, _ in _alternatives(args[0])]
@@ -210,9 +210,12 @@ def _is_finite(value: Real) -> bool:
 
 def _has_type_of(value: Any, kind: Any) -> bool:
     """Return whether a refused value has a legal type, so that the error need not name the type."""
-    bare = [one for one, _ in _alternatives(kind)]
+    bare = [legal_type for legal_type, _ in _alternatives(kind)]
     types_of_literals = {
-        type(legal) for one in bare if get_origin(one) is Literal for legal in get_args(one)
+        type(legal)
+        for legal_type in bare
+        if get_origin(legal_type) is Literal
+        for legal in get_args(legal_type)
     }
     return type(value) in types_of_literals or (float in bare and isinstance(value, float))
 
@@ -241,13 +244,15 @@ def _converted(name: str, value: Any, kind: Any) -> Any:
     if origin in (tuple, list):
         if origin is tuple and args[-1] is not Ellipsis:
             return _fixed_tuple(name, value, args)
-        return origin(coerced(f"{name}[{i}]", one, args[0]) for i, one in enumerate(value))
+        return origin(
+            coerced(f"{name}[{index}]", element, args[0]) for index, element in enumerate(value)
+        )
     if origin is dict:
         return {
             coerced(f"a name in {name}", key, args[0]): coerced(
-                f"{name}[{shown(key)}]", one, args[1]
+                f"{name}[{shown(key)}]", element, args[1]
             )
-            for key, one in value.items()
+            for key, element in value.items()
         }
     if is_dataclass(kind) and isinstance(value, Mapping):
         return _record(name, value, kind)
@@ -258,8 +263,8 @@ def _fixed_tuple(name: str, value: Sequence[Any], kinds: tuple[Any, ...]) -> tup
     if len(value) != len(kinds):
         raise ParallelPlanError(f"{name} must have {len(kinds)} elements: it is {shown(value)}.")
     return tuple(
-        coerced(f"{name}[{i}]", one, kind)
-        for i, (one, kind) in enumerate(zip(value, kinds, strict=True))
+        coerced(f"{name}[{index}]", element, kind)
+        for index, (element, kind) in enumerate(zip(value, kinds, strict=True))
     )
 
 
@@ -274,7 +279,7 @@ def _record(name: str, value: Mapping[Any, Any], kind: Any) -> Any:
             raise ParallelPlanError(
                 f"{name} has no setting {shown(key)}. Its settings are {', '.join(known)}."
             )
-    missing = [one for one in required if one not in value]
+    missing = [field for field in required if field not in value]
     if missing:
         raise ParallelPlanError(
             f"{name} must have {', '.join(missing)}: it has {', '.join(value) or 'nothing'}."

@@ -60,10 +60,12 @@ class StageCosts:
         Raises:
             ParallelPlanError: If the virtual stages cannot be merged evenly.
         """
-        each = merge_size(self.num_virtual_stages, num_virtual_stages)
+        group_size = merge_size(self.num_virtual_stages, num_virtual_stages)
 
         def sums(times: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(sum(times[first : first + each]) for first in range(0, len(times), each))
+            return tuple(
+                sum(times[first : first + group_size]) for first in range(0, len(times), group_size)
+            )
 
         halves = (sums(self.input_half), sums(self.weight_half))
         return StageCosts(sums(self.forward), *halves, self.transfer)
@@ -79,16 +81,16 @@ class StageCosts:
         return self.input_half[virtual_stage] + self.weight_half[virtual_stage]
 
 
-def merge_size(num_given: int, wanted: int) -> int:
+def merge_size(num_given: int, needed: int) -> int:
     """Return how many given virtual stages make up each of a smaller number of them.
 
     Raises:
         ParallelPlanError: If the virtual stages cannot be merged evenly.
     """
-    if num_given % wanted:
+    if num_given % needed:
         raise ParallelPlanError(
             "costs must have one time for each virtual stage, or for equal parts of each: they "
-            f"have {num_given}, and the schedule has {wanted} virtual stages. Use {wanted} times "
-            f"in each list, or a multiple of {wanted}."
+            f"have {num_given}, and the schedule has {needed} virtual stages. Use {needed} times "
+            f"in each list, or a multiple of {needed}."
         )
-    return num_given // wanted
+    return num_given // needed

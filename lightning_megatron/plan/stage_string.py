@@ -101,8 +101,8 @@ def _require_end(text: str, signs: str, sign: str, part: str, place: str, is_the
     number = signs.count(sign)
     if number == 1 and is_there:
         return
-    stands = f"{number} times" if number != 1 else f"elsewhere, in {shown(signs)}"
+    occurrence = f"{number} times" if number != 1 else f"elsewhere, in {shown(signs)}"
     raise ParallelPlanError(
         f"stage_layers must have '{sign}' once and {place}, because a model has {part} {place}: "
-        f"{shown(text)} has it {stands}. {_EXAMPLE}"
+        f"{shown(text)} has it {occurrence}. {_EXAMPLE}"
     )

@@ -100,38 +100,38 @@ def moments(actions: Iterable[Action], chunks: Sequence[ChunkCosts]) -> Iterator
         actions: Actions in execution order.
         chunks: Costs of the stage's chunks.
     """
-    held = 0
-    num_held = 0
+    kept = 0
+    num_kept = 0
     losses = 0
     for action in actions:
         costs = chunks[action.chunk]
         loss = costs.loss_kept
         # While the blocks run, the head has not started yet (forward) or is done (backward).
-        not_held = costs.head
+        not_kept = costs.head
         if action.kind == "W":
-            yield StepPoint("backward", num_held, held, losses, costs.weight_half)
-            held -= costs.waiting
-            num_held -= 1
+            yield StepPoint("backward", num_kept, kept, losses, costs.weight_half)
+            kept -= costs.waiting
+            num_kept -= 1
             continue
         if action.kind == "F":
-            held += costs.kept
-            num_held += 1
+            kept += costs.kept
+            num_kept += 1
             losses += loss
-            yield StepPoint("forward", num_held, held - not_held, losses - loss, costs.forward)
+            yield StepPoint("forward", num_kept, kept - not_kept, losses - loss, costs.forward)
             if loss:
-                yield StepPoint("forward", num_held, held, losses + costs.loss_forward, 0)
+                yield StepPoint("forward", num_kept, kept, losses + costs.loss_forward, 0)
             continue
         if loss:
             workspace = costs.head_backward
-            yield StepPoint("backward", num_held, held, losses + costs.loss_backward, workspace)
-        yield StepPoint("backward", num_held, held - not_held, losses - loss, costs.backward)
-        held -= costs.kept
+            yield StepPoint("backward", num_kept, kept, losses + costs.loss_backward, workspace)
+        yield StepPoint("backward", num_kept, kept - not_kept, losses - loss, costs.backward)
+        kept -= costs.kept
         losses -= loss
         if action.kind == "I":
-            held += costs.waiting
-            yield StepPoint("backward", num_held, held, losses, costs.backward)
+            kept += costs.waiting
+            yield StepPoint("backward", num_kept, kept, losses, costs.backward)
         else:
-            num_held -= 1
+            num_kept -= 1
 
 
 def _workspaces(blocks: Sequence[ActivationCosts]) -> tuple[int, int]:

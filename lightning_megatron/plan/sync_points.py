@@ -67,10 +67,10 @@ def reduction_points(schedule: Schedule) -> tuple[tuple[ReductionPoint, ...], ..
     order = sorted(done, key=lambda chunk: (done[chunk], -chunk))
     points = []
     for row, last in zip(rows, last_backward, strict=True):
-        mine: list[ReductionPoint] = []
+        stage_points: list[ReductionPoint] = []
         for chunk in order:
             ending = (index for index, span in enumerate(row) if span.stop >= done[chunk])
             after = next(ending, len(row) - 1)
-            mine.append(ReductionPoint(after, chunk, early=after == last[chunk]))
-        points.append(tuple(mine))
+            stage_points.append(ReductionPoint(after, chunk, early=after == last[chunk]))
+        points.append(tuple(stage_points))
     return tuple(points)

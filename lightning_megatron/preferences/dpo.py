@@ -198,5 +198,5 @@ class DPO(HuggingFaceCausalLM):
                 f"numbers the pairs: the data module of the Trainer is {type(data).__name__}. Use "
                 "PreferenceDataModule, or reference_free=True."
             )
-        for one in data.sets_of(part):
-            self.reference.prepare(self, data, one)
+        for set_name in data.sets_of(part):
+            self.reference.prepare(self, data, set_name)

@@ -57,9 +57,9 @@ class ReferenceLogProbs:
             Log-probabilities; NaN for a pair that a stream has read after its file changed.
         """
         known = self._parts[part]
-        at = torch.searchsorted(known.pairs, pairs).clamp(max=len(known.pairs) - 1)
-        is_known = (known.pairs[at] == pairs) | (pairs < 0)
-        return known.values[at].where(is_known[:, None], torch.nan)
+        index = torch.searchsorted(known.pairs, pairs).clamp(max=len(known.pairs) - 1)
+        is_known = (known.pairs[index] == pairs) | (pairs < 0)
+        return known.values[index].where(is_known[:, None], torch.nan)
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Return the log-probabilities of all parts, on the CPU."""
