@@ -179,8 +179,8 @@ def gather_sequence_inputs(module: nn.Module) -> None:
 def _full_inputs(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    return tuple(gather_shard(one) for one in args), {
-        name: gather_shard(one) for name, one in kwargs.items()
+    return tuple(gather_shard(value) for value in args), {
+        name: gather_shard(value) for name, value in kwargs.items()
     }
 
 

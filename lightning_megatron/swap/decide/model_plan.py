@@ -206,21 +206,19 @@ def _share_vocabularies(
         if head is not None and module is head and name in kinds:
             kinds[name] = "vocab"
     for name in [name for name, kind in kinds.items() if kind == "vocab"]:
-        shared = [
-            other for other, module in modules.items() if _holds(module, modules[name].weight)
-        ]
-        if all("vocab" in rules[modules[other]] for other in shared):
+        shared = [key for key, module in modules.items() if _holds(module, modules[name].weight)]
+        if all("vocab" in rules[modules[key]] for key in shared):
             kinds |= dict.fromkeys(shared, "vocab")
             continue
-        odd = next(other for other in shared if "vocab" not in rules[modules[other]])
+        odd = next(key for key in shared if "vocab" not in rules[modules[key]])
         left[
             (
                 f"{name!r} shares its weight with {odd!r}, a {type(modules[odd]).__name__}, which "
                 "is not cut"
             )
         ] = ""
-        for other in shared:
-            kinds.pop(other, None)
+        for key in shared:
+            kinds.pop(key, None)
 
 
 def _holds(module: nn.Module, weight: Any) -> bool:

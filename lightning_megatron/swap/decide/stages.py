@@ -125,7 +125,8 @@ class Stages:
                 site.module.to("meta")
                 setattr(site.parent, site.key, remote)
         staged.first_stage_parameters += [
-            FirstStageParameter(*one, staged, self.mesh.pp.is_first) for one in self.outer_owners
+            FirstStageParameter(*owner, staged, self.mesh.pp.is_first)
+            for owner in self.outer_owners
         ]
         for copy, original in self.ties.items() if self.mesh.has_loss else ():
             parameter = root.get_parameter(copy)
@@ -218,7 +219,7 @@ def suggest_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | No
             if type(part) in (nn.ModuleList, nn.Sequential)
             else set()
         )
-        within = any(name.startswith(f"{other}.") for other in sizes)
+        within = any(name.startswith(f"{list_name}.") for list_name in sizes)
         if len(kinds) == 1 and len(list(part.children())) >= layout.pp * layout.vpp and not within:
             sizes[name] = sum(parameter.numel() for parameter in part.parameters())
     # Among lists of equal size, such as those of an encoder and a decoder, choose the last one,

@@ -267,8 +267,8 @@ class ConfigTable:
             if rule.allowed is None:
                 self._check_value(rule, value)
             elif not any(
-                value == one and isinstance(value, bool) == isinstance(one, bool)
-                for one in rule.allowed
+                value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+                for allowed in rule.allowed
             ):
                 raise refusal(self.family, rule.name, value, rule.reason, rule.allowed)
         return values

@@ -160,7 +160,7 @@ def _tensors_of_class(model: Any) -> dict[str, Tensor]:
     state = model.state_dict(keep_vars=True)
     return {
         name: state[name]
-        for name in names_in_files(model, {name: id(one) for name, one in state.items()})
+        for name in names_in_files(model, {name: id(tensor) for name, tensor in state.items()})
     }
 
 
@@ -196,8 +196,8 @@ def write_together(
     held = _held(tensors, mesh)
     with _all_ranks(mesh) as world:
         offers = {
-            name: (one.dtype, [(box.offsets, box.sizes) for box in one.boxes], one.shape)
-            for name, one in held.items()
+            name: (tensor.dtype, [(box.offsets, box.sizes) for box in tensor.boxes], tensor.shape)
+            for name, tensor in held.items()
         }
         everyone = all_gather_objects(offers, world)
         all_shapes = {name: offer[2] for offers in everyone for name, offer in offers.items()}
@@ -294,7 +294,7 @@ def _limit(size: int | str | None) -> int:
     if size is None or isinstance(size, int):
         return MAX_FILE_BYTES if size is None else size
     text = size.strip().upper()
-    for unit, factor in sorted(_UNITS.items(), key=lambda one: -len(one[0])):
+    for unit, factor in sorted(_UNITS.items(), key=lambda unit_factor: -len(unit_factor[0])):
         number = text.removesuffix(unit).strip()
         if text.endswith(unit) and number.replace(".", "", 1).isdecimal():
             return int(float(number) * factor)

@@ -64,7 +64,7 @@ def describe_modules(model: nn.Module) -> dict[str, ModuleDescription]:
         name: ModuleDescription(
             type(module),
             dict(_settings(module)),
-            {key: one.clone() for key, one in _tables(module)},
+            {key: table.clone() for key, table in _tables(module)},
         )
         for name, module in model.named_modules()
     }
@@ -114,10 +114,13 @@ def check_settings(
     """
     # Both get the padding token of the embedding, so that a new padding token is not a change.
     before, after = (
-        family.config({**one, "pad_token_id": current["pad_token_id"]}) for one in (built, current)
+        family.config({**values, "pad_token_id": current["pad_token_id"]})
+        for values in (built, current)
     )
     changed = [
-        one.name for one in fields(before) if getattr(before, one.name) != getattr(after, one.name)
+        field.name
+        for field in fields(before)
+        if getattr(before, field.name) != getattr(after, field.name)
     ]
     if set(changed) - _SHAPE_FIELDS:
         keys = [key for key in current if current[key] != built.get(key) and key != "pad_token_id"]

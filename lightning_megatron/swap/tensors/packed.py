@@ -48,8 +48,8 @@ class PackedRows:
             rows = inner[0]
             start = self.first + rows.start * self.step
             stop = max(start, self.first + (rows.stop - 1) * self.step + 1)
-            own = slice(start, stop) if self.step == 1 else slice(start, stop, self.step)
-            inner = (own, *inner[1:])
+            rows_of_part = slice(start, stop) if self.step == 1 else slice(start, stop, self.step)
+            inner = (rows_of_part, *inner[1:])
         inner = inner[::-1] if self.is_transposed else inner
         return inner if self.index is None else (slice(self.index, self.index + 1), *inner)
 
@@ -87,8 +87,8 @@ class Packed:
     @cached_property
     def _patterns(self) -> tuple[re.Pattern[str], ...]:
         return tuple(
-            re.compile(re.escape(one).replace(r"\{\}", r"(\d+)"))
-            for one in (self.name, *self.parts)
+            re.compile(re.escape(pattern).replace(r"\{\}", r"(\d+)"))
+            for pattern in (self.name, *self.parts)
         )
 
     @property
@@ -165,7 +165,7 @@ def packed_rows(
     Raises:
         CheckpointMismatchError: If the tensor cannot be cut into its parts.
     """
-    rule = next((one for one in rules if one.is_name(name)), None)
+    rule = next((candidate for candidate in rules if candidate.is_name(name)), None)
     if rule is None:
         yield name, PackedRows(key)
     else:

@@ -94,10 +94,10 @@ class TensorWriter:
             dtype: Dtype of the floating-point tensors; None keeps the dtype of each tensor.
             kept: Fixed dtypes of single tensors, by name.
         """
-        own = kept or {}
+        kept_dtypes = kept or {}
         try:
             for name, tensor in tensors:
-                wanted = own.get(name, dtype)
+                wanted = kept_dtypes.get(name, dtype)
                 self.add(
                     name,
                     tensor.to(wanted)
