@@ -33,8 +33,8 @@ def reads_host(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if function.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_):
         # A mask is first turned into a list of positions, whose length the host reads.
         return any(
-            isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8)
-            for one in tree_leaves(args[1])
+            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+            for index in tree_leaves(args[1])
         )
     return torch.Tag.dynamic_output_shape in tags
 
@@ -71,13 +71,13 @@ def direct_reads_pass(check: Callable[[Tensor, str], None]) -> Iterator[None]:
 
         return method
 
-    own = {name: vars(Tensor).get(name) for name in _DIRECT_READS}
+    methods = {name: vars(Tensor).get(name) for name in _DIRECT_READS}
     for name in _DIRECT_READS:
         setattr(Tensor, name, checked(name, getattr(Tensor, name)))
     try:
         yield
     finally:
-        for name, method in own.items():
+        for name, method in methods.items():
             if method is None:
                 delattr(Tensor, name)
             else:
