@@ -77,8 +77,8 @@ def check_same_in_store(
     if rank == ranks[0]:
         waiting = _Waiting(everything, rank, ranks, patience)
         answers = [
-            json.loads(waiting.read(entries, f"fields/{other}/{number}", [other]))
-            for other in ranks
+            json.loads(waiting.read(entries, f"fields/{writer}/{number}", [writer]))
+            for writer in ranks
         ]
         hosts = [host for host, _ in answers]
         one_host = len(set(hosts)) == 1
@@ -87,8 +87,8 @@ def check_same_in_store(
             for r, host in zip(ranks, hosts, strict=True)
         ]
         complaint = _describe_differences([values for _, values in answers], names)
-        for other in ranks:
-            entries.set(f"result/{other}/{number}", complaint or "")
+        for reader in ranks:
+            entries.set(f"result/{reader}/{number}", complaint or "")
         if complaint is not None:
             _wait_for_readers(entries, ranks, number)
     result = _Waiting(everything, rank, ranks, patience).read(
@@ -125,8 +125,8 @@ class _Waiting:
         pause = _MIN_PAUSE_SECONDS
         # Poll, because the client of the store logs every wait that ends without a key.
         while not store.check([key]):
-            for other in others:
-                self._check_layout_of(other)
+            for writer in others:
+                self._check_layout_of(writer)
             if time.monotonic() > self._deadline:
                 raise RankMismatchError(
                     f"all ranks must join the job: rank {others[0]} did not join within "
@@ -173,10 +173,10 @@ def _describe_differences(
     everyone: Sequence[Fields], ranks: Sequence[str], remedy: str = _REMEDY
 ) -> str | None:
     """Return a description of the values that differ between ranks, None if all are equal."""
-    names = list(dict.fromkeys(name for one in everyone for name in one))
+    names = list(dict.fromkeys(name for fields in everyone for name in fields))
     complaints = []
     for name in names:
-        values = [repr(one[name]) if name in one else "missing" for one in everyone]
+        values = [repr(fields[name]) if name in fields else "missing" for fields in everyone]
         # The most frequent value counts as correct; in a tie, the one of the lowest rank.
         expected = max(dict.fromkeys(values), key=values.count)
         complaints += [
