@@ -79,13 +79,15 @@ def cached_span(
     mask: Tensor | None = None
     if past.visible is not None or seq_length > 1 or exceeds:
         distance = queries[:, None] - keys
-        seen = (distance >= 0)[None, None]
+        visible = (distance >= 0)[None, None]
         if kind.window is not None:
-            seen = seen & (distance < kind.window)
+            visible = visible & (distance < kind.window)
         if past.visible is not None:
             # Padding attends to itself, because every query must have a key.
-            seen = seen & past.visible[:, None, None, keys] | (distance == 0)
-        mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
+            visible = visible & past.visible[:, None, None, keys] | (distance == 0)
+        mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(
+            ~visible, -torch.inf
+        )
     if kind.slopes is None:
         return AttentionSpan(mask=mask, past=past)
     if not kind.slopes.skips_padding or past.visible is None:
