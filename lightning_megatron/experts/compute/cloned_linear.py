@@ -239,8 +239,8 @@ def _weight_gradients(
         return grad_weights
     rest = add_to_slots(returned, weights, ctx.slots, needed)
     return [
-        None if one is None or more is None else one + more
-        for one, more in zip(grad_weights, rest, strict=True)
+        None if gradient is None or returned_gradient is None else gradient + returned_gradient
+        for gradient, returned_gradient in zip(grad_weights, rest, strict=True)
     ]
 
 

@@ -137,7 +137,7 @@ class StepStatistics:
 def clear_statistics_(running: Sequence[RunningSums]) -> None:
     """Reset sums for the next step."""
     if running:
-        torch._foreach_zero_([one.sums for one in running])
+        torch._foreach_zero_([layer.sums for layer in running])
 
 
 @torch.no_grad()

@@ -102,8 +102,8 @@ class CloneCollectives:
     def _exchange(
         self, matrices: Float[Tensor, "all_places out_local in_local"]
     ) -> Float[Tensor, "all_places out_local in_local"]:
-        each = (self.layout.places,) * self.axis.size
-        return all_to_all_rows(matrices, each, each, self.axis)
+        rows_per_rank = (self.layout.places,) * self.axis.size
+        return all_to_all_rows(matrices, rows_per_rank, rows_per_rank, self.axis)
 
 
 def _widened(

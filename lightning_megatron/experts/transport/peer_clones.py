@@ -131,7 +131,7 @@ class PeerClones:
         )
 
     def _lay_out(self, dtype: torch.dtype) -> CloneMemory:
-        shapes = tuple((one[0].shape[0], one[0].shape[1]) for one in self.matrices())
+        shapes = tuple((weights[0].shape[0], weights[0].shape[1]) for weights in self.matrices())
         return CloneMemory(self.places, shapes, dtype.itemsize)
 
 
