@@ -92,7 +92,7 @@ def attention_by(product: Callable[..., Any]) -> Callable[..., tuple[Tensor, Non
                 f"{given or 'no further arguments'}. varlen_attn supports one row of documents and "
                 'nothing else. Use one row without padding and dropout, or attention "sdpa".'
             )
-        tokens = [one[0].transpose(0, 1) for one in (query, key, value)]
+        tokens = [rows[0].transpose(0, 1) for rows in (query, key, value)]
         borders = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
         found = product(*tokens, *borders, scale=scaling, window_size=(-1, 0), **options)
         return found[None], None
@@ -113,7 +113,7 @@ def packed_inputs(lengths: Sequence[int], device: torch.device) -> dict[str, Any
     borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     longest = max(lengths)
     return {
-        "position_ids": torch.cat([torch.arange(one) for one in lengths])[None].to(device),
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None].to(device),
         "cu_seq_lens_q": borders,
         "cu_seq_lens_k": borders,
         "max_length_q": longest,

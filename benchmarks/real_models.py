@@ -171,8 +171,8 @@ def batches(chosen: Sequence[Review], tokenizer: Tokenizer, size: int) -> list[d
         encoded = tokenizer.encode_batch(list(texts))
         found.append(
             {
-                "input_ids": torch.tensor([one.ids for one in encoded]),
-                "attention_mask": torch.tensor([one.attention_mask for one in encoded]),
+                "input_ids": torch.tensor([encoding.ids for encoding in encoded]),
+                "attention_mask": torch.tensor([encoding.attention_mask for encoding in encoded]),
                 "labels": torch.tensor(labels),
             }
         )

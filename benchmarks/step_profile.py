@@ -113,8 +113,8 @@ def length(intervals: Iterable[Interval]) -> float:
 
 def outside(intervals: Iterable[Interval], others: Iterable[Interval]) -> float:
     """Return the time that ``intervals`` cover and ``others`` do not."""
-    both = [*intervals, *(others := list(others))]
-    return length(both) - length(others)
+    union = [*intervals, *(others := list(others))]
+    return length(union) - length(others)
 
 
 def read_events(path: str | Path) -> list[dict[str, Any]]:
