@@ -55,8 +55,8 @@ class _Entry:
 
     def _check(self, hidden: Tensor, mesh: ParallelMesh) -> None:
         first = broadcast_(hidden.clone(), mesh.tp, 0)
-        apart = ((first - hidden).abs().max() > _TOLERANCE * first.abs().max()).to(hidden.dtype)
-        if float(all_reduce_(apart, mesh.tp, "max")):
+        differs = ((first - hidden).abs().max() > _TOLERANCE * first.abs().max()).to(hidden.dtype)
+        if float(all_reduce_(differs, mesh.tp, "max")):
             raise UnsupportedError(
                 f"{self.name!r} of the kind 'sequence' must get the same input on all "
                 "tensor-parallel ranks: here each rank has its own part of the features. Between a "

@@ -216,8 +216,8 @@ def _declared_stages(model: Any) -> dict[str, str]:
     # the base model, such as a head, run after it.
     base = lists[0].rpartition(".")[0]
     inner = [name for name in names if name.rpartition(".")[0] == base and name in modules]
-    sides = ["first" if inner.index(name) < inner.index(lists[0]) else "last" for name in inner]
-    return dict(zip(inner, sides, strict=True)) | {lists[0]: "blocks"}
+    stages = ["first" if inner.index(name) < inner.index(lists[0]) else "last" for name in inner]
+    return dict(zip(inner, stages, strict=True)) | {lists[0]: "blocks"}
 
 
 def _prepare_for_stages(model: Any) -> Callable[[], None]:

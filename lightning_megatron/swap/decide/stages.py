@@ -289,11 +289,15 @@ def _check_sides(
     plan: Mapping[str, str],
 ) -> None:
     known = [end.site.name for end in ends]
-    bare = {site.name for site in sites if next(site.module.parameters(), None) is None}
+    without_parameters = {
+        site.name for site in sites if next(site.module.parameters(), None) is None
+    }
     for pattern, kind in plan.items():
         matching = [site.name for site in sites if fnmatchcase(site.name, pattern)]
         # A module without parameters runs on every stage, so a plan cannot assign it.
-        if kind != "blocks" and not any(name in known or name in bare for name in matching):
+        if kind != "blocks" and not any(
+            name in known or name in without_parameters for name in matching
+        ):
             raise ParallelPlanError(
                 f"pipeline_plan can give the kind {kind!r} only to a whole module outside of "
                 f"{blocks.name!r}: {matching[0]!r} is not one. Use "

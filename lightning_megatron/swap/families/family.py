@@ -176,12 +176,12 @@ class DecoderNames:
 
     def _layer(self, config: GPTConfig, layer: int) -> list[TensorMap]:
         size = config.hidden_size
-        ours = f"layers.{layer}"
+        prefix = f"layers.{layer}"
         width = config.num_heads * config.value_size
         tensors = self._norms(config, layer)
         if config.attention_sinks:
             sinks = self.sinks.format(layer)
-            tensors.append(_one(f"{ours}.attention.sinks", (config.num_heads,), sinks))
+            tensors.append(_one(f"{prefix}.attention.sinks", (config.num_heads,), sinks))
         output = (Source(self.output, size),)
         if self.latent is None:
             qkv = self._qkv(config)
@@ -197,7 +197,7 @@ class DecoderNames:
         return tensors + self._linear(layer, "mlp.down", down, config.ffn_size, config.has_mlp_bias)
 
     def _norms(self, config: GPTConfig, layer: int) -> list[TensorMap]:
-        ours = f"layers.{layer}"
+        prefix = f"layers.{layer}"
         names = {
             "attention_norm": self.attention_norm,
             "mlp_norm": self.mlp_norm,
@@ -208,7 +208,7 @@ class DecoderNames:
             tensor
             for target, name in names.items()
             if name
-            for tensor in self._norm(f"{ours}.{target}", name.format(layer), config)
+            for tensor in self._norm(f"{prefix}.{target}", name.format(layer), config)
         ]
         if config.qk_norm:
             for target, name, number in (
@@ -218,7 +218,9 @@ class DecoderNames:
                 heads = number if config.qk_norm_over == "layer" else 1
                 shape = (heads * config.head_size,)
                 tensors.append(
-                    _one(f"{ours}.attention.{target}.weight", shape, f"{name.format(layer)}.weight")
+                    _one(
+                        f"{prefix}.attention.{target}.weight", shape, f"{name.format(layer)}.weight"
+                    )
                 )
         return tensors
 

@@ -284,12 +284,12 @@ class ConfigTable:
     def _check_known(self, config: Values) -> None:
         known = self.names | IRRELEVANT
         unknown = {name for name in config if name not in known and not name.startswith("_")}
-        on = sorted(
+        set_names = sorted(
             name for name in unknown if config[name] is not None and config[name] is not False
         )
         # Settings of this package have an effect, although Hugging Face's class ignores them.
-        overlooked = unknown_fields(on, config.get("model_type")) - {SETTINGS}
-        for name in on:
+        overlooked = unknown_fields(set_names, config.get("model_type")) - {SETTINGS}
+        for name in set_names:
             if name not in overlooked:
                 raise refusal(
                     self.family,

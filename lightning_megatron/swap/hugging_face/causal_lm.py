@@ -164,9 +164,9 @@ class HuggingFaceLM(ReplacedModel):
         gather = partial(self._gather, kept, len(inputs), self._is_chunked(rows.labels), rows.span)
 
         def run() -> tuple[Tensor | None, Tensor]:
-            how = {"span": rows.span, "embeddings": rows.embeddings}
+            settings = {"span": rows.span, "embeddings": rows.embeddings}
             total, shard = self.gpt(
-                rows.tokens, rows.labels, ignore_index=IGNORED, sums=True, **how
+                rows.tokens, rows.labels, ignore_index=IGNORED, sums=True, **settings
             )
             return None if total is None else _mean(total, rows.labels, num_items_in_batch), shard
 

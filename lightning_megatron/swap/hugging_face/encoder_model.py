@@ -78,12 +78,12 @@ class HuggingFaceEncoder(ReplacedModel):
             StageDone: On pipeline stages that do not compute the result.
         """
         head = self.layers.config.head
-        untaken = {"start_positions": start_positions, "end_positions": end_positions}
+        unsupported = {"start_positions": start_positions, "end_positions": end_positions}
         if head == "span":
-            untaken = {"labels": labels}
+            unsupported = {"labels": labels}
         elif head not in ("masked_lm", "classifier"):
-            untaken["labels"] = labels
-        _refuse({**others, **untaken})
+            unsupported["labels"] = labels
+        _refuse({**others, **unsupported})
         inputs = input_ids, inputs_embeds, attention_mask, position_ids, token_type_ids
         choices = None
         if self.family.architecture.endswith("ForMultipleChoice"):

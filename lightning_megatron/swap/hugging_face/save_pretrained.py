@@ -199,15 +199,17 @@ def write_together(
             name: (tensor.dtype, [(box.offsets, box.sizes) for box in tensor.boxes], tensor.shape)
             for name, tensor in held.items()
         }
-        everyone = all_gather_objects(offers, world)
-        all_shapes = {name: offer[2] for offers in everyone for name, offer in offers.items()}
+        all_offers = all_gather_objects(offers, world)
+        all_shapes = {name: offer[2] for offers in all_offers for name, offer in offers.items()}
         shapes = {name: all_shapes[name] for name in sorted(all_shapes, key=block)}
         failure: Exception | None = None
         if world.rank != 0:
             for name in shapes:
                 _send(held.get(name), world)
         else:
-            full = ((name, _gathered(name, shapes[name], held, everyone, world)) for name in shapes)
+            full = (
+                (name, _gathered(name, shapes[name], held, all_offers, world)) for name in shapes
+            )
             try:
                 write(full, shapes)
             except (CheckpointMismatchError, UnsupportedError, OSError) as error:
@@ -265,12 +267,12 @@ def _gathered(
     name: str,
     shape: tuple[int, ...],
     held: Mapping[str, _Held],
-    everyone: Sequence[Mapping[str, Any]],
+    all_offers: Sequence[Mapping[str, Any]],
     world: MeshAxis,
 ) -> Tensor:
-    dtype = next(offered[name][0] for offered in everyone if name in offered)
+    dtype = next(offered[name][0] for offered in all_offers if name in offered)
     full = torch.empty(shape, dtype=dtype)
-    for rank, offered in enumerate(everyone):
+    for rank, offered in enumerate(all_offers):
         for number, (offsets, sizes) in enumerate(offered[name][1] if name in offered else ()):
             region = full[
                 tuple(
@@ -315,16 +317,16 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedError: If an argument is not supported; the message names it.
     """
-    harmless: dict[str, Any] = {
+    allowed: dict[str, Any] = {
         "safe_serialization": True,
         "save_peft_format": True,
         "save_original_format": True,
     }
-    harmless |= {"save_embedding_layers": "auto"}
+    allowed |= {"save_embedding_layers": "auto"}
     refused = [
         name
         for name, value in arguments.items()
-        if value is not None and name != "is_main_process" and value != harmless.get(name, False)
+        if value is not None and name != "is_main_process" and value != allowed.get(name, False)
     ]
     if refused:
         raise UnsupportedError(

@@ -207,17 +207,19 @@ def _buffers(
 
 def _pair_modules(source: nn.Module, model: nn.Module, named: Sequence[_Named]) -> None:
     """Make every layer follow the training mode of the module that has its parameters."""
-    around: dict[str, list[list[str]]] = {}
+    paths_below: dict[str, list[list[str]]] = {}
     # A parameter with several names, such as that of a tied head, is paired by its first name.
     for tensor in {id(tensor.parameter): tensor for tensor in reversed(named)}.values():
         owners = tensor.owner.split(".")
         for length in range(1, len(owners) + 1):
-            around.setdefault(".".join(owners[:length]), []).append(tensor.path.split(".")[:-1])
+            paths_below.setdefault(".".join(owners[:length]), []).append(
+                tensor.path.split(".")[:-1]
+            )
     pairs: dict[str, list[nn.Module]] = {}
     path_of = {"": ""}
     for name, layer in model.named_modules():
-        if name in around:
-            path_of[name] = ".".join(commonprefix(around[name]))
+        if name in paths_below:
+            path_of[name] = ".".join(commonprefix(paths_below[name]))
         elif name:
             path_of[name] = path_of[name.rpartition(".")[0]]
         pairs.setdefault(path_of[name], []).append(layer)

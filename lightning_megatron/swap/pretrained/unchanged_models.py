@@ -173,9 +173,9 @@ def check_untouched(name: str, model: nn.Module, parts: Mapping[str, ModuleDescr
         if "forward" in vars(module):
             _refuse(f"{where!r} has a forward method of its own", "Keep the method of its class")
         if not isinstance(module, part.kind):
-            was = part.kind.__name__
+            expected = part.kind.__name__
             _refuse(
-                f"{where!r} is a {type(module).__name__}, but its class builds a {was}",
+                f"{where!r} is a {type(module).__name__}, but its class builds a {expected}",
                 "Keep the module of the class",
             )
         for key, value in _settings(module):

@@ -101,11 +101,11 @@ class Adapter:
         module, _, kind = name.rpartition(".")
         if module in self.ranks:
             return f"{module}{_BASE_PART}{kind}"
-        around = next((saved for saved in self.saved if name.startswith(f"{saved}.")), None)
+        saved_module = next((saved for saved in self.saved if name.startswith(f"{saved}.")), None)
         return (
             name
-            if around is None
-            else f"{around}.modules_to_save.{self.name}{name.removeprefix(around)}"
+            if saved_module is None
+            else f"{saved_module}.modules_to_save.{self.name}{name.removeprefix(saved_module)}"
         )
 
     def own_name(self, name: str) -> str:

@@ -178,11 +178,11 @@ def pack(tensors: Mapping[str, Tensor], rules: Iterable[Packed]) -> dict[str, Te
     rules = tuple(rules)
     parts: dict[tuple[str, Packed], dict[tuple[int, int], Tensor]] = {}
     for name, tensor in tensors.items():
-        hit = _find_packed(name, rules)
-        if hit is None:
+        match = _find_packed(name, rules)
+        if match is None:
             packed[name] = tensor
         else:
-            whole, rule, index, number = hit
+            whole, rule, index, number = match
             parts.setdefault((whole, rule), {})[index, number] = tensor
     for (name, rule), pieces in parts.items():
         indices = sorted({index for index, _ in pieces})
@@ -206,14 +206,14 @@ def pack_for_files(
     """
     rules = tuple(rule for rule in rules if rule.is_in_files)
     hits = (_find_packed(name, rules) for name in names)
-    missing = Counter(hit[0] for hit in hits if hit is not None)
+    missing = Counter(match[0] for match in hits if match is not None)
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors:
-        hit = _find_packed(name, rules)
-        if hit is None:
+        match = _find_packed(name, rules)
+        if match is None:
             yield name, tensor
             continue
-        whole = hit[0]
+        whole = match[0]
         parts.setdefault(whole, {})[name] = tensor
         if len(parts[whole]) == missing[whole]:
             yield from pack(parts.pop(whole), rules).items()

@@ -44,8 +44,8 @@ def write_file(
         shapes: Shapes of the tensors, by name (elements).
         name: Name of the file.
     """
-    everything = sys.maxsize
-    writer = TensorWriter(folder, everything, shapes, everything)
+    no_limit = sys.maxsize
+    writer = TensorWriter(folder, no_limit, shapes, no_limit)
     writer.write(tensors)
     writer.publish(name)
 
