@@ -111,7 +111,7 @@ class SharedSlot(Slot):
 
 
 @torch.no_grad()
-def _copy(tensors: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+def _copy(tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     if tensors:
         # A captured backward pass must not find that its saved tensors have changed.
-        torch._foreach_copy_([target.data for target in into], list(tensors))
+        torch._foreach_copy_([target.data for target in targets], list(tensors))
