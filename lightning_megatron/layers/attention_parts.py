@@ -194,8 +194,8 @@ def core_of_part(
         keys: Rows of the keys; None means the rows of the queries.
     """
     behind = 0 if keys is None else keys.behind
-    how = query.device, query.dtype, span
-    return choose_part(*how, behind=behind, head_dim=query.shape[-1]).core
+    request = query.device, query.dtype, span
+    return choose_part(*request, behind=behind, head_dim=query.shape[-1]).core
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:

@@ -113,12 +113,12 @@ def _attend_to_stored(
         return attend_by_operators(query, *whole, span, dropout, rows).flatten(2)
     length, num_sequences, heads, _ = query.shape
     kv_heads = keys.shape[1]
-    how: dict[str, Any] = {"attn_mask": span.mask, "dropout_p": dropout, "scale": span.scale}
+    settings: dict[str, Any] = {"attn_mask": span.mask, "dropout_p": dropout, "scale": span.scale}
     if length == 1:
         # The query heads that share a key are rows of one product, so that the key is read once.
         grouped = query.view(num_sequences, kv_heads, heads // kv_heads, -1)
-        return F.scaled_dot_product_attention(grouped, keys, values, **how).flatten(1)[None]
+        return F.scaled_dot_product_attention(grouped, keys, values, **settings).flatten(1)[None]
     mixed = F.scaled_dot_product_attention(
-        query.permute(1, 2, 0, 3), keys, values, enable_gqa=heads != kv_heads, **how
+        query.permute(1, 2, 0, 3), keys, values, enable_gqa=heads != kv_heads, **settings
     )
     return mixed.permute(2, 0, 1, 3).flatten(2)

@@ -225,13 +225,13 @@ class SegmentList:
 
     def _last_reads(self) -> Iterator[tuple[str, ...]]:
         """Yield, for each segment but the last, the names of values that no later one reads."""
-        alive = set(self.inputs)
+        live = set(self.inputs)
         for number, segment in enumerate(self.segments[:-1]):
-            alive.update(segment.writes)
+            live.update(segment.writes)
             later = [name for segment in self.segments[number + 1 :] for name in segment.reads]
             needed = {*self.outputs, *later}
-            yield tuple(sorted(alive - needed))
-            alive &= needed
+            yield tuple(sorted(live - needed))
+            live &= needed
 
 
 def _span_of(places: tuple[int, ...]) -> slice | None:
