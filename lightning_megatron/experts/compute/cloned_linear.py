@@ -113,8 +113,8 @@ def cloned_linear(
         )
     implementation = grouped_operator.implementation_of(backend)
     output = implementation.output_of_both
-    how = implementation, output, clones, recipe
-    return _ClonedLinear.apply(rows.contiguous(), ends, *how, *weights)
+    settings = implementation, output, clones, recipe
+    return _ClonedLinear.apply(rows.contiguous(), ends, *settings, *weights)
 
 
 @torch.compiler.disable
@@ -162,8 +162,8 @@ def cloned_swiglu(
         activated.append(result)
         return kept
 
-    how = Bundled, output, clones, recipe
-    inner = _ClonedLinear.apply(rows.contiguous(), ends, *how, *weights)
+    settings = Bundled, output, clones, recipe
+    inner = _ClonedLinear.apply(rows.contiguous(), ends, *settings, *weights)
     result = kernels.apply_weighted_swiglu(inner, probabilities, ends, activated[0])
     return result, Recipe.of(kernels.apply_weighted_swiglu, inner, probabilities, ends)
 
