@@ -18,7 +18,7 @@ _LONGEST = 400
 def failure_of_any(failure: str | None, world: MeshAxis) -> str | None:
     """Return the failure of any rank's captures; None if every rank has its graphs.
 
-    Graphs may hold collectives, which wait for ever if another rank runs without them.
+    Graphs may hold collectives, which wait forever if another rank runs without them.
 
     Args:
         failure: What this rank could not capture, and why; None if it captured everything.
@@ -119,7 +119,7 @@ class KeyAgreement:
             raise RankMismatchError(
                 "with fixed_shapes=True every step must have the shapes of the first one, because "
                 "the ranks no longer compare them: this step has "
-                f"{len(keys)} microbatches, {_shown(keys)}. The other ranks may wait for ever. "
+                f"{len(keys)} microbatches, {_shown(keys)}. The other ranks may wait forever. "
                 "Use drop_last=True and one length for all sequences, or fixed_shapes=False."
             )
 

@@ -104,7 +104,8 @@ class ChunkObserver:
         self._pieces = pieces
         self._random = random
         self._num_passes = 0
-        # Kept, because another tensor could get the address of a tensor that is not.
+        # The tensors are kept, because another tensor could get the address of a tensor that is
+        # not.
         self._fixed: dict[int, Tensor] = {}
         #: Generators from which each static piece has drawn, by its number.
         self.draws: dict[int, GeneratorPool] = {}

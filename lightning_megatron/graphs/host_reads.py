@@ -56,7 +56,7 @@ def host_read_error(name: str) -> UnsupportedError:
 def direct_reads_pass(check: Callable[[Tensor, str], None]) -> Iterator[None]:
     """Let methods that read a tensor's memory without an operator pass a check inside the block.
 
-    Only calls of this thread do.
+    Only calls of this thread pass it.
 
     Args:
         check: Receives the tensor and the name of the method; it may raise an error.
