@@ -186,7 +186,7 @@ class _ClonedLinear(torch.autograd.Function):
         ctx.make_rows = recipe.make
         ctx.backend = backend
         ctx.clones = clones
-        # Slots at the time of the forward pass, as in a product without clones.
+        # These are the slots at the time of the forward pass, as in a product without clones.
         ctx.slots = slots_of(weights)
         return output(rows, _stack_or_all(weights, ctx.slots), clones.fetch(weights), ends)
 
@@ -201,7 +201,8 @@ class _ClonedLinear(torch.autograd.Function):
         grad = grads[0].contiguous()
         grad_weights: list[Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[6:]) or all(slot is not None for slot in ctx.slots):
-            # First, so that recomputed rows need no memory at the same time as the next gradient.
+            # Weight gradients come first, so that recomputed rows need no memory at the same time
+            # as the next gradient.
             rows = ctx.make_rows(*tensors[last:])
             grad_weights = _weight_gradients(ctx, clones, grad, rows, ends, weights)
             del rows

@@ -120,8 +120,8 @@ class Router(nn.Module):
         self.bias = None
         if config.router_bias:
             self.bias = sharded_parameter((num_experts,), here, drawn, **of_tokens)
-        # On an explicit device: a model on the meta device initialises its parameters later, but
-        # not its buffers.
+        # The tensor is on an explicit device: a model on the meta device initialises its parameters
+        # later, but not its buffers.
         equal_shares = torch.full(
             (num_experts,), 1.0 / num_experts, dtype=torch.float32, device=mesh.device
         )

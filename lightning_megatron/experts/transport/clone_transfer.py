@@ -82,8 +82,8 @@ class CloneCollectives:
         local, is_home = self._homes()
         result = received.new_zeros((self.layout.homes, *received.shape[1:]))
         for place, gradient in enumerate(received.where(_widened(is_home, received), 0).split(1)):
-            # One by one, because a GPU would add several gradients to one home in an undefined
-            # order.
+            # Gradients are added one by one, because a GPU would add several gradients to one home
+            # in an undefined order.
             result.index_add_(0, local[place : place + 1], gradient)
         return result
 

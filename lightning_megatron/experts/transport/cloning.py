@@ -165,8 +165,8 @@ def _assign(
     owners = surplus.new_full((layout.num_places,), NO_EXPERT)
     amounts = torch.zeros_like(owners)
     for _ in range(layout.num_places):
-        # Of equal values argmax returns the first. As tensors of one element both are indices that
-        # the host does not read.
+        # Among equal values, argmax returns the first. As tensors of one element both are indices
+        # that the host does not read.
         rank = room.where(free > 0, -1).argmax(0, keepdim=True)
         expert = surplus.argmax(0, keepdim=True)
         amount = torch.minimum(room[rank], surplus[expert])

@@ -149,7 +149,7 @@ class PeerRound:
         self._peers = peers
         self._clones = clones
         self._matrices = [tuple(weights) for weights in peers.matrices()]
-        # Slots at the time of the forward pass, as in a product.
+        # These are the slots at the time of the forward pass, as in a product.
         self._slots = [slots_of(weights) for weights in self._matrices]
 
     @property
