@@ -89,7 +89,8 @@ class _NormAndRotate(torch.autograd.Function):
         ctx.eps = eps
         ctx.interleaved = interleaved
         value = qkv[..., num_turned * head_dim :].unflatten(-1, (-1, head_dim))
-        # Separate tensors that share memory, so that autograd sees no views of one output.
+        # The results are separate tensors that share memory, so that autograd sees no views of one
+        # output.
         query, key = (part.view_as(part) for part in turned.split([num_heads, num_kv_heads], 2))
         return query, key, value.view_as(value)
 
