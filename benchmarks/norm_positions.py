@@ -255,7 +255,8 @@ def main() -> None:
             curve, is_first = train(order, rate, given)
             curves.append(curve)
             if is_first:
-                # After each training, so that an interruption loses no finished one.
+                # The file is written after each training, so that an interruption loses no finished
+                # training.
                 save(curves, given)
     if is_first:
         report(curves, given.layers, given.hidden, given.picture)
