@@ -87,8 +87,8 @@ def move_rows(rounds: int) -> list[str]:
             size = num_clones * shape[0] * shape[1] * dtype.itemsize
             speed = size / taken / 1e3
             found.append(f"| {what} {shape} x {num_clones} | {taken:.1f} | {speed:.0f} GB/s |")
-            nobody = torch.full_like(owners, -1)
-            idle = median(partial(move, stack, nobody, pointers, 0, start), rounds)
+            no_owners = torch.full_like(owners, -1)
+            idle = median(partial(move, stack, no_owners, pointers, 0, start), rounds)
             found.append(f"| {what} {shape}, no clone | {idle:.1f} | |")
     return found
 
@@ -143,7 +143,7 @@ def products_of(n: int, k: int, num_rows: int, ends: Tensor, rounds: int) -> lis
     weights = stack[:HOMES], stack[HOMES:].clone()
     sums = torch.zeros(groups, n, k, device=DEVICE)
     slots = [GradientSlot(gradient, lambda: None) for gradient in sums]
-    apart = slots[:HOMES], torch.zeros(PLACES, n, k, device=DEVICE)
+    separate = slots[:HOMES], torch.zeros(PLACES, n, k, device=DEVICE)
     pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "forward": (
             partial(Bundled.output, rows, stack, ends),
@@ -155,7 +155,7 @@ def products_of(n: int, k: int, num_rows: int, ends: Tensor, rounds: int) -> lis
         ),
         "weight gradient": (
             partial(Bundled.add_weight_gradients, grad, rows, ends, slots),
-            partial(Bundled.add_weight_gradients_of_both, grad, rows, ends, *apart),
+            partial(Bundled.add_weight_gradients_of_both, grad, rows, ends, *separate),
         ),
     }
     found = []

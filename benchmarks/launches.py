@@ -84,7 +84,7 @@ def count_launches(launches: Sequence[Launch], steps: Sequence[Interval]) -> dic
     inside = [
         launch for launch in launches if any(begin <= launch.start < end for begin, end in steps)
     ]
-    alone = [launch for launch in inside if launch.is_kernel]
+    single_launches = [launch for launch in inside if launch.is_kernel]
     graphs = [launch for launch in inside if launch.is_graph]
     scale = 1 / max(len(steps), 1)
 
@@ -94,7 +94,7 @@ def count_launches(launches: Sequence[Launch], steps: Sequence[Interval]) -> dic
     return {
         "calls": mean(Counter(launch.call for launch in inside)),
         "graphs": round(len(graphs) * scale, 2),
-        "kernels": round(len(alone) * scale, 2),
+        "kernels": round(len(single_launches) * scale, 2),
         "in_graphs": round(sum(len(launch.kernels) for launch in graphs) * scale, 2),
-        "names": mean(Counter(name for launch in alone for name in launch.kernels)),
+        "names": mean(Counter(name for launch in single_launches for name in launch.kernels)),
     }

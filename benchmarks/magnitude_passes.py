@@ -57,8 +57,8 @@ class Passes:
 
         def cast() -> Any:
             matrix, parts = run()
-            asked = {"rows": True, "columns": True, "multiple": 16}
-            return kernels.cast_by_one_scale(matrix, parts, self.dtype, **asked)
+            settings = {"rows": True, "columns": True, "multiple": 16}
+            return kernels.cast_by_one_scale(matrix, parts, self.dtype, **settings)
 
         return cast
 
@@ -96,14 +96,14 @@ def swiglu_passes(tokens: int, features: int) -> tuple[Passes, Passes]:
     grad = drawn(tokens, features).detach()
     taken: list[tuple[Tensor, Tensor]] = []
     output = kernels.apply_swiglu(gate_up)
-    noting = kernels.apply_swiglu(gate_up, None, lambda *found: taken.append(found))
+    measured_output = kernels.apply_swiglu(gate_up, None, lambda *found: taken.append(found))
 
     def forward() -> tuple[Tensor, Tensor]:
         bits = no_magnitude(gate_up)
         return kernels.apply_swiglu(gate_up, bits).detach(), bits
 
     def backward() -> tuple[Tensor, Tensor]:
-        torch.autograd.grad(noting, gate_up, grad, retain_graph=True)
+        torch.autograd.grad(measured_output, gate_up, grad, retain_graph=True)
         return taken.pop()
 
     def plain() -> Tensor:

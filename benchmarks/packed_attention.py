@@ -67,8 +67,8 @@ def attention_by(product: Callable[..., Any]) -> Callable[..., tuple[Tensor, Non
     """
     # Since torch 2.12, enable_gqa must be set if there are fewer key/value heads than query heads.
     # torch 2.11 has no such parameter, and its kernel accepts fewer key/value heads.
-    announces = "enable_gqa" in inspect.signature(product).parameters
-    options: dict[str, Any] = {"enable_gqa": True} if announces else {}
+    has_parameter = "enable_gqa" in inspect.signature(product).parameters
+    options: dict[str, Any] = {"enable_gqa": True} if has_parameter else {}
 
     def attend(
         module: nn.Module,

@@ -128,10 +128,10 @@ def _answer(entries: dist.Store, size: int, deadline: float) -> str:
     return name
 
 
-def _wait(deadline: float, awaited: str) -> None:
+def _wait(deadline: float, missing: str) -> None:
     if time.monotonic() > deadline:
         raise RankMismatchError(
-            f"all ranks must join the job: {awaited} did not join in time. These processes failed, "
+            f"all ranks must join the job: {missing} did not join in time. These processes failed, "
             "or other machines were not started. Look for the first failure, or allow more time "
             "with MegatronStrategy(timeout=...)."
         )

@@ -83,9 +83,9 @@ def check_same_in_store(
             for writer in ranks
         ]
         hosts = [host for host, _ in answers]
-        one_host = len(set(hosts)) == 1
+        is_one_host = len(set(hosts)) == 1
         names = [
-            f"rank {r}" + ("" if one_host else f" on {host}")
+            f"rank {r}" + ("" if is_one_host else f" on {host}")
             for r, host in zip(ranks, hosts, strict=True)
         ]
         complaint = _describe_differences([values for _, values in answers], names)

@@ -136,6 +136,6 @@ class GeneratorPool:
 
 def _is_fresh(generator: torch.Generator) -> bool:
     """Return whether a generator has drawn nothing since it was seeded."""
-    fresh = torch.Generator(generator.device)
-    fresh.manual_seed(generator.initial_seed())
-    return torch.equal(fresh.get_state(), generator.get_state())
+    unused = torch.Generator(generator.device)
+    unused.manual_seed(generator.initial_seed())
+    return torch.equal(unused.get_state(), generator.get_state())
