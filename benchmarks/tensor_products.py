@@ -98,11 +98,11 @@ def measure(
         forward = milliseconds(lambda: layer(x), repeats)
         grad = torch.randn_like(layer(x))
 
-    def both() -> None:
+    def forward_and_backward() -> None:
         x.grad = None
         layer(x).backward(grad)
 
-    return forward, milliseconds(both, repeats)
+    return forward, milliseconds(forward_and_backward, repeats)
 
 
 def main() -> None:
