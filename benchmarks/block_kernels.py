@@ -218,7 +218,9 @@ def measure(case: Case, rounds: int) -> str:
     for index, (kind, moved) in enumerate(
         (("forward", case.forward_bytes), ("backward", case.backward_bytes))
     ):
-        medians = median_times({name: both[index] for name, both in calls.items()}, rounds)
+        medians = median_times(
+            {name: directions[index] for name, directions in calls.items()}, rounds
+        )
         cells = [f"{time:.0f} ({moved / time / 1e6:.2f})" for time in medians.values()]
         rows.append(f"| {case.name} | {kind} | {moved / 1e6:.0f} | " + " | ".join(cells) + " |")
     return "\n".join(rows)

@@ -49,7 +49,9 @@ def routed() -> tuple[Tensor, Tensor]:
     scores = torch.rand(RANKS, TOKENS, EXPERTS, device=DEVICE)
     popularity = (1.0 + torch.arange(EXPERTS, device=DEVICE)).pow(-0.6)
     selected = (scores.log() / popularity).topk(TOP_K).indices
-    counts = torch.stack([one.flatten().bincount(minlength=EXPERTS) for one in selected])
+    counts = torch.stack(
+        [selection.flatten().bincount(minlength=EXPERTS) for selection in selected]
+    )
     return selected[0], counts.int()
 
 
@@ -76,7 +78,7 @@ def move_rows(rounds: int) -> list[str]:
     for what, dtype in (("put weights", torch.bfloat16), ("add gradients", torch.float32)):
         layout = CloneMemory(PLACES, SHAPES, dtype.itemsize)
         memory = torch.zeros(RANKS, layout.num_bytes, dtype=torch.uint8, device=DEVICE)
-        pointers = torch.tensor([one.data_ptr() for one in memory], device=DEVICE)
+        pointers = torch.tensor([part.data_ptr() for part in memory], device=DEVICE)
         is_put = what == "put weights"
         move: Callable[..., None] = kernels.put_weights if is_put else kernels.add_clone_gradients
         for shape, start in zip(SHAPES, layout.starts, strict=True):
@@ -85,8 +87,8 @@ def move_rows(rounds: int) -> list[str]:
             size = num_clones * shape[0] * shape[1] * dtype.itemsize
             speed = size / taken / 1e3
             found.append(f"| {what} {shape} x {num_clones} | {taken:.1f} | {speed:.0f} GB/s |")
-            nobody = torch.full_like(owners, -1)
-            idle = median(partial(move, stack, nobody, pointers, 0, start), rounds)
+            no_owners = torch.full_like(owners, -1)
+            idle = median(partial(move, stack, no_owners, pointers, 0, start), rounds)
             found.append(f"| {what} {shape}, no clone | {idle:.1f} | |")
     return found
 
@@ -101,7 +103,7 @@ def direction_rows(rounds: int) -> list[str]:
     owners[:PLACES] = -1
     layout = CloneMemory(PLACES, SHAPES, 4)
     memory = torch.zeros(RANKS, layout.num_bytes, dtype=torch.uint8, device=DEVICE)
-    pointers = torch.tensor([one.data_ptr() for one in memory], device=DEVICE)
+    pointers = torch.tensor([part.data_ptr() for part in memory], device=DEVICE)
     found = []
     for shape, start in zip(SHAPES, layout.starts, strict=True):
         stack = torch.zeros(HOMES, *shape, device=DEVICE)
@@ -138,27 +140,27 @@ def products_of(n: int, k: int, num_rows: int, ends: Tensor, rounds: int) -> lis
     rows = torch.randn(num_rows, k, device=DEVICE).bfloat16()
     grad = torch.randn(num_rows, n, device=DEVICE).bfloat16()
     stack = torch.randn(groups, n, k, device=DEVICE).bfloat16()
-    both = stack[:HOMES], stack[HOMES:].clone()
+    weights = stack[:HOMES], stack[HOMES:].clone()
     sums = torch.zeros(groups, n, k, device=DEVICE)
-    slots = [GradientSlot(one, lambda: None) for one in sums]
-    apart = slots[:HOMES], torch.zeros(PLACES, n, k, device=DEVICE)
+    slots = [GradientSlot(gradient, lambda: None) for gradient in sums]
+    separate = slots[:HOMES], torch.zeros(PLACES, n, k, device=DEVICE)
     pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "forward": (
             partial(Bundled.output, rows, stack, ends),
-            partial(Bundled.output_of_both, rows, *both, ends),
+            partial(Bundled.output_of_both, rows, *weights, ends),
         ),
         "data gradient": (
             partial(Bundled.input_gradient, grad, stack, ends),
-            partial(Bundled.input_gradient_of_both, grad, *both, ends),
+            partial(Bundled.input_gradient_of_both, grad, *weights, ends),
         ),
         "weight gradient": (
             partial(Bundled.add_weight_gradients, grad, rows, ends, slots),
-            partial(Bundled.add_weight_gradients_of_both, grad, rows, ends, *apart),
+            partial(Bundled.add_weight_gradients_of_both, grad, rows, ends, *separate),
         ),
     }
     found = []
-    for what, (one, two) in pairs.items():
-        first, second = median_times({"one": one, "two": two}, rounds).values()
+    for what, (joined, split) in pairs.items():
+        first, second = median_times({"one": joined, "two": split}, rounds).values()
         more = 100 * (second / first - 1)
         found.append(
             f"| {what} {n, k}, one and two launches | {first:.1f}, {second:.1f} | {more:+.1f} % |"

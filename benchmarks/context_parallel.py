@@ -147,7 +147,7 @@ def flop_rule(args: argparse.Namespace) -> list[str]:
         config = shape_of(argparse.Namespace(**{**vars(args), "length": length}))
         documents = document_lengths(length)
         whole, packed = (
-            flops_per_token(config, seen) / 1e9 for seen in (length, seen_length(documents))
+            flops_per_token(config, tokens) / 1e9 for tokens in (length, seen_length(documents))
         )
         lines.append(
             f"- {length} tokens: {whole:.4g} in whole rows, {packed:.4g} in {len(documents)} "
@@ -197,12 +197,12 @@ def main() -> None:
     rows = []
     if args.peer:
         sizes = {case.cp: case for case in args.cases}
-        rows += [run_peer(args, *one) for one in product(sizes.values(), args.lengths)]
+        rows += [run_peer(args, *pair) for pair in product(sizes.values(), args.lengths)]
     for case, length, kind in product(args.cases, args.lengths, args.rows):
         if kind != "transformers":
             rows.append(run_ours(args, case, length, kind))
         elif case.cp == 1:  # transformers trains on one GPU only.
-            rows += [run_ours(args, case, length, kind, one) for one in args.attention]
+            rows += [run_ours(args, case, length, kind, attention) for attention in args.attention]
     print("\n".join(TABLE + rows + flop_rule(args)))
 
 

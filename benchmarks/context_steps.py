@@ -56,7 +56,7 @@ def document_lengths(length: int) -> list[int]:
 
 def seen_length(lengths: list[int]) -> int:
     """Return the length of a single document with equally many attention pairs per token."""
-    return round(sum(one * one for one in lengths) / sum(lengths))
+    return round(sum(length * length for length in lengths) / sum(lengths))
 
 
 def shape_of(args: argparse.Namespace) -> GPTConfig:
@@ -101,7 +101,7 @@ class TrainedOnDocuments(Trained):
     def _dense(self, device: torch.device) -> AttentionSpan:
         sizes = torch.tensor(self.lengths, device=device)
         documents = torch.arange(len(self.lengths), device=device).repeat_interleave(sizes)
-        positions = torch.cat([torch.arange(one, device=device) for one in self.lengths])
+        positions = torch.cat([torch.arange(size, device=device) for size in self.lengths])
         mask = (documents[:, None] == documents)[None, None]
         return AttentionSpan(mask=mask, positions=positions[None])
 
@@ -168,7 +168,7 @@ def train_transformers(args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(args.accelerator)
     attention = choose_attention(args.attention, device)
     register()
-    theirs = LlamaConfig(
+    peer_config = LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.ffn_size,
@@ -180,7 +180,7 @@ def train_transformers(args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(1)
     with device:
         model = LlamaForCausalLM._from_config(
-            theirs, dtype=torch.bfloat16, attn_implementation=ATTENTIONS[attention]
+            peer_config, dtype=torch.bfloat16, attn_implementation=ATTENTIONS[attention]
         )
     model.train()
     if json.loads(args.options).get("recompute") == "full":

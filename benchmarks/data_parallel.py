@@ -128,10 +128,10 @@ def main() -> None:
     options.add_argument("--timeout", type=float, default=240.0, help="seconds for each program")
     options.add_argument("--table", default="", help="append the rows to this file")
     args = options.parse_args()
-    own = vars(options.parse_args([])).keys() - vars(parser().parse_args([])).keys()
+    comparison_options = vars(options.parse_args([])).keys() - vars(parser().parse_args([])).keys()
     extra: list[str] = []
     for name, value in vars(args).items():
-        if name in own or value in ("", False, None):
+        if name in comparison_options or value in ("", False, None):
             continue
         flag = "--" + name.replace("_", "-")
         extra += [flag] if value is True else [flag, str(value)]

@@ -171,7 +171,7 @@ def chosen_settings(settings: Sequence[Setting], names: Collection[str]) -> list
     Raises:
         ValueError: If a name is unknown.
     """
-    known = {one.name: one for one in settings}
+    known = {setting.name: setting for setting in settings}
     unknown = sorted(set(names) - known.keys())
     if unknown:
         raise ValueError(
@@ -180,4 +180,4 @@ def chosen_settings(settings: Sequence[Setting], names: Collection[str]) -> list
         )
     wanted = set(names or known)
     wanted |= {EAGER, *(known[name].twin for name in wanted)}
-    return [one for one in settings if one.name in wanted]
+    return [setting for setting in settings if setting.name in wanted]

@@ -67,8 +67,8 @@ def cast_transposed_weights(weights: Tensor) -> Cast:
     values, scale = given(cast_lines(weights.view(experts * n, k), rows=False, columns=True)[1])
     # The kernel would accept the view; the copy makes the values of each expert contiguous.
     words = values.view(torch.int64).view(k, experts, n // 8)
-    apart = words.transpose(0, 1).contiguous().view(FORMAT)
-    return apart, scale.view(1, k).repeat(experts, 1)
+    contiguous = words.transpose(0, 1).contiguous().view(FORMAT)
+    return contiguous, scale.view(1, k).repeat(experts, 1)
 
 
 def cast_tokens(

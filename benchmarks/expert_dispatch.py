@@ -134,24 +134,26 @@ def measure(
         probabilities = found.values.clone().requires_grad_()
         passes[transport] = Pass(dispatcher, mesh, hidden, probabilities, found.indices)
     for number in range(rounds + 3):
-        for one in passes.values():
-            one.measure()
+        for timed in passes.values():
+            timed.measure()
             if number < 3:
-                one.forward.clear()
-                one.backward.clear()
-                one.host.clear()
+                timed.forward.clear()
+                timed.backward.clear()
+                timed.host.clear()
     lines = []
-    for transport, one in passes.items():
+    for transport, timed in passes.items():
         moved = 2 * sent_bytes(transport, found.indices, num_experts, mesh, 2 * width)
-        forward, backward = statistics.median(one.forward), statistics.median(one.backward)
+        forward, backward = statistics.median(timed.forward), statistics.median(timed.backward)
         times = f"{1e3 * forward:.0f} | {1e3 * backward:.0f} | {1e3 * (forward + backward):.0f}"
-        host = "waits" if transport == "all_to_all" else f"{1e3 * statistics.median(one.host):.0f}"
+        host = (
+            "waits" if transport == "all_to_all" else f"{1e3 * statistics.median(timed.host):.0f}"
+        )
         lines.append(
             f"| {shape} | {transport} | {moved / 1e6:.1f} | {times} | {moved / forward / 1e6:.0f} "
             f"| {host} |"
         )
         if profiles:
-            kernels = by_kernel(lambda one=one: one.run_backward(*one.run()), 10)[:LONGEST]
+            kernels = by_kernel(lambda timed=timed: timed.run_backward(*timed.run()), 10)[:LONGEST]
             lines += [
                 f"    {taken:8.1f} us  {count:4.0f} x  {name[:90]}"
                 for name, count, taken in kernels

@@ -103,9 +103,9 @@ SHAPES = {
 def padded_sizes(shape: ExpertShape, skewed: bool, generator: torch.Generator) -> list[int]:
     """Return the tokens of each expert, positive multiples of 16."""
     units = group_sizes(shape.rows // MULTIPLE, shape.experts, skewed, generator)
-    units = [max(1, one) for one in units]
+    units = [max(1, count) for count in units]
     units[units.index(max(units))] -= sum(units) - shape.rows // MULTIPLE
-    return [MULTIPLE * one for one in units]
+    return [MULTIPLE * count for count in units]
 
 
 @dataclass(frozen=True)
@@ -213,10 +213,10 @@ def layer_calls(problems: Sequence[Problem], backend: BackendName) -> Calls:
         problems: Operands of the products in the order of the forward pass.
         backend: Backend of the products in bfloat16.
     """
-    passes = [(one, Pass.FORWARD) for one in problems]
-    passes += [(one, which) for one in reversed(problems) for which in STEP[1:]]
-    in_bf16 = [calls(one, which, ours=backend)[OURS] for one, which in passes]
-    in_8_bits = {id(one): EightBits(one) for one in problems}
+    passes = [(problem, Pass.FORWARD) for problem in problems]
+    passes += [(problem, which) for problem in reversed(problems) for which in STEP[1:]]
+    in_bf16 = [calls(problem, which, ours=backend)[OURS] for problem, which in passes]
+    in_8_bits = {id(problem): EightBits(problem) for problem in problems}
 
     def run_bf16() -> None:
         for call in in_bf16:
@@ -228,9 +228,9 @@ def layer_calls(problems: Sequence[Problem], backend: BackendName) -> Calls:
                 bits.drop_tokens()
             if casts_weights:
                 bits.drop_weights()
-        for one, which in passes:
+        for problem, which in passes:
             fast = fast_backward or which is Pass.FORWARD
-            in_8_bits[id(one)].product(which, fast=fast)
+            in_8_bits[id(problem)].product(which, fast=fast)
 
     return {
         LAYER_KINDS[0]: run_bf16,

@@ -112,12 +112,12 @@ def options_of(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
 
 def train(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
     """Run the recipe under a layout and return the measurements of its steps."""
-    own = "sft_hf" if args.chat else "finetune_hf"
+    recipe = "sft_hf" if args.chat else "finetune_hf"
     begin = time.perf_counter()
-    run_recipe(args, args.recipe or f"recipe:{own}", options_of(args, layout))
-    took = time.perf_counter() - begin
+    run_recipe(args, args.recipe or f"recipe:{recipe}", options_of(args, layout))
+    seconds = time.perf_counter() - begin
     if args.export:
-        print(f"{layout.name}: trained and saved in {took:.0f} s", flush=True)
+        print(f"{layout.name}: trained and saved in {seconds:.0f} s", flush=True)
         return {}
     return figures_of(args, layout)
 

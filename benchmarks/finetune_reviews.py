@@ -67,8 +67,8 @@ def plain(model_folder: Path, data: GlueDataModule, args: argparse.Namespace) ->
     model = transformers.BertForSequenceClassification.from_pretrained(model_folder)
     steps = args.epochs * (args.train // args.batch)
     warmup = round(0.1 * steps)
-    decayed = [one for one in model.parameters() if one.dim() > 1]
-    others = [one for one in model.parameters() if one.dim() <= 1]
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}],
         lr=args.rate, betas=(0.9, 0.98),

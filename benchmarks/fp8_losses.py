@@ -135,13 +135,14 @@ def table(found: Sequence[Losses]) -> list[str]:
     lines = ["| recipe | steps | held-out loss | of the first | training loss | of the first |"]
     lines.append("|---|---|---|---|---|---|")
     first = _parts(found[0])
-    for one in found:
-        for (steps, held_out, loss), (_, other_held_out, other) in zip(
-            _parts(one), first, strict=True
+    for losses in found:
+        for (steps, held_out, loss), (_, first_held_out, first_loss) in zip(
+            _parts(losses), first, strict=True
         ):
             lines.append(
-                f"| {one.recipe} | {steps} | {held_out:.4f} | {held_out / other_held_out - 1:+.2%} "
-                f"| {loss:.4f} | {loss / other - 1:+.2%} |"
+                f"| {losses.recipe} | {steps} | {held_out:.4f} "
+                f"| {held_out / first_held_out - 1:+.2%} "
+                f"| {loss:.4f} | {loss / first_loss - 1:+.2%} |"
             )
     return lines
 
@@ -161,8 +162,10 @@ def draw(found: Sequence[Losses], path: Path) -> None:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for one in found:
-        axes.plot(*zip(*one.held_out, strict=True), marker="o", markersize=3, label=one.recipe)
+    for losses in found:
+        axes.plot(
+            *zip(*losses.held_out, strict=True), marker="o", markersize=3, label=losses.recipe
+        )
     axes.set(xlabel="step", ylabel="held-out loss (nats per token)")
     axes.legend()
     figure.savefig(path, dpi=120)

@@ -201,10 +201,12 @@ def check_capture(args: argparse.Namespace) -> Iterator[Row]:
             f"{config.num_layers} layers"
         )
         yield Row("capture", setting, words, "below 20 s", 0 < all_layers < 20)
-        one = report.reports[0]
-        if one.graphs:
-            words = f"pools {one.graphs / _GIB:.3f} GiB, estimated {one.estimate.graphs / _GIB:.3f}"
-            is_met = abs(one.estimate.graphs / one.graphs - 1) <= 0.1
+        stage = report.reports[0]
+        if stage.graphs:
+            words = (
+                f"pools {stage.graphs / _GIB:.3f} GiB, estimated {stage.estimate.graphs / _GIB:.3f}"
+            )
+            is_met = abs(stage.estimate.graphs / stage.graphs - 1) <= 0.1
             yield Row("capture", setting, words, "estimate within 10 %", is_met)
 
 

@@ -190,11 +190,11 @@ def search(args: argparse.Namespace) -> None:
     for title, around in (("", nullcontext), (" by deterministic algorithms", deterministic)):
         with around():
             alone, beside = attention_repeats(config_of(args), device)
-        other = "" if beside is None else f", {beside} of 40 beside other work"
-        say(f"attention's backward pass{title}: {alone} of 40 repeats differ alone{other}")
-    one = Search(args, say)
+        ending = "" if beside is None else f", {beside} of 40 beside other work"
+        say(f"attention's backward pass{title}: {alone} of 40 repeats differ alone{ending}")
+    run = Search(args, say)
     for setting in settings_in(args):
-        one.run(setting)
+        run.run(setting)
     dist.barrier()
     dist.destroy_process_group()
 

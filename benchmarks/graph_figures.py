@@ -85,14 +85,16 @@ class GraphFigures(Callback):
         usual = statistics.median(self._measure.counted()) if seconds else 0.0
         extra = [seconds[step - 1] - usual for step in self._capturing if step <= len(seconds)]
         self.result = {
-            "graphs": sum(one._graph is not None for one in _of(objects, CudaGraph)),
+            "graphs": sum(graph._graph is not None for graph in _of(objects, CudaGraph)),
             "slots": len(_of(objects, Slot)),
             "captures": self._times.num_captures,
             "capture_seconds": round(self._times.seconds, 3),
             "capturing_steps": self._capturing,
             "capturing_steps_seconds": round(sum(extra), 3),
             "static_inputs": sum(
-                one.num_bytes for kind in (PieceInputs, StaticInputs) for one in _of(objects, kind)
+                inputs.num_bytes
+                for kind in (PieceInputs, StaticInputs)
+                for inputs in _of(objects, kind)
             ),
             "gradient_copies": sum(
                 tensor.nbytes
@@ -105,7 +107,7 @@ class GraphFigures(Callback):
 
 def _of(objects: Iterable[Any], kind: type) -> list[Any]:
     # isinstance would run code of proxy objects.
-    return [one for one in objects if type(one) is kind]
+    return [candidate for candidate in objects if type(candidate) is kind]
 
 
 def _pools(trainer: Trainer) -> dict[str, int]:

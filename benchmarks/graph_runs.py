@@ -158,7 +158,7 @@ class Bits(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record digests of the parameters, and the memory."""
-        found = [digest(one.main.detach()) for _, one in own_slices(trainer)]
+        found = [digest(part.main.detach()) for _, part in own_slices(trainer)]
         self.digests.append(torch.stack(found).tolist())
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize()
@@ -174,8 +174,8 @@ class Bits(Callback):
             "parameters": (self.digests, other.digests),
         }
         found = {}
-        for name, both in pairs.items():
-            equal = [mine == theirs for mine, theirs in zip(*both, strict=True)]
+        for name, values in pairs.items():
+            equal = [left == right for left, right in zip(*values, strict=True)]
             if not all(equal):
                 found[name] = equal.index(False) + 1
         return found

@@ -119,19 +119,19 @@ def tables(found: Sequence[Measured], steps: int, warmup: int) -> str:
         steps: Measured steps of each kind (steps).
         warmup: Steps before the measured ones (steps).
     """
-    ours = [one for one in found if one.is_ours and not one.failure]
-    rows = [_speed(one, found) for one in found]
+    ours = [measured for measured in found if measured.is_ours and not measured.failure]
+    rows = [_speed(measured, found) for measured in found]
     blocks = [[SPEED, _rule_of(SPEED), *rows], [RULE.format(steps=steps, warmup=warmup)]]
     if ours:
         host = "| work | graphs | " + " | ".join(["all", LOOP, *PARTS]) + " |"
         blocks += [
-            [GRAPHS, _rule_of(GRAPHS), *[_graphs(one, ours) for one in ours]],
-            [LAUNCHES, _rule_of(LAUNCHES), *[_launches(one) for one in ours]],
+            [GRAPHS, _rule_of(GRAPHS), *[_graphs(measured, ours) for measured in ours]],
+            [LAUNCHES, _rule_of(LAUNCHES), *[_launches(measured) for measured in ours]],
             ["The host's time of a step on an idle device, ms:"],
-            [host, _rule_of(host), *[_host(one) for one in ours]],
+            [host, _rule_of(host), *[_host(measured) for measured in ours]],
         ]
-    blocks += [block for one in ours if (block := _names(one))]
-    blocks += [notes for one in ours if (notes := _notes(one, warmup))]
+    blocks += [block for measured in ours if (block := _names(measured))]
+    blocks += [notes for measured in ours if (notes := _notes(measured, warmup))]
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
@@ -143,61 +143,61 @@ def _row(*cells: object) -> str:
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
 
 
-def _speed(one: Measured, found: Sequence[Measured]) -> str:
-    case = one.case
+def _speed(measured: Measured, found: Sequence[Measured]) -> str:
+    case = measured.case
     start = (case.work, case.program, case.graphs)
-    if one.failure:
-        return _row(*start, f"failed: {one.failure}", *[""] * 8)
-    figures = one.figures
+    if measured.failure:
+        return _row(*start, f"failed: {measured.failure}", *[""] * 8)
+    figures = measured.figures
     flops = flops_per_token(case.work.config, case.work.config.max_seq_length)
-    tokens = one.tokens_per_ms * one.waited
-    times = [one.waited] + ([one.row_mean] if one.row_mean else [])
+    tokens = measured.tokens_per_ms * measured.waited
+    times = [measured.waited] + ([measured.row_mean] if measured.row_mean else [])
     rates = [tokens / taken * 1e3 for taken in times]
     losses = figures.get("losses") or [figures.get("loss", "")]
     return _row(
         *start,
-        one.waited,
-        figures.get("row_ms", "") if one.is_ours else "",
-        one.row_mean or "",
+        measured.waited,
+        figures.get("row_ms", "") if measured.is_ours else "",
+        measured.row_mean or "",
         " / ".join(f"{rate:,.0f}" for rate in rates),
         " / ".join(f"{rate * flops / 1e12:.1f}" for rate in rates),
-        figures["peak_gib"] if one.is_ours else figures["mem_gib"],
-        _ratio(one, found, lambda other: other.waited),
-        _ratio(one, found, lambda other: other.row_mean),
+        figures["peak_gib"] if measured.is_ours else figures["mem_gib"],
+        _ratio(measured, found, lambda peer: peer.waited),
+        _ratio(measured, found, lambda peer: peer.row_mean),
         losses[-1] if isinstance(losses[-1], str) else f"{losses[-1]:.4f}",
     )
 
 
 def _ratio(
-    one: Measured, found: Sequence[Measured], time_of: Callable[[Measured], float | None]
+    measured: Measured, found: Sequence[Measured], time_of: Callable[[Measured], float | None]
 ) -> str:
     """Return this package's time relative to the peer's in the same mode, and to its fastest."""
-    own = time_of(one)
+    time = time_of(measured)
     peers = [
-        (taken, other.case.mode)
-        for other in found
-        if other.case.work == one.case.work and not other.is_ours and not other.failure
-        if (taken := time_of(other))
+        (taken, peer.case.mode)
+        for peer in found
+        if peer.case.work == measured.case.work and not peer.is_ours and not peer.failure
+        if (taken := time_of(peer))
     ]
-    if not one.is_ours or not peers or own is None:
+    if not measured.is_ours or not peers or time is None:
         return ""
-    same = [taken for taken, mode in peers if mode == one.case.mode]
-    fastest = f"({own / min(peers)[0]:.3f})"
-    return f"{own / min(same):.3f} {fastest}" if same else fastest
+    same = [taken for taken, mode in peers if mode == measured.case.mode]
+    fastest = f"({time / min(peers)[0]:.3f})"
+    return f"{time / min(same):.3f} {fastest}" if same else fastest
 
 
-def _graphs(one: Measured, ours: Sequence[Measured]) -> str:
-    found = one.part("GraphFigures")
+def _graphs(measured: Measured, ours: Sequence[Measured]) -> str:
+    found = measured.part("GraphFigures")
     eager = [
-        other.figures["peak_gib"]
-        for other in ours
-        if other.case.mode == "eager" and other.case.work == one.case.work
+        run.figures["peak_gib"]
+        for run in ours
+        if run.case.mode == "eager" and run.case.work == measured.case.work
     ]
-    peak = one.figures["peak_gib"]
+    peak = measured.figures["peak_gib"]
     more = f"{peak}, {peak - eager[0]:+.2f}" if eager else str(peak)
     return _row(
-        one.case.work,
-        one.case.graphs,
+        measured.case.work,
+        measured.case.graphs,
         found["graphs"],
         found["slots"],
         f"{found['capture_seconds']:.2f} ({found['capturing_steps_seconds']:.2f})",
@@ -208,14 +208,14 @@ def _graphs(one: Measured, ours: Sequence[Measured]) -> str:
     )
 
 
-def _launches(one: Measured) -> str:
-    start = (one.case.work, one.case.graphs)
-    profile = one.part("Profile")
+def _launches(measured: Measured) -> str:
+    start = (measured.case.work, measured.case.graphs)
+    profile = measured.part("Profile")
     if not profile.get("kernels"):
         return _row(*start, "not profiled", *[""] * 6)
     found = profile["launches"]
     busy = profile["step_ms"] - profile["idle_ms"]
-    in_row = f"{max(0.0, 1 - busy / one.row_mean):.1%}" if one.row_mean else ""
+    in_row = f"{max(0.0, 1 - busy / measured.row_mean):.1%}" if measured.row_mean else ""
     calls = ", ".join(f"{name} {number:g}" for name, number in found["calls"].items())
     return _row(
         *start,
@@ -229,30 +229,30 @@ def _launches(one: Measured) -> str:
     )
 
 
-def _host(one: Measured) -> str:
-    found = one.part("HostTime")
+def _host(measured: Measured) -> str:
+    found = measured.part("HostTime")
     cells = [f"{found[name]:.2f}" for name in ("all", LOOP, *PARTS)] if found else ["not timed"]
-    return _row(one.case.work, one.case.graphs, *cells)
+    return _row(measured.case.work, measured.case.graphs, *cells)
 
 
-def _names(one: Measured) -> list[str]:
+def _names(measured: Measured) -> list[str]:
     """Return the kernels that a step with graphs still launches one by one, by name."""
-    names = one.part("Profile").get("launches", {}).get("names", {})
-    if one.case.mode == "eager" or not names:
+    names = measured.part("Profile").get("launches", {}).get("names", {})
+    if measured.case.mode == "eager" or not names:
         return []
-    lines = [f"{one.case.work}, {one.case.graphs}: kernels launched alone in a step:"]
+    lines = [f"{measured.case.work}, {measured.case.graphs}: kernels launched alone in a step:"]
     shown = list(names.items())[:_MOST_NAMES]
     lines += [f"- {number:g} x `{name[:_LONGEST_NAME]}`" for name, number in shown]
     more = sum(names.values()) - sum(number for _, number in shown)
     return [*lines, f"- {more:g} others"] if more > 0 else lines
 
 
-def _notes(one: Measured, warmup: int) -> list[str]:
+def _notes(measured: Measured, warmup: int) -> list[str]:
     """Return notes on a case with graphs: log messages, late captures and missing graphs."""
-    if one.case.mode == "eager":
+    if measured.case.mode == "eager":
         return []
-    found = one.part("GraphFigures")
-    notes = list(one.said[:_MOST_NOTES])
+    found = measured.part("GraphFigures")
+    notes = list(measured.said[:_MOST_NOTES])
     late = [step for step in found["capturing_steps"] if step > warmup]
     if late:
         notes.append(
@@ -261,5 +261,5 @@ def _notes(one: Measured, warmup: int) -> list[str]:
         )
     if not found["graphs"]:
         notes.append("No graphs exist at the end: the steps were eager.")
-    start = f"{one.case.work}, {one.case.graphs}:"
+    start = f"{measured.case.work}, {measured.case.graphs}:"
     return [start, *[f"- {note[:_LONGEST_NOTE]}" for note in notes]] if notes else []

@@ -62,14 +62,14 @@ class Panel:
 
     def title(self) -> str:
         """Return a title with the mode and its figures."""
-        one = self.timeline
+        timeline = self.timeline
         calls = [
             f"{number} {kind if number > 1 else kind.replace('launches', 'launch')}"
             for kind in (GRAPHS, LAUNCHES)
-            if (number := one.num_launches.get(kind))
+            if (number := timeline.num_launches.get(kind))
         ]
-        idle = f"nothing runs for {one.idle:.1f} ms"
-        return f"{self.name}: {one.duration:.1f} ms; {', '.join(calls)}; {idle}"
+        idle = f"nothing runs for {timeline.idle:.1f} ms"
+        return f"{self.name}: {timeline.duration:.1f} ms; {', '.join(calls)}; {idle}"
 
 
 def measure(
@@ -97,7 +97,7 @@ def picture(panels: Sequence[Panel], title: str) -> str:
         panels: The steps.
         title: Heading of the picture.
     """
-    longest = max(one.timeline.duration for one in panels)
+    longest = max(panel.timeline.duration for panel in panels)
     scale = _WIDTH / longest
     width, height = _LEFT + _WIDTH + 20, _TOP + _PANEL * len(panels) + 34
     lines = [
@@ -106,15 +106,15 @@ def picture(panels: Sequence[Panel], title: str) -> str:
         f"<text x='10' y='20' {_STYLE}>{title}</text>",
         *_legend(panels),
     ]
-    for number, one in enumerate(panels):
+    for number, panel in enumerate(panels):
         y = _TOP + _PANEL * number
-        lines.append(f"<text x='10' y='{y + 14}' {_STYLE}>{one.title()}</text>")
-        rows = {"host": one.timeline.host, "device": one.timeline.device}
+        lines.append(f"<text x='10' y='{y + 14}' {_STYLE}>{panel.title()}</text>")
+        rows = {"host": panel.timeline.host, "device": panel.timeline.device}
         for row, (name, kinds) in enumerate(rows.items()):
             top = y + 20 + row * (_BAR + 4)
             lines.append(f"<text x='10' y='{top + 16}' {_STYLE}>{name}</text>")
             lines.append(
-                f"<rect x='{_LEFT}' y='{top}' width='{one.timeline.duration * scale:.1f}' "
+                f"<rect x='{_LEFT}' y='{top}' width='{panel.timeline.duration * scale:.1f}' "
                 f"height='{_BAR}' fill='#eee'/>"
             )
             lines += [_bars(kind, spans, top, scale) for kind, spans in kinds.items()]
@@ -122,7 +122,7 @@ def picture(panels: Sequence[Panel], title: str) -> str:
 
 
 def _legend(panels: Sequence[Panel]) -> list[str]:
-    shown = {kind for one in panels for kind in (*one.timeline.host, *one.timeline.device)}
+    shown = {kind for panel in panels for kind in (*panel.timeline.host, *panel.timeline.device)}
     lines = []
     x = 10
     for kind in [kind for kind in _COLORS if kind in shown]:
@@ -178,13 +178,13 @@ def main() -> None:
     path = Path(args.measured)
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        steps = {one.name: one.timeline.as_dict() for one in measure(args)}
+        steps = {panel.name: panel.timeline.as_dict() for panel in measure(args)}
         name = torch.cuda.get_device_name()
         path.write_text(
             json.dumps({"title": f"One step of {args.model} on one {name}", "steps": steps})
         )
     found = json.loads(path.read_text())
-    panels = [Panel(name, Timeline.of_dict(one)) for name, one in found["steps"].items()]
+    panels = [Panel(name, Timeline.of_dict(timeline)) for name, timeline in found["steps"].items()]
     Path(args.svg).write_text(picture(panels, found["title"]))
     print(f"drawn: {args.svg}", flush=True)
 

@@ -242,12 +242,15 @@ def run_cases(cases: Sequence[Case], args: argparse.Namespace) -> list[Measured]
     for case in cases:
         left = min(args.timeout, stop - time.perf_counter())
         if left < args.least:
-            one = Measured(case, {}, f"not run: {args.seconds:.0f} s were over", 0.0)
+            measured = Measured(case, {}, f"not run: {args.seconds:.0f} s were over", 0.0)
         else:
-            one = run_case(case, args, left)
-        found.append(one)
-        what = f"failed: {one.failure}" if one.failure else "measured"
-        print(f"{case.program} {case.work} {case.graphs}: {what}, {one.seconds:.1f} s", flush=True)
+            measured = run_case(case, args, left)
+        found.append(measured)
+        what = f"failed: {measured.failure}" if measured.failure else "measured"
+        print(
+            f"{case.program} {case.work} {case.graphs}: {what}, {measured.seconds:.1f} s",
+            flush=True,
+        )
     return found
 
 

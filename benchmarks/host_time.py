@@ -108,9 +108,9 @@ def timing(times: PartTimes) -> Iterator[None]:
 @contextmanager
 def _replaced(owner: type, name: str, part: str, times: PartTimes) -> Iterator[None]:
     """Replace a method of a class by a timed one inside the block."""
-    own = owner.__dict__.get(name)
-    is_of_class = isinstance(own, classmethod)
-    original: Callable[..., Any] = own.__func__ if is_of_class else getattr(owner, name)
+    attribute = owner.__dict__.get(name)
+    is_of_class = isinstance(attribute, classmethod)
+    original: Callable[..., Any] = attribute.__func__ if is_of_class else getattr(owner, name)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         with times.during(part):
@@ -120,10 +120,10 @@ def _replaced(owner: type, name: str, part: str, times: PartTimes) -> Iterator[N
     try:
         yield
     finally:
-        if own is None:
+        if attribute is None:
             delattr(owner, name)
         else:
-            setattr(owner, name, own)
+            setattr(owner, name, attribute)
 
 
 class HostTime(Callback):
@@ -165,7 +165,8 @@ class HostTime(Callback):
         """Compute the medians."""
         if self._found:
             parts = {
-                name: statistics.median(one[name] for one in self._found) for name in self._found[0]
+                name: statistics.median(times[name] for times in self._found)
+                for name in self._found[0]
             }
-            parts["all"] = statistics.median(sum(one.values()) for one in self._found)
+            parts["all"] = statistics.median(sum(times.values()) for times in self._found)
             self.result = {name: round(seconds * 1e3, 3) for name, seconds in parts.items()}

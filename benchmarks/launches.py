@@ -81,18 +81,20 @@ def count_launches(launches: Sequence[Launch], steps: Sequence[Interval]) -> dic
         ``kernels``: number of single-kernel launches; ``in_graphs``: number of kernels inside
         graphs; ``names``: number of single-kernel launches by kernel name.
     """
-    inside = [one for one in launches if any(begin <= one.start < end for begin, end in steps)]
-    alone = [one for one in inside if one.is_kernel]
-    graphs = [one for one in inside if one.is_graph]
+    inside = [
+        launch for launch in launches if any(begin <= launch.start < end for begin, end in steps)
+    ]
+    single_launches = [launch for launch in inside if launch.is_kernel]
+    graphs = [launch for launch in inside if launch.is_graph]
     scale = 1 / max(len(steps), 1)
 
     def mean(counts: Counter[str]) -> dict[str, float]:
         return {name: round(number * scale, 2) for name, number in counts.most_common()}
 
     return {
-        "calls": mean(Counter(one.call for one in inside)),
+        "calls": mean(Counter(launch.call for launch in inside)),
         "graphs": round(len(graphs) * scale, 2),
-        "kernels": round(len(alone) * scale, 2),
-        "in_graphs": round(sum(len(one.kernels) for one in graphs) * scale, 2),
-        "names": mean(Counter(name for one in alone for name in one.kernels)),
+        "kernels": round(len(single_launches) * scale, 2),
+        "in_graphs": round(sum(len(launch.kernels) for launch in graphs) * scale, 2),
+        "names": mean(Counter(name for launch in single_launches for name in launch.kernels)),
     }

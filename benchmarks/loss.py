@@ -237,7 +237,11 @@ def main() -> None:
     options = parser.parse_args()
     losses, left = variants(options.chunk, options.smoothing)
     device = torch.cuda.get_device_name(0) if options.device == "cuda" else "CPU"
-    lines = [f"{device}, torch {torch.__version__}", *(f"left out: {one}" for one in left), ""]
+    lines = [
+        f"{device}, torch {torch.__version__}",
+        *(f"left out: {reason}" for reason in left),
+        "",
+    ]
     lines += ["| tokens | variant | ms | TFLOP/s | peak GiB |", "|---|---|---|---|---|"]
     print("\n".join(lines), flush=True)
     for tokens in options.tokens:

@@ -57,8 +57,8 @@ class Passes:
 
         def cast() -> Any:
             matrix, parts = run()
-            asked = {"rows": True, "columns": True, "multiple": 16}
-            return kernels.cast_by_one_scale(matrix, parts, self.dtype, **asked)
+            settings = {"rows": True, "columns": True, "multiple": 16}
+            return kernels.cast_by_one_scale(matrix, parts, self.dtype, **settings)
 
         return cast
 
@@ -75,14 +75,14 @@ def norm_passes(config: GPTConfig, tokens: int) -> Passes:
     hidden, update, weight, bias = (
         drawn(*shape).detach() for shape in ((tokens, width), (tokens, width), (width,), (width,))
     )
-    own = hidden, update, weight, None if is_rms else bias, 1e-5, is_rms
+    inputs = hidden, update, weight, None if is_rms else bias, 1e-5, is_rms
 
     def measured() -> tuple[Tensor, Tensor]:
-        seen = no_magnitude(hidden)
-        return kernels.add_norm(*own, magnitudes=seen)[1], seen
+        bits = no_magnitude(hidden)
+        return kernels.add_norm(*inputs, magnitudes=bits)[1], bits
 
     name = f"{'RMSNorm' if is_rms else 'LayerNorm'}, {tokens} x {width}"
-    return Passes(name, lambda: kernels.add_norm(*own)[1], measured)
+    return Passes(name, lambda: kernels.add_norm(*inputs)[1], measured)
 
 
 def swiglu_passes(tokens: int, features: int) -> tuple[Passes, Passes]:
@@ -96,14 +96,14 @@ def swiglu_passes(tokens: int, features: int) -> tuple[Passes, Passes]:
     grad = drawn(tokens, features).detach()
     taken: list[tuple[Tensor, Tensor]] = []
     output = kernels.apply_swiglu(gate_up)
-    noting = kernels.apply_swiglu(gate_up, None, lambda *found: taken.append(found))
+    measured_output = kernels.apply_swiglu(gate_up, None, lambda *found: taken.append(found))
 
     def forward() -> tuple[Tensor, Tensor]:
-        seen = no_magnitude(gate_up)
-        return kernels.apply_swiglu(gate_up, seen).detach(), seen
+        bits = no_magnitude(gate_up)
+        return kernels.apply_swiglu(gate_up, bits).detach(), bits
 
     def backward() -> tuple[Tensor, Tensor]:
-        torch.autograd.grad(noting, gate_up, grad, retain_graph=True)
+        torch.autograd.grad(measured_output, gate_up, grad, retain_graph=True)
         return taken.pop()
 
     def plain() -> Tensor:

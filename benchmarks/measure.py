@@ -28,12 +28,12 @@ def mark_on_device() -> torch.cuda.Event:
 _ROW_STARTS = 3
 
 
-def _seconds_between(one: Any, other: Any) -> float:
+def _seconds_between(begin: Any, end: Any) -> float:
     """Return the time between two events on the device, or between two times of the host (s)."""
-    if isinstance(one, float):
-        return other - one
-    other.synchronize()
-    return one.elapsed_time(other) / 1e3
+    if isinstance(begin, float):
+        return end - begin
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
 
 
 class Measure(Callback):
@@ -184,8 +184,8 @@ class Measure(Callback):
         if self._row_ends:
             # Omit the first steps in a row, because the host waited for the device before them.
             self.row_seconds = [
-                _seconds_between(one, other)
-                for one, other in zip(self._row_ends, self._row_ends[1:], strict=False)
+                _seconds_between(begin, end)
+                for begin, end in zip(self._row_ends, self._row_ends[1:], strict=False)
             ][_ROW_STARTS - 1 :]
             self.losses += torch.stack(self._losses).tolist()
         if self._ends:

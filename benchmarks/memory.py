@@ -138,16 +138,16 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
     for name, stages in found.items():
         if not stages:
             lines.append(f"| {name} | failed | | | | | | |")
-        for one in stages:
-            static = sum(one["estimate"][part] for part in one["held"])
-            sizes = [static, sum(one["held"].values()), one["estimate"]["peak"], one["peak"]]
+        for stage in stages:
+            static = sum(stage["estimate"][part] for part in stage["held"])
+            sizes = [static, sum(stage["held"].values()), stage["estimate"]["peak"], stage["peak"]]
             first, second, estimate, peak = (
                 "n/a" if size is None else f"{size / 2**30:.2f}" for size in sizes
             )
-            ratio = "n/a" if one["ratio"] is None else f"{one['ratio']:.3f}"
+            ratio = "n/a" if stage["ratio"] is None else f"{stage['ratio']:.3f}"
             lines.append(
-                f"| {name} | {one['stage']} | {first} | {second} | "
-                f"{one['bytes_per_parameter']:.2f} | {estimate} | "
+                f"| {name} | {stage['stage']} | {first} | {second} | "
+                f"{stage['bytes_per_parameter']:.2f} | {estimate} | "
                 f"{peak} | {ratio} |"
             )
     return "\n".join(lines)
@@ -183,7 +183,10 @@ def main() -> int:
     (out / "table.md").write_text(text + "\n")
     print(text, flush=True)
     ratios = [
-        one["ratio"] for stages in found.values() for one in stages if one["ratio"] is not None
+        stage["ratio"]
+        for stages in found.values()
+        for stage in stages
+        if stage["ratio"] is not None
     ]
     failed = sum(not stages for stages in found.values())
     return failed + sum(abs(ratio - 1) > args.tolerance for ratio in ratios)

@@ -79,7 +79,7 @@ class Losses(Callback):
     def values(self) -> list[float]:
         """Return the losses before the first one that is not finite (nats)."""
         found = torch.stack(self._found).tolist() if self._found else []
-        wrong = [at for at, one in enumerate(found) if not math.isfinite(one)]
+        wrong = [at for at, loss in enumerate(found) if not math.isfinite(loss)]
         return found[: wrong[0]] if wrong else found
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -255,7 +255,8 @@ def main() -> None:
             curve, is_first = train(order, rate, given)
             curves.append(curve)
             if is_first:
-                # After each training, so that an interruption loses no finished one.
+                # The file is written after each training, so that an interruption loses no finished
+                # training.
                 save(curves, given)
     if is_first:
         report(curves, given.layers, given.hidden, given.picture)

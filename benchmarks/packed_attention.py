@@ -67,8 +67,8 @@ def attention_by(product: Callable[..., Any]) -> Callable[..., tuple[Tensor, Non
     """
     # Since torch 2.12, enable_gqa must be set if there are fewer key/value heads than query heads.
     # torch 2.11 has no such parameter, and its kernel accepts fewer key/value heads.
-    announces = "enable_gqa" in inspect.signature(product).parameters
-    options: dict[str, Any] = {"enable_gqa": True} if announces else {}
+    has_parameter = "enable_gqa" in inspect.signature(product).parameters
+    options: dict[str, Any] = {"enable_gqa": True} if has_parameter else {}
 
     def attend(
         module: nn.Module,
@@ -92,7 +92,7 @@ def attention_by(product: Callable[..., Any]) -> Callable[..., tuple[Tensor, Non
                 f"{given or 'no further arguments'}. varlen_attn supports one row of documents and "
                 'nothing else. Use one row without padding and dropout, or attention "sdpa".'
             )
-        tokens = [one[0].transpose(0, 1) for one in (query, key, value)]
+        tokens = [rows[0].transpose(0, 1) for rows in (query, key, value)]
         borders = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
         found = product(*tokens, *borders, scale=scaling, window_size=(-1, 0), **options)
         return found[None], None
@@ -113,7 +113,7 @@ def packed_inputs(lengths: Sequence[int], device: torch.device) -> dict[str, Any
     borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     longest = max(lengths)
     return {
-        "position_ids": torch.cat([torch.arange(one) for one in lengths])[None].to(device),
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None].to(device),
         "cu_seq_lens_q": borders,
         "cu_seq_lens_k": borders,
         "max_length_q": longest,

@@ -64,7 +64,7 @@ def run_ranks(
     environment = {
         **os.environ,
         **variables,
-        "PYTHONPATH": os.pathsep.join(one for one in folders if one),
+        "PYTHONPATH": os.pathsep.join(folder for folder in folders if folder),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -86,14 +86,14 @@ def run_ranks(
         try:
             is_late = _wait(ranks, start + timeout)
         finally:
-            for one in ranks:
-                one.kill()
-                one.wait()
+            for process in ranks:
+                process.kill()
+                process.wait()
     output = log.read_text(errors="replace")
     seconds = time.perf_counter() - start
     if is_late:
         return Outcome(output, f"stopped after {timeout:.0f} s; {last_error(output)}", seconds)
-    failed = any(one.returncode for one in ranks)
+    failed = any(process.returncode for process in ranks)
     return Outcome(output, last_error(output) if failed else "", seconds)
 
 
@@ -111,10 +111,10 @@ def last_error(output: str) -> str:
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> bool:
     """Wait until all ranks have ended or one has failed; return whether the deadline passed."""
-    while any(one.poll() is None for one in ranks):
+    while any(process.poll() is None for process in ranks):
         if time.perf_counter() > deadline:
             return True
-        if any(one.poll() for one in ranks):
+        if any(process.poll() for process in ranks):
             deadline_of_others = time.perf_counter() + _GRACE
             while time.perf_counter() < deadline_of_others and None in [r.poll() for r in ranks]:
                 time.sleep(_POLL)

@@ -124,9 +124,9 @@ def main() -> None:
             forget(Path(args.folder))
         found.append(read(Path(args.folder), args.tp, torch.device(args.accelerator)))
     seconds = statistics.median(run[0] for run in found)
-    part, beside = found[0][1] / MIB, max(run[2] for run in found) / MIB
+    part, additional = found[0][1] / MIB, max(run[2] for run in found) / MIB
     case = f"tp{args.tp}, {args.accelerator}, {'cold' if args.cold else 'warm'}"
-    print(f"| {case} | {seconds:.2f} s | {part:.0f} MiB | {beside:.0f} MiB beside it |")
+    print(f"| {case} | {seconds:.2f} s | {part:.0f} MiB | {additional:.0f} MiB beside it |")
 
 
 if __name__ == "__main__":

@@ -171,8 +171,8 @@ def batches(chosen: Sequence[Review], tokenizer: Tokenizer, size: int) -> list[d
         encoded = tokenizer.encode_batch(list(texts))
         found.append(
             {
-                "input_ids": torch.tensor([one.ids for one in encoded]),
-                "attention_mask": torch.tensor([one.attention_mask for one in encoded]),
+                "input_ids": torch.tensor([encoding.ids for encoding in encoded]),
+                "attention_mask": torch.tensor([encoding.attention_mask for encoding in encoded]),
                 "labels": torch.tensor(labels),
             }
         )
@@ -225,20 +225,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(required=True)
-    judging = commands.add_parser("perplexity")
-    judging.set_defaults(run=perplexity)
-    judging.add_argument("--folder", required=True)
-    judging.add_argument("--text", required=True)
-    judging.add_argument("--characters", type=int, help="use only the first characters of the text")
-    judging.add_argument("--window", type=int, default=1024)
-    judging.add_argument("--windows", type=int, help="use only the first windows")
-    training = commands.add_parser("sentiment")
-    training.set_defaults(run=sentiment)
-    training.add_argument("--epochs", type=int, default=2)
-    training.add_argument("--batch", type=int, default=32)
-    training.add_argument("--learning-rate", type=float, default=5e-5)
-    training.add_argument("--seed", type=int, default=1)
-    for command in (judging, training):
+    perplexity_command = commands.add_parser("perplexity")
+    perplexity_command.set_defaults(run=perplexity)
+    perplexity_command.add_argument("--folder", required=True)
+    perplexity_command.add_argument("--text", required=True)
+    perplexity_command.add_argument(
+        "--characters", type=int, help="use only the first characters of the text"
+    )
+    perplexity_command.add_argument("--window", type=int, default=1024)
+    perplexity_command.add_argument("--windows", type=int, help="use only the first windows")
+    sentiment_command = commands.add_parser("sentiment")
+    sentiment_command.set_defaults(run=sentiment)
+    sentiment_command.add_argument("--epochs", type=int, default=2)
+    sentiment_command.add_argument("--batch", type=int, default=32)
+    sentiment_command.add_argument("--learning-rate", type=float, default=5e-5)
+    sentiment_command.add_argument("--seed", type=int, default=1)
+    for command in (perplexity_command, sentiment_command):
         command.add_argument("--layout", default="single")
         command.add_argument("--accelerator", default="auto")
     warnings.filterwarnings("ignore", "The .* does not have many workers")

@@ -115,9 +115,9 @@ def kill_one(folder: Path, ranks: int, steps: int) -> dict[str, float]:
         "--nproc-per-node",
         str(ranks),
     ]
-    own = ["-m", "benchmarks.restart", "--train", str(folder), "--steps", str(steps)]
+    job = ["-m", "benchmarks.restart", "--train", str(folder), "--steps", str(steps)]
     with subprocess.Popen(
-        [sys.executable, *torchrun, *own],
+        [sys.executable, *torchrun, *job],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=(folder / "output.txt").open("w"),
@@ -169,8 +169,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found.append(kill_one(Path(folder), options.ranks, options.steps))
     for part in MOMENTS.values():
-        print(f"{statistics.median(one.get(part, 0.0) for one in found):7.2f} s  {part}")
-    print(f"{statistics.median(sum(one.values()) for one in found):7.2f} s  together")
+        print(f"{statistics.median(restart.get(part, 0.0) for restart in found):7.2f} s  {part}")
+    print(f"{statistics.median(sum(restart.values()) for restart in found):7.2f} s  together")
 
 
 if __name__ == "__main__":

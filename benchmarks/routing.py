@@ -135,7 +135,7 @@ class RankLoad(Callback):
         """Gather the rows of the last step from all ranks of this stage."""
         strategy: Any = trainer.strategy
         statistics = strategy.expert_statistics or {}
-        counts = {layer: one.rows for layer, one in statistics.items() if one.rows is not None}
+        counts = {layer: sums.rows for layer, sums in statistics.items() if sums.rows is not None}
         layers = list(gather_rows(counts, strategy.mesh).values())
         if layers:
             self.result = self.figures(layers, strategy.mesh.edp.size)

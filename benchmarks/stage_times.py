@@ -61,12 +61,12 @@ class StageTimes(Callback):
         """Gather the actions of all stages, and the measurements of ``schedule="auto"``."""
         assert self._times is not None, "the recorded step was trained"
         mesh = trainer.strategy.mesh
-        own = [
+        actions = [
             (action.kind, action.chunk, action.microbatch, round(start * 1e6), round(stop * 1e6))
             for action, start, stop in self._times.spans()
         ]
         measured = trainer.strategy.run.measured_stages
         self.result = {
-            "rows": all_gather_objects(own, mesh.pp_cpu),
+            "rows": all_gather_objects(actions, mesh.pp_cpu),
             "costs": None if measured is None else measured.as_dict(),
         }

@@ -113,8 +113,8 @@ def length(intervals: Iterable[Interval]) -> float:
 
 def outside(intervals: Iterable[Interval], others: Iterable[Interval]) -> float:
     """Return the time that ``intervals`` cover and ``others`` do not."""
-    both = [*intervals, *(others := list(others))]
-    return length(both) - length(others)
+    union = [*intervals, *(others := list(others))]
+    return length(union) - length(others)
 
 
 def read_events(path: str | Path) -> list[dict[str, Any]]:
@@ -187,9 +187,9 @@ def analyse(kernels: Sequence[Kernel], steps: Sequence[Interval]) -> dict[str, A
         found["idle_ms"] += (end - begin - length(spans)) * scale
         found["kernels"] += len(inside) / len(steps)
         compute = union((k.start, k.stop) for k in inside if k.kind != COMMUNICATION)
-        talk = [k for k in inside if k.kind == COMMUNICATION]
-        covered += length((k.start, k.stop) for k in talk) * scale
-        exposed += outside([(k.start, k.stop) for k in talk], compute) * scale
+        communication = [k for k in inside if k.kind == COMMUNICATION]
+        covered += length((k.start, k.stop) for k in communication) * scale
+        exposed += outside([(k.start, k.stop) for k in communication], compute) * scale
         for kernel in inside:
             kinds[kernel.kind] += (kernel.stop - kernel.start) * scale
             names[kernel.name]["ms"] += (kernel.stop - kernel.start) * scale
@@ -197,7 +197,7 @@ def analyse(kernels: Sequence[Kernel], steps: Sequence[Interval]) -> dict[str, A
             for part, marks in CLONE_PARTS.items():
                 if any(mark in kernel.name for mark in marks):
                     parts[part] += (kernel.stop - kernel.start) * scale
-        for kernel in talk:
+        for kernel in communication:
             row = collectives[_short(kernel.name)]
             row["count"] += 1 / len(steps)
             row["ms"] += (kernel.stop - kernel.start) * scale

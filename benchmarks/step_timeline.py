@@ -46,7 +46,7 @@ class Timeline:
     @property
     def idle(self) -> float:
         """Return the time without work on the device (ms)."""
-        busy = [one for intervals in self.device.values() for one in intervals]
+        busy = [interval for intervals in self.device.values() for interval in intervals]
         return self.duration - length(busy)
 
     def as_dict(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Timeline:
     def of_dict(cls, found: Mapping[str, Any]) -> Timeline:
         """Return the timeline from a dictionary of :meth:`as_dict`."""
         host, device = (
-            {kind: [(one, other) for one, other in spans] for kind, spans in found[row].items()}
+            {kind: [(begin, end) for begin, end in spans] for kind, spans in found[row].items()}
             for row in ("host", "device")
         )
         return cls(found["duration"], host, device, found["num_launches"])
@@ -81,13 +81,13 @@ def timeline_of(events: Iterable[dict[str, Any]]) -> Timeline:
     steps = steps_between_waits(events)
     calls, kernels = _calls_of(events), kernels_of(events)
     middle = statistics.median_high(end - begin for begin, end in steps)
-    begin, end = next(one for one in steps if one[1] - one[0] == middle)
+    begin, end = next(step for step in steps if step[1] - step[0] == middle)
 
     host: dict[str, list[Interval]] = defaultdict(list)
-    for one in calls:
-        kind = _kind_of(one["name"])
-        if kind is not None and begin <= float(one["ts"]) < end:
-            host[kind].append(((float(one["ts"]) - begin) / 1e3, (_end(one) - begin) / 1e3))
+    for call in calls:
+        kind = _kind_of(call["name"])
+        if kind is not None and begin <= float(call["ts"]) < end:
+            host[kind].append(((float(call["ts"]) - begin) / 1e3, (_end(call) - begin) / 1e3))
     device: dict[str, list[Interval]] = defaultdict(list)
     last = begin
     for kernel in kernels:
@@ -114,11 +114,11 @@ def steps_between_waits(events: Iterable[dict[str, Any]]) -> list[Interval]:
     """
     events = list(events)
     kernels = kernels_of(events)
-    waits = sorted(_end(one) for one in _calls_of(events) if one["name"] == _WAIT)
+    waits = sorted(_end(call) for call in _calls_of(events) if call["name"] == _WAIT)
     steps = [
         (begin, end)
         for begin, end in zip(waits, waits[1:], strict=False)
-        if sum(begin <= one.start < end for one in kernels) > 1
+        if sum(begin <= kernel.start < end for kernel in kernels) > 1
     ]
     if not steps:
         raise ValueError(
@@ -131,7 +131,7 @@ def steps_between_waits(events: Iterable[dict[str, Any]]) -> list[Interval]:
 def _calls_of(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the events of host calls to the CUDA runtime or driver."""
     kinds = ("cuda_runtime", "cuda_driver")
-    return [one for one in events if one.get("ph") == "X" and one.get("cat") in kinds]
+    return [event for event in events if event.get("ph") == "X" and event.get("cat") in kinds]
 
 
 def _end(event: Mapping[str, Any]) -> float:

@@ -70,52 +70,52 @@ class Difference:
         where = f"step {self.step}, {self.stage} of rank {self.rank}"
         if not self.names:
             return f"{where} ({self.gaps[0]:+.1e})"
-        both = zip(self.names, self.gaps, strict=True)
-        shown = [f"{name} ({gap:.1e})" for name, gap in both][:_MOST_NAMES]
+        pairs = zip(self.names, self.gaps, strict=True)
+        shown = [f"{name} ({gap:.1e})" for name, gap in pairs][:_MOST_NAMES]
         more = ", ..." if len(self.names) > _MOST_NAMES else ""
         return f"{where}: {len(self.names)} of {self.num_tensors}: {', '.join(shown)}{more}"
 
 
-def first_difference(one: Sequence[Trace], other: Sequence[Trace]) -> Difference | None:
+def first_difference(first: Sequence[Trace], second: Sequence[Trace]) -> Difference | None:
     """Return the first difference between two trainings of all ranks; None if all bits are equal.
 
     Args:
-        one: Traces of the first training by rank.
-        other: Traces of the second training by rank, of equal layout and number of steps.
+        first: Traces of the first training by rank.
+        second: Traces of the second training by rank, of equal layout and number of steps.
     """
-    for step in range(len(one[0].losses)):
+    for step in range(len(first[0].losses)):
         for stage in ("loss", "gradients", "parameters"):
-            for rank, (mine, theirs) in enumerate(zip(one, other, strict=True)):
-                assert mine.names == theirs.names, "both train the same parts of parameters"
-                found = _difference(mine, theirs, step, stage)
+            for rank, (left, right) in enumerate(zip(first, second, strict=True)):
+                assert left.names == right.names, "both train the same parts of parameters"
+                found = _difference(left, right, step, stage)
                 if found is not None:
                     names, gaps = found
-                    return Difference(step + 1, stage, rank, names, len(mine.names), gaps)
+                    return Difference(step + 1, stage, rank, names, len(left.names), gaps)
     return None
 
 
-def largest_gap(one: Sequence[Trace], other: Sequence[Trace]) -> float:
+def largest_gap(first: Sequence[Trace], second: Sequence[Trace]) -> float:
     """Return the largest absolute difference between losses of the same step."""
-    losses = zip(one[0].losses, other[0].losses, strict=True)
-    return max(abs(mine - theirs) for mine, theirs in losses)
+    losses = zip(first[0].losses, second[0].losses, strict=True)
+    return max(abs(left - right) for left, right in losses)
 
 
 def _difference(
-    one: Trace, other: Trace, step: int, stage: str
+    left: Trace, right: Trace, step: int, stage: str
 ) -> tuple[tuple[str, ...], tuple[float, ...]] | None:
     if stage == "loss":
-        gap = other.losses[step] - one.losses[step]
+        gap = right.losses[step] - left.losses[step]
         # The gap of a NaN is not 0, so a NaN differs from every loss.
         return None if gap == 0 else ((), (gap,))
     before, after = (
-        (one.gradients, other.gradients) if stage == "gradients" else (one.updated, other.updated)
+        (left.gradients, right.gradients) if stage == "gradients" else (left.updated, right.updated)
     )
     places = (before[step] != after[step]).nonzero().flatten()
     if not len(places):
         return None
-    sums, gaps = one.magnitudes[step], (other.magnitudes - one.magnitudes)[step].abs()
+    sums, gaps = left.magnitudes[step], (right.magnitudes - left.magnitudes)[step].abs()
     relative = (gaps / sums.clamp(min=torch.finfo(sums.dtype).tiny))[places]
-    return tuple(one.names[place] for place in places), tuple(relative.tolist())
+    return tuple(left.names[place] for place in places), tuple(relative.tolist())
 
 
 class Tracer(Callback):
@@ -143,9 +143,9 @@ class Tracer(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, *args: Any) -> None:
         """Record digests of the gradients."""
-        slices = [one for _, one in own_slices(trainer)]
-        self._gradients.append(torch.stack([digest(one.gradient) for one in slices]))
-        sums = [one.gradient.abs().sum(dtype=torch.float64) for one in slices]
+        slices = [part for _, part in own_slices(trainer)]
+        self._gradients.append(torch.stack([digest(part.gradient) for part in slices]))
+        sums = [part.gradient.abs().sum(dtype=torch.float64) for part in slices]
         self._magnitudes.append(torch.stack(sums))
 
     def on_train_batch_end(
@@ -153,7 +153,7 @@ class Tracer(Callback):
     ) -> None:
         """Record digests of the updated parameters, and the loss."""
         self._losses.append(outputs["loss"].detach().double())
-        updated = [digest(one.main.detach()) for _, one in own_slices(trainer)]
+        updated = [digest(part.main.detach()) for _, part in own_slices(trainer)]
         self._updated.append(torch.stack(updated))
         if self._waits and updated[0].is_cuda:
             torch.cuda.synchronize()
@@ -172,8 +172,10 @@ class Tracer(Callback):
         self.traces = all_gather_objects(trace, strategy.mesh.world_cpu)
         graphs = strategy.run.graphs
         self.num_graphs = 0 if graphs is None else graphs.num_graphs
-        mixtures = [one for one in pl_module.modules() if isinstance(one, MixtureOfExperts)]
-        found = (one.transport_choice.transport for one in mixtures)
+        mixtures = [
+            module for module in pl_module.modules() if isinstance(module, MixtureOfExperts)
+        ]
+        found = (mixture.transport_choice.transport for mixture in mixtures)
         self.transports = tuple(dict.fromkeys(found))
 
 

@@ -98,11 +98,11 @@ def measure(
         forward = milliseconds(lambda: layer(x), repeats)
         grad = torch.randn_like(layer(x))
 
-    def both() -> None:
+    def forward_and_backward() -> None:
         x.grad = None
         layer(x).backward(grad)
 
-    return forward, milliseconds(both, repeats)
+    return forward, milliseconds(forward_and_backward, repeats)
 
 
 def main() -> None:
@@ -140,9 +140,9 @@ def main() -> None:
         for label, chosen, local in cases:
             for name in LAYERS:
                 barrier(mesh.world, device)
-                forward, both = measure(name, chosen, rows, local, args.repeats, scaling)
+                forward, step = measure(name, chosen, rows, local, args.repeats, scaling)
                 lines.append(
-                    f"| {label} | {name} | {forward:.3f} | {both:.3f} | {both - forward:.3f} |"
+                    f"| {label} | {name} | {forward:.3f} | {step:.3f} | {step - forward:.3f} |"
                 )
                 if rank == 0:
                     print(lines[-1], flush=True)

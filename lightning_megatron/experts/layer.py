@@ -172,8 +172,8 @@ class MixtureOfExperts(nn.Module):
             Segment("send", self._send, ("prepared",), ("sent",), starts_transfer=True, **dispatch),
         ]
         if self.shared is not None:
-            # Between send and receive, where it overlaps with the transport of tokens, and its
-            # backward pass with that of their gradients.
+            # The shared expert runs between send and receive, where it overlaps with the transport
+            # of tokens, and its backward pass with that of their gradients.
             segments.append(
                 Segment(
                     "shared",

@@ -68,7 +68,7 @@ class Addresses:
 
 def _entry(tensor: Tensor) -> _Entry:
     slot = slot_of(tensor)
-    gradients = 0 if slot is None else sum(one.gradient.data_ptr() for one in slot.slots)
+    gradients = 0 if slot is None else sum(part.gradient.data_ptr() for part in slot.slots)
     shape = tuple(tensor.shape)
     return tensor.data_ptr(), shape, str(tensor.dtype), tensor.requires_grad, gradients
 

@@ -18,7 +18,7 @@ _LONGEST = 400
 def failure_of_any(failure: str | None, world: MeshAxis) -> str | None:
     """Return the failure of any rank's captures; None if every rank has its graphs.
 
-    Graphs may hold collectives, which wait for ever if another rank runs without them.
+    Graphs may hold collectives, which wait forever if another rank runs without them.
 
     Args:
         failure: What this rank could not capture, and why; None if it captured everything.
@@ -28,13 +28,13 @@ def failure_of_any(failure: str | None, world: MeshAxis) -> str | None:
     """
     gathered = all_gather_objects(failure, world)
     failures = [
-        (rank, one) for rank, one in zip(world.ranks, gathered, strict=True) if one is not None
+        (rank, text) for rank, text in zip(world.ranks, gathered, strict=True) if text is not None
     ]
     if not failures:
         return None
     rank, text = failures[0]
     shown = f"{text.rstrip('.')}." if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
-    others = ", ".join(str(other) for other, _ in failures[1:])
+    others = ", ".join(str(rank) for rank, _ in failures[1:])
     more = f" Ranks that failed, too: {others}." if others else ""
     return f"rank {rank} could not capture {shown}{more}"
 
@@ -119,13 +119,13 @@ class KeyAgreement:
             raise RankMismatchError(
                 "with fixed_shapes=True every step must have the shapes of the first one, because "
                 "the ranks no longer compare them: this step has "
-                f"{len(keys)} microbatches, {_shown(keys)}. The other ranks may wait for ever. "
+                f"{len(keys)} microbatches, {_shown(keys)}. The other ranks may wait forever. "
                 "Use drop_last=True and one length for all sequences, or fixed_shapes=False."
             )
 
 
 def _shown(keys: Sequence[Hashable]) -> str:
-    kinds = [str(one) for one in dict.fromkeys(keys)]
+    kinds = [str(key) for key in dict.fromkeys(keys)]
     rest = f" and {len(kinds) - 3} others" if len(kinds) > 3 else ""
     return "; ".join(kinds[:3]) + rest
 

@@ -30,7 +30,7 @@ def bucket_cuts(
                 read_first.setdefault(id(parameter), number)
     begins = set[int]()
     for bucket in buckets:
-        places = [read_first[id(one)] for one in bucket if id(one) in read_first]
+        places = [read_first[id(parameter)] for parameter in bucket if id(parameter) in read_first]
         if places:
             begins.add(min(places))
     return tuple(segments.segments[number - 1].name for number in sorted(begins) if number > 0)

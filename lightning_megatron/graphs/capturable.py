@@ -27,7 +27,8 @@ def without_hooked(segments: SegmentList) -> SegmentList:
     """
     opened = segments.expand(must_be_called)
     found = [
-        replace(one, is_static=one.is_static and _hook_in(one.modules) is None) for one in opened
+        replace(segment, is_static=segment.is_static and _hook_in(segment.modules) is None)
+        for segment in opened
     ]
     return SegmentList(found, opened.inputs, opened.outputs)
 
@@ -41,18 +42,20 @@ def eager_reasons(segments: SegmentList, scopes: Collection[str]) -> Mapping[str
     """
     wanted = expanded_scopes(scopes)
     found = {}
-    for one in segments:
-        hook = _hook_in(one.modules)
-        outside = [scope for scope in one.scopes if scope not in wanted]
+    for segment in segments:
+        hook = _hook_in(segment.modules)
+        outside = [scope for scope in segment.scopes if scope not in wanted]
         if hook is not None:
-            found[one.name] = f"hook {hook}"
-        elif not one.is_static:
-            found[one.name] = "the host reads sizes"
+            found[segment.name] = f"hook {hook}"
+        elif not segment.is_static:
+            found[segment.name] = "the host reads sizes"
         elif outside:
-            found[one.name] = f"scope {outside[0]} is not chosen"
+            found[segment.name] = f"scope {outside[0]} is not chosen"
     return found
 
 
 def _hook_in(modules: Collection[nn.Module]) -> str | None:
     """Return the name of a user's hook on one of the modules, or inside of it."""
-    return next((hook for one in modules for hook in modules_with_user_hooks(one).values()), None)
+    return next(
+        (hook for module in modules for hook in modules_with_user_hooks(module).values()), None
+    )

@@ -96,7 +96,7 @@ class CapturedPiece:
     @property
     def num_graphs(self) -> int:
         """Return the number of graphs."""
-        return sum(one is not None for one in self._graphs)
+        return sum(graph is not None for graph in self._graphs)
 
     @property
     def _graphs(self) -> tuple[tuple[CapturedGraph, Effects] | None, ...]:
@@ -131,9 +131,9 @@ class CapturedPiece:
             return self.piece.segments(given)
 
         graph, effects, found = self._capture("forward", generators, run)
-        self._between = [one.detach() for one in between]
+        self._between = [tensor.detach() for tensor in between]
         self._outputs = flatten(found)
-        self._needs_gradient = [one.requires_grad for one in self._outputs.tensors]
+        self._needs_gradient = [tensor.requires_grad for tensor in self._outputs.tensors]
         self._memory.add(self._outputs.tensors)
         self._inputs = inputs
         self._form = values.form
@@ -203,8 +203,8 @@ class CapturedPiece:
 
         Communication: that of the piece, and of the sums of gradients that are complete now.
         """
-        both = zip(gradients, self._needs_gradient, strict=True)
-        needed = [gradient for gradient, is_needed in both if is_needed]
+        pairs = zip(gradients, self._needs_gradient, strict=True)
+        needed = [gradient for gradient, is_needed in pairs if is_needed]
         if self._backward is None:
             compute = self._backward_pass(needed)
             if self._tools.failure is None:
@@ -220,7 +220,10 @@ class CapturedPiece:
         self._gradients.fill(needed)
         self._replay(graph, effects, position)
         self._leave_weight_half()
-        return [None if one is None else self._memory.handed_over(one) for one in self._found]
+        return [
+            None if gradient is None else self._memory.handed_over(gradient)
+            for gradient in self._found
+        ]
 
     def _leave_weight_half(self) -> None:
         """Leave the weight half to the queue; without an open one, run it now."""
@@ -266,13 +269,13 @@ class CapturedPiece:
         self._backward = graph, effects
         # Without the autograd graph, later captures can use the memory of the activations.
         self._outputs = flatten(
-            self._outputs.with_tensors([one.detach() for one in self._outputs.tensors])
+            self._outputs.with_tensors([tensor.detach() for tensor in self._outputs.tensors])
         )
 
     def _backward_pass(self, gradients: Sequence[Tensor | None]) -> PieceBackward:
         """Return the backward pass of the latest forward pass, with these gradients filled in."""
         assert self._inputs is not None, "the forward graph was captured"
-        outputs = [one for one in self._outputs.tensors if one.requires_grad]
+        outputs = [tensor for tensor in self._outputs.tensors if tensor.requires_grad]
         # A weight half reads gradients later, when other microbatches may have had theirs copied.
         copies = {} if self._tools.queue.is_open else self._tools.gradient_copies
         statics = OutputGradients(outputs, gradients, self._memory.has, copies)
@@ -292,10 +295,10 @@ class CapturedPiece:
         assert self._inputs is not None, "the graphs were captured"
         give_up = self._memory.pool.give_up
         self._inputs.give_up(self._memory.has, give_up)
-        self._between = [give_up(one) for one in self._between]
-        outputs = [give_up(one) for one in self._outputs.tensors]
+        self._between = [give_up(tensor) for tensor in self._between]
+        outputs = [give_up(tensor) for tensor in self._outputs.tensors]
         self._outputs = flatten(self._outputs.with_tensors(outputs))
-        self._found = [None if one is None else give_up(one) for one in self._found]
+        self._found = [None if tensor is None else give_up(tensor) for tensor in self._found]
 
     def _capture_weight_half(self, products: Products) -> None:
         self._factors = [*products, self._outputs]
@@ -351,9 +354,11 @@ class _Replayed(torch.autograd.Function):
         ctx.piece = piece
         ctx.tenant = piece.tenant
         ctx.position = piece.replay_forward(tensors)
-        both = piece.outputs
-        ctx.mark_non_differentiable(*[one for one, needs_one in both if not needs_one])
-        return tuple(one for one, _ in both)
+        outputs = piece.outputs
+        ctx.mark_non_differentiable(
+            *[output for output, needs_gradient in outputs if not needs_gradient]
+        )
+        return tuple(output for output, _ in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:

@@ -64,10 +64,13 @@ class ChunkKey:
         ):
             if form != other_form:
                 return f"microbatch {name} {_words(form)}", f"captured for {_words(other_form)}"
-            for one, captured in zip(tensors, others, strict=True):
-                if one != captured:
-                    ours, theirs = _compared(one, captured)
-                    return f"microbatch {name} {ours}", f"captured for {theirs}"
+            for tensor, captured in zip(tensors, others, strict=True):
+                if tensor != captured:
+                    current, earlier = _compared(tensor, captured)
+                    return (
+                        f"microbatch {name} {current}",
+                        f"captured for {earlier}",
+                    )
         words = {True: "training mode", False: "evaluation mode"}
         captured_in = words[other.mode.is_training]
         return f"a model in {words[self.mode.is_training]}", f"captured in {captured_in}"
@@ -82,15 +85,15 @@ def _described(tensor: Tensor) -> _Described:
     return tuple(tensor.shape), tensor.stride(), str(tensor.dtype), tensor.requires_grad
 
 
-def _compared(one: _Described, other: _Described) -> tuple[str, str]:
+def _compared(tensor: _Described, captured: _Described) -> tuple[str, str]:
     """Describe two tensors in as many words as show their difference."""
     names = ("", " with strides", "", " with requires_grad")
-    place = next(place for place in (0, 2, 1, 3) if one[place] != other[place])
+    place = next(place for place in (0, 2, 1, 3) if tensor[place] != captured[place])
     if place == 0:
-        return str(one[0]), str(other[0])
+        return str(tensor[0]), str(captured[0])
     return (
-        f"{one[0]}{names[place]} {one[place]}",
-        f"{other[0]}{names[place]} {other[place]}",
+        f"{tensor[0]}{names[place]} {tensor[place]}",
+        f"{captured[0]}{names[place]} {captured[place]}",
     )
 
 

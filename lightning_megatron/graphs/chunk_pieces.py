@@ -50,7 +50,9 @@ class ChunkPieces:
     @property
     def runs(self) -> list[tuple[bool, tuple[str, ...]]]:
         """Return of each piece whether it is static, and the names of its segments."""
-        return [(piece.is_static, tuple(one.name for one in piece)) for piece in self.pieces]
+        return [
+            (piece.is_static, tuple(segment.name for segment in piece)) for piece in self.pieces
+        ]
 
     def names_outside(self, number: int) -> frozenset[str]:
         """Return the names of the segments of all pieces but one.
@@ -102,7 +104,8 @@ class ChunkObserver:
         self._pieces = pieces
         self._random = random
         self._num_passes = 0
-        # Kept, because another tensor could get the address of a tensor that is not.
+        # The tensors are kept, because another tensor could get the address of a tensor that is
+        # not.
         self._fixed: dict[int, Tensor] = {}
         #: Generators from which each static piece has drawn, by its number.
         self.draws: dict[int, GeneratorPool] = {}
@@ -112,10 +115,12 @@ class ChunkObserver:
 
     def run(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Run the chunk eagerly; equal to the chunk without graphs."""
-        found = {one.data_ptr(): one for one in flatten(tuple(values)).tensors}
+        found = {tensor.data_ptr(): tensor for tensor in flatten(tuple(values)).tensors}
         if self._num_passes == 0:
             self._fixed = found
-        self._fixed = {one: tensor for one, tensor in self._fixed.items() if one in found}
+        self._fixed = {
+            address: tensor for address, tensor in self._fixed.items() if address in found
+        }
         self._num_passes += 1
         return self._pieces.run(values, self._run)
 

@@ -165,7 +165,7 @@ def _clean_up(
     """Undo what an invalidated capture leaves behind, so that eager work and captures can follow.
 
     CUDA ends such a capture, but before version 2.12 torch then keeps its allocator directed to the
-    pool, and holds the pool for ever. All versions leave generators in the state of a capture.
+    pool, and holds the pool forever. All versions leave generators in the state of a capture.
     """
     device = torch.cuda.current_device()
     try:

@@ -31,13 +31,13 @@ def runs_foreign(results: Iterable[Tensor], inputs: Iterable[Tensor]) -> bool:
         results: Results of a forward pass.
         inputs: Its inputs.
     """
-    nodes = [one.grad_fn for one in results]
-    seen = {one.grad_fn for one in inputs}
+    nodes = [result.grad_fn for result in results]
+    visited = {tensor.grad_fn for tensor in inputs}
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         function = getattr(node, "_forward_cls", None)
         if function is not None and not function.__module__.startswith(_KNOWN):
             return True

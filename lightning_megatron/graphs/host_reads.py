@@ -33,8 +33,8 @@ def reads_host(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if function.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_):
         # A mask is first turned into a list of positions, whose length the host reads.
         return any(
-            isinstance(one, Tensor) and one.dtype in (torch.bool, torch.uint8)
-            for one in tree_leaves(args[1])
+            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+            for index in tree_leaves(args[1])
         )
     return torch.Tag.dynamic_output_shape in tags
 
@@ -56,7 +56,7 @@ def host_read_error(name: str) -> UnsupportedError:
 def direct_reads_pass(check: Callable[[Tensor, str], None]) -> Iterator[None]:
     """Let methods that read a tensor's memory without an operator pass a check inside the block.
 
-    Only calls of this thread do.
+    Only calls of this thread pass it.
 
     Args:
         check: Receives the tensor and the name of the method; it may raise an error.
@@ -71,13 +71,13 @@ def direct_reads_pass(check: Callable[[Tensor, str], None]) -> Iterator[None]:
 
         return method
 
-    own = {name: vars(Tensor).get(name) for name in _DIRECT_READS}
+    methods = {name: vars(Tensor).get(name) for name in _DIRECT_READS}
     for name in _DIRECT_READS:
         setattr(Tensor, name, checked(name, getattr(Tensor, name)))
     try:
         yield
     finally:
-        for name, method in own.items():
+        for name, method in methods.items():
             if method is None:
                 delattr(Tensor, name)
             else:

@@ -30,26 +30,26 @@ class PieceBackward:
         self.gradients = gradients
         self._outputs = outputs
         self._inputs = inputs
-        self._wanted = [one for one in inputs if one.requires_grad]
-        own = set(map(id, inputs))
-        self._leaves = [one for one in _leaves_of(outputs) if id(one.tensor) not in own]
+        self._wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        input_ids = set(map(id, inputs))
+        self._leaves = [leaf for leaf in _leaves_of(outputs) if id(leaf.tensor) not in input_ids]
 
     @property
     def state(self) -> SlotState | None:
         """Return the state that the gradient sums must get; None if they may keep theirs."""
-        found = [slot for one in self._leaves if (slot := slot_of(one.tensor)) is not None]
+        found = [slot for leaf in self._leaves if (slot := slot_of(leaf.tensor)) is not None]
         # A fused weight has the slots of several parameters.
-        slots = [slot for one in found for slot in one.slots]
+        slots = [slot for owner in found for slot in owner.slots]
         # A graph cannot overwrite some sums and add to others.
         return "filled" if state_of(slots) == "mixed" else None
 
     def __call__(self) -> list[Tensor | None]:
         """Add the gradients of parameters to their slots, and return those of inputs."""
         # If this runs in a capture that fails, it runs once more.
-        wanted = [get_gradient_edge(one) for one in self._wanted]
+        wanted = [get_gradient_edge(tensor) for tensor in self._wanted]
         found = torch.autograd.grad(
             self._outputs,
-            [*wanted, *(one.edge for one in self._leaves)],
+            [*wanted, *(leaf.edge for leaf in self._leaves)],
             self.gradients.tensors,
             retain_graph=True,
             allow_unused=True,
@@ -59,16 +59,18 @@ class PieceBackward:
                 _add(leaf.tensor, gradient)
         # A gradient that passes unchanged, or as a view of a part, lies in memory that other passes
         # fill.
-        filled = {_memory_of(one) for one in self.gradients.tensors}
+        filled = {_memory_of(tensor) for tensor in self.gradients.tensors}
         return [
-            one.clone() if one is not None and _memory_of(one) in filled else one
-            for one in found[: len(self._wanted)]
+            gradient.clone()
+            if gradient is not None and _memory_of(gradient) in filled
+            else gradient
+            for gradient in found[: len(self._wanted)]
         ]
 
     def by_input(self, found: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradient of each input; None for those without one."""
         rest = iter(found)
-        return [next(rest) if one.requires_grad else None for one in self._inputs]
+        return [next(rest) if tensor.requires_grad else None for tensor in self._inputs]
 
 
 def _memory_of(tensor: Tensor) -> int:
@@ -93,13 +95,13 @@ def _leaves_of(outputs: Sequence[Tensor]) -> list[_Leaf]:
         outputs: Tensors with a graph.
     """
     found: dict[int, _Leaf] = {}
-    seen = set[object]()
+    visited = set[object]()
     nodes = [output.grad_fn for output in outputs]
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
             found[id(variable)] = _Leaf(variable, GradientEdge(node, 0))

@@ -33,8 +33,8 @@ class PieceInputs:
     @property
     def copied(self) -> list[Tensor]:
         """Return the tensors into which inputs are copied."""
-        both = zip(self.tensors, self._is_copied, strict=True)
-        return [tensor for tensor, is_copied in both if is_copied]
+        pairs = zip(self.tensors, self._is_copied, strict=True)
+        return [tensor for tensor, is_copied in pairs if is_copied]
 
     @property
     def num_bytes(self) -> int:

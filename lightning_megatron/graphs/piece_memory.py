@@ -43,7 +43,7 @@ class PieceMemory:
 
     def add(self, tensors: Sequence[Tensor | None]) -> None:
         """Record tensors that a graph of this memory writes."""
-        self._written.update(one.data_ptr() for one in tensors if one is not None)
+        self._written.update(tensor.data_ptr() for tensor in tensors if tensor is not None)
 
     def has(self, tensor: Tensor) -> bool:
         """Return whether a graph of this memory writes a tensor at each of its replays."""

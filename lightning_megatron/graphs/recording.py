@@ -133,13 +133,13 @@ class Recording(TorchDispatchMode):
         known = set(map(_memory_of, given))
         results = tree_leaves(result)
         made = tuple(
-            (position, one.data)
-            for position, one in enumerate(results)
-            if isinstance(one, Tensor) and _memory_of(one) not in known
+            (position, value.data)
+            for position, value in enumerate(results)
+            if isinstance(value, Tensor) and _memory_of(value) not in known
         )
-        self.made += [one for _, one in made]
-        self._own.update(_memory_of(one) for _, one in made)
-        is_view = not made and any(isinstance(one, Tensor) for one in results)
+        self.made += [tensor for _, tensor in made]
+        self._own.update(_memory_of(tensor) for _, tensor in made)
+        is_view = not made and any(isinstance(value, Tensor) for value in results)
         if func.overloadpacket in _EMPTY or (is_view and not written):
             return
         args, kwargs = tree_map(_shared, (args, kwargs))
@@ -162,7 +162,7 @@ class Recording(TorchDispatchMode):
                 "collectives of a captured computation must be those of this package: it called "
                 f"{func}. A recording can repeat only those that lightning_megatron.groups starts."
             )
-        is_constant = all(_memory_of(one) in self._constants for one in given)
+        is_constant = all(_memory_of(tensor) in self._constants for tensor in given)
         if reads_host(func, args, kwargs) and not is_constant:
             raise host_read_error(str(func))
 
@@ -227,7 +227,7 @@ class Recording(TorchDispatchMode):
 
 
 def _tensors_of(values: Any) -> list[Tensor]:
-    return [one for one in tree_leaves(values) if isinstance(one, Tensor)]
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
 
 
 def _shared(value: Any) -> Any:

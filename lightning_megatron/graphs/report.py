@@ -126,8 +126,8 @@ def _layer_of(name: str) -> str | None:
     return rest.partition(".")[0] if kind == "layers" and rest else None
 
 
-def _plural(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+def _plural(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _merged(items: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

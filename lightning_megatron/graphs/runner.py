@@ -236,7 +236,7 @@ class GraphRunner:
         # The next microbatch overwrites the outputs of graphs, but user code or another chunk may
         # keep them.
         flat = flatten(found)
-        copies: tuple[Any, ...] = flat.with_tensors([one.clone() for one in flat.tensors])
+        copies: tuple[Any, ...] = flat.with_tensors([tensor.clone() for tensor in flat.tensors])
         return copies
 
     def _serves(self, chunk: int, kind: StepKind, mode: PassMode) -> bool:
@@ -285,7 +285,7 @@ class GraphRunner:
         if earlier is not None and earlier.runs == pieces.runs:
             return
         self._chunks[chunk] = pieces
-        for place in [one for one in self._observers if one[0] == chunk]:
+        for place in [key for key in self._observers if key[0] == chunk]:
             del self._observers[place]
 
     def _graphs_of(self, key: ChunkKey) -> dict[int, CapturedPiece]:
@@ -295,11 +295,11 @@ class GraphRunner:
         assert self._plan is not None, "a step has begun"
         is_first = self._is_step_empty and self._plan.first_units[unit.chunk] == unit
         pieces = self._chunks[unit.chunk].pieces
-        numbers = [number for number, one in enumerate(pieces) if one.is_static]
+        numbers = [number for number, piece in enumerate(pieces) if piece.is_static]
         keeping = self._observers[unit.chunk, key.mode].keeping_inputs
         shared = keeping if key.mode.has_backward and self._plan.can_share else set[int]()
-        own = [number for number in numbers if number not in shared]
-        places = {self._plan.slot_of(unit): own, None: sorted(shared)}
+        separate = [number for number in numbers if number not in shared]
+        places = {self._plan.slot_of(unit): separate, None: sorted(shared)}
         found = dict[int, CapturedPiece]()
         for place, chosen in places.items():
             if chosen:

@@ -70,7 +70,7 @@ class SharedMemory(PieceMemory):
     @override
     def leave(self, unit: PipelineUnit) -> None:
         """Release the values of a microbatch, after its backward pass."""
-        for tenant in [one for one in self._read if one.unit == unit]:
+        for tenant in [tenant for tenant in self._read if tenant.unit == unit]:
             del self._read[tenant]
             self._copies.pop(tenant, None)
             if tenant is self.tenant:
@@ -87,7 +87,7 @@ class SharedMemory(PieceMemory):
         if self.tenant is None:
             return
         read = self._read[self.tenant]
-        copies = [torch.empty_like(one) for one in read]
+        copies = [torch.empty_like(tensor) for tensor in read]
         _copy(read, copies)
         self._copies[self.tenant] = copies
         self.tenant = None
@@ -111,7 +111,7 @@ class SharedSlot(Slot):
 
 
 @torch.no_grad()
-def _copy(tensors: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+def _copy(tensors: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     if tensors:
         # A captured backward pass must not find that its saved tensors have changed.
-        torch._foreach_copy_([one.data for one in into], list(tensors))
+        torch._foreach_copy_([target.data for target in targets], list(tensors))

@@ -51,16 +51,18 @@ class BatchForm:
         """Return the first difference from another form, in words."""
         if len(self.parts) != len(other.parts):
             return f"{len(self.parts)} microbatches, captured for {len(other.parts)}"
-        for (samples, own), (other_samples, others) in zip(self.parts, other.parts, strict=True):
-            for (path, leaf), (other_path, other_leaf) in zip(own, others, strict=False):
+        for (samples, values), (other_samples, other_values) in zip(
+            self.parts, other.parts, strict=True
+        ):
+            for (path, leaf), (other_path, other_leaf) in zip(values, other_values, strict=False):
                 if path != other_path:
                     return f"microbatch with {path!r}, captured with {other_path!r} in its place"
                 if leaf != other_leaf:
                     return f"microbatch{_name_of(path)} {_compared(leaf, other_leaf)}"
-            if len(own) != len(others) or samples != other_samples:
+            if len(values) != len(other_values) or samples != other_samples:
                 return (
-                    f"microbatch of {samples} samples in {len(own)} values, captured for "
-                    f"{other_samples} in {len(others)}"
+                    f"microbatch of {samples} samples in {len(values)} values, captured for "
+                    f"{other_samples} in {len(other_values)}"
                 )
         return "the same microbatches"
 
@@ -103,10 +105,10 @@ class StaticInputs:
         # Validation may be captured first, and tensors of its inference mode cannot be written
         # later.
         with torch.inference_mode(False), torch.no_grad():
-            own = {id(one): one.detach().clone() for one in _distinct(microbatches)}
-        self._tensors = list(own.values())
+            copies = {id(tensor): tensor.detach().clone() for tensor in _distinct(microbatches)}
+        self._tensors = list(copies.values())
         self._parts = [
-            Microbatch(_with_tensors(part.data, own), part.num_samples) for part in microbatches
+            Microbatch(_with_tensors(part.data, copies), part.num_samples) for part in microbatches
         ]
         self._groups = _by_dtype(self._tensors)
 
@@ -141,11 +143,11 @@ def _with_tensors(node: Any, tensors: Mapping[int, Tensor]) -> Any:
 
 def _distinct(microbatches: Sequence[Microbatch]) -> Iterator[Tensor]:
     """Yield each tensor once, in the order of the leaves."""
-    seen = set()
+    visited = set()
     for part in microbatches:
         for _, leaf in leaves(part.data):
-            if isinstance(leaf, Tensor) and id(leaf) not in seen:
-                seen.add(id(leaf))
+            if isinstance(leaf, Tensor) and id(leaf) not in visited:
+                visited.add(id(leaf))
                 yield leaf
 
 
@@ -168,12 +170,14 @@ def _name_of(path: str) -> str:
     return f" {name}" if name.isidentifier() else path
 
 
-def _compared(leaf: Hashable, other: Hashable) -> str:
-    if not isinstance(leaf, tuple) or not isinstance(other, tuple):
-        return f"{_shown(leaf)}, captured for {_shown(other)}"
-    if leaf[0] != other[0]:
-        return f"{leaf[0]}, captured for {other[0]}"
-    return f"{leaf[0]} {leaf[1]} with strides {leaf[2]}, captured for {other[1]} with {other[2]}"
+def _compared(leaf: Hashable, captured: Hashable) -> str:
+    if not isinstance(leaf, tuple) or not isinstance(captured, tuple):
+        return f"{_shown(leaf)}, captured for {_shown(captured)}"
+    if leaf[0] != captured[0]:
+        return f"{leaf[0]}, captured for {captured[0]}"
+    return (
+        f"{leaf[0]} {leaf[1]} with strides {leaf[2]}, captured for {captured[1]} with {captured[2]}"
+    )
 
 
 def _shown(leaf: Hashable) -> str:

@@ -305,7 +305,7 @@ class StepGraphs:
 
     def _has_enough(self, name: str, form: BatchForm) -> bool:
         """Return whether a form is new, and as many as allowed have graphs."""
-        forms = {one for kind, _, one, *_ in self._graphs if kind == name}
+        forms = {known for kind, _, known, *_ in self._graphs if kind == name}
         return form not in forms and len(forms) >= self._settings.most_shapes
 
     def _warm_up(self, step: Step[T], kind: Hashable) -> T:

@@ -58,7 +58,7 @@ class TapeGraph:
 
     def has_made(self, address: int) -> bool:
         """Return whether the recording allocated the memory at an address."""
-        return any(one.untyped_storage().data_ptr() == address for one in self._made)
+        return any(tensor.untyped_storage().data_ptr() == address for tensor in self._made)
 
     @torch.no_grad()
     def replay(self) -> None:

@@ -145,12 +145,12 @@ class UpdateGraph(Generic[T]):
         if self.is_off:
             return update.run()
         key = (update.form, update.addresses() if self._settings.check else None)
-        able = torch.tensor(self._able(update, key))
-        together = int(all_reduce_(able, self._mesh.world_cpu, "min"))
-        if together == _EAGER:
+        decision = torch.tensor(self._able(update, key))
+        lowest = int(all_reduce_(decision, self._mesh.world_cpu, "min"))
+        if lowest == _EAGER:
             self._count(update, key)
             return update.run()
-        if together == _CAPTURE and not self._captures(update, key):
+        if lowest == _CAPTURE and not self._captures(update, key):
             return update.run()
         captured = self._captured
         assert captured is not None, "a rank that agrees to replay has a graph"

@@ -97,41 +97,41 @@ def agree_on_name(store: dist.Store, rank: int, size: int, timeout: timedelta) -
     Raises:
         RankMismatchError: If the other ranks do not arrive in time.
     """
-    asking = dist.PrefixStore("lightning_megatron", store)
+    entries = dist.PrefixStore("lightning_megatron", store)
     deadline = time.monotonic() + timeout.total_seconds()
     if rank == 0:
-        return _answer(asking, size, deadline)
+        return _answer(entries, size, deadline)
     word = secrets.token_hex(8)
-    asking.set(f"ask/{rank}", word)
+    entries.set(f"ask/{rank}", word)
     answer = f"answer/{word}"
-    while not asking.check([answer]):
+    while not entries.check([answer]):
         _wait(deadline, "the first rank")
-    name = asking.get(answer).decode()
-    asking.add(f"{name}/arrived", 1)
+    name = entries.get(answer).decode()
+    entries.add(f"{name}/arrived", 1)
     return name
 
 
-def _answer(asking: dist.Store, size: int, deadline: float) -> str:
+def _answer(entries: dist.Store, size: int, deadline: float) -> str:
     """Answer every rank's word with the name of this attempt, until all ranks have read it."""
     name = secrets.token_hex(8)
     answered: dict[int, bytes] = {}
-    while (arrived := asking.add(f"{name}/arrived", 0)) < size - 1:
+    while (arrived := entries.add(f"{name}/arrived", 0)) < size - 1:
         for rank in range(1, size):
             # A dead rank may have written the word. The rank that replaces it overwrites the word
             # and is answered, too.
-            if asking.check([f"ask/{rank}"]) and (
-                word := asking.get(f"ask/{rank}")
+            if entries.check([f"ask/{rank}"]) and (
+                word := entries.get(f"ask/{rank}")
             ) != answered.get(rank):
-                asking.set(f"answer/{word.decode()}", name)
+                entries.set(f"answer/{word.decode()}", name)
                 answered[rank] = word
         _wait(deadline, f"{size - 1 - arrived} of {size} ranks")
     return name
 
 
-def _wait(deadline: float, awaited: str) -> None:
+def _wait(deadline: float, missing: str) -> None:
     if time.monotonic() > deadline:
         raise RankMismatchError(
-            f"all ranks must join the job: {awaited} did not join in time. These processes failed, "
+            f"all ranks must join the job: {missing} did not join in time. These processes failed, "
             "or other machines were not started. Look for the first failure, or allow more time "
             "with MegatronStrategy(timeout=...)."
         )

@@ -39,8 +39,10 @@ def check_same_everywhere(world: MeshAxis, fields: Fields, remedy: str = _REMEDY
 
     Communication: one gather of objects over ``world``.
     """
-    everyone = all_gather_objects(dict(fields), world)
-    complaint = _describe_differences(everyone, [f"rank {rank}" for rank in world.ranks], remedy)
+    fields_of_ranks = all_gather_objects(dict(fields), world)
+    complaint = _describe_differences(
+        fields_of_ranks, [f"rank {rank}" for rank in world.ranks], remedy
+    )
     if complaint is not None:
         raise RankMismatchError(complaint)
 
@@ -68,33 +70,33 @@ def check_same_in_store(
 
     Communication: every rank with the first one, through the store.
     """
-    among = f"{ranks[0]} to {ranks[-1]}"
-    everything = dist.PrefixStore("lightning_megatron/same", store)
-    everything.set(f"open/{rank}", json.dumps([ranks[0], ranks[-1]]))
-    entries = dist.PrefixStore(among, everything)
+    prefix = f"{ranks[0]} to {ranks[-1]}"
+    all_entries = dist.PrefixStore("lightning_megatron/same", store)
+    all_entries.set(f"open/{rank}", json.dumps([ranks[0], ranks[-1]]))
+    entries = dist.PrefixStore(prefix, all_entries)
     number = entries.add(f"begun/{rank}", 1)
     entries.set(f"fields/{rank}/{number}", json.dumps([socket.gethostname(), dict(fields)]))
     if rank == ranks[0]:
-        waiting = _Waiting(everything, rank, ranks, patience)
+        waiting = _Waiting(all_entries, rank, ranks, patience)
         answers = [
-            json.loads(waiting.read(entries, f"fields/{other}/{number}", [other]))
-            for other in ranks
+            json.loads(waiting.read(entries, f"fields/{writer}/{number}", [writer]))
+            for writer in ranks
         ]
         hosts = [host for host, _ in answers]
-        one_host = len(set(hosts)) == 1
+        is_one_host = len(set(hosts)) == 1
         names = [
-            f"rank {r}" + ("" if one_host else f" on {host}")
+            f"rank {r}" + ("" if is_one_host else f" on {host}")
             for r, host in zip(ranks, hosts, strict=True)
         ]
         complaint = _describe_differences([values for _, values in answers], names)
-        for other in ranks:
-            entries.set(f"result/{other}/{number}", complaint or "")
+        for reader in ranks:
+            entries.set(f"result/{reader}/{number}", complaint or "")
         if complaint is not None:
             _wait_for_readers(entries, ranks, number)
-    result = _Waiting(everything, rank, ranks, patience).read(
+    result = _Waiting(all_entries, rank, ranks, patience).read(
         entries, f"result/{rank}/{number}", ranks[:1]
     )
-    everything.set(f"open/{rank}", "[]")
+    all_entries.set(f"open/{rank}", "[]")
     if result:
         entries.set(f"read/{rank}/{number}", "")
         raise RankMismatchError(result)
@@ -125,8 +127,8 @@ class _Waiting:
         pause = _MIN_PAUSE_SECONDS
         # Poll, because the client of the store logs every wait that ends without a key.
         while not store.check([key]):
-            for other in others:
-                self._check_layout_of(other)
+            for writer in others:
+                self._check_layout_of(writer)
             if time.monotonic() > self._deadline:
                 raise RankMismatchError(
                     f"all ranks must join the job: rank {others[0]} did not join within "
@@ -170,13 +172,13 @@ def _is_timeout(error: RuntimeError) -> bool:
 
 
 def _describe_differences(
-    everyone: Sequence[Fields], ranks: Sequence[str], remedy: str = _REMEDY
+    fields_of_ranks: Sequence[Fields], ranks: Sequence[str], remedy: str = _REMEDY
 ) -> str | None:
     """Return a description of the values that differ between ranks, None if all are equal."""
-    names = list(dict.fromkeys(name for one in everyone for name in one))
+    names = list(dict.fromkeys(name for fields in fields_of_ranks for name in fields))
     complaints = []
     for name in names:
-        values = [repr(one[name]) if name in one else "missing" for one in everyone]
+        values = [repr(fields[name]) if name in fields else "missing" for fields in fields_of_ranks]
         # The most frequent value counts as correct; in a tie, the one of the lowest rank.
         expected = max(dict.fromkeys(values), key=values.count)
         complaints += [

@@ -101,13 +101,17 @@ class GeneratorPool:
 
         Streams from which the run has drawn nothing are idle in the new pool.
         """
-        idle = [number for number, one in enumerate(self.of_streams) if _is_fresh(one)]
+        idle = [number for number, generator in enumerate(self.of_streams) if _is_fresh(generator)]
         return GeneratorPool(self.device, self.num_taken, idle)
 
     @property
     def generators(self) -> list[torch.Generator]:
         """List the generators that draw, in the order in which they are taken."""
-        return [one for number, one in enumerate(self.of_streams) if number not in self._idle]
+        return [
+            generator
+            for number, generator in enumerate(self.of_streams)
+            if number not in self._idle
+        ]
 
     def is_idle(self, generator: torch.Generator) -> bool:
         """Return whether a generator belongs to an idle stream."""
@@ -132,6 +136,6 @@ class GeneratorPool:
 
 def _is_fresh(generator: torch.Generator) -> bool:
     """Return whether a generator has drawn nothing since it was seeded."""
-    fresh = torch.Generator(generator.device)
-    fresh.manual_seed(generator.initial_seed())
-    return torch.equal(fresh.get_state(), generator.get_state())
+    unused = torch.Generator(generator.device)
+    unused.manual_seed(generator.initial_seed())
+    return torch.equal(unused.get_state(), generator.get_state())

@@ -73,7 +73,9 @@ class HostValues:
         storage = StorageWeakRef(tensor.untyped_storage())
         values = values.contiguous().view(-1)
         known = _CachedValues(storage, values, tensor._version, values._version)
-        self._cache = {key: one for key, one in self._cache.items() if not one.storage.expired()}
+        self._cache = {
+            key: entry for key, entry in self._cache.items() if not entry.storage.expired()
+        }
         self._cache[storage.cdata] = known
 
     def of(self, tensor: Tensor) -> Tensor | None:

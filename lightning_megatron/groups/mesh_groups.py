@@ -201,23 +201,23 @@ class GroupBuilder:
         key = (backend, tuple(map(tuple, groups)), tuple(sorted(options.items())), is_apart)
         if key not in self._cache:
             self._cache[key] = self._create(groups, backend, options)
-        one = self._cache[key]
-        return replace(one, name=name, journal=self.journal, launcher=self.launcher)
+        axis = self._cache[key]
+        return replace(axis, name=name, journal=self.journal, launcher=self.launcher)
 
     def _create(
         self, groups: Sequence[Sequence[int]], backend: str, options: Mapping[str, Any]
     ) -> MeshAxis:
         # A rank outside of all groups gets a group of one rank, such as a middle stage, which is
         # not in the embedding group.
-        mine = MeshAxis("", (self.rank,), 0, None)
+        axis = MeshAxis("", (self.rank,), 0, None)
         for ranks in groups:
             if len(ranks) == 1:
                 continue
             group = self._new_group(ranks, backend, options)
             if self.rank in ranks:
-                mine = MeshAxis("", tuple(ranks), list(ranks).index(self.rank), group)
+                axis = MeshAxis("", tuple(ranks), list(ranks).index(self.rank), group)
                 self.created.append(group)
-        return mine
+        return axis
 
     def _new_group(
         self, ranks: Sequence[int], backend: str, options: Mapping[str, Any]

@@ -115,7 +115,9 @@ def torch_options(settings: Mapping[str, Any]) -> Any:
     for name, value in values.items():
         if not hasattr(result.config, name):
             known = sorted(
-                one for one in _SETTINGS if one == "high_priority" or hasattr(result.config, one)
+                setting
+                for setting in _SETTINGS
+                if setting == "high_priority" or hasattr(result.config, setting)
             )
             raise ParallelPlanError(
                 f"nccl_options must be settings of the installed NCCL: {name!r} needs a newer "

@@ -49,14 +49,14 @@ class Pending:
         On a GPU, only the current stream waits; on a CPU, the host waits.
         """
         work = self._work
-        then = self._then
+        on_result = self._then
         self._work = None
         self._then = None
         if work is not None:
             self._on_wait()
             work.wait()
-        if then is not None:
-            then()
+        if on_result is not None:
+            on_result()
         self._keep = ()
 
 

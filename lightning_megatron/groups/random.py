@@ -314,18 +314,18 @@ class RandomStreams:
 
     def _repeat(self, move: Move, origin: StreamPosition, interrupted: StreamPosition) -> None:
         """Move the streams as a recorded computation did, in the microbatch of a replay."""
-        there = move.position
-        microbatch = there.microbatch if move.is_own else origin.microbatch
+        position = move.position
+        microbatch = position.microbatch if move.is_own else origin.microbatch
         if move.kind == "begin":
             self.begin_microbatch(origin.step, microbatch)
         elif move.kind == "enter":
-            self._enter(there.layer, move.in_backward)
+            self._enter(position.layer, move.in_backward)
         elif move.kind == "replay":
             # The forward pass may have been a later run of the layer than the captured one.
-            run = there.run + origin.run
-            self._move_to(StreamPosition(origin.step, microbatch, there.layer, True, run))
+            run = position.run + origin.run
+            self._move_to(StreamPosition(origin.step, microbatch, position.layer, True, run))
         elif move.kind == "return":
-            before = replace(there, step=origin.step) if move.is_own else interrupted
+            before = replace(position, step=origin.step) if move.is_own else interrupted
             self._move_to(before)
 
     def _seed_generator(self, draw: Draw) -> None:

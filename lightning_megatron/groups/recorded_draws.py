@@ -113,7 +113,9 @@ class DrawRecorder:
     def recorded(self) -> RecordedDraws:
         """Return the recorded moves and draws, which may be empty."""
         first, *others = (
-            replace(move, draws=tuple(one for one in draws if not self.pool.is_idle(one.generator)))
+            replace(
+                move, draws=tuple(draw for draw in draws if not self.pool.is_idle(draw.generator))
+            )
             for move, draws in zip(self._moves, self._draws, strict=True)
         )
         return RecordedDraws(tuple([first, *others] if first.draws else others))

@@ -117,8 +117,8 @@ class Attention(nn.Module):
                 span = replace(span, past=None)
 
             def across(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-                own = self.mesh, self.context
-                return attend_across(query, key, value, span, *own, dropout=dropout)
+                owner = self.mesh, self.context
+                return attend_across(query, key, value, span, *owner, dropout=dropout)
 
             return with_wide_values(across, query, key, value)
 
@@ -224,9 +224,9 @@ class SelfAttention(Attention):
             self.query_norm, self.key_norm = self._norms((num_heads, num_kv_heads), ranges, norm)
         self.sinks: nn.Parameter | None = None
         if sinks:
-            own = even_range(num_heads, mesh.tp.size, mesh.tp.rank, what="num_heads")
+            heads = even_range(num_heads, mesh.tp.size, mesh.tp.rank, what="num_heads")
             drawn = initializer or Initializer.normal()
-            self.sinks = sharded_parameter((num_heads,), [own], drawn)
+            self.sinks = sharded_parameter((num_heads,), [heads], drawn)
         self.output = RowParallelLinear(
             num_heads * self.head_dim,
             hidden_size,
@@ -292,8 +292,8 @@ class SelfAttention(Attention):
         for number, part in zip(numbers, ranges[:2], strict=True):
             size = number * self.head_dim
             if self.norm_over_layer:
-                own = replace(part, start=part.start - first, stop=part.stop - first)
-                found.append(ShardedRMSNorm(size, own, self.mesh, **settings))
+                local = replace(part, start=part.start - first, stop=part.stop - first)
+                found.append(ShardedRMSNorm(size, local, self.mesh, **settings))
             else:
                 # Each rank normalises its own heads only. The gradients of these weights must be
                 # summed over tp.

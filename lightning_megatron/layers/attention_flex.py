@@ -102,16 +102,18 @@ def flex_backward(
         span: Description of the attention; its sinks are ignored.
         keys: Rows of the keys; None means the rows of the queries.
     """
-    query, key, value = inputs = tuple(one.detach().requires_grad_() for one in (query, key, value))
+    query, key, value = inputs = tuple(
+        tensor.detach().requires_grad_() for tensor in (query, key, value)
+    )
     with torch.enable_grad():
-        own, own_lse = flex_forward(query, key, value, span, keys)
+        part, part_lse = flex_forward(query, key, value, span, keys)
     # Both log-sum-exps may be minus infinity, for queries without visible keys.
-    share = (own_lse.detach() - lse).exp().masked_fill(own_lse == -torch.inf, 0.0)
+    share = (part_lse.detach() - lse).exp().masked_fill(part_lse == -torch.inf, 0.0)
     wide = grad_out.to(share.dtype)
-    grad_own = wide * share.permute(2, 0, 1)[..., None]
-    lean = (wide * (own.detach().to(share.dtype) - out.to(share.dtype))).sum(-1)
-    gradients = grad_own.to(own.dtype), share * lean.permute(1, 2, 0)
-    found = torch.autograd.grad((own, own_lse), inputs, gradients)
+    grad_part = wide * share.permute(2, 0, 1)[..., None]
+    lean = (wide * (part.detach().to(share.dtype) - out.to(share.dtype))).sum(-1)
+    gradients = grad_part.to(part.dtype), share * lean.permute(1, 2, 0)
+    found = torch.autograd.grad((part, part_lse), inputs, gradients)
     return found[0], found[1], found[2]
 
 
@@ -170,12 +172,15 @@ def _places(
     span: AttentionSpan, query: Tensor, keys: KeyRows | None
 ) -> tuple[Tensor, Tensor] | None:
     """Return the places of queries and keys in every row; None if places are their indices."""
-    own = span.places
-    others = own if keys is None else keys.places
-    if own is None or others is None:
+    query_places = span.places
+    key_places = query_places if keys is None else keys.places
+    if query_places is None or key_places is None:
         return None
     num_sequences = query.shape[1]
-    return own.expand(num_sequences, -1).contiguous(), others.expand(num_sequences, -1).contiguous()
+    return (
+        query_places.expand(num_sequences, -1).contiguous(),
+        key_places.expand(num_sequences, -1).contiguous(),
+    )
 
 
 @cache

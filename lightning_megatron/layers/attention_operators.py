@@ -62,8 +62,8 @@ def masked_scores(
         scores = scores - biases_of(span, span.slopes, *rows)
     if span.mask is not None and span.mask.dtype != torch.bool:
         return scores + span.mask
-    seen = seen_pairs(span, num_sequences, length, query.device, keys)
-    return scores.masked_fill(~seen, -torch.inf)
+    visible = seen_pairs(span, num_sequences, length, query.device, keys)
+    return scores.masked_fill(~visible, -torch.inf)
 
 
 def raw_scores(

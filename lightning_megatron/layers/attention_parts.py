@@ -81,7 +81,7 @@ def attend_to_documents(
         dropout: Probability that an attention weight is dropped.
     """
     call = _flash_call(query, key, span, None)
-    queries, keys, values = (_rows(one, True) for one in (query, key, value))
+    queries, keys, values = (_rows(tensor, True) for tensor in (query, key, value))
     out = attend_with_dropout(queries, keys, values, call, dropout)
     return out.unflatten(0, (query.shape[1], -1)).transpose(0, 1)
 
@@ -194,8 +194,8 @@ def core_of_part(
         keys: Rows of the keys; None means the rows of the queries.
     """
     behind = 0 if keys is None else keys.behind
-    how = query.device, query.dtype, span
-    return choose_part(*how, behind=behind, head_dim=query.shape[-1]).core
+    request = query.device, query.dtype, span
+    return choose_part(*request, behind=behind, head_dim=query.shape[-1]).core
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
@@ -279,10 +279,10 @@ def _flash_backward(
         (lse.transpose(0, 1).flatten(1) if packed else lse).contiguous(),
         call,
     )
-    both = zip(gradients, (query, key, value), strict=True)
+    pairs = zip(gradients, (query, key, value), strict=True)
     found = [
-        (one.unflatten(0, (like.shape[1], -1)) if packed else one).transpose(0, 1)
-        for one, like in both
+        (gradient.unflatten(0, (like.shape[1], -1)) if packed else gradient).transpose(0, 1)
+        for gradient, like in pairs
     ]
     return found[0], found[1], found[2]
 

@@ -282,13 +282,13 @@ class TransformerBlock(nn.Module):
     def _replayed(
         self, hidden: Tensor, rotary: tuple[Tensor, Tensor] | None, rows: AttentionSpan | None
     ) -> Tensor:
-        elsewhere: AbstractContextManager[Any] = nullcontext()
+        offloading: AbstractContextManager[Any] = nullcontext()
         run: Callable[..., Any] = self._run_plain
         if self.keeps_core and torch.is_grad_enabled():
             run = partial(self._run_with_core, CoreResults())
         if self.offload is not None and torch.is_grad_enabled():
-            elsewhere = self.offload.save_on_host(hidden, self.layer)
-        with elsewhere:
+            offloading = self.offload.save_on_host(hidden, self.layer)
+        with offloading:
             output: Tensor = replayed(run, self.mesh.random, self.layer, hidden, rotary, rows)
         return output
 
@@ -348,8 +348,8 @@ class TransformerBlock(nn.Module):
         normed: Tensor = self.attention_norm(hidden, update)
         return normed
 
-    def _attended(self, hidden: Tensor, *how: Any, **given: Magnitude) -> Tensor:
-        return self._update(self.attention(hidden, *how, **given), self.attention_output_norm)
+    def _attended(self, hidden: Tensor, *args: Any, **given: Magnitude) -> Tensor:
+        return self._update(self.attention(hidden, *args, **given), self.attention_output_norm)
 
     def _normalise(self, stream: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
         # The MLP runs in a separate segment, whose inputs are only tensors.

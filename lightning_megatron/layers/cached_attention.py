@@ -79,13 +79,15 @@ def cached_span(
     mask: Tensor | None = None
     if past.visible is not None or seq_length > 1 or exceeds:
         distance = queries[:, None] - keys
-        seen = (distance >= 0)[None, None]
+        visible = (distance >= 0)[None, None]
         if kind.window is not None:
-            seen = seen & (distance < kind.window)
+            visible = visible & (distance < kind.window)
         if past.visible is not None:
             # Padding attends to itself, because every query must have a key.
-            seen = seen & past.visible[:, None, None, keys] | (distance == 0)
-        mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
+            visible = visible & past.visible[:, None, None, keys] | (distance == 0)
+        mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(
+            ~visible, -torch.inf
+        )
     if kind.slopes is None:
         return AttentionSpan(mask=mask, past=past)
     if not kind.slopes.skips_padding or past.visible is None:
@@ -111,12 +113,12 @@ def _attend_to_stored(
         return attend_by_operators(query, *whole, span, dropout, rows).flatten(2)
     length, num_sequences, heads, _ = query.shape
     kv_heads = keys.shape[1]
-    how: dict[str, Any] = {"attn_mask": span.mask, "dropout_p": dropout, "scale": span.scale}
+    settings: dict[str, Any] = {"attn_mask": span.mask, "dropout_p": dropout, "scale": span.scale}
     if length == 1:
         # The query heads that share a key are rows of one product, so that the key is read once.
         grouped = query.view(num_sequences, kv_heads, heads // kv_heads, -1)
-        return F.scaled_dot_product_attention(grouped, keys, values, **how).flatten(1)[None]
+        return F.scaled_dot_product_attention(grouped, keys, values, **settings).flatten(1)[None]
     mixed = F.scaled_dot_product_attention(
-        query.permute(1, 2, 0, 3), keys, values, enable_gqa=heads != kv_heads, **how
+        query.permute(1, 2, 0, 3), keys, values, enable_gqa=heads != kv_heads, **settings
     )
     return mixed.permute(2, 0, 1, 3).flatten(2)

@@ -65,7 +65,7 @@ class CoreChoice:
                 "flex": "FlexAttention",
                 "operators": "operators of torch",
             }[self.core]
-        kernels = [one.name.removesuffix("_ATTENTION").lower() for one in self.backends]
+        kernels = [backend.name.removesuffix("_ATTENTION").lower() for backend in self.backends]
         return ", ".join(kernels) or "torch's choice"
 
 

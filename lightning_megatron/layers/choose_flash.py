@@ -155,7 +155,9 @@ def loaded(package: FlashPackage) -> tuple[ModuleType | None, str | None]:
         return None, f"cannot be imported ({error})"
     for function, arguments in package.functions:
         missing = [
-            one for one in arguments if one not in _arguments(getattr(module, function, None))
+            argument
+            for argument in arguments
+            if argument not in _arguments(getattr(module, function, None))
         ]
         if missing:
             return None, f"has another interface ({function} without {missing[0]})"

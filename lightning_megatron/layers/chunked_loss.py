@@ -85,14 +85,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         index, ignored = terms.index_of(labels.flatten(), len(weight))
         parts = zip(rows_of(full).split(head.chunk), index.split(head.chunk), strict=True)
         found = []
-        for part, own in parts:
+        for part, labels_index in parts:
             logits = head.form.applied_(F.linear(part, weight))
             ctx.kernels = fused_kernels(logits)
             ctx.dtype = logits.dtype
-            found.append(head.statistics(logits, own, overwrites=True))
+            found.append(head.statistics(logits, labels_index, overwrites=True))
             # The next chunk reuses this memory.
             del logits
-        rows = RowStatistics(*(torch.cat(one) for one in zip(*found, strict=True)))
+        rows = RowStatistics(*(torch.cat(tensors) for tensors in zip(*found, strict=True)))
         losses, normaliser = terms.losses(rows, ignored)
         ctx.save_for_backward(hidden, weight, index, normaliser, ignored)
         ctx.head = head
@@ -109,7 +109,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         narrow = weight.to(ctx.dtype)
         grad_hidden = torch.empty(full.shape, dtype=ctx.dtype, device=full.device)
         slot = head.slot or new_slot(weight)
-        pieces = [one.split(head.chunk) for one in (rows_of(full), index, normaliser, scale)]
+        pieces = [tensor.split(head.chunk) for tensor in (rows_of(full), index, normaliser, scale)]
         results = rows_of(grad_hidden).split(head.chunk)
         for number, (rows, *numbers) in enumerate(zip(*pieces, strict=True)):
             part = rows.to(ctx.dtype)
@@ -128,6 +128,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             grad_weight = slot.gradient.to(weight.dtype)
         if not needs_hidden:
             return None, grad_weight, None, None
-        own, leaving = start_summing(grad_hidden, head.mesh)
+        grad_local, leaving = start_summing(grad_hidden, head.mesh)
         leaving.wait()
-        return own.to(hidden.dtype), grad_weight, None, None
+        return grad_local.to(hidden.dtype), grad_weight, None, None

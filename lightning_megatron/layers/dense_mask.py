@@ -84,16 +84,16 @@ def seen_pairs(
     query, query_left = places_from_end(span.borders, num_sequences, seq_length, device)
     key, key_left = places_from_end(keys.borders, num_sequences, keys.seq_length, device)
     distance = key_left[:, None, :] - query_left[:, :, None] + keys.behind
-    seen = query[:, :, None] == key[:, None, :]
+    visible = query[:, :, None] == key[:, None, :]
     if span.causal:
-        seen = seen & (distance >= 0)
+        visible = visible & (distance >= 0)
     if span.window is not None:
-        seen = seen & (distance.abs() < span.window)
+        visible = visible & (distance.abs() < span.window)
     if span.prefix is not None:
         index = torch.arange(keys.seq_length, device=device)
-        seen = seen | (index < span.prefix[:, None])[:, None]
-    seen = seen[:, None]
-    return seen if span.mask is None else _with_self_attention(seen & span.mask)
+        visible = visible | (index < span.prefix[:, None])[:, None]
+    visible = visible[:, None]
+    return visible if span.mask is None else _with_self_attention(visible & span.mask)
 
 
 def places_of_visible(span: AttentionSpan) -> Int[Tensor, "#batch _"] | None:
@@ -191,8 +191,8 @@ def added_mask(
     """
     if span.mask is not None and span.mask.dtype != torch.bool:
         return span.mask.to(dtype)
-    seen = seen_pairs(span, num_sequences, seq_length, device)
+    visible = seen_pairs(span, num_sequences, seq_length, device)
     # Memory-efficient attention copies a mask whose row stride is not aligned, in every layer.
     width = -(-seq_length // _ALIGNMENT) * _ALIGNMENT
-    mask = torch.zeros((*seen.shape[:-1], width), dtype=dtype, device=device)[..., :seq_length]
-    return mask.masked_fill_(~seen, -torch.inf)
+    mask = torch.zeros((*visible.shape[:-1], width), dtype=dtype, device=device)[..., :seq_length]
+    return mask.masked_fill_(~visible, -torch.inf)

@@ -74,25 +74,25 @@ class VocabParallelEmbedding(nn.Module):
         if self.mesh.tp.size == 1:
             return _look_up(self.weight, ids.masked_fill(illegal, num_rows), None, padding)
         # Ids of other ranks' rows read an arbitrary row here, and their vectors are set to zero.
-        elsewhere = ids.div(num_rows, rounding_mode="floor") != self.mesh.tp.rank
+        is_remote = ids.div(num_rows, rounding_mode="floor") != self.mesh.tp.rank
         index = ids.remainder(num_rows).masked_fill(illegal, num_rows)
-        return leave_tensor_region(_look_up(self.weight, index, elsewhere, padding), self.mesh)
+        return leave_tensor_region(_look_up(self.weight, index, is_remote, padding), self.mesh)
 
 
 def _look_up(
     weight: Tensor,
     index: Tensor,
-    elsewhere: Tensor | None,
+    is_remote: Tensor | None,
     padding: Tensor | None,
 ) -> Tensor:
-    """Look up rows; vectors of ``elsewhere`` are zero, those of ``padding`` get no gradient."""
+    """Look up rows; vectors of ``is_remote`` are zero, those of ``padding`` get no gradient."""
     slot = slot_of(weight)
     if slot is not None:
-        return _TableLookup.apply(weight, index, elsewhere, padding, slot)
+        return _TableLookup.apply(weight, index, is_remote, padding, slot)
     vectors = F.embedding(index, weight)
     if padding is not None:
         vectors = torch.where(padding.unsqueeze(-1), vectors.detach(), vectors)
-    return vectors if elsewhere is None else vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+    return vectors if is_remote is None else vectors.masked_fill(is_remote.unsqueeze(-1), 0.0)
 
 
 class _TableLookup(torch.autograd.Function):
@@ -103,18 +103,18 @@ class _TableLookup(torch.autograd.Function):
         ctx: Any,
         weight: Tensor,
         index: Tensor,
-        elsewhere: Tensor | None,
+        is_remote: Tensor | None,
         padding: Tensor | None,
         slot: GradientSlot,
     ) -> Tensor:
-        unread = elsewhere
+        unread = is_remote
         if padding is not None:
-            unread = padding if elsewhere is None else elsewhere | padding
+            unread = padding if is_remote is None else is_remote | padding
         ctx.save_for_backward(index, unread)
         ctx.slot = slot
         ctx.num_rows = weight.shape[0]
         vectors = F.embedding(index, weight)
-        return vectors if elsewhere is None else vectors.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+        return vectors if is_remote is None else vectors.masked_fill_(is_remote.unsqueeze(-1), 0.0)
 
     @staticmethod
     @once_differentiable

@@ -172,7 +172,7 @@ class TorchCudnn:
         self, query: Rows, key: Rows, value: Rows, call: FlashCall
     ) -> tuple[Rows, Float[Tensor, "... heads _"]]:
         """Return the output and the log-sum-exps."""
-        heads_first = (one.transpose(1, 2) for one in (query, key, value))
+        heads_first = (tensor.transpose(1, 2) for tensor in (query, key, value))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *heads_first, None, True, 0.0, call.causal, False, scale=call.scale
         )
@@ -190,7 +190,7 @@ class TorchCudnn:
     ) -> Gradients:
         """Return the gradients of queries, keys and values."""
         without_dropout = torch.zeros((), dtype=torch.int64, device=query.device)
-        heads_first = (one.transpose(1, 2) for one in (grad_out, query, key, value, out))
+        heads_first = (tensor.transpose(1, 2) for tensor in (grad_out, query, key, value, out))
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *heads_first,
             lse.unsqueeze(-1),
@@ -239,7 +239,9 @@ class FlashAttention3:
     ) -> Gradients:
         """Return the gradients of queries, keys and values."""
         like = torch.contiguous_format
-        dq, dk, dv = (torch.empty_like(one, memory_format=like) for one in (query, key, value))
+        dq, dk, dv = (
+            torch.empty_like(tensor, memory_format=like) for tensor in (query, key, value)
+        )
         self.module._flash_attn_backward(
             *(grad_out, query, key, value, out, lse),
             dq=dq,

@@ -346,10 +346,10 @@ class StackedSlot:
         first = self.slots[0]
         end = first.gradient.data_ptr()
         for slot in self.slots:
-            one = slot.gradient
-            if one.data_ptr() != end or slot.scale != first.scale or one.dtype != first.dtype:
+            sums = slot.gradient
+            if sums.data_ptr() != end or slot.scale != first.scale or sums.dtype != first.dtype:
                 return None
-            end += one.nbytes
+            end += sums.nbytes
         shape = (sum(self._rows), *first.gradient.shape[1:])
         return first.gradient.as_strided(shape, first.gradient.stride())
 
@@ -372,7 +372,7 @@ def slot_of(parameter: Tensor | None) -> Any:
 
 def slots_of(parameters: Sequence[Tensor]) -> list[GradientSlot | None]:
     """Return the slot of each parameter, as :func:`slot_of` does."""
-    return [slot_of(one) for one in parameters]
+    return [slot_of(parameter) for parameter in parameters]
 
 
 def cached_stack(

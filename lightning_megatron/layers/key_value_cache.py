@@ -223,7 +223,9 @@ class KeyValueCache:
         new = key.permute(1, 2, 0, 3), value.permute(1, 2, 0, 3)
         if layer not in self._layers:
             slots = self._slots(window)
-            keys, values = (one.new_empty(*one.shape[:2], slots, one.shape[3]) for one in new)
+            keys, values = (
+                tensor.new_empty(*tensor.shape[:2], slots, tensor.shape[3]) for tensor in new
+            )
             self._layers[layer] = keys, values
         keys, values = self._layers[layer]
         if self.place is not None:

@@ -33,6 +33,6 @@ def normalise_for(
     if not getattr(reader, "reads_magnitude", False):
         stream, normed = norm(hidden, update, True)
         return stream, normed, {}
-    seen = no_magnitude(hidden)
-    stream, normed = norm(hidden, update, True, seen)
-    return stream, normed, {"magnitude": Magnitude(normed, seen)}
+    bits = no_magnitude(hidden)
+    stream, normed = norm(hidden, update, True, bits)
+    return stream, normed, {"magnitude": Magnitude(normed, bits)}

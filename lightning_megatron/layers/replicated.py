@@ -118,5 +118,5 @@ def first_place(
         return hidden[0]
     # The other ranks contribute zeros that depend on their hidden states, because their earlier
     # layers must take part in the communication of the backward pass.
-    elsewhere = torch.full((), mesh.tp.rank != 0, dtype=torch.bool, device=hidden.device)
-    return reduce_from_axis(hidden[0].masked_fill(elsewhere, 0.0), mesh.tp)
+    is_remote = torch.full((), mesh.tp.rank != 0, dtype=torch.bool, device=hidden.device)
+    return reduce_from_axis(hidden[0].masked_fill(is_remote, 0.0), mesh.tp)

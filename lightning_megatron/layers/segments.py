@@ -82,7 +82,9 @@ class SegmentList:
         self.outputs = outputs
         self._begin = begin
         self._check()
-        names = dict.fromkeys([*inputs, *(name for one in self.segments for name in one.writes)])
+        names = dict.fromkeys(
+            [*inputs, *(name for segment in self.segments for name in segment.writes)]
+        )
         places = {name: place for place, name in enumerate(names)}
 
         def at(chosen: tuple[str, ...]) -> tuple[int, ...]:
@@ -200,7 +202,7 @@ class SegmentList:
             keeps_whole: Function that returns whether a module must be called as a whole. Its
                 segment is then kept; it is static if all its parts are, and has all their scopes.
         """
-        segments = [one for segment in self.segments for one in _expand(segment, keeps_whole)]
+        segments = [part for segment in self.segments for part in _expand(segment, keeps_whole)]
         return SegmentList(_after(self._begin, segments), self.inputs, self.outputs)
 
     def _check(self) -> None:
@@ -223,13 +225,13 @@ class SegmentList:
 
     def _last_reads(self) -> Iterator[tuple[str, ...]]:
         """Yield, for each segment but the last, the names of values that no later one reads."""
-        alive = set(self.inputs)
+        live = set(self.inputs)
         for number, segment in enumerate(self.segments[:-1]):
-            alive.update(segment.writes)
-            later = [name for one in self.segments[number + 1 :] for name in one.reads]
+            live.update(segment.writes)
+            later = [name for segment in self.segments[number + 1 :] for name in segment.reads]
             needed = {*self.outputs, *later}
-            yield tuple(sorted(alive - needed))
-            alive &= needed
+            yield tuple(sorted(live - needed))
+            live &= needed
 
 
 def _span_of(places: tuple[int, ...]) -> slice | None:
@@ -290,7 +292,8 @@ def split(
             f"{[segment.name for segment in expanded]}. A cut is the name of the segment before it."
         )
     marked = [
-        replace(one, is_static=one.is_static and wanted.issuperset(one.scopes)) for one in expanded
+        replace(segment, is_static=segment.is_static and wanted.issuperset(segment.scopes))
+        for segment in expanded
     ]
     pieces: list[list[Segment]] = []
     is_ended = True
@@ -299,7 +302,7 @@ def split(
             pieces.append(group)
         else:
             pieces[-1] += group
-        is_ended = _are_static(group) and any(one.name in cuts for one in group)
+        is_ended = _are_static(group) and any(segment.name in cuts for segment in group)
     return _with_surfaces(pieces, segments.outputs)
 
 

@@ -43,7 +43,7 @@ def mark_filled(
     """
     for slot in slots:
         slot_rows = rows.get(slot)
-        slot.note_filled(None if slot_rows is None else tuple(one.clone() for one in slot_rows))
+        slot.note_filled(None if slot_rows is None else tuple(index.clone() for index in slot_rows))
 
 
 @torch.no_grad()

@@ -98,8 +98,8 @@ def _blocks(
     key_rows: KeyRows | None = None,
 ) -> BlockMask:
     queries, keys = _queries_and_keys(span, num_sequences, seq_length, device, key_rows)
-    seen, whole = _visible_and_full(span, queries, keys)
-    partly_numbers, partly = _ordered(seen & ~whole)
+    visible, whole = _visible_and_full(span, queries, keys)
+    partly_numbers, partly = _ordered(visible & ~whole)
     whole_numbers, wholly = _ordered(whole)
     return BlockMask.from_kv_blocks(
         partly_numbers,
@@ -125,8 +125,8 @@ def _queries_and_keys(
         if span.borders is not None:
             documents = document_of_tokens(span.borders, num_sequences, seq_length)
         index = torch.arange(seq_length, device=device)[None]
-        both = _Tokens(index, documents, in_order=True)
-        return both, both
+        tokens = _Tokens(index, documents, in_order=True)
+        return tokens, tokens
     # Places count from the end of a document, as in flash attention.
     of_queries, query_left = places_from_end(span.borders, num_sequences, seq_length, device)
     of_keys, key_left = places_from_end(keys.borders, num_sequences, keys.seq_length, device)
@@ -154,28 +154,28 @@ def _visible_and_full(
     # The nearest and the farthest pair of two blocks, as query minus key.
     least = first[:, :, None] - key_last[:, None, :]
     most = last[:, :, None] - key_first[:, None, :]
-    seen = torch.ones_like(least, dtype=torch.bool)
+    visible = torch.ones_like(least, dtype=torch.bool)
     full = queries.is_full[:, :, None] & keys.is_full[:, None, :]
     whole = full
     if span.causal:
-        seen = seen & (most >= 0)
+        visible = visible & (most >= 0)
         whole = whole & (least >= 0)
     if span.window is not None:
         nearest = least.clamp(min=0) + (-most).clamp(min=0)
-        seen = seen & (nearest < span.window)
+        visible = visible & (nearest < span.window)
         whole = whole & (torch.maximum(least.abs(), most.abs()) < span.window)
     if queries.documents is not None and keys.documents is not None:
         lows, highs = queries.bounds(queries.documents)
         key_lows, key_highs = keys.bounds(keys.documents)
-        seen = seen & (lows[:, :, None] <= key_highs[:, None, :])
-        seen = seen & (key_lows[:, None, :] <= highs[:, :, None])
+        visible = visible & (lows[:, :, None] <= key_highs[:, None, :])
+        visible = visible & (key_lows[:, None, :] <= highs[:, :, None])
         whole = whole & (lows[:, :, None] == key_highs[:, None, :])
         whole = whole & (key_lows[:, None, :] == highs[:, :, None])
     if span.prefix is not None:
         prefix = span.prefix[:, None, None]
-        seen = seen | (key_first[:, None, :] < prefix)
+        visible = visible | (key_first[:, None, :] < prefix)
         whole = whole | (full & (key_last[:, None, :] < prefix))
-    return seen[:, None], whole.expand_as(seen)[:, None]
+    return visible[:, None], whole.expand_as(visible)[:, None]
 
 
 def _rule(
@@ -195,18 +195,18 @@ def _rule(
         distance = query - key
         if places is not None:
             distance = places[0][row, query] - places[1][row, key]
-        seen = distance >= 0 if causal else query == query
+        visible = distance >= 0 if causal else query == query
         if window is not None:
-            seen = seen & (distance < window) & (-distance < window)
+            visible = visible & (distance < window) & (-distance < window)
         if documents is not None:
-            seen = seen & (documents[0][row, query] == documents[1][row, key])
+            visible = visible & (documents[0][row, query] == documents[1][row, key])
         if prefix is not None:
-            seen = seen | (key < prefix[row])
-        return seen
+            visible = visible | (key < prefix[row])
+        return visible
 
     return sees
 
 
 def _of_all_rows(num_sequences: int, *values: Tensor) -> tuple[Tensor, ...]:
     """Return values of tokens expanded to all rows, which the kernel reads by row and token."""
-    return tuple(one.expand(num_sequences, -1).contiguous() for one in values)
+    return tuple(value.expand(num_sequences, -1).contiguous() for value in values)

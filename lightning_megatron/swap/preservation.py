@@ -71,8 +71,10 @@ def share_weights(root: nn.Module, swaps: Sequence[Swap], stage_modules: Set[str
 
 
 def _check_models(shared: Sequence[str], models: Sequence[str]) -> None:
-    around = {next((name for name in models if key.startswith(f"{name}.")), "") for key in shared}
-    if len(around) > 1:
+    model_names = {
+        next((name for name in models if key.startswith(f"{name}.")), "") for key in shared
+    }
+    if len(model_names) > 1:
         raise ParallelPlanError(
             f"{' and '.join(repr(key) for key in shared)} share one weight across the border of a "
             "model that is replaced as a whole. They would become separate weights. Use "
@@ -120,38 +122,40 @@ def check_nothing_is_lost(swap: Swap) -> None:
     target = swap.target
     stays = swap.install is not None
     if _COMPILED in site.name.split("."):
-        around = site.name.split(f".{_COMPILED}")[0]
+        compiled = site.name.split(f".{_COMPILED}")[0]
         raise UnsupportedError(
-            f"{around!r} was compiled, but its module {site.name!r} must be replaced, and the "
+            f"{compiled!r} was compiled, but its module {site.name!r} must be replaced, and the "
             "compiled code would still run the old module. " + _remedy(target)
         )
     kept = set(target.modules())
     staying = {id(parameter) for parameter in target.parameters()}
-    for path, gone in site.module.named_modules():
+    for path, module in site.module.named_modules():
         name = f"{site.name}.{path}".rstrip(".")
         hooks = [
             hook
             for kind in (
-                gone._forward_hooks,
-                gone._forward_pre_hooks,
-                gone._backward_hooks,
-                gone._backward_pre_hooks,
+                module._forward_hooks,
+                module._forward_pre_hooks,
+                module._backward_hooks,
+                module._backward_pre_hooks,
             )
             for hook in kind.values()
             # A replaced Hugging Face model needs no hooks of recomputed blocks.
             if not (stays and is_input_hook(hook))
         ]
-        inside_encoder = isinstance(site.module, nn.TransformerEncoder) and gone is not site.module
-        keeps_hooks = stays and gone is site.module
-        if gone not in kept and not inside_encoder and not keeps_hooks and hooks:
+        inside_encoder = (
+            isinstance(site.module, nn.TransformerEncoder) and module is not site.module
+        )
+        keeps_hooks = stays and module is site.module
+        if module not in kept and not inside_encoder and not keeps_hooks and hooks:
             raise UnsupportedError(
                 f"{name!r} has hooks, which would be lost, because another module replaces it. "
                 f"Register them after the strategy has set up the module, or give {site.name!r} "
                 "the kind 'replicate'."
             )
-        if gone not in kept:
-            _check_parameters(name, gone, staying)
-        if gone not in kept and gone._compiled_call_impl is not None:
+        if module not in kept:
+            _check_parameters(name, module, staying)
+        if module not in kept and module._compiled_call_impl is not None:
             raise UnsupportedError(
                 (
                     f"{name!r} was compiled, and its compiled code would be lost, because another "
@@ -161,9 +165,9 @@ def check_nothing_is_lost(swap: Swap) -> None:
             )
 
 
-def _check_parameters(name: str, gone: nn.Module, staying: Set[int]) -> None:
+def _check_parameters(name: str, module: nn.Module, staying: Set[int]) -> None:
     """Refuse hooks on parameters that are replaced."""
-    for key, parameter in gone._parameters.items():
+    for key, parameter in module._parameters.items():
         if parameter is None or id(parameter) in staying:
             continue
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):

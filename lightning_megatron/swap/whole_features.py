@@ -52,11 +52,14 @@ class LayerInput:
 
     def distance(self, other: LayerInput) -> float | None:
         """Return the relative distance of two inputs; None if they cannot be compared."""
-        mine, theirs = (one.sample.double().nan_to_num(1e30, 1e30, -1e30) for one in (self, other))
-        if self.layer != other.layer or mine.shape != theirs.shape:
+        left, right = (
+            layer_input.sample.double().nan_to_num(1e30, 1e30, -1e30)
+            for layer_input in (self, other)
+        )
+        if self.layer != other.layer or left.shape != right.shape:
             return None
-        size = max(float(mine.norm()), float(theirs.norm()))
-        return float((mine - theirs).norm()) / size if size else 0.0
+        size = max(float(left.norm()), float(right.norm()))
+        return float((left - right).norm()) / size if size else 0.0
 
 
 def cut_layers(module: nn.Module) -> list[CutLayer]:
@@ -85,13 +88,13 @@ def record_inputs(
     Communication: with ``is_whole``, one all-gather over the axis for each call of a ``column``
     layer, and one for each parameter of a called ``features`` module.
     """
-    seen: list[LayerInput] = []
+    inputs: list[LayerInput] = []
     with ExitStack() as stack:
         for layer in layers:
-            for handle in _hooks(layer, axis, seen, is_whole):
+            for handle in _hooks(layer, axis, inputs, is_whole):
                 stack.callback(handle.remove)
             stack.callback(_put_back, layer.module, layer.module._parameters)
-        yield seen
+        yield inputs
 
 
 def _hooks(

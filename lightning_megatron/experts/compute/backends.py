@@ -101,7 +101,7 @@ class Loop:
         clones: Float[Tensor, "places out_local in_local"],
     ) -> None:
         """Add the gradients of homes to their slots, and write those of clones."""
-        others = [GradientSlot(one, on_gradient=lambda: None) for one in clones]
+        others = [GradientSlot(gradient, on_gradient=lambda: None) for gradient in clones]
         cls.add_weight_gradients(grad, rows, ends, [*slots, *others])
 
 

@@ -149,9 +149,9 @@ def _choose(
 ) -> BackendChoice:
     if device.type != "cuda":
         return BackendChoice("loop", f"{device.type}: the host has the group sizes already")
-    neither = _reason_against_kernel(dtype, in_features, out_features)
-    if neither is not None:
-        return BackendChoice("loop", neither)
+    no_kernel = _reason_against_kernel(dtype, in_features, out_features)
+    if no_kernel is not None:
+        return BackendChoice("loop", no_kernel)
     not_bundled = _reason_against_bundled(device, num_groups)
     if not_bundled is None:
         return BackendChoice(

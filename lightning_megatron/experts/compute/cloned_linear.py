@@ -113,8 +113,8 @@ def cloned_linear(
         )
     implementation = grouped_operator.implementation_of(backend)
     output = implementation.output_of_both
-    how = implementation, output, clones, recipe
-    return _ClonedLinear.apply(rows.contiguous(), ends, *how, *weights)
+    settings = implementation, output, clones, recipe
+    return _ClonedLinear.apply(rows.contiguous(), ends, *settings, *weights)
 
 
 @torch.compiler.disable
@@ -162,8 +162,8 @@ def cloned_swiglu(
         activated.append(result)
         return kept
 
-    how = Bundled, output, clones, recipe
-    inner = _ClonedLinear.apply(rows.contiguous(), ends, *how, *weights)
+    settings = Bundled, output, clones, recipe
+    inner = _ClonedLinear.apply(rows.contiguous(), ends, *settings, *weights)
     result = kernels.apply_weighted_swiglu(inner, probabilities, ends, activated[0])
     return result, Recipe.of(kernels.apply_weighted_swiglu, inner, probabilities, ends)
 
@@ -186,7 +186,7 @@ class _ClonedLinear(torch.autograd.Function):
         ctx.make_rows = recipe.make
         ctx.backend = backend
         ctx.clones = clones
-        # Slots at the time of the forward pass, as in a product without clones.
+        # These are the slots at the time of the forward pass, as in a product without clones.
         ctx.slots = slots_of(weights)
         return output(rows, _stack_or_all(weights, ctx.slots), clones.fetch(weights), ends)
 
@@ -201,7 +201,8 @@ class _ClonedLinear(torch.autograd.Function):
         grad = grads[0].contiguous()
         grad_weights: list[Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[6:]) or all(slot is not None for slot in ctx.slots):
-            # First, so that recomputed rows need no memory at the same time as the next gradient.
+            # Weight gradients come first, so that recomputed rows need no memory at the same time
+            # as the next gradient.
             rows = ctx.make_rows(*tensors[last:])
             grad_weights = _weight_gradients(ctx, clones, grad, rows, ends, weights)
             del rows
@@ -239,8 +240,8 @@ def _weight_gradients(
         return grad_weights
     rest = add_to_slots(returned, weights, ctx.slots, needed)
     return [
-        None if one is None or more is None else one + more
-        for one, more in zip(grad_weights, rest, strict=True)
+        None if gradient is None or returned_gradient is None else gradient + returned_gradient
+        for gradient, returned_gradient in zip(grad_weights, rest, strict=True)
     ]
 
 

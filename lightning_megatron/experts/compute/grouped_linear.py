@@ -252,8 +252,8 @@ class _IntoSlots(torch.autograd.Function):
                 "the optimizer after the backward pass."
             )
         grad = grads[0].contiguous()
-        # Weight gradients first, so that recomputed rows need no memory at the same time as the
-        # next gradient.
+        # Weight gradients come first, so that recomputed rows need no memory at the same time as
+        # the next gradient.
         _add_or_queue(ctx.backend, grad, ctx.make_rows(*kept), ends, ctx.slots)
         grad_rows = None
         if ctx.needs_input_grad[0]:
@@ -271,8 +271,8 @@ def _add_or_queue(
     if queue is None:
         backend.add_weight_gradients(grad, rows, ends, slots)
         return
-    # Detached, because the rows would keep the graph that computed them. The product needs no
-    # communication, so that its start does nothing but return it.
+    # The tensors are detached, because the rows would keep the graph that computed them. The
+    # product needs no communication, so its start does nothing but return it.
     left = partial(backend.add_weight_gradients, grad.detach(), rows.detach(), ends, slots)
     queue.put(lambda: left, slots)
 
@@ -297,8 +297,8 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(ends, *weights, *(recipe.tensors if needs_weights else ()))
         ctx.make_rows = recipe.make if needs_weights else None
         ctx.backend = backend
-        # Slots at the time of the forward pass: a weight that is frozen now gets no gradient, even
-        # if it is unfrozen before the backward pass.
+        # These are the slots at the time of the forward pass: a weight that is frozen now gets no
+        # gradient, even if it is unfrozen before the backward pass.
         ctx.slots = slots_of(weights)
         return output(rows, weights, ends)
 

@@ -66,8 +66,8 @@ class ExpertWeight(nn.Module):
     ) -> None:
         super().__init__()
         drawn = initializer or Initializer.normal()
-        # Before the weight, because flat buffers put all biases of a layer in the place of the
-        # first one: there they do not separate the weights.
+        # The bias precedes the weight, because flat buffers put all biases of a layer in the place
+        # of the first one: there they do not separate the weights.
         self.bias = None
         if bias is not None:
             self.bias = _of_expert(sharded_parameter((out_features,), bias, ZEROS))
@@ -139,8 +139,8 @@ class GroupedMLP(nn.ModuleDict):
             of_down = (uneven_range(hidden_size, etp.size, etp.rank),)
             #: First feature of an output whose bias is here.
             self.first_output = of_down[0].start
-        # In reverse, because flat buffers store parameters in reverse: the experts then lie in
-        # ascending order.
+        # Experts are added in reverse, because flat buffers store parameters in reverse: the
+        # experts then lie in ascending order.
         for number in reversed(range(here.start, here.stop)):
             first = ExpertWeight(len(parts) * inner, hidden_size, parts, 0, initializer, of_first)
             second = ExpertWeight(hidden_size, inner, (cut,), 1, output_initializer, of_down)

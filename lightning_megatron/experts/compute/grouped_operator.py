@@ -69,11 +69,11 @@ def _add_weight_gradients(
     scales: Sequence[float],
 ) -> None:
     slots = []
-    for one, is_empty, is_accepted, scale in zip(
+    for gradient_sum, is_empty, is_accepted, scale in zip(
         sums, are_empty, are_accepted, scales, strict=True
     ):
         accepts = partial(bool, is_accepted)
-        slot = GradientSlot(one, on_gradient=lambda: None, accepts=accepts, scale=scale)
+        slot = GradientSlot(gradient_sum, on_gradient=lambda: None, accepts=accepts, scale=scale)
         slot.is_empty = is_empty
         slots.append(slot)
     Loop.add_weight_gradients(grad, rows, ends, slots)

@@ -67,7 +67,7 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # A copy, because the executor may reuse the tensor for another microbatch.
+        # The gradient is a copy, because the executor may reuse the tensor for another microbatch.
         if isinstance(ctx.scale, Tensor):
             start = ctx.scale.detach().to(ctx.loss_device, ctx.loss_dtype, copy=True)
         else:

@@ -120,15 +120,17 @@ class Router(nn.Module):
         self.bias = None
         if config.router_bias:
             self.bias = sharded_parameter((num_experts,), here, drawn, **of_tokens)
-        # On an explicit device: a model on the meta device initialises its parameters later, but
-        # not its buffers.
-        even = torch.full(
+        # The tensor is on an explicit device: a model on the meta device initialises its parameters
+        # later, but not its buffers.
+        equal_shares = torch.full(
             (num_experts,), 1.0 / num_experts, dtype=torch.float32, device=mesh.device
         )
-        self.register_buffer("expert_bias", torch.zeros_like(even) if config.expert_bias else None)
+        self.register_buffer(
+            "expert_bias", torch.zeros_like(equal_shares) if config.expert_bias else None
+        )
         counts_steps = config.aux_loss > 0.0 and config.aux_loss_scope == "global"
         #: Share of the last step's selections that each expert had.
-        self.register_buffer("step_shares", even if counts_steps else None)
+        self.register_buffer("step_shares", equal_shares if counts_steps else None)
 
     def forward(self, hidden: Float[Tensor, "seq_local batch hidden"]) -> Routing:
         """Return the routing of the tokens."""

@@ -40,9 +40,9 @@ def select_experts(
         scores = scores + bias
     if config.top_k_groups < config.num_groups:
         by_group = scores.unflatten(-1, (config.num_groups, -1))
-        worth = by_group.topk(config.best_of_group, -1).values.sum(-1)
-        best = _highest(worth, config.top_k_groups)
-        is_out = torch.ones_like(worth, dtype=torch.bool).scatter_(-1, best, False)
+        group_scores = by_group.topk(config.best_of_group, -1).values.sum(-1)
+        best = _highest(group_scores, config.top_k_groups)
+        is_out = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, best, False)
         scores = by_group.masked_fill(is_out[..., None], -torch.inf).flatten(-2)
     return _highest(scores, config.top_k)
 

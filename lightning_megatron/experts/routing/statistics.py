@@ -43,7 +43,7 @@ class RouterStatistics:
 
     def __init__(self, config: ExpertsConfig, device: torch.device) -> None:
         self.config = config
-        # On an explicit device: the ambient one is meta while a model is built.
+        # The tensor is on an explicit device: the ambient one is meta while a model is built.
         self.sums = torch.zeros(
             RoutingSum.LOAD + config.num_experts, dtype=torch.float64, device=device
         )
@@ -137,7 +137,7 @@ class StepStatistics:
 def clear_statistics_(running: Sequence[RunningSums]) -> None:
     """Reset sums for the next step."""
     if running:
-        torch._foreach_zero_([one.sums for one in running])
+        torch._foreach_zero_([layer.sums for layer in running])
 
 
 @torch.no_grad()

@@ -170,14 +170,14 @@ def _transport_of_clones(mesh: ParallelMesh) -> tuple[ChosenTransport, str]:
 
 
 def _transport(
-    top_k: int, mesh: ParallelMesh, asked: Transport, has_shared: bool, is_limited: bool
+    top_k: int, mesh: ParallelMesh, requested: Transport, has_shared: bool, is_limited: bool
 ) -> tuple[ChosenTransport, str]:
     """Return the transport over ep, and the reason for it."""
     ep = mesh.ep.size
     if ep == 1:
         return "none", "ep is 1: this rank has all experts"
-    if asked != "auto":
-        return transport_over_ep(top_k, ep, asked), "asked for"
+    if requested != "auto":
+        return transport_over_ep(top_k, ep, requested), "asked for"
     why = f"top_k ({top_k}) is {'at least' if top_k >= ep else 'below'} ep ({ep})"
     if is_limited and top_k < ep:
         why = "expert_rows limits buffers of static sizes"

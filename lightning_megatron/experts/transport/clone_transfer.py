@@ -82,8 +82,8 @@ class CloneCollectives:
         local, is_home = self._homes()
         result = received.new_zeros((self.layout.homes, *received.shape[1:]))
         for place, gradient in enumerate(received.where(_widened(is_home, received), 0).split(1)):
-            # One by one, because a GPU would add several gradients to one home in an undefined
-            # order.
+            # Gradients are added one by one, because a GPU would add several gradients to one home
+            # in an undefined order.
             result.index_add_(0, local[place : place + 1], gradient)
         return result
 
@@ -102,8 +102,8 @@ class CloneCollectives:
     def _exchange(
         self, matrices: Float[Tensor, "all_places out_local in_local"]
     ) -> Float[Tensor, "all_places out_local in_local"]:
-        each = (self.layout.places,) * self.axis.size
-        return all_to_all_rows(matrices, each, each, self.axis)
+        rows_per_rank = (self.layout.places,) * self.axis.size
+        return all_to_all_rows(matrices, rows_per_rank, rows_per_rank, self.axis)
 
 
 def _widened(

@@ -118,9 +118,9 @@ def physical_by_torch(
     base = experts.numel() + 1
     owners, places = clones.owners.sort(stable=True)
     off = clones.off[rank][places]
-    until = off.cumsum(0)
+    ends_of_places = off.cumsum(0)
     first = torch.searchsorted(owners, owners)
-    ends = owners * base + until - (until - off)[first]
+    ends = owners * base + ends_of_places - (ends_of_places - off)[first]
     keys = experts * base + numbers
     location = torch.searchsorted(ends, keys, right=True).clamp(max=layout.num_places - 1)
     is_moved = (owners[location] == experts) & (keys < ends[location]) & (experts != NO_EXPERT)
@@ -152,8 +152,8 @@ def _surplus(
 ) -> Int[Tensor, "ranks*homes"]:
     """Return how many selections of every expert should leave its rank, light experts last."""
     totals, order = by_rank.sort(dim=1, stable=True)
-    over = (totals.cumsum(1) - mean).clamp(min=0)
-    leaving = over.diff(dim=1, prepend=torch.zeros_like(over[:, :1]))
+    excess = (totals.cumsum(1) - mean).clamp(min=0)
+    leaving = excess.diff(dim=1, prepend=torch.zeros_like(excess[:, :1]))
     return torch.empty_like(leaving).scatter_(1, order, leaving).flatten()
 
 
@@ -165,8 +165,8 @@ def _assign(
     owners = surplus.new_full((layout.num_places,), NO_EXPERT)
     amounts = torch.zeros_like(owners)
     for _ in range(layout.num_places):
-        # Of equal values argmax returns the first. As tensors of one element both are indices that
-        # the host does not read.
+        # Among equal values, argmax returns the first. As tensors of one element both are indices
+        # that the host does not read.
         rank = room.where(free > 0, -1).argmax(0, keepdim=True)
         expert = surplus.argmax(0, keepdim=True)
         amount = torch.minimum(room[rank], surplus[expert])

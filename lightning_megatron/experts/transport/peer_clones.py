@@ -131,7 +131,7 @@ class PeerClones:
         )
 
     def _lay_out(self, dtype: torch.dtype) -> CloneMemory:
-        shapes = tuple((one[0].shape[0], one[0].shape[1]) for one in self.matrices())
+        shapes = tuple((weights[0].shape[0], weights[0].shape[1]) for weights in self.matrices())
         return CloneMemory(self.places, shapes, dtype.itemsize)
 
 
@@ -149,7 +149,7 @@ class PeerRound:
         self._peers = peers
         self._clones = clones
         self._matrices = [tuple(weights) for weights in peers.matrices()]
-        # Slots at the time of the forward pass, as in a product.
+        # These are the slots at the time of the forward pass, as in a product.
         self._slots = [slots_of(weights) for weights in self._matrices]
 
     @property

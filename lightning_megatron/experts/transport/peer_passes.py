@@ -172,11 +172,12 @@ class _FromExperts(torch.autograd.Function):
         experts, row_map, owners, tokens = _kept(ctx)
         ctx.transfer.begin()
         if tokens is not None:
-            # After the first barrier, which every rank reaches after it has sorted the previous
-            # tokens.
+            # The tokens are sent after the first barrier, which every rank reaches after it has
+            # sorted the previous tokens.
             ctx.transfer.dispatch_again(tokens, experts)
         if ctx.clones is not None:
-            # Again, because another layer or microbatch has used the places since.
+            # The weights are put again, because another layer or microbatch has used the places
+            # since.
             ctx.clones.put_weights(owners)
         rows = permute(ctx.transfer.dispatch(grads[0], None, experts).rows, row_map)
         return rows, None, None, None, None, None

@@ -209,8 +209,8 @@ class Puts:
             return torch.empty_like(buffer.rows), no_scales
         self.axis.note("put_sums")
         where = buffer.region.pointers, self.axis.rank, buffer.layout
-        lies = row_map.rows, row_map.ends, row_map.needed
-        self.kernels.put_sums(values, scales, *lies, *where)
+        placement = row_map.rows, row_map.ends, row_map.needed
+        self.kernels.put_sums(values, scales, *placement, *where)
         buffer.region.wait()
         return self.kernels.add_buffer_rows(buffer.rows, buffer.scales, experts, self.experts_each)
 

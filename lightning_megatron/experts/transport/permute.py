@@ -110,7 +110,7 @@ def _within(limit: int | None, pairs: Tensor, rows: Tensor, ends: Tensor) -> Row
     needed = ends[-1:]
     if limit is not None and limit < num_rows:
         num_rows = limit
-        # By a comparison of rows with ends, selections beyond the limit belong to no expert.
+        # Readers compare rows with ends, so selections beyond the limit belong to no expert.
         ends = ends.clamp(max=limit)
     return RowMap(pairs[:num_rows], rows, ends, needed)
 
@@ -220,6 +220,6 @@ def read_selections(
     if not rows.shape[0]:
         return rows.new_zeros((index.shape[0], *rows.shape[1:]))
     is_here = index < row_map.ends[-1]
-    # Selected, not multiplied by zero: rows of no expert may be NaN.
+    # Rows are selected instead of multiplied by zero, because rows of no expert may be NaN.
     selected = rows.index_select(0, index.clamp(max=rows.shape[0] - 1))
     return torch.where(is_here.view(-1, *[1] * (rows.dim() - 1)), selected, 0)

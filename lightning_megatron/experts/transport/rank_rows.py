@@ -48,7 +48,7 @@ class RankRows:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # On an explicit device: the ambient one is meta while a model is built.
+        # The tensor is on an explicit device: the ambient one is meta while a model is built.
         self.sums = torch.zeros(RowSum.SIZE, dtype=torch.int64, device=device)
         #: Whether :meth:`add_` counts; the same on all ranks.
         self.is_on = False

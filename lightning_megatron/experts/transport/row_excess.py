@@ -59,8 +59,8 @@ class RowExcess:
         """
         if self._reference is None:
             self._reference = limit
-        # Counted as if all passes had the limit of the first one, so that one number is enough for
-        # all shapes, and one launch for the usual case of one shape.
+        # The rows are counted as if all passes had the limit of the first one, so that one number
+        # is enough for all shapes, and one launch for the usual case of one shape.
         shift = self._reference - limit
         torch.maximum(self._max_rows, needed + shift if shift else needed, out=self._max_rows)
 
@@ -97,7 +97,7 @@ class RowExcess:
             RuntimeError: If the device has failed.
         """
         while (excess := int(self._on_host)) == _NOT_WRITTEN:
-            # Raises the errors of the device, after which the result would never come.
+            # The query raises the errors of the device, after which the result would never come.
             torch.cuda.current_stream().query()
             sleep(_PAUSE)
         return excess

@@ -86,7 +86,7 @@ def read_sources(folder: Path = BUNDLED, architecture: str = ARCHITECTURE) -> So
     flags = " ".join(flag for suffix in _FLAGS for flag in flags_of(suffix, architecture))
     digest = hashlib.sha256(flags.encode())
     folders = [folder] if architecture == ARCHITECTURE else [folder, folder / architecture]
-    for path in (path for each in folders for path in sorted(each.iterdir())):
+    for path in (path for parent in folders for path in sorted(parent.iterdir())):
         if path.is_file():
             content = path.read_bytes()
             digest.update(f"{path.name} {len(content)}\n".encode() + content)

@@ -81,11 +81,11 @@ class AdamKernel:
         gradient = gradients[0]
         average = averages[0]
         half = halves[0]
-        no_half = [0] * len(halves)
+        no_halves = [0] * len(halves)
         self._find_tables(
             [
                 *map(_addresses, (parameters, gradients, averages, squares, steps)),
-                no_half if half is None else _addresses(cast(Sequence[Tensor], halves)),
+                no_halves if half is None else _addresses(cast(Sequence[Tensor], halves)),
                 list(map(Tensor.numel, parameters)),
             ],
             parameter.device,

@@ -51,12 +51,13 @@ def assign_clones(
     off = counts.new_empty((num_ranks, num_places), dtype=torch.int64)
     rows = counts.new_empty(num_ranks, dtype=torch.int64)
     ranks = power_of_two(num_ranks)
-    own = power_of_two(homes)
+    home_slots = power_of_two(homes)
     slots = power_of_two(num_places)
     with on_device_of(counts):
         _assign_places[(1,)](
             counts, owners, amounts, rows, num_ranks, homes, places, max(min_rows, 1),
-            RANKS=ranks, HOMES=own, PLACES=slots, num_warps=1 if ranks * own <= _ONE_WARP else 4,
+            RANKS=ranks, HOMES=home_slots, PLACES=slots,
+            num_warps=1 if ranks * home_slots <= _ONE_WARP else 4,
         )  # fmt: skip
         _divide_over_ranks[(num_places,)](
             counts, owners, amounts, off, num_ranks, num_experts, num_places,
@@ -176,10 +177,10 @@ def _divide_over_ranks(
     start = stop - tl.sum(tl.where(place == here, missing, 0), axis=0)
     end = tl.zeros((), tl.int64)
     for rank in range(num_ranks):
-        own = tl.load(counts + rank * num_experts + expert).to(tl.int64)
-        first = own * amount // total
+        selected = tl.load(counts + rank * num_experts + expert).to(tl.int64)
+        first = selected * amount // total
         begin = end
-        end += own - tl.sum(first, axis=0)
+        end += selected - tl.sum(first, axis=0)
         more = tl.maximum(tl.minimum(end, stop) - tl.maximum(begin, start), 0)
         sent = tl.sum(tl.where(place == here, first, 0), axis=0) + more
         tl.store(off + rank * num_places + here, sent)

@@ -151,11 +151,11 @@ def _write_rows(
     key = tl.where((key >= 0) & (key < num_experts), key, num_experts)
     rank = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, BLOCK, 32):
-        other = block * BLOCK + start + tl.arange(0, 32)
-        other_key = tl.load(experts + other, mask=other < num_selections, other=-1)
-        other_key = other_key.to(tl.int32) - first
-        other_key = tl.where((other_key >= 0) & (other_key < num_experts), other_key, num_experts)
-        is_before = (other_key[None, :] == key[:, None]) & (other[None, :] < selection[:, None])
+        peer = block * BLOCK + start + tl.arange(0, 32)
+        peer_key = tl.load(experts + peer, mask=peer < num_selections, other=-1)
+        peer_key = peer_key.to(tl.int32) - first
+        peer_key = tl.where((peer_key >= 0) & (peer_key < num_experts), peer_key, num_experts)
+        is_before = (peer_key[None, :] == key[:, None]) & (peer[None, :] < selection[:, None])
         rank += tl.sum(is_before.to(tl.int32), axis=1)
     columns = tl.arange(0, BINS)
     totals = tl.load(

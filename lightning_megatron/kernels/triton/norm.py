@@ -98,7 +98,8 @@ class _AddNorm(torch.autograd.Function):
         ctx.take_weight = take_weight
         ctx.take_bias = take_bias
         ctx.set_materialize_grads(False)
-        # A view, because autograd treats an input that a function returns itself in a special way.
+        # The result is a view, because autograd treats an input that a function returns itself in a
+        # special way.
         return stream.view_as(stream) if update is None else stream, normalised
 
     @staticmethod
@@ -191,7 +192,8 @@ def _forward(
     result = result.to(normalised.dtype.element_ty)
     tl.store(normalised + row * width + columns, result, mask=inside)
     if magnitudes is not None:
-        # Outside there is 0 times the scale, which is infinite for a vector of zeros with eps 0.
+        # Lanes outside of the vector hold 0 times the scale, which is infinite for a vector of
+        # zeros with eps 0.
         bits = tl.where(inside, magnitude_bits(result), 0)
         note_magnitude(magnitudes, bits, tl.program_id(0))
 

@@ -68,7 +68,7 @@ class _NormAndRotate(torch.autograd.Function):
         eps: float,
         interleaved: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        qkv, cosines, sines = (one.contiguous() for one in (qkv, cosines, sines))
+        qkv, cosines, sines = (tensor.contiguous() for tensor in (qkv, cosines, sines))
         num_heads, num_kv_heads, head_dim = sizes
         seq_length, num_sequences, width = qkv.shape
         num_turned = num_heads + num_kv_heads
@@ -89,7 +89,8 @@ class _NormAndRotate(torch.autograd.Function):
         ctx.eps = eps
         ctx.interleaved = interleaved
         value = qkv[..., num_turned * head_dim :].unflatten(-1, (-1, head_dim))
-        # Separate tensors that share memory, so that autograd sees no views of one output.
+        # The results are separate tensors that share memory, so that autograd sees no views of one
+        # output.
         query, key = (part.view_as(part) for part in turned.split([num_heads, num_kv_heads], 2))
         return query, key, value.view_as(value)
 
@@ -134,10 +135,10 @@ def _tile(head_dim: int) -> tuple[int, int]:
 def _partner(lanes: tl.tensor, rotated: tl.tensor, INTERLEAVED: tl.constexpr) -> tl.tensor:
     """Return the other element of each element's pair; elements that are not rotated have none."""
     if INTERLEAVED:
-        other = lanes ^ 1
+        partners = lanes ^ 1
     else:
-        other = tl.where(lanes < rotated // 2, lanes + rotated // 2, lanes - rotated // 2)
-    return tl.where(lanes < rotated, other, lanes)
+        partners = tl.where(lanes < rotated // 2, lanes + rotated // 2, lanes - rotated // 2)
+    return tl.where(lanes < rotated, partners, lanes)
 
 
 @triton.jit
@@ -184,24 +185,24 @@ def _forward(
     inside = (row < num_rows) & (lanes < head_dim)
     token = row // num_turned
     head = row % num_turned
-    other = _partner(lanes, rotated, INTERLEAVED)
+    partners = _partner(lanes, rotated, INTERLEAVED)
     source = qkv + token * width + head * head_dim
-    own = tl.load(source + lanes, mask=inside, other=0.0).to(tl.float32)
-    partner = tl.load(source + other, mask=inside, other=0.0).to(tl.float32)
+    values = tl.load(source + lanes, mask=inside, other=0.0).to(tl.float32)
+    partner = tl.load(source + partners, mask=inside, other=0.0).to(tl.float32)
     if HAS_NORM:
-        factor = 1.0 / tl.sqrt(tl.sum(own * own, 1)[:, None] / head_dim + eps)
+        factor = 1.0 / tl.sqrt(tl.sum(values * values, 1)[:, None] / head_dim + eps)
         of_query = inside & (head < num_heads)
         of_key = inside & (head >= num_heads)
         scale = tl.load(query_scale + lanes, mask=of_query, other=0.0).to(tl.float32)
         scale += tl.load(key_scale + lanes, mask=of_key, other=0.0).to(tl.float32)
-        across = tl.load(query_scale + other, mask=of_query, other=0.0).to(tl.float32)
-        across += tl.load(key_scale + other, mask=of_key, other=0.0).to(tl.float32)
-        own *= factor * scale
+        across = tl.load(query_scale + partners, mask=of_query, other=0.0).to(tl.float32)
+        across += tl.load(key_scale + partners, mask=of_key, other=0.0).to(tl.float32)
+        values *= factor * scale
         partner *= factor * across
     angle = token // num_sequences * table_sequences + token % num_sequences % table_sequences
     cosine = _angles(cosines, angle, lanes, rotated, inside, 1.0, INTERLEAVED)
     sine = _angles(sines, angle, lanes, rotated, inside, 0.0, INTERLEAVED)
-    result = own * cosine + tl.where(other > lanes, -partner, partner) * sine
+    result = values * cosine + tl.where(partners > lanes, -partner, partner) * sine
     target = turned + row * head_dim + lanes
     tl.store(target, result.to(turned.dtype.element_ty), mask=inside)
 
@@ -238,7 +239,7 @@ def _backward(
     # fmt: on
     program = tl.program_id(0)
     lanes = tl.arange(0, LANES)[None, :]
-    other = _partner(lanes, rotated, INTERLEAVED)
+    partners = _partner(lanes, rotated, INTERLEAVED)
     num_turned = num_heads + num_kv_heads
     num_all = num_turned + num_kv_heads
     query_sum = tl.zeros((LANES,), dtype=tl.float32)
@@ -253,24 +254,24 @@ def _backward(
         of_query = inside & (head < num_heads)
         of_key = inside & (head >= num_heads) & (head < num_turned)
         of_value = inside & (head >= num_turned)
-        own = _read_gradients(
+        output_grad = _read_gradients(
             grad_query, position, sequence, head, lanes, query_position, query_sequence, query_head,
             of_query,
         )  # fmt: skip
-        own += _read_gradients(
+        output_grad += _read_gradients(
             grad_key, position, sequence, head - num_heads, lanes, key_position, key_sequence,
             key_head, of_key,
         )  # fmt: skip
-        own += _read_gradients(
+        output_grad += _read_gradients(
             grad_value, position, sequence, head - num_turned, lanes, value_position,
             value_sequence, value_head, of_value,
         )  # fmt: skip
         partner = _read_gradients(
-            grad_query, position, sequence, head, other, query_position, query_sequence, query_head,
-            of_query,
+            grad_query, position, sequence, head, partners, query_position, query_sequence,
+            query_head, of_query,
         )  # fmt: skip
         partner += _read_gradients(
-            grad_key, position, sequence, head - num_heads, other, key_position, key_sequence,
+            grad_key, position, sequence, head - num_heads, partners, key_position, key_sequence,
             key_head, of_key,
         )  # fmt: skip
         angle = position * table_sequences + sequence % table_sequences
@@ -278,8 +279,8 @@ def _backward(
         # The gradient is rotated back. Sines may differ within a pair only by rounding of tables,
         # whose halves are equal.
         cosine = _angles(cosines, angle, lanes, rotated, is_turned, 1.0, INTERLEAVED)
-        sine = _angles(sines, angle, other, rotated, is_turned, 0.0, INTERLEAVED)
-        grad = own * cosine + tl.where(other > lanes, partner, -partner) * sine
+        sine = _angles(sines, angle, partners, rotated, is_turned, 0.0, INTERLEAVED)
+        grad = output_grad * cosine + tl.where(partners > lanes, partner, -partner) * sine
         if HAS_NORM:
             source = qkv + token * (num_all * head_dim) + head * head_dim + lanes
             value = tl.load(source, mask=is_turned, other=0.0).to(tl.float32)
@@ -291,7 +292,7 @@ def _backward(
             scale += tl.load(key_scale + lanes, mask=of_key, other=0.0).to(tl.float32)
             scaled = grad * scale
             mean = tl.sum(scaled * unit, 1)[:, None] / head_dim
-            grad = tl.where(of_value, own, (scaled - unit * mean) * factor)
+            grad = tl.where(of_value, output_grad, (scaled - unit * mean) * factor)
         target = result + row * head_dim + lanes
         tl.store(target, grad.to(result.dtype.element_ty), mask=inside)
     if HAS_NORM:

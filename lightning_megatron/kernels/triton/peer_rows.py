@@ -220,9 +220,9 @@ def _put_sums(
         peer = (item + rank) % NUM_RANKS
         source = token + peer * num_tokens
         buffer_row = token + rank * num_tokens
-        lies = tl.load(rows + source * K + selections, mask=selections < K, other=all_needed)
+        token_rows = tl.load(rows + source * K + selections, mask=selections < K, other=all_needed)
         # The token's rank reads a sum from here, even if no row of the token is before the end.
-        is_needed = tl.min(lies, axis=0) < all_needed
+        is_needed = tl.min(token_rows, axis=0) < all_needed
         base = tl.multiple_of(tl.load(pointers + peer), 16)
         target = tl.multiple_of(base.to(tl.pointer_type(values.dtype.element_ty)), 16)
         for start in range(0, width, BLOCK):
@@ -242,7 +242,9 @@ def _put_sums(
                 mask=inside,
             )
         if HAS_SCALES:
-            gradient = tl.load(scales + lies, mask=(selections < K) & (lies < end), other=0.0)
+            gradient = tl.load(
+                scales + token_rows, mask=(selections < K) & (token_rows < end), other=0.0
+            )
             there = (base + scales_at).to(tl.pointer_type(scales.dtype.element_ty))
             tl.store(
                 there + buffer_row * K + selections, gradient, mask=(selections < K) & is_needed

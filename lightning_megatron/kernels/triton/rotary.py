@@ -76,9 +76,9 @@ class _RotateQKV(torch.autograd.Function):
                 )
         ctx.save_for_backward(cosines, sines)
         ctx.sizes = num_heads, num_kv_heads, width
-        # New tensors that share the memory, instead of views: autograd does not allow in-place
-        # functions on several views that one function returned. Here they are safe, because nothing
-        # else reads qkv.
+        # The results are new tensors that share the memory, instead of views: autograd does not
+        # allow in-place functions on several views that one function returned. Here they are safe,
+        # because nothing else reads qkv.
         parts = []
         first = 0
         for count in (num_heads, num_kv_heads, num_kv_heads):

@@ -169,27 +169,27 @@ def _best(
     if GROUPS > 1:
         SIZE: tl.constexpr = BLOCK // GROUPS
         by_group = tl.reshape(keys, (TOKENS, GROUPS, SIZE))
-        worth = tl.max(by_group, axis=2)
+        group_keys = tl.max(by_group, axis=2)
         if BEST == 2:
             members = tl.arange(0, SIZE)[None, None, :]
             is_first = members == _first_of_highest(by_group, members, 2, SIZE)
             second = tl.max(tl.where(is_first, taken, by_group), axis=2)
-            worth = _ordered(_value(worth) + _value(second))
+            group_keys = _ordered(_value(group_keys) + _value(second))
         numbers = tl.arange(0, GROUPS)[None, :]
         is_in = tl.zeros((TOKENS, GROUPS), tl.int32)
         for _ in tl.static_range(TOP_GROUPS):
-            hit = numbers == _first_of_highest(worth, numbers, 1, GROUPS)
-            is_in = tl.where(hit, 1, is_in)
-            worth = tl.where(hit, taken, worth)
+            is_best = numbers == _first_of_highest(group_keys, numbers, 1, GROUPS)
+            is_in = tl.where(is_best, 1, is_in)
+            group_keys = tl.where(is_best, taken, group_keys)
         is_in = tl.broadcast_to(is_in[:, :, None], (TOKENS, GROUPS, SIZE))
         is_in = tl.reshape(is_in, (TOKENS, BLOCK))
         excluded = _ordered(tl.full((TOKENS, BLOCK), float("-inf"), tl.float32))
         keys = tl.where(is_in != 0, keys, excluded)
     position = tl.full((TOKENS, BLOCK), -1, tl.int32)
     for selection in tl.static_range(K):
-        hit = columns == _first_of_highest(keys, columns, 1, BLOCK)
-        position = tl.where(hit, selection, position)
-        keys = tl.where(hit, taken, keys)
+        is_best = columns == _first_of_highest(keys, columns, 1, BLOCK)
+        position = tl.where(is_best, selection, position)
+        keys = tl.where(is_best, taken, keys)
     return position
 
 

@@ -116,8 +116,8 @@ class _Attached(torch.autograd.Function):
         ctx.shape = share_sums.shape
         ctx.coefficient = coefficient
         ctx.square_coefficient = square_coefficient
-        # Not saved with save_for_backward: the tensor may be filled between forward and backward,
-        # which autograd refuses for saved tensors.
+        # The tensor is not saved with save_for_backward, because it may be filled between forward
+        # and backward, which autograd refuses for saved tensors.
         ctx.scale = scale
         return x.view_as(x)
 

@@ -118,7 +118,7 @@ def _forward(
     result = (gate / (1.0 + tl.exp(-gate)) * up).to(output.dtype.element_ty)
     tl.store(output + row * features + columns, result, mask=inside)
     if magnitudes is not None:
-        # Outside there is silu(0) * 0 = 0.
+        # Lanes outside of the matrix hold silu(0) * 0 = 0.
         program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         note_magnitude(magnitudes, magnitude_bits(result), program)
 
@@ -149,7 +149,7 @@ def _backward(
     tl.store(target, grad_gate, mask=inside)
     tl.store(target + features, grad_up, mask=inside)
     if magnitudes is not None:
-        # Outside the factors are 0, and so are the gradients.
+        # Outside of the matrix the factors are 0, and so are the gradients.
         bits = tl.maximum(magnitude_bits(grad_gate), magnitude_bits(grad_up))
         program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         note_magnitude(magnitudes, bits, program)

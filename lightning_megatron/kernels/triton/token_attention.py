@@ -158,11 +158,13 @@ def _store(
     head = pair % kv_heads
     slot = pair * slots + tl.load(place) % slots
     lanes = tl.arange(0, LANES)
-    one = tl.load(key + row * key_row + head * key_head + lanes * key_lane, mask=lanes < head_dim)
-    tl.store(keys + slot * head_dim + lanes, one, mask=lanes < head_dim)
+    new_key = tl.load(
+        key + row * key_row + head * key_head + lanes * key_lane, mask=lanes < head_dim
+    )
+    tl.store(keys + slot * head_dim + lanes, new_key, mask=lanes < head_dim)
     source = value + row * value_row + head * value_head + lanes * value_lane
-    other = tl.load(source, mask=lanes < value_dim)
-    tl.store(values + slot * value_dim + lanes, other, mask=lanes < value_dim)
+    new_value = tl.load(source, mask=lanes < value_dim)
+    tl.store(values + slot * value_dim + lanes, new_value, mask=lanes < value_dim)
 
 
 @triton.jit
@@ -218,7 +220,7 @@ def _attend_part(
         slot = start + tl.arange(0, BLOCK)
         is_slot = slot < last
         # A slot holds the latest token whose place it is.
-        seen = is_slot & (at - (at - slot + slots) % slots >= start_of_row)
+        visible = is_slot & (at - (at - slot + slots) % slots >= start_of_row)
         index = pair * slots + slot
         key = tl.load(
             keys + index[None, :] * head_dim + lanes[:, None],
@@ -226,7 +228,7 @@ def _attend_part(
             other=0.0,
         )
         products = tl.dot(queries, key, input_precision="ieee")
-        scores = tl.where(seen[None, :], products * scale, float("-inf"))
+        scores = tl.where(visible[None, :], products * scale, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - finite[:, None])

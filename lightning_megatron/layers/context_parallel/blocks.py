@@ -59,13 +59,15 @@ def ring_blocks(
     if cut is not None:
         ring = [_of_documents(span, cut, seq_part, rank, source) for source in range(size)]
     else:
-        planned = (rows.ring_blocks(rank, one, span.causal, span.window) for one in range(size))
-        ring = [[_of_rows(span, one) for one in blocks] for blocks in planned]
+        planned = (
+            rows.ring_blocks(rank, source, span.causal, span.window) for source in range(size)
+        )
+        ring = [[_of_rows(span, block) for block in blocks] for blocks in planned]
     if span.slopes is None:
         return ring
     held = [_places_of(source, cut or rows, device) for source in range(size)]
     return [
-        [_placed(one, held[rank], keys) for one in blocks]
+        [_placed(block, held[rank], keys) for block in blocks]
         for blocks, keys in zip(ring, held, strict=True)
     ]
 
@@ -88,14 +90,14 @@ def gathered_blocks(
         return [_of_visible(span, _visible_keys(span), seq_part)]
     if span.cut is None:
         planned = rows.gathered_blocks(rank, span.causal, span.window)
-        blocks = [_of_rows(span, one) for one in planned]
+        blocks = [_of_rows(span, block) for block in planned]
     else:
         blocks = _of_whole_documents(span, span.cut, length, rank)
     if span.slopes is None:
         return blocks
     held = _places_of(rank, span.cut or rows, device)
     keys = torch.arange(length, device=device)[None].expand(len(held), -1)
-    return [_placed(one, held, keys) for one in blocks]
+    return [_placed(block, held, keys) for block in blocks]
 
 
 def hides_keys(span: AttentionSpan) -> bool:
@@ -252,7 +254,7 @@ def _places_of(rank: int, cut: ContextCut | DocumentCut, device: torch.device) -
     """Return the place in its row of every token that a rank holds."""
     if isinstance(cut, DocumentCut):
         return cut.order[:, rank]
-    pieces = (torch.arange(one.start, one.stop, device=device) for one in cut.ranges(rank))
+    pieces = (torch.arange(piece.start, piece.stop, device=device) for piece in cut.ranges(rank))
     return torch.cat(tuple(pieces))[None]
 
 

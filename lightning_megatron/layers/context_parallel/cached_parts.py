@@ -108,16 +108,18 @@ def held_span(
     keys = _held(past.cache.held).places_with(past.cache.length, past.count)
     queries = past.query_places(seq_length, device)
     distance = queries[:, None] - keys[:, None]
-    seen = (distance >= 0) & (keys >= 0)[:, None]
+    visible = (distance >= 0) & (keys >= 0)[:, None]
     if kind.window is not None:
-        seen = seen & (distance < kind.window)
+        visible = visible & (distance < kind.window)
     index = keys.clamp(min=0)
     if past.visible is not None:
         index = index.expand(len(past.visible), -1)
         # Padding attends to itself, because every query must have a key.
-        seen = seen & past.visible.gather(1, index)[:, None] | (distance == 0)
-    mask = torch.zeros(seen.shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
-    mask = mask.masked_fill_(~seen, -torch.inf)[:, None]
+        visible = visible & past.visible.gather(1, index)[:, None] | (distance == 0)
+    mask = torch.zeros(
+        visible.shape, dtype=torch.promote_types(dtype, torch.float32), device=device
+    )
+    mask = mask.masked_fill_(~visible, -torch.inf)[:, None]
     if kind.slopes is None:
         return AttentionSpan(mask=mask, past=past)
     if not kind.slopes.skips_padding or past.visible is None:

@@ -132,7 +132,7 @@ def _exchanged(
     all_heads = [*query.unbind(2), *key.unbind(2), *value.unbind(2)]
     # One message carries the heads of queries, keys and values, sorted by destination.
     order = chain.from_iterable(
-        [*share, *(heads + one for one in kv), *(heads + kv_heads + one for one in kv)]
+        [*share, *(heads + head for head in kv), *(heads + kv_heads + head for head in kv)]
         for share, kv in zip(shares, needed, strict=True)
     )
     rows = torch.stack([all_heads[head] for head in order])
@@ -143,9 +143,11 @@ def _exchanged(
         .permute(0, 2, 3, 1, 4)
         .flatten(0, 1)
     )
-    mine = in_sequence_order(parts, cut, ranks).split([num_heads, own_kv, own_kv], dim=2)
+    own_heads = in_sequence_order(parts, cut, ranks).split([num_heads, own_kv, own_kv], dim=2)
     # A rank without heads computes no attention, but its backward pass must communicate, too.
-    mixed = core(*mine).unflatten(-1, (num_heads, query.shape[3])) if num_heads else sum(mine)
+    mixed = (
+        core(*own_heads).unflatten(-1, (num_heads, query.shape[3])) if num_heads else sum(own_heads)
+    )
     parts = in_rank_order(mixed, cut, ranks).unflatten(0, (axis.size, query.shape[0]))
     rows = parts.permute(0, 3, 1, 2, 4).flatten(0, 1)
     back = all_to_all_rows(rows, [num_heads] * axis.size, [len(share) for share in shares], axis)

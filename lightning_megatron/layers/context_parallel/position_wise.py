@@ -134,7 +134,9 @@ def _computes_separately(module: nn.Module) -> bool:
             return len(module.normalized_shape) == 1  # type: ignore[arg-type]
         if kind in (nn.Softmax, nn.LogSoftmax, nn.GLU):
             return bool(module.dim == -1)
-        computes = any(isfunction(one) for key, one in vars(kind).items() if key not in _PASSIVE)
+        computes = any(
+            isfunction(attribute) for key, attribute in vars(kind).items() if key not in _PASSIVE
+        )
         if computes and kind.__module__ != "torch.nn.utils.parametrize":
             return False
     return False
@@ -161,7 +163,9 @@ def _check_first_call(name: str, module: nn.Module) -> None:
 
 def _length(values: Any) -> int:
     """Return the length of the first tensor's first dimension; 0 without one."""
-    tensors = [one for one in pytree.tree_leaves(values) if isinstance(one, Tensor) and one.dim()]
+    tensors = [
+        leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor) and leaf.dim()
+    ]
     return len(tensors[0]) if tensors else 0
 
 
@@ -176,21 +180,21 @@ def _is_separate(
         own_args, own_kwargs = pytree.tree_map(part, (args, dict(kwargs)))
         leaves = pytree.tree_leaves(module.forward(*own_args, **own_kwargs))
         return [
-            one.double()
-            for one in leaves
-            if isinstance(one, Tensor) and one.dim() and len(one) == stop - first
+            leaf.double()
+            for leaf in leaves
+            if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == stop - first
         ]
 
     half = length // 2
     with torch.no_grad(), _without_draws(module):
         whole = run(0, length)
-        parts = [torch.cat(both) for both in zip(run(0, half), run(half, length), strict=True)]
+        parts = [torch.cat(halves) for halves in zip(run(0, half), run(half, length), strict=True)]
     if not whole or len(whole) != len(parts):
         return False
-    for one, other in zip(whole, parts, strict=True):
-        if one.shape != other.shape:
+    for expected, joined in zip(whole, parts, strict=True):
+        if expected.shape != joined.shape:
             return False
-        if float((one - other).abs().max()) > _TOLERANCE * float(one.abs().max()):
+        if float((expected - joined).abs().max()) > _TOLERANCE * float(expected.abs().max()):
             return False
     return True
 
@@ -198,11 +202,11 @@ def _is_separate(
 @contextmanager
 def _without_draws(module: nn.Module) -> Iterator[None]:
     """Disable dropout inside a module, and restore the training mode when the block ends."""
-    trained = [one for one in module.modules() if one.training]
-    for one in trained:
-        one.training = False
+    trained = [part for part in module.modules() if part.training]
+    for part in trained:
+        part.training = False
     try:
         yield
     finally:
-        for one in trained:
-            one.training = True
+        for part in trained:
+            part.training = True

@@ -93,20 +93,20 @@ def gathered_attention(
     """
     cut = span.cut or ContextCut(axis.size, axis.size * query.shape[0])
     joined = all_gather_sequence(torch.stack((key, value), dim=2), axis)
-    both = in_sequence_order(joined, cut).movedim(2, 0)
+    key_value = in_sequence_order(joined, cut).movedim(2, 0)
     blocks = gathered_blocks(span, query.shape[0], axis.size, axis.rank, query.device)
     # The gathered keys are those of a ring of one rank.
-    return _attend(query, both, span, MeshAxis(axis.name), [blocks])
+    return _attend(query, key_value, span, MeshAxis(axis.name), [blocks])
 
 
 def _attend(
     query: Tensor,
-    both: Tensor,
+    key_value: Tensor,
     span: AttentionSpan,
     axis: MeshAxis,
     blocks: list[list[Block]],
 ) -> Tensor:
-    mixed: Tensor = _Ring.apply(query, both, span.sinks, axis, blocks, span.results)
+    mixed: Tensor = _Ring.apply(query, key_value, span.sinks, axis, blocks, span.results)
     return mixed.flatten(2)
 
 
@@ -126,15 +126,15 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any,
         query: Tensor,
-        both: Tensor,
+        key_value: Tensor,
         sinks: Tensor | None,
         axis: MeshAxis,
         blocks: list[list[Block]],
         results: CoreResults | None,
     ) -> Tensor:
-        compute = partial(_mixed, query, both, sinks, axis, blocks)
+        compute = partial(_mixed, query, key_value, sinks, axis, blocks)
         out, log_sum = compute() if results is None else results.of(compute)
-        ctx.save_for_backward(query, both, sinks, out, log_sum)
+        ctx.save_for_backward(query, key_value, sinks, out, log_sum)
         ctx.axis = axis
         ctx.blocks = blocks
         return out
@@ -142,52 +142,52 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, both, sinks, out, log_sum = ctx.saved_tensors
+        query, key_value, sinks, out, log_sum = ctx.saved_tensors
         grad = grads[0].to(query.dtype)
         dtype = dtype_of_sums(query.dtype)
         of_query = query.new_zeros(query.shape, dtype=dtype)
         arriving: Tensor | None = None
         pending = PendingTransfers()
-        for source, keys, values in _blocks_of_ranks(both, ctx.axis):
-            of_both = both.new_zeros(both.shape, dtype=dtype)
-            for one in ctx.blocks[source]:
+        for source, keys, values in _blocks_of_ranks(key_value, ctx.axis):
+            of_key_value = key_value.new_zeros(key_value.shape, dtype=dtype)
+            for block in ctx.blocks[source]:
                 shares = backward_part(
-                    taken(grad, one.queries),
-                    taken(query, one.queries),
-                    taken(keys, one.keys),
-                    taken(values, one.keys),
-                    taken(out, one.queries),
-                    taken(log_sum.permute(2, 0, 1), one.queries).permute(1, 2, 0),
-                    one.span,
-                    one.key_rows,
+                    taken(grad, block.queries),
+                    taken(query, block.queries),
+                    taken(keys, block.keys),
+                    taken(values, block.keys),
+                    taken(out, block.queries),
+                    taken(log_sum.permute(2, 0, 1), block.queries).permute(1, 2, 0),
+                    block.span,
+                    block.key_rows,
                 )
-                add_at(of_query, one.queries, shares[0])
-                add_at(of_both[0], one.keys, shares[1])
-                add_at(of_both[1], one.keys, shares[2])
+                add_at(of_query, block.queries, shares[0])
+                add_at(of_key_value[0], block.keys, shares[1])
+                add_at(of_key_value[1], block.keys, shares[2])
             # The gradients that the previous ranks have accumulated for the same keys.
             pending.wait()
             if arriving is not None:
-                of_both += arriving
-            arriving, pending = _pass_on(of_both, ctx.axis)
+                of_key_value += arriving
+            arriving, pending = _pass_on(of_key_value, ctx.axis)
         pending.wait()
         assert arriving is not None, "a ring has at least one rank"
         of_sinks = None if sinks is None else gradient_of_sinks(grad, out, log_sum, sinks)
-        return of_query.to(query.dtype), arriving.to(both.dtype), of_sinks, None, None, None
+        return of_query.to(query.dtype), arriving.to(key_value.dtype), of_sinks, None, None, None
 
 
 def _mixed(
     query: Tensor,
-    both: Tensor,
+    key_value: Tensor,
     sinks: Tensor | None,
     axis: MeshAxis,
     blocks: list[list[Block]],
 ) -> tuple[Tensor, Tensor]:
     """Return the output, in the dtype of the queries, and the log-sum-exps over all keys."""
     total = PartialSum(query)
-    for source, keys, values in _blocks_of_ranks(both, axis):
-        for one in blocks[source]:
-            parts = taken(query, one.queries), taken(keys, one.keys), taken(values, one.keys)
-            total.add(one.queries, *forward_part(*parts, one.span, one.key_rows))
+    for source, keys, values in _blocks_of_ranks(key_value, axis):
+        for block in blocks[source]:
+            parts = taken(query, block.queries), taken(keys, block.keys), taken(values, block.keys)
+            total.add(block.queries, *forward_part(*parts, block.span, block.key_rows))
     out = total.out
     log_sum = total.log_sum
     if sinks is not None:
@@ -195,16 +195,16 @@ def _mixed(
     return out.to(query.dtype), log_sum
 
 
-def _blocks_of_ranks(both: Tensor, axis: MeshAxis) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _blocks_of_ranks(key_value: Tensor, axis: MeshAxis) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield every rank's keys and values, this rank's first, while the next ones are received."""
     for step in range(axis.size):
-        arriving = both
+        arriving = key_value
         pending = PendingTransfers()
         if step + 1 < axis.size:
-            arriving, pending = _pass_on(both, axis)
-        yield (axis.rank - step) % axis.size, both[0], both[1]
+            arriving, pending = _pass_on(key_value, axis)
+        yield (axis.rank - step) % axis.size, key_value[0], key_value[1]
         pending.wait()
-        both = arriving
+        key_value = arriving
 
 
 def _pass_on(tensor: Tensor, axis: MeshAxis) -> tuple[Tensor, PendingTransfers]:

@@ -80,8 +80,8 @@ class DelayedScales:
         Args:
             index: Index of the layer in :attr:`names`.
         """
-        magnitudes, seen = self._bits[:, index].unbind()
-        return LayerScales(self, index, magnitudes, seen, self._factors[index])
+        magnitudes, recorded = self._bits[:, index].unbind()
+        return LayerScales(self, index, magnitudes, recorded, self._factors[index])
 
     def follow_weight(self, index: int, magnitude: Int[Tensor, "1"] | None) -> None:
         """Let the magnitude of a layer's weight enter the history, without casts of the weight.
@@ -115,16 +115,16 @@ class DelayedScales:
         self.is_fresh = False
         if not self.names:
             return
-        seen = self._bits[1]
-        places = [seen[index, _WEIGHT : _WEIGHT + 1] for index in self._stored]
+        recorded = self._bits[1]
+        places = [recorded[index, _WEIGHT : _WEIGHT + 1] for index in self._stored]
         if places:
             torch._foreach_copy_(places, list(self._stored.values()))
         for axis in (mesh.tp, mesh.data):
-            all_reduce_(seen, axis, "max")
-        magnitudes = seen.view(torch.float32)
+            all_reduce_(recorded, axis, "max")
+        magnitudes = recorded.view(torch.float32)
         kept = torch.where(magnitudes.isfinite(), magnitudes, 0.0)
         self.history.copy_(torch.cat([kept[:, None], self.history[:, :-1]], 1))
-        seen.zero_()
+        recorded.zero_()
         self._set_scales()
 
     @torch.no_grad()
@@ -139,9 +139,9 @@ class DelayedScales:
                 the first step follow from its tensors.
         """
         self.history.zero_()
-        for own, saved in zip(self.history, histories, strict=True):
-            length = min(len(own), len(saved))
-            own[:length].copy_(saved[:length])
+        for history, saved in zip(self.history, histories, strict=True):
+            length = min(len(history), len(saved))
+            history[:length].copy_(saved[:length])
         self._set_scales()
         self.is_fresh = not is_complete
 

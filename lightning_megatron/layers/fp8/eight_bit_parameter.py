@@ -156,13 +156,13 @@ def _read(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any])
     is_in_place = (name.endswith("_") and not name.endswith("__")) or name in _ADDING
     is_in_place |= name in ("__setitem__", "__delitem__")
     written = tree_leaves((args[0] if is_in_place and args else None, kwargs.get("out")))
-    for one in written:
-        if isinstance(one, EightBitWeight):
-            raise _refused(one, f"{name!r} in place")
-    for one in tree_leaves((args, kwargs)):
-        is_recorded = isinstance(one, EightBitWeight) and one.requires_grad
+    for value in written:
+        if isinstance(value, EightBitWeight):
+            raise _refused(value, f"{name!r} in place")
+    for value in tree_leaves((args, kwargs)):
+        is_recorded = isinstance(value, EightBitWeight) and value.requires_grad
         if is_recorded and torch.is_grad_enabled():
-            raise _refused(one, f"{name!r} with gradients")
+            raise _refused(value, f"{name!r} with gradients")
     args, kwargs = tree_map_only(EightBitWeight, _numbers, (tuple(args), kwargs))
     return func(*args, **kwargs)
 

@@ -129,11 +129,11 @@ class _FP8ColumnLinear(torch.autograd.Function):
         ctx.of_gradient = of_gradient
         ctx.hidden_shape = hidden.shape
         keeps_input = ctx.needs_input_grad[1]
-        own = None if magnitude is None else magnitude.of(hidden)
+        bits = None if magnitude is None else magnitude.of(hidden)
         kept: tuple[Tensor | None, Tensor | None] = (None, None)
         if not mesh.sequence_parallel:
             inputs = scaling.cast_input(
-                as_rows(hidden), rows=True, columns=keeps_input, row_axes=(mesh.cp,), own=own
+                as_rows(hidden), rows=True, columns=keeps_input, row_axes=(mesh.cp,), own=bits
             )
             rows = inputs.rows
             if inputs.columns is not None:
@@ -141,7 +141,7 @@ class _FP8ColumnLinear(torch.autograd.Function):
         elif scaling.has_one_scale:
             axes = mesh.cp, mesh.tp
             cast = scaling.cast_input(
-                as_rows(hidden), rows=True, columns=False, row_axes=axes, own=own
+                as_rows(hidden), rows=True, columns=False, row_axes=axes, own=bits
             )
             rows = needed(cast.rows)
             kept = rows.values, rows.scale
@@ -167,7 +167,7 @@ class _FP8ColumnLinear(torch.autograd.Function):
         kept, scale, weight, magnitude = ctx.saved_tensors
         mesh = ctx.mesh
         grad = as_rows(grads[0])
-        own = None if ctx.of_gradient is None else ctx.of_gradient.take(grads[0])
+        bits = None if ctx.of_gradient is None else ctx.of_gradient.take(grads[0])
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         cast = ctx.scaling.cast_gradient(
             grad,
@@ -175,7 +175,7 @@ class _FP8ColumnLinear(torch.autograd.Function):
             columns=needs_weight,
             row_axes=(mesh.cp,),
             column_axes=(mesh.tp,),
-            own=own,
+            own=bits,
         )
         start: Callable[[], Inputs] = partial(start_inputs, kept, scale, mesh, ctx.scaling)
         if needs_weight and open_queue(ctx) is None:
@@ -213,14 +213,14 @@ class _FP8RowLinear(torch.autograd.Function):
         ctx.scaling = scaling
         ctx.hidden_shape = hidden.shape
         keeps_input = ctx.needs_input_grad[1]
-        own = None if magnitude is None else magnitude.of(hidden)
+        bits = None if magnitude is None else magnitude.of(hidden)
         inputs = scaling.cast_input(
             as_rows(hidden),
             rows=True,
             columns=keeps_input,
             row_axes=(mesh.cp,),
             column_axes=(mesh.tp,),
-            own=own,
+            own=bits,
         )
         matrix = scaling.cast_weight(weight, rows=True, columns=False, column_axes=(mesh.tp,))
         columns = inputs.columns
@@ -268,8 +268,8 @@ def _save(
 ) -> None:
     # A weight that is kept in 8 bits is read from the memory of the optimizer.
     needs_weight = ctx.needs_input_grad[0] and ctx.scaling.stored is None
-    own = (weight, matrix.magnitude) if needs_weight else (None, None)
-    ctx.save_for_backward(*kept, *own)
+    kept_weight = (weight, matrix.magnitude) if needs_weight else (None, None)
+    ctx.save_for_backward(*kept, *kept_weight)
 
 
 def _forward_dtype(hidden: Tensor) -> torch.dtype:

@@ -40,13 +40,14 @@ class Magnitude:
         Args:
             tensor: The tensor.
         """
-        own = self.tensor
+        measured = self.tensor
         is_same = (
-            tensor.untyped_storage()._cdata == own.untyped_storage()._cdata
-            and (tensor.numel(), tensor.storage_offset()) == (own.numel(), own.storage_offset())
-            and tensor.dtype == own.dtype
+            tensor.untyped_storage()._cdata == measured.untyped_storage()._cdata
+            and (tensor.numel(), tensor.storage_offset())
+            == (measured.numel(), measured.storage_offset())
+            and tensor.dtype == measured.dtype
             and tensor.is_contiguous()
-            and own.is_contiguous()
+            and measured.is_contiguous()
             and tensor._version == self._version
         )
         return self.parts if is_same else None

@@ -106,7 +106,7 @@ class _Version:
         """Return whether nothing was written or replaced between two states."""
         if other is None or self.numbers != other.numbers:
             return False
-        return all(one is two for one, two in zip(self.parts, other.parts, strict=True))
+        return all(left is right for left, right in zip(self.parts, other.parts, strict=True))
 
 
 class LayerCasts:
@@ -147,8 +147,8 @@ class LayerCasts:
     @property
     def num_bytes(self) -> int:
         """Count the memory of the casts that are kept now (bytes)."""
-        kept = [one for one in (self._rows, self._columns) if one is not None]
-        return sum(one.values.nbytes + one.scale.nbytes for one in kept)
+        kept = [cast for cast in (self._rows, self._columns) if cast is not None]
+        return sum(cast.values.nbytes + cast.scale.nbytes for cast in kept)
 
     def operands(
         self,

@@ -140,8 +140,8 @@ class EngineScaling:
         if self.scales.magnitude(use) is not None:
             return self._delayed_quantizers[use, counts]
         if counts:
-            seen = self.scales.seen(use).view(torch.float32)
-            seen.copy_(torch.maximum(seen, matrix.abs().amax().float()))
+            largest = self.scales.seen(use).view(torch.float32)
+            largest.copy_(torch.maximum(largest, matrix.abs().amax().float()))
         return self._current_quantizers[use]
 
     @cached_property
@@ -174,9 +174,9 @@ class EngineScaling:
         unused = torch.zeros(1, dtype=torch.float32, device=self.device)
         quantizers = {}
         for use, quantizer in self._current_quantizers.items():
-            seen = self.scales.seen(use).view(torch.float32).reshape(1)
+            largest = self.scales.seen(use).view(torch.float32).reshape(1)
             for counts in (True, False):
-                amax = seen if counts else unused
+                amax = largest if counts else unused
                 quantizers[use, counts] = make(self.scales.factor(use), amax, quantizer.dtype)
         return quantizers
 

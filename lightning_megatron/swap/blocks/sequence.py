@@ -55,8 +55,8 @@ class _Entry:
 
     def _check(self, hidden: Tensor, mesh: ParallelMesh) -> None:
         first = broadcast_(hidden.clone(), mesh.tp, 0)
-        apart = ((first - hidden).abs().max() > _TOLERANCE * first.abs().max()).to(hidden.dtype)
-        if float(all_reduce_(apart, mesh.tp, "max")):
+        differs = ((first - hidden).abs().max() > _TOLERANCE * first.abs().max()).to(hidden.dtype)
+        if float(all_reduce_(differs, mesh.tp, "max")):
             raise UnsupportedError(
                 f"{self.name!r} of the kind 'sequence' must get the same input on all "
                 "tensor-parallel ranks: here each rank has its own part of the features. Between a "
@@ -179,8 +179,8 @@ def gather_sequence_inputs(module: nn.Module) -> None:
 def _full_inputs(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    return tuple(gather_shard(one) for one in args), {
-        name: gather_shard(one) for name, one in kwargs.items()
+    return tuple(gather_shard(value) for value in args), {
+        name: gather_shard(value) for name, value in kwargs.items()
     }
 
 

@@ -111,8 +111,8 @@ class ParallelEncoderLayer(nn.Module):
         return hidden_dropout(attended, self.dropout1, self.training, self.mesh)
 
     def _feed(self, x: Tensor) -> Tensor:
-        fed = self.linear2(self.dropout(self.activation(self.linear1(x))))
-        return hidden_dropout(fed, self.dropout2, self.training, self.mesh)
+        output = self.linear2(self.dropout(self.activation(self.linear1(x))))
+        return hidden_dropout(output, self.dropout2, self.training, self.mesh)
 
 
 class ParallelEncoder(nn.Module):

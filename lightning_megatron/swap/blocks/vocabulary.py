@@ -59,13 +59,13 @@ class EmbeddingOverVocabulary(nn.Module):
         check_ids(input, self.num_embeddings)
         num_rows = self.weight.shape[0]
         local = input - self.first
-        elsewhere = (local < 0) | (local >= num_rows)
+        is_remote = (local < 0) | (local >= num_rows)
         # An illegal id is mapped to an illegal row, so that the CUDA kernel that reads the row
         # asserts.
         illegal = (input < 0) | (input >= self.num_embeddings)
-        index = local.masked_fill(elsewhere, 0).masked_fill(illegal, num_rows)
+        index = local.masked_fill(is_remote, 0).masked_fill(illegal, num_rows)
         vectors = F.embedding(index, self.weight, padding_idx=self._local_padding_idx())
-        return reduce_from_axis(vectors.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.mesh.tp)
+        return reduce_from_axis(vectors.masked_fill(is_remote.unsqueeze(-1), 0.0), self.mesh.tp)
 
     def _local_padding_idx(self) -> int | None:
         if self.padding_idx is None:

@@ -111,14 +111,14 @@ def _known_models(
     sites: Sequence[ModuleSite], kinds: Mapping[str, str]
 ) -> Iterator[tuple[ModuleSite, Family]]:
     """List the outermost models with a family that the plan neither excludes nor cuts."""
-    seen: list[str] = []
+    visited: list[str] = []
     taken: list[str] = []
     for site in sites:
         if not is_hugging_face(site.module) or site.is_inside(taken):
             continue
         family = find_family(type(site.module).__name__)
-        is_nested = site.is_inside(seen)
-        seen.append(site.name)
+        is_nested = site.is_inside(visited)
+        visited.append(site.name)
         inside = {kind for name, kind in kinds.items() if f"{name}.".startswith(f"{site.name}.")}
         is_free = inside <= {"auto"} and not (is_nested and _is_read_from_outside(site.module))
         if family is not None and is_free:
@@ -178,7 +178,7 @@ def find_stages(
             configuration of a Hugging Face model requests outputs of all blocks.
     """
     models = [site for site in sites if is_hugging_face(site.module)]
-    models = [site for site in models if not site.is_inside([other.name for other in models])]
+    models = [site for site in models if not site.is_inside([model.name for model in models])]
     if plan is None:
         has_stages = any(isinstance(site.module, PipelinedModule) for site in sites)
         if mesh.pp.size == 1 or has_stages or replaced:
@@ -216,8 +216,8 @@ def _declared_stages(model: Any) -> dict[str, str]:
     # the base model, such as a head, run after it.
     base = lists[0].rpartition(".")[0]
     inner = [name for name in names if name.rpartition(".")[0] == base and name in modules]
-    sides = ["first" if inner.index(name) < inner.index(lists[0]) else "last" for name in inner]
-    return dict(zip(inner, sides, strict=True)) | {lists[0]: "blocks"}
+    stages = ["first" if inner.index(name) < inner.index(lists[0]) else "last" for name in inner]
+    return dict(zip(inner, stages, strict=True)) | {lists[0]: "blocks"}
 
 
 def _prepare_for_stages(model: Any) -> Callable[[], None]:

@@ -225,13 +225,13 @@ def _nothing_fits(
 
 
 def _check_shared(sites: Sequence[ModuleSite], kinds: Mapping[str, str]) -> None:
-    first: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     for site in sites:
-        other = first.setdefault(id(site.module), site.name)
-        mine = kinds.get(site.name, "replicate")
-        theirs = kinds.get(other, "replicate")
-        if mine != theirs:
+        first_name = first_names.setdefault(id(site.module), site.name)
+        kind = kinds.get(site.name, "replicate")
+        first_kind = kinds.get(first_name, "replicate")
+        if kind != first_kind:
             raise ParallelPlanError(
-                f"a module with two names must have one kind: {other!r} has the kind {theirs!r}, "
-                f"{site.name!r} has {mine!r}. Give both names the same kind."
+                f"a module with two names must have one kind: {first_name!r} has the kind "
+                f"{first_kind!r}, {site.name!r} has {kind!r}. Give both names the same kind."
             )

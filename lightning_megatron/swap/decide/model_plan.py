@@ -89,23 +89,23 @@ def supported_plan(model: Any, tp: int, called: str = "model") -> DeclaredPlan:
         if not named and any(fnmatchcase(name, pattern) for name, _ in model.named_parameters()):
             left[f"{pattern!r} is {style!r}"] = ""
         for name in named:
-            around = name.rpartition(".")[0]
+            parent = name.rpartition(".")[0]
             if kind is None or not _fits(kind, rules[modules[name]]):
                 left[f"{pattern!r} is {style!r}"] = ""
-                unknown |= {around, name}
+                unknown |= {parent, name}
             else:
-                blocks.setdefault(around, {})[name] = kind
+                blocks.setdefault(parent, {})[name] = kind
     kinds: dict[str, str] = {}
-    for around, block in blocks.items():
-        reason = "" if around in unknown and _leaves_parts(block) else None
+    for parent, block in blocks.items():
+        reason = "" if parent in unknown and _leaves_parts(block) else None
         if reason is None and _leaves_parts(block):
             reason = _reason_against_sharding(
-                modules[around], around, block, model.config, tp, called
+                modules[parent], parent, block, model.config, tp, called
             )
         if reason is None:
-            kinds |= block | _head_parameters(modules[around], around, block, model.config, rules)
+            kinds |= block | _head_parameters(modules[parent], parent, block, model.config, rules)
         elif reason:
-            left[re.sub(r"\d+", "*", f"{around!r} {reason}")] = ""
+            left[re.sub(r"\d+", "*", f"{parent!r} {reason}")] = ""
     _share_vocabularies(model, modules, rules, kinds, left)
     return DeclaredPlan(kinds, tuple(left))
 
@@ -206,21 +206,19 @@ def _share_vocabularies(
         if head is not None and module is head and name in kinds:
             kinds[name] = "vocab"
     for name in [name for name, kind in kinds.items() if kind == "vocab"]:
-        shared = [
-            other for other, module in modules.items() if _holds(module, modules[name].weight)
-        ]
-        if all("vocab" in rules[modules[other]] for other in shared):
+        shared = [key for key, module in modules.items() if _holds(module, modules[name].weight)]
+        if all("vocab" in rules[modules[key]] for key in shared):
             kinds |= dict.fromkeys(shared, "vocab")
             continue
-        odd = next(other for other in shared if "vocab" not in rules[modules[other]])
+        odd = next(key for key in shared if "vocab" not in rules[modules[key]])
         left[
             (
                 f"{name!r} shares its weight with {odd!r}, a {type(modules[odd]).__name__}, which "
                 "is not cut"
             )
         ] = ""
-        for other in shared:
-            kinds.pop(other, None)
+        for key in shared:
+            kinds.pop(key, None)
 
 
 def _holds(module: nn.Module, weight: Any) -> bool:

@@ -125,7 +125,8 @@ class Stages:
                 site.module.to("meta")
                 setattr(site.parent, site.key, remote)
         staged.first_stage_parameters += [
-            FirstStageParameter(*one, staged, self.mesh.pp.is_first) for one in self.outer_owners
+            FirstStageParameter(*owner, staged, self.mesh.pp.is_first)
+            for owner in self.outer_owners
         ]
         for copy, original in self.ties.items() if self.mesh.has_loss else ():
             parameter = root.get_parameter(copy)
@@ -218,7 +219,7 @@ def suggest_plan(root: nn.Module, layout: ParallelLayout) -> dict[str, str] | No
             if type(part) in (nn.ModuleList, nn.Sequential)
             else set()
         )
-        within = any(name.startswith(f"{other}.") for other in sizes)
+        within = any(name.startswith(f"{list_name}.") for list_name in sizes)
         if len(kinds) == 1 and len(list(part.children())) >= layout.pp * layout.vpp and not within:
             sizes[name] = sum(parameter.numel() for parameter in part.parameters())
     # Among lists of equal size, such as those of an encoder and a decoder, choose the last one,
@@ -288,11 +289,15 @@ def _check_sides(
     plan: Mapping[str, str],
 ) -> None:
     known = [end.site.name for end in ends]
-    bare = {site.name for site in sites if next(site.module.parameters(), None) is None}
+    without_parameters = {
+        site.name for site in sites if next(site.module.parameters(), None) is None
+    }
     for pattern, kind in plan.items():
         matching = [site.name for site in sites if fnmatchcase(site.name, pattern)]
         # A module without parameters runs on every stage, so a plan cannot assign it.
-        if kind != "blocks" and not any(name in known or name in bare for name in matching):
+        if kind != "blocks" and not any(
+            name in known or name in without_parameters for name in matching
+        ):
             raise ParallelPlanError(
                 f"pipeline_plan can give the kind {kind!r} only to a whole module outside of "
                 f"{blocks.name!r}: {matching[0]!r} is not one. Use "

@@ -123,7 +123,7 @@ def decide(module: nn.Module, mesh: ParallelMesh, options: SwapOptions) -> SwapP
         module,
         mesh,
         tuple(sites),
-        tuple(sorted(replacements, key=lambda one: order[one.site.name])),
+        tuple(sorted(replacements, key=lambda replacement: order[replacement.site.name])),
         models.own_code,
         stages,
         stage_modules,

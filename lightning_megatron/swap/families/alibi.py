@@ -46,8 +46,8 @@ BLOOM = Family(
             "embedding_norm": True,
             "max_seq_length": _MAX_LENGTH,
         },
-        # A slower order of the same sums; the length of the training's rows, which the class does
-        # not read; names of earlier code.
+        # These fields select a slower order of the same sums, give the length of the training's
+        # rows, which the class does not read, or are names of earlier code.
         frozenset(
             {
                 *("slow_but_exact", "seq_length", "attention_softmax_in_fp32"),
@@ -145,7 +145,7 @@ MPT = Family(
             Field("resid_pdrop", 0.0, allowed=(0.0,), reason="Hugging Face's class ignores it"),
         ),
         {"norm": "layernorm", "position": "alibi", "bias": False, "activation": "gelu"},
-        # The class has slopes in any case, one kind of norm, and no other device.
+        # The class always has slopes and one kind of norm, and has no other device.
         frozenset({"learned_pos_emb", "norm_type", "init_device"}),
     ),
     DecoderNames(

@@ -81,16 +81,18 @@ class EncoderNames:
     def _layer(self, config: EncoderConfig, layer: int) -> list[TensorMap]:
         size = config.hidden_size
         inner = config.ffn_hidden_size
-        ours = f"layers.{layer}"
-        theirs = f"{self.prefix}encoder.layer.{layer}"
-        parts = tuple(f"{theirs}.attention.self.{part}" for part in ("query", "key", "value"))
+        prefix = f"layers.{layer}"
+        source = f"{self.prefix}encoder.layer.{layer}"
+        parts = tuple(f"{source}.attention.self.{part}" for part in ("query", "key", "value"))
         return [
-            *_linear(f"{ours}.attention.qkv", (3 * size, size), *parts),
-            *_linear(f"{ours}.attention.output", (size, size), f"{theirs}.attention.output.dense"),
-            *_norm(f"{ours}.attention_norm", f"{theirs}.attention.output.LayerNorm", config),
-            *_linear(f"{ours}.mlp.up", (inner, size), f"{theirs}.intermediate.dense"),
-            *_linear(f"{ours}.mlp.down", (size, inner), f"{theirs}.output.dense"),
-            *_norm(f"{ours}.mlp_norm", f"{theirs}.output.LayerNorm", config),
+            *_linear(f"{prefix}.attention.qkv", (3 * size, size), *parts),
+            *_linear(
+                f"{prefix}.attention.output", (size, size), f"{source}.attention.output.dense"
+            ),
+            *_norm(f"{prefix}.attention_norm", f"{source}.attention.output.LayerNorm", config),
+            *_linear(f"{prefix}.mlp.up", (inner, size), f"{source}.intermediate.dense"),
+            *_linear(f"{prefix}.mlp.down", (size, inner), f"{source}.output.dense"),
+            *_norm(f"{prefix}.mlp_norm", f"{source}.output.LayerNorm", config),
         ]
 
     def _head(self, config: EncoderConfig) -> list[TensorMap]:

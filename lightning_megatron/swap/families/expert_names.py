@@ -52,36 +52,40 @@ class ExpertNames:
         """List the sources of the full tensors of one layer's mixture."""
         experts = config.experts
         size = config.hidden_size
-        ours = f"layers.{layer}.mlp"
+        prefix = f"layers.{layer}.mlp"
         assert experts is not None, "only layers with experts are asked for"
-        tensors = self._router(experts, size, ours, layer)
+        tensors = self._router(experts, size, prefix, layer)
         for number in range(experts.num_experts):
             up = tuple(name.format(layer, number) for name in self.up)
             down = self.down.format(layer, number)
-            target = f"{ours}.experts.{number}"
+            target = f"{prefix}.experts.{number}"
             inner = experts.ffn_hidden_size
             tensors += _mlp(target, up, down, config, inner, experts.linear_bias)
         shared = experts.shared_ffn_hidden_size
         if shared is not None:
             up = tuple(name.format(layer) for name in self.shared_up)
-            tensors += _mlp(f"{ours}.shared", up, self.shared_down.format(layer), config, shared)
+            tensors += _mlp(f"{prefix}.shared", up, self.shared_down.format(layer), config, shared)
             if experts.shared_gate:
                 tensors.append(
-                    _joined(f"{ours}.shared.gate.weight", (1, size), self.shared_gate.format(layer))
+                    _joined(
+                        f"{prefix}.shared.gate.weight", (1, size), self.shared_gate.format(layer)
+                    )
                 )
         return tensors
 
-    def _router(self, experts: ExpertsConfig, size: int, ours: str, layer: int) -> list[TensorMap]:
+    def _router(
+        self, experts: ExpertsConfig, size: int, prefix: str, layer: int
+    ) -> list[TensorMap]:
         count = experts.num_experts
         router = self.router.format(layer)
-        tensors = [_joined(f"{ours}.router.weight", (count, size), router)]
+        tensors = [_joined(f"{prefix}.router.weight", (count, size), router)]
         if experts.router_bias:
-            tensors.append(_joined(f"{ours}.router.bias", (count,), router))
+            tensors.append(_joined(f"{prefix}.router.bias", (count,), router))
         if experts.expert_bias:
             name = self.bias.format(layer)
             # Its steps would be rounded away in a half type.
             bias = TensorMap(
-                f"{ours}.router.expert_bias", (count,), (Source(name, count),), torch.float32
+                f"{prefix}.router.expert_bias", (count,), (Source(name, count),), torch.float32
             )
             tensors.append(bias)
         return tensors

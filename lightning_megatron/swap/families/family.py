@@ -160,10 +160,10 @@ class DecoderNames:
         """List the sources of a model's full tensors."""
         size = config.hidden_size
         vocabulary = config.vocab_size
-        tensors = [_one(WORD_EMBEDDING, (vocabulary, size), f"{self.embedding}.weight")]
+        tensors = [_mapped(WORD_EMBEDDING, (vocabulary, size), f"{self.embedding}.weight")]
         if self.position is not None:
             shape = (config.max_seq_length, size)
-            tensors.append(_one("embedding.position.weight", shape, f"{self.position}.weight"))
+            tensors.append(_mapped("embedding.position.weight", shape, f"{self.position}.weight"))
         if config.embedding_norm:
             tensors += self._norm("embedding.norm", self.embedding_norm, config)
         tensors += [
@@ -171,17 +171,17 @@ class DecoderNames:
         ]
         tensors += self._norm("final_norm", self.final_norm, config)
         if not config.tie_embeddings:
-            tensors.append(_one("head.weight", (vocabulary, size), f"{self.head}.weight"))
+            tensors.append(_mapped("head.weight", (vocabulary, size), f"{self.head}.weight"))
         return tuple(tensors)
 
     def _layer(self, config: GPTConfig, layer: int) -> list[TensorMap]:
         size = config.hidden_size
-        ours = f"layers.{layer}"
+        prefix = f"layers.{layer}"
         width = config.num_heads * config.value_size
         tensors = self._norms(config, layer)
         if config.attention_sinks:
             sinks = self.sinks.format(layer)
-            tensors.append(_one(f"{ours}.attention.sinks", (config.num_heads,), sinks))
+            tensors.append(_mapped(f"{prefix}.attention.sinks", (config.num_heads,), sinks))
         output = (Source(self.output, size),)
         if self.latent is None:
             qkv = self._qkv(config)
@@ -197,7 +197,7 @@ class DecoderNames:
         return tensors + self._linear(layer, "mlp.down", down, config.ffn_size, config.has_mlp_bias)
 
     def _norms(self, config: GPTConfig, layer: int) -> list[TensorMap]:
-        ours = f"layers.{layer}"
+        prefix = f"layers.{layer}"
         names = {
             "attention_norm": self.attention_norm,
             "mlp_norm": self.mlp_norm,
@@ -208,7 +208,7 @@ class DecoderNames:
             tensor
             for target, name in names.items()
             if name
-            for tensor in self._norm(f"{ours}.{target}", name.format(layer), config)
+            for tensor in self._norm(f"{prefix}.{target}", name.format(layer), config)
         ]
         if config.qk_norm:
             for target, name, number in (
@@ -218,7 +218,9 @@ class DecoderNames:
                 heads = number if config.qk_norm_over == "layer" else 1
                 shape = (heads * config.head_size,)
                 tensors.append(
-                    _one(f"{ours}.attention.{target}.weight", shape, f"{name.format(layer)}.weight")
+                    _mapped(
+                        f"{prefix}.attention.{target}.weight", shape, f"{name.format(layer)}.weight"
+                    )
                 )
         return tensors
 
@@ -264,9 +266,9 @@ class DecoderNames:
     def _norm(target: str, source: str, config: GPTConfig) -> list[TensorMap]:
         kinds = ("weight", "bias") if config.norm == "layernorm" and config.bias else ("weight",)
         return [
-            _one(f"{target}.{kind}", (config.hidden_size,), f"{source}.{kind}") for kind in kinds
+            _mapped(f"{target}.{kind}", (config.hidden_size,), f"{source}.{kind}") for kind in kinds
         ]
 
 
-def _one(target: str, shape: tuple[int, ...], source: str) -> TensorMap:
+def _mapped(target: str, shape: tuple[int, ...], source: str) -> TensorMap:
     return TensorMap(target, shape, (Source(source, shape[0]),))

@@ -132,6 +132,6 @@ def check_kind(name: str, value: Any, kind: Any, family: str) -> None:
             f"{name} of a {family} configuration must be a mapping or None, because it describes "
             f"the rotary positions: it is {shown(value)}. Correct the configuration."
         )
-    for key, one in value.items():
+    for key, nested in value.items():
         if key in kind:
-            check_kind(f"{name}.{key}", one, kind[key], family)
+            check_kind(f"{name}.{key}", nested, kind[key], family)

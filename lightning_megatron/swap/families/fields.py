@@ -267,8 +267,8 @@ class ConfigTable:
             if rule.allowed is None:
                 self._check_value(rule, value)
             elif not any(
-                value == one and isinstance(value, bool) == isinstance(one, bool)
-                for one in rule.allowed
+                value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+                for allowed in rule.allowed
             ):
                 raise refusal(self.family, rule.name, value, rule.reason, rule.allowed)
         return values
@@ -284,12 +284,12 @@ class ConfigTable:
     def _check_known(self, config: Values) -> None:
         known = self.names | IRRELEVANT
         unknown = {name for name in config if name not in known and not name.startswith("_")}
-        on = sorted(
+        set_names = sorted(
             name for name in unknown if config[name] is not None and config[name] is not False
         )
         # Settings of this package have an effect, although Hugging Face's class ignores them.
-        overlooked = unknown_fields(on, config.get("model_type")) - {SETTINGS}
-        for name in on:
+        overlooked = unknown_fields(set_names, config.get("model_type")) - {SETTINGS}
+        for name in set_names:
             if name not in overlooked:
                 raise refusal(
                     self.family,

@@ -31,13 +31,13 @@ def _gemma_activation(values: Values) -> Mapping[str, Any]:
     # The first releases call the tanh approximation gelu.
     activation = values["hidden_act"]
     meant = "gelu_pytorch_tanh" if activation == "gelu" else activation
-    other = values["hidden_activation"]
-    if other is not None and other != meant:
+    hidden_activation = values["hidden_activation"]
+    if hidden_activation is not None and hidden_activation != meant:
         reason = (
             f"hidden_act is {activation}, and versions of transformers disagree about which of the "
             "two counts"
         )
-        raise refusal("Gemma", "hidden_activation", other, reason, (meant, None))
+        raise refusal("Gemma", "hidden_activation", hidden_activation, reason, (meant, None))
     return translate_values("hidden_act", "activation", GATED)({**values, "hidden_act": meant})
 
 

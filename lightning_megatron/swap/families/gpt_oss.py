@@ -55,11 +55,11 @@ def _stack(name: str, parts: tuple[str, ...]) -> tuple[Packed, ...]:
     The rows of a stack alternate between gates and the features that the gates multiply.
     """
     interleaved = len(parts) > 1
-    weights, biases = (tuple(f"{one}.{kind}" for one in parts) for kind in ("weight", "bias"))
-    how = {"interleaved": interleaved, "is_in_files": True}
+    weights, biases = (tuple(f"{part}.{kind}" for part in parts) for kind in ("weight", "bias"))
+    settings = {"interleaved": interleaved, "is_in_files": True}
     return (
-        Packed(f"{_STACKS}.{name}", weights, is_transposed=True, **how),
-        Packed(f"{_STACKS}.{name}_bias", biases, **how),
+        Packed(f"{_STACKS}.{name}", weights, is_transposed=True, **settings),
+        Packed(f"{_STACKS}.{name}_bias", biases, **settings),
     )
 
 

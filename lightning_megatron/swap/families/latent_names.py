@@ -36,7 +36,7 @@ class LatentNames:
         """List the sources of the full tensors of one layer, without the output projection."""
         sizes = config.latent_attention
         assert sizes is not None, "only families with latent attention have such names"
-        ours = f"layers.{layer}.attention"
+        prefix = f"layers.{layer}.attention"
         width = config.hidden_size
         heads = config.num_heads
         rank = sizes.query_rank
@@ -45,7 +45,7 @@ class LatentNames:
             kinds = {"weight": shape} | ({"bias": shape[:1]} if bias else {})
             source = name.format(layer)
             return [
-                TensorMap(f"{ours}.{target}.{kind}", size, (Source(f"{source}.{kind}", size[0]),))
+                TensorMap(f"{prefix}.{target}.{kind}", size, (Source(f"{source}.{kind}", size[0]),))
                 for kind, size in kinds.items()
             ]
 

@@ -53,7 +53,7 @@ STARCODER2 = Family(
             ),
         ),
         {"norm": "layernorm", "position": "rotary", "bias": True},
-        # Of earlier code: the class has one kind of norm and of MLP.
+        # Fields of earlier code: the class has one kind of norm and of MLP.
         frozenset({"norm_type", "mlp_type"}),
     ),
     replace(

@@ -164,9 +164,9 @@ class HuggingFaceLM(ReplacedModel):
         gather = partial(self._gather, kept, len(inputs), self._is_chunked(rows.labels), rows.span)
 
         def run() -> tuple[Tensor | None, Tensor]:
-            how = {"span": rows.span, "embeddings": rows.embeddings}
+            settings = {"span": rows.span, "embeddings": rows.embeddings}
             total, shard = self.gpt(
-                rows.tokens, rows.labels, ignore_index=IGNORED, sums=True, **how
+                rows.tokens, rows.labels, ignore_index=IGNORED, sums=True, **settings
             )
             return None if total is None else _mean(total, rows.labels, num_items_in_batch), shard
 
@@ -178,7 +178,7 @@ class HuggingFaceLM(ReplacedModel):
             output = CausalLMOutput(loss, lambda: gather(shard))
         else:
             (loss, shard), states = self._with_states(run, rows.span)
-            states = tuple(one[: len(inputs), :length] for one in states)
+            states = tuple(state[: len(inputs), :length] for state in states)
             output = CausalLMOutput(loss, lambda: gather(shard), states)
         return _with_caches(output, caches, length)
 
@@ -252,7 +252,7 @@ class HuggingFaceLM(ReplacedModel):
         finally:
             gpt.hidden_states = None
         cut = None if span is None else span.order
-        return result, tuple(gather_sequences(one, gpt.mesh, cut) for one in states)
+        return result, tuple(gather_sequences(state, gpt.mesh, cut) for state in states)
 
     def _from_last_stage(
         self,
@@ -338,7 +338,7 @@ def _mean(total: Tensor, labels: Tensor | None, num_items: Tensor | int | None) 
 def _own_caches(**caches: Any) -> dict[str, GenerationCache]:
     """Return the cache of ``generate``, if a call has it, by the name of its argument."""
     generation_caches = {
-        name: one for name, one in caches.items() if isinstance(one, GenerationCache)
+        name: cache for name, cache in caches.items() if isinstance(cache, GenerationCache)
     }
     _refuse({**caches, **dict.fromkeys(generation_caches)})
     return generation_caches
@@ -365,7 +365,7 @@ def _refuse(arguments: Mapping[str, Any]) -> None:
 
 
 def _one_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-    inputs = [one for one in (input_ids, inputs_embeds) if one is not None]
+    inputs = [value for value in (input_ids, inputs_embeds) if value is not None]
     if len(inputs) != 1:
         raise UnsupportedError(
             "a language model takes either input_ids or inputs_embeds: "

@@ -96,10 +96,10 @@ class ClassTensors:
         Raises:
             CheckpointMismatchError: If a part is missing.
         """
-        theirs: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, full in parts.items():
             tensor = self._maps[self._key(name)]
-            theirs |= tensor.split(full[: tensor.shape[0]])
+            tensors |= tensor.split(full[: tensor.shape[0]])
         first = next(iter(parts))
         members = self._members[self._class_tensor(self._maps[self._key(first)])]
         missing = set(members) - {self._key(name) for name in parts}
@@ -109,7 +109,7 @@ class ClassTensors:
                 f"{named(missing)} of {self.class_name(first)!r} missing. Save all of them "
                 "together."
             )
-        (joined,) = pack(theirs, self.family.packed).values()
+        (joined,) = pack(tensors, self.family.packed).values()
         return joined
 
     def part(self, name: str, whole: Tensor) -> Tensor:
@@ -128,8 +128,8 @@ class ClassTensors:
     def _maps(self) -> dict[str, TensorMap]:
         table = self.family.class_tensors(self.config)
         maps = {tensor.target: tensor for tensor in table}
-        for one in () if self.adapter is None else self.adapter.class_maps(table):
-            maps |= {one.a.target: one.a, one.b.target: one.b}
+        for update in () if self.adapter is None else self.adapter.class_maps(table):
+            maps |= {update.a.target: update.a, update.b.target: update.b}
         return maps
 
     @cached_property
@@ -213,7 +213,7 @@ def class_states(
     for name in states:
         groups.setdefault(class_name_in(models, name), []).append(name)
     return {
-        name: _class_state(models, key, {one: states[one] for one in group})
+        name: _class_state(models, key, {member: states[member] for member in group})
         for name, group in groups.items()
     }
 
@@ -257,11 +257,11 @@ def _class_state(models: Sequence[ClassTensors], key: str, states: Mapping[str, 
     if model is None or model.has_same_form(name):
         return value
     if isinstance(value, Tensor) and value.dim():
-        for one, tensor in states.items():
-            if tuple(tensor.shape) != model.shape(one):
-                raise _other_shape(key, one, tensor, model.shape(one))
+        for name_of_part, tensor in states.items():
+            if tuple(tensor.shape) != model.shape(name_of_part):
+                raise _other_shape(key, name_of_part, tensor, model.shape(name_of_part))
         return model.join(states)
-    differing = [one for one, other in states.items() if not _is_same(value, other)]
+    differing = [name_of_part for name_of_part, part in states.items() if not _is_same(value, part)]
     if differing:
         raise UnsupportedError(
             f"parameters that {model.family.architecture} stores as one must have equal scalars in "

@@ -78,18 +78,18 @@ class HuggingFaceEncoder(ReplacedModel):
             StageDone: On pipeline stages that do not compute the result.
         """
         head = self.layers.config.head
-        untaken = {"start_positions": start_positions, "end_positions": end_positions}
+        unsupported = {"start_positions": start_positions, "end_positions": end_positions}
         if head == "span":
-            untaken = {"labels": labels}
+            unsupported = {"labels": labels}
         elif head not in ("masked_lm", "classifier"):
-            untaken["labels"] = labels
-        _refuse({**others, **untaken})
+            unsupported["labels"] = labels
+        _refuse({**others, **unsupported})
         inputs = input_ids, inputs_embeds, attention_mask, position_ids, token_type_ids
         choices = None
         if self.family.architecture.endswith("ForMultipleChoice"):
             # Each choice becomes a row.
             choices = _num_choices(inputs)
-        rows = self._rows(*(_as_rows(one, choices) for one in inputs))
+        rows = self._rows(*(_as_rows(value, choices) for value in inputs))
         length = rows.tokens_or_vectors.shape[1]
         extra = -length % length_multiple(self.layers.mesh)
         targets = labels if head == "masked_lm" else None
@@ -165,13 +165,17 @@ class HuggingFaceEncoder(ReplacedModel):
         assert logits is not None, "a head of spans computes logits"
         if isinstance(logits, RemoteTensor):
             shape = logits.shape[0], length
-            one, other = (self.layers.absent(shape, logits.dtype, "the logits") for _ in range(2))
+            starts_logits, ends_logits = (
+                self.layers.absent(shape, logits.dtype, "the logits") for _ in range(2)
+            )
         else:
-            one, other = (part.contiguous() for part in logits[:, :length].unbind(-1))
+            starts_logits, ends_logits = (
+                part.contiguous() for part in logits[:, :length].unbind(-1)
+            )
         loss = None
         if starts is not None and ends is not None:
-            loss = (_place_loss(one, starts) + _place_loss(other, ends)) / 2
-        return SpanOutput(loss, one, other)
+            loss = (_place_loss(starts_logits, starts) + _place_loss(ends_logits, ends)) / 2
+        return SpanOutput(loss, starts_logits, ends_logits)
 
     def _output(
         self, result: EncoderResult, labels: Tensor | None, length: int, choices: int | None

@@ -90,7 +90,7 @@ class GenerationCache(KeyValueCache):
             # Positions of rows that have ended continue beyond those that a model supports.
             position_ids = torch.arange(self.length, last, device=inputs.device)[None]
         if self._has_padding and attention_mask is not None:
-            seen = pad_batch(attention_mask[:, :last], 0, 1, num_rows)
-            past = replace(past, visible=None if seen is None else seen.to(torch.bool))
+            visible = pad_batch(attention_mask[:, :last], 0, 1, num_rows)
+            past = replace(past, visible=None if visible is None else visible.to(torch.bool))
         positions = pad_batch(position_ids.expand(shape), extra, 0, num_rows)
         return AttentionSpan(positions=positions, past=past)

@@ -70,9 +70,9 @@ def checkpoint_record(
     """
     prefix = f"{name}." if name else ""
     of_tensor = {
-        one.removeprefix(prefix): aliases.get(one, one) for one in order if one.startswith(prefix)
+        key.removeprefix(prefix): aliases.get(key, key) for key in order if key.startswith(prefix)
     }
-    kept = {one: of_tensor[one] for one in names_in_files(model, of_tensor)}
+    kept = {key: of_tensor[key] for key in names_in_files(model, of_tensor)}
     record = {"tensors": kept, "has_other_format": has_other_format(model)}
     return {"architecture": type(model).__name__, "config": plain_config(model), OWN_CODE: record}
 

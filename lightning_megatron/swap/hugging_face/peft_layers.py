@@ -119,8 +119,8 @@ class LayerUpdate:
         """Add the updates, with values, to the layer."""
         self.base.low_rank = LowRankUpdates(
             {
-                one.key: _update(self.base, one, wrapper, self.adapter, mesh)
-                for one, wrapper in zip(self.maps, self.wrappers, strict=True)
+                part.key: _update(self.base, part, wrapper, self.adapter, mesh)
+                for part, wrapper in zip(self.maps, self.wrappers, strict=True)
             }
         )
 
@@ -143,19 +143,21 @@ def updates_of(
     layers, _ = _wrapped(source, family)
     maps = adapter.maps(family.tensors(model.config))
     ends = {family.head, family.embedding}
-    left = layers.keys() - {one.module for one in maps if f"{one.module}.weight" not in ends}
+    left = layers.keys() - {
+        update.module for update in maps if f"{update.module}.weight" not in ends
+    }
     if left:
         _refuse(name, f"{named(left)} cannot be adapted", _REMEDY_FOR_TARGETS)
     here: dict[str, Any] = dict(model.named_modules())
     updates = []
-    for layer, group in groupby(maps, key=lambda one: one.layer):
+    for layer, group in groupby(maps, key=lambda update: update.layer):
         if layer in here:
             parts = tuple(group)
             if not isinstance(
                 here[layer], (ColumnParallelLinear, RowParallelLinear, ReplicatedLinear)
             ):
                 _refuse(name, f"{parts[0].module!r} cannot be adapted", _REMEDY_FOR_TARGETS)
-            wrappers = tuple(layers[one.module] for one in parts)
+            wrappers = tuple(layers[part.module] for part in parts)
             updates.append(LayerUpdate(here[layer], parts, wrappers, adapter))
     return updates
 
@@ -181,7 +183,7 @@ def _update(
 ) -> LowRank:
     dropout = wrapper.lora_dropout[adapter.name]
     factors = {
-        key: getattr(wrapper, theirs)[adapter.name].weight for key, theirs in FACTORS.items()
+        key: getattr(wrapper, attribute)[adapter.name].weight for key, attribute in FACTORS.items()
     }
     update = LowRank(
         base,

@@ -88,7 +88,8 @@ class ReplacedModel(nn.Module):
                 "process, or use pp=1."
             )
         table = {
-            one.target: prod(one.shape) for one in class_table(self._table(), self.family.packed)
+            tensor.target: prod(tensor.shape)
+            for tensor in class_table(self._table(), self.family.packed)
         }
         left = set(table)
         if exclude_embeddings:
@@ -98,9 +99,7 @@ class ReplacedModel(nn.Module):
                 if isinstance(part, nn.Embedding)
             }
         if only_trainable:
-            trained = {
-                plain_name(name) for name, one in self.named_parameters() if one.requires_grad
-            }
+            trained = {plain_name(name) for name, p in self.named_parameters() if p.requires_grad}
             left &= {self.family.present_name(name) for name in trained}
         return sum(table[name] for name in left)
 

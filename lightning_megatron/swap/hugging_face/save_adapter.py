@@ -69,14 +69,16 @@ def _save_replaced(model: ReplacedModel, folder: Path) -> None:
     model.body.wait_for_parameters()
     wanted = adapter.class_tensors(family.class_tensors(family.config(config)))
     held = {
-        n if is_factor(n) else family.present_name(plain_name(n)): one
-        for n, one in model.named_parameters()
+        n if is_factor(n) else family.present_name(plain_name(n)): parameter
+        for n, parameter in model.named_parameters()
     }
 
     def write(full: Iterator[tuple[str, Tensor]], _: Mapping[str, tuple[int, ...]]) -> None:
         export_adapter(full, family, config, adapter, _folder_of(adapter.name, folder))
 
-    write_together({name: one for name, one in held.items() if name in wanted}, model.mesh, write)
+    write_together(
+        {name: parameter for name, parameter in held.items() if name in wanted}, model.mesh, write
+    )
 
 
 def _save_own_code(wrapper: Any, folder: Path, mesh: ParallelMesh) -> None:

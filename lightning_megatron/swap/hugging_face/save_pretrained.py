@@ -160,7 +160,7 @@ def _tensors_of_class(model: Any) -> dict[str, Tensor]:
     state = model.state_dict(keep_vars=True)
     return {
         name: state[name]
-        for name in names_in_files(model, {name: id(one) for name, one in state.items()})
+        for name in names_in_files(model, {name: id(tensor) for name, tensor in state.items()})
     }
 
 
@@ -196,18 +196,20 @@ def write_together(
     held = _held(tensors, mesh)
     with _all_ranks(mesh) as world:
         offers = {
-            name: (one.dtype, [(box.offsets, box.sizes) for box in one.boxes], one.shape)
-            for name, one in held.items()
+            name: (tensor.dtype, [(box.offsets, box.sizes) for box in tensor.boxes], tensor.shape)
+            for name, tensor in held.items()
         }
-        everyone = all_gather_objects(offers, world)
-        all_shapes = {name: offer[2] for offers in everyone for name, offer in offers.items()}
+        all_offers = all_gather_objects(offers, world)
+        all_shapes = {name: offer[2] for offers in all_offers for name, offer in offers.items()}
         shapes = {name: all_shapes[name] for name in sorted(all_shapes, key=block)}
         failure: Exception | None = None
         if world.rank != 0:
             for name in shapes:
                 _send(held.get(name), world)
         else:
-            full = ((name, _gathered(name, shapes[name], held, everyone, world)) for name in shapes)
+            full = (
+                (name, _gathered(name, shapes[name], held, all_offers, world)) for name in shapes
+            )
             try:
                 write(full, shapes)
             except (CheckpointMismatchError, UnsupportedError, OSError) as error:
@@ -265,12 +267,12 @@ def _gathered(
     name: str,
     shape: tuple[int, ...],
     held: Mapping[str, _Held],
-    everyone: Sequence[Mapping[str, Any]],
+    all_offers: Sequence[Mapping[str, Any]],
     world: MeshAxis,
 ) -> Tensor:
-    dtype = next(offered[name][0] for offered in everyone if name in offered)
+    dtype = next(offered[name][0] for offered in all_offers if name in offered)
     full = torch.empty(shape, dtype=dtype)
-    for rank, offered in enumerate(everyone):
+    for rank, offered in enumerate(all_offers):
         for number, (offsets, sizes) in enumerate(offered[name][1] if name in offered else ()):
             region = full[
                 tuple(
@@ -294,7 +296,7 @@ def _limit(size: int | str | None) -> int:
     if size is None or isinstance(size, int):
         return MAX_FILE_BYTES if size is None else size
     text = size.strip().upper()
-    for unit, factor in sorted(_UNITS.items(), key=lambda one: -len(one[0])):
+    for unit, factor in sorted(_UNITS.items(), key=lambda unit_factor: -len(unit_factor[0])):
         number = text.removesuffix(unit).strip()
         if text.endswith(unit) and number.replace(".", "", 1).isdecimal():
             return int(float(number) * factor)
@@ -315,16 +317,16 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedError: If an argument is not supported; the message names it.
     """
-    harmless: dict[str, Any] = {
+    allowed: dict[str, Any] = {
         "safe_serialization": True,
         "save_peft_format": True,
         "save_original_format": True,
     }
-    harmless |= {"save_embedding_layers": "auto"}
+    allowed |= {"save_embedding_layers": "auto"}
     refused = [
         name
         for name, value in arguments.items()
-        if value is not None and name != "is_main_process" and value != harmless.get(name, False)
+        if value is not None and name != "is_main_process" and value != allowed.get(name, False)
     ]
     if refused:
         raise UnsupportedError(

@@ -77,7 +77,9 @@ def to_class_names(
     for name, members in parts.items():
         model = owner_of(models, members[0])
         renamed[name] = (
-            state[name] if model is None else model.join({one: state[one] for one in members})
+            state[name]
+            if model is None
+            else model.join({member: state[member] for member in members})
         )
     for model in models:
         _refuse_saved_modules(model.adapter)

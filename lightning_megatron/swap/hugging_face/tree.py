@@ -78,16 +78,16 @@ def install_layers(
     source.__class__ = stub_class(own_class, kind)
     places = {path: number for number, path in enumerate(trained)}
 
-    def place(one: _Named) -> int:
-        stack = places.get(one.path.rpartition(".")[0], len(places))
-        return places.get(one.path, stack)
+    def place(tensor: _Named) -> int:
+        stack = places.get(tensor.path.rpartition(".")[0], len(places))
+        return places.get(tensor.path, stack)
 
     # Stacks become modules here, in the order of the class.
-    for one in sorted(named, key=place):
-        _place(source, one.path, one.parameter)
-        if not is_factor(one.path):
-            one.parameter.requires_grad_(
-                trained.get(one.path, trained.get(one.path.rpartition(".")[0], True))
+    for tensor in sorted(named, key=place):
+        _place(source, tensor.path, tensor.parameter)
+        if not is_factor(tensor.path):
+            tensor.parameter.requires_grad_(
+                trained.get(tensor.path, trained.get(tensor.path.rpartition(".")[0], True))
             )
     buffers = list(_buffers(model, family, paths, named))
     for owner, key, path in buffers:
@@ -196,7 +196,7 @@ def _buffers(
         tensor.target: class_parameters_of(tensor, family.packed)[0]
         for tensor in family.tensors(model.config)
     }
-    module_paths = {one.owner: one.path.rpartition(".")[0] for one in reversed(named)}
+    module_paths = {tensor.owner: tensor.path.rpartition(".")[0] for tensor in reversed(named)}
     for name, _ in model.named_buffers():
         owner, _, key = name.rpartition(".")
         if is_training_only(name):
@@ -207,17 +207,19 @@ def _buffers(
 
 def _pair_modules(source: nn.Module, model: nn.Module, named: Sequence[_Named]) -> None:
     """Make every layer follow the training mode of the module that has its parameters."""
-    around: dict[str, list[list[str]]] = {}
+    paths_below: dict[str, list[list[str]]] = {}
     # A parameter with several names, such as that of a tied head, is paired by its first name.
-    for one in {id(one.parameter): one for one in reversed(named)}.values():
-        owners = one.owner.split(".")
+    for tensor in {id(tensor.parameter): tensor for tensor in reversed(named)}.values():
+        owners = tensor.owner.split(".")
         for length in range(1, len(owners) + 1):
-            around.setdefault(".".join(owners[:length]), []).append(one.path.split(".")[:-1])
+            paths_below.setdefault(".".join(owners[:length]), []).append(
+                tensor.path.split(".")[:-1]
+            )
     pairs: dict[str, list[nn.Module]] = {}
     path_of = {"": ""}
     for name, layer in model.named_modules():
-        if name in around:
-            path_of[name] = ".".join(commonprefix(around[name]))
+        if name in paths_below:
+            path_of[name] = ".".join(commonprefix(paths_below[name]))
         elif name:
             path_of[name] = path_of[name.rpartition(".")[0]]
         pairs.setdefault(path_of[name], []).append(layer)

@@ -161,15 +161,15 @@ class Origin:
             if name not in parts:
                 continue
             wanted = [
-                one
-                for one in self.family.tensors(layers.config)
-                if _is_of_family(one, name, self.family)
+                tensor
+                for tensor in self.family.tensors(layers.config)
+                if _is_of_family(tensor, name, self.family)
             ]
-            initialize_(layers, "cpu", torch.initial_seed(), {one.target for one in wanted})
-            theirs: dict[str, Tensor] = {}
-            for one in wanted:
-                theirs |= one.split(layers.get_parameter(one.target).detach()[: one.shape[0]])
-            return pack(theirs, self.family.packed)[name]
+            initialize_(layers, "cpu", torch.initial_seed(), {tensor.target for tensor in wanted})
+            drawn: dict[str, Tensor] = {}
+            for part in wanted:
+                drawn |= part.split(layers.get_parameter(part.target).detach()[: part.shape[0]])
+            return pack(drawn, self.family.packed)[name]
         raise KeyError(name)
 
 
@@ -197,8 +197,8 @@ def _assembled(name: str, reader: TensorReader, family: Family) -> Tensor | None
     if not wanted:
         return None
     parts = {
-        one: reader.read(one, tuple(slice(0, size) for size in reader.shape(one))).clone()
-        for one in wanted
+        part: reader.read(part, tuple(slice(0, size) for size in reader.shape(part))).clone()
+        for part in wanted
     }
     return pack(parts, family.packed)[name]
 
@@ -233,7 +233,7 @@ def origin_of(model: nn.Module) -> Origin | None:
 
 def is_part_of_deferred(model: nn.Module) -> bool:
     """Return whether a model is a part of a deferred model, such as its body alone."""
-    marks = ((name, getattr(one, _ATTRIBUTE, None)) for name, one in model.named_parameters())
+    marks = ((name, getattr(p, _ATTRIBUTE, None)) for name, p in model.named_parameters())
     return any(mark is not None and mark[1] != name for name, mark in marks)
 
 

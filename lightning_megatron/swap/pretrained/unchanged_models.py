@@ -64,7 +64,7 @@ def describe_modules(model: nn.Module) -> dict[str, ModuleDescription]:
         name: ModuleDescription(
             type(module),
             dict(_settings(module)),
-            {key: one.clone() for key, one in _tables(module)},
+            {key: table.clone() for key, table in _tables(module)},
         )
         for name, module in model.named_modules()
     }
@@ -114,10 +114,13 @@ def check_settings(
     """
     # Both get the padding token of the embedding, so that a new padding token is not a change.
     before, after = (
-        family.config({**one, "pad_token_id": current["pad_token_id"]}) for one in (built, current)
+        family.config({**values, "pad_token_id": current["pad_token_id"]})
+        for values in (built, current)
     )
     changed = [
-        one.name for one in fields(before) if getattr(before, one.name) != getattr(after, one.name)
+        field.name
+        for field in fields(before)
+        if getattr(before, field.name) != getattr(after, field.name)
     ]
     if set(changed) - _SHAPE_FIELDS:
         keys = [key for key in current if current[key] != built.get(key) and key != "pad_token_id"]
@@ -170,9 +173,9 @@ def check_untouched(name: str, model: nn.Module, parts: Mapping[str, ModuleDescr
         if "forward" in vars(module):
             _refuse(f"{where!r} has a forward method of its own", "Keep the method of its class")
         if not isinstance(module, part.kind):
-            was = part.kind.__name__
+            expected = part.kind.__name__
             _refuse(
-                f"{where!r} is a {type(module).__name__}, but its class builds a {was}",
+                f"{where!r} is a {type(module).__name__}, but its class builds a {expected}",
                 "Keep the module of the class",
             )
         for key, value in _settings(module):

@@ -45,7 +45,7 @@ def class_parameters_of(
     named = [(_class_name(source.name, rules), source) for source in tensor.sources]
     return tuple(
         ClassParameter(name, tuple(source for _, source in group))
-        for name, group in groupby(named, key=lambda one: one[0])
+        for name, group in groupby(named, key=lambda named_source: named_source[0])
     )
 
 

@@ -58,7 +58,7 @@ class Adapter:
         Args:
             table: Sources of the model's full tensors.
         """
-        return tuple(factor for one in self.maps(table) for factor in (one.a, one.b))
+        return tuple(factor for update in self.maps(table) for factor in (update.a, update.b))
 
     def class_maps(self, table: Iterable[TensorMap]) -> tuple[LowRankMap, ...]:
         """List the sources of the factors in the module tree of the class, under peft's names.
@@ -68,11 +68,11 @@ class Adapter:
         """
         return tuple(
             replace(
-                one,
-                a=replace(one.a, target=self.own_name(one.a.sources[0].name)),
-                b=replace(one.b, target=self.own_name(one.b.sources[0].name)),
+                update,
+                a=replace(update.a, target=self.own_name(update.a.sources[0].name)),
+                b=replace(update.b, target=self.own_name(update.b.sources[0].name)),
             )
-            for one in self.maps(table)
+            for update in self.maps(table)
         )
 
     def class_tensors(
@@ -84,7 +84,7 @@ class Adapter:
             table: Sources of the model's parameters.
         """
         table = tuple(table)
-        factors = (factor for one in self.class_maps(table) for factor in (one.a, one.b))
+        factors = (factor for update in self.class_maps(table) for factor in (update.a, update.b))
         tensors = {factor.target: (factor, tuple(factor.source_shapes)) for factor in factors}
         for tensor in table:
             names = tuple(name for name in tensor.source_shapes if self.is_saved(name))
@@ -101,11 +101,11 @@ class Adapter:
         module, _, kind = name.rpartition(".")
         if module in self.ranks:
             return f"{module}{_BASE_PART}{kind}"
-        around = next((saved for saved in self.saved if name.startswith(f"{saved}.")), None)
+        saved_module = next((saved for saved in self.saved if name.startswith(f"{saved}.")), None)
         return (
             name
-            if around is None
-            else f"{around}.modules_to_save.{self.name}{name.removeprefix(around)}"
+            if saved_module is None
+            else f"{saved_module}.modules_to_save.{self.name}{name.removeprefix(saved_module)}"
         )
 
     def own_name(self, name: str) -> str:
@@ -212,11 +212,11 @@ def full_factors(
         CheckpointMismatchError: If the factors do not match the adapter.
     """
     maps = () if adapter is None else adapter.class_maps(table)
-    factors = tuple(factor for one in maps for factor in (one.a, one.b))
+    factors = tuple(factor for update in maps for factor in (update.a, update.b))
     shapes = (
         {}
         if adapter is None
-        else {adapter.own_name(n): s for one in factors for n, s in one.source_shapes.items()}
+        else {adapter.own_name(n): s for factor in factors for n, s in factor.source_shapes.items()}
     )
     actual = {
         name: tuple(tensor.shape) for name, tensor in tensors.items() if _FACTOR_PART.search(name)
@@ -253,17 +253,17 @@ def merge_updates(
         adapter: Adapter to which the factors belong.
     """
     of_layer: dict[str, list[LowRankMap]] = {}
-    for one in maps:
-        of_layer.setdefault(f"{one.layer}.weight", []).append(one)
+    for part in maps:
+        of_layer.setdefault(f"{part.layer}.weight", []).append(part)
     for name, full in full_tensors:
         if name in factors:
             continue
         if name in of_layer:
             wide = torch.promote_types(full.dtype, torch.float32)
             sums = full.to(wide, copy=True)
-            for one in of_layer[name]:
-                product = factors[one.b.target].to(wide) @ factors[one.a.target].to(wide)
-                sums[one.rows.start : one.rows.stop] += adapter.scales[one.module] * product
+            for part in of_layer[name]:
+                product = factors[part.b.target].to(wide) @ factors[part.a.target].to(wide)
+                sums[part.rows.start : part.rows.stop] += adapter.scales[part.module] * product
             full = sums.to(full.dtype)
         yield name, full
 

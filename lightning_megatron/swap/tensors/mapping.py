@@ -219,9 +219,9 @@ class TensorMap:
         for source in self.sources:
             rows = full.narrow(0, start, source.num_rows)
             start += source.num_rows
-            theirs = rows.t() if source.is_transposed else rows
-            if theirs.shape == shapes[source.name] and source.strip is None:
-                tensors[source.name] = theirs
+            source_rows = rows.t() if source.is_transposed else rows
+            if source_rows.shape == shapes[source.name] and source.strip is None:
+                tensors[source.name] = source_rows
                 continue
             whole = tensors.setdefault(source.name, full.new_empty(shapes[source.name]))
             by_rows = whole.t() if source.is_transposed else whole

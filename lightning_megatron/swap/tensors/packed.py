@@ -48,8 +48,8 @@ class PackedRows:
             rows = inner[0]
             start = self.first + rows.start * self.step
             stop = max(start, self.first + (rows.stop - 1) * self.step + 1)
-            own = slice(start, stop) if self.step == 1 else slice(start, stop, self.step)
-            inner = (own, *inner[1:])
+            rows_of_part = slice(start, stop) if self.step == 1 else slice(start, stop, self.step)
+            inner = (rows_of_part, *inner[1:])
         inner = inner[::-1] if self.is_transposed else inner
         return inner if self.index is None else (slice(self.index, self.index + 1), *inner)
 
@@ -87,8 +87,8 @@ class Packed:
     @cached_property
     def _patterns(self) -> tuple[re.Pattern[str], ...]:
         return tuple(
-            re.compile(re.escape(one).replace(r"\{\}", r"(\d+)"))
-            for one in (self.name, *self.parts)
+            re.compile(re.escape(pattern).replace(r"\{\}", r"(\d+)"))
+            for pattern in (self.name, *self.parts)
         )
 
     @property
@@ -165,7 +165,7 @@ def packed_rows(
     Raises:
         CheckpointMismatchError: If the tensor cannot be cut into its parts.
     """
-    rule = next((one for one in rules if one.is_name(name)), None)
+    rule = next((candidate for candidate in rules if candidate.is_name(name)), None)
     if rule is None:
         yield name, PackedRows(key)
     else:
@@ -178,11 +178,11 @@ def pack(tensors: Mapping[str, Tensor], rules: Iterable[Packed]) -> dict[str, Te
     rules = tuple(rules)
     parts: dict[tuple[str, Packed], dict[tuple[int, int], Tensor]] = {}
     for name, tensor in tensors.items():
-        hit = _find_packed(name, rules)
-        if hit is None:
+        match = _find_packed(name, rules)
+        if match is None:
             packed[name] = tensor
         else:
-            whole, rule, index, number = hit
+            whole, rule, index, number = match
             parts.setdefault((whole, rule), {})[index, number] = tensor
     for (name, rule), pieces in parts.items():
         indices = sorted({index for index, _ in pieces})
@@ -206,14 +206,14 @@ def pack_for_files(
     """
     rules = tuple(rule for rule in rules if rule.is_in_files)
     hits = (_find_packed(name, rules) for name in names)
-    missing = Counter(hit[0] for hit in hits if hit is not None)
+    missing = Counter(match[0] for match in hits if match is not None)
     parts: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors:
-        hit = _find_packed(name, rules)
-        if hit is None:
+        match = _find_packed(name, rules)
+        if match is None:
             yield name, tensor
             continue
-        whole = hit[0]
+        whole = match[0]
         parts.setdefault(whole, {})[name] = tensor
         if len(parts[whole]) == missing[whole]:
             yield from pack(parts.pop(whole), rules).items()

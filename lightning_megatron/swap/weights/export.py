@@ -154,8 +154,10 @@ def export_folder(
     writer = TensorWriter(target, max_file_bytes, shapes)
     writer.write(foreign_tensors(full_tensors, family, config, table), dtype, kept)
     most_common = writer.floating.most_common(1)
-    own = {"model_type": family.model_type, "architectures": [family.architecture]}
-    _write_config(target, {**hf_config, **own}, most_common[0][0] if most_common else torch.float32)
+    names = {"model_type": family.model_type, "architectures": [family.architecture]}
+    _write_config(
+        target, {**hf_config, **names}, most_common[0][0] if most_common else torch.float32
+    )
     writer.publish()
 
 

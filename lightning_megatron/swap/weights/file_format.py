@@ -72,7 +72,7 @@ class FileFormat:
         on_meta = ((name, torch.empty(shape, device="meta")) for name, shape in shapes.items())
         return {
             name: tuple(tensor.shape)
-            for name, tensor in self.tensors(sorted(on_meta, key=lambda one: block(one[0])))
+            for name, tensor in self.tensors(sorted(on_meta, key=lambda item: block(item[0])))
         }
 
     def tensors(self, full: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -82,7 +82,7 @@ class FileFormat:
             full: Names and values; the tensors of each :func:`block` must be adjacent.
         """
         revert = import_extra("transformers.core_model_loading", "hf").revert_weight_conversion
-        for _, group in groupby(full, key=lambda one: block(one[0])):
+        for _, group in groupby(full, key=lambda item: block(item[0])):
             yield from revert(self.twin, dict(group)).items()
 
 

@@ -302,15 +302,15 @@ def check_tensors(
             f"{', and '.join(parts)}. Parameters would keep their initial values, or tensors would "
             "be ignored. Load the weights that belong to the configuration."
         )
-    other = [
+    wrong = [
         f"{name!r} {reader.shape(name)} instead of {shape}"
         for name, shape in shapes.items()
         if name not in lacking and reader.shape(name) != shape
     ]
-    if other:
-        more = f" and {len(other) - 1} more" if len(other) > 1 else ""
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise CheckpointMismatchError(
-            f"the tensors must have the shapes of this configuration: {other[0]}{more}. Load the "
+            f"the tensors must have the shapes of this configuration: {wrong[0]}{more}. Load the "
             "weights that belong to the configuration."
         )
     return lacking

@@ -126,13 +126,18 @@ class SafetensorsFolder:
             examples.setdefault(self.dtype_of(name), name)
         for dtype, name in examples.items():
             twin = next(
-                (one for one in examples if one != dtype and one.itemsize == dtype.itemsize), None
+                (
+                    known
+                    for known in examples
+                    if known != dtype and known.itemsize == dtype.itemsize
+                ),
+                None,
             )
             if not dtype.is_floating_point or twin is not None:
-                other = "" if twin is None else f", and {examples[twin]!r} {twin}"
+                rest = "" if twin is None else f", and {examples[twin]!r} {twin}"
                 raise CorruptDataError(
                     "weights must be floating-point numbers, and must not mix types of the same "
-                    f"width: {name!r} of {self.path} is {dtype}{other}. The bytes of one type "
+                    f"width: {name!r} of {self.path} is {dtype}{rest}. The bytes of one type "
                     "would be read as another. Save the model again, with one type."
                 )
 

@@ -44,8 +44,8 @@ def write_file(
         shapes: Shapes of the tensors, by name (elements).
         name: Name of the file.
     """
-    everything = sys.maxsize
-    writer = TensorWriter(folder, everything, shapes, everything)
+    no_limit = sys.maxsize
+    writer = TensorWriter(folder, no_limit, shapes, no_limit)
     writer.write(tensors)
     writer.publish(name)
 
@@ -94,10 +94,10 @@ class TensorWriter:
             dtype: Dtype of the floating-point tensors; None keeps the dtype of each tensor.
             kept: Fixed dtypes of single tensors, by name.
         """
-        own = kept or {}
+        kept_dtypes = kept or {}
         try:
             for name, tensor in tensors:
-                wanted = own.get(name, dtype)
+                wanted = kept_dtypes.get(name, dtype)
                 self.add(
                     name,
                     tensor.to(wanted)

@@ -161,11 +161,11 @@ def is_read_as_numbers(quantization: Any) -> bool:
     if not isinstance(quantization, Mapping):
         return False
     method = quantization.get("quant_method")
-    sides = quantization.get("weight_block_size")
+    block_shape = quantization.get("weight_block_size")
     return method == "mxfp4" or (
         method == "fp8"
-        and isinstance(sides, (list, tuple))
-        and [*sides] == [_FP8_BLOCK, _FP8_BLOCK]
+        and isinstance(block_shape, (list, tuple))
+        and [*block_shape] == [_FP8_BLOCK, _FP8_BLOCK]
     )
 
 
