@@ -225,9 +225,9 @@ class GradientReducer:
         self._hooks.clear()
 
     def _copy_apart(self) -> None:
-        for one in self._main.slices.values():
-            if one.main.grad is not None and one.main.dtype != one.gradient.dtype:
-                one.main.grad.copy_(one.gradient)
+        for part in self._main.slices.values():
+            if part.main.grad is not None and part.main.dtype != part.gradient.dtype:
+                part.main.grad.copy_(part.gradient)
 
     def _gradient_of(self, name: str) -> Tensor:
         return self._slots[name].gradient
