@@ -59,9 +59,9 @@ def _scores_of(config: GPTConfig) -> AttentionSpan:
 def _makes_expert_gradients(model: GPT) -> bool:
     """Return whether the gradients of all experts exist at once before their accumulation."""
     for layer in model.mixtures().values():
-        first, *others = layer.experts.weights("down")
+        first, *rest = layer.experts.weights("down")
         kind = choose_backend(
-            first.device, first.dtype, 1 + len(others), first.shape[1], first.shape[0]
+            first.device, first.dtype, 1 + len(rest), first.shape[1], first.shape[0]
         )
         return kind.backend == "grouped_mm"
     return False

@@ -36,10 +36,14 @@ def check_finite(gradients: Mapping[str, Tensor], mesh: ParallelMesh, step: int)
         bad = (~torch.isfinite(largest)).any().float()
     if not all_reduce_(bad, mesh.world, "max").item():
         return
-    mine = [
+    local_reports = [
         (mesh.rank, name, int(gradient.isnan().sum()), int(gradient.isinf().sum()))
         for name, gradient in gradients.items()
         if not gradient.isfinite().all()
     ]
-    nonfinite = [one for ranks in all_gather_objects(mine, mesh.world_cpu) for one in ranks]
+    nonfinite = [
+        report
+        for rank_reports in all_gather_objects(local_reports, mesh.world_cpu)
+        for report in rank_reports
+    ]
     raise NonFiniteGradientError(describe_nonfinite(nonfinite, step))

@@ -202,7 +202,7 @@ class LimitedRows:
         words = (
             f"experts: layer {need.layer} needed {need.rows:,} rows on rank {rank}, "
             f"expert_rows={factor:g} has {limited_rows(factor, need.share):,}: the step was run "
-            f"again without a limit; {smallest_factor(need.rows, need.share):g} would do"
+            f"again without a limit; {smallest_factor(need.rows, need.share):g} would be enough"
         )
         self.num_failures += 1
         if self.num_failures >= _FAILURES_BEFORE_GROWTH:

@@ -276,14 +276,14 @@ def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
     for part in module.modules():
         for held in (vars(part), part._buffers):
             attributes.append(dict(held))
-            attributes += [dict(vars(one)) for one in held.values() if _is_user_object(one)]
+            attributes += [dict(vars(value)) for value in held.values() if _is_user_object(value)]
     return attributes
 
 
 def _is_user_object(value: Any) -> bool:
     is_module = isinstance(value, nn.Module | type)
-    is_own = type(value).__module__.partition(".")[0] == _PACKAGE
-    return is_own and not is_module and hasattr(value, "__dict__")
+    is_of_package = type(value).__module__.partition(".")[0] == _PACKAGE
+    return is_of_package and not is_module and hasattr(value, "__dict__")
 
 
 def _unread(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -249,15 +249,15 @@ class _MicrobatchTrial:
         """
         self._state.restore()
         self._run([pair], seed=0)
-        at_once = ModuleState(self._module)
+        after_pair = ModuleState(self._module)
         self._state.restore()
         self._run(parts[:2], seed=0)
-        different = at_once.changes(tolerance)
+        different = after_pair.changes(tolerance)
         self._state.restore()
         self._run(parts[:1], seed=0)
-        once = ModuleState(self._module)
+        after_first = ModuleState(self._module)
         self._run(parts[:1], seed=0)
-        repeated = once.changes(tolerance)
+        repeated = after_first.changes(tolerance)
         return {
             name: kind if name in repeated else "left by the last call"
             for name, kind in different.items()
@@ -318,14 +318,14 @@ def _groups(num_parts: int) -> list[range]:
 
 
 def _differences(
-    on_all: Sequence[StepResults],
+    joined: Sequence[StepResults],
     groups: Sequence[range],
     separate: Sequence[StepResults],
     tolerance: float,
 ) -> dict[str, tuple[float, float, int]]:
     """Return each name's largest difference: combined value, separate value and group size."""
     differences: dict[str, tuple[float, float, int]] = {}
-    for results, group in zip(on_all, groups, strict=False):
+    for results, group in zip(joined, groups, strict=False):
         for name, (value, weight) in results.values.items():
             single = [
                 separate[number].values[name] for number in group if name in separate[number].values
