@@ -143,12 +143,12 @@ class MainParameters:
         ]
         if not self.exposed_gradients.is_on:
             return [entry.main.grad for entry in entries if entry.main.grad is not None]
-        apart = [
+        separate = [
             entry.main.grad
             for entry in entries
             if entry.main.grad is not None and entry.main.dtype != entry.gradient.dtype
         ]
-        return self.exposed_gradients.gradients(names) + apart
+        return self.exposed_gradients.gradients(names) + separate
 
     def counted_gradients(
         self, names: Collection[str] | None = None
@@ -226,7 +226,7 @@ class MainParameters:
             self._put_main_parameters_into(optimizer)
             return []
         granularity = self.planner.granularity_for(optimizer)
-        made = []
+        created = []
         weights = self.eight_bits.among(new)
         inside = {name for names in weights for name in names}
         # A flat buffer has one dtype and device, and its buckets are reduced over one axis: experts
@@ -238,19 +238,19 @@ class MainParameters:
             key = parameter.dtype, parameter.device, is_expert, name in inside
             members_by_key.setdefault(key, []).append(name)
         for (dtype, _, is_expert, in_eight_bits), members in members_by_key.items():
-            in_slots = (
+            eight_bit_weights = (
                 [names for names in weights if names[0] in members] if in_eight_bits else None
             )
             axis = self.mesh.replica_axis(is_expert)
-            made.append(self._make_buffer(members, dtype, granularity, axis, in_slots))
+            created.append(self._make_buffer(members, dtype, granularity, axis, eight_bit_weights))
         # The buffers changed the memory of the parameters, not the objects. Groups and state still
         # refer to these objects, which the main parameters replace.
         self._put_main_parameters_into(optimizer)
-        self.buffers += made
+        self.buffers += created
         if weights:
             self.wait()
             self.eight_bits.publish(self.mesh)
-        return made
+        return created
 
     def leave_eight_bits(self, *, gathers: bool) -> None:
         """Call :meth:`EightBitBuffer.leave_eight_bits` of every buffer with weights in 8 bits."""

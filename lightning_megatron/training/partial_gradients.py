@@ -39,7 +39,7 @@ class PartialGradientSearch:
         self._mesh = mesh
         self._replicated = frozenset(whole)
         models = [model for _, model in pipelined_modules(module)]
-        in_models = {
+        model_parameter_ids = {
             id(parameter)
             for model in models
             if not isinstance(model, StagedBlocks)
@@ -50,7 +50,7 @@ class PartialGradientSearch:
             {
                 id(parameter): name
                 for name, parameter in module.named_parameters()
-                if id(parameter) not in in_models
+                if id(parameter) not in model_parameter_ids
             }
             if mesh.tp.size > 1
             else {}
