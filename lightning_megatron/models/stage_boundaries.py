@@ -218,14 +218,14 @@ class StageBoundaries:
             refuse(leaf, "it depends on random numbers, and a later stage reads it, too")
 
     def plan(
-        self, cursor: StageCursor, result: Sequence[Any], in_force: Mapping[str, str]
+        self, cursor: StageCursor, result: Sequence[Any], current_plan: Mapping[str, str]
     ) -> StepPlan:
         """Return the plan that follows from a probe.
 
         Args:
             cursor: Cursor of the probe.
             result: Leaves of the step's result.
-            in_force: The current ``pipeline_plan``.
+            current_plan: The current ``pipeline_plan``.
 
         Raises:
             UnsupportedError: If a stage reads a value that an earlier stage computes after it has
@@ -243,12 +243,12 @@ class StageBoundaries:
             if origin.call == cursor.calls and origin.next_block > border:
                 module, _, use = value_name.partition("#")
                 if use and not use.startswith("1:"):
-                    raise called_twice(module, next(iter(in_force), "blocks"))
+                    raise called_twice(module, next(iter(current_plan), "blocks"))
                 title = cursor.known[value_name].title  # type: ignore[attr-defined]
                 raise UnsupportedError(
                     f"{title} is computed after the blocks of its stage: {origin.line}. At that "
                     "point the stage has already sent its outputs. Use the pipeline_plan "
-                    f"{dict(in_force) | {value_name.partition('#')[0]: 'last'}}, or pp=1."
+                    f"{dict(current_plan) | {value_name.partition('#')[0]: 'last'}}, or pp=1."
                 )
             # A stage sends only to the next one, so every stage in between receives the value and
             # forwards it.
