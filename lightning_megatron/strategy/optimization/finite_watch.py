@@ -199,21 +199,26 @@ def describe(findings: Sequence[NonFiniteValue]) -> str:
     Args:
         findings: Findings of all ranks, at least one.
     """
-    first = min(finding.step for finding in findings)
-    kind = min((finding.kind for finding in findings if finding.step == first), key=KINDS.index)
-    began = [finding for finding in findings if (finding.step, finding.kind) == (first, kind)]
-    later = [finding for finding in findings if finding not in began and finding.name]
-    ranks = sorted({finding.rank for finding in began})
+    first_step = min(finding.step for finding in findings)
+    kind = min(
+        (finding.kind for finding in findings if finding.step == first_step), key=KINDS.index
+    )
+    earliest = [
+        finding for finding in findings if (finding.step, finding.kind) == (first_step, kind)
+    ]
+    later = [finding for finding in findings if finding not in earliest and finding.name]
+    ranks = sorted({finding.rank for finding in earliest})
     spread = ""
     if later:
         verb = "was" if len(later) == 1 else "were"
         spread = f" At batch {later[-1].step} so {verb} {_listed(later)}."
     return (
-        f"losses, weights and gradients must be finite: at training batch {first} {_listed(began)} "
-        f"{'was' if len(began) == 1 else 'were'} not, before any other value.{spread} Further "
-        f"training would have no meaning. Look at the batch that {_ranks(ranks)} had read, use a "
-        "lower learning rate, a longer warm-up or gradient_clip_val, or a precision with a wider "
-        "range. check_gradients=True looks at every step, check_gradients=False at none."
+        f"losses, weights and gradients must be finite: at training batch {first_step} "
+        f"{_listed(earliest)} {'was' if len(earliest) == 1 else 'were'} not, before any other "
+        f"value.{spread} Further training would have no meaning. Look at the batch that "
+        f"{_ranks(ranks)} had read, use a lower learning rate, a longer warm-up or "
+        "gradient_clip_val, or a precision with a wider range. check_gradients=True looks at every "
+        "step, check_gradients=False at none."
     )
 
 

@@ -107,10 +107,10 @@ def gradient_changer(trainer: Trainer) -> str | None:
 
     A callback or module whose class sets ``reads_gradients = False`` does not count.
     """
-    between = ("on_train_batch_start", "on_train_batch_end")
+    batch_hooks = ("on_train_batch_start", "on_train_batch_end")
     return first_overridden(
         trainer, ("on_after_backward",), _may_read_gradients
-    ) or first_overridden(trainer, between, _names_gradients)
+    ) or first_overridden(trainer, batch_hooks, _names_gradients)
 
 
 def first_overridden(

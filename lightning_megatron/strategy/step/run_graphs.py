@@ -308,9 +308,9 @@ class RunGraphs:
             self._captures.close()
             self._phases.clear()
             keeps_update = self._update is not None and not self._update.is_off
-            raises = self._settings.on_failure == "error"
-            words = eager_warning(failure, raises, keeps_update)
-            rank_zero_warn(words, category=SpeedWarning)
+            is_error = self._settings.on_failure == "error"
+            message = eager_warning(failure, is_error, keeps_update)
+            rank_zero_warn(message, category=SpeedWarning)
 
     def _name_eager(self) -> None:
         """Warn once for each captured part and reason for which the part ran eagerly.

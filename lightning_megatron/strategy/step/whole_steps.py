@@ -115,7 +115,7 @@ class WholeSteps:
         passes = replace(passes, clear_gradients=_nothing)
         gradients = self._state.gradients
         sums = passes.observer is not None and gradients.may_sum_in_graphs
-        in_graph = passes if sums else replace(passes, observer=None)
+        captured_passes = passes if sums else replace(passes, observer=None)
         states = passes.states
         scale = self._static_factor(factor)
         place = (divisor, passes.adds, isinstance(scale, torch.Tensor), self._module.training)
@@ -126,7 +126,7 @@ class WholeSteps:
 
         def run_in_graph(microbatches: Sequence[Microbatch]) -> MicrobatchOutputs:
             gather.begin()
-            ran = run(microbatches, scale, in_graph, _unread(args))
+            ran = run(microbatches, scale, captured_passes, _unread(args))
             gather.wait()
             if sums:
                 gradients.sum_up()

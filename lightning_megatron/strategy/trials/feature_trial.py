@@ -264,10 +264,10 @@ class _FeatureTrial:
         )
         columns = [layer.name for layer in self._layers if layer.kind == "column"]
         if difference is None or (difference.kind == "column" and not difference.before):
-            near = ", ".join(map(repr, columns[:_NUM_SHOWN])) + (
+            shown = ", ".join(map(repr, columns[:_NUM_SHOWN])) + (
                 ", ..." if len(columns) > _NUM_SHOWN else ""
             )
-            return f"Code after a 'column' layer ({near}) {rule}."
+            return f"Code after a 'column' layer ({shown}) {rule}."
         before = ", ".join(map(repr, difference.before[:_NUM_SHOWN]))
         if difference.kind == "column":
             return f"Code between {before or 'the input'} and {difference.layer!r} {rule}."
