@@ -46,7 +46,7 @@ class CutBlocks(PipelinedModule):
         self.layers = partition.by_stage(mesh.layout.placement)[mesh.pp.rank]
         starts = [blocks.start for blocks in partition.ranges]
         self.boundaries = StageBoundaries(starts, len(source))
-        # In a dictionary, so that nn.Module does not register them as children.
+        # A dictionary keeps nn.Module from registering them as children.
         self.meta_blocks = dict(enumerate(twins))
         #: The current pipeline_plan of the model, for errors.
         self.plan = {name: "blocks"}
@@ -133,15 +133,15 @@ class CutBlocks(PipelinedModule):
         """
         cursor = self.current()
 
-        def one(leaf: Tensor, n: int) -> Tensor:
-            leaf_name = f"{value_name}:{n}"
+        def placeholder_of(leaf: Tensor, number: int) -> Tensor:
+            leaf_name = f"{value_name}:{number}"
             if leaf_name in cursor.known:
                 return cursor.known[leaf_name]
             result = RemoteTensor.of(leaf, self, name, leaf_name)
             self.boundaries.record_origin(cursor, leaf_name, result, stage)
             return result
 
-        return fill_outputs(spec, one)
+        return fill_outputs(spec, placeholder_of)
 
     @override
     def note_use(self, tensor: Tensor) -> None:

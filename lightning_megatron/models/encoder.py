@@ -142,16 +142,16 @@ class Encoder(LayeredModule):
         inputs = rows if num_joined is None else rows.joined(self._positions(rows))
 
         def run(chunk: int, hidden: Tensor | None) -> Any:
-            of_chunk = attention
+            chunk_attention = attention
             if hidden is not None:
-                of_chunk = replace(attention, dtype=dtype_of_products(hidden))
+                chunk_attention = replace(attention, dtype=dtype_of_products(hidden))
             return self._run_chunk(
                 chunk,
                 {
                     "rows": inputs,
                     "hidden": hidden,
                     "rotary": None,
-                    "span": of_chunk.span(rows),
+                    "span": chunk_attention.span(rows),
                     "labels": labels,
                     "ignore_index": ignore_index,
                     "num_joined": num_joined,
@@ -240,8 +240,8 @@ class Encoder(LayeredModule):
         positions = self._positions(rows)
         types = torch.zeros_like(positions) if rows.token_types is None else rows.token_types
         parts = (
-            None if one is None else own_part(one, self.mesh.cp, 1)
-            for one in (rows.tokens, positions, types, rows.vectors)
+            None if tensor is None else own_part(tensor, self.mesh.cp, 1)
+            for tensor in (rows.tokens, positions, types, rows.vectors)
         )
         hidden: Tensor = self.embedding(*parts)
         return hidden
@@ -320,7 +320,9 @@ class Encoder(LayeredModule):
             ("hidden", "labels", "ignore_index", "num_joined"),
             ("result",),
             scopes=("head",),
-            modules=tuple(p for p in (self.final_norm, self.head, word) if p is not None),
+            modules=tuple(
+                module for module in (self.final_norm, self.head, word) if module is not None
+            ),
         )
 
     def _result(

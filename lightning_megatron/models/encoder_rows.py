@@ -94,7 +94,7 @@ class EncoderInput:
         """
         given = (self.tokens, self.vectors, positions, self.token_types)
         tokens, vectors, places, types = (
-            None if one is None else one.flatten(0, 1)[None] for one in given
+            None if tensor is None else tensor.flatten(0, 1)[None] for tensor in given
         )
         return EncoderInput(tokens, vectors, positions=places, token_types=types)
 

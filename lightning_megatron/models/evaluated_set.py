@@ -44,9 +44,9 @@ class EvaluatedSet:
     def bytes_per_token(self) -> float | None:
         """Return the mean number of bytes per token by the data module; None if it is unknown."""
         data = _data(self.module)
-        of_set = getattr(data, "bytes_per_token_of", None)
-        if of_set is not None and self.name in _names(self.module, self.part):
-            return of_set(self.part, self.name)
+        bytes_of = getattr(data, "bytes_per_token_of", None)
+        if bytes_of is not None and self.name in _names(self.module, self.part):
+            return bytes_of(self.part, self.name)
         return getattr(data, "bytes_per_token", None)
 
     def log(
@@ -89,8 +89,8 @@ def log_means_of_all_sets(module: Any, part: str, means: Iterable[tuple[str, str
     logged = module.trainer.callback_metrics
     means = list(means)
     # All sets have the first mean, the loss, with its weight.
-    before = f"{part}_{means[0][1]}/"
-    names = [key.removeprefix(before) for key in logged if key.startswith(before)]
+    prefix = f"{part}_{means[0][1]}/"
+    names = [key.removeprefix(prefix) for key in logged if key.startswith(prefix)]
     for mean, unit in means:
         keys = [f"{part}_{mean}/{name}" for name in names]
         if names and logged.keys() >= set(keys):

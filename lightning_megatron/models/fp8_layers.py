@@ -51,23 +51,23 @@ def set_fp8(
             matches no layer.
     """
     num_layers = sum(model.partition.counts)
-    linears = {name: (index, part) for index, name, part in _linears(model)}
+    linears = {name: (index, linear) for index, name, linear in _linears(model)}
     kinds = {name.split(".", 2)[2] for name in linears}
     _check_patterns(settings, kinds, num_layers)
     selected = {}
-    for name, (index, part) in linears.items():
-        part.scaling = EngineScaling(None, device) if backend == "te" else None
+    for name, (index, linear) in linears.items():
+        linear.scaling = EngineScaling(None, device) if backend == "te" else None
         if settings.includes(index, num_layers, name):
-            settings.check_sizes(name, *_local_sizes(part), backend)
-            selected[name] = part
+            settings.check_sizes(name, *_local_sizes(linear), backend)
+            selected[name] = linear
     scales = _delayed_scales(model, settings, list(selected), device)
     casts = None if backend == "te" else WeightCasts()
-    for number, part in enumerate(selected.values()):
+    for number, linear in enumerate(selected.values()):
         layer_scales = None if scales is None else scales.layer(number)
-        part.scaling = (
+        linear.scaling = (
             EngineScaling(settings, device, layer_scales)
             if casts is None
-            else Scaling(settings, emulate, layer_scales, casts=casts.layer(part))
+            else Scaling(settings, emulate, layer_scales, casts=casts.layer(linear))
         )
     model.delayed_scales = scales
     model.weight_casts = casts
@@ -84,8 +84,8 @@ def unset_fp8(
         device: Device of the run; needed only for Transformer Engine.
         backend: Library of the matrix products.
     """
-    for _, _, part in _linears(model):
-        part.scaling = (
+    for _, _, linear in _linears(model):
+        linear.scaling = (
             None if device is None or backend == "native" else EngineScaling(None, device)
         )
     model.delayed_scales = None
@@ -106,15 +106,15 @@ def weights_in_eight_bits(module: nn.Module) -> dict[tuple[str, ...], Linear]:
         names.setdefault(id(parameter), []).append(name)
     selected: dict[tuple[str, ...], Linear] = {}
     # `layered_modules` also finds the layers that compute for a Hugging Face model.
-    linears = [one for model in layered_modules(module) for one in _linears(model)]
-    for _, name, part in linears:
-        scaling = part.scaling
+    linears = [linear for model in layered_modules(module) for linear in _linears(model)]
+    for _, name, linear in linears:
+        scaling = linear.scaling
         if not isinstance(scaling, Scaling) or scaling.settings.parameters is None:
             continue
-        names_of_weights = [names.get(id(weight), []) for weight in part.weight_parts]
+        names_of_weights = [names.get(id(weight), []) for weight in linear.weight_parts]
         for readers in names_of_weights:
             _check_one_reader(name, readers)
-        selected[tuple(readers[0] for readers in names_of_weights)] = part
+        selected[tuple(readers[0] for readers in names_of_weights)] = linear
     return selected
 
 
@@ -136,9 +136,9 @@ def set_norms(model: LayeredModule, backend: Backend) -> int:
         model: The model.
         backend: Library of the norms.
     """
-    norms = [part for part in model.modules() if isinstance(part, LayerNorm | RMSNorm)]
-    for part in norms:
-        part.uses_engine = backend == "te"
+    norms = [norm for norm in model.modules() if isinstance(norm, LayerNorm | RMSNorm)]
+    for norm in norms:
+        norm.uses_engine = backend == "te"
     return len(norms)
 
 
@@ -234,8 +234,8 @@ def _linears(model: LayeredModule) -> Iterator[tuple[int, str, Linear]]:
                 yield int(index), f"layers.{index}.{name}", part
 
 
-def _local_sizes(part: Linear) -> tuple[int, int]:
+def _local_sizes(linear: Linear) -> tuple[int, int]:
     """Return the output and input features of this rank."""
-    stack = part.weights if isinstance(part, ColumnParallelLinear) else None
-    weights = [part.weight] if stack is None else list(stack.parts)
+    stack = linear.weights if isinstance(linear, ColumnParallelLinear) else None
+    weights = [linear.weight] if stack is None else list(stack.parts)
     return sum(len(weight) for weight in weights), weights[0].shape[1]

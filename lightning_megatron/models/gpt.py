@@ -301,8 +301,8 @@ class GPT(LayeredModule):
                 index = torch.arange(inputs.shape[1], device=inputs.device)
                 positions = index.expand(inputs.shape[:2])
             tokens, positions, vectors = (
-                None if one is None else own_part(one, cp, 1, cut)
-                for one in (tokens, positions, vectors)
+                None if tensor is None else own_part(tensor, cp, 1, cut)
+                for tensor in (tokens, positions, vectors)
             )
         return self.embedding(tokens, positions=positions, vectors=vectors)
 
@@ -369,8 +369,8 @@ class GPT(LayeredModule):
 
     def _logits_at_place(self, hidden: Tensor, place: int, cut: TokenOrder | None) -> Tensor:
         part = gather_from_axis(hidden, self.mesh.tp, 0) if self.mesh.sequence_parallel else hidden
-        one = at_place(part, place, self.mesh.cp, cut)
-        shard = self._form.applied(self._read_head(one, F.linear))
+        selected = at_place(part, place, self.mesh.cp, cut)
+        shard = self._form.applied(self._read_head(selected, F.linear))
         return gather_from_axis(shard, self.mesh.tp, dim=-1)[..., : self.config.vocab_size]
 
     def _read_head(self, hidden: Tensor, compute: Callable[[Tensor, Tensor], Any]) -> Any:

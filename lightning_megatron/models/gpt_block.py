@@ -77,7 +77,7 @@ def context_choice(config: GPTConfig, mesh: ParallelMesh) -> ContextChoice:
         config: Configuration of the model.
         mesh: Process groups of this rank.
     """
-    heads, kv_heads = (one // mesh.tp.size for one in (config.num_heads, config.kv_heads))
+    heads, kv_heads = (count // mesh.tp.size for count in (config.num_heads, config.kv_heads))
     sizes = mesh.cp.size, heads, max(1, kv_heads)
     return choose_context_transport(mesh.context, *sizes, config.attention_dropout)
 

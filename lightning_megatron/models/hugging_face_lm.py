@@ -196,6 +196,6 @@ def positions_in_documents(
         length: Length of the rows (tokens).
     """
     ends = lengths.cumsum(1)
-    at = torch.arange(length, device=lengths.device).repeat(len(lengths), 1)
-    document = torch.searchsorted(ends, at, right=True)
-    return at - F.pad(ends, (1, 0)).gather(1, document)
+    index = torch.arange(length, device=lengths.device).repeat(len(lengths), 1)
+    document = torch.searchsorted(ends, index, right=True)
+    return index - F.pad(ends, (1, 0)).gather(1, document)

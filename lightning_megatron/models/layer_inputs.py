@@ -97,7 +97,7 @@ def _shared_span(
     options: dict[str, Any] = {"dtype": dtype_of_products(like), "device": like.device}
     past = None if span is None else span.past
     if span is not None and past is not None and past.cache.length > 0:
-        of_new_tokens = cached_span if past.cache.held is None else held_span
-        return of_new_tokens(kind, span, shape[1], **options)
+        make_span = cached_span if past.cache.held is None else held_span
+        return make_span(kind, span, shape[1], **options)
     whole = prepared(kind.over(span), *shape, **options, dropout=dropout, head_dim=head_dim)
     return whole if past is None else replace(whole or AttentionSpan(), past=past)

@@ -141,8 +141,8 @@ class LayeredModule(PipelinedModule):
             {index: settings.parts_of(place, len(layers)) for place, index in enumerate(layers)}
             for layers in self._layers_of_chunk
         ]
-        starts = (next((one for one in layers if layers[one]), None) for layers in chosen)
-        firsts = frozenset(one for one in starts if one is not None)
+        starts = (next((index for index in layers if layers[index]), None) for layers in chosen)
+        firsts = frozenset(start for start in starts if start is not None)
         offload = HostOffload(firsts) if settings.offload else None
         for layers in chosen:
             for index, parts in layers.items():
@@ -156,9 +156,9 @@ class LayeredModule(PipelinedModule):
 
     def _find_mixtures(self) -> dict[int, MixtureOfExperts]:
         mixtures = {}
-        for name, part in self.named_modules():
-            if isinstance(part, MixtureOfExperts):
-                mixtures[int(name.removeprefix("layers.").partition(".")[0])] = part
+        for name, module in self.named_modules():
+            if isinstance(module, MixtureOfExperts):
+                mixtures[int(name.removeprefix("layers.").partition(".")[0])] = module
         return mixtures
 
     @cached_property
@@ -170,7 +170,9 @@ class LayeredModule(PipelinedModule):
         # Ranks of one tp group have the same tokens. The cached result stays valid, because the
         # layout of a module never changes.
         coordinates = map(self.mesh.layout.coordinates, self.mesh.experts_cpu.ranks)
-        data_ranks = {(one["dp"], one["cp"]) for one in coordinates}
+        data_ranks = {
+            (rank_coordinates["dp"], rank_coordinates["cp"]) for rank_coordinates in coordinates
+        }
         return self.config.experts is not None and len(data_ranks) > 1
 
     def _check_tokens(self, num_tokens: int) -> None:
@@ -319,7 +321,8 @@ class LayeredModule(PipelinedModule):
             return next(
                 chunk for chunk, layers in enumerate(self._layers_of_chunk) if index in layers
             )
-        # In a V the first stage has both ends, and the tied head reads the embedding's weight.
+        # If chunks lie in a V, the first stage has the embedding and the head, and the tied head
+        # reads the embedding's weight.
         if name == WORD_EMBEDDING and self.is_first_stage() and self.is_last_stage():
             return None
         return 0 if kind == "embedding" else self.num_chunks - 1

@@ -43,17 +43,17 @@ class RemoteModule(nn.Module):
         self.name = name
         self.is_before = is_before
         self.end = end or name
-        # In a tuple, so that nn.Module does not register them as children.
-        self._others: tuple[nn.Module, CutBlocks] = (source, blocks)
+        # A tuple keeps nn.Module from registering them as children.
+        self._source_and_blocks: tuple[nn.Module, CutBlocks] = (source, blocks)
 
     @override
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RemoteModule:
-        convert_meta(self._others[0], fn)
+        convert_meta(self._source_and_blocks[0], fn)
         return self
 
     @override
     def train(self, mode: bool = True) -> RemoteModule:
-        self._others[0].train(mode)
+        self._source_and_blocks[0].train(mode)
         super().train(mode)
         return self
 
@@ -62,9 +62,9 @@ class RemoteModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "_others" not in self.__dict__:
+            if "_source_and_blocks" not in self.__dict__:
                 raise
-        source, blocks = self._others
+        source, blocks = self._source_and_blocks
         value = getattr(source, name)
         if isinstance(value, nn.Module):
             return RemoteModule(f"{self.name}.{name}", value, blocks, self.is_before, self.end)
@@ -87,7 +87,7 @@ class RemoteModule(nn.Module):
     @property
     def source(self) -> nn.Module:
         """Return the copy of the module on the meta device."""
-        return self._others[0]
+        return self._source_and_blocks[0]
 
     def register_arrival(self, name: str) -> None:
         """Register a placeholder for a tensor of this module that the step will receive.
@@ -97,7 +97,7 @@ class RemoteModule(nn.Module):
         Args:
             name: Name of the tensor in the whole model.
         """
-        source, blocks = self._others
+        source, blocks = self._source_and_blocks
         prefix, _, key = name.rpartition(".")
         if f"{prefix}.".startswith(f"{self.name}."):
             inner = prefix.removeprefix(self.name).removeprefix(".")
@@ -110,7 +110,7 @@ class RemoteModule(nn.Module):
             UnsupportedError: If the call is between the blocks, or after the blocks for a module of
                 the first stage, or before the blocks for a module of the last stage.
         """
-        source, blocks = self._others
+        source, blocks = self._source_and_blocks
         cursor = blocks.current()
         self._check_side(blocks)
         stage = 0 if self.is_before else blocks.boundaries.last
@@ -160,11 +160,11 @@ class RemoteModuleList(RemoteModule):
 
     def __len__(self) -> int:
         """Return the length of the list."""
-        return len(self._others[0])  # type: ignore[arg-type]
+        return len(self._source_and_blocks[0])  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over proxies for the items of a list, or over the keys of a dictionary."""
-        source = self._others[0]
+        source = self._source_and_blocks[0]
         if isinstance(source, (nn.ModuleDict, nn.ParameterDict)):
             yield from source
         else:
@@ -184,7 +184,7 @@ class RemoteModuleList(RemoteModule):
 
     def __getitem__(self, key: Any) -> Any:
         """Return a proxy for an item, or a list of proxies for a slice."""
-        source, blocks = self._others
+        source, blocks = self._source_and_blocks
         if isinstance(key, slice):
             return list(self)[key]
         if isinstance(key, int) and key < 0:

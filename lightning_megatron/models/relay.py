@@ -47,16 +47,17 @@ def run_stage_by_stage(model: PipelinedModule, call: Callable[[], T]) -> T | Non
                     torch.empty(shape, dtype=dtype, device=device)
                     for shape, dtype in cursor.tensor_specs
                 ]
-                start_transfers([], [(one, source) for one in received], axis).wait()
+                start_transfers([], [(tensor, source) for tensor in received], axis).wait()
             cursor = model.cursor = StageCursor(chunk, received)
             if model.is_last_stage(chunk):
                 result = call()
                 break
             _stop(call)
-            sent = [one.contiguous() for one in cursor.sent]
-            # At the turn of a V, the next chunk is on this stage and uses the tensors directly.
+            sent = [tensor.contiguous() for tensor in cursor.sent]
+            # If chunks lie in a V, the next chunk may be on this stage, and uses the tensors
+            # directly.
             if (target := placement.owner(virtual + 1)[0]) != axis.rank:
-                start_transfers([(one, target) for one in sent], [], axis).wait()
+                start_transfers([(tensor, target) for tensor in sent], [], axis).wait()
         return result
     finally:
         model.cursor = None

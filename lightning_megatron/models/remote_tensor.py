@@ -196,8 +196,8 @@ class RemoteTensor(Tensor):
         deferred = DeferredCall(func, args, kwargs, spec.is_random)
         return fill_outputs(
             spec,
-            lambda leaf, n: RemoteTensor.of(
-                leaf, self.owner, self.title, deferred=deferred, leaf=n
+            lambda leaf, number: RemoteTensor.of(
+                leaf, self.owner, self.title, deferred=deferred, leaf=number
             ),
         )
 
@@ -287,7 +287,8 @@ def fill_outputs(spec: OutputSpec, absent: Callable[[Tensor, int], Any]) -> Any:
         absent: Function that returns the placeholder for a tensor, given its description and index.
     """
     leaves = [
-        absent(leaf, n) if isinstance(leaf, Tensor) else leaf for n, leaf in enumerate(spec.leaves)
+        absent(leaf, number) if isinstance(leaf, Tensor) else leaf
+        for number, leaf in enumerate(spec.leaves)
     ]
     return pytree.tree_unflatten(leaves, spec.structure)
 

@@ -1,4 +1,4 @@
-"""Interface through which another room runs the chunks of a model."""
+"""Interface of an object that runs the chunks of a model."""
 
 from __future__ import annotations
 

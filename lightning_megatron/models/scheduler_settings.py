@@ -52,7 +52,9 @@ class SchedulerSettings:
             arguments = scheduler.get("init_args", {})
         elif isinstance(scheduler, partial):
             # The parser of the command line wraps the class in a function.
-            classes = [one for one in (scheduler.func, *scheduler.args) if isinstance(one, type)]
+            classes = [
+                value for value in (scheduler.func, *scheduler.args) if isinstance(value, type)
+            ]
             kind = classes[0] if len(classes) == 1 else scheduler
             arguments = scheduler.keywords
         is_scheduler = isinstance(kind, type) and issubclass(kind, LRScheduler)

@@ -98,9 +98,9 @@ class ShapeInference:
             # Tensors on other devices keep their values, because the values of a buffer may
             # determine shapes.
             empty = {
-                name: torch.empty(one.shape, dtype=one.dtype, device=device)
-                for name, one in tensors.items()
-                if one.is_meta
+                name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                for name, tensor in tensors.items()
+                if tensor.is_meta
             }
             return functional_call(module, empty, args, kwargs)
 
@@ -129,7 +129,9 @@ class ShapeInference:
         inputs, result = outputs
         problem = _problem_of(inputs) or _problem_of_change(taken, structure, (args, kwargs))
         written = [
-            n for n, leaf in enumerate(taken) if isinstance(leaf, FakeTensor) and leaf._version
+            number
+            for number, leaf in enumerate(taken)
+            if isinstance(leaf, FakeTensor) and leaf._version
         ]
         spec = OutputSpec(tuple(inputs), result, draws.found, problem, tuple(written))
         if key is not None:
@@ -153,7 +155,7 @@ def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
 
 
 def _items_of(value: Any) -> tuple[list[Any], tuple[str, ...]]:
-    names = tuple(one.name for one in fields(value))
+    names = tuple(field.name for field in fields(value))
     return [getattr(value, name) for name in names], names
 
 
@@ -167,7 +169,9 @@ def _with_items(kind: type, items: Iterable[Any], names: tuple[str, ...]) -> Any
 
 def _problem_of_change(taken: Sequence[Any], structure: pytree.TreeSpec, value: Any) -> str:
     leaves, now = flatten(value)
-    if now == structure and all(one is other for one, other in zip(leaves, taken, strict=True)):
+    if now == structure and all(
+        after is before for after, before in zip(leaves, taken, strict=True)
+    ):
         return ""
     return (
         "changes a list, dictionary or dataclass among its arguments. Return the new values instead"
@@ -179,7 +183,7 @@ def _problem_of(leaves: Sequence[Any]) -> str:
         held = (
             getattr(leaf, "__dict__", {}).values() if not isinstance(leaf, (Tensor, type)) else ()
         )
-        if any(isinstance(one, Tensor) for one in held):
+        if any(isinstance(value, Tensor) for value in held):
             return (
                 f"returns a {type(leaf).__name__} that holds tensors. Return a tuple, dictionary "
                 "or dataclass instead"
@@ -221,7 +225,7 @@ def _key_of(leaf: Any) -> Any:
         bounds = leaf.start, leaf.stop, leaf.step
         return (
             ("slice", *bounds)
-            if all(isinstance(one, (int, type(None))) for one in bounds)
+            if all(isinstance(bound, (int, type(None))) for bound in bounds)
             else None
         )
     return (type(leaf), leaf) if isinstance(leaf, _HASHABLE_TYPES) else None

@@ -269,10 +269,10 @@ def pipelined_modules(root: nn.Module) -> Iterator[tuple[str, PipelinedModule]]:
     Args:
         root: Module to search.
     """
-    for name, part in root.named_modules():
-        if isinstance(part, PipelinedModule):
-            yield name, part
-        elif (computing := computed_by(part)) is not None:
+    for name, module in root.named_modules():
+        if isinstance(module, PipelinedModule):
+            yield name, module
+        elif (computing := computed_by(module)) is not None:
             yield name, computing
 
 

@@ -100,21 +100,23 @@ class StageBoundaries:
             StageDone: If the block is the first of the probed virtual stage, in the last call.
             UnsupportedError: If the block reads values that the first step did not read.
         """
-        numbers = tuple(n for n, leaf in enumerate(leaves) if isinstance(leaf, RemoteTensor))
+        numbers = tuple(
+            number for number, leaf in enumerate(leaves) if isinstance(leaf, RemoteTensor)
+        )
         if cursor.plan is None:
             # The previous stage sends the inputs of a stage's first block, so it must have their
             # values.
-            for n in numbers:
-                self.record_use(cursor, leaves[n], stage - 1 if starts else stage)
+            for number in numbers:
+                self.record_use(cursor, leaves[number], stage - 1 if starts else stage)
             if starts:
                 cursor.found.inputs[cursor.calls, stage] = numbers
                 cursor.found.bound.setdefault(stage, {}).update(
-                    {id(leaves[n]): leaves[n] for n in numbers}
+                    {id(leaves[number]): leaves[number] for number in numbers}
                 )
-        for n in numbers:
-            if leaves[n].value_name is None:
-                leaves[n].value_name = f"{prefix}:{n}"
-                self.record_origin(cursor, leaves[n].value_name, leaves[n], stage)
+        for number in numbers:
+            if leaves[number].value_name is None:
+                leaves[number].value_name = f"{prefix}:{number}"
+                self.record_origin(cursor, leaves[number].value_name, leaves[number], stage)
         if starts and stage == virtual_stage and cursor.plan is not None:
             taken = cursor.plan.inputs.get((cursor.calls, stage))
             if taken != numbers:
@@ -123,7 +125,9 @@ class StageBoundaries:
                     f"{prefix} takes the arguments {numbers} from earlier stages, and took {taken} "
                     "in the first step. Pass the same tensors in every step, or use pp=1."
                 )
-            cursor.tensor_specs += [(leaves[n].shape, leaves[n].dtype) for n in numbers]
+            cursor.tensor_specs += [
+                (leaves[number].shape, leaves[number].dtype) for number in numbers
+            ]
             if cursor.is_last_call:
                 self.report_extras(cursor, cursor.plan.extras.get(virtual_stage, ()))
                 raise StageDone
@@ -141,12 +145,12 @@ class StageBoundaries:
         inputs = cursor.plan.inputs
         filled = list(leaves)
         before = sum(len(inputs[call, stage]) for call in range(1, cursor.calls))
-        for position, n in enumerate(inputs[cursor.calls, stage], before):
-            leaf = leaves[n]
+        for position, number in enumerate(inputs[cursor.calls, stage], before):
+            leaf = leaves[number]
             value = cursor.received[position]
             if isinstance(leaf, RemoteTensor):
                 leaf.value = value
-            cursor.known[f"{prefix}:{n}"] = filled[n] = value
+            cursor.known[f"{prefix}:{number}"] = filled[number] = value
         cursor.has_arrived = True
         return filled
 
@@ -154,8 +158,8 @@ class StageBoundaries:
         """Keep the leaves that later stages will read."""
         if cursor.plan is None or not cursor.plan.extras:
             return
-        for n, leaf in enumerate(leaves):
-            value_name = f"{prefix}:{n}"
+        for number, leaf in enumerate(leaves):
+            value_name = f"{prefix}:{number}"
             if isinstance(leaf, RemoteTensor):
                 leaf.value_name = leaf.value_name or value_name
             elif isinstance(leaf, Tensor) and value_name in cursor.plan.extra_names:
@@ -214,14 +218,14 @@ class StageBoundaries:
             refuse(leaf, "it depends on random numbers, and a later stage reads it, too")
 
     def plan(
-        self, cursor: StageCursor, result: Sequence[Any], in_force: Mapping[str, str]
+        self, cursor: StageCursor, result: Sequence[Any], current_plan: Mapping[str, str]
     ) -> StepPlan:
         """Return the plan that follows from a probe.
 
         Args:
             cursor: Cursor of the probe.
             result: Leaves of the step's result.
-            in_force: The current ``pipeline_plan``.
+            current_plan: The current ``pipeline_plan``.
 
         Raises:
             UnsupportedError: If a stage reads a value that an earlier stage computes after it has
@@ -239,12 +243,12 @@ class StageBoundaries:
             if origin.call == cursor.calls and origin.next_block > border:
                 module, _, use = value_name.partition("#")
                 if use and not use.startswith("1:"):
-                    raise called_twice(module, next(iter(in_force), "blocks"))
+                    raise called_twice(module, next(iter(current_plan), "blocks"))
                 title = cursor.known[value_name].title  # type: ignore[attr-defined]
                 raise UnsupportedError(
                     f"{title} is computed after the blocks of its stage: {origin.line}. At that "
                     "point the stage has already sent its outputs. Use the pipeline_plan "
-                    f"{dict(in_force) | {value_name.partition('#')[0]: 'last'}}, or pp=1."
+                    f"{dict(current_plan) | {value_name.partition('#')[0]: 'last'}}, or pp=1."
                 )
             # A stage sends only to the next one, so every stage in between receives the value and
             # forwards it.
@@ -271,10 +275,10 @@ def _sources(leaf: RemoteTensor) -> list[RemoteTensor]:
     recorded_uses: dict[int, RemoteTensor] = {id(leaf): leaf}
     waiting = [leaf]
     while waiting:
-        one = waiting.pop()
-        if one.deferred is None or one.value_name is not None:
+        current = waiting.pop()
+        if current.deferred is None or current.value_name is not None:
             continue
-        for source in one.deferred.sources:
+        for source in current.deferred.sources:
             if id(source) not in recorded_uses:
                 recorded_uses[id(source)] = source
                 waiting.append(source)

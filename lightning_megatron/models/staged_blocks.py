@@ -63,7 +63,7 @@ class StagedBlocks(CutBlocks):
     ) -> None:
         super().__init__(name, source, twins, partition, mesh)
         self.is_sequential = isinstance(source, nn.Sequential)
-        # In a tuple, so that nn.Module does not register them as children.
+        # A tuple keeps nn.Module from registering them as children.
         self.ends = tuple(ends)
         self.local_modules: list[LocalModule] = []
         self.remote_modules: list[RemoteModule] = []
@@ -105,8 +105,8 @@ class StagedBlocks(CutBlocks):
             *self.local_modules,
             *self.first_stage_parameters,
         ]
-        for one in outer:
-            one.convert_meta(fn)
+        for part in outer:
+            part.convert_meta(fn)
         self.shape_inference.clear()
         super()._apply(fn, recurse)
         return self
@@ -158,9 +158,9 @@ class StagedBlocks(CutBlocks):
                 else leaves
             )
             leaves = self._values(index, leaves)
-            for n in self.shape_inference.written.get(index, ()) if starts else ():
+            for number in self.shape_inference.written.get(index, ()) if starts else ():
                 # A received tensor is a leaf of the graph, which the block must not write in place.
-                leaves[n] = leaves[n].clone()
+                leaves[number] = leaves[number].clone()
             args, kwargs = pytree.tree_unflatten(leaves, structure)
         elif starts and stage == self.virtual_stage + 1:
             self._send_inputs(cursor, index, leaves, stage)
@@ -171,7 +171,7 @@ class StagedBlocks(CutBlocks):
                 spec, f"{name}:out", f"the result of '{self.name}.{index}'", stage
             )
             self.shape_inference.written[index] = spec.written
-            for leaf in (leaves[n] for n in spec.written):
+            for leaf in (leaves[number] for number in spec.written):
                 if isinstance(leaf, RemoteTensor):
                     leaf.writer = f"'{self.name}.{index}'"
         else:
@@ -228,8 +228,8 @@ class StagedBlocks(CutBlocks):
             for value_name in value_names
             if value_name not in cursor.known
         ):
-            for one in self.remote_modules if kind == "parameter" else ():
-                one.register_arrival(name)
+            for module in self.remote_modules if kind == "parameter" else ():
+                module.register_arrival(name)
             if kind != "parameter":
                 self.stored_tensors.register_arrival(name)
 
@@ -272,9 +272,9 @@ class StagedBlocks(CutBlocks):
             raise StageDone
 
     def _value_to_send(self, cursor: StageCursor, value_name: str) -> Tensor:
-        for one in self.first_stage_parameters:
-            if value_name == one.value_name and self.virtual_stage == 0:
-                return one.value
+        for parameter in self.first_stage_parameters:
+            if value_name == parameter.value_name and self.virtual_stage == 0:
+                return parameter.value
         name = value_name.removeprefix("parameter:")
         for value in (
             local.tensor(name)
@@ -306,13 +306,13 @@ class StagedBlocks(CutBlocks):
             *self.local_modules,
             *self.first_stage_parameters,
         ]
-        replaced = [one for one in outer if cursor.probe or one.stage != self.virtual_stage]
-        for one in replaced:
-            one.hide()
+        replaced = [part for part in outer if cursor.probe or part.stage != self.virtual_stage]
+        for part in replaced:
+            part.hide()
         for parameter in self.first_stage_parameters:
             self.boundaries.record_origin(cursor, parameter.value_name, parameter.absent, 0)
         try:
             yield
         finally:
-            for one in reversed(replaced):
-                one.show()
+            for part in reversed(replaced):
+                part.show()

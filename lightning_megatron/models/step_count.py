@@ -14,7 +14,7 @@ def total_steps(trainer: Any) -> float:
     Args:
         trainer: Trainer of the training.
     """
-    # `models` does not know data modules: any of them may have this method.
+    # Look the method up by name, because models do not import data modules.
     count = getattr(getattr(trainer, "datamodule", None), "steps_of_epochs", None)
     # The Trainer's estimate builds the training loader, which the data module counts.
     known = trainer.estimated_stepping_batches

@@ -114,7 +114,7 @@ class TokenModule(LightningModule):
         self.lr_schedule = schedulers["lr_schedule"]
         self.weight_decay_schedule = schedulers["weight_decay_schedule"]
         self._check_schedulers()
-        plain = {name: one and one.plain() for name, one in schedulers.items()}
+        plain = {name: settings and settings.plain() for name, settings in schedulers.items()}
         self.save_hyperparameters(arguments | plain)
 
     @property
@@ -215,13 +215,21 @@ class TokenModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW and its schedulers, which advance with each optimizer step."""
-        decayed = [p for p in self.parameters() if p.requires_grad and p.dim() > 1]
-        others = [p for p in self.parameters() if p.requires_grad and p.dim() <= 1]
+        decayed = [
+            parameter
+            for parameter in self.parameters()
+            if parameter.requires_grad and parameter.dim() > 1
+        ]
+        undecayed = [
+            parameter
+            for parameter in self.parameters()
+            if parameter.requires_grad and parameter.dim() <= 1
+        ]
         # Both groups exist on every rank, even if they are empty, so that the optimizer checkpoints
         # of all ranks match.
         groups = [
             {"params": decayed, "weight_decay": self.weight_decay},
-            {"params": others, "weight_decay": 0.0},
+            {"params": undecayed, "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW(
             groups,
@@ -232,8 +240,11 @@ class TokenModule(LightningModule):
         rate = self._stepped_per_batch(self._lr_scheduler(optimizer))
         if self.weight_decay_schedule is None:
             return {"optimizer": optimizer, "lr_scheduler": rate}
-        both: list[Any] = [rate, self._stepped_per_batch(self.weight_decay_schedule(optimizer))]
-        return [optimizer], both
+        schedulers: list[Any] = [
+            rate,
+            self._stepped_per_batch(self.weight_decay_schedule(optimizer)),
+        ]
+        return [optimizer], schedulers
 
     @staticmethod
     def _stepped_per_batch(scheduler: LRScheduler) -> LRSchedulerConfigType:

@@ -140,10 +140,14 @@ class ActionTimes:
         kinds: tuple[Kind, ...] = ("F", "I", "W")
         for kind in kinds:
             indices = [
-                n for n, (one, *_) in enumerate(spans) if (one.kind, one.chunk) == (kind, chunk)
+                index
+                for index, (action, *_) in enumerate(spans)
+                if (action.kind, action.chunk) == (kind, chunk)
             ]
-            seconds[kind] = statistics.median(spans[n][2] - spans[n][1] for n in indices)
-            growth[kind] = statistics.median(self._records[n][3] for n in indices)
+            seconds[kind] = statistics.median(
+                spans[index][2] - spans[index][1] for index in indices
+            )
+            growth[kind] = statistics.median(self._records[index][3] for index in indices)
         kept = max(int(growth["F"]), 0)
         waiting = 0.0
         if kept:
@@ -181,10 +185,10 @@ def gather_measurements(
         stage, chunk = placement.owner(virtual)
         replicas = [chunks[chunk] for rank, chunks, *_ in ranks if rank == stage]
         for kind in kinds:
-            slowest = max(one.seconds[kind] for one in replicas)
+            slowest = max(replica.seconds[kind] for replica in replicas)
             ticks[kind].append(max(round(slowest * _TICKS_PER_SECOND), 1))
-        kept.append(max(one.kept for one in replicas))
-    shares = [one.waiting for _, chunks, *_ in ranks for one in chunks]
+        kept.append(max(replica.kept for replica in replicas))
+    shares = [chunk_medians.waiting for _, chunks, *_ in ranks for chunk_medians in chunks]
     limits = [limit for _, _, limit, _ in ranks if limit is not None]
     slowest = round(max(seconds for *_, seconds in ranks) * _TICKS_PER_SECOND)
     costs = StageCosts(tuple(ticks["F"]), tuple(ticks["I"]), tuple(ticks["W"]), slowest)

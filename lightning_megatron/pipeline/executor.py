@@ -286,7 +286,11 @@ def _no_context(num_microbatches: int) -> AbstractContextManager[None]:
 
 
 def _last_forward(instructions: Sequence[Instruction]) -> Instruction:
-    passes = [one for one in instructions if isinstance(one, Compute) and one.action.kind == "F"]
+    passes = [
+        instruction
+        for instruction in instructions
+        if isinstance(instruction, Compute) and instruction.action.kind == "F"
+    ]
     return passes[-1]
 
 

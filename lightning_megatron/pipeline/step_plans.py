@@ -124,7 +124,7 @@ class StepPlans:
 
     @contextmanager
     def _collecting(self, microbatches: Sequence[Microbatch]) -> Iterator[None]:
-        self._collected = {id(one): [] for one in microbatches}
+        self._collected = {id(microbatch): [] for microbatch in microbatches}
         self._is_collecting = True
         try:
             yield

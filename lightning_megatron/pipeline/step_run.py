@@ -141,9 +141,9 @@ class StepRun:
         ]
         buffers = [self._buffers(transfer) for transfer in receives]
         incoming = [
-            (one, transfer.peer)
-            for transfer, made in zip(receives, buffers, strict=True)
-            for one in made
+            (buffer, transfer.peer)
+            for transfer, received in zip(receives, buffers, strict=True)
+            for buffer in received
         ]
         weights = self._weights
         outgoing += weights.messages(sends)
@@ -155,12 +155,12 @@ class StepRun:
                     PipelineUnit(transfer.chunk, transfer.microbatch), pending
                 )
         # Keep unfinished sends, because their tensors must stay alive.
-        self._pending = [one for one in self._pending if not one.is_done()] + [pending]
-        for transfer, made in zip(receives, buffers, strict=True):
+        self._pending = [earlier for earlier in self._pending if not earlier.is_done()] + [pending]
+        for transfer, received in zip(receives, buffers, strict=True):
             key = (transfer.chunk, transfer.microbatch)
-            (self._inputs if transfer.kind == "F" else self._gradients)[key] = made
+            (self._inputs if transfer.kind == "F" else self._gradients)[key] = received
             if self._times is not None:
-                self._times.record_message(sum(one.nbytes for one in made))
+                self._times.record_message(sum(buffer.nbytes for buffer in received))
             self._arrivals[transfer.kind, key] = pending
 
     def _forward(self, key: ChunkMicrobatch) -> None:
@@ -204,18 +204,20 @@ class StepRun:
         self._gradients.pop(key, None)
         # An edge is None if its output needs no gradient, as on a stage whose parameters are all
         # frozen.
-        both = zip(self._edges.pop(key, ()), gradients, strict=True)
-        pairs = [(edge, gradient) for edge, gradient in both if edge is not None]
+        edge_gradients = zip(self._edges.pop(key, ()), gradients, strict=True)
+        pairs = [(edge, gradient) for edge, gradient in edge_gradients if edge is not None]
         for edge, _ in pairs:
             self._inspect(edge.node, False)
         if pairs:
             torch.autograd.backward(
                 [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
             )
-        received = [one for one in self._inputs.pop(key, ()) if one.is_floating_point()]
+        received = [tensor for tensor in self._inputs.pop(key, ()) if tensor.is_floating_point()]
         before = self._placement.chunk_beside(self._axis.rank, chunk, -1)
         target = chunk if before is None else before
-        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in received]
+        gradients = [
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in received
+        ]
         if before is not None and self._actions is not None:
             # An observer may run this chunk again, at the same addresses, before the other chunk
             # has read the gradients.
@@ -248,9 +250,9 @@ class StepRun:
             floating = [output for output in outputs if output.is_floating_point()]
             self._sent[key] = [(output.shape, output.dtype) for output in floating]
             self._edges[key] = [
-                get_gradient_edge(one) if one.requires_grad else None for one in floating
+                get_gradient_edge(output) if output.requires_grad else None for output in floating
             ]
-        # Detached, because the autograd graph must not extend beyond the chunk.
+        # Detach the outputs, because the autograd graph must not extend beyond the chunk.
         return [output.detach() for output in outputs]
 
     def _buffers(self, transfer: Transfer) -> list[Tensor]:
@@ -261,8 +263,8 @@ class StepRun:
 
     def _tensor_specs(self, transfer: Transfer) -> Sequence[TensorSpec]:
         microbatch = self.microbatches[transfer.microbatch]
-        # Cached for this run only: the next run may have another step function, or one that gives
-        # the model another part of an equally shaped batch.
+        # The cache lasts for this run only: the next run may have another step function, or one
+        # that gives the model another part of an equally shaped batch.
         key = transfer.chunk, signature_of(microbatch.data)
         if key not in self._boundaries:
             self.seek(transfer.microbatch)

@@ -33,7 +33,7 @@ class TrainerAnswers(RankStrategy):
 
     strategy_name = "megatron"
 
-    #: Maker of the backend of CUDA graphs; None means CUDA itself.
+    #: Function that creates the backend of CUDA graphs; None means CUDA itself.
     _make_backend: Callable[[ParallelMesh], CaptureBackend] | None = None
     _stream: RunStream | None = None
 
@@ -130,14 +130,18 @@ class TrainerAnswers(RankStrategy):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        # Note masks and lengths on the host, so that code that needs them later does not wait for
+        # Record masks and lengths on the host, so that code that needs them later does not wait for
         # the device.
         with self.mesh.host_values.record_moves():
             return self._moved(batch, device, dataloader_idx)
 
     def _moved(self, batch: Any, device: torch.device | None, dataloader_idx: int) -> Any:
         move = super().batch_to_device
-        if isinstance(batch, list) and batch and all(isinstance(p, Microbatch) for p in batch):
+        if (
+            isinstance(batch, list)
+            and batch
+            and all(isinstance(part, Microbatch) for part in batch)
+        ):
             for part in batch:
                 check_batch(part.data, self.user_module)
             return [
@@ -159,13 +163,13 @@ class TrainerAnswers(RankStrategy):
 
     @override
     def configuration(self) -> dict[str, str | int]:
-        own = super().configuration()
+        fields = super().configuration()
         trainer = attached_trainer(self.user_module)
         if trainer is None:
-            return own
+            return fields
         options = self.options.contents().items()
-        arguments = {name: value for name, value in options if name not in own}
-        return {**own, **configuration_fields(arguments, trainer)}
+        arguments = {name: value for name, value in options if name not in fields}
+        return {**fields, **configuration_fields(arguments, trainer)}
 
     @classmethod
     @override

@@ -89,8 +89,8 @@ class MegatronCLI(LightningCLI):
         for key, has_default in bases.items():
             chosen = named_class(resolved, key)
             if has_default and chosen is not None:
-                for one in self._parsers:
-                    one.set_defaults({key: {"class_path": chosen}})
+                for known_parser in self._parsers:
+                    known_parser.set_defaults({key: {"class_path": chosen}})
         if resolved == arguments:
             super().parse_arguments(parser, args)
         else:

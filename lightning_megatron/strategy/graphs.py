@@ -25,7 +25,7 @@ from lightning_megatron.strategy.step.segment_captures import SegmentCaptures
 from lightning_megatron.strategy.step.training_steps import TrainingSteps
 from lightning_megatron.strategy.step.whole_captures import WholeCaptures
 
-#: Maker of the backend that captures.
+#: Function that creates the backend that captures.
 MakeBackend = Callable[[ParallelMesh], CaptureBackend]
 
 
@@ -46,7 +46,7 @@ def build_graphs(
         executor: Executor of the schedule.
         state: Owner of the gradients.
         steps: Training and evaluation steps of the run.
-        make_backend: Maker of the backend that captures; None means CUDA itself.
+        make_backend: Function that creates the backend that captures; None means CUDA itself.
         is_final: Function that returns whether the schedule of the steps is final; its result is
             the same on all ranks.
 

@@ -267,11 +267,11 @@ class MegatronStrategy(TrainerAnswers):
         if "optimizer_states" not in checkpoint:
             return
         self._make_groups(checkpoint)
-        schedulers = [one.scheduler for one in self.lr_scheduler_configs]
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         check_training_states(checkpoint, self.optimizers, schedulers)
-        rest = checkpoint["state_dict"], self.user_module, self.run.state.main, self.mesh
+        shared = checkpoint["state_dict"], self.user_module, self.run.state.main, self.mesh
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            load_full_optimizer(optimizer, saved, *rest)
+            load_full_optimizer(optimizer, saved, *shared)
 
     # ---- training
 

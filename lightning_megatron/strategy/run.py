@@ -86,7 +86,7 @@ class Run:
         mixtures: Mixture-of-experts layers of this rank.
         checkpoints: Checkpoints of the strategy.
         previous: Training state of an earlier run of the same strategy; None without one.
-        make_backend: Maker of the backend of CUDA graphs; None means CUDA itself.
+        make_backend: Function that creates the backend of CUDA graphs; None means CUDA itself.
 
     Raises:
         UnsupportedError: If the run needs something that this strategy does not support.
@@ -253,7 +253,7 @@ class Run:
         undo.callback(average_model_parameters, trainer)
 
     def _note_data(self, parameter: nn.Parameter) -> None:
-        """Note that user code reads or replaces the memory of a parameter."""
+        """Record that user code reads or replaces the memory of a parameter."""
         self.state.main.user_writes.note(parameter)
         self._casts.note(parameter)
 

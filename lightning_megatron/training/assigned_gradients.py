@@ -28,16 +28,16 @@ def assign_gradients(
     slices = main.slices
     has_frozen = not main.are_trainable(names)
     for name in names:
-        one = slices.get(name)
+        main_slice = slices.get(name)
         has_none = name in dormant or (has_frozen and not main.is_trainable(name))
         if main.exposed_gradients.is_on and not has_none:
             main.exposed_gradients.expose(name, main.parameter(name), gradient_of(name))
-        if one is None:
+        if main_slice is None:
             continue
         if has_none:
-            one.main.grad = None
-        elif one.gradient.dtype == one.main.dtype:
-            one.main.grad = one.gradient
+            main_slice.main.grad = None
+        elif main_slice.gradient.dtype == main_slice.main.dtype:
+            main_slice.main.grad = main_slice.gradient
         else:
             # The gradients were accumulated in bfloat16, and the main parameter is float32.
-            one.main.grad = one.gradient.to(one.main.dtype)
+            main_slice.main.grad = main_slice.gradient.to(main_slice.main.dtype)

@@ -70,7 +70,8 @@ class BucketStarts:
             self._armed.discard(chunk)
             for bucket in self._in_group(chunk) if self._num_left is None else ():
                 self._expected |= {
-                    n: max(self._num_arrived[n], self._expected.get(n, 0)) for n in bucket.names
+                    name: max(self._num_arrived[name], self._expected.get(name, 0))
+                    for name in bucket.names
                 }
         for bucket in self._in_group(chunk):
             self._start(bucket)
@@ -79,14 +80,14 @@ class BucketStarts:
     def preserve_counts(self) -> Iterator[None]:
         """Restore the numbers of expected and counted gradients when the block ends."""
         armed = set(self._armed)
-        seen = dict(self._num_arrived)
+        num_arrived = dict(self._num_arrived)
         expected = dict(self._expected)
         left = self._num_left
         try:
             yield
         finally:
             self._armed = armed
-            self._num_arrived = seen
+            self._num_arrived = num_arrived
             self._expected = expected
             self._num_left = left
 
@@ -101,7 +102,7 @@ class BucketStarts:
             RuntimeError: If the bucket of one of these parameters has started already.
         """
         # This runs in the backward pass, once for each gradient of each microbatch.
-        seen = self._num_arrived
+        num_arrived = self._num_arrived
         touched = set(map(self.bucket_of.__getitem__, names))
         # A parameter that the model uses several times gets several gradients. Its bucket starts
         # after as many gradients as in earlier steps, so one more gradient would come too late.
@@ -113,7 +114,7 @@ class BucketStarts:
                 "often than in earlier steps. Use MegatronStrategy(overlap_gradients=False)."
             )
         for name in names:
-            seen[name] = seen.get(name, 0) + 1
+            num_arrived[name] = num_arrived.get(name, 0) + 1
         # Only the last backward pass of a step completes gradients; `_armed` lists its chunks.
         if self._armed:
             self._start_complete_groups(names, touched)
@@ -129,11 +130,11 @@ class BucketStarts:
         self, names: Sequence[str], touched: Collection[GradientBucket]
     ) -> None:
         """Remove complete gradients from ``missing`` sets, and start buckets that are complete."""
-        seen = self._num_arrived
+        num_arrived = self._num_arrived
         # The counts of a weight half are known; those of a backward pass come from earlier steps.
         expected = self._expected if self._num_left is None else self._num_left
         # The first step has no counts yet, so `start_all` starts its buckets.
-        complete = [name for name in names if seen[name] == expected.get(name)]
+        complete = [name for name in names if num_arrived[name] == expected.get(name)]
         for bucket in touched:
             bucket.missing.difference_update(complete)
         for group in sorted(

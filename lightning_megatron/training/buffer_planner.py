@@ -151,7 +151,7 @@ class BufferPlanner:
         ordered: dict[str, None] = {}
         for name in names:
             _, stack = self._stack_of.get(name, (0, (name,)))
-            ordered |= dict.fromkeys(one for one in reversed(stack) if one in names)
+            ordered |= dict.fromkeys(member for member in reversed(stack) if member in names)
         return list(ordered)
 
     def _group_of(self, name: str) -> int:

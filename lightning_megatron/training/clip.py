@@ -33,9 +33,9 @@ def grad_norm(main: MainParameters, names: Collection[str] | None = None) -> Flo
     counted = main.counted_gradients(names)
     total = torch.zeros((), dtype=torch.float64, device=main.mesh.device)
     for dtype in dict.fromkeys(gradient.dtype for gradient in counted):
-        same = [gradient for gradient in counted if gradient.dtype == dtype]
+        of_dtype = [gradient for gradient in counted if gradient.dtype == dtype]
         total += (
-            torch.stack(torch._foreach_norm(same, 2, dtype=_norm_dtype(dtype)))
+            torch.stack(torch._foreach_norm(of_dtype, 2, dtype=_norm_dtype(dtype)))
             .double()
             .square()
             .sum()

@@ -38,15 +38,15 @@ class CountedGradients:
             names: Names of the parameters to count; None means all.
         """
         gradients = [
-            one.main.grad if names is None or name in names else None
-            for name, one in slices.items()
+            main_slice.main.grad if names is None or name in names else None
+            for name, main_slice in slices.items()
         ]
         if is_first == self._is_first and same_objects(gradients, self._gradients):
             return self._runs
         runs = _joined(_counted(slices, gradients, is_first))
         if all(
-            gradient is None or gradient is one.gradient
-            for gradient, one in zip(gradients, slices.values(), strict=True)
+            gradient is None or gradient is main_slice.gradient
+            for gradient, main_slice in zip(gradients, slices.values(), strict=True)
         ):
             # Caching other tensors would keep their memory from being freed.
             self._gradients = gradients
@@ -59,10 +59,12 @@ def _counted(
     slices: Mapping[str, MainSlice], gradients: list[Tensor | None], is_first: Mapping[bool, bool]
 ) -> list[Tensor]:
     counted: list[Tensor] = []
-    for one, gradient in zip(slices.values(), gradients, strict=True):
+    for main_slice, gradient in zip(slices.values(), gradients, strict=True):
         # If several ranks have the same gradients, only the first one counts them.
-        if gradient is not None and (one.is_exclusive or is_first[one.placement.is_expert]):
-            counted += one.counted_pieces(gradient)
+        if gradient is not None and (
+            main_slice.is_exclusive or is_first[main_slice.placement.is_expert]
+        ):
+            counted += main_slice.counted_pieces(gradient)
     return counted
 
 

@@ -147,10 +147,10 @@ class EightBitBuffer(FlatBuffer):
             self.gather(mesh)
         for name, parameter in self.members.items():
             keep_in_memory(parameter, self._view(name))
-        pieces = {one.name: one for one in self.plan.slices(self.part)}
+        pieces = {part_slice.name: part_slice for part_slice in self.plan.slices(self.part)}
         self.slices = {
-            name: replace(one, half=self._half(pieces[name], one.main.shape))
-            for name, one in self.slices.items()
+            name: replace(main_slice, half=self._half(pieces[name], main_slice.main.shape))
+            for name, main_slice in self.slices.items()
         }
         self._versions = self._count_writes()
 
@@ -170,10 +170,10 @@ class EightBitBuffer(FlatBuffer):
     @override
     def load_main_parameters(self) -> None:
         with torch.no_grad():
-            for one in self.plan.slices(self.part):
-                whole = self.members[one.name].detach().flatten()
-                main = self.slices[one.name].main
-                main.copy_(whole[one.start : one.stop].view(main.shape))
+            for part_slice in self.plan.slices(self.part):
+                whole = self.members[part_slice.name].detach().flatten()
+                main = self.slices[part_slice.name].main
+                main.copy_(whole[part_slice.start : part_slice.stop].view(main.shape))
 
     @override
     def adopt_user_writes(self, names: Collection[str] = ()) -> None:
@@ -194,8 +194,8 @@ class EightBitBuffer(FlatBuffer):
         """Leave the members unchanged, because the main parameters are loaded from them."""
 
     @override
-    def _half(self, one: Slice, form: torch.Size) -> Shaped[Tensor, "..."] | None:
-        return None if self.is_in_eight_bits else super()._half(one, form)
+    def _half(self, part_slice: Slice, form: torch.Size) -> Shaped[Tensor, "..."] | None:
+        return None if self.is_in_eight_bits else super()._half(part_slice, form)
 
     def _slice_casts(self) -> Any:
         """Return the function that casts this rank's slices, with fused kernels if available."""
@@ -205,8 +205,13 @@ class EightBitBuffer(FlatBuffer):
         if main.is_cuda and main.dtype in _KERNEL_TYPES:
             kernels = choose_kernels(main.device).kernels
         slices = [
-            (one.shard_start, one.buffer_start, one.size, self._number_of[one.name])
-            for one in self.plan.slices(self.part)
+            (
+                part_slice.shard_start,
+                part_slice.buffer_start,
+                part_slice.size,
+                self._number_of[part_slice.name],
+            )
+            for part_slice in self.plan.slices(self.part)
         ]
         make = torch_casts.SliceCasts if kernels is None else kernels.SliceCastKernel
         return make(main, self.parameters, slices)

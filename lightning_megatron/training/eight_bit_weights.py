@@ -28,8 +28,8 @@ class EightBitWeights:
     @property
     def buffers(self) -> list[EightBitBuffer]:
         """Return the buffers that store their weights in 8 bits now."""
-        buffers = (one for one in self._buffers if isinstance(one, EightBitBuffer))
-        return [one for one in buffers if one.is_in_eight_bits]
+        buffers = (buffer for buffer in self._buffers if isinstance(buffer, EightBitBuffer))
+        return [buffer for buffer in buffers if buffer.is_in_eight_bits]
 
     def among(self, names: Collection[str]) -> list[tuple[str, ...]]:
         """Return the weights whose parameters are all among some names.
@@ -55,7 +55,11 @@ class EightBitWeights:
 
     def magnitudes(self) -> dict[str, Float[Tensor, "1"]]:
         """Return the largest magnitude of each weight in 8 bits, by the names of its parameters."""
-        return {name: one for buffer in self.buffers for name, one in buffer.magnitudes().items()}
+        return {
+            name: magnitude
+            for buffer in self.buffers
+            for name, magnitude in buffer.magnitudes().items()
+        }
 
     def stored(self, weight: tuple[str, ...]) -> StoredWeight | None:
         """Return the 8-bit form of a weight; None if the weight is not stored in 8 bits now.

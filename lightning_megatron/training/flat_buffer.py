@@ -115,7 +115,10 @@ class FlatBuffer:
         )
         self._shapes = {name: parameter.shape for name, parameter in members.items()}
         self._take_members()
-        self.slices = {one.name: self._slice(one, specs[one.name]) for one in plan.slices(part)}
+        self.slices = {
+            part_slice.name: self._slice(part_slice, specs[part_slice.name])
+            for part_slice in plan.slices(part)
+        }
         self.load_main_parameters()
         self._own_members = [members[name] for name in self.slices]
         self._versions = self._count_writes()
@@ -183,10 +186,14 @@ class FlatBuffer:
         versions = self._count_writes()
         if versions == self._versions and not names:
             return
-        for one, version, known in zip(self.slices.values(), versions, self._versions, strict=True):
-            if one.half is not None and (one.name in names or version != known):
-                is_main = one.main.to(one.half.dtype) == one.half
-                one.main.copy_(torch.where(is_main, one.main, one.half.to(one.main.dtype)))
+        for main_slice, version, known in zip(
+            self.slices.values(), versions, self._versions, strict=True
+        ):
+            if main_slice.half is not None and (main_slice.name in names or version != known):
+                is_main = main_slice.main.to(main_slice.half.dtype) == main_slice.half
+                main_slice.main.copy_(
+                    torch.where(is_main, main_slice.main, main_slice.half.to(main_slice.main.dtype))
+                )
         self._versions = versions
 
     @torch.no_grad()

@@ -102,11 +102,11 @@ class FusedStep:
     def addresses(self) -> Hashable:
         """Return the addresses of all tensors."""
         return tuple(
-            one.data_ptr()
+            tensor.data_ptr()
             for call in self.calls
             for column in (*call.columns, (call.numbers,))
-            for one in column
-            if one is not None
+            for tensor in column
+            if tensor is not None
         )
 
     def end(self) -> None:

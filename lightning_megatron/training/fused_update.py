@@ -40,13 +40,13 @@ class _KernelArguments:
         columns: Parameters, gradients, both moments, steps and half-precision views, by piece,
             group and dtypes, in the order of the pieces.
         names: Names of the parameters of each piece.
-        lasts: Whether all gradients lie in the flat buffers, so that caching them costs no memory.
+        is_static: Whether all gradients lie in the flat buffers, so that a cache costs no memory.
     """
 
     objects: list[object]
     columns: dict[tuple[Any, ...], tuple[tuple[Any, ...], ...]]
     names: dict[int, list[str]]
-    lasts: bool
+    is_static: bool
 
     def is_of(self, optimizer: Optimizer) -> bool:
         """Return whether the optimizer still has the same objects."""
@@ -145,9 +145,15 @@ class FusedUpdate:
             ):
                 return f"the learning rate or the betas of group {number} are tensors"
         for group in optimizer.param_groups:
-            for parameter in (one for one in group["params"] if one.dtype != torch.float32):
+            for parameter in (
+                candidate for candidate in group["params"] if candidate.dtype != torch.float32
+            ):
                 if parameter.requires_grad and parameter.numel():
-                    name = next(name for name, one in main.slices.items() if one.main is parameter)
+                    name = next(
+                        name
+                        for name, main_slice in main.slices.items()
+                        if main_slice.main is parameter
+                    )
                     dtype = str(parameter.dtype).removeprefix("torch.")
                     return f"the main parameter of {name!r} is {dtype}"
         make, reason = self._find(main.mesh.device)
@@ -167,12 +173,12 @@ class FusedUpdate:
         # The kernel writes rounded parameters in place, so the all-gathers of the previous step
         # must be complete.
         main.wait()
-        taken = self._arguments.get(optimizer)
-        if taken is None or not taken.is_of(optimizer):
-            taken = self._collect_arguments(main, optimizer)
+        arguments = self._arguments.get(optimizer)
+        if arguments is None or not arguments.is_of(optimizer):
+            arguments = self._collect_arguments(main, optimizer)
             self._arguments.pop(optimizer, None)
-            if taken.lasts:
-                self._arguments[optimizer] = taken
+            if arguments.is_static:
+                self._arguments[optimizer] = arguments
         groups = optimizer.param_groups
         are_decoupled = [
             bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)))
@@ -181,18 +187,18 @@ class FusedUpdate:
         numbers = self._numbers.setdefault(optimizer, GroupNumbers(main.mesh.device))
         numbers.fill(groups, are_decoupled)
         rows = numbers.rows
-        calls: dict[int, list[KernelCall]] = {piece: [] for piece in taken.names}
-        for key, columns in taken.columns.items():
+        calls: dict[int, list[KernelCall]] = {piece: [] for piece in arguments.names}
+        for key, columns in arguments.columns.items():
             piece, group, *_ = key
             has_decay = groups[group]["weight_decay"] != 0.0
             kernel = self._kernel(main, optimizer, key)
             calls[piece].append(
                 KernelCall(kernel, columns, rows[group], has_decay, are_decoupled[group])
             )
-        pieces = [UpdatePiece(calls[piece], names) for piece, names in taken.names.items()]
+        pieces = [UpdatePiece(calls[piece], names) for piece, names in arguments.names.items()]
         # Clipping runs with the first piece, so a rank without slices needs a piece, too.
         pieces = pieces or [UpdatePiece((), ())]
-        return FusedStep(pieces, taken, taken.lasts)
+        return FusedStep(pieces, arguments, arguments.is_static)
 
     def _kernel(self, main: MainParameters, optimizer: Optimizer, key: tuple[Any, ...]) -> Kernel:
         """Return the kernel for slices of one piece and group with the same dtypes."""
@@ -206,23 +212,23 @@ class FusedUpdate:
 
     def _collect_arguments(self, main: MainParameters, optimizer: Optimizer) -> _KernelArguments:
         """Collect the kernel's arguments for each slice, by piece, group and dtypes."""
-        name_of = {id(one.main): name for name, one in main.slices.items()}
+        name_of = {id(main_slice.main): name for name, main_slice in main.slices.items()}
         rows: dict[str, tuple[int, _Row]] = {}
-        lasts = True
+        is_static = True
         for number, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
                 gradient = parameter.grad
                 name = name_of.get(id(parameter))
                 if gradient is None or name is None or parameter.numel() == 0:
                     continue
-                one = main.slices[name]
-                lasts &= gradient is one.gradient
+                main_slice = main.slices[name]
+                is_static &= gradient is main_slice.gradient
                 average, square, step = itemgetter(*_STATE_NAMES)(
                     self._state_of(optimizer, parameter)
                 )
-                row = (parameter, gradient.contiguous(), average, square, step, one.half)
+                row = (parameter, gradient.contiguous(), average, square, step, main_slice.half)
                 rows[name] = number, row
-        alike: dict[tuple[Any, ...], list[_Row]] = {}
+        rows_by_key: dict[tuple[Any, ...], list[_Row]] = {}
         names: dict[int, list[str]] = {}
         num_taken = 0
         for name in main.order.sorted(rows):
@@ -232,11 +238,11 @@ class FusedUpdate:
             # checked the dtype of main parameters.
             half_dtype = None if half is None else half.dtype
             piece = num_taken // _PIECE
-            alike.setdefault((piece, number, gradient.dtype, half_dtype), []).append(row)
+            rows_by_key.setdefault((piece, number, gradient.dtype, half_dtype), []).append(row)
             names.setdefault(piece, []).append(name)
             num_taken += parameter.numel()
-        columns = {key: tuple(zip(*same, strict=True)) for key, same in alike.items()}
-        return _KernelArguments(_objects_of(optimizer), columns, names, lasts)
+        columns = {key: tuple(zip(*members, strict=True)) for key, members in rows_by_key.items()}
+        return _KernelArguments(_objects_of(optimizer), columns, names, is_static)
 
     def _state_of(self, optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return a parameter's optimizer state in the kernel's dtypes; initialize it if empty."""
@@ -259,9 +265,9 @@ class FusedUpdate:
 def has_step_hooks(optimizer: Optimizer) -> bool:
     """Return whether ``step`` of an optimizer has hooks, which may change its parameters."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    everywhere = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    global_names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
     return any(getattr(optimizer, name, None) for name in names) or any(
-        getattr(torch_optimizer, name, None) for name in everywhere
+        getattr(torch_optimizer, name, None) for name in global_names
     )
 
 

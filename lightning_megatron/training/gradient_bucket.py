@@ -63,7 +63,7 @@ class GradientBucket:
         if is_whole or buffer.plan.num_parts == 1:
             self.pending = start_all_reduce(whole, axis, "mean")
         else:
-            self.pending = start_reduce_scatter(self.own, whole, axis, "mean")
+            self.pending = start_reduce_scatter(self.own_part, whole, axis, "mean")
 
     def wait(self) -> None:
         """Wait for the reduction, if it has started."""
@@ -71,6 +71,6 @@ class GradientBucket:
             self.pending.wait()
 
     @property
-    def own(self) -> Shaped[Tensor, "_"]:
+    def own_part(self) -> Shaped[Tensor, "_"]:
         """Return this rank's part of the gradients."""
         return self.buffer.own_part(self.buffer.gradients, self.index)

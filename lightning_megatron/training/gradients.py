@@ -195,7 +195,7 @@ class GradientReducer:
             self._finished.discard(name)
             if name in slices:
                 slices[name].main.grad = None
-        self._copy_apart()
+        self._cast_into_main()
 
     def resume(self, names: Collection[str]) -> None:
         """Let the next backward pass add to reduced gradients; only for a single rank."""
@@ -213,7 +213,7 @@ class GradientReducer:
         """Add gradients of earlier backward passes to the reduced gradients."""
         for name, gradient in sums.items():
             self._gradient_of(name).add_(gradient)
-        self._copy_apart()
+        self._cast_into_main()
 
     def release(self) -> None:
         """Remove slots and hooks, so that autograd writes to ``parameter.grad`` again."""
@@ -224,10 +224,10 @@ class GradientReducer:
             set_slot(self._main.parameter(name), None)
         self._hooks.clear()
 
-    def _copy_apart(self) -> None:
-        for one in self._main.slices.values():
-            if one.main.grad is not None and one.main.dtype != one.gradient.dtype:
-                one.main.grad.copy_(one.gradient)
+    def _cast_into_main(self) -> None:
+        for part in self._main.slices.values():
+            if part.main.grad is not None and part.main.dtype != part.gradient.dtype:
+                part.main.grad.copy_(part.gradient)
 
     def _gradient_of(self, name: str) -> Tensor:
         return self._slots[name].gradient

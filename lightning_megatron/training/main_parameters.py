@@ -137,18 +137,18 @@ class MainParameters:
         of which the slices are parts.
         """
         entries = [
-            one
-            for name, one in self._slices.items()
-            if one.main.grad is not None and (names is None or name in names)
+            entry
+            for name, entry in self._slices.items()
+            if entry.main.grad is not None and (names is None or name in names)
         ]
         if not self.exposed_gradients.is_on:
-            return [one.main.grad for one in entries if one.main.grad is not None]
-        apart = [
-            one.main.grad
-            for one in entries
-            if one.main.grad is not None and one.main.dtype != one.gradient.dtype
+            return [entry.main.grad for entry in entries if entry.main.grad is not None]
+        separate = [
+            entry.main.grad
+            for entry in entries
+            if entry.main.grad is not None and entry.main.dtype != entry.gradient.dtype
         ]
-        return self.exposed_gradients.gradients(names) + apart
+        return self.exposed_gradients.gradients(names) + separate
 
     def counted_gradients(
         self, names: Collection[str] | None = None
@@ -226,31 +226,31 @@ class MainParameters:
             self._put_main_parameters_into(optimizer)
             return []
         granularity = self.planner.granularity_for(optimizer)
-        made = []
+        created = []
         weights = self.eight_bits.among(new)
         inside = {name for names in weights for name in names}
         # A flat buffer has one dtype and device, and its buckets are reduced over one axis: experts
         # are replicated over fewer ranks than other parameters.
-        alike: dict[tuple[torch.dtype, torch.device, bool, bool], list[str]] = {}
+        members_by_key: dict[tuple[torch.dtype, torch.device, bool, bool], list[str]] = {}
         for name in new:
             parameter = self._parameters[name]
             is_expert = self.spec(name).is_expert
             key = parameter.dtype, parameter.device, is_expert, name in inside
-            alike.setdefault(key, []).append(name)
-        for (dtype, _, is_expert, in_eight_bits), members in alike.items():
-            in_slots = (
+            members_by_key.setdefault(key, []).append(name)
+        for (dtype, _, is_expert, in_eight_bits), members in members_by_key.items():
+            eight_bit_weights = (
                 [names for names in weights if names[0] in members] if in_eight_bits else None
             )
             axis = self.mesh.replica_axis(is_expert)
-            made.append(self._make_buffer(members, dtype, granularity, axis, in_slots))
+            created.append(self._make_buffer(members, dtype, granularity, axis, eight_bit_weights))
         # The buffers changed the memory of the parameters, not the objects. Groups and state still
         # refer to these objects, which the main parameters replace.
         self._put_main_parameters_into(optimizer)
-        self.buffers += made
+        self.buffers += created
         if weights:
             self.wait()
             self.eight_bits.publish(self.mesh)
-        return made
+        return created
 
     def leave_eight_bits(self, *, gathers: bool) -> None:
         """Call :meth:`EightBitBuffer.leave_eight_bits` of every buffer with weights in 8 bits."""
@@ -292,17 +292,17 @@ class MainParameters:
         Communication: that of :meth:`EightBitWeights.publish`.
         """
         with torch.no_grad():
-            for name, one in self._slices.items():
+            for name, current in self._slices.items():
                 before = previous.slices.get(name)
                 if (
                     before is None
-                    or before.placement != one.placement
-                    or before.main.dtype != one.main.dtype
+                    or before.placement != current.placement
+                    or before.main.dtype != current.main.dtype
                 ):
                     continue
                 half = self._parameters[name].dtype
-                if torch.equal(before.main.to(one.main.device, half), one.main.to(half)):
-                    one.main.copy_(before.main)
+                if torch.equal(before.main.to(current.main.device, half), current.main.to(half)):
+                    current.main.copy_(before.main)
         self.eight_bits.publish(self.mesh)
 
     def memory(self) -> dict[str, int]:
@@ -368,11 +368,11 @@ class MainParameters:
         else:
             buffer = EightBitBuffer(*values, weights, self.wait)
         for name in names:
-            one = buffer.slices.get(name)
+            main_slice = buffer.slices.get(name)
             main = (
                 nn.Parameter(buffer.gradients.new_empty(0, dtype=main_dtype))
-                if one is None
-                else one.main
+                if main_slice is None
+                else main_slice.main
             )
             self._main_parameters[name] = main
             self._names_by_id[id(main)] = name

@@ -140,13 +140,13 @@ class ParameterGather:
 
         Communication: one all-gather over the data axis, or over that of experts, for each bucket.
         """
-        during = self._during_update
-        if during is None:
+        gathers = self._during_update
+        if gathers is None:
             return
-        for missing in filter(None, during.missing.values()):
+        for missing in filter(None, gathers.missing.values()):
             missing.difference_update(names)
-        while (key := during.next_complete()) is not None:
-            self._start_bucket(key, during.buffers, during.mesh)
+        while (key := gathers.next_complete()) is not None:
+            self._start_bucket(key, gathers.buffers, gathers.mesh)
 
     def begin(self) -> None:
         """Start the deferred all-gathers, if there are any.
@@ -159,9 +159,9 @@ class ParameterGather:
         self._deferred = None
         if self._recorded is not None:
             self._recorded.gathers = True
-        during = self._during_update
+        gathers = self._during_update
         self._during_update = None
-        for key in self._buckets_in_order(buffers) if during is None else during.left:
+        for key in self._buckets_in_order(buffers) if gathers is None else gathers.left:
             self._start_bucket(key, buffers, mesh)
         self._complete([bucket for bucket in self._pending if bucket not in self._awaited])
 
@@ -223,8 +223,8 @@ class ParameterGather:
         # Nothing is pending after the first microbatch of a step.
         if not self._pending:
             return
-        for one in parameters:
-            self._complete(self._buckets_of.get(id(one), ()))
+        for parameter in parameters:
+            self._complete(self._buckets_of.get(id(parameter), ()))
 
     def wait_before(self, modules: Iterable[nn.Module], buffers: Sequence[FlatBuffer]) -> None:
         """Make each module wait before its forward pass for the buckets of its parameters.
@@ -237,7 +237,9 @@ class ParameterGather:
         buckets_of = self._buckets_of = _buckets_by_parameter(buffers)
         read = set[int]()
         for module in modules:
-            gathered = tuple(one for one in module.parameters() if id(one) in buckets_of)
+            gathered = tuple(
+                parameter for parameter in module.parameters() if id(parameter) in buckets_of
+            )
             if gathered:
                 self._hooks.append(
                     module.register_forward_pre_hook(_waiting(self.wait_for, gathered))

@@ -38,13 +38,20 @@ class PartialGradientSearch:
     def __init__(self, module: nn.Module, mesh: ParallelMesh, whole: Collection[str]) -> None:
         self._mesh = mesh
         self._replicated = frozenset(whole)
-        models = [one for _, one in pipelined_modules(module)]
-        in_models = {
-            id(p) for one in models if not isinstance(one, StagedBlocks) for p in one.parameters()
+        models = [model for _, model in pipelined_modules(module)]
+        model_parameter_ids = {
+            id(parameter)
+            for model in models
+            if not isinstance(model, StagedBlocks)
+            for parameter in model.parameters()
         }
         # Only parameters outside of the package's own models need the walk over the graph.
         self._names: Mapping[int, str] = (
-            {id(p): name for name, p in module.named_parameters() if id(p) not in in_models}
+            {
+                id(parameter): name
+                for name, parameter in module.named_parameters()
+                if id(parameter) not in model_parameter_ids
+            }
             if mesh.tp.size > 1
             else {}
         )
@@ -102,13 +109,13 @@ class PartialGradientSearch:
 def _leaves(root: Any, start: Region) -> dict[int, tuple[Tensor, set[Region]]]:
     """Return the parameters that a graph reaches, each with the states of its gradients."""
     leaves: dict[int, tuple[Tensor, set[Region]]] = {}
-    seen: set[tuple[Any, Region]] = set()
+    visited: set[tuple[Any, Region]] = set()
     waiting: list[tuple[Any, Region]] = [(root, start)]
     while waiting:
         node, region = waiting.pop()
-        if (node, region) in seen:
+        if (node, region) in visited:
             continue
-        seen.add((node, region))
+        visited.add((node, region))
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             leaves.setdefault(id(leaf), (leaf, set()))[1].add(region)
@@ -116,7 +123,9 @@ def _leaves(root: Any, start: Region) -> dict[int, tuple[Tensor, set[Region]]]:
         children = [child for child, _ in node.next_functions]
         regions = _regions_of_inputs(node, region, len(children))
         waiting += [
-            (child, one) for child, one in zip(children, regions, strict=True) if child is not None
+            (child, child_region)
+            for child, child_region in zip(children, regions, strict=True)
+            if child is not None
         ]
     return leaves
 

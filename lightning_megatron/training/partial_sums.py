@@ -66,9 +66,10 @@ class PartialSums:
                 name: [(piece.start, piece.stop) for piece in spec.ranges]
                 for name, spec in specs.items()
             }
-            everyone = all_gather_objects(ranges, mesh.tp)
+            ranges_by_rank = all_gather_objects(ranges, mesh.tp)
             self._pieces = {
-                name: overlapping_pieces([one[name] for one in everyone]) for name in ranges
+                name: overlapping_pieces([rank_ranges[name] for rank_ranges in ranges_by_rank])
+                for name in ranges
             }
 
     def add(self, names: Collection[str], gradient_of: GradientOf) -> None:
@@ -85,8 +86,8 @@ class PartialSums:
         by_dtype: dict[torch.dtype, list[_Segment]] = {}
         for segment in segments:
             by_dtype.setdefault(gradient_of(segment.name).dtype, []).append(segment)
-        for same in by_dtype.values():
-            self._reduce(same, gradient_of)
+        for dtype_segments in by_dtype.values():
+            self._reduce(dtype_segments, gradient_of)
 
     def _segments(self, name: str, gradient: Tensor) -> Iterable[_Segment]:
         spec = self._specs[name]
@@ -132,11 +133,11 @@ def sum_slices_(slices: Sequence[Shaped[Tensor, "..."]], axis: MeshAxis) -> None
     Communication: one all-reduce over the axis for each dtype.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for one in slices:
-        by_dtype.setdefault(one.dtype, []).append(one)
-    for alike in by_dtype.values():
-        flat = all_reduce_(torch.cat([one.reshape(-1) for one in alike]), axis)
-        sums = flat.split([one.numel() for one in alike])
+    for tensor in slices:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for tensors in by_dtype.values():
+        flat = all_reduce_(torch.cat([tensor.reshape(-1) for tensor in tensors]), axis)
+        sums = flat.split([tensor.numel() for tensor in tensors])
         torch._foreach_copy_(
-            alike, [total.view(one.shape) for total, one in zip(sums, alike, strict=True)]
+            tensors, [total.view(tensor.shape) for total, tensor in zip(sums, tensors, strict=True)]
         )

@@ -14,8 +14,8 @@ from lightning_megatron.groups.collectives import all_gather_objects, all_reduce
 from lightning_megatron.shapes import Float, Shaped
 from lightning_megatron.training.main_parameters import MainParameters
 
-#: Number of sums that represent a tensor. Each sum adds elements this far apart, a distance that
-#: divides no common layer size.
+#: Number of sums that represent a tensor. Each sum adds every seventh element, because 7 divides no
+#: common layer size.
 _NUM_SUMS = 7
 #: Number of elements that are added at a time, to bound the memory: a multiple of the number of
 #: sums (elements).
@@ -39,9 +39,11 @@ def replicated_over_tp(main: MainParameters) -> tuple[str, ...]:
     if main.mesh.tp.size == 1:
         return ()
     specs = {name: main.spec(name) for name in main.names}
-    mine = {name for name, spec in specs.items() if spec.is_whole and not spec.is_expert}
-    everyone = all_gather_objects(mine, main.mesh.tp)
-    return tuple(name for name in main.names if all(name in one for one in everyone))
+    local_names = {name for name, spec in specs.items() if spec.is_whole and not spec.is_expert}
+    names_by_rank = all_gather_objects(local_names, main.mesh.tp)
+    return tuple(
+        name for name in main.names if all(name in rank_names for rank_names in names_by_rank)
+    )
 
 
 def check_loss_replicas(main: MainParameters, loss: Float[Tensor, ""]) -> None:
@@ -62,16 +64,16 @@ def check_loss_replicas(main: MainParameters, loss: Float[Tensor, ""]) -> None:
         (torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0
     )
     tolerance = min(_TOLERANCE, 10 * spacing**0.5)
-    everyone = all_gather_objects(float(loss), axis)
+    losses = all_gather_objects(float(loss), axis)
     has_same_form = all(
-        math.isclose(one, everyone[0], rel_tol=tolerance, abs_tol=tolerance / 10)
-        for one in everyone
+        math.isclose(value, losses[0], rel_tol=tolerance, abs_tol=tolerance / 10)
+        for value in losses
     )
     # Another check raises an error for losses that are not finite, and names their rank.
-    if has_same_form or not all(map(math.isfinite, everyone)):
+    if has_same_form or not all(map(math.isfinite, losses)):
         return
     values = ", ".join(
-        f"{one:.9g} on rank {rank}" for rank, one in zip(axis.ranks, everyone, strict=True)
+        f"{value:.9g} on rank {rank}" for rank, value in zip(axis.ranks, losses, strict=True)
     )
     raise ReplicaMismatchError(
         "the ranks of tp must compute the same loss, because they have the same samples: it is "
@@ -113,12 +115,14 @@ def check_tensor_replicas(
     parameters = {name: main.parameter(name).detach() for name in whole}
     if not whole:
         return
-    mine = torch.stack(
+    local_sums = torch.stack(
         [_float_sums(tensor) for tensor in (*gradients.values(), *parameters.values())]
     )
     # Replace values that are not finite: the difference of two infinities would be NaN.
-    mine = mine.nan_to_num(nan=1e300, posinf=2e300, neginf=-2e300)
-    highest, lowest = all_reduce_(torch.stack([mine, -mine]), axis, "max").cpu().unbind()
+    local_sums = local_sums.nan_to_num(nan=1e300, posinf=2e300, neginf=-2e300)
+    highest, lowest = (
+        all_reduce_(torch.stack([local_sums, -local_sums]), axis, "max").cpu().unbind()
+    )
     apart = (highest + lowest)[:, :_NUM_SUMS].amax(1)
     norms = highest[:, _NUM_SUMS]
     rounding = {name: torch.finfo(main.parameter(name).dtype).eps ** 0.5 for name in whole}
@@ -186,31 +190,35 @@ def check_data_replicas(main: MainParameters) -> None:
 
 def _check_bits(main: MainParameters, names: Sequence[str], axis: MeshAxis) -> None:
     inside = set(names)
-    buffers = [one for one in main.buffers if inside.issuperset(one.members)]
-    buffered = {name for one in buffers for name in one.members}
+    buffers = [buffer for buffer in main.buffers if inside.issuperset(buffer.members)]
+    buffered = {name for buffer in buffers for name in buffer.members}
     # A whole buffer needs only a few sums, regardless of its number of parameters.
-    flat = [one.parameters for one in buffers] + [
+    flat = [buffer.parameters for buffer in buffers] + [
         main.parameter(name) for name in names if name not in buffered
     ]
-    mine = torch.stack([_bit_sums(tensor.detach()) for tensor in flat])
-    highest, lowest = all_reduce_(torch.stack([mine, -mine]), axis, "max").unbind()
+    local_sums = torch.stack([_bit_sums(tensor.detach()) for tensor in flat])
+    highest, lowest = all_reduce_(torch.stack([local_sums, -local_sums]), axis, "max").unbind()
     if not bool((highest + lowest).any()):
         return
     tensors = {name: main.parameter(name).detach() for name in names}
-    everyone = all_gather_objects([_bit_sums(tensor).tolist() for tensor in tensors.values()], axis)
+    sums_by_rank = all_gather_objects(
+        [_bit_sums(tensor).tolist() for tensor in tensors.values()], axis
+    )
     wrong = [
         ("parameters", name)
-        for name, *sums in zip(names, *everyone, strict=True)
-        if any(s != sums[0] for s in sums)
+        for name, *sums in zip(names, *sums_by_rank, strict=True)
+        if any(rank_sums != sums[0] for rank_sums in sums)
     ]
     _refuse(wrong, {"parameters": tensors}, axis, _REMEDY_FOR_PARAMETERS)
 
 
 def _gradient(main: MainParameters, name: str) -> Tensor:
-    one = main.slices.get(name)
-    if one is None:
+    main_slice = main.slices.get(name)
+    if main_slice is None:
         return main.parameter(name).new_empty(0)
-    return torch.zeros_like(one.main) if one.main.grad is None else one.main.grad
+    return (
+        torch.zeros_like(main_slice.main) if main_slice.main.grad is None else main_slice.main.grad
+    )
 
 
 def _float_sums(tensor: Shaped[Tensor, "..."]) -> Float[Tensor, "8"]:
@@ -253,13 +261,13 @@ def _refuse(
     remedy: str,
 ) -> None:
     shown = wrong[:_NUM_SHOWN]
-    mine = [float(torch.linalg.vector_norm(tensors[what][name].double())) for what, name in shown]
-    everyone = all_gather_objects(mine, axis)
+    norms = [float(torch.linalg.vector_norm(tensors[what][name].double())) for what, name in shown]
+    norms_by_rank = all_gather_objects(norms, axis)
     differences = []
     for number, (what, name) in enumerate(shown):
         values = ", ".join(
-            f"{one[number]:.9g} on rank {rank}"
-            for rank, one in zip(axis.ranks, everyone, strict=True)
+            f"{rank_norms[number]:.9g} on rank {rank}"
+            for rank, rank_norms in zip(axis.ranks, norms_by_rank, strict=True)
         )
         differences.append(f"the {what} {name!r} ({what.removesuffix('s')} norm {values})")
     more = f" and {len(wrong) - _NUM_SHOWN} more" if len(wrong) > _NUM_SHOWN else ""

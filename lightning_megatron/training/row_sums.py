@@ -61,7 +61,7 @@ class RowSums:
         num_rows = slot.gradient.shape[0]
         rows = slot.rows
         # A gradient without known rows counts as a gradient of all rows.
-        count = num_rows if rows is None else sum(one.numel() for one in rows)
+        count = num_rows if rows is None else sum(indices.numel() for indices in rows)
         agreed = int(all_reduce_(torch.tensor(count), self._mesh.data_cpu, "max"))
         self._qualifies.setdefault(bucket, agreed < num_rows)
         # Each rank receives the rows of all ranks, and then reads and writes them to add them.
@@ -101,8 +101,8 @@ def start_row_sum(
     ]
 
     def finish() -> None:
-        for one in arriving:
-            one.wait()
+        for gather in arriving:
+            gather.wait()
         gradient.index_fill_(0, local_rows, 0.0)
         _add_in_turn(gradient, all_rows.chunk(axis.size), all_values.chunk(axis.size))
 
@@ -114,5 +114,5 @@ def _add_in_turn(gradient: Tensor, rows: Sequence[Tensor], values: Sequence[Tens
 
     Repetitions of a row of one rank are zeros, so the order within a rank does not matter.
     """
-    for one, value in zip(rows, values, strict=True):
-        gradient.index_add_(0, one, value, alpha=1 / len(rows))
+    for rank_rows, rank_values in zip(rows, values, strict=True):
+        gradient.index_add_(0, rank_rows, rank_values, alpha=1 / len(rows))

@@ -6,6 +6,6 @@ from collections.abc import Sequence
 from operator import is_
 
 
-def same_objects(ones: Sequence[object], others: Sequence[object]) -> bool:
+def same_objects(left: Sequence[object], right: Sequence[object]) -> bool:
     """Return whether two sequences contain the same objects."""
-    return len(ones) == len(others) and all(map(is_, ones, others))
+    return len(left) == len(right) and all(map(is_, left, right))

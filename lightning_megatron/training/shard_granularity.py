@@ -82,7 +82,7 @@ def _granularity_with(
     joined = [torch.cat(pieces[i : i + 2]) for i in (0, 2)]
     return (
         "elements"
-        if all(map(torch.allclose, (one.flatten() for one in together), joined))
+        if all(map(torch.allclose, (matrix.flatten() for matrix in together), joined))
         else "parameters"
     )
 
@@ -99,10 +99,10 @@ def check_granularity(optimizer: Optimizer, granularity: ShardGranularity, cut: 
         UnsupportedError: If the optimizer's result would depend on the layout.
     """
     if granularity != "elements" and cut:
-        seen = "whole parameters" if granularity == "parameters" else "the whole model"
+        needed = "whole parameters" if granularity == "parameters" else "the whole model"
         raise UnsupportedError(
             "an optimizer must treat every element alike when the model is cut over tp or pp: "
-            f"{type(optimizer).__name__} uses {seen}. Each rank has only a part, and the result "
+            f"{type(optimizer).__name__} uses {needed}. Each rank has only a part, and the result "
             "would depend on the layout. Use an element-wise optimizer such as AdamW, SGD or "
             "Adagrad, or tp=1 and pp=1."
         )
@@ -150,8 +150,8 @@ def _train(
             optimizer.step()
         trained += [parameter.detach() for parameter in parameters]
         is_cut_alike &= all(
-            _is_like(value, one)
-            for one, state in optimizer.state.items()
+            _is_like(value, parameter)
+            for parameter, state in optimizer.state.items()
             for value in state.values()
         )
     return trained, is_cut_alike
@@ -166,7 +166,9 @@ def _new(
 ) -> Optimizer:
     """Create an optimizer of the same class, without settings that only affect speed."""
     accepted = inspect.signature(type(like)).parameters
-    takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in accepted.values())
+    takes_all = any(
+        argument.kind is inspect.Parameter.VAR_KEYWORD for argument in accepted.values()
+    )
     settings = {
         key: copy.deepcopy(value)
         for key, value in like.defaults.items()
@@ -174,7 +176,7 @@ def _new(
         and not isinstance(value, Tensor)
         and (takes_all or key in accepted)
     }
-    # Some optimizers accept no groups, so a group is made only for settings of its own.
+    # Some optimizers accept no groups, so create a group only for settings that are not defaults.
     groups = (
         [{"params": parameters, **copy.deepcopy(dict(changed_settings))}]
         if changed_settings

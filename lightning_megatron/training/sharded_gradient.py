@@ -36,7 +36,7 @@ class _ShardPlacement:
 
     def reduce(self, gradient: Tensor, name: str) -> Tensor:
         """Reduce the full tensor to a scalar; a collective over the ranks that have its shards."""
-        of_parts, op = _REDUCTIONS[name]
+        reduce_local, op = _REDUCTIONS[name]
         local = gradient.as_subclass(Tensor)
         # Padding is not a part of the full tensor, and replicated elements count once.
         counted = [
@@ -47,7 +47,7 @@ class _ShardPlacement:
         # A rank without counted elements contributes a replicated one, which changes neither a
         # maximum nor a minimum.
         values = torch.cat(counted) if counted else local.reshape(-1)[:1]
-        result = of_parts(values)
+        result = reduce_local(values)
         if not counted and name == "sum":
             result = torch.zeros_like(result)
         axis = self.mesh.etp if self.spec.is_expert else self.mesh.tp
@@ -101,7 +101,9 @@ class ShardedGradient(Tensor):
         options = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if func is torch._foreach_norm:
-            return [torch.linalg.vector_norm(one, *args[1:], **options) for one in args[0]]
+            return [
+                torch.linalg.vector_norm(gradient, *args[1:], **options) for gradient in args[0]
+            ]
         first = args[0] if args else None
         placement = first.placement if isinstance(first, ShardedGradient) else None
         if (

@@ -16,7 +16,9 @@ def overlapping_pieces(
     Args:
         ranges_by_rank: Row ranges [start, stop) of the full tensor that each rank has.
     """
-    borders = sorted({border for ranges in ranges_by_rank for one in ranges for border in one})
+    borders = sorted(
+        {border for ranges in ranges_by_rank for row_range in ranges for border in row_range}
+    )
     pieces = []
     for start, stop in zip(borders, borders[1:], strict=False):
         holders = sum(

@@ -42,4 +42,4 @@ def add_ties_(
         if bucket is None or (name in main.planner.ties_alone) != own_bucket:
             continue
         fill([name])
-        all_reduce_(bucket.own if own_bucket else gradient_of(name), main.mesh.embedding)
+        all_reduce_(bucket.own_part if own_bucket else gradient_of(name), main.mesh.embedding)

@@ -82,18 +82,18 @@ def check_ties(optimizer: Optimizer, main: MainParameters) -> None:
     """
     if not main.ties:
         return
-    place: dict[str, str] = {}
+    local_group_of: dict[str, str] = {}
     groups = zip(optimizer.param_groups, main.names_of(optimizer), strict=True)
     for number, (group, names) in enumerate(groups):
         settings = {
             key: value for key, value in group.items() if key not in ("params", "param_names")
         }
-        place |= dict.fromkeys(names, f"group {number} with {settings}")
-    stages = all_gather_objects(place, main.mesh.pp_cpu)
-    everyone = {name: where for stage in stages for name, where in stage.items()}
+        local_group_of |= dict.fromkeys(names, f"group {number} with {settings}")
+    stages = all_gather_objects(local_group_of, main.mesh.pp_cpu)
+    group_of = {name: where for stage in stages for name, where in stage.items()}
     for original, copy in main.ties:
-        first = everyone.get(original, "no group")
-        last = everyone.get(copy, "no group")
+        first = group_of.get(original, "no group")
+        last = group_of.get(copy, "no group")
         if first != last:
             raise UnsupportedError(
                 "a tied embedding must be trained alike on the first and the last stage: "
@@ -136,7 +136,7 @@ class TiedCopies:
         stages = all_gather_objects(
             {name: self._training_of(name, optimizers) for name in held}, main.mesh.pp_cpu
         )
-        training = {name: one for stage in stages for name, one in stage.items()}
+        training = {name: state for stage in stages for name, state in stage.items()}
         self._followed = {name: training[name].is_trained for name in held}
         for original, copy in main.ties:
             if not main.holds(copy):
@@ -186,7 +186,7 @@ def _move(
     if before is not None:
         group = optimizer.param_groups[before]
         wanted = {id(parameter), id(main.main(copy))}
-        place = next(place for place, one in enumerate(group["params"]) if id(one) in wanted)
+        place = next(place for place, entry in enumerate(group["params"]) if id(entry) in wanted)
         parameter = group["params"].pop(place)
         if "param_names" in group:
             group["param_names"].pop(place)

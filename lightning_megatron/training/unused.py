@@ -28,15 +28,15 @@ class UnusedParameters:
 
     def __init__(self, main: MainParameters) -> None:
         self._main = main
-        self._without: set[str] = set()
-        self._agreed: set[str] = set()
+        self._without_gradient: set[str] = set()
+        self._compared: set[str] = set()
         self._dormant: set[str] = set()
-        self._named: set[str] = set()
+        self._logged: set[str] = set()
         self._has_warned_of_zero_grad = False
 
     def note(self, name: str) -> None:
         """Record that this rank has no gradient for a parameter in this step."""
-        self._without.add(name)
+        self._without_gradient.add(name)
 
     def find_dormant(self, names: Sequence[str]) -> set[str]:
         """Return the dormant parameters among these, the same on all data-parallel ranks.
@@ -45,26 +45,32 @@ class UnusedParameters:
         or dormant; one more over the ranks with the same experts, if there are any.
         """
         tied = {name for pair in self._main.ties or () for name in pair}
-        unsure = (set(names) - self._agreed | self._dormant) - tied
-        if not unsure.isdisjoint(names):
-            asked = [name for name in names if name in unsure]
+        undecided = (set(names) - self._compared | self._dormant) - tied
+        if not undecided.isdisjoint(names):
+            compared = [name for name in names if name in undecided]
             mesh = self._main.mesh
             unused = set()
             for is_expert, axis in ((False, mesh.data_cpu), (True, mesh.edp_cpu)):
-                alike = [name for name in asked if self._main.spec(name).is_expert == is_expert]
-                flags = torch.tensor([int(name in self._without) for name in alike])
-                if alike:
+                kind_names = [
+                    name for name in compared if self._main.spec(name).is_expert == is_expert
+                ]
+                flags = torch.tensor([int(name in self._without_gradient) for name in kind_names])
+                if kind_names:
                     all_reduce_(flags, axis, "min")
-                unused |= {name for name, flag in zip(alike, flags.tolist(), strict=True) if flag}
+                unused |= {
+                    name for name, flag in zip(kind_names, flags.tolist(), strict=True) if flag
+                }
             self._warn(
                 unused - self._dormant,
                 "have no gradient on any rank, and keep their values until they have one",
             )
-            self._dormant = (self._dormant - set(asked)) | unused
-            self._agreed.update(asked)
-        filled = [name for name in names if name in self._without and name not in self._dormant]
+            self._dormant = (self._dormant - set(compared)) | unused
+            self._compared.update(compared)
+        filled = [
+            name for name in names if name in self._without_gradient and name not in self._dormant
+        ]
         self._warn(filled, "have no gradient on this rank, which uses zeros instead")
-        self._without.difference_update(names)
+        self._without_gradient.difference_update(names)
         return self._dormant
 
     def discard_without_zero_grad(self, name: str, finished: set[str]) -> None:
@@ -80,8 +86,8 @@ class UnusedParameters:
                 )
 
     def _warn(self, names: Iterable[str], what: str) -> None:
-        new = [name for name in names if name not in self._named]
+        new = [name for name in names if name not in self._logged]
         if new:
-            self._named.update(new)
+            self._logged.update(new)
             shown = ", ".join(new[:_NUM_SHOWN]) + (", ..." if len(new) > _NUM_SHOWN else "")
             logger.warning("%d parameter(s) %s: %s.", len(new), what, shown)

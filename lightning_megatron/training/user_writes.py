@@ -97,10 +97,10 @@ class UserWrites:
         holders: dict[int, str] = {}
         for name in (name for name in self._parameters if name in homes):
             place = self._parameters[name].data_ptr()
-            other = holders.setdefault(place, name)
-            if place and other != name:
+            owner = holders.setdefault(place, name)
+            if place and owner != name:
                 raise UnsupportedError(
-                    f"trained parameters must not share memory: {other!r} and {name!r} share their "
+                    f"trained parameters must not share memory: {owner!r} and {name!r} share their "
                     "memory after an assignment to parameter.data. Each has its own gradient and "
                     "optimizer state. Copy values by parameter.data.copy_(other), or use one "
                     "parameter in both places from the beginning."

@@ -24,7 +24,7 @@ CASES: dict[str, tuple[Excess, dict[str, Any], list[str]]] = {
         {},
         [
             "experts: layer 0 needed 129 rows on rank 0, expert_rows=1 has 128: "
-            f"{AGAIN}; 1.01 would do."
+            f"{AGAIN}; 1.01 would be enough."
         ],
     ),
     "exactly full": ({("train", 1, 0, 0): 0}, {}, []),
@@ -32,20 +32,22 @@ CASES: dict[str, tuple[Excess, dict[str, Any], list[str]]] = {
         {("train", 1, 1, 1): -128},
         {},
         [
-            f"experts: layer 1 needed 256 rows on rank 1, expert_rows=1 has 128: {AGAIN}; 2 would do."
+            f"experts: layer 1 needed 256 rows on rank 1, expert_rows=1 has 128: {AGAIN}; 2 would be enough."
         ],
     ),
     "the largest counts": (
         {("train", 0, 0, 0): 3, ("train", 0, 1, 1): -7},
         {},
-        [f"layer 1 needed 135 rows on rank 1, expert_rows=1 has 128: {AGAIN}; 1.06 would do."],
+        [
+            f"layer 1 needed 135 rows on rank 1, expert_rows=1 has 128: {AGAIN}; 1.06 would be enough."
+        ],
     ),
     "twice": (
         TWICE,
         {},
         [
-            f"129 rows on rank 0, expert_rows=1 has 128: {AGAIN}; 1.01 would do.",
-            f"140 rows on rank 0, expert_rows=1 has 128: {AGAIN}; 1.1 would do, and expert_rows "
+            f"129 rows on rank 0, expert_rows=1 has 128: {AGAIN}; 1.01 would be enough.",
+            f"140 rows on rank 0, expert_rows=1 has 128: {AGAIN}; 1.1 would be enough, and expert_rows "
             "is 1.21 from now on.",
         ],
     ),

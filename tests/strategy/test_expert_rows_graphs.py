@@ -41,10 +41,10 @@ ACCUMULATED: Excess = {("train", 4, 1, 0): 3, ("train", 14, 0, 1): -40}
 UPDATED: Excess = {("train", 6, 1, 1): 9}
 AGAIN = "the step was run again without a limit"
 WARNINGS = [
-    f"layer 0 needed 257 rows on rank 1, expert_rows=1 has 256: {AGAIN}; 1.01 would do.",
-    f"layer 0 needed 258 rows on rank 0, expert_rows=1 has 256: {AGAIN}; 1.01 would do, and "
+    f"layer 0 needed 257 rows on rank 1, expert_rows=1 has 256: {AGAIN}; 1.01 would be enough.",
+    f"layer 0 needed 258 rows on rank 0, expert_rows=1 has 256: {AGAIN}; 1.01 would be enough, and "
     "expert_rows is 1.11 from now on.",
-    f"layer 1 needed 406 rows on rank 0, expert_rows=1.11 has 384: {AGAIN}; 1.59 would do, and "
+    f"layer 1 needed 406 rows on rank 0, expert_rows=1.11 has 384: {AGAIN}; 1.59 would be enough, and "
     "expert_rows is 1.75 from now on.",
 ]
 

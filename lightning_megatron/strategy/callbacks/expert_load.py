@@ -161,13 +161,13 @@ def gather_layers(
     """
     counts = {number: step.rows for number, step in statistics.items() if step.rows is not None}
     rows = gather_rows(counts, mesh)
-    here = {
+    local_figures = {
         number: figures_of(step) | (rank_figures_of(rows[number]) if number in rows else {})
         for number, step in statistics.items()
     }
     joined = {
         number: figures
-        for stage in all_gather_objects(here, mesh.pp_cpu)
+        for stage in all_gather_objects(local_figures, mesh.pp_cpu)
         for number, figures in stage.items()
     }
     # With several chunks on a stage, the layers of a stage are not consecutive.

@@ -44,8 +44,10 @@ def kept_activations_of(model: GPT) -> KeptActivations:
     activations = replace(table, expanded_copies=repeats, padded_values=choice.pads_values)
     # Attention over parts of the keys keeps no scores, because its backward pass recomputes them.
     transport = transport_of(attention_kind(config, 0), model.mesh, model.context)
-    in_parts = model.mesh.cp.size > 1 and transport != "all_to_all"
-    activations = replace(activations, stores_scores=choice.core == "operators" and not in_parts)
+    has_parts_of_keys = model.mesh.cp.size > 1 and transport != "all_to_all"
+    activations = replace(
+        activations, stores_scores=choice.core == "operators" and not has_parts_of_keys
+    )
     return replace(activations, expert_gradients=int(_makes_expert_gradients(model)))
 
 
@@ -59,9 +61,9 @@ def _scores_of(config: GPTConfig) -> AttentionSpan:
 def _makes_expert_gradients(model: GPT) -> bool:
     """Return whether the gradients of all experts exist at once before their accumulation."""
     for layer in model.mixtures().values():
-        first, *others = layer.experts.weights("down")
+        first, *rest = layer.experts.weights("down")
         kind = choose_backend(
-            first.device, first.dtype, 1 + len(others), first.shape[1], first.shape[0]
+            first.device, first.dtype, 1 + len(rest), first.shape[1], first.shape[0]
         )
         return kind.backend == "grouped_mm"
     return False

@@ -33,7 +33,8 @@ from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 
 _STATIC = ("parameters", "gradients", "main_parameters", "optimizer")
 _PER_STEP = ("activations", "loss", "workspace", "communication", "libraries", "casts")
-#: cuBLAS keeps one workspace for the forward pass's thread and one for the backward pass's (bytes).
+#: Size of a cuBLAS workspace on Hopper; the thread of the forward pass has a workspace, and so has
+#: that of the backward pass (bytes).
 _WORKSPACE_HOPPER = 32 * 2**20
 #: The same before Hopper (bytes).
 _WORKSPACE_BEFORE_HOPPER = 8 * 2**20 + 128 * 2**10
@@ -82,8 +83,8 @@ class StageReport:
         def size(value: int | None) -> str:
             return "n/a" if value is None else f"{value / scale:.3f}"
 
-        rest = sum(self.held.values()) + (self.graphs or 0)
-        running = None if self.peak is None else self.peak - rest
+        static = sum(self.held.values()) + (self.graphs or 0)
+        running = None if self.peak is None else self.peak - static
         rows = [(f"stage {self.stage} ({unit} per rank)", "estimate", "held")]
         rows += [(name, size(getattr(estimate, name)), size(self.held[name])) for name in _STATIC]
         rows += [(name, size(getattr(estimate, name) if whole else None), "") for name in _PER_STEP]
@@ -102,8 +103,10 @@ class StageReport:
         if estimate.host:
             rows.append(("pinned host memory", size(estimate.host), ""))
         rows.append(("estimate / held", f"{self.ratio:.3f}" if self.ratio else "n/a", ""))
-        each = estimate.static / estimate.num_parameters
-        rows.append(("bytes per parameter", f"{each:.2f}", f"{self.bytes_per_parameter:.2f}"))
+        per_parameter = estimate.static / estimate.num_parameters
+        rows.append(
+            ("bytes per parameter", f"{per_parameter:.2f}", f"{self.bytes_per_parameter:.2f}")
+        )
         peak = f"the peak is in {estimate.moment}, with {estimate.in_flight} microbatches in flight"
         return align_columns(rows) + (f"\n{peak}" if whole else "")
 
@@ -176,14 +179,14 @@ class MemoryReport(Callback):
         if device.type == "cuda" and graphs is not None and graphs.num_graphs > 0:
             pools = sum(private_pools(device).values())
         held = held_bytes(strategy, trainer.optimizers)
-        mine = StageReport(
+        rank_report = StageReport(
             strategy.mesh.pp.rank,
             estimate_of(strategy, pl_module, trainer.optimizers, batch),
             held,
             None if self._eager_peak is None else self._eager_peak + (pools or 0),
             pools,
         )
-        self.reports = merge_ranks(all_gather_objects(mine, strategy.mesh.world_cpu))
+        self.reports = merge_ranks(all_gather_objects(rank_report, strategy.mesh.world_cpu))
         for report in self.reports:
             pl_module.print(report.table())
 
@@ -201,9 +204,14 @@ def graph_settings(strategy: MegatronStrategy) -> CudaGraphs | None:
 
 def held_bytes(strategy: MegatronStrategy, optimizers: Sequence[Optimizer]) -> dict[str, int]:
     """Return the static memory of this rank, by part (bytes)."""
-    states = [value for o in optimizers for state in o.state.values() for value in state.values()]
+    states = [
+        value
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+    ]
     return strategy.run.state.main.memory() | {
-        "optimizer": sum(v.nbytes for v in states if isinstance(v, Tensor))
+        "optimizer": sum(value.nbytes for value in states if isinstance(value, Tensor))
     }
 
 
@@ -221,7 +229,7 @@ def estimate_of(
     layout = strategy.layout
     stage = strategy.mesh.pp.rank
     training = training_shape(strategy, module, optimizers)
-    models = [part for _, part in pipelined_modules(module) if isinstance(part, GPT)]
+    models = [model for _, model in pipelined_modules(module) if isinstance(model, GPT)]
     tokens = tokens_shape(batch)
     if len(models) == 1 and tokens is not None:
         model = models[0]
@@ -244,7 +252,7 @@ def estimate_of(
         axis = strategy.mesh.edp if main.spec(name).is_expert else strategy.mesh.data
         counts[axis.size] += main.parameter(name).numel()
     stored = sum(
-        one.numel() for buffer in main.eight_bits.buffers for one in buffer.members.values()
+        weight.numel() for buffer in main.eight_bits.buffers for weight in buffer.members.values()
     )
     parts = [
         static_bytes(count, size, training, stored if size == strategy.mesh.data.size else 0)
@@ -311,9 +319,11 @@ def state_copies(optimizer: Optimizer) -> int:
         return 1
     states = optimizer.state.items()
     counts = [
-        sum(isinstance(v, Tensor) and v.shape == p.shape for v in s.values())
-        for p, s in states
-        if p.ndim
+        sum(
+            isinstance(value, Tensor) and value.shape == parameter.shape for value in state.values()
+        )
+        for parameter, state in states
+        if parameter.ndim
     ]
     return max(counts, default=0)
 
@@ -343,7 +353,7 @@ def merge_ranks(reports: Sequence[StageReport]) -> tuple[StageReport, ...]:
         before = stages[report.stage]
         held = {name: max(size, before.held[name]) for name, size in report.held.items()}
         peak = None if before.peak is None or report.peak is None else max(before.peak, report.peak)
-        sizes = [one for one in (before.graphs, report.graphs) if one is not None]
+        sizes = [size for size in (before.graphs, report.graphs) if size is not None]
         graphs = max(sizes, default=None)
         stages[report.stage] = replace(before, held=held, peak=peak, graphs=graphs)
     return tuple(stages[stage] for stage in sorted(stages))

@@ -97,20 +97,22 @@ def checkpoint_folders(trainer: Trainer) -> Iterator[str]:
         for callback in trainer.checkpoint_callbacks
         if isinstance(callback, OnExceptionCheckpoint)
     ]
-    known = [os.fspath(one) for one in folders if one is not None]
-    seen: set[str] = set()
+    known = [os.fspath(dirpath) for dirpath in folders if dirpath is not None]
+    yielded: set[str] = set()
     for folder in known or [os.fspath(trainer.default_root_dir)]:
         siblings = []
         if "://" not in folder and _VERSION.fullmatch(Path(folder).parent.name):
             root = Path(folder).parent.parent
             inner = Path(folder).name
             siblings = [
-                str(one / inner) for one in root.glob("version_*") if _VERSION.fullmatch(one.name)
+                str(version / inner)
+                for version in root.glob("version_*")
+                if _VERSION.fullmatch(version.name)
             ]
-        for one in (folder, *sorted(siblings)):
-            if os.path.normpath(one) not in seen:
-                seen.add(os.path.normpath(one))
-                yield one
+        for path in (folder, *sorted(siblings)):
+            if os.path.normpath(path) not in yielded:
+                yielded.add(os.path.normpath(path))
+                yield path
 
 
 def _newest_first(trainer: Trainer) -> Iterator[CheckpointSource]:
@@ -118,15 +120,15 @@ def _newest_first(trainer: Trainer) -> Iterator[CheckpointSource]:
 
     Of a link and its target with the same time, only the target is yielded.
     """
-    seen = set()
+    yielded = set()
     checkpoints = [
         (time, not os.path.islink(source.path), source.path, source)
         for time, source in _checkpoints_in(checkpoint_folders(trainer))
     ]
-    for _, _, path, source in sorted(checkpoints, key=lambda one: one[:3], reverse=True):
+    for _, _, path, source in sorted(checkpoints, key=lambda entry: entry[:3], reverse=True):
         real = path if "://" in path else os.path.realpath(path)
-        if real not in seen:
-            seen.add(real)
+        if real not in yielded:
+            yielded.add(real)
             yield source
 
 

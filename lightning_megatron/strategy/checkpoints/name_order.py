@@ -27,12 +27,14 @@ def gather_parts(part: T, mesh: ParallelMesh) -> list[T]:
     """
     if mesh.layout.ep == 1:
         return all_gather_objects(part, mesh.pp_cpu)
-    speaks = mesh.edp.is_first and mesh.etp.is_first
+    sends = mesh.edp.is_first and mesh.etp.is_first
     place = (mesh.pp.rank, mesh.ep.rank)
-    gathered = all_gather_objects((place, part) if speaks else None, mesh.world_cpu)
+    gathered = all_gather_objects((place, part) if sends else None, mesh.world_cpu)
     return [
-        one[1]
-        for one in sorted((one for one in gathered if one is not None), key=lambda one: one[0])
+        entry[1]
+        for entry in sorted(
+            (entry for entry in gathered if entry is not None), key=lambda entry: entry[0]
+        )
     ]
 
 
@@ -78,7 +80,7 @@ def _merge_parts(stages: Sequence[Sequence[str]], descends: bool) -> list[str]:
             place = len(merged)
             if number:
                 place = merged.index(parts[number - 1]) + 1
-            elif known := [one for one in parts if one in merged]:
+            elif known := [earlier for earlier in parts if earlier in merged]:
                 place = merged.index(known[0])
             merged.insert(place, part)
     return merged
@@ -111,10 +113,14 @@ def order_groups(
                     "stages are not. Build the group from self.named_parameters() without sorting "
                     "it, or use pp=1."
                 )
-    num_groups = max(len(one) for one in stages)
+    num_groups = max(len(stage_groups) for stage_groups in stages)
     return [
         sorted(
-            {name for one in stages for name in (one[number] if number < len(one) else ())},
+            {
+                name
+                for stage_groups in stages
+                for name in (stage_groups[number] if number < len(stage_groups) else ())
+            },
             key=place.__getitem__,
         )
         for number in range(num_groups)

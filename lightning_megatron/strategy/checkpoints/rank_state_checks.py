@@ -40,8 +40,8 @@ def _is_streams(value: Any) -> bool:
         return False
     position = value.get("position")
     return isinstance(position, Mapping) and all(
-        name in _POSITION and type(one) is _POSITION[name] and one >= 0
-        for name, one in position.items()
+        name in _POSITION and type(number) is _POSITION[name] and number >= 0
+        for name, number in position.items()
     )
 
 

@@ -61,11 +61,11 @@ class _ShardOwners(NamedTuple):
 
 
 def _owners_of(rank: int, mesh: ParallelMesh) -> tuple[_ShardOwners, _ShardOwners]:
-    where = mesh.layout.coordinates(rank)
-    experts = mesh.layout.expert_coordinates(rank)
-    pp = where["pp"]
-    return _ShardOwners(False, pp, 0, where["tp"]), _ShardOwners(
-        True, pp, experts["ep"], experts["etp"]
+    coordinates = mesh.layout.coordinates(rank)
+    expert_coordinates = mesh.layout.expert_coordinates(rank)
+    pp = coordinates["pp"]
+    return _ShardOwners(False, pp, 0, coordinates["tp"]), _ShardOwners(
+        True, pp, expert_coordinates["ep"], expert_coordinates["etp"]
     )
 
 
@@ -90,9 +90,9 @@ def weights_to_save(
 
     Communication: one gather of names over the world.
     """
-    own = module.state_dict()
-    _warn_of_extra_states(own)
-    changes = _compare(state_dict, own, main, mesh)
+    current = module.state_dict()
+    _warn_of_extra_states(current)
+    changes = _compare(state_dict, current, main, mesh)
     reports = all_gather_objects(changes, mesh.world_cpu)
     first: dict[_ShardOwners, _WeightChanges] = {}
     for rank, report in zip(mesh.world.ranks, reports, strict=True):
@@ -107,9 +107,9 @@ def weights_to_save(
         for name, entry in model_tensors(module, main).items()
         if name.removeprefix(STATE_DICT) not in kept_out
     }
-    for name, first_name in first_names(own).items():
+    for name, first_name in first_names(current).items():
         if name in changed and name in state_dict and name == first_name:
-            placement = _placement(name, state_dict[name], own[name], main)
+            placement = _placement(name, state_dict[name], current[name], main)
             if mesh.replica_axis(placement.is_expert).is_first:
                 tensors[f"{STATE_DICT}{name}"] = Entry(
                     state_dict[name].detach(), placement, is_exclusive=True
@@ -200,7 +200,7 @@ def _check(
     for owners, report in first.items():
         # Tensor-parallel ranks hold shards of the same tensors, so all must agree with the first.
         whole = first[owners._replace(part=0)]
-        odd = (
+        differing = (
             (report.removed ^ whole.removed)
             | (report.changed ^ whole.changed)
             | (report.added.keys() ^ whole.added)
@@ -209,7 +209,7 @@ def _check(
             "on_save_checkpoint must change checkpoint['state_dict'] alike on all tensor-parallel "
             f"ranks: {name!r} is changed, added or left out on some of them. Each rank has a part "
             "of the full tensor. Make the same change on every rank."
-            for name in sorted(odd)
+            for name in sorted(differing)
         ]
         complaints += [
             "a tensor that on_save_checkpoint adds to checkpoint['state_dict'] must be the same on "
@@ -227,33 +227,33 @@ def _is_same(value: Tensor, current: Tensor, main_dtype: torch.dtype) -> bool:
     """Return whether a tensor is the module's own or a copy, possibly of main parameters."""
     if value.shape != current.shape or value.dtype not in (current.dtype, main_dtype):
         return False
-    alike = (
+    has_same_layout = (
         value.dtype == current.dtype
         and value.device == current.device
         and value.stride() == current.stride()
     )
-    return (alike and value.data_ptr() == current.data_ptr()) or torch.equal(
+    return (has_same_layout and value.data_ptr() == current.data_ptr()) or torch.equal(
         value, current.to(value.device, value.dtype)
     )
 
 
 def first_names(current: Mapping[str, Any]) -> dict[str, str]:
     """Return the name under which each tensor is saved: the first of its names."""
-    seen: dict[tuple[Any, ...], str] = {}
+    first_name_of: dict[tuple[Any, ...], str] = {}
     return {
-        name: seen.setdefault((one.data_ptr(), one.shape, one.stride()), name)
-        if one.numel()
+        name: first_name_of.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), name)
+        if tensor.numel()
         else name
-        for name, one in current.items()
-        if isinstance(one, Tensor)
+        for name, tensor in current.items()
+        if isinstance(tensor, Tensor)
     }
 
 
-def _is_equal(value: Tensor, other: Any) -> bool:
+def _is_equal(value: Tensor, reference: Any) -> bool:
     return (
-        isinstance(other, Tensor)
-        and other.shape == value.shape
-        and torch.equal(other, value.to(other))
+        isinstance(reference, Tensor)
+        and reference.shape == value.shape
+        and torch.equal(reference, value.to(reference))
     )
 
 

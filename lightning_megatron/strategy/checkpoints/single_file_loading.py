@@ -94,19 +94,23 @@ def load_full_weights(
     """
     wanted = model_tensors(module, main)
     expected = model_placements(module, main)
-    own = {f"{PREFIX}{name}" for name in module.state_dict()}
+    own_names = {f"{PREFIX}{name}" for name in module.state_dict()}
     tensors = {
         f"{PREFIX}{name}": tensor for name, tensor in full.items() if isinstance(tensor, Tensor)
     }
     # The file has one entry for each name of a shared parameter, but there is one main parameter.
     tensors = {
-        name: tensor for name, tensor in tensors.items() if name in expected or name not in own
+        name: tensor
+        for name, tensor in tensors.items()
+        if name in expected or name not in own_names
     }
-    here = {name: (placement.full_shape, placement.tied_to) for name, placement in expected.items()}
+    local_placements = {
+        name: (placement.full_shape, placement.tied_to) for name, placement in expected.items()
+    }
     # A tied copy is filled from its original on another stage; the file may contain both names.
     known = {
         name: place
-        for stage in all_gather_objects(here, mesh.pp_cpu)
+        for stage in all_gather_objects(local_placements, mesh.pp_cpu)
         for name, place in stage.items()
     }
     shapes = {name: shape for name, (shape, _) in known.items()}
@@ -185,8 +189,8 @@ def load_full_optimizer(
         try:
             state = {}
             for key, value in state_of[whole].items():
-                own = state_from_class(model, name, key, value, full[whole].shape)
-                state[key] = _cut(piece, name, key, own, before.get(key), on_device)
+                converted = state_from_class(model, name, key, value, full[whole].shape)
+                state[key] = _cut(piece, name, key, converted, before.get(key), on_device)
         except UnsupportedError as error:
             complaints.append(str(error))
             continue
@@ -195,11 +199,11 @@ def load_full_optimizer(
         if state:
             optimizer.state[piece.main] = state
     # Data ranks own different parameters: a failure on one rank must not leave the others waiting.
-    everywhere = [
+    all_complaints = [
         complaint for part in all_gather_objects(complaints, mesh.world_cpu) for complaint in part
     ]
-    if everywhere:
-        raise UnsupportedError(everywhere[0])
+    if all_complaints:
+        raise UnsupportedError(all_complaints[0])
     check_hyperparameters(optimizer.param_groups, groups)
     for group, taken in zip(optimizer.param_groups, groups, strict=True):
         group.update({key: value for key, value in taken.items() if key not in _NOT_LOADED})

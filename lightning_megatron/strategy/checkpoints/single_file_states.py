@@ -100,12 +100,12 @@ def check_states(
     """
     for names in groups:
         for num_dims in {full[name].dim() for name in names}:
-            alike = [name for name in names if full[name].dim() == num_dims and states[name]]
+            similar = [name for name in names if full[name].dim() == num_dims and states[name]]
             forms = {
                 name: frozenset(
                     (key, *_kind_of(key, value, full[name])) for key, value in states[name].items()
                 )
-                for name in alike
+                for name in similar
             }
             common = Counter(forms.values()).most_common(1)[0][0] if forms else frozenset()
             wrong = [name for name, form in forms.items() if form != common]
@@ -144,14 +144,16 @@ def _check_schedulers(schedulers: Sequence[Any], saved: Sequence[Any]) -> None:
         if not isinstance(state, Mapping):
             reason = f"{state!r} is not a mapping"
         else:
-            for key, own in scheduler.state_dict().items():
+            for key, current in scheduler.state_dict().items():
                 if key in ("last_epoch", "_step_count") and type(state.get(key)) is not int:
                     reason = f"{key} is {state.get(key)!r} and must be a whole number"
                 is_list = key in ("lr_lambdas", "_schedulers", "milestones")
-                if is_list and type(state.get(key)) is not type(own):
-                    reason = f"{key} is {state.get(key)!r} and must be a {type(own).__name__}"
-                if key == "base_lrs" and not _are_rates(state.get(key), own):
-                    reason = f"{key} is {state.get(key)!r} and must be a list of {len(own)} rates"
+                if is_list and type(state.get(key)) is not type(current):
+                    reason = f"{key} is {state.get(key)!r} and must be a {type(current).__name__}"
+                if key == "base_lrs" and not _are_rates(state.get(key), current):
+                    reason = (
+                        f"{key} is {state.get(key)!r} and must be a list of {len(current)} rates"
+                    )
         if reason is not None:
             raise CorruptDataError(
                 "the state of a learning rate scheduler must have the form in which it was saved: "
@@ -188,5 +190,5 @@ def _are_rates(value: Any, current: Sequence[Any]) -> bool:
     return (
         isinstance(value, list)
         and len(value) == len(current)
-        and all(isinstance(one, (int, float, Tensor)) for one in value)
+        and all(isinstance(rate, (int, float, Tensor)) for rate in value)
     )

@@ -52,7 +52,7 @@ def single_process_record(
     names: list[str] = []
     aliases: dict[str, str] = {}
     empty: dict[str, list[int]] = {}
-    own = tuple(
+    own_prefixes = tuple(
         f"{prefix}." if prefix else ""
         for prefix, part in module.named_modules()
         if isinstance(part, LayeredModule)
@@ -61,7 +61,9 @@ def single_process_record(
         tied_to = main.spec(name).tied_to if main.holds(name) else None
         # In a single process a model of this package has one name for tied tensors, and any other
         # module has both.
-        if not isinstance(tensor, Tensor) or (tied_to is not None and name.startswith(own)):
+        if not isinstance(tensor, Tensor) or (
+            tied_to is not None and name.startswith(own_prefixes)
+        ):
             continue
         names.append(name)
         shape = main.spec(name).full_shape if main.holds(name) else tuple(tensor.shape)

@@ -30,7 +30,11 @@ from lightning_megatron.training.main_parameters import MainParameters
 
 def averaging_callback(trainer: Trainer) -> WeightAveraging | None:
     """Return the callback that averages weights; None without one."""
-    callbacks = (one for one in trainer.callbacks if isinstance(one, WeightAveraging))  # type: ignore[attr-defined]
+    callbacks = (
+        callback
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging)
+    )
     return next(callbacks, None)
 
 
@@ -57,13 +61,13 @@ def load_averages(
 
     Communication: that of ``load_model``.
     """
-    own = module.state_dict()
+    state = module.state_dict()
     saved = stored.tensors
     entries: dict[str, Entry] = {}
-    names = first_names(own)
+    names = first_names(state)
     for name, first in names.items():
         if name == first and f"{STATE_DICT}{name}" in saved:
-            average = own[name].detach().to(saved[f"{STATE_DICT}{name}"].dtype, copy=True)
+            average = state[name].detach().to(saved[f"{STATE_DICT}{name}"].dtype, copy=True)
             spec = main.spec(name) if main.holds(name) else replicated_spec(average)
             entries[f"{STATE_DICT}{name}"] = Entry(average, spec)
     load_stored(stored, entries, mesh, strict=False, prefix=STATE_DICT)
@@ -71,7 +75,7 @@ def load_averages(
         name: entries[f"{STATE_DICT}{names[name]}"].tensor
         if f"{STATE_DICT}{names.get(name)}" in entries
         else value
-        for name, value in own.items()
+        for name, value in state.items()
     }
     if any(name.startswith(CURRENT) for name in saved):
         current = {_current(name): entry for name, entry in model_tensors(module, main).items()}
@@ -155,14 +159,14 @@ class _FullMainParameters:
         return gathered
 
     def _write_local(self, name: str, flat: Tensor) -> None:
-        one = self._main.slices.get(name)
-        if one is None or not (one.is_exclusive or self._mesh.data.is_first):
+        main_slice = self._main.slices.get(name)
+        if main_slice is None or not (main_slice.is_exclusive or self._mesh.data.is_first):
             return
-        place = one.placement
+        place = main_slice.placement
         start, stop = (
             (place.start, place.stop) if isinstance(place, FlatSlice) else (0, flat.numel())
         )
-        flat[start:stop].copy_(one.main.detach().reshape(-1))
+        flat[start:stop].copy_(main_slice.main.detach().reshape(-1))
 
 
 class _AverageSwap:
@@ -179,6 +183,6 @@ class _AverageSwap:
         current = [*module.parameters(), *module.buffers()]
         if kept is None:
             kept = [*average.parameters(), *average.buffers()]
-            self._kept = [memory_of(one).clone() for one in current]
-        for one, value in zip(current, kept, strict=True):
-            memory_of(one).copy_(value)
+            self._kept = [memory_of(tensor).clone() for tensor in current]
+        for tensor, value in zip(current, kept, strict=True):
+            memory_of(tensor).copy_(value)

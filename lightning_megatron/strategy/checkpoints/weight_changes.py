@@ -38,7 +38,9 @@ def only_steps_change_weights(module: LightningModule, trainer: Trainer) -> bool
         return False
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     changing = (StochasticWeightAveraging, WeightAveraging)
-    return all(_is_of_library(one) and not isinstance(one, changing) for one in callbacks)
+    return all(
+        _is_of_library(callback) and not isinstance(callback, changing) for callback in callbacks
+    )
 
 
 def _has_own(module: LightningModule, hook: str) -> bool:

@@ -66,13 +66,13 @@ def check_callbacks(
                 "rank 0, which would wait for the other ranks. Use log_graph=False."
             )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for kind, keeps in _WHOLE_MODEL_CALLBACKS.items():
+        for kind, action in _WHOLE_MODEL_CALLBACKS.items():
             if isinstance(callback, kind):
                 raise UnsupportedError(
                     f"{type(callback).__name__} needs the whole model on every rank: tp is "
-                    f"{layout.tp}, pp {layout.pp} and ep {layout.ep}. Lightning's callback {keeps} "
-                    "before it is cut. Use tp=1, pp=1 and ep=1, with any number of data-parallel "
-                    "ranks, or leave the callback out."
+                    f"{layout.tp}, pp {layout.pp} and ep {layout.ep}. Lightning's callback "
+                    f"{action} before it is cut. Use tp=1, pp=1 and ep=1, with any number of "
+                    "data-parallel ranks, or leave the callback out."
                 )
 
 
@@ -131,12 +131,12 @@ def update_callbacks(trainer: Trainer, module: LightningModule, layout: Parallel
                 "the parameters, but the optimizers train parts of flat buffers. Use "
                 "use_lottery_ticket_hypothesis=False."
             )
-        gone = [part for part in pruned_modules(callback) if id(part) not in known]
-        if gone:
+        replaced = [part for part in pruned_modules(callback) if id(part) not in known]
+        if replaced:
             raise UnsupportedError(
-                f"{type(callback).__name__} prunes weights of {type(gone[0]).__name__}, which this "
-                "strategy has replaced by its own layer before the first step. Its mask would have "
-                "no effect. Leave the callback out, or train with strategy='ddp'."
+                f"{type(callback).__name__} prunes weights of {type(replaced[0]).__name__}, which "
+                "this strategy has replaced by its own layer before the first step. Its mask would "
+                "have no effect. Leave the callback out, or train with strategy='ddp'."
             )
 
 

@@ -49,13 +49,13 @@ def with_plugin_recipe(options: StrategyOptions, plugin: Precision) -> StrategyO
             "and name the layers to keep in bfloat16 in fp8.keep with backend='te'."
         )
     from_plugin = FP8(te_recipe=plugin.recipe)
-    own = options.products
-    if own is not None and own.te_recipe is not plugin.recipe:
+    products = options.products
+    if products is not None and products.te_recipe is not plugin.recipe:
         raise UnsupportedError(
-            f"fp8 ({own.recipe}) cannot be used with TransformerEnginePrecision "
+            f"fp8 ({products.recipe}) cannot be used with TransformerEnginePrecision "
             f"({from_plugin.recipe}): both set a recipe. Leave one of them out."
         )
-    return replace(options, backend="te", fp8=own or from_plugin)
+    return replace(options, backend="te", fp8=products or from_plugin)
 
 
 def check_engine(options: StrategyOptions, device: torch.device, precision: str) -> None:

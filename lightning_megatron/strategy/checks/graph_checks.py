@@ -59,8 +59,10 @@ def check_graphs(
             schedule=options.schedule_name,
             transport=options.expert_transport,
             is_automatic=module is None or bool(getattr(module, "automatic_optimization", True)),
-            offloads=any(one.offload for one in recomputations),
-            keeps_core=any("full_except_core" in one.parts for one in recomputations),
+            offloads=any(recomputation.offload for recomputation in recomputations),
+            keeps_core=any(
+                "full_except_core" in recomputation.parts for recomputation in recomputations
+            ),
             compile_modes=() if module is None else compile_graph_modes(module),
             environment=os.environ,
             precision=precision,

@@ -103,7 +103,9 @@ def check_module(module: LightningModule, mesh: ParallelMesh) -> None:
         for parameter in (pipelined.stage_parameters() if pipelined is not None else ())
     }
     outside = [
-        name for name, p in module.named_parameters() if p.requires_grad and id(p) not in inside
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and id(parameter) not in inside
     ]
     if outside:
         raise UnsupportedError(

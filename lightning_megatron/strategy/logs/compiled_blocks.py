@@ -32,12 +32,12 @@ def note_compiled_blocks(module: nn.Module, mesh: ParallelMesh, options: Strateg
     """
     if mesh.pp.size == 1 or not options.may_split_backward:
         return
-    own = list(dict.fromkeys(_whole_parts(module)))
-    names = [name for stage in all_gather_objects(own, mesh.pp_cpu) for name in stage]
+    local_names = list(dict.fromkeys(_whole_parts(module)))
+    names = [name for stage in all_gather_objects(local_names, mesh.pp_cpu) for name in stage]
     if names:
-        others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+        more = f" and {len(names) - 1} others" if len(names) > 1 else ""
         rank_zero_info(
-            f"backward of {names[0]}{others}: not split into halves, because compiled experts and "
+            f"backward of {names[0]}{more}: not split into halves, because compiled experts and "
             "fused weights compute the gradients of their inputs and weights at once, unless they "
             "are recomputed"
         )
@@ -48,6 +48,6 @@ def _whole_parts(root: nn.Module) -> Iterator[str]:
     for prefix, model in pipelined_modules(root):
         for name, part in model.named_modules(prefix=prefix):
             if is_compiled(part):
-                for inner, one in part.named_modules(prefix=name):
-                    if isinstance(one, (GroupedMLP, ParameterStack)):
-                        yield inner
+                for inner_name, inner_module in part.named_modules(prefix=name):
+                    if isinstance(inner_module, (GroupedMLP, ParameterStack)):
+                        yield inner_name

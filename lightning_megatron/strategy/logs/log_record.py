@@ -168,14 +168,14 @@ class Recorder:
         self.calls.setdefault(name, call)
         self.values.setdefault(name, []).append(_LoggedValue(tensor, weight, self.run))
 
-    def adopt(self, other: Recorder) -> None:
+    def adopt(self, recorder: Recorder) -> None:
         """Add the log calls of another recorder after those of this one."""
-        for name, call in other.calls.items():
+        for name, call in recorder.calls.items():
             self.calls.setdefault(name, call)
-            self.values.setdefault(name, []).extend(other.values[name])
-        for name, metric in other.metrics.items():
+            self.values.setdefault(name, []).extend(recorder.values[name])
+        for name, metric in recorder.metrics.items():
             self.metrics[name] = metric
-            self.metric_values.setdefault(name, []).extend(other.metric_values[name])
+            self.metric_values.setdefault(name, []).extend(recorder.metric_values[name])
 
     def merged(
         self, counts: Sequence[Weight] | None = None

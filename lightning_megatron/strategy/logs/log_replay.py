@@ -157,7 +157,7 @@ class LogReplay:
                 options["prog_bar"] = self._is_read_after_every_batch(
                     module, call.name, value, by_step_only
                 )
-            # A float, because the Trainer would round the mean of integer batch sizes down.
+            # Pass a float, because the Trainer would round the mean of integer batch sizes down.
             module.log(
                 call.name, value, batch_size=by_index.get(index, float(call.batch_size)), **options
             )
@@ -250,9 +250,9 @@ class LogReplay:
             for value, weight in zip(values, weights, strict=True)
         ]
         sums = all_reduce_(torch.stack(pairs), self._mesh.dp)
-        for value, weight, (total, weight_of_all) in zip(values, weights, sums, strict=True):
-            value.copy_(total / torch.where(weight_of_all > 0, weight_of_all, 1.0))
-            weight.copy_(weight_of_all)
+        for value, weight, (total, total_weight) in zip(values, weights, sums, strict=True):
+            value.copy_(total / torch.where(total_weight > 0, total_weight, 1.0))
+            weight.copy_(total_weight)
 
     def _is_read_after_every_batch(
         self, module: LightningModule, name: str, value: Tensor, by_step_only: bool

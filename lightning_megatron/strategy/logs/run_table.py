@@ -66,14 +66,16 @@ def show_choices(
     Communication: one gather over the pipeline, a sum over all ranks, and that of the choice of a
         token transport, if the module has experts.
     """
-    own = _module_choices(module, mesh.device, precision.dtypes.parameters, options.clones)
-    of_stages = all_gather_objects(own, mesh.pp_cpu)
+    local_choices = _module_choices(
+        module, mesh.device, precision.dtypes.parameters, options.clones
+    )
+    choices_by_stage = all_gather_objects(local_choices, mesh.pp_cpu)
     choices = [
         *_layout_choices(module, mesh, options),
         _precision_choice(precision, mesh.device),
         *_cast_choices(module, options),
         # Layers of one kind have the same rows.
-        *dict.fromkeys(choice for stage in of_stages for choice in stage),
+        *dict.fromkeys(choice for stage in choices_by_stage for choice in stage),
     ]
     rank_zero_info(table_of(choices, "rank 0" if mesh.pp.size == 1 else "pipeline of rank 0"))
     warn_of_slow(choices)
@@ -113,14 +115,14 @@ def whole_backward_choices(module: nn.Module) -> list[TableRow]:
     """
     rows = []
     for name, blocks in pipelined_modules(module):
-        others = [
+        whole_parts = [
             type(part).__name__
             for part in blocks.modules()
             if not isinstance(part, (ColumnParallelLinear, RowParallelLinear))
-            and any(one.dim() > 1 for one in part.parameters(recurse=False))
+            and any(parameter.dim() > 1 for parameter in part.parameters(recurse=False))
         ]
-        if isinstance(blocks, StagedBlocks) and others:
-            why = f"{others[0]} computes the gradients of its inputs and its weights at once"
+        if isinstance(blocks, StagedBlocks) and whole_parts:
+            why = f"{whole_parts[0]} computes the gradients of its inputs and its weights at once"
             rows.append(TableRow(f"backward of {name}", "not split into halves", why))
     return rows
 
@@ -202,13 +204,15 @@ def _cast_choices(module: nn.Module, options: StrategyOptions) -> list[TableRow]
     if settings.parameters is not None:
         return [_stored_choice(module, options)]
     subject = "casts of weights"
-    each = "for each product"
+    per_product = "for each product"
     if isinstance(module, LightningModule) and not module.automatic_optimization:
-        return [TableRow(subject, each, "the module runs its own backward passes")]
+        return [TableRow(subject, per_product, "the module runs its own backward passes")]
     if not settings.shares_casts(2, options.graph_mode):
         asked = "asked for (cast_weights)"
         captured = "cuda_graphs captures microbatches one by one"
-        return [TableRow(subject, each, captured if settings.cast_weights is None else asked)]
+        return [
+            TableRow(subject, per_product, captured if settings.cast_weights is None else asked)
+        ]
     value = "once per batch" + ("" if settings.shares_casts(1) else " of several microbatches")
     return [TableRow(subject, value, "kept until its end, 2 bytes for each FP8 weight")]
 
@@ -248,11 +252,13 @@ def _module_choices(
 
 def _kernel_choice(device: torch.device, dtype: torch.dtype) -> TableRow:
     subject = "fused kernels"
-    torchs = "operators of torch"
+    torch_operators = "operators of torch"
     if device.type != "cuda":
-        return TableRow(subject, torchs, f"{device.type}: the Triton kernels need a GPU")
+        return TableRow(subject, torch_operators, f"{device.type}: the Triton kernels need a GPU")
     if dtype not in HALF_TYPES:
-        return TableRow(subject, torchs, f"{_name(dtype)}: the Triton kernels are for half types")
+        return TableRow(
+            subject, torch_operators, f"{_name(dtype)}: the Triton kernels are for half types"
+        )
     choice = choose_kernels(device)
     if choice.kernels is not None:
         return TableRow(subject, "Triton", choice.reason)
@@ -260,7 +266,7 @@ def _kernel_choice(device: torch.device, dtype: torch.dtype) -> TableRow:
         "The Triton kernels need an NVIDIA GPU of compute capability 8.0 or newer, and a CUDA "
         "build of torch, which includes Triton."
     )
-    return TableRow(subject, torchs, choice.reason, remedy)
+    return TableRow(subject, torch_operators, choice.reason, remedy)
 
 
 def _attention_choice(layer: Attention, device: torch.device, dtype: torch.dtype) -> TableRow:

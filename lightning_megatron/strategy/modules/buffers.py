@@ -83,9 +83,11 @@ class SharedBuffers:
         )
 
     def _find_changes(self) -> None:
-        seen = self._last_marks
+        previous_marks = self._last_marks
         self._last_marks = self._marks()
-        changed = [index for index, mark in enumerate(self._last_marks) if mark != seen[index]]
+        changed = [
+            index for index, mark in enumerate(self._last_marks) if mark != previous_marks[index]
+        ]
         for names in all_gather_objects(changed, self._mesh.data_cpu):
             self._moving.update(names)
 
@@ -95,8 +97,8 @@ class SharedBuffers:
         if not buffers:
             return []
         sums = [
-            torch.zeros(()).double() if one is None else one.detach().double().sum().cpu()
-            for one in buffers
+            torch.zeros(()).double() if buffer is None else buffer.detach().double().sum().cpu()
+            for buffer in buffers
         ]
         return list(zip(map(id, buffers), torch.stack(sums).nan_to_num().tolist(), strict=True))
 

@@ -61,11 +61,11 @@ class ModuleState:
     ) -> None:
         self._held = list(_dictionaries(module.named_modules() if parts is None else parts))
         self._recorded: dict[int, _Recorded] = {}
-        for one in self._held:
-            for key, value in one.kept.items():
-                self._record(f"{one.prefix}.{key}" if one.is_watched else "", value)
-        tensors = [one for one in self._recorded.values() if isinstance(one.value, Tensor)]
-        copy_all_([one.copy for one in tensors], [one.value for one in tensors])
+        for attributes in self._held:
+            for key, value in attributes.kept.items():
+                self._record(f"{attributes.prefix}.{key}" if attributes.is_watched else "", value)
+        tensors = [record for record in self._recorded.values() if isinstance(record.value, Tensor)]
+        copy_all_([record.copy for record in tensors], [record.value for record in tensors])
 
     def changes(self, tolerance: float = 0.0) -> dict[str, str]:
         """Return the kind of every changed value by name: number, tensor, container or object.
@@ -76,15 +76,15 @@ class ModuleState:
             tolerance: Largest relative difference of numbers that still count as equal.
         """
         kinds = {}
-        for one in self._held:
-            now = one.now() if one.is_watched else one.kept
-            for key in now.keys() | one.kept.keys():
+        for attributes in self._held:
+            now = attributes.now() if attributes.is_watched else attributes.kept
+            for key in now.keys() | attributes.kept.keys():
                 if (
-                    key not in one.kept
+                    key not in attributes.kept
                     or key not in now
-                    or not self._is_as_recorded(one.kept[key], now[key], tolerance)
+                    or not self._is_as_recorded(attributes.kept[key], now[key], tolerance)
                 ):
-                    kinds[f"{one.prefix}.{key}"] = _kind(now.get(key))
+                    kinds[f"{attributes.prefix}.{key}"] = _kind(now.get(key))
         for recorded in self._recorded.values():
             if recorded.name and recorded.name not in kinds and not _holds(recorded, tolerance):
                 kinds[recorded.name] = recorded.kind
@@ -93,10 +93,10 @@ class ModuleState:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore every recorded value."""
-        for one in self._held:
-            for key in one.now().keys() - one.kept.keys():
-                del one.held[key]
-            one.held.update(one.kept)
+        for attributes in self._held:
+            for key in attributes.now().keys() - attributes.kept.keys():
+                del attributes.held[key]
+            attributes.held.update(attributes.kept)
         for recorded in self._recorded.values():
             if not _holds(recorded):
                 _put_back(recorded)
@@ -261,7 +261,8 @@ def _almost_equal(earlier: Any, current: Any, tolerance: float) -> bool:
     if isinstance(current, (list, tuple, deque)):
         pairs = zip(earlier, current, strict=False)
         return len(earlier) == len(current) and all(
-            _almost_equal(one, other, tolerance) for one, other in pairs
+            _almost_equal(earlier_item, current_item, tolerance)
+            for earlier_item, current_item in pairs
         )
     if isinstance(current, dict):
         return earlier.keys() == current.keys() and all(
@@ -307,10 +308,13 @@ _GENERATORS: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] 
     torch.Generator: (torch.Generator.get_state, torch.Generator.set_state),
     random.Random: (random.Random.getstate, random.Random.setstate),
     np.random.Generator: (
-        lambda one: one.bit_generator.state,
-        lambda one, state: setattr(one.bit_generator, "state", state),
+        lambda generator: generator.bit_generator.state,
+        lambda generator, state: setattr(generator.bit_generator, "state", state),
     ),
-    np.random.RandomState: (lambda one: one.get_state(), lambda one, state: one.set_state(state)),
+    np.random.RandomState: (
+        lambda generator: generator.get_state(),
+        lambda generator, state: generator.set_state(state),
+    ),
 }
 #: Attributes of every module, which torch, the Trainer and the strategy manage.
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))

@@ -94,7 +94,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def _values(tensor: Tensor) -> tuple[bytes, torch.dtype, tuple[int, ...], bool]:
-    # The values alone: pickling a view would serialise its whole storage.
+    # Send only the values, because pickling a view would serialise its whole storage.
     values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return (
         values.view(torch.uint8).numpy().tobytes(),

@@ -15,7 +15,7 @@ def copies_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     Args:
         tensors: Plain strided tensors.
     """
-    copies = [torch.empty_like(one) for one in tensors]
+    copies = [torch.empty_like(tensor) for tensor in tensors]
     copy_all_(copies, tensors)
     return copies
 

@@ -68,11 +68,11 @@ def check_trained_somewhere(
     """
     if mesh.pp.size == 1:
         return
-    here = [
+    local_groups = [
         [(len(group["params"]), hyperparameters_of(group)) for group in optimizer.param_groups]
         for optimizer in optimizers
     ]
-    stages = all_gather_objects(here, mesh.pp_cpu)
+    stages = all_gather_objects(local_groups, mesh.pp_cpu)
     for number, groups_of_stages in enumerate(zip(*stages, strict=False)):
         counts = [[count for count, _ in groups] for groups in groups_of_stages]
         name = type(optimizers[number]).__name__

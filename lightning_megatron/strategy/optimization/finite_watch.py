@@ -137,7 +137,7 @@ class FiniteWatch:
                     self._step,
                     kind,
                     tuple(recorded),
-                    torch.stack([one.double() for one in largest]),
+                    torch.stack([magnitude.double() for magnitude in largest]),
                 )
             )
 
@@ -151,38 +151,46 @@ class FiniteWatch:
         Communication: one all-reduce of a flag over the world on the CPU; a gather of names on
         failure. The host waits for the device.
         """
-        seen = self._recorded
+        recorded = self._recorded
         self._recorded = []
-        parts = [one.values.to(self._mesh.device, torch.float64).reshape(-1) for one in seen]
+        parts = [
+            entry.values.to(self._mesh.device, torch.float64).reshape(-1) for entry in recorded
+        ]
         values = torch.cat(parts).cpu() if parts else torch.zeros(0)
         flag = torch.tensor(int(not values.isfinite().all()))
         if not all_reduce_(flag, self._mesh.world_cpu, "max").item():
             return
-        names = [(one.step, one.kind, name) for one in seen for name in one.names]
-        mine = [
+        names = [(entry.step, entry.kind, name) for entry in recorded for name in entry.names]
+        local_findings = [
             NonFiniteValue(step, kind, self._mesh.rank, name, str(value))
             for (step, kind, name), value in zip(names, values.tolist(), strict=True)
             if not -float("inf") < value < float("inf")
         ]
         nonfinite = [
-            one for ranks in all_gather_objects(mine, self._mesh.world_cpu) for one in ranks
+            finding
+            for rank_findings in all_gather_objects(local_findings, self._mesh.world_cpu)
+            for finding in rank_findings
         ]
         raise NonFiniteError(describe(nonfinite))
 
 
 def _summed(steps: Sequence[_StepValues]) -> list[_StepValues]:
     """Sum the values of each kind: a sum is not finite if one of its values is not."""
-    kinds = dict.fromkeys(one.kind for one in steps if one.names == ("",))
+    kinds = dict.fromkeys(entry.kind for entry in steps if entry.names == ("",))
     groups = {
-        kind: [one for one in steps if one.kind == kind and one.names == ("",)] for kind in kinds
+        kind: [entry for entry in steps if entry.kind == kind and entry.names == ("",)]
+        for kind in kinds
     }
     sums = [
         _StepValues(
-            same[0].step, kind, ("",), torch.stack([one.values.double() for one in same]).sum()
+            entries[0].step,
+            kind,
+            ("",),
+            torch.stack([entry.values.double() for entry in entries]).sum(),
         )
-        for kind, same in groups.items()
+        for kind, entries in groups.items()
     ]
-    return sums + [one for one in steps if one.names != ("",)]
+    return sums + [entry for entry in steps if entry.names != ("",)]
 
 
 def describe(findings: Sequence[NonFiniteValue]) -> str:
@@ -191,28 +199,34 @@ def describe(findings: Sequence[NonFiniteValue]) -> str:
     Args:
         findings: Findings of all ranks, at least one.
     """
-    first = min(one.step for one in findings)
-    kind = min((one.kind for one in findings if one.step == first), key=KINDS.index)
-    began = [one for one in findings if (one.step, one.kind) == (first, kind)]
-    rest = [one for one in findings if one not in began and one.name]
-    ranks = sorted({one.rank for one in began})
+    first_step = min(finding.step for finding in findings)
+    kind = min(
+        (finding.kind for finding in findings if finding.step == first_step), key=KINDS.index
+    )
+    earliest = [
+        finding for finding in findings if (finding.step, finding.kind) == (first_step, kind)
+    ]
+    later = [finding for finding in findings if finding not in earliest and finding.name]
+    ranks = sorted({finding.rank for finding in earliest})
     spread = ""
-    if rest:
-        verb = "was" if len(rest) == 1 else "were"
-        spread = f" At batch {rest[-1].step} so {verb} {_listed(rest)}."
+    if later:
+        verb = "was" if len(later) == 1 else "were"
+        spread = f" At batch {later[-1].step} so {verb} {_listed(later)}."
     return (
-        f"losses, weights and gradients must be finite: at training batch {first} {_listed(began)} "
-        f"{'was' if len(began) == 1 else 'were'} not, before any other value.{spread} Further "
-        f"training would have no meaning. Look at the batch that {_ranks(ranks)} had read, use a "
-        "lower learning rate, a longer warm-up or gradient_clip_val, or a precision with a wider "
-        "range. check_gradients=True looks at every step, check_gradients=False at none."
+        f"losses, weights and gradients must be finite: at training batch {first_step} "
+        f"{_listed(earliest)} {'was' if len(earliest) == 1 else 'were'} not, before any other "
+        f"value.{spread} Further training would have no meaning. Look at the batch that "
+        f"{_ranks(ranks)} had read, use a lower learning rate, a longer warm-up or "
+        "gradient_clip_val, or a precision with a wider range. check_gradients=True looks at every "
+        "step, check_gradients=False at none."
     )
 
 
 def _listed(findings: Sequence[NonFiniteValue]) -> str:
     shown = [
-        f"the {one.kind}{f' {one.name}' if one.name else ''} of rank {one.rank} ({one.value})"
-        for one in findings
+        f"the {finding.kind}{f' {finding.name}' if finding.name else ''} of rank {finding.rank} "
+        f"({finding.value})"
+        for finding in findings
     ]
     more = f" and {len(findings) - _NUM_SHOWN} more" if len(findings) > _NUM_SHOWN else ""
     return ", ".join(shown[:_NUM_SHOWN]) + more

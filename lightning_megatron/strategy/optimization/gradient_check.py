@@ -27,19 +27,23 @@ def check_finite(gradients: Mapping[str, Tensor], mesh: ParallelMesh, step: int)
     Communication: one all-reduce of a flag over the world, for which the host waits; a gather of
     names on failure.
     """
-    bad = torch.zeros((), device=mesh.device)
+    flag = torch.zeros((), device=mesh.device)
     if gradients:
         # The largest magnitude is not finite if any element is not.
         largest = torch.stack(
             [norm.float() for norm in torch._foreach_norm(list(gradients.values()), float("inf"))]
         )
-        bad = (~torch.isfinite(largest)).any().float()
-    if not all_reduce_(bad, mesh.world, "max").item():
+        flag = (~torch.isfinite(largest)).any().float()
+    if not all_reduce_(flag, mesh.world, "max").item():
         return
-    mine = [
+    local_reports = [
         (mesh.rank, name, int(gradient.isnan().sum()), int(gradient.isinf().sum()))
         for name, gradient in gradients.items()
         if not gradient.isfinite().all()
     ]
-    nonfinite = [one for ranks in all_gather_objects(mine, mesh.world_cpu) for one in ranks]
+    nonfinite = [
+        report
+        for rank_reports in all_gather_objects(local_reports, mesh.world_cpu)
+        for report in rank_reports
+    ]
     raise NonFiniteGradientError(describe_nonfinite(nonfinite, step))

@@ -59,10 +59,12 @@ class MixtureRuntime:
         #: Weight that is shared by all layers with router losses, the same on all stages; None if
         #: no model has router losses.
         self.loss_weight: LossWeight | None = None
-        mixtures = [one for one in (model.config.experts for model in models) if one is not None]
+        mixtures = [
+            config for config in (model.config.experts for model in models) if config is not None
+        ]
         #: Whether any model has experts, the same on all stages.
         self.is_used = bool(mixtures)
-        if any(one.has_losses for one in mixtures):
+        if any(config.has_losses for config in mixtures):
             self.loss_weight = LossWeight()
         #: Limit on the rows of experts' buffers; None without one.
         self.row_limit = None if rows is None else RowLimit(rows, mesh)
@@ -82,8 +84,8 @@ class MixtureRuntime:
     def warn_of_evaluation(self) -> None:
         """Warn before training that routers in evaluation mode are not balanced."""
         idle = sorted(
-            n
-            for n, layer in self._layers.items()
+            number
+            for number, layer in self._layers.items()
             if not layer.training and _is_balanced(layer.config)
         )
         if idle:
@@ -124,14 +126,14 @@ class MixtureRuntime:
         Communication: that of :func:`step_statistics`.
         """
         statistics = step_statistics(
-            {n: layer.statistics for n, layer in self._layers.items()}, self._mesh
+            {number: layer.statistics for number, layer in self._layers.items()}, self._mesh
         )
         for number, layer in self._layers.items():
             if layer.router.follows_load:
                 layer.router.update_(statistics[number].load)
         by_layer = {
-            number: replace(one, rows=self._layers[number].rank_rows.counted())
-            for number, one in statistics.items()
+            number: replace(layer_statistics, rows=self._layers[number].rank_rows.counted())
+            for number, layer_statistics in statistics.items()
         }
         clear_statistics_(self.running)
         return by_layer
@@ -143,18 +145,22 @@ class MixtureRuntime:
             statistics: Result of :meth:`end_step` during the capture.
         """
         if statistics:
-            sums = torch.stack([one.sums for one in statistics.values()])
+            sums = torch.stack([layer_statistics.sums for layer_statistics in statistics.values()])
             self.statistics = {
                 number: replace(
-                    one, sums=layer_sums, rows=None if one.rows is None else one.rows.clone()
+                    layer_statistics,
+                    sums=layer_sums,
+                    rows=None if layer_statistics.rows is None else layer_statistics.rows.clone(),
                 )
-                for (number, one), layer_sums in zip(statistics.items(), sums, strict=True)
+                for (number, layer_statistics), layer_sums in zip(
+                    statistics.items(), sums, strict=True
+                )
             }
 
     @property
     def step_tensors(self) -> list[Tensor]:
         """Return the tensors of this stage's routers that steps write: statistics and buffers."""
-        sums = [one.sums for one in self.running]
+        sums = [running_sums.sums for running_sums in self.running]
         return sums + [
             buffer for layer in self._layers.values() for buffer in layer.router.buffers()
         ]
@@ -174,7 +180,7 @@ class MixtureRuntime:
     def clone_places(self) -> int:
         """Return the number of places for clones on every rank; 0 if no layer here has any."""
         settings = [layer.clones for layer in self._layers.values()]
-        return max((one.places for one in settings if one is not None), default=0)
+        return max((clones.places for clones in settings if clones is not None), default=0)
 
     @property
     def transport(self) -> Transport:

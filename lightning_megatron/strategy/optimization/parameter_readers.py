@@ -44,8 +44,8 @@ _OTHER_HOOKS = (
     "on_train_batch_end",
     "on_train_epoch_end",
 )
-#: Names that contain "grad" but read no gradients: they clear them, say how graphs are recorded, or
-#: are computed before.
+#: Names that contain "grad" but read no gradients: functions that clear gradients or control the
+#: recording of graphs, and a norm that was computed before.
 _NO_READERS = frozenset(
     {
         *("zero_grad", "requires_grad", "requires_grad_", "no_grad", "enable_grad", "autograd"),
@@ -107,10 +107,10 @@ def gradient_changer(trainer: Trainer) -> str | None:
 
     A callback or module whose class sets ``reads_gradients = False`` does not count.
     """
-    between = ("on_train_batch_start", "on_train_batch_end")
+    batch_hooks = ("on_train_batch_start", "on_train_batch_end")
     return first_overridden(
         trainer, ("on_after_backward",), _may_read_gradients
-    ) or first_overridden(trainer, between, _names_gradients)
+    ) or first_overridden(trainer, batch_hooks, _names_gradients)
 
 
 def first_overridden(
@@ -175,18 +175,18 @@ def _called(hook: Any) -> Iterator[FunctionType]:
     objects the same names would match unrelated methods.
     """
     waiting = [(hook, 0)]
-    seen = set[int]()
+    visited = set[int]()
     while waiting:
         function, depth = waiting.pop()
         owner = getattr(function, "__self__", None)
         function = getattr(function, "__func__", function)
         if (
             not isinstance(function, FunctionType)
-            or id(function) in seen
+            or id(function) in visited
             or function.__name__ == "zero_grad"
         ):
             continue
-        seen.add(id(function))
+        visited.add(id(function))
         yield function
         if depth < _DEPTH:
             waiting += [(found, depth + 1) for found in _named_by(function, owner)]
@@ -200,9 +200,9 @@ def _named_by(function: FunctionType, owner: object) -> Iterator[object]:
         value for cell in function.__closure__ or () if (value := _content(cell)) is not None
     ]
     yield from objects
-    for one in objects:
-        if isinstance(one, ModuleType) and one.__name__.partition(".")[0] != "torch":
-            yield from (vars(one)[name] for name in names if name in vars(one))
+    for named in objects:
+        if isinstance(named, ModuleType) and named.__name__.partition(".")[0] != "torch":
+            yield from (vars(named)[name] for name in names if name in vars(named))
     attributes = {} if owner is None else {name: getattr(type(owner), name, None) for name in names}
     yield from (
         method.__get__(owner) for method in attributes.values() if isinstance(method, FunctionType)

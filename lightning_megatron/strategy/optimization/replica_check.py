@@ -71,8 +71,10 @@ class ReplicaCheck:
         if not self._is_due(self._num_steps[names]):
             self._num_steps[names] += 1
             return False
-        everyone = all_gather_objects(sorted(self._search.found), self._main.mesh.tp)
-        partial = {name for one in everyone for name in one} - self._reducer.used_on_parts
+        found_by_rank = all_gather_objects(sorted(self._search.found), self._main.mesh.tp)
+        partial = {
+            name for rank_names in found_by_rank for name in rank_names
+        } - self._reducer.used_on_parts
         if partial:
             self._reducer.used_on_parts |= partial
             shown = ", ".join(sorted(partial)[:_NUM_SHOWN]) + (

@@ -98,7 +98,7 @@ class StepChecks:
             check_finite(self._reducer.unreduced_gradients(names), self._main.mesh, self._step)
         if self._finite is not None and self._finite.looks:
             self._main.wait()
-            # Weights in 8 bits have noted their largest magnitudes, which stand for them.
+            # Weights in 8 bits have recorded their largest magnitudes, which are checked instead.
             noted = self._main.eight_bits.magnitudes()
             self._finite.look("weight", {**dict(self._module.named_parameters()), **noted})
         return self._replicas.before_sums(names)

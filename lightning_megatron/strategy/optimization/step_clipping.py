@@ -15,7 +15,7 @@ from lightning_megatron.training.clip import Clipping, scale_gradients_
 from lightning_megatron.training.main_parameters import MainParameters, names_in
 
 Deferral = Literal["nothing", "scaling", "all"]
-"""What of the clipping is left to the update: the product with the factor, or all of it."""
+"""Part of the clipping that the update does: nothing, the product with the factor, or all."""
 
 
 @dataclass(frozen=True)

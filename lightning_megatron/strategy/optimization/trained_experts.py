@@ -27,7 +27,9 @@ class TrainedExperts:
         self._layers = layers
         self._ep_cpu = ep_cpu
         self._epoch: int | None = None
-        self._parameters = [one for layer in layers.values() for one in layer.experts.parameters()]
+        self._parameters = [
+            parameter for layer in layers.values() for parameter in layer.experts.parameters()
+        ]
         # Whether each parameter was trained at the start of the epoch.
         self._was_trained: list[bool] = []
 
@@ -46,7 +48,7 @@ class TrainedExperts:
         """
         if not self._layers:
             return
-        trained = [one.requires_grad for one in self._parameters]
+        trained = [parameter.requires_grad for parameter in self._parameters]
         if epoch == self._epoch and trained != self._was_trained:
             raise UnsupportedError(
                 "with expert_clones experts must be frozen and unfrozen only between epochs, "
@@ -60,14 +62,14 @@ class TrainedExperts:
             self._compare()
 
     def _compare(self) -> None:
-        here = {
-            (number, name): {one.requires_grad for one in layer.experts.weights(name)}
+        local_states = {
+            (number, name): {weight.requires_grad for weight in layer.experts.weights(name)}
             for number, layer in self._layers.items()
             for name in (layer.experts.first_name, "down")
         }
-        everywhere = all_gather_objects(here, self._ep_cpu)
-        for number, name in here:
-            states = [one[number, name] for one in everywhere]
+        states_by_rank = all_gather_objects(local_states, self._ep_cpu)
+        for number, name in local_states:
+            states = [rank_states[number, name] for rank_states in states_by_rank]
             if len(set.union(*states)) > 1:
                 ranks = [rank for rank, state in enumerate(states) if False in state]
                 raise UnsupportedError(

@@ -194,7 +194,7 @@ class TrainingState:
             self._copies.follow(optimizers)
         else:
             self._copies.check()
-        waiting = [one for one in optimizers if self.main.needs_attach(one)]
+        waiting = [optimizer for optimizer in optimizers if self.main.needs_attach(optimizer)]
         for optimizer in waiting:
             self._attach(optimizer)
         return bool(waiting)
@@ -205,9 +205,9 @@ class TrainingState:
 
     def _set_weight_readers(self) -> None:
         """Let linear layers read the weights that are now kept in 8 bits, and cast all others."""
-        for names, part in self._eight_bits.items():
-            if isinstance(part.scaling, Scaling):
-                part.scaling = part.scaling.reading(self.main.eight_bits.stored(names))
+        for names, linear in self._eight_bits.items():
+            if isinstance(linear.scaling, Scaling):
+                linear.scaling = linear.scaling.reading(self.main.eight_bits.stored(names))
 
     def leave_eight_bits(self, *, gathers: bool) -> None:
         """Convert weights that are kept in 8 bits back to ordinary parameters.
@@ -226,7 +226,7 @@ class TrainingState:
         self._overlaps_gathers = True
         for model in self._models:
             self.main.gather.wait_before(model.gather_groups(), self.main.buffers)
-            # A plain function, because a deep copy of the model does not copy it.
+            # The attribute is a function, because a deep copy of the model does not copy functions.
             model.wait_for_parameters = lambda: self.main.wait()
 
     def update(

@@ -260,8 +260,8 @@ def check_global_batch(
             f"{size!r}, so microbatches would grow with the batch. Use a number of samples that "
             f"divides {gcd(*batch.sizes) // layout.dp}."
         )
-    for one in batch.sizes:
-        check_batch_size(one // layout.dp, options, layout)
+    for size_of_batch in batch.sizes:
+        check_batch_size(size_of_batch // layout.dp, options, layout)
 
 
 def check_last_batch(num_samples: int, options: StrategyOptions, layout: ParallelLayout) -> None:

@@ -343,7 +343,7 @@ class StrategyOptions:
         """Return whether an argument needs a feature that only this package's models have."""
         is_on = self.ep > 1, self.cp > 1, self.sequence_parallel, self.overlap_tensor_parallel
         options = self.recompute, self.loss_chunk, self.fp8
-        return any(is_on) or any(one is not None for one in options) or self.backend == "te"
+        return any(is_on) or any(option is not None for option in options) or self.backend == "te"
 
     @property
     def schedule_name(self) -> ScheduleName:

@@ -49,7 +49,7 @@ def _unfreeze_and_add(
     before = len(optimizer.param_groups)
     add(modules, optimizer, lr, initial_denom_lr, train_bn)
     if len(optimizer.param_groups) == before:
-        # The learning rate that Lightning gives to a group with parameters.
+        # Lightning gives this learning rate to a group with parameters.
         rate = optimizer.param_groups[0]["lr"] if lr is None else lr
         divisor = initial_denom_lr if lr is None else 1.0
         optimizer.add_param_group({"params": [], "lr": rate / divisor})
@@ -99,7 +99,8 @@ def restore_finetuning(
     states = checkpoint.get("callbacks", {})
     present = {name for name, _ in module.named_parameters()}
     named = [
-        [group["parameters"] for group in one["groups"]] for one in checkpoint.get(OPTIMIZERS) or ()
+        [group["parameters"] for group in optimizer_state["groups"]]
+        for optimizer_state in checkpoint.get(OPTIMIZERS) or ()
     ]
     for callback in _finetuning(trainer):
         if callback.state_key in states:
@@ -125,7 +126,7 @@ def _names_of(
 
 
 def _finetuning(trainer: Trainer) -> list[BaseFinetuning]:
-    return [one for one in trainer.callbacks if isinstance(one, BaseFinetuning)]  # type: ignore[attr-defined]
+    return [callback for callback in trainer.callbacks if isinstance(callback, BaseFinetuning)]  # type: ignore[attr-defined]
 
 
 def announce_saves(

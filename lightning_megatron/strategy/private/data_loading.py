@@ -37,15 +37,15 @@ def training_loader_states(trainer: Trainer) -> list[Any]:
     return [] if loader is None else list(loader._state_dicts())
 
 
-def filter_sampler_injection(trainer: Trainer, asks: Callable[[DataLoader], bool]) -> None:
-    """Let Lightning replace a dataloader's sampler only if ``asks`` also returns True."""
+def filter_sampler_injection(trainer: Trainer, permits: Callable[[DataLoader], bool]) -> None:
+    """Let Lightning replace a dataloader's sampler only if ``permits`` also returns True."""
     connector = trainer._data_connector
     requires = type(connector)._requires_distributed_sampler
 
-    def asked(dataloader: DataLoader) -> bool:
-        return requires(connector, dataloader) and asks(dataloader)
+    def requires_and_permits(dataloader: DataLoader) -> bool:
+        return requires(connector, dataloader) and permits(dataloader)
 
-    connector._requires_distributed_sampler = asked  # type: ignore[method-assign]
+    connector._requires_distributed_sampler = requires_and_permits  # type: ignore[method-assign]
 
 
 def restore_sampler_injection(trainer: Trainer) -> None:

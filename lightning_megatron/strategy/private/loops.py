@@ -91,7 +91,9 @@ def logged_step(trainer: Trainer) -> int:
 def may_accumulate(trainer: Trainer) -> bool:
     """Return whether gradients of several batches accumulate, now or in a later epoch."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    is_scheduled = any(isinstance(one, GradientAccumulationScheduler) for one in callbacks)
+    is_scheduled = any(
+        isinstance(callback, GradientAccumulationScheduler) for callback in callbacks
+    )
     return is_scheduled or trainer.accumulate_grad_batches > 1
 
 
@@ -105,7 +107,7 @@ def is_logged(trainer: Trainer) -> bool:
 
 def searches_learning_rate(trainer: Trainer) -> bool:
     """Return whether this fit is one of the Tuner's, in which losses are expected to explode."""
-    return any(isinstance(one, LRSearch) for one in trainer.callbacks)  # type: ignore[attr-defined]
+    return any(isinstance(callback, LRSearch) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def total_batch_index(trainer: Trainer) -> int:

@@ -84,29 +84,29 @@ class ChildProcesses:
         if self._is_over.is_set():
             return
         self._is_over.set()
-        patience = _GRACE_SECONDS if _has_raised() else _EXIT_TIMEOUT_SECONDS
-        deadline = time.monotonic() + patience
+        timeout = _GRACE_SECONDS if _has_raised() else _EXIT_TIMEOUT_SECONDS
+        deadline = time.monotonic() + timeout
         while any(process.poll() is None for process in self._processes):
             code = self.failed()
             if code is not None:
                 deadline = min(deadline, time.monotonic() + _grace(code))
             if time.monotonic() > deadline:
                 if code is None:
-                    self._report_stopped(patience)
+                    self._report_stopped(timeout)
                 self._finish(code or 1)
             time.sleep(0.02)
         code = self.failed()
         if code is not None:
             self._finish(code)
 
-    def _report_stopped(self, patience: float) -> None:
+    def _report_stopped(self, timeout: float) -> None:
         running = [
             f"rank {self._first_rank + number}"
             for number, process in enumerate(self._processes)
             if process.poll() is None
         ]
         sys.stderr.write(
-            f"{', '.join(running)} did not end within {patience:g} s after the script of rank "
+            f"{', '.join(running)} did not end within {timeout:g} s after the script of rank "
             f"{self._first_rank - 1} and will be stopped.\n"
         )
 

@@ -55,7 +55,7 @@ def seed_dataloader(dataloader: object, seed: int, data_rank: int) -> object:
         isinstance(sampler, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler))
         and sampler.generator is None
     ):
-        # Equal on all data ranks: each rank reads its part of one common order.
+        # The seed is equal on all data ranks, because each rank reads its part of one order.
         sampler.generator = torch.Generator().manual_seed(derive_seed(seed, "sampler"))
     if dataloader.generator is None:
         dataloader.generator = torch.Generator().manual_seed(

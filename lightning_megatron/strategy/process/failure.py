@@ -190,9 +190,9 @@ class FailureWatch:
             return False
         if self._notices is not None:
             # A rank of another machine may have failed before, which this machine has not yet read.
-            elsewhere = self._notices.read([_FAILED])
-            if elsewhere:
-                (folder / "first").write_text(elsewhere[_FAILED], encoding="utf-8")
+            other_failures = self._notices.read([_FAILED])
+            if other_failures:
+                (folder / "first").write_text(other_failures[_FAILED], encoding="utf-8")
                 (folder / "reported").touch()
                 return False
             self._notices.post(_FAILED, f"rank {self.rank}")
@@ -249,7 +249,7 @@ class FailureWatch:
             self.end(1)
 
     def _watch_failures(self, stop: threading.Event) -> None:
-        asked = time.monotonic()
+        last_read = time.monotonic()
         while not stop.wait(_POLL_SECONDS):
             if self._first_report() is not None and not stop.wait(_GRACE_SECONDS):
                 if self._first_name() != f"rank {self.rank}":
@@ -258,8 +258,8 @@ class FailureWatch:
                         "failed."
                     )
                 self.end(1)
-            if time.monotonic() - asked >= _POLL_NOTICES_SECONDS:
-                asked = time.monotonic()
+            if time.monotonic() - last_read >= _POLL_NOTICES_SECONDS:
+                last_read = time.monotonic()
                 self._read_other_machines()
 
     def _end_after_launcher(self) -> None:
@@ -271,9 +271,9 @@ class FailureWatch:
         # Only one rank of each machine reads the store, which limits its load in a large job.
         if self._notices is None or self.rank % self._num_local or self._first_report() is not None:
             return
-        elsewhere = self._notices.read([_FAILED])
+        other_failures = self._notices.read([_FAILED])
         folder = self._folder
-        if elsewhere and self._write_first(elsewhere[_FAILED]) and folder is not None:
+        if other_failures and self._write_first(other_failures[_FAILED]) and folder is not None:
             (folder / "reported").touch()
 
     def _print_line(self, text: str) -> None:

@@ -102,7 +102,9 @@ class HangWatch:
         before = None
         # Ranks often start to wait at the same time. The delay grows with the rank, so that the
         # lowest waiting rank usually reports.
-        ask_at = _READ_STATUS_AT + (_REPORT_AT - _READ_STATUS_AT) / 2 * self._rank / self._num_ranks
+        check_at = (
+            _READ_STATUS_AT + (_REPORT_AT - _READ_STATUS_AT) / 2 * self._rank / self._num_ranks
+        )
         while not self._stop.wait(self._period):
             status = self._publish()
             # The host waits for the results of a GPU's collectives at any line, not inside them, so
@@ -111,8 +113,8 @@ class HangWatch:
             if status.progress != before:
                 before = status.progress
                 since = time.monotonic()
-            elif timeout is not None and time.monotonic() - since >= ask_at * timeout:
-                self._ask(status, since, timeout)
+            elif timeout is not None and time.monotonic() - since >= check_at * timeout:
+                self._check_for_hang(status, since, timeout)
 
     def _publish(self) -> RankStatus:
         self._number += 1
@@ -129,7 +131,7 @@ class HangWatch:
     def _path(self, rank: int) -> Path:
         return self._folder / f"status_{rank}.json"
 
-    def _ask(self, own_status: RankStatus, since: float, timeout: float) -> None:
+    def _check_for_hang(self, own_status: RankStatus, since: float, timeout: float) -> None:
         """Read all statuses twice, and report a hang if this rank made no progress in between.
 
         A rank whose status has the same number in both readings is silent: its process has
@@ -191,9 +193,9 @@ class HangWatch:
         for rank in range(self._num_ranks):
             with suppress(OSError):
                 texts[rank] = self._path(rank).read_text(encoding="utf-8")
-        elsewhere = [str(rank) for rank in range(self._num_ranks) if rank not in texts]
-        if self._notices is not None and elsewhere:
-            texts |= {int(name): text for name, text in self._notices.read(elsewhere).items()}
+        remote_ranks = [str(rank) for rank in range(self._num_ranks) if rank not in texts]
+        if self._notices is not None and remote_ranks:
+            texts |= {int(name): text for name, text in self._notices.read(remote_ranks).items()}
         return {rank: RankStatus.from_text(text) for rank, text in texts.items()}
 
 

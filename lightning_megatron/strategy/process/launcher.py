@@ -67,8 +67,8 @@ class MegatronLauncher(SubprocessScriptLauncher):
             with self._watch().guard():
                 return function(*inner_args, **inner_kwargs)
 
-        # The same as Lightning's launcher, except that ``ChildProcesses`` supervises the processes.
-        # Lightning polls them every five seconds, and stops when this process exits.
+        # The rest equals Lightning's launcher, except that ``ChildProcesses`` supervises the
+        # processes. Lightning polls them every five seconds, and stops when this process exits.
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
@@ -79,8 +79,8 @@ class MegatronLauncher(SubprocessScriptLauncher):
             self._call_children_scripts()
             first = environment.node_rank() * self.num_processes + 1
             if self.procs:
-                # Not this launcher: the children are known until this process exits, and with it
-                # they would keep the trainer and its tensors.
+                # ChildProcesses lives until this process exits, and gets no reference to this
+                # launcher, which would keep the trainer and its tensors in memory.
                 self._children = ChildProcesses(self.procs, first, self._watch().end)
                 self._children.watch()
         set_num_threads_if_needed(num_processes=self.num_processes)

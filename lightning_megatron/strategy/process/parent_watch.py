@@ -55,10 +55,10 @@ def watch_launcher(end: Callable[[], None]) -> None:
     if is_gone is None:
         return
 
-    def look() -> None:
-        never = threading.Event()
+    def poll_launcher() -> None:
+        pause = threading.Event()
         while not is_gone():
-            never.wait(_POLL_SECONDS)
+            pause.wait(_POLL_SECONDS)
         end()
 
-    threading.Thread(target=look, daemon=True, name="parent-watch").start()
+    threading.Thread(target=poll_launcher, daemon=True, name="parent-watch").start()

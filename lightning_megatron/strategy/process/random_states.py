@@ -47,11 +47,25 @@ def restore_random_states(states: Mapping[str, Any], device: torch.device) -> No
     torch.set_rng_state(states["torch"])
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
-    ours = states["numpy"]
-    keys = ours["keys"].numpy().astype(np.uint32)
-    np.random.set_state((ours["kind"], keys, ours["position"], ours["has_gauss"], ours["gauss"]))
-    python = states["python"]
-    random.setstate((python["version"], tuple(python["internal"].tolist()), python["next_gauss"]))
+    numpy_state = states["numpy"]
+    keys = numpy_state["keys"].numpy().astype(np.uint32)
+    np.random.set_state(
+        (
+            numpy_state["kind"],
+            keys,
+            numpy_state["position"],
+            numpy_state["has_gauss"],
+            numpy_state["gauss"],
+        )
+    )
+    python_state = states["python"]
+    random.setstate(
+        (
+            python_state["version"],
+            tuple(python_state["internal"].tolist()),
+            python_state["next_gauss"],
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -79,9 +93,9 @@ class DefaultGenerators:
 
     def restore(self) -> None:
         """Restore the states."""
-        of_torch, of_numpy, of_python = self.states
-        torch.set_rng_state(of_torch)
-        np.random.set_state(of_numpy)
-        random.setstate(of_python)
+        torch_state, numpy_state, python_state = self.states
+        torch.set_rng_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
         if self.of_device is not None:
             torch.cuda.set_rng_state(self.of_device, self.device)

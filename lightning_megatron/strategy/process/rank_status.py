@@ -80,7 +80,7 @@ class RankStatus:
             activity=activity,
             waits=bool(frames) and any(part in frames[0].f_code.co_filename for part in _WAITING),
             call=journal.last,
-            # An atomic copy, because the main thread keeps counting.
+            # Copy in one atomic operation, because the main thread keeps counting.
             counts=dict(journal.counts),
             lines=_interesting_lines(frames),
             device=None if journal.device is None else journal.device.progress,
@@ -118,10 +118,12 @@ def _main_frames() -> Iterator[FrameType]:
 
 def _interesting_lines(frames: Iterable[FrameType]) -> tuple[str, ...]:
     frames = list(frames)
-    users = [
+    user_frames = [
         frame for frame in frames if not frame.f_code.co_filename.startswith((*_LIBRARY_PATHS, "<"))
     ]
-    chosen = frames[:1] + [frame for frame in users if frame is not frames[0]][: _NUM_LINES - 1]
+    chosen = (
+        frames[:1] + [frame for frame in user_frames if frame is not frames[0]][: _NUM_LINES - 1]
+    )
     return tuple(
         f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" for frame in chosen
     )

@@ -119,7 +119,7 @@ class RankStrategy(MeshCommunication, ABC):
 
     @override
     def _configure_launcher(self) -> None:
-        # Sizes that do not divide raise here, inside Trainer(...), before any process exists.
+        # Sizes that do not divide raise an error here, inside Trainer(...), before processes exist.
         log.debug("layout: %s", self.layout)
         if self._layer_sync is not None:
             raise UnsupportedError(

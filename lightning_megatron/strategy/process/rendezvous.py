@@ -68,8 +68,8 @@ def join_processes(
     assert environment is not None, "the Trainer sets the cluster environment"
     # Start times of processes differ more than arrival times at collectives. A short timeout is
     # therefore raised to the default here; the groups of the mesh use it unchanged.
-    patience = DEFAULT_TIMEOUTS[device.type]
-    patience = max(timeout or patience, patience)
+    join_timeout = DEFAULT_TIMEOUTS[device.type]
+    join_timeout = max(timeout or join_timeout, join_timeout)
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     use_agent_store = os.environ.get(AGENT_STORE) == "True"
     store = open_store(
@@ -77,13 +77,17 @@ def join_processes(
         environment.main_port,
         rank,
         size,
-        patience,
+        join_timeout,
         use_agent_store,
         listener,
     )
     # Ranks with different configurations might create groups with different backends and hang, so
     # that the comparison comes first.
-    check_same_in_store(store, rank, range(size), configuration, patience)
+    check_same_in_store(store, rank, range(size), configuration, join_timeout)
     init_process_group(
-        environment, backend or default_backend(device), store=store, timeout=patience, **options
+        environment,
+        backend or default_backend(device),
+        store=store,
+        timeout=join_timeout,
+        **options,
     )

@@ -199,18 +199,18 @@ class LimitedRows:
         ]
         need, rank = max(row_needs, key=lambda pair: _over_share(pair[0]))
         factor = self._limit.factor
-        words = (
+        message = (
             f"experts: layer {need.layer} needed {need.rows:,} rows on rank {rank}, "
             f"expert_rows={factor:g} has {limited_rows(factor, need.share):,}: the step was run "
-            f"again without a limit; {smallest_factor(need.rows, need.share):g} would do"
+            f"again without a limit; {smallest_factor(need.rows, need.share):g} would be enough"
         )
         self.num_failures += 1
         if self.num_failures >= _FAILURES_BEFORE_GROWTH:
             self._limit.grow(grown_factor(need.rows, need.share))
-            words += f", and expert_rows is {self._limit.factor:g} from now on"
+            message += f", and expert_rows is {self._limit.factor:g} from now on"
             if self.graphs is not None:
                 self.graphs.capture_again(f"expert_rows has grown to {self._limit.factor:g}")
-        rank_zero_warn(f"{words}.", category=SpeedWarning)
+        rank_zero_warn(f"{message}.", category=SpeedWarning)
 
 
 def _over_share(need: RowNeed) -> float:

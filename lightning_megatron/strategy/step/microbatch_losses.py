@@ -179,6 +179,6 @@ def _times(loss: Tensor, weight: Weight) -> Tensor:
     """Return the product in the dtype of the loss, rounded once."""
     if not isinstance(weight, Tensor):
         return loss * weight if weight != 1.0 else loss
-    # The dtype in which torch multiplies a loss by a number.
+    # torch multiplies a loss by a number in this dtype.
     wide = torch.promote_types(loss.dtype, torch.float32)
     return (loss.to(wide) * weight.to(wide)).to(loss.dtype)

@@ -132,8 +132,8 @@ class RunGraphs:
     @property
     def num_graphs(self) -> int:
         """Return the number of graphs of this rank that exist now."""
-        of_update = 0 if self._update is None else self._update.num_graphs
-        return self._captures.num_graphs + of_update
+        num_update_graphs = 0 if self._update is None else self._update.num_graphs
+        return self._captures.num_graphs + num_update_graphs
 
     @property
     def has_training_graphs(self) -> bool:
@@ -146,7 +146,7 @@ class RunGraphs:
         self._must_look = True
 
     def note_change(self) -> None:
-        """Note that the trained parameters of this rank have changed.
+        """Record that the trained parameters of this rank have changed.
 
         This rank runs eagerly until all ranks look for changes.
         """
@@ -298,8 +298,8 @@ class RunGraphs:
             return
         rank_zero_info(f"CUDA graphs are captured again after one eager step: {change}.")
         self._captures.release()
-        for one in self._phases.values():
-            one.start_again()
+        for phase in self._phases.values():
+            phase.start_again()
 
     def _exchange_failures(self) -> None:
         failure = failure_of_any(self._captures.failure, self._mesh.world_cpu)
@@ -308,9 +308,9 @@ class RunGraphs:
             self._captures.close()
             self._phases.clear()
             keeps_update = self._update is not None and not self._update.is_off
-            raises = self._settings.on_failure == "error"
-            words = eager_warning(failure, raises, keeps_update)
-            rank_zero_warn(words, category=SpeedWarning)
+            is_error = self._settings.on_failure == "error"
+            message = eager_warning(failure, is_error, keeps_update)
+            rank_zero_warn(message, category=SpeedWarning)
 
     def _name_eager(self) -> None:
         """Warn once for each captured part and reason for which the part ran eagerly.

@@ -300,7 +300,7 @@ class StepRunner:
         """Try a step at its first batch, for microbatches and for sharded features."""
         if self._trials is None:
             return
-        of_samples, of_features = self._trials
+        microbatch_trials, feature_trials = self._trials
 
         def run(
             parts: Sequence[Microbatch], recorder: Recorder, begin: Callable[[], None]
@@ -312,8 +312,8 @@ class StepRunner:
                 )
 
         if is_cut(batch) or not self._rule.is_whole:
-            of_samples.check(key, batch, microbatches, run)
-        of_features.check(key[0], microbatches[0], run)
+            microbatch_trials.check(key, batch, microbatches, run)
+        feature_trials.check(key[0], microbatches[0], run)
 
     def _log_size(self, batch: Any, microbatches: list[Microbatch]) -> None:
         """Log the number of microbatches once, if the user has not set their size."""
@@ -348,7 +348,7 @@ class StepRunner:
         trial = Trial(name, partial(preserve_state, module, name))
         guard = nullcontext() if guard is None else guard
 
-        def run_one(data: Any) -> Any:
+        def run_on(data: Any) -> Any:
             recorder.begin(sizes[id(data)], is_muted=not self._executor.runs_to_end)
             begin()
             with (
@@ -360,7 +360,7 @@ class StepRunner:
                 return step_fn(copy_containers(data) if is_repeated else data, *args)
 
         if losses is None or passes is None:
-            return self._executor.run(run_one, microbatches, backward=False, step=step, trial=trial)
+            return self._executor.run(run_on, microbatches, backward=False, step=step, trial=trial)
         if self._mesh.pp.size > 1:
             passes.clear_gradients()
 
@@ -370,7 +370,7 @@ class StepRunner:
             return losses.take(output, number)
 
         return self._executor.run(
-            run_one,
+            run_on,
             microbatches,
             backward=True,
             loss_of=loss_of,

@@ -142,8 +142,8 @@ class ScheduleChoice:
         schedule = in_halves(self._base(num_microbatches, False))
         used = peak_activations(schedule, self._mesh.pp.rank, kept, share)
         total = torch.cuda.get_device_properties(device).total_memory
-        others = torch.cuda.max_memory_allocated(device) - used
-        return int(_USABLE_MEMORY_SHARE * total - others)
+        other_memory = torch.cuda.max_memory_allocated(device) - used
+        return int(_USABLE_MEMORY_SHARE * total - other_memory)
 
 
 def _described(
@@ -151,7 +151,7 @@ def _described(
 ) -> str:
     """Return the log message about a choice, with times in milliseconds."""
 
-    def one(candidate: Candidate) -> str:
+    def described(candidate: Candidate) -> str:
         text = f"{candidate.schedule.name} {candidate.length / 1e3:.1f} ms"
         if is_known:
             text += f" with {candidate.peak / _GIB:.1f} GiB"
@@ -160,10 +160,10 @@ def _described(
     memory = ""
     if is_known:
         memory = f" Activations may take {limit / _GIB:.1f} GiB on each stage."
-    others = "; ".join(one(candidate) for candidate in result.named)
+    simulated = "; ".join(described(candidate) for candidate in result.named)
     return (
-        f"schedule='auto' chose {one(result.chosen)} for {num_microbatches} microbatches, with "
-        f"{result.timeline.bubble:.1%} of the stages' time idle, from the times of steps "
+        f"schedule='auto' chose {described(result.chosen)} for {num_microbatches} microbatches, "
+        f"with {result.timeline.bubble:.1%} of the stages' time idle, from the times of steps "
         f"{WARMUP_STEPS + 1} to {WARMUP_STEPS + MEASURED_STEPS} and {transfer / 1e3:.3g} ms for a "
-        f"transfer between stages. Simulated: {others}.{memory}"
+        f"transfer between stages. Simulated: {simulated}.{memory}"
     )

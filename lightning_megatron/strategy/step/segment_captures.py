@@ -109,21 +109,23 @@ class SegmentCaptures:
         """Return a report of the captured parts."""
         scopes = self._segments.scopes
         chunks = self._chunks()
-        reasons = [eager_reasons(one, scopes) for one in chunks]
+        reasons = [eager_reasons(chunk, scopes) for chunk in chunks]
         return GraphReport(
             "segments",
             tuple(
                 part
                 for segments, eager in zip(chunks, reasons, strict=True)
-                for part in runs_of([one.name for one in segments], eager)
+                for part in runs_of([segment.name for segment in segments], eager)
             ),
             self._runner.counts,
-            {name: reason for one in reasons for name, reason in one.items()},
+            {name: reason for chunk_reasons in reasons for name, reason in chunk_reasons.items()},
         )
 
     def _chunks(self) -> list[SegmentList]:
         """Return the segments of all chunks; segments with hooks of users are not static."""
-        return [without_hooked(self._model.segments(one)) for one in range(self._model.num_chunks)]
+        return [
+            without_hooked(self._model.segments(chunk)) for chunk in range(self._model.num_chunks)
+        ]
 
     def release(self) -> None:
         """Free all graphs, and capture no more until the next :meth:`begin`."""

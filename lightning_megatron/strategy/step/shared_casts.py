@@ -28,7 +28,7 @@ class SharedCasts:
     def around(self, num_microbatches: int) -> AbstractContextManager[None]:
         """Return the context for the forward and backward passes of a training batch.
 
-        Inside the context, microbatches share casts if the settings say so.
+        Inside the context, microbatches share casts if the settings permit it.
 
         Args:
             num_microbatches: Microbatches of the batch.

@@ -248,9 +248,9 @@ class TrainingSteps:
             check_same_everywhere(
                 axis,
                 digests,
-                "Call seed_everything before the data is made if it, its order or its augmentation "
-                "is random, and let no data depend on the rank: the strategy gives each "
-                "data-parallel rank its own batches.",
+                "Call seed_everything before the data is created if the data, its order or its "
+                "augmentation is random, and let no data depend on the rank: the strategy gives "
+                "each data-parallel rank its own batches.",
             )
 
     def evaluate(self, name: str, args: tuple[Any, ...]) -> Any:
@@ -265,12 +265,12 @@ class TrainingSteps:
         """
         self._state.main.wait()
         batch = args[0]
-        rest = args[1:]
-        step = rest[0] if rest and isinstance(rest[0], int) else 0
-        key = (name, *rest[1:])
+        other_args = args[1:]
+        step = other_args[0] if other_args and isinstance(other_args[0], int) else 0
+        key = (name, *other_args[1:])
         by_graphs: AbstractContextManager[None] = nullcontext()
         if self._graphs is not None:
             by_graphs = self._graphs.evaluation(key, signature_of(batch), step)
         return self._runner.evaluate(
-            self._module, name, batch, rest, step=step, key=key, by_graphs=by_graphs
+            self._module, name, batch, other_args, step=step, key=key, by_graphs=by_graphs
         )

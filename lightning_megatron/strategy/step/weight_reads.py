@@ -199,7 +199,7 @@ class _Guard(TorchFunctionMode):
                 # owns them directly. A pipelined module has only some of its layers, so it may not.
                 parameters = module.parameters(recurse=not is_cut)
                 if not isinstance(module, PipelinedModule) and any(
-                    one is parameter for one in parameters
+                    owned is parameter for owned in parameters
                 ):
                     return True
             frame = frame.f_back

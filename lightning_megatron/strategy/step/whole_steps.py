@@ -115,7 +115,7 @@ class WholeSteps:
         passes = replace(passes, clear_gradients=_nothing)
         gradients = self._state.gradients
         sums = passes.observer is not None and gradients.may_sum_in_graphs
-        in_graph = passes if sums else replace(passes, observer=None)
+        captured_passes = passes if sums else replace(passes, observer=None)
         states = passes.states
         scale = self._static_factor(factor)
         place = (divisor, passes.adds, isinstance(scale, torch.Tensor), self._module.training)
@@ -126,7 +126,7 @@ class WholeSteps:
 
         def run_in_graph(microbatches: Sequence[Microbatch]) -> MicrobatchOutputs:
             gather.begin()
-            ran = run(microbatches, scale, in_graph, _unread(args))
+            ran = run(microbatches, scale, captured_passes, _unread(args))
             gather.wait()
             if sums:
                 gradients.sum_up()
@@ -276,14 +276,14 @@ def attributes_of(module: nn.Module) -> list[dict[str, Any]]:
     for part in module.modules():
         for held in (vars(part), part._buffers):
             attributes.append(dict(held))
-            attributes += [dict(vars(one)) for one in held.values() if _is_user_object(one)]
+            attributes += [dict(vars(value)) for value in held.values() if _is_user_object(value)]
     return attributes
 
 
 def _is_user_object(value: Any) -> bool:
     is_module = isinstance(value, nn.Module | type)
-    is_own = type(value).__module__.partition(".")[0] == _PACKAGE
-    return is_own and not is_module and hasattr(value, "__dict__")
+    is_of_package = type(value).__module__.partition(".")[0] == _PACKAGE
+    return is_of_package and not is_module and hasattr(value, "__dict__")
 
 
 def _unread(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -50,7 +50,9 @@ def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     names = [argument.name for argument in func._schema.arguments]
     # The dispatcher omits arguments that equal their defaults.
     defaults = {
-        one.name: one.default_value for one in func._schema.arguments if one.has_default_value()
+        argument.name: argument.default_value
+        for argument in func._schema.arguments
+        if argument.has_default_value()
     }
     bound = defaults | dict(zip(names, args, strict=False)) | kwargs
     off = {name: value for name, value in _DROPOUT_OFF.items() if name in names}

@@ -204,7 +204,9 @@ class _FeatureTrial:
                 with writes:
                     readings = self._trial_step.read([part], seed)
                 result.values = {
-                    name: value for one in readings for name, (value, _) in one.values.items()
+                    name: value
+                    for results in readings
+                    for name, (value, _) in results.values.items()
                 }
             except _USER_ERRORS as error:
                 if not is_whole:
@@ -229,12 +231,12 @@ class _FeatureTrial:
         self, values: dict[str, tuple[float, float]], difference: _Difference | None
     ) -> None:
         """Refuse a difference, and name the location that the first rank found."""
-        everyone = all_gather_objects((values, difference), self._mesh.world_cpu)
+        found_by_rank = all_gather_objects((values, difference), self._mesh.world_cpu)
         # Features are not sharded at the input of a column layer. A difference there has its cause
         # in earlier code, and is not reported by itself.
-        differences = [one for _, one in everyone if one is not None]
-        first = min(differences, key=lambda one: one.number, default=None)
-        located = next((one for one, _ in everyone if one), None) or {}
+        differences = [found for _, found in found_by_rank if found is not None]
+        first = min(differences, key=lambda found: found.number, default=None)
+        located = next((found for found, _ in found_by_rank if found), None) or {}
         if not located and (first is None or not first.is_inside):
             return
         tp = self._mesh.tp.size
@@ -243,7 +245,9 @@ class _FeatureTrial:
             for name, (cut, whole) in located.items()
         ]
         if first is not None and first.is_inside:
-            listed.append(f"the input of {first.layer!r} is {first.distance:.2g} of its size away")
+            listed.append(
+                f"the input of {first.layer!r} differs by {first.distance:.2g} of its size"
+            )
         raise ParallelPlanError(
             f"{self._step} must give the same values on the features of one rank of tp ({tp}) and "
             f"on all features: {'; '.join(listed[:_NUM_SHOWN])}. {self._text_of(first)} Give these "
@@ -260,10 +264,10 @@ class _FeatureTrial:
         )
         columns = [layer.name for layer in self._layers if layer.kind == "column"]
         if difference is None or (difference.kind == "column" and not difference.before):
-            near = ", ".join(map(repr, columns[:_NUM_SHOWN])) + (
+            shown = ", ".join(map(repr, columns[:_NUM_SHOWN])) + (
                 ", ..." if len(columns) > _NUM_SHOWN else ""
             )
-            return f"Code after a 'column' layer ({near}) {rule}."
+            return f"Code after a 'column' layer ({shown}) {rule}."
         before = ", ".join(map(repr, difference.before[:_NUM_SHOWN]))
         if difference.kind == "column":
             return f"Code between {before or 'the input'} and {difference.layer!r} {rule}."
@@ -292,13 +296,17 @@ def _first_difference(
 ) -> _Difference | None:
     """Return the first module call whose input differs, or None."""
     before: list[str] = []
-    for number, (mine, theirs) in enumerate(zip(cut, whole, strict=False)):
-        distance = mine.distance(theirs)
+    for number, (cut_input, whole_input) in enumerate(zip(cut, whole, strict=False)):
+        distance = cut_input.distance(whole_input)
         if distance is None or distance > _MAX_DISTANCES[tolerance]:
             return _Difference(
-                number, mine.layer.name, mine.layer.kind, tuple(dict.fromkeys(before)), distance
+                number,
+                cut_input.layer.name,
+                cut_input.layer.kind,
+                tuple(dict.fromkeys(before)),
+                distance,
             )
-        before = [] if mine.layer.kind == "row" else [*before, mine.layer.name]
+        before = [] if cut_input.layer.kind == "row" else [*before, cut_input.layer.name]
     return None
 
 

@@ -100,7 +100,7 @@ class MicrobatchTrials:
             return
         parts = list(microbatches[:_MAX_MICROBATCHES])
         groups = _groups(len(parts))
-        together = join_parts(batch, parts, groups)
+        joined = join_parts(batch, parts, groups)
         # Layers differ between stages, and batches between data ranks, but a trial is collective:
         # either all ranks run it or none.
         if not all(all_gather_objects(bool(groups) and not self._drops, self._mesh.world_cpu)):
@@ -113,7 +113,7 @@ class MicrobatchTrials:
             trial = _MicrobatchTrial(self._mesh, self._module, key[0], run, state, whole)
             try:
                 with refuse_weight_writes(self._module, key[0]):
-                    if trial.compare(together, groups, parts):
+                    if trial.compare(joined, groups, parts):
                         self._finished.add(key)
             except UnsupportedError:
                 raise
@@ -175,13 +175,13 @@ class _MicrobatchTrial:
         Returns:
             Whether the step counts its tokens.
         """
-        together = self._run(pairs, seed=0)
+        joined_results = self._run(pairs, seed=0)
         self._state.restore()
-        alone = self._run(parts, seed=0)
+        single_results = self._run(parts, seed=0)
         tolerance = self._tried.tolerance()
         changed = self._changed_attributes(pairs[0], parts, tolerance)
         self._state.restore()
-        differences = _differences(together, groups, alone, tolerance)
+        differences = _differences(joined_results, groups, single_results, tolerance)
         if self._any_rank(bool(differences)):
             # Values that Python and NumPy draw once per batch were equal in both runs. Values that
             # they draw per sample cannot be: another seed shows which results depend on them.
@@ -189,7 +189,7 @@ class _MicrobatchTrial:
             again = self._run(pairs, seed=int(self._any_rank(self._tried.has_other_draws)))
             unrepeatable = {
                 name
-                for before, after in zip(together, again, strict=True)
+                for before, after in zip(joined_results, again, strict=True)
                 for name in before.values
                 if name in after.values
                 and not is_close(before.values[name][0], after.values[name][0], tolerance)
@@ -199,8 +199,15 @@ class _MicrobatchTrial:
                 name: numbers for name, numbers in differences.items() if name not in unrepeatable
             }
         self._check_differences(differences, changed, parts[0].num_samples)
-        is_counted = self._any_rank(any("num_tokens" in results.values for results in alone))
-        if alone and not is_counted and tolerance > _COARSE_TOLERANCE and self._mesh.data.rank == 0:
+        is_counted = self._any_rank(
+            any("num_tokens" in results.values for results in single_results)
+        )
+        if (
+            single_results
+            and not is_counted
+            and tolerance > _COARSE_TOLERANCE
+            and self._mesh.data.rank == 0
+        ):
             self._warn_of_ignored_labels(parts)
         return is_counted
 
@@ -249,22 +256,22 @@ class _MicrobatchTrial:
         """
         self._state.restore()
         self._run([pair], seed=0)
-        at_once = ModuleState(self._module)
+        after_pair = ModuleState(self._module)
         self._state.restore()
         self._run(parts[:2], seed=0)
-        different = at_once.changes(tolerance)
+        different = after_pair.changes(tolerance)
         self._state.restore()
         self._run(parts[:1], seed=0)
-        once = ModuleState(self._module)
+        after_first = ModuleState(self._module)
         self._run(parts[:1], seed=0)
-        repeated = once.changes(tolerance)
+        repeated = after_first.changes(tolerance)
         return {
             name: kind if name in repeated else "left by the last call"
             for name, kind in different.items()
         }
 
-    def _any_rank(self, is_so: bool) -> bool:
-        return any(all_gather_objects(is_so, self._mesh.world_cpu))
+    def _any_rank(self, is_true: bool) -> bool:
+        return any(all_gather_objects(is_true, self._mesh.world_cpu))
 
     def _check_differences(
         self,
@@ -318,14 +325,14 @@ def _groups(num_parts: int) -> list[range]:
 
 
 def _differences(
-    on_all: Sequence[StepResults],
+    joined: Sequence[StepResults],
     groups: Sequence[range],
     separate: Sequence[StepResults],
     tolerance: float,
 ) -> dict[str, tuple[float, float, int]]:
     """Return each name's largest difference: combined value, separate value and group size."""
     differences: dict[str, tuple[float, float, int]] = {}
-    for results, group in zip(on_all, groups, strict=False):
+    for results, group in zip(joined, groups, strict=False):
         for name, (value, weight) in results.values.items():
             single = [
                 separate[number].values[name] for number in group if name in separate[number].values

@@ -115,8 +115,10 @@ class TrialStep:
             with gradients, constant_values, seeded.running():
                 # The same batch runs several times, so a step that removes its entries gets copies
                 # of the containers.
-                tried = [Microbatch(copy_containers(part.data), part.num_samples) for part in parts]
-                return self._run(tried, recorder, seeded.begin)
+                copies = [
+                    Microbatch(copy_containers(part.data), part.num_samples) for part in parts
+                ]
+                return self._run(copies, recorder, seeded.begin)
         finally:
             self._spacing = max(self._spacing, constant_values.spacing)
             self._ends = self._ends | seeded.ends

@@ -13,8 +13,8 @@ from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.microbatch import Microbatch, tensors_in
 
-#: Number of first batches that are always examined, and the interval of later ones (batches). It
-#: matters where an examination communicates or lets the host wait for a device.
+#: Number of first batches that are always examined, and the interval of later ones (batches). The
+#: interval applies only if an examination communicates or makes the host wait for a device.
 _NUM_FIRST_BATCHES = 8
 _INTERVAL = 16
 _IGNORED = -100
@@ -89,9 +89,11 @@ class UnevenMasks:
         now = {name for name, flag in flags.items() if flag.item()}
         before = {name for name, flag in watch.pending.items() if flag.item()}
         watch.pending.clear()
-        everyone = all_gather_objects((now, before), data)
-        uneven = {name for one, _ in everyone for name in one}
-        watch.is_armed = not uneven and (watch.is_armed or any(one for _, one in everyone))
+        found_by_rank = all_gather_objects((now, before), data)
+        uneven = {name for rank_uneven, _ in found_by_rank for name in rank_uneven}
+        watch.is_armed = not uneven and (
+            watch.is_armed or any(rank_pending for _, rank_pending in found_by_rank)
+        )
         watch.tried |= uneven
         return bool(uneven)
 
@@ -121,7 +123,7 @@ def _is_uneven(marks: Tensor, parts: Sequence[Microbatch]) -> Tensor:
     """
     size = parts[0].num_samples
     last = parts[-1].num_samples
-    of_samples = marks.flatten(1).sum(1) if marks.dim() > 1 else marks.long()
-    of_full = of_samples[: (len(parts) - 1) * size].view(-1, size).sum(1)
-    is_last_other = of_samples[-last:].sum() * size != of_full[0] * last
-    return (of_full != of_full[0]).any() | is_last_other
+    per_sample = marks.flatten(1).sum(1) if marks.dim() > 1 else marks.long()
+    per_microbatch = per_sample[: (len(parts) - 1) * size].view(-1, size).sum(1)
+    is_last_different = per_sample[-last:].sum() * size != per_microbatch[0] * last
+    return (per_microbatch != per_microbatch[0]).any() | is_last_different

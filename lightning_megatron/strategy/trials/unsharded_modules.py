@@ -54,7 +54,7 @@ def _reason(error: Exception, root: nn.Module, tp: int) -> str | None:
         return None
     module: nn.Module = frame.f_locals["self"]
     example = _sharded_and_full_size(module, frame.f_locals.get("args", ()), tp)
-    name = next((name for name, one in root.named_modules() if one is module), None)
+    name = next((name for name, candidate in root.named_modules() if candidate is module), None)
     if name is not None and isinstance(module, (ColumnParallelLinear, RowParallelLinear)):
         return _reason_of_layer(module, name, frame.f_locals.get("args", ()), tp)
     if example is None or name is None:

@@ -89,7 +89,9 @@ class WeightWrites(TorchDispatchMode):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._storages = {
-            p.untyped_storage().data_ptr() for p in module.parameters() if not p.is_meta
+            parameter.untyped_storage().data_ptr()
+            for parameter in module.parameters()
+            if not parameter.is_meta
         }
         self._before: list[tuple[Tensor, Tensor]] = []
 
@@ -102,7 +104,7 @@ class WeightWrites(TorchDispatchMode):
             arguments = func._schema.arguments
             named = [
                 *zip(arguments, args, strict=False),
-                *((one, options.get(one.name)) for one in arguments),
+                *((argument, options.get(argument.name)) for argument in arguments),
             ]
             for argument, value in named:
                 if argument.alias_info is not None and argument.alias_info.is_write:
