@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from typing import Literal
 
 import torch
@@ -13,6 +15,7 @@ from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.layers.choose_kernels import choose_kernels
 from lightning_megatron.shapes import Shaped
 
+_log = logging.getLogger(__name__)
 #: Size of the largest tensor that the kernel reduces (bytes): 32 tokens of 4,096 numbers of 2
 #: bytes. Every rank receives all values of all ranks, which costs more than a ring for larger ones.
 MAX_BYTES = 2**18
@@ -39,7 +42,11 @@ def one_shot_all_reduce_(
     Communication: an all-reduce. The first call on a GPU also allocates shared memory, so it must
         not be in the capture of a CUDA graph.
     """
-    if axis.group is None or not _is_small(x, op) or _reason(axis, x.device) is not None:
+    if axis.group is None or not _is_small(x, op):
+        return all_reduce_(x, axis, op)
+    reason = _reason_against_kernel(axis, x.device)
+    if reason is not None:
+        _log_once(axis.name, reason)
         return all_reduce_(x, axis, op)
     kernels = choose_kernels(x.device).kernels
     assert kernels is not None, "there would be a reason against shared memory"
@@ -63,7 +70,12 @@ def _is_small(x: Tensor, op: Literal["sum", "max"]) -> bool:
     )
 
 
-def _reason(axis: MeshAxis, device: torch.device) -> str | None:
+def _reason_against_kernel(axis: MeshAxis, device: torch.device) -> str | None:
     choice = choose_kernels(device)
     missing = None if choice.kernels is not None else choice.reason
     return axis.peer_memory.reason_unavailable(axis.group, device, missing)
+
+
+@cache
+def _log_once(axis: str, reason: str) -> None:
+    _log.info("small tensors are reduced over %s by NCCL, not by one kernel: %s", axis, reason)
