@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from lightning_megatron.errors import SpeedWarning
 from lightning_megatron.graphs.backend import (
@@ -70,6 +71,8 @@ def reason_against_replay(gpt: GPT) -> str | None:
         return "8-bit matrix products, those of Transformer Engine included, are not captured"
     if torch.is_autocast_enabled(mesh.device.type):
         return "autocast caches copies of weights between operators"
+    if any(parametrize.is_parametrized(module) for module in gpt.modules()):
+        return "a parametrization computes weights in each pass"
     hooked = next(iter(modules_with_user_hooks(gpt).items()), None)
     if hooked is not None:
         return f"a hook on {hooked[0]} ({hooked[1]}) would not run in a replay"

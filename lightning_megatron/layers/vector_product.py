@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_megatron.layers.choose_kernels import fused_kernels
@@ -31,7 +31,9 @@ def linear(
     kernels = fused_kernels(hidden) if _is_vector(hidden, weight, bias) else None
     if kernels is None:
         return F.linear(hidden, weight, bias)
-    product: Tensor = kernels.multiply_vector(hidden.view(-1), weight, bias)
+    # Other weights than parameters and views of adjacent parameters are results of a kernel.
+    is_stored = isinstance(weight, nn.Parameter) or weight._is_view()
+    product: Tensor = kernels.multiply_vector(hidden.view(-1), weight, bias, is_stored=is_stored)
     return product.view(*hidden.shape[:-1], -1)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrize
 
 from lightning_megatron import GPT, GenerationSettings, GPTConfig, generate
 from lightning_megatron.errors import SpeedWarning
@@ -110,6 +111,19 @@ def test_slots_without_tokens_do_not_count() -> None:
 )
 def test_models_whose_passes_need_the_host_are_not_captured(case: str, reason: str) -> None:
     assert reason in str(reason_against_replay(ours(exact_twin(case))))
+
+
+class Doubled(torch.nn.Module):
+    """Parametrization that doubles a weight."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def test_computed_weights_are_not_captured() -> None:
+    gpt = ours(exact_twin("llama"))
+    parametrize.register_parametrization(gpt.layers["0"].mlp.down, "weight", Doubled())
+    assert "a parametrization computes weights" in str(reason_against_replay(gpt))
 
 
 def check_captured_passes(rank: int, size: int) -> list[bool]:

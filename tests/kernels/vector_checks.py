@@ -22,7 +22,7 @@ def check_vector_products(draw: Draw, sizes: Sizes) -> None:
     for shape in SHAPES:
         vector, weight, bias = draw(shape[1]), draw(*shape), draw(shape[0])
         for given in (None, bias):
-            found = kernels.multiply_vector(vector, weight, given)
+            found = kernels.multiply_vector(vector, weight, given, is_stored=True)
             expected = F.linear(
                 vector.double(), weight.double(), None if given is None else given.double()
             )

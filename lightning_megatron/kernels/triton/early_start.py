@@ -1,10 +1,9 @@
 """Kernels of captured passes over single tokens that start before the previous kernel has ended.
 
 Such a kernel first allows the next kernel to start, then reads what no earlier kernel of the graph
-writes, such as weights, then waits for the previous kernel, and only then reads and writes other
-memory. A kernel that has waited implies that all kernels before the previous one have ended, too.
-Every kernel that starts early finds room, because a kernel lets the next one start only when all of
-its own programs are running.
+writes, such as stored weights. It then waits for the previous kernel, and only then reads and writes
+other memory. The previous kernel has waited, too, so all kernels before it have ended. A kernel that
+starts early finds room, because the previous one allows it only when all of its own programs run.
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
@@ -19,14 +18,13 @@ from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-def early_start(seq_length: int) -> dict[str, bool]:
+def early_start(seq_length: int | None) -> dict[str, bool]:
     """Return the options of a launch on the current device, of which ``EARLY`` is a kernel's own.
 
-    Only passes over one token of each row that a CUDA graph captures start kernels early. No kernel
-    of such a pass writes weights.
+    Only passes over one token of each row that a CUDA graph captures start kernels early.
 
     Args:
-        seq_length: Number of tokens of each row (tokens).
+        seq_length: Number of tokens of each row; None if the kernel must not start early (tokens).
     """
     is_early = (
         seq_length == 1

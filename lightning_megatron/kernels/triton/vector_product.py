@@ -24,6 +24,8 @@ def multiply_vector(
     vector: Float[Tensor, "in_features"],
     weight: Float[Tensor, "out_features in_features"],
     bias: Float[Tensor, "out_features"] | None,
+    *,
+    is_stored: bool,
 ) -> Float[Tensor, "out_features"]:
     """Return the product of a weight and a vector, plus a bias, rounded once.
 
@@ -33,6 +35,8 @@ def multiply_vector(
         vector: Contiguous vector.
         weight: Contiguous weight.
         bias: Contiguous bias; None means none.
+        is_stored: Whether the weight is stored, and not computed by the previous kernel. In a
+            captured pass, the kernel then reads it before the previous kernel has ended.
     """
     num_out, num_in = weight.shape
     block_in = min(_BLOCK_IN, power_of_two(num_in))
@@ -43,7 +47,7 @@ def multiply_vector(
         _multiply[(ceil_div(num_out, block_out),)](
             vector, weight, result if bias is None else bias, result, num_out, NUM_IN=num_in,
             HAS_BIAS=bias is not None, BLOCK_OUT=block_out, BLOCK_IN=block_in, num_warps=_WARPS,
-            **early_start(1),
+            **early_start(1 if is_stored else None),
         )  # fmt: skip
     return result
 
@@ -67,8 +71,8 @@ def _multiply(
     lanes = tl.arange(0, BLOCK_IN)
     rows = weight + outs.to(tl.int64)[:, None] * NUM_IN
     has_row = outs < num_out
-    # The weight does not depend on the previous kernel, so all of its reads are in flight before
-    # this kernel waits for the vector.
+    # A stored weight does not depend on the previous kernel, so all of its reads are in flight
+    # before this kernel waits for the vector.
     parts = ()
     for start in tl.static_range(0, NUM_IN, BLOCK_IN):
         columns = start + lanes
