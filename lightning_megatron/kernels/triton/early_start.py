@@ -1,9 +1,10 @@
 """Kernels of captured passes over single tokens that start before the previous kernel has ended.
 
 Such a kernel first allows the next kernel to start, then reads what no earlier kernel of the graph
-writes, such as stored weights. It then waits for the previous kernel, and only then reads and writes
-other memory. The previous kernel has waited, too, so all kernels before it have ended. A kernel that
-starts early finds room, because the previous one allows it only when all of its own programs run.
+writes, such as stored weights. It then waits for the previous kernel, and only then reads and
+writes other memory. The previous kernel has waited, too, so all kernels before it have ended. A
+kernel that starts early finds room, because the previous one allows it only when all of its own
+programs run.
 
 Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 """
