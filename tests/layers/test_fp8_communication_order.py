@@ -38,7 +38,7 @@ def backward_calls(rank: int, size: int) -> list[str]:
     output = fp8_regions.fp8_column_linear(hidden, weight, None, mesh, casts)
     calls: list[str] = []
     with (
-        recorded(calls, scaling, "all_reduce_"),
+        recorded(calls, scaling, "one_shot_all_reduce_"),
         recorded(calls, weight_products, "start_gathering"),
         recorded(calls, fp8_regions, "product"),
         recorded(calls, fp8_regions, "start_summing"),
@@ -50,6 +50,12 @@ def backward_calls(rank: int, size: int) -> list[str]:
 
 
 def test_inputs_are_gathered_beside_the_product_of_the_input_gradient() -> None:
-    expected = ["all_reduce_", "start_gathering", "product", "start_summing", "transposed"]
+    expected = [
+        "one_shot_all_reduce_",
+        "start_gathering",
+        "product",
+        "start_summing",
+        "transposed",
+    ]
     for calls in run_world(backward_calls, 2):
         assert calls == expected

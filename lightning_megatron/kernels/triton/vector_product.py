@@ -44,10 +44,11 @@ def multiply_vector(
     block_out = _BLOCK // block_in if num_in <= _WIDE else 1
     result = vector.new_empty(num_out)
     with on_device_of(vector):
+        options = early_start(1 if is_stored else None)
         _multiply[(ceil_div(num_out, block_out),)](
             vector, weight, result if bias is None else bias, result, num_out, NUM_IN=num_in,
             HAS_BIAS=bias is not None, BLOCK_OUT=block_out, BLOCK_IN=block_in, num_warps=_WARPS,
-            **early_start(1 if is_stored else None),
+            **options,
         )  # fmt: skip
     return result
 
