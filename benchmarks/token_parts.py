@@ -85,7 +85,7 @@ def sums(device: torch.device, width: int, counts: list[int]) -> list[str]:
     calls: list[tuple[Callable[[], object], Callable[[], object]]] = [
         (
             partial(all_reduce_, bits, mesh.tp, "max"),
-            partial(one_shot_all_reduce_, bits, mesh.tp, "max", "magnitudes"),
+            partial(one_shot_all_reduce_, bits, mesh.tp, "max"),
         )
     ]
     tensors = [bits]
@@ -95,7 +95,7 @@ def sums(device: torch.device, width: int, counts: list[int]) -> list[str]:
         calls.append(
             (
                 partial(all_reduce_, tokens, mesh.tp),
-                partial(one_shot_all_reduce_, tokens, mesh.tp, "sum", "sums"),
+                partial(one_shot_all_reduce_, tokens, mesh.tp, "sum"),
             )
         )
     for tensor, variants in zip(tensors, calls, strict=True):

@@ -14,6 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_megatron.errors import SpeedWarning
+from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.half_types import HALF_TYPES
 
 _log = logging.getLogger(__name__)
@@ -58,6 +59,22 @@ def choose_kernels(device: torch.device) -> KernelChoice:
     choice = _choose(torch.cuda.get_device_capability(device))
     _log.info("%s: %s", "fused kernels" if choice.kernels else "operators of torch", choice.reason)
     return choice
+
+
+def reason_against_puts(axis: MeshAxis, device: torch.device) -> str | None:
+    """Return why kernels cannot write into the memory of the other ranks; None if they can.
+
+    All ranks of the axis get the same result.
+
+    Args:
+        axis: Axis of the ranks.
+        device: Device of this rank.
+
+    Communication: on GPUs, at the first call for an axis, its ranks exchange their results.
+    """
+    choice = choose_kernels(device) if device.type == "cuda" else None
+    missing = None if choice is None or choice.kernels is not None else choice.reason
+    return axis.peer_memory.reason_unavailable(axis.group, device, missing)
 
 
 def _choose(capability: tuple[int, int]) -> KernelChoice:

@@ -182,7 +182,7 @@ class _RowLinear(torch.autograd.Function):
             return add_bias(matmul_reduce_scatter(hidden, weight.t(), mesh.tp), bias)
         # No other code has a reference to the partial result, so the sum may overwrite it.
         part = linear(hidden, weight)
-        return add_bias(one_shot_all_reduce_(part, mesh.tp, "sum", "sums"), bias)
+        return add_bias(one_shot_all_reduce_(part, mesh.tp, "sum"), bias)
 
     @staticmethod
     @once_differentiable

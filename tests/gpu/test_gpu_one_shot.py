@@ -22,9 +22,9 @@ NUM_REPLAYS = 40
 
 def reduce_by_case(x: Tensor, axis: MeshAxis, op: str) -> None:
     if op == "max":
-        one_shot_all_reduce_(x, axis, "max", "magnitudes")
+        one_shot_all_reduce_(x, axis, "max")
     else:
-        one_shot_all_reduce_(x, axis, "sum", "sums")
+        one_shot_all_reduce_(x, axis, "sum")
 
 
 def check_replays(axis: MeshAxis, device: torch.device) -> None:
@@ -73,7 +73,7 @@ def check_ranks(rank: int, size: int) -> tuple[int, int]:
         check_one_shot(rank, size, lambda x, op: reduce_by_case(x, mesh.tp, op), device)
         num_kernels = kernel.call_count
         large = torch.ones(MAX_BYTES // 4 + 1, device=device)
-        assert torch.equal(one_shot_all_reduce_(large, mesh.tp, "sum", "sums"), large)
+        assert torch.equal(one_shot_all_reduce_(large, mesh.tp, "sum"), large)
         assert float(large[-1]) == size
         num_large = kernel.call_count - num_kernels
     check_replays(mesh.tp, device)

@@ -24,12 +24,12 @@ from lightning_megatron.experts.transport.peer_clones import (
 from lightning_megatron.experts.transport.peer_cloning import PeerCloningDispatcher
 from lightning_megatron.experts.transport.peer_transfer import (
     Puts,
-    reason_against_puts,
     transfer_over,
 )
 from lightning_megatron.experts.transport.row_limit import LayerRows
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.choose_kernels import reason_against_puts
 from lightning_megatron.plan.cloning import CloneSettings, ExpertPlaces
 from lightning_megatron.plan.experts import ChosenTransport, Transport, transport_over_ep
 from lightning_megatron.plan.shards import ShardRange, even_range
@@ -103,8 +103,8 @@ def choose_transport(
             access.
 
     Communication: that of
-        :func:`~lightning_megatron.experts.transport.peer_transfer.reason_against_puts`, where puts
-        may be chosen.
+        :func:`~lightning_megatron.layers.choose_kernels.reason_against_puts`, where puts may be
+        chosen.
     """
     local_experts = even_range(
         num_experts, mesh.ep.size, mesh.ep.rank, what="num_experts", axis="ep"

@@ -21,7 +21,7 @@ from lightning_megatron.experts.transport.permute import RowMap, read_selections
 from lightning_megatron.groups.axis import MeshAxis
 from lightning_megatron.groups.collectives import all_gather_sequence, reduce_scatter_sequence
 from lightning_megatron.groups.peer_memory import PeerRegion, PeerUse
-from lightning_megatron.layers.choose_kernels import choose_kernels
+from lightning_megatron.layers.choose_kernels import choose_kernels, reason_against_puts
 from lightning_megatron.plan.token_buffer import TokenBuffer
 from lightning_megatron.shapes import Float, Int, Shaped
 
@@ -302,15 +302,3 @@ def transfer_over(axis: MeshAxis, experts_each: int, device: torch.device) -> Pe
     kernels = choose_kernels(device).kernels
     assert kernels is not None, "there would be a reason against puts"
     return Puts(axis, experts_each, kernels)
-
-
-def reason_against_puts(axis: MeshAxis, device: torch.device) -> str | None:
-    """Return why ranks cannot put tokens into each other's memory, or None if they can.
-
-    All ranks of the axis get the same result.
-
-    Communication: on GPUs, at the first call for an axis, its ranks exchange their results.
-    """
-    choice = choose_kernels(device) if device.type == "cuda" else None
-    missing = None if choice is None or choice.kernels is not None else choice.reason
-    return axis.peer_memory.reason_unavailable(axis.group, device, missing)

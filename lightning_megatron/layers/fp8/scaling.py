@@ -229,4 +229,4 @@ class Scaling:
 def _maximize(magnitudes: Tensor | None, axes: Axes) -> None:
     if magnitudes is not None:
         for axis in axes:
-            one_shot_all_reduce_(magnitudes, axis, "max", "magnitudes")
+            one_shot_all_reduce_(magnitudes, axis, "max")
