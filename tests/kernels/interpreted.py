@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,11 +18,12 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.kernels import triton as kernels
 from lightning_megatron.kernels.triton import norm, normed_rotary
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.kernels.checks import CHECKS, ROUNDOFF, SMALL, Draw, use_kernels_everywhere
 from tests.kernels.models import KINDS, compare_model
-from tests.kernels.one_shot_checks import check_in_shared_files
+from tests.kernels.one_shot_checks import check_one_shot
 from tests.kernels.program import report_checks
 from tests.layers.noted_casts import CONFIGS, GIVEN, compare_hand_over, given
 from tests.oracles import assert_equal
@@ -123,10 +125,21 @@ def check_shards(rank: int, size: int) -> None:
         mesh.destroy()
 
 
-def check_one_shot() -> None:
+def check_one_shot_of_rank(rank: int, size: int, folder: str) -> None:
+    """Check the kernel between processes whose regions are files in memory."""
+    length = kernels.one_shot_bytes(size, 2**13) // 8
+    regions = [
+        torch.from_file(str(Path(folder) / str(peer)), shared=True, size=length, dtype=torch.int64)
+        for peer in range(size)
+    ]
+    pointers = torch.tensor([one.data_ptr() for one in regions])
+    check_one_shot(rank, size, lambda x, op: kernels.reduce_one_shot_(x, pointers, rank, op), "cpu")
+
+
+def check_shared_files() -> None:
     """Reduce tensors over processes."""
     with tempfile.TemporaryDirectory() as folder:
-        run_world(check_in_shared_files, 3, folder)
+        run_world(check_one_shot_of_rank, 3, folder)
 
 
 def main(selected: list[str]) -> None:
@@ -141,7 +154,7 @@ def main(selected: list[str]) -> None:
     }
     checks["models"] = lambda: check_models(ParallelMesh.single(seed=0), WHOLE)
     checks["hand-over"] = check_hand_over
-    checks["one shot"] = check_one_shot
+    checks["one shot"] = check_shared_files
     checks["shards"] = lambda: run_world(check_shards, 2)
     chosen = {
         name: check

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lightning_megatron.kernels import triton as kernels
-
-MAX_BYTES = 2**13
 #: Shapes, dtypes and operations, in the order of the launches: sizes of less and of more than one
 #: program follow each other, so that programs have launched different numbers of times.
 CASES = (
@@ -73,14 +69,3 @@ def check_one_shot(
                 # Triton's interpreter cuts bfloat16 off instead of rounding it.
                 torch.testing.assert_close(found, expected, rtol=2.0**-7, atol=0.0)
                 assert device == "cpu", f"repeat {repeat}, case {CASES[case]}"
-
-
-def check_in_shared_files(rank: int, size: int, folder: str) -> None:
-    """Check the kernel between processes whose regions are files in memory."""
-    length = kernels.one_shot_bytes(size, MAX_BYTES) // 8
-    regions = [
-        torch.from_file(str(Path(folder) / str(peer)), shared=True, size=length, dtype=torch.int64)
-        for peer in range(size)
-    ]
-    pointers = torch.tensor([one.data_ptr() for one in regions])
-    check_one_shot(rank, size, lambda x, op: kernels.reduce_one_shot_(x, pointers, rank, op), "cpu")
