@@ -143,8 +143,9 @@ def lightest_partition(costs: LayerCosts, placement: Placement) -> LayerPartitio
     Every virtual stage has a layer, except the last one if a head follows the layers. If several
     stages could take one more layer at the same cost, middle stages take it before the one with the
     head, and the one with the embedding is last, because it keeps the most activations. For layers
-    with different costs, single layers move between virtual stages as long as that lowers the costs
-    of the busiest stages; the result may then not be the best one.
+    with different costs the result is the best one if every stage has one chunk. With several
+    chunks, single layers move between virtual stages as long as that lowers the costs of the
+    busiest stages, and a better partition may exist.
 
     Args:
         costs: Costs of the model's parts.
@@ -159,7 +160,11 @@ def lightest_partition(costs: LayerCosts, placement: Placement) -> LayerPartitio
         least[-1] = 0
     counts = _filled(costs, placement, least)
     if not costs.are_equal:
-        _move_layers(counts, costs, placement, least)
+        starts = (counts, _lightest_virtual_stages(costs, least))
+        counts = min(
+            (_move_layers(start, costs, placement, least) for start in starts),
+            key=lambda moved: _sorted_costs(moved, costs, placement),
+        )
     weights = "layers count alike"
     if costs.embedding or costs.head:
         weights = (
@@ -214,35 +219,62 @@ def _fill(total: int, minimum: Sequence[int], parts: Sequence[tuple[float, int]]
     return counts
 
 
+def _lightest_virtual_stages(costs: LayerCosts, minimum: Sequence[int]) -> list[int]:
+    """Divide the layers so that the busiest virtual stage costs as little as possible.
+
+    Dynamic programming: ``best[stop]`` is the best division of the first ``stop`` layers among the
+    virtual stages up to the present one, as the cost of its busiest virtual stage and its counts.
+    """
+    before = list(accumulate((cost / costs.layer for cost in costs.layers), initial=0.0))
+    extras = costs.of_virtual_stages([0] * len(minimum))
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for extra, least in zip(extras, minimum, strict=True):
+        previous = best
+        best = {}
+        for stop in range(len(before)):
+            divisions = [
+                (max(cost, extra + before[stop] - before[start]), (*counts, stop - start))
+                for start, (cost, counts) in previous.items()
+                if start <= stop - least
+            ]
+            if divisions:
+                best[stop] = min(divisions)
+    _, counts = best[len(costs.layers)]
+    return list(counts)
+
+
 def _move_layers(
-    counts: list[int], costs: LayerCosts, placement: Placement, minimum: Sequence[int]
-) -> None:
-    """Move single layers between virtual stages, in place, while that makes the stages more even.
+    counts: Sequence[int], costs: LayerCosts, placement: Placement, minimum: Sequence[int]
+) -> list[int]:
+    """Move single layers between virtual stages while that makes the stages more even.
 
     All virtual stages between the two shift by one layer.
     """
-
-    def score(counts: Sequence[int]) -> list[list[float]]:
-        best_counts_costs = (costs.of_stages(counts, placement), costs.of_virtual_stages(counts))
-        return [
-            sorted((round(cost, 9) for cost in stage_costs), reverse=True)
-            for stage_costs in best_counts_costs
-        ]
-
     numbers = range(len(counts))
-    best = score(counts)
+    best = list(counts)
     while True:
         moved = [
-            [count - (n == giver) + (n == taker) for n, count in enumerate(counts)]
+            [count - (n == giver) + (n == taker) for n, count in enumerate(best)]
             for giver in numbers
             for taker in numbers
-            if giver != taker and counts[giver] > minimum[giver]
+            if giver != taker and best[giver] > minimum[giver]
         ]
-        best_counts = min(moved, key=score, default=counts)
-        if score(best_counts) >= best:
-            return
-        counts[:] = best_counts
-        best = score(best_counts)
+        lightest = min(
+            moved, key=lambda counts: _sorted_costs(counts, costs, placement), default=best
+        )
+        if _sorted_costs(lightest, costs, placement) >= _sorted_costs(best, costs, placement):
+            return best
+        best = lightest
+
+
+def _sorted_costs(
+    counts: Sequence[int], costs: LayerCosts, placement: Placement
+) -> list[list[float]]:
+    """Return the costs of the stages and of the virtual stages, the highest first."""
+    return [
+        sorted((round(cost, 9) for cost in unsorted), reverse=True)
+        for unsorted in (costs.of_stages(counts, placement), costs.of_virtual_stages(counts))
+    ]
 
 
 def _check_enough_layers(num_layers: int, num_stages: int, num_chunks: int) -> None:
