@@ -146,6 +146,6 @@ def _finite(text: str) -> float:
 def _is_deeper(value: Any, depth: int) -> bool:
     level = [[value]]
     for _ in range(depth):
-        inside = [one for values in level for one in values if isinstance(one, (dict, list))]
-        level = [list(one.values()) if isinstance(one, dict) else one for one in inside]
-    return any(isinstance(one, (dict, list)) for values in level for one in values)
+        inside = [item for items in level for item in items if isinstance(item, (dict, list))]
+        level = [list(item.values()) if isinstance(item, dict) else item for item in inside]
+    return any(isinstance(item, (dict, list)) for items in level for item in items)

@@ -276,9 +276,9 @@ def _join_stage(groups: list[dict[str, Any]], values: dict[str, Any], mesh: Para
     for stage, other_groups, part in all_gather_objects((mesh.pp.rank, groups, values), axis):
         if stage == mesh.pp.rank:
             values |= part
-            for group, other in zip(groups, other_groups, strict=True):
+            for group, other_group in zip(groups, other_groups, strict=True):
                 for key in ("parameters", "states"):
-                    group[key] = list(dict.fromkeys([*group[key], *other[key]]))
+                    group[key] = list(dict.fromkeys([*group[key], *other_group[key]]))
 
 
 def _saved_state(stored: OpenCheckpoint, index: int) -> dict[str, dict[str, SavedTensor]]:

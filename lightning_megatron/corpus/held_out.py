@@ -89,22 +89,22 @@ class HeldOut:
         grams = set(ngrams_of(words_of(text), OVERLAP_WORDS))
         return sorted(self.grams[gram] for gram in grams if gram in self.grams)
 
-    def overlaps(self, found: npt.NDArray[np.bool_]) -> list[Overlap]:
+    def overlaps(self, in_corpus: npt.NDArray[np.bool_]) -> list[Overlap]:
         """Return the overlap of each file.
 
-        Shapes: found (G,).
+        Shapes: in_corpus (G,).
 
         Args:
-            found: Which 8-grams occur in the training corpus.
+            in_corpus: Which 8-grams occur in the training corpus.
         """
         return [
             Overlap(
                 test=name,
                 documents=documents,
                 eight_grams=counts.total(),
-                num_found=sum(times for gram, times in counts.items() if found[gram]),
+                num_found=sum(times for gram, times in counts.items() if in_corpus[gram]),
                 distinct=len(counts),
-                distinct_found=sum(bool(found[gram]) for gram in counts),
+                distinct_found=sum(bool(in_corpus[gram]) for gram in counts),
             )
             for name, documents, counts in self._sets
         ]

@@ -206,7 +206,7 @@ def gpt_of(model: nn.Module) -> GPT:
     Raises:
         UnsupportedError: If the module does not contain exactly one GPT.
     """
-    gpts = [one for _, one in pipelined_modules(model) if isinstance(one, GPT)]
+    gpts = [submodule for _, submodule in pipelined_modules(model) if isinstance(submodule, GPT)]
     if len(gpts) != 1:
         raise UnsupportedError(
             "generate needs a model with one GPT of lightning_megatron: "

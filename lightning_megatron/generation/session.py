@@ -140,7 +140,8 @@ class GenerationSession:
                 torch.empty(shape, dtype=torch.long, device=self._device),
             )
         received = (
-            broadcast_(one.contiguous(), mesh.pp, mesh.layout.loss_stage) for one in candidates
+            broadcast_(tensor.contiguous(), mesh.pp, mesh.layout.loss_stage)
+            for tensor in candidates
         )
         return Candidates(*received)
 

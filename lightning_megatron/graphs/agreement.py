@@ -109,8 +109,8 @@ class KeyAgreement:
         if self._axis.size == 1:
             return True
         # The largest of a number and of its negation give both the largest and the smallest one.
-        found = all_reduce_(torch.tensor([digest, -digest]), self._axis, "max").tolist()
-        return bool(found[0] == -found[1])
+        extremes = all_reduce_(torch.tensor([digest, -digest]), self._axis, "max").tolist()
+        return bool(extremes[0] == -extremes[1])
 
     def _check_promise(self, digest: int, keys: Sequence[Hashable]) -> None:
         if self._promised is None:

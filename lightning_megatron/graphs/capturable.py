@@ -26,11 +26,11 @@ def without_hooked(segments: SegmentList) -> SegmentList:
         segments: Segments of a chunk.
     """
     opened = segments.expand(must_be_called)
-    found = [
+    static_or_eager = [
         replace(segment, is_static=segment.is_static and _hook_in(segment.modules) is None)
         for segment in opened
     ]
-    return SegmentList(found, opened.inputs, opened.outputs)
+    return SegmentList(static_or_eager, opened.inputs, opened.outputs)
 
 
 def eager_reasons(segments: SegmentList, scopes: Collection[str]) -> Mapping[str, str]:
@@ -40,18 +40,18 @@ def eager_reasons(segments: SegmentList, scopes: Collection[str]) -> Mapping[str
         segments: Result of :func:`without_hooked`.
         scopes: Scopes that graphs capture.
     """
-    wanted = expanded_scopes(scopes)
-    found = {}
+    captured_scopes = expanded_scopes(scopes)
+    reasons = {}
     for segment in segments:
         hook = _hook_in(segment.modules)
-        outside = [scope for scope in segment.scopes if scope not in wanted]
+        outside = [scope for scope in segment.scopes if scope not in captured_scopes]
         if hook is not None:
-            found[segment.name] = f"hook {hook}"
+            reasons[segment.name] = f"hook {hook}"
         elif not segment.is_static:
-            found[segment.name] = "the host reads sizes"
+            reasons[segment.name] = "the host reads sizes"
         elif outside:
-            found[segment.name] = f"scope {outside[0]} is not chosen"
-    return found
+            reasons[segment.name] = f"scope {outside[0]} is not chosen"
+    return reasons
 
 
 def _hook_in(modules: Collection[nn.Module]) -> str | None:

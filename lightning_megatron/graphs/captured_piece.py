@@ -69,7 +69,7 @@ class CapturedPiece:
         # What the weight half reads, which later captures must not overwrite.
         self._factors: list[Any] = []
         self._gradients: OutputGradients | None = None
-        self._found: list[Tensor | None] = []
+        self._input_gradients: list[Tensor | None] = []
         # Values between the segments, if their backward passes read nothing else that they write.
         self._between: list[Tensor] = []
 
@@ -130,9 +130,9 @@ class CapturedPiece:
                 return self.piece.segments.run_and_record(given, between)
             return self.piece.segments(given)
 
-        graph, effects, found = self._capture("forward", generators, run)
+        graph, effects, outputs = self._capture("forward", generators, run)
         self._between = [tensor.detach() for tensor in between]
-        self._outputs = flatten(found)
+        self._outputs = flatten(outputs)
         self._needs_gradient = [tensor.requires_grad for tensor in self._outputs.tensors]
         self._memory.add(self._outputs.tensors)
         self._inputs = inputs
@@ -222,7 +222,7 @@ class CapturedPiece:
         self._leave_weight_half()
         return [
             None if gradient is None else self._memory.handed_over(gradient)
-            for gradient in self._found
+            for gradient in self._input_gradients
         ]
 
     def _leave_weight_half(self) -> None:
@@ -260,11 +260,11 @@ class CapturedPiece:
         size = self.piece.draws.num_taken if self.piece.redraws else 0
         generators = GeneratorPool(self.piece.draws.device, size)
         with self._tools.queue.apart() as products:
-            graph, effects, found = self._capture("backward", generators, compute, state)
-        self._memory.add(found)
+            graph, effects, gradients = self._capture("backward", generators, compute, state)
+        self._memory.add(gradients)
         if products:
             self._capture_weight_half(products)
-        self._found = compute.by_input(found)
+        self._input_gradients = compute.by_input(gradients)
         self._gradients = compute.gradients
         self._backward = graph, effects
         # Without the autograd graph, later captures can use the memory of the activations.
@@ -298,7 +298,9 @@ class CapturedPiece:
         self._between = [give_up(tensor) for tensor in self._between]
         outputs = [give_up(tensor) for tensor in self._outputs.tensors]
         self._outputs = flatten(self._outputs.with_tensors(outputs))
-        self._found = [None if tensor is None else give_up(tensor) for tensor in self._found]
+        self._input_gradients = [
+            None if tensor is None else give_up(tensor) for tensor in self._input_gradients
+        ]
 
     def _capture_weight_half(self, products: Products) -> None:
         self._factors = [*products, self._outputs]
@@ -338,9 +340,9 @@ class CapturedPiece:
             tools.observers.recording(label, generators, state) as recorder,
             without_collection(),
         ):
-            graph, found = tools.backend.capture(function, pool, generators)
+            graph, results = tools.backend.capture(function, pool, generators)
         tools.notes.seconds += perf_counter() - start
-        return graph, recorder.effects, found
+        return graph, recorder.effects, results
 
 
 def _nothing() -> None:

@@ -73,10 +73,10 @@ class ChunkPieces:
         for number, (piece, dropped) in enumerate(zip(self.pieces, self._dropped, strict=True)):
             # Neither a replay nor an opened piece calls the modules whose hooks would wait.
             self._wait_for(self._parameters[number])
-            found = run_piece(number, tuple([held[name] for name in piece.inputs]))
-            held.update(zip(piece.outputs, found, strict=True))
+            outputs = run_piece(number, tuple([held[name] for name in piece.inputs]))
+            held.update(zip(piece.outputs, outputs, strict=True))
             # A remaining reference would keep a value's memory until the end of the chunk.
-            del found
+            del outputs
             for name in dropped:
                 del held[name]
         return tuple([held[name] for name in self._segments.outputs])
@@ -85,11 +85,11 @@ class ChunkPieces:
 def _last_reads(pieces: Sequence[SegmentList], outputs: tuple[str, ...]) -> list[tuple[str, ...]]:
     """Return, for each piece, the names of the values that nothing reads after it."""
     needed = set(outputs)
-    found: list[tuple[str, ...]] = []
+    last_reads: list[tuple[str, ...]] = []
     for piece in reversed(pieces):
-        found.insert(0, tuple({*piece.inputs, *piece.outputs} - needed))
+        last_reads.insert(0, tuple({*piece.inputs, *piece.outputs} - needed))
         needed |= set(piece.inputs)
-    return found
+    return last_reads
 
 
 class ChunkObserver:
@@ -115,11 +115,11 @@ class ChunkObserver:
 
     def run(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """Run the chunk eagerly; equal to the chunk without graphs."""
-        found = {tensor.data_ptr(): tensor for tensor in flatten(tuple(values)).tensors}
+        by_address = {tensor.data_ptr(): tensor for tensor in flatten(tuple(values)).tensors}
         if self._num_passes == 0:
-            self._fixed = found
+            self._fixed = by_address
         self._fixed = {
-            address: tensor for address, tensor in self._fixed.items() if address in found
+            address: tensor for address, tensor in self._fixed.items() if address in by_address
         }
         self._num_passes += 1
         return self._pieces.run(values, self._run)
@@ -140,9 +140,9 @@ class ChunkObserver:
             return piece(values)
         generators = GeneratorPool(self._random.device)
         with self._random.recording(generators):
-            found = piece(values)
+            outputs = piece(values)
         self.draws[number] = generators
         given = flatten(values).tensors
-        if piece.keeps_only_inputs and not runs_foreign(flatten(found).tensors, given):
+        if piece.keeps_only_inputs and not runs_foreign(flatten(outputs).tensors, given):
             self.keeping_inputs.add(number)
-        return found
+        return outputs

@@ -37,24 +37,24 @@ class PieceBackward:
     @property
     def state(self) -> SlotState | None:
         """Return the state that the gradient sums must get; None if they may keep theirs."""
-        found = [slot for leaf in self._leaves if (slot := slot_of(leaf.tensor)) is not None]
+        owners = [slot for leaf in self._leaves if (slot := slot_of(leaf.tensor)) is not None]
         # A fused weight has the slots of several parameters.
-        slots = [slot for owner in found for slot in owner.slots]
+        slots = [slot for owner in owners for slot in owner.slots]
         # A graph cannot overwrite some sums and add to others.
         return "filled" if state_of(slots) == "mixed" else None
 
     def __call__(self) -> list[Tensor | None]:
         """Add the gradients of parameters to their slots, and return those of inputs."""
         # If this runs in a capture that fails, it runs once more.
-        wanted = [get_gradient_edge(tensor) for tensor in self._wanted]
-        found = torch.autograd.grad(
+        input_edges = [get_gradient_edge(tensor) for tensor in self._wanted]
+        gradients = torch.autograd.grad(
             self._outputs,
-            [*wanted, *(leaf.edge for leaf in self._leaves)],
+            [*input_edges, *(leaf.edge for leaf in self._leaves)],
             self.gradients.tensors,
             retain_graph=True,
             allow_unused=True,
         )
-        for leaf, gradient in zip(self._leaves, found[len(self._wanted) :], strict=True):
+        for leaf, gradient in zip(self._leaves, gradients[len(self._wanted) :], strict=True):
             if gradient is not None:
                 _add(leaf.tensor, gradient)
         # A gradient that passes unchanged, or as a view of a part, lies in memory that other passes
@@ -64,12 +64,12 @@ class PieceBackward:
             gradient.clone()
             if gradient is not None and _memory_of(gradient) in filled
             else gradient
-            for gradient in found[: len(self._wanted)]
+            for gradient in gradients[: len(self._wanted)]
         ]
 
-    def by_input(self, found: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def by_input(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradient of each input; None for those without one."""
-        rest = iter(found)
+        rest = iter(gradients)
         return [next(rest) if tensor.requires_grad else None for tensor in self._inputs]
 
 
@@ -94,7 +94,7 @@ def _leaves_of(outputs: Sequence[Tensor]) -> list[_Leaf]:
     Args:
         outputs: Tensors with a graph.
     """
-    found: dict[int, _Leaf] = {}
+    leaves: dict[int, _Leaf] = {}
     visited = set[object]()
     nodes = [output.grad_fn for output in outputs]
     while nodes:
@@ -104,9 +104,9 @@ def _leaves_of(outputs: Sequence[Tensor]) -> list[_Leaf]:
         visited.add(node)
         variable = getattr(node, "variable", None)
         if variable is not None:
-            found[id(variable)] = _Leaf(variable, GradientEdge(node, 0))
+            leaves[id(variable)] = _Leaf(variable, GradientEdge(node, 0))
         nodes += [following for following, _ in node.next_functions]
-    return list(found.values())
+    return list(leaves.values())
 
 
 def _add(leaf: Tensor, gradient: Tensor) -> None:

@@ -31,16 +31,16 @@ class GraphCounts:
 
     def words(self) -> str:
         """Return the numbers as the end of a sentence."""
-        found = []
+        details = []
         if len(self.slots) == 1:
-            found.append(_plural(self.slots[0], "slot"))
+            details.append(_plural(self.slots[0], "slot"))
         elif self.slots:
-            found.append(f"slots of its chunks: {', '.join(map(str, self.slots))}")
+            details.append(f"slots of its chunks: {', '.join(map(str, self.slots))}")
         if self.num_shapes > 1:
-            found.append(_plural(self.num_shapes, "shape"))
+            details.append(_plural(self.num_shapes, "shape"))
         if self.num_evaluating:
-            found.append(f"{self.num_evaluating} for evaluation")
-        more = f" ({', '.join(found)})" if found else ""
+            details.append(f"{self.num_evaluating} for evaluation")
+        more = f" ({', '.join(details)})" if details else ""
         return f"{_plural(self.num_graphs, 'graph')}{more}, captured in {self.seconds:.2f} s"
 
 

@@ -230,12 +230,14 @@ class GraphRunner:
         # If there are many sequence lengths, the model moves tables, which are then copied before
         # each replay.
         constants = frozenset() if self._settings.max_shapes > 1 else observer.constants
-        found = self._chunks[chunk].run(values, partial(self._run_piece, chunk, graphs, constants))
+        outputs = self._chunks[chunk].run(
+            values, partial(self._run_piece, chunk, graphs, constants)
+        )
         if not is_last and mode.has_backward:
-            return found
+            return outputs
         # The next microbatch overwrites the outputs of graphs, but user code or another chunk may
         # keep them.
-        flat = flatten(found)
+        flat = flatten(outputs)
         copies: tuple[Any, ...] = flat.with_tensors([tensor.clone() for tensor in flat.tensors])
         return copies
 
@@ -300,14 +302,14 @@ class GraphRunner:
         shared = keeping if key.mode.has_backward and self._plan.can_share else set[int]()
         separate = [number for number in numbers if number not in shared]
         places = {self._plan.slot_of(unit): separate, None: sorted(shared)}
-        found = dict[int, CapturedPiece]()
+        graphs = dict[int, CapturedPiece]()
         for place, chosen in places.items():
             if chosen:
                 slot = self._slot(unit.chunk, place)
                 slot.occupy(unit)
                 make = partial(self._static_pieces, unit.chunk, key.mode, chosen)
-                found |= slot.graphs(key, is_first, make)
-        return found
+                graphs |= slot.graphs(key, is_first, make)
+        return graphs
 
     def _slot(self, chunk: int, number: int | None) -> Slot:
         """Return a slot by its number, or the one that all microbatches share."""

@@ -85,7 +85,7 @@ class Slot:
     @property
     def keys(self) -> set[ChunkKey]:
         """Return the keys that have graphs."""
-        return {key for (key, _), found in self._sets.items() if _num_graphs(found)}
+        return {key for (key, _), graphs in self._sets.items() if _num_graphs(graphs)}
 
     def num_graphs(self, has_backward: bool | None = None) -> int:
         """Return the number of captured graphs.
@@ -95,29 +95,29 @@ class Slot:
                 without one; None counts all.
         """
         return sum(
-            _num_graphs(found)
-            for (key, _), found in self._sets.items()
+            _num_graphs(graphs)
+            for (key, _), graphs in self._sets.items()
             if has_backward is None or key.mode.has_backward == has_backward
         )
 
     def release(self) -> None:
         """Free all graphs."""
-        for found in self._sets.values():
-            for piece in found.values():
+        for graphs in self._sets.values():
+            for piece in graphs.values():
                 piece.release()
         self._sets.clear()
         self.free()
 
 
-def _num_graphs(found: Mapping[int, CapturedPiece]) -> int:
-    return sum(piece.num_graphs for piece in found.values())
+def _num_graphs(graphs: Mapping[int, CapturedPiece]) -> int:
+    return sum(piece.num_graphs for piece in graphs.values())
 
 
-def _give_up(found: Mapping[int, CapturedPiece]) -> None:
+def _give_up(graphs: Mapping[int, CapturedPiece]) -> None:
     """Let later captures use the memory of a set of graphs.
 
     A set whose captures have not ended keeps its memory: what is still to be captured reads it.
     """
-    if all(piece.is_complete for piece in found.values()):
-        for piece in found.values():
+    if all(piece.is_complete for piece in graphs.values()):
+        for piece in graphs.values():
             piece.give_up()

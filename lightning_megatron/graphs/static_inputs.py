@@ -37,14 +37,14 @@ class BatchForm:
         order: dict[int, int] = {}
         parts = []
         for part in microbatches:
-            found: list[tuple[str, Hashable]] = []
+            values: list[tuple[str, Hashable]] = []
             for path, leaf in leaves(part.data):
                 if isinstance(leaf, Tensor):
                     index = order.setdefault(id(leaf), len(order))
-                    found.append((path, (*_described(leaf), index)))
+                    values.append((path, (*_described(leaf), index)))
                 else:
-                    found.append((path, f"{type(leaf).__name__} {leaf!r}"))
-            parts.append((part.num_samples, tuple(found)))
+                    values.append((path, f"{type(leaf).__name__} {leaf!r}"))
+            parts.append((part.num_samples, tuple(values)))
         return cls(tuple(parts))
 
     def difference_from(self, other: BatchForm) -> str:

@@ -53,11 +53,11 @@ class Update(Generic[T]):
 
     def run(self) -> T:
         """Run all parts eagerly."""
-        found = []
+        results = []
         for number, part in enumerate(self.parts):
-            found.append(part())
+            results.append(part())
             self.after_part(number)
-        result: T = found[0]
+        result: T = results[0]
         return result
 
 

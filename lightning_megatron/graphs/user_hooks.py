@@ -35,12 +35,12 @@ def modules_with_user_hooks(root: nn.Module) -> dict[str, str]:
     Args:
         root: Module to search, with all its parts.
     """
-    found = {}
+    hooks = {}
     for name, module in root.named_modules():
         hook = user_hook_of(module)
         if hook is not None:
-            found[name] = hook
-    return found
+            hooks[name] = hook
+    return hooks
 
 
 def describe_user_hook(root: nn.Module) -> str | None:

@@ -44,21 +44,21 @@ def flatten(nest: Any) -> FlatValues:
     Args:
         nest: Tensors, hashable plain values, and tuples and dataclasses of these.
     """
-    found: list[Tensor] = []
-    form = _form(nest, found)
-    return FlatValues(tuple(found), form, nest)
+    tensors: list[Tensor] = []
+    form = _form(nest, tensors)
+    return FlatValues(tuple(tensors), form, nest)
 
 
-def _form(node: Any, found: list[Tensor]) -> Hashable:
+def _form(node: Any, tensors: list[Tensor]) -> Hashable:
     if isinstance(node, Tensor):
-        found.append(node)
+        tensors.append(node)
         return TENSOR
     if node is None:
         return None
     parts = children(node)
     if parts is None:
         return (type(node), node)
-    return (type(node), *(_form(value, found) for _, value in parts))
+    return (type(node), *(_form(value, tensors) for _, value in parts))
 
 
 def _filled(node: Any, tensors: Iterator[Any]) -> Any:

@@ -198,7 +198,7 @@ class ParallelMesh:
             size: Ranks of the group, 1, cp or that of one of ``cp_groups`` (ranks).
         """
         alone = MeshAxis("cp_of_1", (self.rank,))
-        return next(one for one in (self.cp, *self.cp_groups, alone) if one.size == size)
+        return next(axis for axis in (self.cp, *self.cp_groups, alone) if axis.size == size)
 
     def on_cpu(self, name: str) -> MeshAxis:
         """Return the gloo twin of an axis: the same ranks, for Python objects and CPU tensors.
@@ -233,11 +233,11 @@ class ParallelMesh:
         """Destroy the process groups of this mesh, so that this process can create another mesh."""
         if not dist.is_initialized():
             return
-        axes = [one for one in vars(self).values() if isinstance(one, MeshAxis)]
+        axes = [value for value in vars(self).values() if isinstance(value, MeshAxis)]
         axes += self.cp_groups
-        is_destroyed = [self.owns_world or one.group in self.owned_groups for one in axes]
+        is_destroyed = [self.owns_world or axis.group in self.owned_groups for axis in axes]
         self.journal.end(
-            one.name for one, is_gone in zip(axes, is_destroyed, strict=True) if is_gone
+            axis.name for axis, is_gone in zip(axes, is_destroyed, strict=True) if is_gone
         )
         release_workspace(self.tp)
         for axis in axes:

@@ -108,11 +108,11 @@ class GroupBuilder:
 
     def _check_world(self) -> None:
         world_size = dist.get_world_size()
-        wanted = self.layout.world_size + self.layout.rank_offset
-        if world_size < wanted:
+        needed_ranks = self.layout.world_size + self.layout.rank_offset
+        if world_size < needed_ranks:
             raise ParallelPlanError(
                 f"the initialised process group has {world_size} ranks, and the layout needs "
-                f"{wanted}. Start {wanted} processes, or change the layout."
+                f"{needed_ranks}. Start {needed_ranks} processes, or change the layout."
             )
         (ranks,) = self._all_ranks()
         rank = dist.get_rank()

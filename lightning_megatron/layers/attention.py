@@ -87,8 +87,8 @@ class Attention(nn.Module):
         """
         values = query, key, value, rows, sinks
         if recompute:
-            found: Tensor = replayed(self._core, self.mesh.random, self.layer, *values)
-            return found
+            replayed_core: Tensor = replayed(self._core, self.mesh.random, self.layer, *values)
+            return replayed_core
         return self._core(*values)
 
     def _core(
@@ -286,18 +286,18 @@ class SelfAttention(Attention):
             ranges: Features of this rank in the fused projection (elements).
             settings: Epsilon and offset of the norms.
         """
-        found: list[nn.Module] = []
+        norms: list[nn.Module] = []
         # The features of the keys follow those of the queries in the fused projection.
         first = 0
         for number, part in zip(numbers, ranges[:2], strict=True):
             size = number * self.head_dim
             if self.norm_over_layer:
                 local = replace(part, start=part.start - first, stop=part.stop - first)
-                found.append(ShardedRMSNorm(size, local, self.mesh, **settings))
+                norms.append(ShardedRMSNorm(size, local, self.mesh, **settings))
             else:
                 # Each rank normalises its own heads only. The gradients of these weights must be
                 # summed over tp.
                 partial = self.mesh.tp.size > 1
-                found.append(RMSNorm(self.head_dim, self.mesh, **settings, partial=partial))
+                norms.append(RMSNorm(self.head_dim, self.mesh, **settings, partial=partial))
             first += size
-        return found
+        return norms

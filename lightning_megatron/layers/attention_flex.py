@@ -113,8 +113,8 @@ def flex_backward(
     grad_part = wide * share.permute(2, 0, 1)[..., None]
     lean = (wide * (part.detach().to(share.dtype) - out.to(share.dtype))).sum(-1)
     gradients = grad_part.to(part.dtype), share * lean.permute(1, 2, 0)
-    found = torch.autograd.grad((part, part_lse), inputs, gradients)
-    return found[0], found[1], found[2]
+    input_gradients = torch.autograd.grad((part, part_lse), inputs, gradients)
+    return input_gradients[0], input_gradients[1], input_gradients[2]
 
 
 def _called(
@@ -123,7 +123,7 @@ def _called(
     value: Tensor,
     span: AttentionSpan,
     keys: KeyRows | None = None,
-    **wanted: Any,
+    **kernel_options: Any,
 ) -> Any:
     """Call the kernel with heads before positions."""
     length, num_sequences = query.shape[:2]
@@ -139,7 +139,7 @@ def _called(
         # these blocks.
         options["kernel_options"] = {"BACKEND": "TRITON"}
     rows = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-    return _compiled()(*rows, **options, **wanted)
+    return _compiled()(*rows, **options, **kernel_options)
 
 
 def _of_scores(

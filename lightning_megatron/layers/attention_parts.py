@@ -280,11 +280,11 @@ def _flash_backward(
         call,
     )
     pairs = zip(gradients, (query, key, value), strict=True)
-    found = [
+    unpacked = [
         (gradient.unflatten(0, (like.shape[1], -1)) if packed else gradient).transpose(0, 1)
         for gradient, like in pairs
     ]
-    return found[0], found[1], found[2]
+    return unpacked[0], unpacked[1], unpacked[2]
 
 
 class _Attention(torch.autograd.Function):
@@ -310,8 +310,8 @@ class _Attention(torch.autograd.Function):
         """Return the gradients of queries, keys, values and sinks."""
         query, key, value, sinks, out, lse = ctx.saved_tensors
         (grad_out,) = grads
-        found = backward_part(grad_out, query, key, value, out, lse, ctx.span)
+        gradients = backward_part(grad_out, query, key, value, out, lse, ctx.span)
         grad_sinks = None
         if sinks is not None and ctx.needs_input_grad[3]:
             grad_sinks = gradient_of_sinks(grad_out, out, lse, sinks)
-        return (*found, grad_sinks, None)
+        return (*gradients, grad_sinks, None)

@@ -295,8 +295,8 @@ def document_of_tokens(
         seq_length: Length of the rows (tokens).
     """
     index = torch.arange(num_sequences * seq_length, device=borders.device, dtype=borders.dtype)
-    found = torch.searchsorted(borders[1:].contiguous(), index, right=True)
-    return found.view(num_sequences, seq_length)
+    document = torch.searchsorted(borders[1:].contiguous(), index, right=True)
+    return document.view(num_sequences, seq_length)
 
 
 def _positions_in_documents(

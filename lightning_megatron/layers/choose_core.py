@@ -120,9 +120,9 @@ def choose_part(
         reason = "flash attention lets the last query see a key"
     if reason is None:
         plain = is_plain(span, 2**62) and span.soft_cap is None and behind == 0
-        found = choose_flash(device, head_dim, plain)
-        why = f"parts of the keys need the log-sum-exps that it returns; {found.reason}"
-        return CoreChoice("flash", (), False, False, why, package=found.kernel.name)
+        flash = choose_flash(device, head_dim, plain)
+        why = f"parts of the keys need the log-sum-exps that it returns; {flash.reason}"
+        return CoreChoice("flash", (), False, False, why, package=flash.kernel.name)
     obstacle_to_a_kernel = reason_against_flex(device, dtype, span, head_dim=head_dim)
     if obstacle_to_a_kernel is None:
         why = f"a kernel compiled for parts of the keys, because {reason}"
@@ -156,9 +156,9 @@ def _choose_kernel(
         why = "documents need no mask; torch's, because other packages drop no weights"
         return CoreChoice("flash", (), False, False, why, package=TorchFlash.name)
     if reason is None:
-        found = choose_flash(device, head_dim)
-        why = f"documents, windows and sinks need no mask; {found.reason}"
-        return CoreChoice("flash", (), False, False, why, package=found.kernel.name)
+        flash = choose_flash(device, head_dim)
+        why = f"documents, windows and sinks need no mask; {flash.reason}"
+        return CoreChoice("flash", (), False, False, why, package=flash.kernel.name)
     if not _has_own_scores(span) and span.sinks is None and span.prefix is None:
         return _masked(device, reason, span)
     obstacle_to_a_kernel = reason_against_flex(device, dtype, span, dropout, head_dim)

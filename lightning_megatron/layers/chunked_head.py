@@ -84,20 +84,20 @@ class ChunkedHead:
         num_valid = self.terms.num_valid(logits.shape[-1])
         with_sum = self.terms.smoothing > 0.0
         if kernels is not None:
-            found = kernels.cross_entropy_statistics(logits, index, num_valid, with_sum)
-            return RowStatistics(*found)
+            statistics = kernels.cross_entropy_statistics(logits, index, num_valid, with_sum)
+            return RowStatistics(*statistics)
         dtype = torch.promote_types(logits.dtype, torch.float32)
         wide = logits[:, :num_valid].to(dtype, copy=not overwrites)
         if not num_valid:
             none = wide.new_zeros(index.shape)
             return RowStatistics(none - torch.inf, none, none, none)
         peak = wide.amax(-1)
-        found = wide.gather(-1, index.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        chosen = wide.gather(-1, index.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         logit_sum = wide.sum(-1) if with_sum else torch.zeros_like(peak)
         # All exponentials are 0 in a row whose logits are all minus infinity.
         start = peak.masked_fill(peak == -torch.inf, 0.0)
         total = wide.sub_(start.unsqueeze(-1)).exp_().sum(-1)
-        return RowStatistics(peak, total, found.masked_fill(index < 0, 0.0), logit_sum)
+        return RowStatistics(peak, total, chosen.masked_fill(index < 0, 0.0), logit_sum)
 
     def gradient_(
         self,

@@ -84,15 +84,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         full = all_gather_sequence(hidden, mesh.tp) if mesh.sequence_parallel else hidden
         index, ignored = terms.index_of(labels.flatten(), len(weight))
         parts = zip(rows_of(full).split(head.chunk), index.split(head.chunk), strict=True)
-        found = []
+        statistics = []
         for part, labels_index in parts:
             logits = head.form.applied_(F.linear(part, weight))
             ctx.kernels = fused_kernels(logits)
             ctx.dtype = logits.dtype
-            found.append(head.statistics(logits, labels_index, overwrites=True))
+            statistics.append(head.statistics(logits, labels_index, overwrites=True))
             # The next chunk reuses this memory.
             del logits
-        rows = RowStatistics(*(torch.cat(tensors) for tensors in zip(*found, strict=True)))
+        rows = RowStatistics(*(torch.cat(tensors) for tensors in zip(*statistics, strict=True)))
         losses, normaliser = terms.losses(rows, ignored)
         ctx.save_for_backward(hidden, weight, index, normaliser, ignored)
         ctx.head = head

@@ -283,7 +283,7 @@ def split(
     Raises:
         UnsupportedError: If a scope or a cut is unknown.
     """
-    wanted = expanded_scopes(scopes)
+    captured_scopes = expanded_scopes(scopes)
     expanded = segments.expand(keeps_whole)
     unknown = sorted(set(cuts) - {segment.name for segment in expanded})
     if unknown:
@@ -292,7 +292,7 @@ def split(
             f"{[segment.name for segment in expanded]}. A cut is the name of the segment before it."
         )
     marked = [
-        replace(segment, is_static=segment.is_static and wanted.issuperset(segment.scopes))
+        replace(segment, is_static=segment.is_static and captured_scopes.issuperset(segment.scopes))
         for segment in expanded
     ]
     pieces: list[list[Segment]] = []

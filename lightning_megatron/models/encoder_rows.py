@@ -70,13 +70,13 @@ class EncoderInput:
         Raises:
             UnsupportedError: If neither or both are given.
         """
-        found = self.vectors if self.tokens is None else self.tokens
-        if found is None or (self.tokens is not None and self.vectors is not None):
+        given = self.vectors if self.tokens is None else self.tokens
+        if given is None or (self.tokens is not None and self.vectors is not None):
             raise UnsupportedError(
                 "an encoder takes either tokens or vectors, because both describe the same input: "
-                f"{'neither' if found is None else 'both'} were given. Pass one of them."
+                f"{'neither' if given is None else 'both'} were given. Pass one of them."
             )
-        return found
+        return given
 
     @property
     def not_padding(self) -> Bool[Tensor, "batch seq"] | None:

@@ -250,13 +250,13 @@ class DeferredCall:
         leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
         return [leaf for leaf in leaves if isinstance(leaf, RemoteTensor)]
 
-    def leaf_of_result(self, wanted: RemoteTensor) -> Tensor | None:
+    def leaf_of_result(self, remote: RemoteTensor) -> Tensor | None:
         """Return a leaf of the result if the values of all arguments are known; None otherwise.
 
         The function is called once, and its result is kept for the other leaves.
 
         Args:
-            wanted: Placeholder for the leaf.
+            remote: Placeholder for the leaf.
 
         Raises:
             UnsupportedError: If the function draws random numbers.
@@ -272,10 +272,10 @@ class DeferredCall:
             ):
                 return None
             if self.is_random:
-                refuse(wanted, f"it depends on random numbers ({name_of(self.function)})")
+                refuse(remote, f"it depends on random numbers ({name_of(self.function)})")
             args, kwargs = pytree.tree_unflatten(values, structure)
             self._result = pytree.tree_leaves(self.function(*args, **kwargs))
-        known: Tensor = self._result[wanted.leaf]
+        known: Tensor = self._result[remote.leaf]
         return known
 
 

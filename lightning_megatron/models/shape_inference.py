@@ -133,7 +133,7 @@ class ShapeInference:
             for number, leaf in enumerate(taken)
             if isinstance(leaf, FakeTensor) and leaf._version
         ]
-        spec = OutputSpec(tuple(inputs), result, draws.found, problem, tuple(written))
+        spec = OutputSpec(tuple(inputs), result, draws.has_drawn, problem, tuple(written))
         if key is not None:
             self._cache[key] = spec
         return spec
@@ -196,7 +196,7 @@ class _Draws(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = False
+        self.has_drawn = False
 
     def __torch_dispatch__(
         self,
@@ -205,7 +205,7 @@ class _Draws(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self.found = self.found or torch.Tag.nondeterministic_seeded in func.tags
+        self.has_drawn = self.has_drawn or torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
 
 

@@ -49,7 +49,7 @@ class StageCursor:
         has_arrived: Whether values of other stages have arrived.
         may_stop: Whether a probe may end when the step needs a value, because all boundaries have
             been crossed.
-        found: Findings of a probe without a plan.
+        findings: Results of a probe without a plan.
         uses: Number of calls of each module outside of the blocks; counted by a staged module.
     """
 
@@ -64,7 +64,7 @@ class StageCursor:
     known: dict[str, Tensor] = field(default_factory=dict)
     has_arrived: bool = False
     may_stop: bool = False
-    found: ProbeFindings = field(default_factory=ProbeFindings)
+    findings: ProbeFindings = field(default_factory=ProbeFindings)
     uses: Counter[str] = field(default_factory=Counter)
 
     def use_of(self, name: str) -> str:

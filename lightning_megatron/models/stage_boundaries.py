@@ -73,7 +73,7 @@ class StageBoundaries:
             if cursor.plan is None:
                 call = 0 if at_start else cursor.calls
                 next_block = 0 if at_start else cursor.next_block
-                cursor.found.origins[value_name] = ValueOrigin(
+                cursor.findings.origins[value_name] = ValueOrigin(
                     stage, call, next_block, line_of_user()
                 )
 
@@ -109,8 +109,8 @@ class StageBoundaries:
             for number in numbers:
                 self.record_use(cursor, leaves[number], stage - 1 if starts else stage)
             if starts:
-                cursor.found.inputs[cursor.calls, stage] = numbers
-                cursor.found.bound.setdefault(stage, {}).update(
+                cursor.findings.inputs[cursor.calls, stage] = numbers
+                cursor.findings.bound.setdefault(stage, {}).update(
                     {id(leaves[number]): leaves[number] for number in numbers}
                 )
         for number in numbers:
@@ -178,7 +178,7 @@ class StageBoundaries:
         Raises:
             UnsupportedError: If the value can neither be sent to the stage nor recomputed there.
         """
-        recorded = cursor.found
+        recorded = cursor.findings
         if not isinstance(leaf, RemoteTensor) or id(leaf) in recorded.bound.get(stage, {}):
             return
         if (stage, id(leaf)) in recorded.recorded_uses:
@@ -211,9 +211,9 @@ class StageBoundaries:
 
     def _refuse_random(self, cursor: StageCursor, leaf: RemoteTensor, stage: int) -> None:
         """Raise if random numbers for a value would be drawn on more than one stage."""
-        origins = cursor.found.origins
+        origins = cursor.findings.origins
         makers = {origins[name].stage for name in _value_names(leaf) if name in origins}
-        bound = cursor.found.bound.get(stage, {})
+        bound = cursor.findings.bound.get(stage, {})
         if not makers <= {stage} and not any(id(source) in bound for source in _sources(leaf)):
             refuse(leaf, "it depends on random numbers, and a later stage reads it, too")
 
@@ -233,7 +233,7 @@ class StageBoundaries:
         """
         for leaf in result:
             self.record_use(cursor, leaf, self.last)
-        recorded = cursor.found
+        recorded = cursor.findings
         extras: dict[int, list[str]] = {}
         for stage, value_name in sorted(recorded.needs):
             origin = recorded.origins[value_name]

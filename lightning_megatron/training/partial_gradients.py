@@ -55,7 +55,8 @@ class PartialGradientSearch:
             if mesh.tp.size > 1
             else {}
         )
-        self.found: set[str] = set()
+        #: Names of the unsharded parameters that got partial gradients.
+        self.partial_names: set[str] = set()
 
     def inspect(self, node: Any, is_loss: bool = True) -> None:
         """Examine the graph that a backward pass is about to run through.
@@ -103,7 +104,7 @@ class PartialGradientSearch:
                 "rank of tp. Leave its module out of tensor_parallel_plan."
             )
         elif not spec.partial and "part" in regions:
-            self.found.add(name)
+            self.partial_names.add(name)
 
 
 def _leaves(root: Any, start: Region) -> dict[int, tuple[Tensor, set[Region]]]:

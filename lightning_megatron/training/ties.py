@@ -168,9 +168,9 @@ class TiedCopies:
 
 def _group_of(optimizer: Optimizer, main: MainParameters, name: str) -> int | None:
     """Return the number of the group that contains a parameter or its main parameter."""
-    wanted = {id(main.parameter(name)), id(main.main(name))}
+    tied_ids = {id(main.parameter(name)), id(main.main(name))}
     for number, group in enumerate(optimizer.param_groups):
-        if any(id(parameter) in wanted for parameter in group["params"]):
+        if any(id(parameter) in tied_ids for parameter in group["params"]):
             return number
     return None
 
@@ -185,8 +185,8 @@ def _move(
     parameter: Any = main.parameter(copy)
     if before is not None:
         group = optimizer.param_groups[before]
-        wanted = {id(parameter), id(main.main(copy))}
-        place = next(place for place, entry in enumerate(group["params"]) if id(entry) in wanted)
+        tied_ids = {id(parameter), id(main.main(copy))}
+        place = next(place for place, entry in enumerate(group["params"]) if id(entry) in tied_ids)
         parameter = group["params"].pop(place)
         if "param_names" in group:
             group["param_names"].pop(place)

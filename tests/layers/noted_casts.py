@@ -96,12 +96,14 @@ def noting_casts(hands_over: bool = True) -> Iterator[list[NotedCast]]:
     found: list[NotedCast] = []
     originals = Scaling._cast, Scaling.reads_magnitudes
 
-    def cast(self: Scaling, matrix: Tensor, use: Any, *args: Any, own: Tensor | None = None) -> Any:
-        result = originals[0](self, matrix, use, *args, own=own)
+    def cast(
+        self: Scaling, matrix: Tensor, use: Any, *args: Any, bits: Tensor | None = None
+    ) -> Any:
+        result = originals[0](self, matrix, use, *args, bits=bits)
         operands = [one for one in (result.rows, result.columns) if one is not None]
         numbers = [one.values.view(torch.uint8).clone() for one in operands]
         numbers += [one.scale.view(torch.int32).clone() for one in operands]
-        found.append(NotedCast(use, own is not None, tuple(numbers)))
+        found.append(NotedCast(use, bits is not None, tuple(numbers)))
         return result
 
     Scaling._cast = cast  # type: ignore[method-assign, assignment]

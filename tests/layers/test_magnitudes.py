@@ -137,7 +137,7 @@ def test_later_steps_with_scales_of_earlier_ones_find_no_magnitude():
     matrix = draw(16, 32, dtype=torch.float32)
     # Magnitudes that were found for a step before do no harm.
     wrong = no_magnitude(matrix) + 5
-    found = needed(ours.cast_input(matrix, rows=True, columns=False, own=wrong).rows)
+    found = needed(ours.cast_input(matrix, rows=True, columns=False, bits=wrong).rows)
     expected = needed(ours.cast_input(matrix, rows=True, columns=False).rows)
     assert torch.equal(found.scale, expected.scale)
 
@@ -247,7 +247,7 @@ def compare_in_world(rank: int, size: int) -> list[tuple[list[bool], list[bool]]
         find_magnitude(matrix, seen)
         before = seen.clone()
         axes = {"rows": True, "columns": False, "row_axes": (mesh.cp, mesh.tp)}
-        cast = needed(ours.cast_input(matrix, **axes, own=seen).rows)
+        cast = needed(ours.cast_input(matrix, **axes, bits=seen).rows)
         alone = needed(ours.cast_input(matrix, **axes).rows)
         assert torch.equal(cast.scale, alone.scale)
         # Another layer that reads the matrix may have other axes.

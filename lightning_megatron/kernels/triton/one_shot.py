@@ -86,19 +86,19 @@ def _reduce(
     offsets = program * WORDS + lanes
     inside = offsets < num_words
     start = program.to(tl.int64) * (_HEADER + 2 * NUM_RANKS * WORDS)
-    own = tl.load(pointers + rank).to(tl.pointer_type(tl.int64)) + start
-    launch = (tl.load(own) + 1).to(tl.int32)
+    own_region = tl.load(pointers + rank).to(tl.pointer_type(tl.int64)) + start
+    launch = (tl.load(own_region) + 1).to(tl.int32)
     number = launch.to(tl.int64) << 32
     slot = _HEADER + (launch & 1) * NUM_RANKS * WORDS
     words = tl.load(x.to(tl.pointer_type(tl.int32), bitcast=True) + offsets, mask=inside, other=0)
     sent = (words.to(tl.int64) & 0xFFFFFFFF) | number
     for peer in tl.static_range(NUM_RANKS):
-        theirs = tl.load(pointers + peer).to(tl.pointer_type(tl.int64)) + start
-        tl.store(theirs + slot + rank * WORDS + lanes, sent, mask=inside)
-    _wait(own + slot, launch, number, num_words - program * WORDS, NUM_RANKS, WORDS)
-    low, high = _values(own + slot + lanes, inside, x, IS_HALF)
+        peer_region = tl.load(pointers + peer).to(tl.pointer_type(tl.int64)) + start
+        tl.store(peer_region + slot + rank * WORDS + lanes, sent, mask=inside)
+    _wait(own_region + slot, launch, number, num_words - program * WORDS, NUM_RANKS, WORDS)
+    low, high = _values(own_region + slot + lanes, inside, x, IS_HALF)
     for peer in tl.static_range(1, NUM_RANKS):
-        more_low, more_high = _values(own + slot + peer * WORDS + lanes, inside, x, IS_HALF)
+        more_low, more_high = _values(own_region + slot + peer * WORDS + lanes, inside, x, IS_HALF)
         if IS_SUM:
             low += more_low
             high += more_high
@@ -112,7 +112,7 @@ def _reduce(
         tl.store(x + offsets, low, mask=inside)
     # All threads have read the counter: their words depend on it.
     tl.debug_barrier()
-    tl.store(own, launch.to(tl.int64))
+    tl.store(own_region, launch.to(tl.int64))
 
 
 @triton.jit

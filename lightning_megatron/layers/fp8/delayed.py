@@ -149,9 +149,9 @@ class DelayedScales:
         largest = self.history.amax(1)
         most = torch.finfo(torch.float32).max
         above = (largest * 2.0**self.settings.margin).clamp(max=most)
-        found = torch.where(largest > 0, above, self._largest)
-        self._bits[0].copy_(found.view(torch.int32))
-        self._factors.copy_(self._largest / found)
+        magnitudes = torch.where(largest > 0, above, self._largest)
+        self._bits[0].copy_(magnitudes.view(torch.int32))
+        self._factors.copy_(self._largest / magnitudes)
 
 
 class LayerScales:
@@ -161,7 +161,7 @@ class LayerScales:
         model: Scales of all layers.
         index: Index of the layer.
         magnitudes: Bit patterns of the magnitudes that set the scales, by use.
-        seen: Bit patterns of the largest magnitudes of this step, by use.
+        step_magnitudes: Bit patterns of the largest magnitudes of this step, by use.
         factors: Factors that map ``magnitudes`` to the largest number of their formats, by use.
     """
 
@@ -170,13 +170,13 @@ class LayerScales:
         model: DelayedScales,
         index: int,
         magnitudes: Int[Tensor, "3"],
-        seen: Int[Tensor, "3"],
+        step_magnitudes: Int[Tensor, "3"],
         factors: Float[Tensor, "3"],
     ) -> None:
         self._model = model
         self._index = index
         self._magnitudes = dict(zip(_USES, magnitudes.split(1), strict=True))
-        self._seen = dict(zip(_USES, seen.unbind(), strict=True))
+        self._step_magnitudes = dict(zip(_USES, step_magnitudes.unbind(), strict=True))
         self._factors = dict(zip(_USES, factors.split(1), strict=True))
 
     def magnitude(self, use: Use) -> Int[Tensor, "1"] | None:
@@ -187,13 +187,13 @@ class LayerScales:
         """
         return None if self._model.is_fresh else self._magnitudes[use]
 
-    def seen(self, use: Use) -> Int[Tensor, ""]:
+    def step_magnitude(self, use: Use) -> Int[Tensor, ""]:
         """Return the bit pattern of the largest magnitude of this step, which casts update.
 
         Args:
             use: Which factor the tensor is.
         """
-        return self._seen[use]
+        return self._step_magnitudes[use]
 
     def factor(self, use: Use) -> Float[Tensor, "1"]:
         """Return the factor by which a cast multiplies: the inverse of the scale.

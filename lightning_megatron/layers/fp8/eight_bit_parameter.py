@@ -78,8 +78,8 @@ class EightBitWeight(Tensor):
     @override
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         # A copy is an ordinary tensor, because no buffer stores its values in 8 bits.
-        found = memo[id(self)] = self._copied()
-        return found
+        copied = memo[id(self)] = self._copied()
+        return copied
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -145,9 +145,9 @@ def placeholder(weight: Float[Tensor, "_ columns"], num_rows: int) -> Float[Tens
 
 def _alias(weight: EightBitWeight) -> EightBitWeight:
     with torch._C.DisableTorchFunctionSubclass():
-        found = weight.detach().as_subclass(EightBitWeight)
-    found.read_numbers = weight.read_numbers
-    return found
+        alias = weight.detach().as_subclass(EightBitWeight)
+    alias.read_numbers = weight.read_numbers
+    return alias
 
 
 def _read(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -133,7 +133,11 @@ class _FP8ColumnLinear(torch.autograd.Function):
         kept: tuple[Tensor | None, Tensor | None] = (None, None)
         if not mesh.sequence_parallel:
             inputs = scaling.cast_input(
-                as_rows(hidden), rows=True, columns=keeps_input, row_axes=(mesh.cp,), own=bits
+                as_rows(hidden),
+                rows=True,
+                columns=keeps_input,
+                row_axes=(mesh.cp,),
+                bits=bits,
             )
             rows = inputs.rows
             if inputs.columns is not None:
@@ -141,7 +145,7 @@ class _FP8ColumnLinear(torch.autograd.Function):
         elif scaling.has_one_scale:
             axes = mesh.cp, mesh.tp
             cast = scaling.cast_input(
-                as_rows(hidden), rows=True, columns=False, row_axes=axes, own=bits
+                as_rows(hidden), rows=True, columns=False, row_axes=axes, bits=bits
             )
             rows = needed(cast.rows)
             kept = rows.values, rows.scale
@@ -175,7 +179,7 @@ class _FP8ColumnLinear(torch.autograd.Function):
             columns=needs_weight,
             row_axes=(mesh.cp,),
             column_axes=(mesh.tp,),
-            own=bits,
+            bits=bits,
         )
         start: Callable[[], Inputs] = partial(start_inputs, kept, scale, mesh, ctx.scaling)
         if needs_weight and open_queue(ctx) is None:
@@ -220,7 +224,7 @@ class _FP8RowLinear(torch.autograd.Function):
             columns=keeps_input,
             row_axes=(mesh.cp,),
             column_axes=(mesh.tp,),
-            own=bits,
+            bits=bits,
         )
         matrix = scaling.cast_weight(weight, rows=True, columns=False, column_axes=(mesh.tp,))
         columns = inputs.columns
@@ -245,17 +249,17 @@ class _FP8RowLinear(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_bias = bias_gradient(ctx, grad)
         if mesh.sequence_parallel and ctx.scaling.has_one_scale:
-            found, columns = _gathered_gradients(ctx, grad, weight, magnitude)
+            input_gradient, columns = _gathered_gradients(ctx, grad, weight, magnitude)
         else:
             full = all_gather_sequence(grad, mesh.tp) if mesh.sequence_parallel else grad
             cast = ctx.scaling.cast_gradient(
                 as_rows(full), rows=needs_hidden, columns=needs_weight, row_axes=(mesh.cp,)
             )
             columns = cast.columns
-            found = None
+            input_gradient = None
             if needs_hidden:
-                found = _input_gradient(ctx, cast, weight, magnitude, (), (mesh.tp,))
-        grad_hidden = None if found is None else found.view(ctx.hidden_shape)
+                input_gradient = _input_gradient(ctx, cast, weight, magnitude, (), (mesh.tp,))
+        grad_hidden = None if input_gradient is None else input_gradient.view(ctx.hidden_shape)
         grad_weight = None
         if needs_weight:
             start = partial(ready, partial(Operand, kept, scale))
@@ -335,13 +339,13 @@ def _gathered_gradients(
     local = needed(
         scaling.cast_gradient(as_rows(grad), rows=True, columns=False, row_axes=axes).rows
     )
-    found = None
+    input_gradient = None
     if ctx.needs_input_grad[0]:
         matrix = _weight_columns(ctx, weight, magnitude, (), (mesh.tp,))
-        full, found = gathered_product(
+        full, input_gradient = gathered_product(
             local, matrix, mesh, ctx.hidden_dtype, emulate=scaling.emulate
         )
     else:
         full = gathered(local, mesh)
     columns = transposed(full, scaling.settings.multiple) if ctx.needs_input_grad[1] else None
-    return found, columns
+    return input_gradient, columns

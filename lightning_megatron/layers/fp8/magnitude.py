@@ -62,7 +62,7 @@ class GradientMagnitude:
     """
 
     def __init__(self) -> None:
-        self._found: Magnitude | None = None
+        self._kept: Magnitude | None = None
 
     def put(self, gradient: Float[Tensor, "..."], parts: Int[Tensor, "parts"]) -> None:
         """Keep the magnitude of a gradient, and the gradient itself, until it is taken.
@@ -71,7 +71,7 @@ class GradientMagnitude:
             gradient: The gradient.
             parts: As for :class:`Magnitude`.
         """
-        self._found = Magnitude(gradient, parts)
+        self._kept = Magnitude(gradient, parts)
 
     def find(self, gradient: Float[Tensor, "..."]) -> None:
         """Find the magnitude of a gradient in a separate pass over its memory, and keep it."""
@@ -81,9 +81,9 @@ class GradientMagnitude:
 
     def take(self, gradient: Float[Tensor, "..."]) -> Int[Tensor, "parts"] | None:
         """Return the bit patterns if they belong to a gradient, as :meth:`Magnitude.of` does."""
-        found = self._found
-        self._found = None
-        return None if found is None else found.of(gradient)
+        magnitude = self._kept
+        self._kept = None
+        return None if magnitude is None else magnitude.of(gradient)
 
 
 def no_magnitude(like: Shaped[Tensor, "..."]) -> Int[Tensor, "parts"]:

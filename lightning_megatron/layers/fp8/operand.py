@@ -170,7 +170,7 @@ def product(
     options = {} if out is None else {"out": out}
     rows = len(left.values)
     left = left.padded()
-    found = torch._scaled_mm(
+    result = torch._scaled_mm(
         left.values,
         right.values.t(),
         left.scale,
@@ -179,7 +179,7 @@ def product(
         use_fast_accum=fast,
         **options,
     )
-    return found if len(found) == rows else found[:rows]
+    return result if len(result) == rows else result[:rows]
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,8 @@ class ScaledProduct:
         if is_empty and not self.emulate:
             product(left, self.right, sums.dtype, emulate=False, out=sums)
         else:
-            found = product(left, self.right, sums.dtype, emulate=self.emulate)
-            sums.copy_(found) if is_empty else sums.add_(found)
+            gradient = product(left, self.right, sums.dtype, emulate=self.emulate)
+            sums.copy_(gradient) if is_empty else sums.add_(gradient)
         return True
 
     def split(self, rows: Sequence[int]) -> list[ScaledProduct]:

@@ -60,10 +60,10 @@ def gathered_product(
         full = gathered(local, mesh)
         return full, product(full, right, dtype, emulate=emulate, fast=fast)
     scales = local.scale, right.scale
-    values, found = all_gather_scaled_matmul(
+    values, result = all_gather_scaled_matmul(
         local.values, right.values.t(), scales, mesh.tp, dtype, fast=fast
     )
-    return Operand(values, local.scale), found
+    return Operand(values, local.scale), result
 
 
 def scattered_product(

@@ -98,7 +98,7 @@ class Scaling:
         columns: bool,
         row_axes: Axes = (),
         column_axes: Axes = (),
-        own: Int[Tensor, "parts"] | None = None,
+        bits: Int[Tensor, "parts"] | None = None,
     ) -> Operands:
         """Cast the inputs of a layer.
 
@@ -108,13 +108,13 @@ class Scaling:
             columns: Whether the operand of the columns is needed.
             row_axes: Axes whose ranks hold other rows.
             column_axes: Axes whose ranks hold other columns.
-            own: Bit patterns whose maximum is the largest magnitude of this rank's inputs; None
+            bits: Bit patterns whose maximum is the largest magnitude of this rank's inputs; None
                 computes it. Only casts with one scale use it.
 
         Communication: an all-reduce of magnitudes over each axis, except with scales of blocks or
             from earlier steps.
         """
-        return self._cast(matrix, "input", "e4m3", rows, columns, row_axes, column_axes, own=own)
+        return self._cast(matrix, "input", "e4m3", rows, columns, row_axes, column_axes, bits=bits)
 
     def cast_gradient(
         self,
@@ -124,11 +124,11 @@ class Scaling:
         columns: bool,
         row_axes: Axes = (),
         column_axes: Axes = (),
-        own: Int[Tensor, "parts"] | None = None,
+        bits: Int[Tensor, "parts"] | None = None,
     ) -> Operands:
         """Cast the gradient of a layer's outputs, as :meth:`cast_input` casts the inputs."""
         form = self.settings.gradient_format
-        return self._cast(matrix, "gradient", form, rows, columns, row_axes, column_axes, own=own)
+        return self._cast(matrix, "gradient", form, rows, columns, row_axes, column_axes, bits=bits)
 
     def cast_weight(
         self,
@@ -174,14 +174,14 @@ class Scaling:
         def copy(rows: bool, columns: bool, magnitude: Tensor | None) -> Operands:
             return Operands(None, stored.columns(self.settings.multiple) if columns else None)
 
-        found = (
+        operands = (
             copy(False, columns, None)
             if self.casts is None
             else self.casts.operands(
                 copy, rows=False, columns=columns, counts=False, magnitude=None
             )
         )
-        return replace(found, rows=stored.rows if rows else None)
+        return replace(operands, rows=stored.rows if rows else None)
 
     def _cast(
         self,
@@ -193,37 +193,41 @@ class Scaling:
         row_axes: Axes,
         column_axes: Axes,
         magnitude: Tensor | None = None,
-        own: Tensor | None = None,
+        bits: Tensor | None = None,
     ) -> Operands:
         matrix = matrix.contiguous()
         dtype = torch.float8_e5m2 if form == "e5m2" else torch.float8_e4m3fn
         casts = fused_kernels(matrix) or torch_casts
-        asked = {"rows": rows, "columns": columns}
+        outputs = {"rows": rows, "columns": columns}
         multiple = self.settings.multiple
         if self.has_one_scale:
             scales = self.scales
             earlier = None if scales is None else scales.magnitude(use)
             if earlier is None and magnitude is None:
                 axes = [axis for axis in (*row_axes, *column_axes) if axis.size > 1]
-                if own is None:
+                if bits is None:
                     magnitude = casts.magnitude_parts(matrix)
                 else:
-                    # The all-reduce must not change ``own``, which another cast may need.
-                    magnitude = own.clone() if axes else own
+                    # The all-reduce must not change ``bits``, which another cast may need.
+                    magnitude = bits.clone() if axes else bits
                 _maximize(magnitude, axes)
             parts = magnitude if earlier is None else earlier
-            seen = scales.seen(use) if scales is not None and self.counts else None
-            found = casts.cast_by_one_scale(
-                matrix, parts, dtype, multiple=multiple, running_magnitude=seen, **asked
+            step_magnitude = (
+                scales.step_magnitude(use) if scales is not None and self.counts else None
             )
-            return Operands.of(found, magnitude)
+            cast_values = casts.cast_by_one_scale(
+                matrix, parts, dtype, multiple=multiple, running_magnitude=step_magnitude, **outputs
+            )
+            return Operands.of(cast_values, magnitude)
         if self.settings.recipe == "rowwise":
             of_rows, of_columns = casts.line_magnitudes(matrix, of_rows=rows, of_columns=columns)
             _maximize(of_rows, column_axes)
             _maximize(of_columns, row_axes)
-            found = casts.cast_by_lines(matrix, of_rows, of_columns, dtype, multiple=multiple)
-            return Operands.of(found)
-        return Operands.of(casts.cast_by_blocks(matrix, dtype, is_square=use == "weight", **asked))
+            cast_values = casts.cast_by_lines(matrix, of_rows, of_columns, dtype, multiple=multiple)
+            return Operands.of(cast_values)
+        return Operands.of(
+            casts.cast_by_blocks(matrix, dtype, is_square=use == "weight", **outputs)
+        )
 
 
 def _maximize(magnitudes: Tensor | None, axes: Axes) -> None:

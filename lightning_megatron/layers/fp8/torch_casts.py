@@ -141,8 +141,8 @@ class SliceCasts:
         """Set each weight's bit pattern to the largest magnitude in its slices; 0 without any."""
         magnitudes.zero_()
         for numbers, _, weight in self._slices:
-            found = magnitude_parts(numbers[None])[0]
-            magnitudes[weight] = torch.maximum(magnitudes[weight], found)
+            magnitude = magnitude_parts(numbers[None])[0]
+            magnitudes[weight] = torch.maximum(magnitudes[weight], magnitude)
 
     def cast(self, magnitudes: Int[Tensor, "weights"], dtype: torch.dtype) -> None:
         """Cast all slices with scales from the given magnitudes of whole weights."""

@@ -56,9 +56,9 @@ class WeightCasts:
         Args:
             linear: The layer.
         """
-        found = LayerCasts(self, linear)
-        self._layers.append(found)
-        return found
+        casts = LayerCasts(self, linear)
+        self._layers.append(casts)
+        return casts
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -187,10 +187,10 @@ class LayerCasts:
         new_rows = rows and self._rows is None
         new_columns = columns and self._columns is None
         if new_rows or new_columns:
-            found = cast(new_rows, new_columns, self._magnitude)
-            self._rows = found.rows or self._rows
-            self._columns = found.columns or self._columns
-            self._magnitude = found.magnitude
+            operands = cast(new_rows, new_columns, self._magnitude)
+            self._rows = operands.rows or self._rows
+            self._columns = operands.columns or self._columns
+            self._magnitude = operands.magnitude
         by_rows = self._rows if rows else None
         by_columns = self._columns if columns else None
         return Operands(by_rows, by_columns, self._magnitude)

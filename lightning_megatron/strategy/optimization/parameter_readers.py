@@ -189,7 +189,7 @@ def _called(hook: Any) -> Iterator[FunctionType]:
         visited.add(id(function))
         yield function
         if depth < _DEPTH:
-            waiting += [(found, depth + 1) for found in _named_by(function, owner)]
+            waiting += [(function_read, depth + 1) for function_read in _named_by(function, owner)]
 
 
 def _named_by(function: FunctionType, owner: object) -> Iterator[object]:

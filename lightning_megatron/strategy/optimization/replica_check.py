@@ -71,9 +71,9 @@ class ReplicaCheck:
         if not self._is_due(self._num_steps[names]):
             self._num_steps[names] += 1
             return False
-        found_by_rank = all_gather_objects(sorted(self._search.found), self._main.mesh.tp)
+        names_by_rank = all_gather_objects(sorted(self._search.partial_names), self._main.mesh.tp)
         partial = {
-            name for rank_names in found_by_rank for name in rank_names
+            name for rank_names in names_by_rank for name in rank_names
         } - self._reducer.used_on_parts
         if partial:
             self._reducer.used_on_parts |= partial

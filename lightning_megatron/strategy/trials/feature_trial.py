@@ -231,12 +231,12 @@ class _FeatureTrial:
         self, values: dict[str, tuple[float, float]], difference: _Difference | None
     ) -> None:
         """Refuse a difference, and name the location that the first rank found."""
-        found_by_rank = all_gather_objects((values, difference), self._mesh.world_cpu)
+        results_by_rank = all_gather_objects((values, difference), self._mesh.world_cpu)
         # Features are not sharded at the input of a column layer. A difference there has its cause
         # in earlier code, and is not reported by itself.
-        differences = [found for _, found in found_by_rank if found is not None]
-        first = min(differences, key=lambda found: found.number, default=None)
-        located = next((found for found, _ in found_by_rank if found), None) or {}
+        differences = [difference for _, difference in results_by_rank if difference is not None]
+        first = min(differences, key=lambda difference: difference.number, default=None)
+        located = next((values for values, _ in results_by_rank if values), None) or {}
         if not located and (first is None or not first.is_inside):
             return
         tp = self._mesh.tp.size

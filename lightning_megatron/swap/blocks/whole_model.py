@@ -96,12 +96,12 @@ def _is_standard(source: nn.Module) -> TypeGuard[_Whole]:
 
 
 def _check_names(name: str, source: _Whole, expected: _Whole) -> None:
-    wanted = {key for key, _ in expected.named_parameters()}
+    expected_names = {key for key, _ in expected.named_parameters()}
     present = {key for key, _ in source.named_parameters()}
-    if wanted != present:
+    if expected_names != present:
         raise UnsupportedError(
             f"the model {name!r} cannot be cut after building, because its parameters differ from "
-            f"those of its config ({sorted(wanted ^ present)[0]!r}). Build it with "
+            f"those of its config ({sorted(expected_names ^ present)[0]!r}). Build it with "
             "mesh=self.device_mesh in configure_model and change it there."
         )
 

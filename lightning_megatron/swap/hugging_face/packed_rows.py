@@ -65,9 +65,9 @@ def span_of(
         return AttentionSpan(lengths, packed.longest, positions, restarts=False)
     if attention_mask is not None:
         _check_mask(attention_mask, shape)
-        wanted = None if labels is None else host.read(labels)
+        labels_on_host = None if labels is None else host.read(labels)
         known = host.read(attention_mask).to(torch.bool)
-        kind = _kind_of(known, shifted(wanted) if shifts else wanted)
+        kind = _kind_of(known, shifted(labels_on_host) if shifts else labels_on_host)
         return _padding(attention_mask.to(torch.bool), positions, kind)
     if position_ids is None:
         return None

@@ -67,7 +67,7 @@ def _save_replaced(model: ReplacedModel, folder: Path) -> None:
     config = model.config.to_dict()  # type: ignore[operator,union-attr]
     assert adapter is not None, "peft has put an adapter into the model"
     model.body.wait_for_parameters()
-    wanted = adapter.class_tensors(family.class_tensors(family.config(config)))
+    class_tensors = adapter.class_tensors(family.class_tensors(family.config(config)))
     held = {
         n if is_factor(n) else family.present_name(plain_name(n)): parameter
         for n, parameter in model.named_parameters()
@@ -77,7 +77,9 @@ def _save_replaced(model: ReplacedModel, folder: Path) -> None:
         export_adapter(full, family, config, adapter, _folder_of(adapter.name, folder))
 
     write_together(
-        {name: parameter for name, parameter in held.items() if name in wanted}, model.mesh, write
+        {name: parameter for name, parameter in held.items() if name in class_tensors},
+        model.mesh,
+        write,
     )
 
 

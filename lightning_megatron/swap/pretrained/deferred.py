@@ -160,14 +160,14 @@ class Origin:
             )
             if name not in parts:
                 continue
-            wanted = [
+            tensors = [
                 tensor
                 for tensor in self.family.tensors(layers.config)
                 if _is_of_family(tensor, name, self.family)
             ]
-            initialize_(layers, "cpu", torch.initial_seed(), {tensor.target for tensor in wanted})
+            initialize_(layers, "cpu", torch.initial_seed(), {tensor.target for tensor in tensors})
             drawn: dict[str, Tensor] = {}
-            for part in wanted:
+            for part in tensors:
                 drawn |= part.split(layers.get_parameter(part.target).detach()[: part.shape[0]])
             return pack(drawn, self.family.packed)[name]
         raise KeyError(name)
@@ -193,12 +193,12 @@ def _names_in(name: str, reader: TensorReader, family: Family) -> set[str]:
 
 def _assembled(name: str, reader: TensorReader, family: Family) -> Tensor | None:
     """Read a tensor of the class from files that contain the tensor or its parts."""
-    wanted = _names_in(name, reader, family)
-    if not wanted:
+    names_in_file = _names_in(name, reader, family)
+    if not names_in_file:
         return None
     parts = {
         part: reader.read(part, tuple(slice(0, size) for size in reader.shape(part))).clone()
-        for part in wanted
+        for part in names_in_file
     }
     return pack(parts, family.packed)[name]
 

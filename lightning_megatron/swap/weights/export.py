@@ -235,20 +235,20 @@ def export_adapter(
     Raises:
         CheckpointMismatchError: If a tensor is missing or unknown.
     """
-    wanted = adapter.class_tensors(family.class_tensors(family.config(hf_config)))
+    class_tensors = adapter.class_tensors(family.class_tensors(family.config(hf_config)))
     by_name = dict(full_tensors)
-    if wanted.keys() != by_name.keys():
+    if class_tensors.keys() != by_name.keys():
         raise CheckpointMismatchError(
             "an adapter must be written with all its tensors: "
-            f"{named(wanted.keys() ^ by_name.keys())} missing or unknown. peft would initialise "
-            "them at random. Give the tensors of the whole model."
+            f"{named(class_tensors.keys() ^ by_name.keys())} missing or unknown. peft would "
+            "initialise them at random. Give the tensors of the whole model."
         )
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    parts = {target: tensor.split(by_name[target]) for target, (tensor, _) in wanted.items()}
+    parts = {target: tensor.split(by_name[target]) for target, (tensor, _) in class_tensors.items()}
     tensors = {
         f"{_PEFT_PREFIX}{name}": parts[target][name].to(dtype or parts[target][name].dtype)
-        for target, (_, names) in wanted.items()
+        for target, (_, names) in class_tensors.items()
         for name in names
     }
     write_file(

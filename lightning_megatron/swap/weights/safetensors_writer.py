@@ -97,11 +97,11 @@ class TensorWriter:
         kept_dtypes = kept or {}
         try:
             for name, tensor in tensors:
-                wanted = kept_dtypes.get(name, dtype)
+                saved_dtype = kept_dtypes.get(name, dtype)
                 self.add(
                     name,
-                    tensor.to(wanted)
-                    if wanted is not None and tensor.is_floating_point()
+                    tensor.to(saved_dtype)
+                    if saved_dtype is not None and tensor.is_floating_point()
                     else tensor,
                 )
                 # Free this tensor before the next one is gathered.

@@ -86,8 +86,8 @@ class FourBitExperts:
         numbers = torch.cat((positive, -positive))[pair.int()].flatten(-2)
         scaled = torch.ldexp(numbers, exponents.int().unsqueeze(-1) - _BIAS).flatten(-2)
         first = runs.start * _MXFP4_BLOCK
-        wanted = slice(inputs.start - first, inputs.stop - first, inputs.step)
-        return scaled[..., wanted].to(self.dtype).transpose(1, 2)
+        inputs_in_block = slice(inputs.start - first, inputs.stop - first, inputs.step)
+        return scaled[..., inputs_in_block].to(self.dtype).transpose(1, 2)
 
 
 @dataclass(frozen=True)
