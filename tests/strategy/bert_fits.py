@@ -17,7 +17,7 @@ VOCABULARY, LENGTH, STEPS, BATCH = 61, 32, 6, 4
 
 
 class PaddedPairs(Dataset):
-    """Repeatable sentence pairs of different lengths, with lengths and a mask or with a mask alone."""
+    """Repeatable sentence pairs of different lengths, with a mask and optionally with lengths."""
 
     def __init__(self, has_lengths: bool) -> None:
         self.has_lengths = has_lengths

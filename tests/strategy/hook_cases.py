@@ -225,9 +225,7 @@ class ClipsRawly(ByHand):
 
 
 class AddsUpRawly(ByHand):
-    """Run backward passes with and without Lightning, and recompute activations by a nested backward
-    pass.
-    """
+    """Run backward passes with and without Lightning, and recompute activations by a nested pass."""
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         hidden = checkpoint(self.net[0], batch[0].requires_grad_(), use_reentrant=True)

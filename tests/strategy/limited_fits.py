@@ -182,7 +182,7 @@ def fit(
     kind: type[Watched] = Watched,
     **layout: Any,
 ) -> Record:
-    """Train four steps of two microbatches on each data-parallel rank, and validate after each two."""
+    """Train four steps of two microbatches on each data-parallel rank; validate after two steps."""
     seed_everything(3, verbose=False)
     record = Record()
     sizes: dict[str, Any] = {"ep": 2, "expert_transport": "one_sided", "microbatch_size": 8}

@@ -1,4 +1,4 @@
-"""Fits of small modules by Lightning alone or under MegatronStrategy, with losses and full weights."""
+"""Fits of small modules by Lightning alone or under MegatronStrategy."""
 
 from __future__ import annotations
 

@@ -73,8 +73,8 @@ class Bench:
         return Trainer(**{**quiet, **options}, strategy=strategy or "auto", devices=self.devices)
 
     def loaders(self, batch_size: int = 4, num_samples: int = 16) -> tuple[DataLoader, DataLoader]:
-        """Return training and validation data; all data-parallel ranks together have the same batches
-        for every number of ranks.
+        """Return loaders of training and validation data; together, all data-parallel ranks get the
+        same batches for every number of ranks.
         """
         return loader(num_samples, batch_size // self.num_data), loader(
             8, 4 // self.num_data, seed=2

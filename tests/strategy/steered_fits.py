@@ -165,7 +165,7 @@ class CountedGraph(TapeGraph):
 
 
 def steered(route: Any) -> Any:
-    """Return a router's forward pass whose choices give rank 0 as many more rows as the batch says."""
+    """Return a router's forward pass that gives rank 0 as many more rows as the batch says."""
 
     def forward(router: Router, hidden: Tensor) -> Routing:
         routing = route(router, hidden)

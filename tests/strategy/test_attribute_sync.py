@@ -1,4 +1,4 @@
-"""State that steps keep in the module is the same for hooks of every stage as in one process."""
+"""Hooks of every pipeline stage see the same state of the module as in one process."""
 
 from __future__ import annotations
 

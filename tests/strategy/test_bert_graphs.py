@@ -1,4 +1,4 @@
-"""Fits of a BERT by graphs, on rows of other lengths in each batch."""
+"""Fits of a BERT by graphs on rows whose lengths differ between batches."""
 
 from __future__ import annotations
 

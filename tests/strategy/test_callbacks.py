@@ -22,7 +22,7 @@ from tests.strategy.callback_cases import CASES, Bench, Net
 from tests.sweeps import chosen
 from tests.world import run_world
 
-#: Cases that are refused where a rank holds a part of the model, and the beginnings of the messages.
+#: Cases that are refused if a rank holds a part of the model, and the beginnings of the messages.
 REFUSED = {
     "averaged": "StochasticWeightAveraging needs the whole model on every rank",
     "averaged with statistics": "StochasticWeightAveraging needs the whole model on every rank",

@@ -135,8 +135,8 @@ def test_all_ranks_use_the_checkpoint_that_the_first_rank_finds(tmp_path: Path) 
     torch.save({"state_dict": {}, "optimizer_states": []}, second / "cut.ckpt")
     ranks = run_world(_find_different_files, 2, str(tmp_path))
     assert ranks[0] == ranks[1]
-    found, absent, has_optimizers, cut = ranks[0]
-    assert found == repr(CheckpointSource(f"{first}/full.ckpt", is_single_file=True))
+    source, absent, has_optimizers, cut = ranks[0]
+    assert source == repr(CheckpointSource(f"{first}/full.ckpt", is_single_file=True))
     assert absent.startswith("CheckpointMismatchError: ")
     assert has_optimizers == "True"
     assert cut.startswith("CorruptDataError: ")

@@ -1,4 +1,4 @@
-"""The order in which one process numbers parameters, and the states of its random generators."""
+"""Order of parameters in checkpoints of one process, and states of random generators."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ NUM_SAMPLES = (NUM_TOKENS - 1) // WINDOW
 
 
 class RecordsSamples(Trained):
-    """Record the samples of every step, and draw from every generator that a user's step may use."""
+    """Record the samples of each step, and draw from every generator that a user's step may use."""
 
     def __init__(self, augments: bool) -> None:
         super().__init__(replace(GPT2, hidden_dropout=0.2, attention_dropout=0.1))
@@ -92,7 +92,8 @@ def _interrupted(rank: int, size: int, folder: str) -> dict[str, Any]:
             uninterrupted.samples,
             resumed.samples,
         )
-    # Four data ranks take 24 samples, two take 12, and one takes all others; batch sizes differ.
+    # Four data ranks take 24 samples, then two take 12, then one takes the remaining samples; batch
+    # sizes differ.
     microbatch_of_one: dict[str, Any] = {"microbatch_size": 1}
     first = fit(microbatch_of_one, folder, 3, save=(3, f"{folder}/four"), batch_size=2)
     second = fit(
@@ -133,7 +134,7 @@ def test_a_resumed_run_equals_an_uninterrupted_run_bit_for_bit(
         assert resumed_samples == samples[SAVED_AFTER:]
 
 
-def test_each_sample_is_taken_once_and_in_order_when_the_number_of_data_ranks_changes(
+def test_each_sample_is_taken_once_in_order_when_the_number_of_data_ranks_changes(
     ranks: list[dict[str, Any]],
 ) -> None:
     parts = [results["samples"] for results in ranks]

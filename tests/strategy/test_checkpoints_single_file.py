@@ -1,5 +1,5 @@
-"""Training resumes with equal losses under MegatronStrategy from checkpoints of plain Lightning, and
-vice versa.
+"""Training under MegatronStrategy resumes with equal losses from checkpoints of plain Lightning, and
+plain Lightning from those of MegatronStrategy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lightning's ``load_from_checkpoint`` refuses a directory with a remedy, and reads files as before."""
+"""Lightning's ``load_from_checkpoint`` refuses directories with a remedy, and reads plain files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Context parallelism splits the sequences of decoders, refuses other modules that mix positions, and
-leaves sequences full around a decoder.
+"""Context parallelism splits the sequences of decoders alone, and refuses modules that it cannot
+split.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class MixesAroundDecoder(LightningModule):
         self.state = nn.GRU(16, 16, batch_first=True)
         self.statistics = nn.BatchNorm1d(16)
         self.after = nn.MultiheadAttention(32, 2, batch_first=True)
-        self.own = nn.Linear(32, 16)
+        self.projection = nn.Linear(32, 16)
         self.attention = OwnAttention()
         self.model: GPT | None = None
         self.losses: list[float] = []
@@ -232,7 +232,7 @@ class MixesAroundDecoder(LightningModule):
         vectors = self.state(self.statistics(vectors).transpose(1, 2))[0]
         logits = self.model(None, embeddings=vectors)
         mixed = self.after(logits, logits, logits, need_weights=False)[0]
-        pooled = F.max_pool1d(self.attention(self.own(mixed)).transpose(1, 2), 3, 1, 1)
+        pooled = F.max_pool1d(self.attention(self.projection(mixed)).transpose(1, 2), 3, 1, 1)
         losses = F.cross_entropy((logits + mixed).transpose(1, 2), batch[:, 1:])
         loss = losses + pooled.square().mean()
         self.losses.append(loss.item())

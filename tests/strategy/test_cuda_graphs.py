@@ -1,4 +1,4 @@
-"""Fits by CUDA graphs equal eager fits bit for bit, and options that prevent captures are refused."""
+"""Fits by CUDA graphs equal eager fits bit for bit; options that prevent captures are refused."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_evaluation_without_training_captures_segments_after_eager_batches(
     for tested, predicted, _ in by_graphs:
         assert tested == eager[0]
         assert torch.equal(predicted, eager[1])
-    # In each run two of four batches are eager, and the last batch has a microbatch of another shape.
+    # In each run two of four batches are eager; the last batch has a microbatch of another shape.
     assert [replays for *_, replays in results] == [{}, {"evaluation": 2 * 2 * 2}, {}]
     lines = [
         message.partition(", capt")[0]
@@ -304,7 +304,7 @@ def test_a_checkpoint_load_within_a_fit_keeps_the_graphs_and_results(
     assert actual.losses[3] != actual.losses[4]
 
 
-def test_a_resumed_fit_by_graphs_equals_an_eager_one(tmp_path: Path) -> None:
+def test_a_resumed_fit_by_graphs_equals_a_resumed_eager_fit(tmp_path: Path) -> None:
     fit(SEGMENTS, callbacks=(SaveAndLoad(tmp_path),), max_steps=3)
     path = tmp_path / "saved.ckpt"
     assert_same(fit(SEGMENTS, ckpt_path=path, max_steps=8), fit(None, ckpt_path=path, max_steps=8))
@@ -400,8 +400,8 @@ def test_hooks_registered_during_a_fit_are_called_and_keep_their_submodule_eager
         actual = fit(SEGMENTS, callbacks=(later,), **options)
     assert actual.differences_from(fit(None, callbacks=(eager,), **options)) == []
     assert later.calls == eager.calls > 0
-    lines = [one for one in caplog.messages if one.startswith("CUDA graphs (segments)")]
-    assert any("Eager: layers.1.mlp: hook" in one for one in lines)
+    lines = [line for line in caplog.messages if line.startswith("CUDA graphs (segments)")]
+    assert any("Eager: layers.1.mlp: hook" in line for line in lines)
     assert actual.num_graphs[-1] > 0
 
 

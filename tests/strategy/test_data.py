@@ -1,4 +1,4 @@
-"""Each rank gets the same samples as under Lightning's strategies for every kind of training data."""
+"""Each rank gets the same samples as under Lightning's strategies for every kind of data."""
 
 from __future__ import annotations
 

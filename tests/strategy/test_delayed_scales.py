@@ -106,7 +106,7 @@ def test_checkpoints_load_under_every_recipe_and_keep_the_history_of_delayed_sca
         assert not any(
             name.startswith("fp8.") for name in OpenCheckpoint.open(tmp_path / "other").tensors
         )
-        # The fourth step has scales of its own, and the last three steps are the history.
+        # The fourth step has its own scales, and the history has the last three steps.
         module, _ = fits.train(DELAYED, 9, "other")
         assert float(history_of(module).min()) > 0
     # A longer history begins with the saved steps; layers without a saved history start their own.

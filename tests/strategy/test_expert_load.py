@@ -131,7 +131,7 @@ def check_rows(rows: dict[int, dict[str, float]]) -> None:
 
 
 def check_ranks(row: dict[str, float], recomputed: dict[str, float]) -> None:
-    """Check the figures of ranks against those of a fit with full recomputation, and remove them."""
+    """Check the figures of ranks also against a fit with full recomputation, and remove them."""
     for layer in LAYERS:
         before, after, moved, clones, needed = (
             row[f"experts/layer_{layer}/{name}"] for name in RANK_FIGURES

@@ -135,7 +135,7 @@ def test_graphs_run_before_a_repeat_and_are_captured_again_after_the_limit_grows
         assert replays[7] > 0
 
 
-def test_a_resumed_fit_by_graphs_with_a_row_limit_equals_one_without_a_limit(
+def test_a_resumed_fit_by_graphs_with_a_row_limit_equals_a_fit_without_a_limit(
     ranks: list[dict[str, SteeredRecord]],
 ) -> None:
     for results in ranks:
@@ -179,8 +179,8 @@ def test_a_row_limit_adds_two_graph_entries_per_layer_pass_and_four_per_step(
             max(results["unlimited graphs"].num_entries),
         )
         num_passes = 2 * NUM_LAYERS
-        # For each pass: ends within the limit, and the largest need. For each step: the missing rows,
-        # their maximum over the ranks, the wait for it, and the copy to the host.
+        # Each pass adds the ends within the limit and the largest need. Each step adds the missing
+        # rows, their maximum over the ranks, the wait for it, and the copy to the host.
         assert limited - unlimited == 2 * num_passes + 4
 
 

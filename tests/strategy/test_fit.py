@@ -374,6 +374,6 @@ def test_a_fit_freezes_no_objects_if_the_program_has_frozen_objects(
     count = gc.get_freeze_count()
     counter = CountFrozenObjects()
     trainer_of(callbacks=[counter]).fit(Plain(), make_line_loader())
-    # Objects that end leave the frozen ones; none are added.
+    # The number of frozen objects falls when objects end, and never grows.
     assert max(counter.counts) <= count
     assert 10_000 < gc.get_freeze_count() <= count

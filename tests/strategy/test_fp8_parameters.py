@@ -1,4 +1,4 @@
-"""Fits whose weights are stored in 8 bits: reads, writes, ends of fits, checkpoints and refusals."""
+"""Fits whose weights are stored in 8 bits: reads, writes, ends of fits, checkpoints, refusals."""
 
 from __future__ import annotations
 
@@ -275,7 +275,7 @@ def test_a_failed_fit_leaves_ordinary_weights() -> None:
 
 
 def resumed(devices: int, folder: Path, fp8: FP8) -> tuple[list[float], list[float]]:
-    """Return the losses of two later steps, without an interruption and with one."""
+    """Return the losses of the last two steps of an uninterrupted and of a resumed run."""
     options: dict[str, Any] = {"precision": "bf16-mixed"}
     layout = {**IN_FP8, "fp8": fp8}
     train = checkpoint_runs.train
@@ -314,7 +314,7 @@ def test_checkpoints_hold_main_parameters_and_load_with_and_without_fp8(tmp_path
 
 
 def test_histories_of_scales_continue_when_the_type_of_weights_changes(tmp_path: Path) -> None:
-    """A run that casts its weights resumes from the history of one that stores them, and vice versa."""
+    """Runs that cast weights resume from the histories of runs that store them, and vice versa."""
     options: dict[str, Any] = {"precision": "64-true"}
     train = checkpoint_runs.train
     stored = {**IN_FP8, "fp8": DELAYED}
@@ -325,7 +325,7 @@ def test_histories_of_scales_continue_when_the_type_of_weights_changes(tmp_path:
         train(saved_layout, 1, 2, save=tmp_path / name, **options)
         paths = {"resume": tmp_path / name, "save": tmp_path / f"{name}, other"}
         actual = train(resumed_layout, 1, 5, **paths, **options).losses
-        # Scales of 1 in the place of those of the history would lose most digits of the weights.
+        # Scales of 1 instead of scales from the history would lose most digits of the weights.
         assert actual == pytest.approx(expected[2:], rel=2e-3)
         histories = [histories_in(path) for path in (tmp_path / name, tmp_path / f"{name}, other")]
         assert histories[0].keys() == histories[1].keys() != set()

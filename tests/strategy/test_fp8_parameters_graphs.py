@@ -72,7 +72,7 @@ def run(
 
 
 def check_same(actual: tuple[Fit, Stored], expected: tuple[Fit, Stored], case: str = "") -> None:
-    """Assert that a fit captured graphs, equals an eager fit bit for bit, and keeps weights in place."""
+    """Assert that a fit captured graphs, equals an eager fit, and keeps the addresses of weights."""
     actual_fit, actual_record = actual
     expected_fit, expected_record = expected
     assert actual_fit.num_graphs[-1] > 0, case
@@ -271,7 +271,7 @@ def record_gathers() -> Iterator[list[bool]]:
 
 
 def run_layouts(rank: int, size: int) -> list[str]:
-    """Compare fits by graphs with eager fits in every layout; return the names of the compared fits."""
+    """Compare fits by graphs with eager fits in every layout; return the names of the fits."""
     names = []
     options: dict[str, Any] = {
         "model": {"hidden_size": 64, "num_heads": 4},
@@ -284,7 +284,7 @@ def run_layouts(rank: int, size: int) -> list[str]:
         for graphs in MODES:
             check_same(run(graphs, size, layout, **options), expected, f"{name}, {graphs.mode}")
             names.append(f"{name}, {graphs.mode}")
-    # Without a callback that reads weights the graphs of whole steps gather them.
+    # Without a callback that reads weights, the graphs of full steps gather them.
     layout = {"fp8": DELAYED, "microbatch_size": 1, "overlap_parameters": True, "bucket_size": 1000}
     options |= {"precision": "bf16-mixed", "max_steps": 8}
     expected_fit = fit(None, size, layout, **options)

@@ -29,7 +29,7 @@ def test_the_trainer_strategy_and_parameters_of_a_finished_fit_are_freed(
 
 
 def fit_with_references(graphs: Any) -> dict[str, weakref.ref[Any]]:
-    """Train, and return weak references to the trainer, the strategy, the module and its parameters."""
+    """Train, and return weak references to the trainer, strategy, module and parameters."""
     strategy = MegatronStrategy(cuda_graphs=graphs)
     strategy._make_backend = lambda mesh: TapeBackend(mesh.launcher)
     trainer = Trainer(

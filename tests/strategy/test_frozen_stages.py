@@ -1,5 +1,5 @@
-"""Fits on two pipeline stages match one process if a stage trains nothing, if embeddings are tied, or
-if parameter groups differ between stages.
+"""Fits on two pipeline stages match one process, also if a stage trains nothing, embeddings are
+tied, or parameter groups differ between stages.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Tuned(L.LightningModule):
 
 
 class HeadOnly(Tuned):
-    """Train a part of a model, and give the optimizer only the parameters that require gradients."""
+    """Train a part of a model; the optimizer has only the parameters that require gradients."""
 
     trains = "lm_head"
 
@@ -263,8 +263,8 @@ def trainer_of(
 
 
 def fit(strategy: Callable[[], Any], kind: type[Tuned], model: str, folder: str) -> list[float]:
-    """Return the losses of two epochs; if a callback adds parameters to the optimizer, also those of a
-    third epoch that resumes from a checkpoint.
+    """Return the losses of two epochs; if a callback adds parameters to the optimizer, also those of
+    a third epoch that resumes from a checkpoint.
     """
     data, module = DataLoader(TOKENS, batch_size=4), kind(model)
     trainer = trainer_of(strategy(), kind, 2, folder)

@@ -32,7 +32,7 @@ class Words(Dataset):
 
 
 class Stream(IterableDataset):
-    """The same sequences without a length; of n data-parallel ranks each takes every n-th sequence."""
+    """The same sequences without a length; each of n data-parallel ranks takes every n-th one."""
 
     def __init__(self, rank: int, size: int, num_samples: int = 32) -> None:
         self.rank, self.size, self.words = rank, size, Words(num_samples)

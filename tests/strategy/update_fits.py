@@ -28,7 +28,7 @@ class UpdatedLM(FusedLM):
 
 
 class ScheduledLM(UpdatedLM):
-    """Train under a schedule of the learning rate and, with ``decays``, of the weight decay from 0."""
+    """Train under a schedule of the learning rate and, with ``decays``, one of the weight decay."""
 
     def __init__(self, decays: bool = True) -> None:
         super().__init__()
