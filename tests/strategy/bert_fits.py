@@ -17,7 +17,7 @@ VOCABULARY, LENGTH, STEPS, BATCH = 61, 32, 6, 4
 
 
 class PaddedPairs(Dataset):
-    """Repeatable pairs of different lengths, described by lengths or by a mask alone."""
+    """Repeatable sentence pairs of different lengths, with a mask and optionally with lengths."""
 
     def __init__(self, has_lengths: bool) -> None:
         self.has_lengths = has_lengths
@@ -64,7 +64,7 @@ def bert_fit(
         "num_heads": 2, "hidden_dropout": dropout[0], "attention_dropout": dropout[1],
     }  # fmt: skip
     config = EncoderConfig.bert(**sizes, ffn_hidden_size=96, norm_position=order, init_std=0.2)
-    found = Fit("" if graphs is None else graphs.mode)
+    result = Fit("" if graphs is None else graphs.mode)
     strategy = MegatronStrategy(
         microbatch_size=2, check_microbatches=False, cuda_graphs=graphs, zero=0
     )
@@ -73,9 +73,9 @@ def bert_fit(
         strategy._make_backend = lambda mesh: TapeBackend(mesh.launcher)
     trainer = pl.Trainer(
         devices=1, strategy=strategy, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[Watch(found)], **settings,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[Watch(result)], **settings,
     )  # fmt: skip
     # On the CPU the host reads the number of tokens, which a graph of a step must not do.
     module = BERTPretraining(config, learning_rate=0.01, max_steps=STEPS, token_weighted=False)
     trainer.fit(module, DataLoader(PaddedPairs(has_lengths), batch_size=BATCH))
-    return found
+    return result

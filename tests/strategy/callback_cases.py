@@ -1,4 +1,4 @@
-"""Callbacks, loggers and settings of Lightning's own on a small model, and what comes of them."""
+"""Fits of a small model with callbacks, loggers and settings of Lightning, and their results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Block(nn.Module):
-    """Add two layers to their input."""
+    """Add the output of two layers to their input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Net(LightningModule):
-    """Fit a sum; made in the constructor, as most modules are."""
+    """Fit a sum by layers that the constructor makes, as in most modules."""
 
     def __init__(self, lr: float = 0.05, batch_size: int = 4) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Net(LightningModule):
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return torch.optim.SGD(trained, lr=self.lr, momentum=0.5)
 
-    def data(self) -> DataLoader:
+    def make_loader(self) -> DataLoader:
         rank, size = self.place
         x = torch.randn(16, 4, generator=torch.Generator().manual_seed(2))
         order = torch.arange(16).view(-1, size, self.batch_size // size)[:, rank].flatten()
@@ -82,21 +82,21 @@ class Net(LightningModule):
         )
 
     def train_dataloader(self) -> DataLoader:
-        return self.data()
+        return self.make_loader()
 
     def val_dataloader(self) -> DataLoader:
-        return self.data()
+        return self.make_loader()
 
 
 class WithNorm(Net):
-    """Have running statistics."""
+    """Net with running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.Sequential(Block(), nn.BatchNorm1d(8))
 
 
-class Fails(Callback):
+class FailsAtStepFive(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -111,10 +111,10 @@ class Bench:
     """Make trainers under one strategy.
 
     Args:
-        strategy: Makes the strategy.
-        devices: Processes.
-        place: The data rank of this process, and their number.
-        folder: Where files go.
+        strategy: Function that makes the strategy.
+        devices: Number of processes.
+        place: Data rank of this process, and number of data ranks.
+        folder: Folder of the files that a fit writes.
     """
 
     def __init__(
@@ -175,9 +175,9 @@ def pruned(bench: Bench) -> dict[str, Any]:
     }
 
 
-def with_callback(*make: Callable[[], Callback], **options: Any) -> Run:
+def with_callback(*factories: Callable[[], Callback], **options: Any) -> Run:
     def run(bench: Bench) -> dict[str, Any]:
-        trainer, module = bench.fit(callbacks=[one() for one in make], **options)
+        trainer, module = bench.fit(callbacks=[factory() for factory in factories], **options)
         return {"weights": weights(module), "metrics": metrics(trainer), "notes": module.notes}
 
     return run
@@ -205,22 +205,24 @@ def lambdas(bench: Bench) -> dict[str, Any]:
 
 
 def finetuned(bench: Bench) -> dict[str, Any]:
-    kept = BackboneFinetuning(unfreeze_backbone_at_epoch=2, backbone_initial_lr=0.01, verbose=False)
-    trainer, module = bench.fit(callbacks=[kept])
+    finetuning = BackboneFinetuning(
+        unfreeze_backbone_at_epoch=2, backbone_initial_lr=0.01, verbose=False
+    )
+    trainer, module = bench.fit(callbacks=[finetuning])
     rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
-    # Under ddp what is unfrozen later stays unsynchronised.
-    found = {} if bench.place[1] > 1 else {"weights": weights(module), "metrics": metrics(trainer)}
-    return {**found, "rates": rates}
+    # Under ddp, parameters that are unfrozen later stay unsynchronised.
+    result = {} if bench.place[1] > 1 else {"weights": weights(module), "metrics": metrics(trainer)}
+    return {**result, "rates": rates}
 
 
 def summarized(bench: Bench) -> dict[str, Any]:
-    class Keeps(ModelSummary):
+    class NotesSummary(ModelSummary):
         def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            found = summarize(pl_module, 2)
-            rows = zip(found.layer_names, found.in_sizes, found.out_sizes, strict=True)
+            summary = summarize(pl_module, 2)
+            rows = zip(summary.layer_names, summary.in_sizes, summary.out_sizes, strict=True)
             pl_module.notes["rows"] = list(rows)
 
-    return with_callback(lambda: Keeps(2))(bench)
+    return with_callback(lambda: NotesSummary(2))(bench)
 
 
 def graphed(bench: Bench) -> dict[str, Any]:
@@ -238,17 +240,19 @@ def graphed(bench: Bench) -> dict[str, Any]:
     return {"weights": weights(module), "metrics": metrics(trainer), "notes": module.notes}
 
 
-def logged(*make: Callable[[], Callback]) -> Run:
+def logged(*factories: Callable[[], Callback]) -> Run:
     def run(bench: Bench) -> dict[str, Any]:
         logger = CSVLogger(bench.folder, "csv", version=0)
-        trainer, module = bench.fit(logger=logger, callbacks=[one() for one in make], max_epochs=1)
-        found = {"weights": weights(module), "metrics": metrics(trainer)}
+        trainer, module = bench.fit(
+            logger=logger, callbacks=[factory() for factory in factories], max_epochs=1
+        )
+        result = {"weights": weights(module), "metrics": metrics(trainer)}
         if not trainer.is_global_zero:
-            return found
+            return result
         rows = (bench.folder / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
-        # The Trainer counts its ranks where there are several.
+        # Which metrics per second exist depends on the number of ranks.
         names = {name for name in rows[0].split(",") if "per_sec" not in name}
-        return {**found, "names": sorted(names), "rows": len(rows)}
+        return {**result, "names": sorted(names), "rows": len(rows)}
 
     return run
 
@@ -256,7 +260,7 @@ def logged(*make: Callable[[], Callback]) -> Run:
 def excepted(bench: Bench) -> dict[str, Any]:
     saver = OnExceptionCheckpoint(bench.folder, "failed")
     try:
-        bench.fit(callbacks=[saver, Fails()], enable_checkpointing=True)
+        bench.fit(callbacks=[saver, FailsAtStepFive()], enable_checkpointing=True)
     except RuntimeError as error:
         message = str(error)
     module = Net()

@@ -1,4 +1,4 @@
-"""Train a small GPT in parts: save, go on elsewhere, and report what every step computed."""
+"""Train a small GPT, save it, continue it from a checkpoint, and record the losses of all steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ LLAMA = GPTConfig.llama(**_SIZES, num_kv_heads=2, ffn_hidden_size=48)
 
 
 class Trained(pl.LightningModule):
-    """A GPT with groups for decay and none, and a schedule of the learning rate by step."""
+    """Train a GPT with one parameter group with weight decay and one without, and a schedule of the
+    learning rate by step.
+    """
 
     def __init__(self, config: GPTConfig = GPT2) -> None:
         super().__init__()
@@ -53,9 +55,12 @@ class Trained(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         decayed = [p for p in self.parameters() if p.dim() > 1]
-        others = [p for p in self.parameters() if p.dim() <= 1]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        # A large eps keeps gradients that are zero but for rounding from becoming whole steps.
+        undecayed = [p for p in self.parameters() if p.dim() <= 1]
+        groups = [
+            {"params": decayed, "weight_decay": 0.1},
+            {"params": undecayed, "weight_decay": 0.0},
+        ]
+        # A large eps keeps gradients that are zero but for rounding from becoming full steps.
         optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -68,7 +73,7 @@ def trainer_of(
     callbacks: Sequence[pl.Callback] = (),
     **options: Any,
 ) -> pl.Trainer:
-    """Return a quiet trainer; without a layout one of Lightning's own strategies."""
+    """Return a trainer without logs; without a layout it has a strategy of Lightning."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     warnings.filterwarnings("ignore", message=".*ended before the epoch ended.*")
@@ -78,7 +83,7 @@ def trainer_of(
         "precision": "64-true",
         "logger": False,
         "enable_checkpointing": any(
-            isinstance(one, pl.callbacks.ModelCheckpoint) for one in callbacks
+            isinstance(callback, pl.callbacks.ModelCheckpoint) for callback in callbacks
         ),
         "enable_progress_bar": False,
         "enable_model_summary": False,
@@ -103,18 +108,18 @@ def train(
     config: GPTConfig = GPT2,
     **options: Any,
 ) -> Trained:
-    """Train up to a number of steps, from a checkpoint if one is named, and save afterwards if a
-    path is given.
+    """Train up to a number of steps, from the checkpoint ``resume`` if given, and save to the path
+    ``save`` if given.
     """
     trainer, module = trainer_of(layout, devices, steps, **options), Trained(config)
-    places = (
+    sampler_options = (
         trainer.strategy.distributed_sampler_kwargs
         if layout is not None
         else {"num_replicas": 1, "rank": 0}
     )
-    sampler = DistributedSampler(Tokens(), shuffle=False, **places)
+    sampler = DistributedSampler(Tokens(), shuffle=False, **sampler_options)
     loader = DataLoader(
-        Tokens(), batch_size=GLOBAL_BATCH // places["num_replicas"], sampler=sampler
+        Tokens(), batch_size=GLOBAL_BATCH // sampler_options["num_replicas"], sampler=sampler
     )
     trainer.fit(module, loader, ckpt_path=resume)
     if save is not None:

@@ -26,7 +26,7 @@ _COMPARED = ("losses", "logged", "counts", "evaluated", "rows")
 
 @dataclass
 class Fit:
-    """What a fit computed on this rank.
+    """Results of a fit on this rank.
 
     Args:
         mode: Mode of the graphs; empty without graphs.
@@ -50,21 +50,23 @@ class Fit:
     rows: list[dict[int, list[int]]] = field(default_factory=list)
     replays: dict[str, int] = field(default_factory=dict)
 
-    def differences_from(self, other: Fit) -> list[str]:
-        """Return what is not the same bit for bit."""
-        found = [name for name in _COMPARED if _differ(self, other, name)]
-        assert self.weights.keys() == other.weights.keys(), "both fits train the same model"
-        return found + [
-            name for name, one in self.weights.items() if not torch.equal(one, other.weights[name])
+    def differences_from(self, expected: Fit) -> list[str]:
+        """Return the names of results that are not the same bit for bit."""
+        names = [name for name in _COMPARED if _differ(self, expected, name)]
+        assert self.weights.keys() == expected.weights.keys(), "both fits train the same model"
+        return names + [
+            name
+            for name, weight in self.weights.items()
+            if not torch.equal(weight, expected.weights[name])
         ]
 
 
-def _differ(one: Fit, other: Fit, name: str) -> bool:
-    return bool(getattr(one, name) != getattr(other, name))
+def _differ(actual: Fit, expected: Fit, name: str) -> bool:
+    return bool(getattr(actual, name) != getattr(expected, name))
 
 
 class Watch(Callback):
-    """Note losses, rows of experts, graphs and final weights."""
+    """Record losses, rows of experts, numbers of graphs and final weights."""
 
     def __init__(self, fit: Fit) -> None:
         self.fit = fit
@@ -76,20 +78,20 @@ class Watch(Callback):
         self.fit.losses.append(float(outputs["loss"]))
         self.fit.num_graphs.append(num_graphs_of(trainer))
         statistics = strategy_of(trainer).expert_statistics or {}
-        counts = {layer: one.rows for layer, one in statistics.items() if one.rows is not None}
-        self.fit.rows.append({layer: one.tolist() for layer, one in counts.items()})
+        counts = {n: figures.rows for n, figures in statistics.items() if figures.rows is not None}
+        self.fit.rows.append({layer: rows.tolist() for layer, rows in counts.items()})
 
     def on_validation_batch_end(
         self, trainer: Trainer, module: Any, outputs: Tensor | None, *_: Any
     ) -> None:
-        # Stages without the loss get none.
+        # Stages without the loss have no outputs.
         self.fit.evaluated += [] if outputs is None else [float(outputs)]
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         strategy = strategy_of(trainer)
         strategy.run.state.main.wait()
         self.fit.weights = full_weights(module, strategy.mesh)
-        self.fit.logged = {name: float(one) for name, one in trainer.callback_metrics.items()}
+        self.fit.logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
         counts = strategy.mesh.journal.counts
         self.fit.counts = {
             axis: number for axis, number in counts.items() if not axis.endswith("_cpu")
@@ -128,7 +130,7 @@ def fit(
 ) -> Fit:
     """Train a few steps with validation in between."""
     seed_everything(3, verbose=False)
-    found = Fit("" if graphs is None else graphs.mode)
+    result = Fit("" if graphs is None else graphs.mode)
     strategy = MegatronStrategy(
         **{"microbatch_size": 2, "check_microbatches": False, **(layout or {})},
         cuda_graphs=graphs,
@@ -144,7 +146,7 @@ def fit(
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "callbacks": [Watch(found), *callbacks],
+        "callbacks": [Watch(result), *callbacks],
         "max_steps": 5,
         "val_check_interval": 2,
         "limit_val_batches": 1,
@@ -159,5 +161,5 @@ def fit(
             ckpt_path=ckpt_path,
             weights_only=False,
         )
-    found.replays = dict(replays)
-    return found
+    result.replays = dict(replays)
+    return result

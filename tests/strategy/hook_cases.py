@@ -1,5 +1,5 @@
-"""Modules, callbacks and optimizers that write down who is called, in which order, and what
-gradients they see.
+"""Modules, callbacks and optimizers that log the order of their calls and the gradients at each
+call.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import MegatronStrategy
 
-#: Who was called, and the norms of the gradients that the module's parameters showed then.
+#: Name of the called method, and the norms of the gradients of the module's parameters at the call.
 Call = tuple[str, tuple[float | None, ...]]
 
 
 class Log:
-    """Write calls down.
+    """Log of calls.
 
     Args:
-        module: Whose gradients are looked at.
+        module: Module whose gradients are logged.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.calls = module, list[Call]()
 
-    def add(self, who: str) -> None:
+    def add(self, name: str) -> None:
         norms = tuple(
             None if p.grad is None else round(p.grad.norm().item(), 9)
             for p in self.module.parameters()
         )
-        self.calls.append((who, norms))
+        self.calls.append((name, norms))
 
 
-def logging_all(owner: Any, who: str, hooks: tuple[str, ...], log: Callable[[str], None]) -> None:
-    """Replace methods of an object by ones that write down that they are called, and call what was
-    there.
-    """
+def log_hooks(
+    owner: Any, owner_name: str, hooks: tuple[str, ...], log: Callable[[str], None]
+) -> None:
+    """Replace methods of an object by methods that log their call and then call the original."""
     for hook in hooks:
-        before = getattr(owner, hook)
+        original = getattr(owner, hook)
 
-        def called(*args: Any, _before: Any = before, _hook: str = hook, **kwargs: Any) -> Any:
-            log(f"{who}.{_hook}")
-            return _before(*args, **kwargs)
+        def logged(*args: Any, _original: Any = original, _hook: str = hook, **kwargs: Any) -> Any:
+            log(f"{owner_name}.{_hook}")
+            return _original(*args, **kwargs)
 
-        setattr(type(owner), hook, staticmethod(called))
+        setattr(type(owner), hook, staticmethod(logged))
 
 
 CALLBACK_HOOKS = tuple(name for name in dir(Callback) if name.startswith("on_")) + (
@@ -92,7 +92,7 @@ MODULE_HOOKS = (
 
 
 class Line(LightningModule):
-    """Fit two layers."""
+    """Fit two linear layers to the sum of the inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class ReadsNorms(Line):
 
 
 class ReadsThroughHelpers(Line):
-    """Read gradients after the step, in functions that a hook calls."""
+    """Read gradients after the step in helper functions of a hook."""
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.note()
@@ -165,7 +165,7 @@ class ClipsByLightning(Line):
 
 
 class DropsAndReplaces(Line):
-    """Set one gradient to None, replace another, and write into a third."""
+    """Set the first gradient to None, replace the second, and write into the third."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         first, second, third, _ = self.parameters()
@@ -198,8 +198,8 @@ class ClipsByHand(ByHand):
 
 
 class AddsUpByHand(ByHand):
-    """Step at every second batch, clip the sum of two backward passes of each, forget by the
-    module's own method.
+    """Step at every second batch, clip the sum of two backward passes a batch, and clear gradients
+    by the module's own method.
     """
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
@@ -212,7 +212,7 @@ class AddsUpByHand(ByHand):
 
 
 class ClipsRawly(ByHand):
-    """Start the backward passes without Lightning."""
+    """Run the backward passes without Lightning."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -225,7 +225,7 @@ class ClipsRawly(ByHand):
 
 
 class AddsUpRawly(ByHand):
-    """Mix both ways over batches, and recompute activations in a pass inside of the pass."""
+    """Run backward passes with and without Lightning, and recompute activations by a nested pass."""
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         hidden = checkpoint(self.net[0], batch[0].requires_grad_(), use_reentrant=True)
@@ -247,7 +247,7 @@ class NeverForgets(ByHand):
 
 
 class Turns(ByHand):
-    """Two optimizers, of which one is toggled at a time."""
+    """Toggle two optimizers, one at a time."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         for optimizer in self.optimizers():
@@ -291,17 +291,17 @@ USES: dict[str, tuple[type[Line], dict[str, Any]]] = {
 }
 
 
-#: Cases that ``ddp`` cannot run, whose buckets know of one pass of ``manual_backward`` at a time.
+#: Cases that ``ddp`` cannot run: its buckets expect a single pass of ``manual_backward`` at a time.
 NOT_UNDER_DDP = ("clipped after plain backward passes", "added up by plain backward passes")
-#: Cases that read norms, and how the layers are cut for them.
+#: Cases that read norms and also run under tensor parallelism, by the plan below.
 IN_PARTS = ("norms are logged", "the module clips", "the module lets Lightning clip", "clipped by hand",
     "clipped after plain backward passes",
 )  # fmt: skip
 PLAN = {"net.0": "column", "net.2": "row"}
 
 
-def data(rank: int = 0, size: int = 1) -> DataLoader:
-    """Return 16 samples in batches of 4, of which every rank has its part."""
+def make_loader(rank: int = 0, size: int = 1) -> DataLoader:
+    """Make a loader of 16 samples in batches of 4, of which every rank has its part."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(16, 4, generator=generator)
     order = torch.arange(16).view(4, size, 4 // size)[:, rank].flatten()
@@ -320,25 +320,25 @@ def fit(module: Line, strategy: Any, place: tuple[int, int] = (0, 1), **options:
     quiet["devices"] = dist.get_world_size() if dist.is_initialized() else 1
     quiet |= {"precision": "64-true", "use_distributed_sampler": False}
     trainer = Trainer(**{**quiet, **options}, strategy=strategy)
-    trainer.fit(module, data(*place), data(*place))
+    trainer.fit(module, make_loader(*place), make_loader(*place))
     return trainer
 
 
 def ours(place: tuple[int, int]) -> MegatronStrategy:
-    """Return a strategy that gives a batch to the module as a whole."""
+    """Return a MegatronStrategy that gives the module full batches."""
     return MegatronStrategy(microbatch_size=4 // place[1], bucket_size=16)
 
 
 def order_of_calls(strategy: Any, place: tuple[int, int] = (0, 1), **options: Any) -> list[Call]:
-    """Return all calls of hooks of a module, a callback and an optimizer, in their order."""
+    """Return all calls of the hooks of a module, a callback and an optimizer in their order."""
     module = type("Watched", (Line,), {})()
     log, callback = Log(module), type("Watcher", (Callback,), {})()
-    logging_all(callback, "callback", CALLBACK_HOOKS, log.add)
+    log_hooks(callback, "callback", CALLBACK_HOOKS, log.add)
     configure = module.configure_optimizers
 
     def configure_optimizers() -> Any:
-        found = configure()
-        step = found[0][0].step
+        configured = configure()
+        step = configured[0][0].step
 
         def logged_step(closure: Any = None) -> Any:
             log.add("optimizer.step")
@@ -351,11 +351,11 @@ def order_of_calls(strategy: Any, place: tuple[int, int] = (0, 1), **options: An
 
             return step(logged_closure)
 
-        found[0][0].step = logged_step
-        return found
+        configured[0][0].step = logged_step
+        return configured
 
     type(module).configure_optimizers = staticmethod(configure_optimizers)
-    logging_all(module, "module", MODULE_HOOKS, log.add)
+    log_hooks(module, "module", MODULE_HOOKS, log.add)
     fit(module, strategy, place, callbacks=[callback], gradient_clip_val=0.05, **options)
     return log.calls
 
@@ -363,7 +363,7 @@ def order_of_calls(strategy: Any, place: tuple[int, int] = (0, 1), **options: An
 def use(
     name: str, strategy: Any, place: tuple[int, int] = (0, 1)
 ) -> tuple[list[Tensor], list[dict[str, float]]]:
-    """Return the weights after a fit, and what the module has read."""
+    """Return the weights after a fit, and the norms that the module has read."""
     kind, options = USES[name]
     module = kind()
     fit(module, strategy, place, **options)
@@ -371,17 +371,17 @@ def use(
 
 
 def two_ranks(rank: int, size: int) -> dict[str, Any]:
-    """Return everything of this rank under ``ddp`` and under this strategy."""
-    found: dict[str, Any] = {}
+    """Return this rank's results and calls under ``ddp`` and under MegatronStrategy."""
+    results: dict[str, Any] = {}
     for kind in ("ddp", "ours"):
 
         def strategy(kind: str = kind) -> Any:
             return "ddp_find_unused_parameters_true" if kind == "ddp" else ours((rank, size))
 
         names = [name for name in USES if kind == "ours" or name not in NOT_UNDER_DDP]
-        found[kind] = {name: use(name, strategy(), (rank, size)) for name in names}
-        found[kind]["calls"] = order_of_calls(strategy(), (rank, size))
-    found["tp2"] = {
+        results[kind] = {name: use(name, strategy(), (rank, size)) for name in names}
+        results[kind]["calls"] = order_of_calls(strategy(), (rank, size))
+    results["tp2"] = {
         name: use(name, MegatronStrategy(tp=2, tensor_parallel_plan=PLAN))[1] for name in IN_PARTS
     }
-    return found
+    return results

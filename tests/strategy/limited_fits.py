@@ -1,4 +1,4 @@
-"""Fits whose routing is given by hand, so that experts need exactly so many rows."""
+"""Fits that set the routing, so that each rank's experts need a chosen number of rows."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ EXPERTS = {
     "aux_loss_scope": "global",
     "jitter": 0.01,
 }
-#: Kind of step, step, microbatch and layer to the rows that rank 0 gets above an even share; with a
+#: Rows that rank 0 gets above an even share, by kind of step, step, microbatch and layer; with a
 #: negative number rank 1 gets them.
 Excess = dict[tuple[str, int, int, int], int]
 
 
 @dataclass
 class Record:
-    """What a fit computed on this rank, and how often it ran a step again."""
+    """Results of a fit on this rank, and the number of steps that it ran again."""
 
     losses: list[float] = field(default_factory=list)
     logged: dict[str, float] = field(default_factory=dict)
@@ -54,24 +54,30 @@ class Record:
     factor: float | None = None
     warnings: list[str] = field(default_factory=list)
 
-    def differences_from(self, other: Record) -> list[str]:
-        """Return what is not the same bit for bit."""
+    def differences_from(self, expected: Record) -> list[str]:
+        """Return the names of results that are not the same bit for bit."""
         plain = ("losses", "logged", "loads", "rows", "attributes", "generators")
-        found = [name for name in plain if getattr(self, name) != getattr(other, name)]
+        names = [name for name in plain if getattr(self, name) != getattr(expected, name)]
         for name in ("weights", "buffers"):
-            ours, theirs = getattr(self, name), getattr(other, name)
-            assert ours.keys() == theirs.keys(), "both fits train the same model"
-            found += [key for key, one in ours.items() if not torch.equal(one, theirs[key])]
-        return found
+            actual_tensors, expected_tensors = getattr(self, name), getattr(expected, name)
+            assert actual_tensors.keys() == expected_tensors.keys(), (
+                "both fits train the same model"
+            )
+            names += [
+                key
+                for key, tensor in actual_tensors.items()
+                if not torch.equal(tensor, expected_tensors[key])
+            ]
+        return names
 
 
 class Watched(TinyLM):
-    """A module whose steps change everything that a second run must find as it was."""
+    """A module whose steps change everything that a repeated step must find unchanged."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.calls = 0
-        self.seen: list[float] = []
+        self.losses: list[float] = []
         self.register_buffer("drawn", torch.zeros((), dtype=torch.float64))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
@@ -81,7 +87,7 @@ class Watched(TinyLM):
         assert isinstance(self.drawn, Tensor)
         self.drawn += noise
         output = super().training_step({"tokens": batch["tokens"], "labels": labels}, batch_idx)
-        self.seen.append(float(output["loss"]))
+        self.losses.append(float(output["loss"]))
         return {**output, "loss": output["loss"] * (1.0 + 0.01 * noise)}
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
@@ -89,7 +95,7 @@ class Watched(TinyLM):
 
 
 class Watch(Callback):
-    """Route by hand, and note what the fit computes."""
+    """Set the routing, and record the results of the fit."""
 
     def __init__(self, record: Record, excess: Excess) -> None:
         self.record, self.excess = record, excess
@@ -124,18 +130,18 @@ class Watch(Callback):
     def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, *_: Any) -> None:
         self.record.losses.append(float(outputs["loss"]))
         statistics = strategy_of(trainer).expert_statistics or {}
-        self.record.loads.append({n: one.load.tolist() for n, one in statistics.items()})
-        rows = {n: one.rows for n, one in statistics.items() if one.rows is not None}
+        self.record.loads.append({n: figures.load.tolist() for n, figures in statistics.items()})
+        rows = {n: figures.rows for n, figures in statistics.items() if figures.rows is not None}
         assert rows or not statistics, "ranks share the experts"
-        self.record.rows.append({n: one.tolist() for n, one in rows.items()})
+        self.record.rows.append({n: counts.tolist() for n, counts in rows.items()})
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
         strategy, record = strategy_of(trainer), self.record
         strategy.run.state.main.wait()
         record.weights = full_weights(module, strategy.mesh)
-        record.buffers = {name: one.clone() for name, one in module.named_buffers()}
-        record.logged = {name: float(one) for name, one in trainer.callback_metrics.items()}
-        record.attributes = [module.calls, list(module.seen), list(module.hooks)]
+        record.buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        record.logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        record.attributes = [module.calls, list(module.losses), list(module.hooks)]
         record.generators = [torch.get_rng_state().tolist(), random.getstate()]
         limited = strategy.run.steps._runner.limited_rows
         if limited is not None:
@@ -144,18 +150,18 @@ class Watch(Callback):
 
 
 def choices(chosen: Tensor, extra: int, mesh: ParallelMesh) -> Tensor:
-    """Choose two of four experts for each token, so that rank 0 of two gets so many rows more."""
+    """Choose two of four experts for each token, so that rank 0 of two gets ``extra`` more rows."""
     result = torch.empty_like(chosen)
-    mine = mesh.ep.rank
-    result[:] = torch.tensor([[0, 1], [2, 3]])[mine]
-    # Tokens of one rank go to the other one: one of their two choices, or both.
-    num_moved = abs(extra) if (extra > 0) == (mine == 1) else 0
-    other = torch.tensor([[2, 3], [0, 1]])[mine]
+    rank = mesh.ep.rank
+    result[:] = torch.tensor([[0, 1], [2, 3]])[rank]
+    # One or both choices of each moved token go to experts of the peer rank.
+    num_moved = abs(extra) if (extra > 0) == (rank == 1) else 0
+    peer_experts = torch.tensor([[2, 3], [0, 1]])[rank]
     flat = result.view(-1)
     for token in range(min(num_moved, TOKENS)):
-        flat[2 * token] = other[0]
+        flat[2 * token] = peer_experts[0]
     for token in range(max(num_moved - TOKENS, 0)):
-        flat[2 * token + 1] = other[1]
+        flat[2 * token + 1] = peer_experts[1]
     return result
 
 
@@ -176,7 +182,7 @@ def fit(
     kind: type[Watched] = Watched,
     **layout: Any,
 ) -> Record:
-    """Train four steps of two microbatches on each data-parallel rank, with validation between."""
+    """Train four steps of two microbatches on each data-parallel rank; validate after two steps."""
     seed_everything(3, verbose=False)
     record = Record()
     sizes: dict[str, Any] = {"ep": 2, "expert_transport": "one_sided", "microbatch_size": 8}
@@ -210,6 +216,6 @@ def fit(
         runner.fit(module, *data, ckpt_path=ckpt_path, weights_only=False)
         if saves is not None:
             runner.save_checkpoint(saves)
-    texts = [str(one.message) for one in caught]
+    texts = [str(warning.message) for warning in caught]
     record.warnings = [text for text in texts if text.startswith("experts: ")]
     return record

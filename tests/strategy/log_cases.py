@@ -1,4 +1,4 @@
-"""A module that logs from every hook that may log, in every way."""
+"""Fits of a module and a callback that log in every way from every hook that may log."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-#: How values are logged.
+#: Options of ``log`` by name.
 WAYS: dict[str, dict[str, Any]] = {
     "step": {"on_step": True, "on_epoch": False},
     "epoch": {"on_step": False, "on_epoch": True},
@@ -22,7 +22,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "weighed": {"on_step": False, "on_epoch": True, "batch_size": 3, "sync_dist": True},
     "of rank 0": {"on_step": True, "on_epoch": False, "rank_zero_only": True},
 }
-#: Hooks of the module and of a callback; those of the backward pass are refused with stages.
+#: Hooks of the module and of a callback; with stages, hooks of the backward pass are refused.
 HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_after_backward"),
     *(
@@ -47,10 +47,10 @@ BY_EPOCH_ONLY = (
 )
 
 
-def log_all(module: Any, where: str, value: float | Tensor, is_epoch: bool = False) -> None:
+def log_all(module: Any, prefix: str, value: float | Tensor, is_epoch: bool = False) -> None:
     for way, options in WAYS.items():
         if not (is_epoch and options["on_step"]):
-            module.log(f"{where}/{way}", value, **options)
+            module.log(f"{prefix}/{way}", value, **options)
 
 
 class Block(nn.Linear):
@@ -62,7 +62,7 @@ class Block(nn.Linear):
 
 
 class Logs(LightningModule):
-    """Log the loss in steps, and counts in hooks."""
+    """Log the loss in every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,21 +92,21 @@ class Logs(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-def logging_from(owner: Any, hooks: tuple[str, ...], who: str, place: int) -> None:
-    """Let an object's hooks log how often they were called, which differs from rank to rank."""
+def add_logging_hooks(owner: Any, hooks: tuple[str, ...], owner_name: str, place: int) -> None:
+    """Let an object's hooks log their number of calls times a factor that differs between ranks."""
     counts = dict.fromkeys(hooks, 0)
     for hook in hooks:
 
-        def logs(*args: Any, _hook: str = hook, **kwargs: Any) -> None:
+        def log_count(*args: Any, _hook: str = hook, **kwargs: Any) -> None:
             counts[_hook] += 1
             module = owner if isinstance(owner, LightningModule) else args[1]
             is_epoch = _hook in BY_EPOCH_ONLY or _hook == "on_validation_epoch_start"
-            log_all(module, f"{who}.{_hook}", float(counts[_hook] * (1 + place)), is_epoch)
+            log_all(module, f"{owner_name}.{_hook}", float(counts[_hook] * (1 + place)), is_epoch)
 
-        setattr(type(owner), hook, staticmethod(logs))
+        setattr(type(owner), hook, staticmethod(log_count))
 
 
-def data(place: tuple[int, int]) -> DataLoader:
+def make_loader(place: tuple[int, int]) -> DataLoader:
     rank, size = place
     x = torch.randn(16, 4, generator=torch.Generator().manual_seed(2))
     order = torch.arange(16).view(-1, size, 4 // size)[:, rank].flatten()
@@ -116,12 +116,12 @@ def data(place: tuple[int, int]) -> DataLoader:
 def run(
     strategy: Any, devices: int, place: tuple[int, int], folder: Any, of_loss: bool = True
 ) -> dict[str, Any]:
-    """Fit, and return what reached callbacks and the logger."""
+    """Fit, and return the metrics of callbacks and the rows of the logger."""
     seed_everything(1, verbose=False)
     hooks = HOOKS + OF_LOSS if of_loss else HOOKS
     module, callback = type("LogsEverywhere", (Logs,), {})(), type("LogsToo", (Callback,), {})()
-    logging_from(module, hooks, "module", place[0])
-    logging_from(callback, hooks, "callback", place[0])
+    add_logging_hooks(module, hooks, "module", place[0])
+    add_logging_hooks(callback, hooks, "callback", place[0])
     options: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False}
     logger = CSVLogger(folder, "csv", version=0)
     trainer = Trainer(
@@ -138,15 +138,15 @@ def run(
         callbacks=[callback],
         **options,
     )
-    trainer.fit(module, data(place), [data(place), data(place)])
-    found: dict[str, Any] = {
-        "callbacks": {name: float(v) for name, v in trainer.callback_metrics.items()}
+    trainer.fit(module, make_loader(place), [make_loader(place), make_loader(place)])
+    results: dict[str, Any] = {
+        "callbacks": {name: float(value) for name, value in trainer.callback_metrics.items()}
     }
     if trainer.is_global_zero:
         rows = (folder / "csv" / "version_0" / "metrics.csv").read_text().splitlines()
         names = rows[0].split(",")
-        found["rows"] = [
+        results["rows"] = [
             {name: float(value) for name, value in zip(names, row.split(","), strict=True) if value}
             for row in rows[1:]
         ]
-    return found
+    return results

@@ -1,6 +1,4 @@
-"""Train small modules with Lightning alone and under a strategy, and bring losses and full weights
-back.
-"""
+"""Fits of small modules by Lightning alone or under MegatronStrategy."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ STEPS, BATCH, V, LENGTH = 3, 4, 61, 9
 
 @dataclass
 class Outcome:
-    """Hold what a run computed, or the error that ended it."""
+    """Results of a run, or the error that ended it."""
 
     losses: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -57,7 +55,7 @@ class Regress(LightningModule):
             self.weights = {name: p.detach().clone() for name, p in self.named_parameters()}
 
     def configure_optimizers(self) -> Any:
-        # A large eps keeps gradients that are zero but for rounding from becoming whole steps.
+        # A large eps keeps gradients that are zero but for rounding from becoming full steps.
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3)
 
 
@@ -78,16 +76,16 @@ def run(
     steps: int = STEPS,
     **options: Any,
 ) -> Outcome:
-    """Train a few steps; without a layout as ordinary Lightning does on one device."""
+    """Train a few steps; without a layout by Lightning alone on one device."""
     seed_everything(1, verbose=False)
-    ranks_of_rows = prod((layout or {}).get(axis, 1) for axis in ("tp", "pp", "cp"))
-    share = 1 if layout is None else devices // ranks_of_rows
+    num_model_ranks = prod((layout or {}).get(axis, 1) for axis in ("tp", "pp", "cp"))
+    num_data_ranks = 1 if layout is None else devices // num_model_ranks
     trainer = Trainer(
         accelerator="cpu",
         devices=devices,
         strategy="auto"
         if layout is None
-        else MegatronStrategy(**{"microbatch_size": BATCH // share, **layout}),
+        else MegatronStrategy(**{"microbatch_size": BATCH // num_data_ranks, **layout}),
         precision="64-true",
         logger=False,
         enable_checkpointing=False,
@@ -98,7 +96,7 @@ def run(
         **options,
     )
     try:
-        trainer.fit(module, Batches(module, share, steps))
+        trainer.fit(module, Batches(module, num_data_ranks, steps))
     except (ValueError, RuntimeError, AssertionError) as error:
         notes = getattr(error, "__notes__", [])
         return Outcome(error=" ".join([f"{type(error).__name__}: {error}", *notes]))
@@ -108,7 +106,7 @@ def run(
 class Batches(DataLoader):
     """Give every data-parallel rank its part of the same batches."""
 
-    def __init__(self, module: Regress, share: int, steps: int = STEPS) -> None:
+    def __init__(self, module: Regress, num_data_ranks: int, steps: int = STEPS) -> None:
         generator = torch.Generator().manual_seed(3)
         if isinstance(module, Predict):
             data: Any = TensorDataset(
@@ -117,10 +115,10 @@ class Batches(DataLoader):
         else:
             inputs = torch.randn(steps * BATCH, 6, 8, generator=generator, dtype=torch.float64)
             data = TensorDataset(inputs, inputs.flip(-1).tanh())
-        rank = torch.distributed.get_rank() if share > 1 else 0
-        size = BATCH // share
-        parts: Iterable[list[int]] = [
+        rank = torch.distributed.get_rank() if num_data_ranks > 1 else 0
+        size = BATCH // num_data_ranks
+        batches: Iterable[list[int]] = [
             list(range(step * BATCH + rank * size, step * BATCH + (rank + 1) * size))
             for step in range(steps)
         ]
-        super().__init__(data, batch_sampler=parts)
+        super().__init__(data, batch_sampler=batches)

@@ -1,4 +1,4 @@
-"""Run Trainer features one after the other under some strategies and collect what came out."""
+"""Cases of Trainer features, and their results under several strategies."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lightning_megatron import MegatronStrategy
 from tests.strategy.tiny import Stream, TinyLM, loader
 
 
-class Runs(Callback):
-    """Count what happens around the steps."""
+class StepRecord(Callback):
+    """Record the steps of validations, and the losses and learning rates of batches."""
 
     def __init__(self) -> None:
         self.val_steps: list[int] = []
@@ -38,11 +38,11 @@ class Bench:
     """Make trainers of one kind.
 
     Args:
-        devices: Processes.
+        devices: Number of processes.
         strategy: None, ``ddp``, or arguments of MegatronStrategy.
-        folder: Where checkpoints go, shared by the kinds that are compared.
-        compares: Whether fits under MegatronStrategy begin with the trial of microbatches against
-            the whole batch.
+        folder: Folder of the checkpoints.
+        compares: Whether a fit under MegatronStrategy first compares the microbatches of a batch
+            with the full batch.
     """
 
     def __init__(self, devices: int, strategy: Any, folder: Path, compares: bool) -> None:
@@ -52,7 +52,7 @@ class Bench:
         self.num_data = devices // (sizes.get("tp", 1) * sizes.get("pp", 1))
 
     def trainer(self, **options: Any) -> Trainer:
-        """Return a quiet trainer on the CPU."""
+        """Return a trainer on the CPU without logger, progress bar and summary."""
         seed_everything(3, verbose=False)
         strategy = self.strategy
         if isinstance(strategy, dict):
@@ -69,12 +69,12 @@ class Bench:
             "max_epochs": 2,
             "precision": "64-true",
         }
-        quiet |= {"use_distributed_sampler": self.num_data > 1, "callbacks": [Runs()]}
+        quiet |= {"use_distributed_sampler": self.num_data > 1, "callbacks": [StepRecord()]}
         return Trainer(**{**quiet, **options}, strategy=strategy or "auto", devices=self.devices)
 
     def loaders(self, batch_size: int = 4, num_samples: int = 16) -> tuple[DataLoader, DataLoader]:
-        """Return training and validation data whose batches over all data-parallel ranks are the
-        same.
+        """Return loaders of training and validation data; together, all data-parallel ranks get the
+        same batches for every number of ranks.
         """
         return loader(num_samples, batch_size // self.num_data), loader(
             8, 4 // self.num_data, seed=2
@@ -82,8 +82,8 @@ class Bench:
 
 
 def outcome(trainer: Trainer, model: TinyLM) -> dict[str, Any]:
-    """Collect what must not depend on the strategy."""
-    runs = next(callback for callback in trainer.callbacks if isinstance(callback, Runs))
+    """Return the results that must not depend on the strategy."""
+    record = next(callback for callback in trainer.callbacks if isinstance(callback, StepRecord))
     metrics = {
         name: float(value) for name, value in trainer.callback_metrics.items() if name != "largest"
     }
@@ -92,9 +92,9 @@ def outcome(trainer: Trainer, model: TinyLM) -> dict[str, Any]:
         "global_step": trainer.global_step,
         "epoch": trainer.current_epoch,
         "metrics": metrics,
-        "val_steps": runs.val_steps,
-        "losses": runs.batch_losses,
-        "rates": runs.rates,
+        "val_steps": record.val_steps,
+        "losses": record.batch_losses,
+        "rates": record.rates,
         "hooks": {name: model.hooks.count(name) for name in set(model.hooks)},
     }
 
@@ -106,7 +106,7 @@ def fit(
     num_samples: int = 16,
     **options: Any,
 ) -> Any:
-    """Fit and collect."""
+    """Fit a model, and return its results."""
     model = model or TinyLM()
     trainer = bench.trainer(**options)
     trainer.fit(model, *bench.loaders(batch_size, num_samples))
@@ -116,7 +116,7 @@ def fit(
 def early_stopping(bench: Bench) -> Any:
     stopping = EarlyStopping("val_loss", patience=0, min_delta=0.3)
     return {
-        **fit(bench, callbacks=[Runs(), stopping], max_epochs=6),
+        **fit(bench, callbacks=[StepRecord(), stopping], max_epochs=6),
         "stopped": stopping.stopped_epoch,
     }
 
@@ -126,9 +126,9 @@ def checkpoints(bench: Bench) -> Any:
     saver = ModelCheckpoint(
         folder, "{step}-{val_loss:.4f}", monitor="val_loss", save_top_k=2, save_last=True
     )
-    found = fit(bench, callbacks=[Runs(), saver], enable_checkpointing=True, max_epochs=4)
+    result = fit(bench, callbacks=[StepRecord(), saver], enable_checkpointing=True, max_epochs=4)
     return {
-        **found,
+        **result,
         "best": float(saver.best_model_score),
         "names": sorted(path.name for path in folder.iterdir()),
     }
@@ -139,14 +139,14 @@ def resume(bench: Bench) -> Any:
     trainer, model = bench.trainer(max_steps=3, gradient_clip_val=0.5), TinyLM()
     trainer.fit(model, *bench.loaders())
     trainer.save_checkpoint(path)
-    after, trainer = TinyLM(), bench.trainer(max_epochs=2, gradient_clip_val=0.5)
-    trainer.fit(after, *bench.loaders(), ckpt_path=path)
-    found = outcome(trainer, after)
-    # The callback that counts is new; the resumed part alone is compared.
+    resumed_model, trainer = TinyLM(), bench.trainer(max_epochs=2, gradient_clip_val=0.5)
+    trainer.fit(resumed_model, *bench.loaders(), ckpt_path=path)
+    result = outcome(trainer, resumed_model)
+    # The second trainer has a new callback, so the results are those of the resumed steps alone.
     validated = bench.trainer().validate(
         TinyLM(), bench.loaders()[1], ckpt_path=path, verbose=False
     )
-    return {**found, "validated": validated}
+    return {**result, "validated": validated}
 
 
 def evaluation(bench: Bench) -> Any:
@@ -184,18 +184,18 @@ def iterable(bench: Bench) -> Any:
 
 
 def continue_others(bench: Bench) -> Any:
-    """Go on from what other strategies and layouts have saved, files of Lightning included."""
-    found = {}
+    """Continue from the checkpoints of other strategies and layouts, Lightning's files included."""
+    results = {}
     for path in sorted(bench.folder.parent.glob("*/middle.ckpt")):
         validated = bench.trainer().validate(
             TinyLM(), bench.loaders()[1], ckpt_path=path, verbose=False
         )
-        found[path.parent.name] = {"validated": validated}
+        results[path.parent.name] = {"validated": validated}
         if path.is_dir():
             trainer, model = bench.trainer(max_epochs=2, gradient_clip_val=0.5), TinyLM()
             trainer.fit(model, *bench.loaders(), ckpt_path=path)
-            found[path.parent.name] |= outcome(trainer, model)
-    return found
+            results[path.parent.name] |= outcome(trainer, model)
+    return results
 
 
 CASES: dict[str, Callable[[Bench], Any]] = {
@@ -223,8 +223,8 @@ CASES: dict[str, Callable[[Bench], Any]] = {
     "iterable": iterable,
 }
 EXTRA_CASES = {"continue_others": continue_others}
-#: Cases with the trial of microbatches, at each place where batches come from: of the others, every
-#: fit takes the same batches to the same steps.
+#: Cases whose fits first compare microbatches with the full batch. They cover each source of
+#: batches; the fits of all other cases take the same batches to the same steps.
 COMPARED = {
     "plain",
     "limits",
@@ -243,9 +243,9 @@ def run_cases(
     """Return the results of this rank, by strategy and case.
 
     Args:
-        rank: This process, of those that ``run_world`` has started.
-        size: Their number.
-        folder: Where checkpoints go.
+        rank: Rank of this process in the world that ``run_world`` has started.
+        size: Number of ranks.
+        folder: Folder of the checkpoints.
         cases: Names of cases.
         strategies: By name: None for the Trainer's own, ``ddp``, or arguments of MegatronStrategy.
     """

@@ -1,5 +1,5 @@
-"""Fail on one rank, in a way given by name: `python -m tests.strategy.run_failure raise 3`, or
-`... teardown 1`.
+"""Script whose training fails on one rank in a named way:
+`python -m tests.strategy.run_failure raise 3`, or `... teardown 1`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tests.strategy.tiny import TinyLM, loader
 
 
 class FailingLM(TinyLM):
-    """Go wrong at the third batch of one rank.
+    """Fail at the third batch of one rank.
 
     Args:
         kind: ``raise``; or ``hang``: the other ranks wait where no closed connection wakes them up;
             or the name of a hook that raises.
-        rank: The rank.
+        rank: Rank that fails.
     """
 
     def __init__(self, kind: str, rank: int) -> None:
@@ -47,14 +47,14 @@ class FailingLM(TinyLM):
         ):
             raise ArithmeticError("the third batch is bad")
         if batch_idx == 2 and self.kind == "hang":
-            # As a rank that waits in NCCL would: nothing wakes it up.
+            # Like a rank that waits in NCCL, this rank is not woken up by anything.
             print("waits forever", file=sys.stderr, flush=True)
             time.sleep(600)
         return super().training_step(batch, batch_idx)
 
 
 def main() -> None:
-    """Train until it fails."""
+    """Train until a rank fails."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     kind, rank = sys.argv[1], int(sys.argv[2])
@@ -64,12 +64,12 @@ def main() -> None:
         "enable_model_summary": False,
     }
     strategy = MegatronStrategy(pp=2, microbatch_size=2)
-    # One rank that waits for ever shows as much as three.
+    # One rank that waits forever shows the same as three.
     devices = 4 if rank == 3 else 2
-    saver = (
+    savers = (
         [ModelCheckpoint(tempfile.mkdtemp(dir=sys.argv[3]))] if kind == "on_save_checkpoint" else []
     )
-    quiet |= {"enable_checkpointing": bool(saver), "callbacks": saver}
+    quiet |= {"enable_checkpointing": bool(savers), "callbacks": savers}
     trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, **quiet)
     trainer.fit(FailingLM(kind, rank), loader(32, 4))
 

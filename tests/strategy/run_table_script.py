@@ -1,8 +1,8 @@
-"""Script as a user writes it, without a word about logging: a dense model, one in stages, or one
-with experts on all pipeline stages or on the last one.
+"""Script of a user without any settings of logging: a dense model, a model in stages, or a model
+with experts in all layers or in those of the last pipeline stage alone.
 
-The dense one overflows in its first step. It runs as in a source tree that was never installed:
-the distribution's metadata cannot be found.
+The dense model overflows in its first step. The script runs as in a source tree that was never
+installed: the distribution's metadata cannot be found.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from lightning_megatron.strategy.optimization.precision import MegatronPrecision
 from lightning_megatron.training.loss_scale import DynamicLossScale
 from tests.strategy.tiny import TinyLM, loader
 
-_known = metadata.Distribution.from_name
+_find_distribution = metadata.Distribution.from_name
 
 
-def _forgetting(name: str) -> metadata.Distribution:
+def _hide_this_package(name: str) -> metadata.Distribution:
     if name.replace("_", "-") == "lightning-megatron":
         raise metadata.PackageNotFoundError(name)
-    return _known(name)
+    return _find_distribution(name)
 
 
 def main(kind: str) -> None:
     """Train a few steps."""
-    metadata.Distribution.from_name = staticmethod(_forgetting)  # type: ignore[method-assign]
+    metadata.Distribution.from_name = staticmethod(_hide_this_package)  # type: ignore[method-assign]
     options = {"accelerator": "cpu", "max_steps": 4, "logger": False, "enable_progress_bar": False}
     if kind == "dense":
         scale = DynamicLossScale(initial=2.0**40, hysteresis=1)

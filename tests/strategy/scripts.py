@@ -1,5 +1,5 @@
-"""Run a module of this folder as a user runs a script: in a process of its own, which starts the
-other ranks.
+"""Run a module of this folder like a user's script: in a new process, which starts the other
+ranks.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[2]
 def run_script(
     module: str, *arguments: str, timeout: float = 240
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python -m tests.strategy.<module>` and return what it printed.
+    """Run `python -m tests.strategy.<module>` and return the finished process with its output.
 
     Args:
         module: Name of the module.
-        arguments: Its arguments.
-        timeout: When to give up (seconds).
+        arguments: Arguments of the module.
+        timeout: Longest time that the process may take (seconds).
     """
-    launched = (
+    launcher_variables = (
         "LOCAL_RANK",
         "WORLD_SIZE",
         "NODE_RANK",
@@ -30,7 +30,9 @@ def run_script(
         "MASTER_PORT",
         "PL_GLOBAL_SEED",
     )
-    environment = {name: value for name, value in os.environ.items() if name not in launched}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in launcher_variables
+    }
     return subprocess.run(
         [sys.executable, "-m", f"tests.strategy.{module}", *arguments],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Fits whose batches say how many rows experts need, eagerly and by graphs."""
+"""Fits whose batches set the number of rows that experts need, eagerly and by graphs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_LAYERS = 2
 
 
 class Steering(Words):
-    """Words, with the rows that rank 0 gets above an even share in each layer.
+    """Words with the number of rows that rank 0 gets above an even share in each layer.
 
     Args:
         kind: Kind of the steps, ``train`` or ``val``.
@@ -44,16 +44,17 @@ class Steering(Words):
         self.kind, self.excess = kind, excess
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        batch, own = divmod(index // 2, 2 * SIZE)
+        batch, sample = divmod(index // 2, 2 * SIZE)
         rows = [
-            self.excess.get((self.kind, batch, own // SIZE, layer), 0)
+            self.excess.get((self.kind, batch, sample // SIZE, layer), 0)
             for layer in range(NUM_LAYERS)
         ]
         return {**super().__getitem__(index), "rows": torch.tensor(rows)}
 
 
 class Steered(TinyLM):
-    """A module with steps that graphs may hold, which change what a second run must find.
+    """A module whose steps graphs may capture, and change everything that a repeated step must find
+    unchanged.
 
     Args:
         is_fused: Whether torch's fused AdamW updates the parameters.
@@ -88,7 +89,7 @@ class Steered(TinyLM):
 
 @dataclass
 class SteeredRecord(Record):
-    """What a fit by graphs computed, and how often graphs ran.
+    """Results of a fit by graphs, and the number of replays.
 
     Args:
         num_graphs: Number of graphs after each batch.
@@ -102,18 +103,18 @@ class SteeredRecord(Record):
     num_entries: list[int] = field(default_factory=list)
     evaluated: list[float] = field(default_factory=list)
 
-    def differences_from(self, other: Record) -> list[str]:
-        """Return what is not the same bit for bit."""
-        assert isinstance(other, SteeredRecord)
-        found = super().differences_from(other)
-        return found + (["evaluated"] if self.evaluated != other.evaluated else [])
+    def differences_from(self, expected: Record) -> list[str]:
+        """Return the names of results that are not the same bit for bit."""
+        assert isinstance(expected, SteeredRecord)
+        names = super().differences_from(expected)
+        return names + (["evaluated"] if self.evaluated != expected.evaluated else [])
 
 
 class SteeredWatch(Watch):
-    """Route as batches say, and note what the fit computes.
+    """Route as batches say, and record the results of the fit.
 
     Args:
-        record: Where it is noted.
+        record: Record of the results.
         saves: Path of a checkpoint by the number of batches after which it is saved.
     """
 
@@ -143,13 +144,13 @@ class SteeredWatch(Watch):
         self.record.evaluated += [] if outputs is None else [float(outputs)]
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
-        module.calls, module.seen = 0, []
+        module.calls, module.losses = 0, []
         self.record.num_entries = list(CountedGraph.num_entries)
         super().on_train_end(trainer, module)
 
 
 class CountedGraph(TapeGraph):
-    """Graph of the CPU whose entries and replays are counted."""
+    """CPU graph whose entries and replays are counted."""
 
     num_replays = 0
     num_entries: ClassVar[list[int]] = []
@@ -164,18 +165,18 @@ class CountedGraph(TapeGraph):
 
 
 def steered(route: Any) -> Any:
-    """Return a router's forward pass whose choices give rank 0 so many rows more."""
+    """Return a router's forward pass that gives rank 0 as many more rows as the batch says."""
 
     def forward(router: Router, hidden: Tensor) -> Routing:
         routing = route(router, hidden)
         assert isinstance(routing, Routing)
         rows: Tensor = vars(router)["rows"]
-        mine = router.mesh.ep.rank
-        # Tokens of one rank go to the other one: one of their two choices, or both.
-        moved = torch.where((rows > 0) == (mine == 1), rows.abs(), 0)
+        rank = router.mesh.ep.rank
+        # One or both choices of each moved token go to experts of the peer rank.
+        moved = torch.where((rows > 0) == (rank == 1), rows.abs(), 0)
         token = torch.arange(TOKENS, device=hidden.device)
-        first = torch.where(token < moved, 2 - 2 * mine, 2 * mine)
-        second = torch.where(token < moved - TOKENS, 3 - 2 * mine, 1 + 2 * mine)
+        first = torch.where(token < moved, 2 - 2 * rank, 2 * rank)
+        second = torch.where(token < moved - TOKENS, 3 - 2 * rank, 1 + 2 * rank)
         chosen = torch.stack([first, second], 1).to(routing.experts.dtype)
         return replace(routing, experts=chosen)
 
@@ -237,12 +238,12 @@ def fit(
     data = []
     for kind, number in (("train", num_batches), ("val", 2)):
         samples = Steering(kind, excess, number)
-        own = range(dist.get_rank() % 2, len(samples), 2)
-        data.append(DataLoader(samples, 2 * SIZE, sampler=own))
+        indices = range(dist.get_rank() % 2, len(samples), 2)
+        data.append(DataLoader(samples, 2 * SIZE, sampler=indices))
     runner = Trainer(**{**settings, **trainer})
     with steering(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         runner.fit(Steered(**(model or {})), *data, ckpt_path=ckpt_path, weights_only=False)
-    texts = [str(one.message) for one in caught]
+    texts = [str(warning.message) for warning in caught]
     record.warnings = [text for text in texts if text.startswith("experts: ")]
     return record

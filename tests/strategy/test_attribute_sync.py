@@ -1,4 +1,4 @@
-"""What steps keep in the module is there for every hook on every stage, as in one process."""
+"""Hooks of every pipeline stage see the same state of the module as in one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STAGES = ("train", "val", "test")
 
 
 class Meter:
-    """Average values, as many training scripts do."""
+    """Average values as in many training scripts."""
 
     def __init__(self) -> None:
         self.sum, self.count = 0.0, 0
@@ -39,8 +39,8 @@ class Meter:
         self.sum, self.count = self.sum + value * count, self.count + count
 
 
-class Keeper(TinyLM):
-    """Keep something in every usual way in every kind of step, and log it when the epoch ends."""
+class KeepsState(TinyLM):
+    """Keep values in every usual way in every kind of step, and log them when the epoch ends."""
 
     def __init__(self) -> None:
         super().__init__(num_layers=4)
@@ -50,7 +50,7 @@ class Keeper(TinyLM):
             self.keep(stage, "both", both)
             self.keep(stage, "confusion", MulticlassConfusionMatrix(VOCABULARY))
             self.keep(stage, "outputs", [])
-            # While training, buffers are those of the first data rank, as under ddp.
+            # In training, buffers are those of the first data rank, as under ddp.
             histogram = torch.zeros(VOCABULARY)
             if stage == "train":
                 self.keep(stage, "histogram", histogram)
@@ -86,7 +86,7 @@ class Keeper(TinyLM):
         self.keep(stage, "begun", self.kept(stage, "begun") + len(batch["tokens"]))
         loss = self.net(batch["tokens"], batch["labels"])
         labels = batch["labels"].reshape(-1)
-        # A token of small loss counts as predicted right.
+        # A token with a small loss counts as a correct prediction.
         classes = torch.where(loss.detach().reshape(-1) < 3.3, labels, (labels + 1) % VOCABULARY)
         for name in ("acc", "both", "confusion"):
             self.kept(stage, name).update(classes, labels)
@@ -169,8 +169,8 @@ class Keeper(TinyLM):
         self.seen["within"] = (self.val_begun, len(self.val_outputs), len(self.returned))
 
 
-class Collects(Callback):
-    """Collect what training steps return."""
+class CollectOutputs(Callback):
+    """Record the sums of the classes that training steps return."""
 
     def __init__(self) -> None:
         self.sums: list[int] = []
@@ -182,7 +182,7 @@ class Collects(Callback):
 
 
 def run(devices: int, strategy: dict[str, Any] | None, folder: Path) -> dict[str, Any]:
-    """Train, validate, test and predict; return what every hook has seen."""
+    """Train, validate, test and predict; return the metrics and the values that hooks have seen."""
     seed_everything(3, verbose=False)
     sizes = strategy or {}
     data = devices // (sizes.get("tp", 1) * sizes.get("pp", 1))
@@ -190,7 +190,7 @@ def run(devices: int, strategy: dict[str, Any] | None, folder: Path) -> dict[str
     saver = ModelCheckpoint(
         folder, "{epoch}-{val_acc:.3f}", monitor="val_acc", mode="max", save_top_k=1
     )
-    collects = Collects()
+    collector = CollectOutputs()
     trainer = Trainer(
         accelerator="cpu",
         devices=devices,
@@ -199,7 +199,7 @@ def run(devices: int, strategy: dict[str, Any] | None, folder: Path) -> dict[str
         max_epochs=3,
         num_sanity_val_steps=1,
         use_distributed_sampler=False,
-        callbacks=[stopping, saver, collects],
+        callbacks=[stopping, saver, collector],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -209,7 +209,7 @@ def run(devices: int, strategy: dict[str, Any] | None, folder: Path) -> dict[str
         DataLoader(Words(count, seed), 4 // data, sampler=range(part, count, data))
         for count, seed in ((16, 1), (8, 2))
     )
-    module = Keeper()
+    module = KeepsState()
     trainer.fit(module, train, val)
     fitted = {name: float(value) for name, value in trainer.callback_metrics.items()}
     tested = trainer.test(module, val, verbose=False)
@@ -220,8 +220,8 @@ def run(devices: int, strategy: dict[str, Any] | None, folder: Path) -> dict[str
         "stopped": (stopping.stopped_epoch, trainer.current_epoch),
         "best": float(saver.best_model_score or 0),
         "seen": module.seen,
-        "returned": [tuple(one.shape) for one in module.returned],
-        "sums": collects.sums,
+        "returned": [tuple(output.shape) for output in module.returned],
+        "sums": collector.sums,
     }
 
 
@@ -240,30 +240,32 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def results_by_layout(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("kept")
     warnings.simplefilter("ignore")
     return run(1, None, folder / "one"), run_world(run_layouts, 4, folder, LAYOUTS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_hooks_log_monitor_and_see_what_steps_have_kept(
-    found: tuple[dict[str, Any], list[dict[str, Any]]], layout: str
+def test_state_kept_by_steps_reaches_hooks_loggers_and_monitors_on_every_rank(
+    results_by_layout: tuple[dict[str, Any], list[dict[str, Any]]], layout: str
 ) -> None:
-    one, ranks = found
-    for rank, everything in enumerate(ranks):
-        result = everything[layout]
-        expected = dict(one["fitted"])
+    one_process, ranks = results_by_layout
+    for rank, layouts in enumerate(ranks):
+        result = layouts[layout]
+        expected = dict(one_process["fitted"])
         if "dp2" in layout:
-            # Before every batch a buffer is the first data rank's, as under ddp.
+            # Before every batch, a buffer becomes that of the first data rank, as under ddp.
             expected.pop("train_histogram")
             result["fitted"].pop("train_histogram")
         assert result["fitted"] == pytest.approx(expected, rel=1e-9), rank
-        assert result["tested"][0] == pytest.approx(one["tested"][0], rel=1e-9), rank
-        assert result["stopped"] == one["stopped"]
-        assert result["best"] == pytest.approx(one["best"])
+        assert result["tested"][0] == pytest.approx(one_process["tested"][0], rel=1e-9), rank
+        assert result["stopped"] == one_process["stopped"]
+        assert result["best"] == pytest.approx(one_process["best"])
         assert 0.1 < result["best"] < 0.9
         assert result["returned"] == ranks[-1][layout]["returned"]
         if layout == "tp2 pp2":
-            assert result["seen"] == one["seen"]
-            assert result["sums"] == one["sums"]
+            assert result["seen"] == one_process["seen"]
+            assert result["sums"] == one_process["sums"]

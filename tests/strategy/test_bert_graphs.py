@@ -1,4 +1,4 @@
-"""Graphs of a BERT follow the lengths of the rows of each batch."""
+"""Fits of a BERT by graphs on rows whose lengths differ between batches."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tests.strategy.graph_fits import FULL, SEGMENTS
 
 @pytest.mark.parametrize("graphs", [SEGMENTS, FULL], ids=["segments", "full"])
 @pytest.mark.parametrize("order", ["pre", "post"])
-def test_graphs_of_padded_rows_have_the_bits_of_eager_steps(graphs: CudaGraphs, order: str) -> None:
+def test_fits_by_graphs_equal_eager_fits_on_padded_rows(graphs: CudaGraphs, order: str) -> None:
     with without_masks() as spans:
         eager = bert_fit(None, order=order, dropout=(0.1, 0.0))
         assert spans
-        found = bert_fit(graphs, order=order, dropout=(0.1, 0.0))
-    assert found.num_graphs[-1] > 0
-    assert found.differences_from(eager) == []
+        actual = bert_fit(graphs, order=order, dropout=(0.1, 0.0))
+    assert actual.num_graphs[-1] > 0
+    assert actual.differences_from(eager) == []
 
 
-def test_lengths_train_like_their_mask() -> None:
+def test_training_with_lengths_matches_training_with_masks() -> None:
     expected = bert_fit(None, has_lengths=False)
     with without_masks() as spans:
-        found = bert_fit(None)
+        actual = bert_fit(None)
     assert spans
-    assert found.losses == pytest.approx(expected.losses, rel=1e-9)
+    assert actual.losses == pytest.approx(expected.losses, rel=1e-9)
     assert len(set(expected.losses)) == len(expected.losses)

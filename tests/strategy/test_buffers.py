@@ -1,5 +1,5 @@
-"""Buffers of the user's modules under dp: those of the first rank, at the moments at which `ddp`
-sends them.
+"""Buffers of the user's modules under dp are those of the first rank at the same moments as under
+`ddp`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from lightning_megatron.strategy.modules.buffers import SharedBuffers, check_syn
 from tests.world import run_world
 
 
-class Normed(LightningModule):
-    """Keep a running mean by a batch norm, a buffer by hand, one that is replaced, and one that
-    never changes.
+class NormalizedNet(LightningModule):
+    """Have a batch norm, a buffer that is updated in place, a buffer that is replaced, and a buffer
+    that never changes.
     """
 
     def __init__(self) -> None:
@@ -54,14 +54,14 @@ class Normed(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-class Watch(Callback):
-    """Write down what the buffers are where user code may look at them."""
+class RecordBuffers(Callback):
+    """Record the buffers after training batches and validations."""
 
     def __init__(self) -> None:
-        self.found: list[dict[str, Tensor]] = []
+        self.records: list[dict[str, Tensor]] = []
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        self.found.append({name: buffer.clone() for name, buffer in pl_module.named_buffers()})
+        self.records.append({name: buffer.clone() for name, buffer in pl_module.named_buffers()})
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.on_train_batch_end(trainer, pl_module)
@@ -72,15 +72,15 @@ def fit(strategy: Any, size: int, path: Path, **options: Any) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(32, 6, generator=generator, dtype=torch.float64)
     data = TensorDataset(x, x.sum(1, keepdim=True))
-    watch, module = Watch(), Normed()
+    recorder, module = RecordBuffers(), NormalizedNet()
     trainer = Trainer(
-        accelerator="cpu", devices=size, strategy=strategy, max_epochs=2, precision="64-true", callbacks=[watch],
+        accelerator="cpu", devices=size, strategy=strategy, max_epochs=2, precision="64-true", callbacks=[recorder],
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
     trainer.fit(module, DataLoader(data, batch_size=4), DataLoader(data, batch_size=4))
     trainer.save_checkpoint(path)
     return {
-        "buffers": watch.found,
+        "buffers": recorder.records,
         "weights": {name: value.detach().clone() for name, value in module.named_parameters()},
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "after": {name: buffer.clone() for name, buffer in module.named_buffers()},
@@ -93,69 +93,71 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def _compare(rank: int, size: int, folder: Path) -> dict[str, Any]:
+def _fit_both(rank: int, size: int, folder: Path) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    found = {}
+    results = {}
     for name, options in OPTIONS.items():
         plain = fit("ddp", size, folder / f"{name}.plain", **options)
         ours = fit(MegatronStrategy(), size, folder / f"{name}.ours", **options)
-        found[name] = plain, ours
-    return found
+        results[name] = plain, ours
+    return results
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("buffers")
-    return folder, run_world(_compare, 2, folder)
+    return folder, run_world(_fit_both, 2, folder)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_buffers_weights_and_validation_are_those_of_ddp_on_every_rank(
+def test_buffers_weights_and_metrics_match_those_of_ddp_on_every_rank(
     worlds: Any, name: str
 ) -> None:
-    for rank, found in enumerate(worlds[1]):
-        plain, ours = found[name]
+    for rank, results in enumerate(worlds[1]):
+        plain, ours = results[name]
         assert len(plain["buffers"]) == len(ours["buffers"]) == 11
-        for step, (expected, got) in enumerate(zip(plain["buffers"], ours["buffers"], strict=True)):
+        for step, (expected, actual) in enumerate(
+            zip(plain["buffers"], ours["buffers"], strict=True)
+        ):
             for key in expected:
                 torch.testing.assert_close(
-                    got[key], expected[key], msg=f"rank {rank}, step {step}: {key}"
+                    actual[key], expected[key], msg=f"rank {rank}, step {step}: {key}"
                 )
         for key, expected in plain["weights"].items():
             torch.testing.assert_close(ours["weights"][key], expected)
-        # Lightning keeps its own sums over an epoch in float32.
+        # Lightning keeps its sums over an epoch in float32.
         assert ours["metrics"] == pytest.approx(plain["metrics"], rel=1e-6)
-    first, second = (found[name][0]["buffers"][1]["level"] for found in worlds[1])
+    first, second = (results[name][0]["buffers"][1]["level"] for results in worlds[1])
     assert first != second, "without a broadcast the ranks' own buffers differ"
 
 
 def test_a_checkpoint_has_the_buffers_of_the_first_rank(worlds: Any) -> None:
-    folder, found = worlds
+    folder, ranks = worlds
     expected = torch.load(folder / "each batch.plain", weights_only=False)["state_dict"]
     for rank in range(2):
-        for key, value in found[rank]["each batch"][1]["after"].items():
+        for key, value in ranks[rank]["each batch"][1]["after"].items():
             if key in expected:
                 torch.testing.assert_close(value, expected[key])
 
 
-def test_modules_without_buffers_or_data_ranks_have_nothing_to_send() -> None:
+def test_no_buffers_are_shared_with_a_single_data_rank() -> None:
     mesh = ParallelMesh.create(ParallelLayout(1))
-    shared = SharedBuffers(Normed(), mesh)
+    shared = SharedBuffers(NormalizedNet(), mesh)
     shared.share(look=True)
     assert not shared._owners
 
 
-def test_synchronised_norms_over_copies_are_refused() -> None:
-    class Several:
+def test_sync_batch_norm_is_refused_if_ranks_hold_copies_of_the_data() -> None:
+    class FourRanks:
         size = 4
 
-    class Fake:
+    class FakeMesh:
         data, world, tp, pp = (
             type("Data", (), {"size": 2}),
-            Several,
+            FourRanks,
             type("Tp", (), {"size": 2}),
-            Several,
+            FourRanks,
         )
 
     module = nn.Sequential(nn.SyncBatchNorm(4))
@@ -163,4 +165,4 @@ def test_synchronised_norms_over_copies_are_refused() -> None:
         UnsupportedError,
         match=r"SyncBatchNorm over all 4 ranks needs .*'0' would count",
     ):
-        check_synchronised_norms(module, Fake)  # type: ignore[arg-type]
+        check_synchronised_norms(module, FakeMesh)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""Callbacks, loggers and settings of Lightning's own do what they do without the strategy, or are
-refused by name.
+"""Callbacks, loggers and settings of Lightning give the same results as without the strategy, or
+are refused by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.strategy.callback_cases import CASES, Bench, Net
 from tests.sweeps import chosen
 from tests.world import run_world
 
-#: Cases that are refused where a rank holds a part of the model, and what the messages say.
+#: Cases that are refused if a rank holds a part of the model, and the beginnings of the messages.
 REFUSED = {
     "averaged": "StochasticWeightAveraging needs the whole model on every rank",
     "averaged with statistics": "StochasticWeightAveraging needs the whole model on every rank",
@@ -64,7 +64,7 @@ IN_PARTS = chosen(
     "rate found in the fit",
 )
 ALONE = ("anomalies", "clipped by value")
-#: What one rank tells as well as two.
+#: Cases for which one rank is enough.
 SETTINGS = (
     "profiled",
     "profiled simply",
@@ -92,7 +92,7 @@ ON_ONE_RANK = chosen(
 )
 
 
-def quiet() -> None:
+def silence_warnings() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.CRITICAL)
 
@@ -100,7 +100,7 @@ def quiet() -> None:
 def run(
     case: str, strategy: Callable[[], Any], devices: int, place: tuple[int, int], folder: Path
 ) -> Any:
-    """Return what came of a case, or the message of a refusal."""
+    """Return the results of a case, or the message of its refusal."""
     try:
         return CASES[case](Bench(strategy, devices, place, folder))
     except UnsupportedError as error:
@@ -108,15 +108,15 @@ def run(
 
 
 def two_ranks(rank: int, size: int, folder: Path) -> dict[tuple[str, str], Any]:
-    quiet()
-    found = {}
+    silence_warnings()
+    results = {}
     for name, (strategy, is_data) in STRATEGIES.items():
         cases = ON_DATA_RANKS if is_data else (*IN_PARTS, *ALONE, *WITH_STAGES)
         for case in cases:
             place = (rank, size) if is_data else (0, 1)
-            found[name, case] = run(case, strategy, size, place, folder / name / case)
+            results[name, case] = run(case, strategy, size, place, folder / name / case)
             dist.barrier()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str]
 
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    quiet()
+    silence_warnings()
     folder = tmp_path_factory.mktemp("one")
     return {
         case: run(case, lambda: "auto", 1, (0, 1), folder / case)
@@ -134,65 +134,63 @@ def one_device(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def assert_alike(expected: Any, found: Any, leave_out: tuple[str, ...] = ()) -> None:
+def assert_same(expected: Any, actual: Any, ignored: tuple[str, ...] = ()) -> None:
     if isinstance(expected, Mapping):
-        assert set(found) == set(expected)
-        for name in set(expected) - set(leave_out):
-            assert_alike(expected[name], found[name])
+        assert set(actual) == set(expected)
+        for name in set(expected) - set(ignored):
+            assert_same(expected[name], actual[name])
     elif isinstance(expected, Tensor):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
     elif isinstance(expected, float):
-        assert found == pytest.approx(expected, rel=1e-5, abs=2e-6)
+        assert actual == pytest.approx(expected, rel=1e-5, abs=2e-6)
     elif isinstance(expected, list):
-        for one, other in zip(expected, found, strict=True):
-            assert_alike(one, other)
+        for expected_item, actual_item in zip(expected, actual, strict=True):
+            assert_same(expected_item, actual_item)
     else:
-        assert found == expected
+        assert actual == expected
 
 
 @pytest.mark.parametrize("case", ON_ONE_RANK)
-def test_a_feature_does_on_one_rank_what_it_does_without_the_strategy(
+def test_features_on_one_rank_match_a_fit_without_the_strategy(
     one_device: dict[str, Any], case: str, tmp_path: Path
 ) -> None:
-    quiet()
-    assert_alike(one_device[case], run(case, MegatronStrategy, 1, (0, 1), tmp_path))
+    silence_warnings()
+    assert_same(one_device[case], run(case, MegatronStrategy, 1, (0, 1), tmp_path))
 
 
 @pytest.mark.parametrize("case", ON_DATA_RANKS)
-def test_a_feature_does_on_data_ranks_what_it_does_under_ddp(
-    ranks: list[dict[Any, Any]], case: str
-) -> None:
-    for found in ranks:
-        assert_alike(found["ddp", case], found["dp2", case])
+def test_features_on_data_ranks_match_ddp(ranks: list[dict[Any, Any]], case: str) -> None:
+    for results in ranks:
+        assert_same(results["ddp", case], results["dp2", case])
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
 @pytest.mark.parametrize("case", [*IN_PARTS, *ALONE])
-def test_a_feature_goes_with_parts_of_a_model(
+def test_features_match_one_device_when_ranks_hold_parts_of_the_model(
     ranks: list[dict[Any, Any]], one_device: dict[str, Any], case: str, layout: str
 ) -> None:
-    # A stage shows no sizes, and ranks hold parts of weights; only rank 0 has files.
-    leave_out = ("weights", "names", "rows", *(("notes",) if layout == "pp2" else ()))
-    for found in ranks:
-        expected = {k: v for k, v in one_device[case].items() if k not in leave_out}
-        assert_alike(expected, {k: v for k, v in found[layout, case].items() if k not in leave_out})
+    # A summary of a stage has no sizes, ranks hold parts of weights, and only rank 0 writes files.
+    ignored = ("weights", "names", "rows", *(("notes",) if layout == "pp2" else ()))
+    for results in ranks:
+        expected = {k: v for k, v in one_device[case].items() if k not in ignored}
+        assert_same(expected, {k: v for k, v in results[layout, case].items() if k not in ignored})
 
 
 @pytest.mark.parametrize(("layout", "refused"), [("tp2", REFUSED), ("pp2", WITH_STAGES)])
-def test_what_needs_the_whole_model_is_refused_by_name(
+def test_features_that_need_the_full_model_are_refused_by_name(
     ranks: list[dict[Any, Any]], layout: str, refused: dict[str, str]
 ) -> None:
-    for found in ranks:
+    for results in ranks:
         for case, message in refused.items():
-            assert found[layout, case]["refused"].startswith(message), case
+            assert results[layout, case]["refused"].startswith(message), case
 
 
-def test_resetting_pruned_weights_is_refused(tmp_path: Path) -> None:
+def test_pruning_that_resets_weights_is_refused(tmp_path: Path) -> None:
     bench = Bench(MegatronStrategy, 1, (0, 1), tmp_path)
     with pytest.raises(UnsupportedError, match="Use use_lottery_ticket_hypothesis=False"):
         bench.fit(callbacks=[ModelPruning("l1_unstructured", amount=0.5)])
 
 
-def test_a_search_for_the_batch_size_is_refused_as_under_ddp(tmp_path: Path) -> None:
+def test_batch_size_search_is_refused_as_under_ddp(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not supported with distributed strategies"):
         Tuner(Bench(MegatronStrategy, 1, (0, 1), tmp_path).trainer()).scale_batch_size(Net())

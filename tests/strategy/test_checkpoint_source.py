@@ -1,4 +1,4 @@
-"""Ranks that verify a checkpoint together raise together, whatever fails on one of them."""
+"""Ranks that verify a checkpoint together all raise if a check fails on any of them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from lightning_megatron.strategy.checkpoints.source import CheckpointSource
 from tests.world import run_world
 
 
-def result_of(action: Callable[[], Any]) -> str:
-    """Return the type and message of what an action raises, or its result."""
+def outcome_of(action: Callable[[], Any]) -> str:
+    """Return the result of an action, or the type and message of its error."""
     try:
         return repr(action())
     except (Exception, KeyboardInterrupt) as error:
         return f"{type(error).__name__}: {error}"
 
 
-def on_one_rank(rank: int, failing: int, error: BaseException) -> Callable[[], None]:
+def failing_check(rank: int, failing: int, error: BaseException) -> Callable[[], None]:
     def check() -> None:
         if rank == failing:
             raise error
@@ -38,12 +38,12 @@ def on_one_rank(rank: int, failing: int, error: BaseException) -> Callable[[], N
 
 def _verify_files(rank: int, size: int, folder: str) -> dict[str, str]:
     mesh = ParallelMesh.create(ParallelLayout(size))
-    found = {}
+    results = {}
     for name in ("whole", "plain", "cut", "absent"):
         source = CheckpointSource(f"{folder}/{name}.ckpt", is_single_file=True)
-        found[name] = result_of(partial(source.verify, mesh))
-        found[f"{name}, allowed"] = result_of(partial(source.verify, mesh, allow_unchecked=True))
-    return found
+        results[name] = outcome_of(partial(source.verify, mesh))
+        results[f"{name}, allowed"] = outcome_of(partial(source.verify, mesh, allow_unchecked=True))
+    return results
 
 
 def test_a_file_that_the_first_rank_cannot_read_is_refused_on_all_ranks(tmp_path: Path) -> None:
@@ -54,27 +54,27 @@ def test_a_file_that_the_first_rank_cannot_read_is_refused_on_all_ranks(tmp_path
     (tmp_path / "cut.ckpt").write_bytes(content)
     ranks = run_world(_verify_files, 2, str(tmp_path))
     assert ranks[0] == ranks[1]
-    found = ranks[0]
+    results = ranks[0]
     for name in ("whole", "whole, allowed", "plain, allowed", "absent, allowed"):
-        assert found[name] == "None", name
+        assert results[name] == "None", name
     for name in ("plain", "cut", "cut, allowed", "absent"):
-        assert found[name].startswith("CorruptDataError: "), name
-        assert str(tmp_path / name.partition(",")[0]) in found[name], name
-    assert "must be readable: FileNotFoundError: " in found["absent"]
+        assert results[name].startswith("CorruptDataError: "), name
+        assert str(tmp_path / name.partition(",")[0]) in results[name], name
+    assert "must be readable: FileNotFoundError: " in results["absent"]
 
 
 def _fail_on_one_rank(rank: int, size: int) -> dict[str, str]:
     axis = ParallelMesh.create(ParallelLayout(size)).world_cpu
     return {
-        f"{type(error).__name__} of {failing}": result_of(
-            partial(verify_together, on_one_rank(rank, failing, error), axis)
+        f"{type(error).__name__} of {failing}": outcome_of(
+            partial(verify_together, failing_check(rank, failing, error), axis)
         )
         for failing in range(size)
         for error in (UnsupportedError("no"), OSError(5, "disk"), KeyError("k"))
     }
 
 
-def test_every_error_of_a_check_reaches_all_ranks() -> None:
+def test_an_error_of_a_check_on_one_rank_is_raised_on_all_ranks() -> None:
     first, second = run_world(_fail_on_one_rank, 2)
     for failing in range(2):
         for name in ("UnsupportedError", "OSError", "KeyError"):
@@ -86,10 +86,12 @@ def test_every_error_of_a_check_reaches_all_ranks() -> None:
 
 def _interrupt_one_rank(rank: int, size: int) -> str:
     axis = ParallelMesh.create(ParallelLayout(size)).world_cpu
-    return result_of(lambda: verify_together(on_one_rank(rank, 0, KeyboardInterrupt("stop")), axis))
+    return outcome_of(
+        lambda: verify_together(failing_check(rank, 0, KeyboardInterrupt("stop")), axis)
+    )
 
 
-def test_an_interrupted_check_ends_on_all_ranks() -> None:
+def test_an_interrupt_of_a_check_on_one_rank_ends_the_check_on_all_ranks() -> None:
     first, second = run_world(_interrupt_one_rank, 2)
     assert first == "KeyboardInterrupt: stop"
     assert second == "KeyboardInterrupt: another rank was interrupted: KeyboardInterrupt: stop"
@@ -98,8 +100,8 @@ def test_an_interrupted_check_ends_on_all_ranks() -> None:
 def _list_on_first(rank: int, size: int) -> list[str]:
     axis = ParallelMesh.create(ParallelLayout(size)).world_cpu
     return [
-        result_of(lambda: run_on_first(lambda: rank + 7, axis)),
-        result_of(lambda: run_on_first(on_one_rank(rank, 0, PermissionError(13, "no")), axis)),
+        outcome_of(lambda: run_on_first(lambda: rank + 7, axis)),
+        outcome_of(lambda: run_on_first(failing_check(rank, 0, PermissionError(13, "no")), axis)),
     ]
 
 
@@ -108,19 +110,21 @@ def test_the_result_or_error_of_the_first_rank_reaches_all_ranks() -> None:
     assert ranks == [["7", "PermissionError: [Errno 13] no"]] * 2
 
 
-def _look_at_different_files(rank: int, size: int, folder: str) -> list[str]:
+def _find_different_files(rank: int, size: int, folder: str) -> list[str]:
     mesh = ParallelMesh.create(ParallelLayout(size))
-    seen = f"{folder}/rank{rank}"
-    full = CheckpointSource(f"{seen}/full.ckpt", is_single_file=True)
+    rank_folder = f"{folder}/rank{rank}"
+    full = CheckpointSource(f"{rank_folder}/full.ckpt", is_single_file=True)
     return [
-        result_of(lambda: CheckpointSource.find(f"{seen}/full.ckpt", mesh)),
-        result_of(lambda: CheckpointSource.find(f"{seen}/absent.ckpt", mesh)),
-        result_of(lambda: full.has_optimizers(None, mesh)),
-        result_of(lambda: replace(full, path=f"{seen}/cut.ckpt").has_optimizers(None, mesh)),
+        outcome_of(lambda: CheckpointSource.find(f"{rank_folder}/full.ckpt", mesh)),
+        outcome_of(lambda: CheckpointSource.find(f"{rank_folder}/absent.ckpt", mesh)),
+        outcome_of(lambda: full.has_optimizers(None, mesh)),
+        outcome_of(
+            lambda: replace(full, path=f"{rank_folder}/cut.ckpt").has_optimizers(None, mesh)
+        ),
     ]
 
 
-def test_what_the_first_rank_sees_of_a_checkpoint_counts_for_all_ranks(tmp_path: Path) -> None:
+def test_all_ranks_use_the_checkpoint_that_the_first_rank_finds(tmp_path: Path) -> None:
     first = tmp_path / "rank0"
     second = tmp_path / "rank1"
     first.mkdir()
@@ -129,16 +133,16 @@ def test_what_the_first_rank_sees_of_a_checkpoint_counts_for_all_ranks(tmp_path:
     torch.save({"state_dict": {}}, second / "absent.ckpt")
     (first / "cut.ckpt").write_bytes((first / "full.ckpt").read_bytes()[:100])
     torch.save({"state_dict": {}, "optimizer_states": []}, second / "cut.ckpt")
-    ranks = run_world(_look_at_different_files, 2, str(tmp_path))
+    ranks = run_world(_find_different_files, 2, str(tmp_path))
     assert ranks[0] == ranks[1]
-    found, absent, has_optimizers, cut = ranks[0]
-    assert found == repr(CheckpointSource(f"{first}/full.ckpt", is_single_file=True))
+    source, absent, has_optimizers, cut = ranks[0]
+    assert source == repr(CheckpointSource(f"{first}/full.ckpt", is_single_file=True))
     assert absent.startswith("CheckpointMismatchError: ")
     assert has_optimizers == "True"
     assert cut.startswith("CorruptDataError: ")
 
 
-def test_the_error_in_one_process_says_what_it_cannot_read(tmp_path: Path) -> None:
+def test_the_error_in_one_process_names_the_unreadable_file(tmp_path: Path) -> None:
     source = CheckpointSource(str(tmp_path / "absent.ckpt"), is_single_file=True)
     with pytest.raises(CorruptDataError, match=r"must be readable: FileNotFoundError: .*absent"):
         source.verify(ParallelMesh.single())

@@ -1,6 +1,4 @@
-"""Saves behind training look to Lightning's checkpoint callbacks like saves that are complete at
-once.
-"""
+"""Background saves look to Lightning's checkpoint callbacks like saves that complete at once."""
 
 from __future__ import annotations
 
@@ -21,12 +19,12 @@ from tests.proof.training import Tokens
 from tests.strategy.checkpoint_runs import Trained, trainer_of
 from tests.strategy.test_checkpoints_last import BEHIND, every_step
 
-#: What the monitored value is after each step.
+#: Monitored value after each step.
 SCORES = (0.1, 0.5, 0.3, 0.2, 0.6, 0.05)
 
 
 class Scores(Callback):
-    """Give the value that checkpoints are chosen by."""
+    """Set the value by which checkpoints are chosen."""
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         trainer.callback_metrics["score"] = torch.tensor(SCORES[trainer.global_step - 1])
@@ -41,22 +39,22 @@ def fit(layout: dict[str, Any] | None, steps: int, *callbacks: Callback) -> None
 
 @pytest.fixture
 def slow_saves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every save take longer than the steps up to the next one."""
+    """Let every save take longer than the steps up to the next save."""
     run = CollectiveSave.run
 
-    def slowly(save: CollectiveSave) -> None:
+    def run_slowly(save: CollectiveSave) -> None:
         time.sleep(0.2)
         run(save)
 
-    monkeypatch.setattr(CollectiveSave, "run", slowly)
+    monkeypatch.setattr(CollectiveSave, "run", run_slowly)
 
 
 @pytest.mark.usefixtures("slow_saves")
 @pytest.mark.parametrize("name", ["same", "{score:.0f}", "last"])
-def test_names_that_are_taken_get_the_versions_that_they_get_elsewhere(
+def test_versions_of_taken_file_names_match_those_without_background_saves(
     name: str, tmp_path: Path
 ) -> None:
-    found = []
+    results = []
     for number, layout in enumerate((None, {}, BEHIND)):
         folder = tmp_path / str(number)
         saver = every_step(folder, save_top_k=2, monitor="score")
@@ -68,50 +66,50 @@ def test_names_that_are_taken_get_the_versions_that_they_get_elsewhere(
             steps = {
                 path: load_metadata(folder / path)["global_step"] for path in os.listdir(folder)
             }
-        found.append((sorted(os.listdir(folder)), Path(saver.best_model_path).name, best, steps))
-    assert found[0][:3] == found[1][:3]
-    assert found[1] == found[2]
+        results.append((sorted(os.listdir(folder)), Path(saver.best_model_path).name, best, steps))
+    assert results[0][:3] == results[1][:3]
+    assert results[1] == results[2]
 
 
 @pytest.mark.usefixtures("slow_saves")
-def test_a_link_to_the_last_is_made_when_that_is_complete(tmp_path: Path) -> None:
-    seen = []
+def test_the_last_link_points_to_complete_checkpoints_only(tmp_path: Path) -> None:
+    targets = []
 
-    class Looks(Callback):
+    class RecordLink(Callback):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             if os.path.islink(tmp_path / "new" / "last.ckpt"):
-                # Whatever is being written, the link leads to a whole checkpoint.
+                # Even during a save the link leads to a complete checkpoint.
                 verify_checkpoint(tmp_path / "new" / "last.ckpt")
-                seen.append(os.readlink(tmp_path / "new" / "last.ckpt"))
+                targets.append(os.readlink(tmp_path / "new" / "last.ckpt"))
 
     saver = every_step(tmp_path / "new", save_top_k=1, save_last="link")
-    fit(BEHIND, 4, saver, Looks())
-    assert seen == ["step=1.ckpt", "step=2.ckpt"]
+    fit(BEHIND, 4, saver, RecordLink())
+    assert targets == ["step=1.ckpt", "step=2.ckpt"]
     assert sorted(os.listdir(tmp_path / "new")) == ["last.ckpt", "step=4.ckpt"]
     assert os.readlink(tmp_path / "new" / "last.ckpt") == "step=4.ckpt"
     assert saver.last_model_path == str(tmp_path / "new" / "last.ckpt")
 
 
-def test_a_save_that_fails_leaves_the_link_where_it_was(
+def test_a_failed_save_leaves_the_last_link_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = CollectiveSave.run
 
-    def full(save: CollectiveSave) -> None:
+    def fail_at_step_3(save: CollectiveSave) -> None:
         if "step=3" in str(save.path):
             raise CheckpointSaveError(
                 "every rank must write its part of a checkpoint: No space left on device"
             )
         run(save)
 
-    monkeypatch.setattr(CollectiveSave, "run", full)
+    monkeypatch.setattr(CollectiveSave, "run", fail_at_step_3)
     with pytest.raises(CheckpointSaveError, match="No space left on device"):
         fit(BEHIND, 40, every_step(tmp_path, save_top_k=1, save_last="link"))
     assert os.readlink(tmp_path / "last.ckpt") == "step=2.ckpt"
     verify_checkpoint(tmp_path / "last.ckpt")
 
 
-def test_callbacks_are_as_they_were_after_a_run(tmp_path: Path) -> None:
+def test_checkpoint_callbacks_have_no_replaced_methods_after_a_run(tmp_path: Path) -> None:
     saver = every_step(tmp_path, save_top_k=1, save_last="link")
     fit(BEHIND, 1, saver)
     assert not {"file_exists", "_link_checkpoint"} & set(vars(saver))

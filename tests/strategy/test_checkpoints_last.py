@@ -1,5 +1,5 @@
-"""What a training leaves and finds: saves behind it, what is removed when, and the newest whole
-checkpoint.
+"""Checkpoint files of a training: background saves, removal of old checkpoints, and the choice of
+the last checkpoint.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def every_step(folder: Path, **options: Any) -> ModelCheckpoint:
 
 
 def damage(checkpoint: Path) -> None:
-    """Turn one bit of the tensors around."""
+    """Flip one bit of the tensors."""
     file = checkpoint / "__0_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -63,7 +63,7 @@ def damage(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [{}, BEHIND], ids=["at once", "behind training"])
-def test_top_k_last_and_monitored_names_leave_what_they_leave_elsewhere(
+def test_top_k_last_and_monitored_files_match_those_of_a_plain_lightning_run(
     layout: Any, tmp_path: Path
 ) -> None:
     class Watched(Trained):
@@ -72,13 +72,13 @@ def test_top_k_last_and_monitored_names_leave_what_they_leave_elsewhere(
             self.log("loss", loss)
             return loss
 
-    found = []
+    results = []
     for number, strategy in enumerate((layout, None)):
         folder = tmp_path / str(number)
         saver = every_step(folder, save_top_k=2, save_last=True, monitor="loss", mode="min")
         saver.filename = "{step}-{loss:.3f}"
         trainer, _ = fit(strategy, 5, saver, module=Watched())
-        found.append(
+        results.append(
             (
                 sorted(os.listdir(folder)),
                 Path(saver.best_model_path).name,
@@ -88,10 +88,12 @@ def test_top_k_last_and_monitored_names_leave_what_they_leave_elsewhere(
         if strategy is not None:
             assert all(is_sharded_checkpoint(folder / name) for name in os.listdir(folder))
             verify_checkpoint(saver.best_model_path)
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
-def test_last_may_be_a_link_and_weights_may_be_all_that_is_saved(tmp_path: Path) -> None:
+def test_a_weights_only_checkpoint_behind_a_last_link_cannot_resume_training(
+    tmp_path: Path,
+) -> None:
     saver = every_step(tmp_path, save_top_k=1, save_last="link", save_weights_only=True)
     _, module = fit(BEHIND, 3, saver)
     assert sorted(os.listdir(tmp_path)) == ["last.ckpt", "step=3.ckpt"]
@@ -101,32 +103,32 @@ def test_last_may_be_a_link_and_weights_may_be_all_that_is_saved(tmp_path: Path)
         fit({}, 4, every_step(tmp_path / "other"), resume=tmp_path / "last.ckpt")
 
 
-def test_the_last_good_checkpoint_stays_until_its_successor_is_complete(
+def test_the_previous_checkpoint_stays_until_the_next_one_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[list[str]] = []
+    complete_checkpoints: list[list[str]] = []
     run = CollectiveSave.run
 
-    def slowly(save: CollectiveSave) -> None:
+    def run_slowly(save: CollectiveSave) -> None:
         time.sleep(0.2)
-        # Nothing of the new one is visible, and the old one is there, however long this takes.
-        seen.append(
+        # During a save the previous checkpoint exists and the new one is not visible.
+        complete_checkpoints.append(
             sorted(name for name in os.listdir(tmp_path) if is_sharded_checkpoint(tmp_path / name))
         )
         run(save)
 
-    monkeypatch.setattr(CollectiveSave, "run", slowly)
+    monkeypatch.setattr(CollectiveSave, "run", run_slowly)
     fit(BEHIND, 3, every_step(tmp_path, save_top_k=1))
-    assert seen == [[], ["step=1.ckpt"], ["step=2.ckpt"]]
+    assert complete_checkpoints == [[], ["step=1.ckpt"], ["step=2.ckpt"]]
     assert os.listdir(tmp_path) == ["step=3.ckpt"]
 
 
-def test_a_failure_behind_training_ends_it_with_its_reason_and_removes_nothing(
+def test_a_failed_background_save_ends_training_and_keeps_the_previous_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main, run = threading.get_ident(), CollectiveSave.run
 
-    def full(save: CollectiveSave) -> None:
+    def fail_at_step_3(save: CollectiveSave) -> None:
         assert threading.get_ident() != main, "a save behind training is in a thread"
         if "step=3" in str(save.path):
             raise CheckpointSaveError(
@@ -134,49 +136,49 @@ def test_a_failure_behind_training_ends_it_with_its_reason_and_removes_nothing(
             )
         run(save)
 
-    monkeypatch.setattr(CollectiveSave, "run", full)
+    monkeypatch.setattr(CollectiveSave, "run", fail_at_step_3)
     with pytest.raises(CheckpointSaveError, match="No space left on device"):
         fit(BEHIND, 40, every_step(tmp_path, save_top_k=1))
     assert os.listdir(tmp_path) == ["step=2.ckpt"]
     verify_checkpoint(tmp_path / "step=2.ckpt")
 
 
-def test_saves_behind_training_hold_the_state_of_their_step(tmp_path: Path) -> None:
-    _, whole = fit(BEHIND, 5, every_step(tmp_path))
+def test_background_saves_hold_the_state_of_their_step(tmp_path: Path) -> None:
+    _, uninterrupted = fit(BEHIND, 5, every_step(tmp_path))
     for step in (1, 3):
-        _, rest = fit(
+        _, resumed = fit(
             {}, 5, every_step(tmp_path / f"again {step}"), resume=tmp_path / f"step={step}.ckpt"
         )
-        assert rest.losses == whole.losses[step:]
+        assert resumed.losses == uninterrupted.losses[step:]
 
 
-def test_last_is_the_newest_whole_checkpoint_of_any_name(
+def test_last_resumes_from_the_newest_undamaged_checkpoint_of_any_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _, whole = fit({}, 5, every_step(tmp_path))
+    _, uninterrupted = fit({}, 5, every_step(tmp_path))
     (tmp_path / ".step=9.ckpt.unfinished").mkdir()
     (tmp_path / "step=10.ckpt").mkdir()
     damage(tmp_path / "step=5.ckpt")
     with pytest.raises(CorruptDataError, match=r"step=5.ckpt/__0_0.distcp"):
         fit({}, 5, every_step(tmp_path / "new"), resume=tmp_path / "step=5.ckpt")
     with pytest.warns(match=r"skips .*step=5.ckpt/__0_0.distcp"):
-        trainer, rest = fit({}, 5, every_step(tmp_path, save_top_k=0), resume="last")
+        trainer, resumed = fit({}, 5, every_step(tmp_path, save_top_k=0), resume="last")
     assert trainer.ckpt_path == str(tmp_path / "step=4.ckpt")
-    assert rest.losses == whole.losses[4:]
+    assert resumed.losses == uninterrupted.losses[4:]
 
 
-def test_last_goes_by_the_time_of_saving_and_follows_no_link_to_what_is_gone(
+def test_last_goes_by_the_time_of_saving_and_ignores_broken_links(
     tmp_path: Path,
 ) -> None:
     fit({}, 4, every_step(tmp_path))
-    # The training went back to its second step, and took another way from there.
+    # This run continues from the second step, so step 3 is saved after step 4.
     fit({}, 3, every_step(tmp_path), resume=tmp_path / "step=2.ckpt")
     (tmp_path / "last.ckpt").symlink_to("step=99.ckpt")
     trainer, _ = fit({}, 4, every_step(tmp_path, save_top_k=0), resume="last")
     assert load_metadata(str(trainer.ckpt_path))["global_step"] == 3
 
 
-def test_last_starts_from_scratch_without_checkpoints_but_not_with_damaged_ones(
+def test_last_starts_anew_without_checkpoints_and_raises_if_all_are_damaged(
     tmp_path: Path,
 ) -> None:
     with pytest.warns(match="finds no complete checkpoint"):
@@ -191,7 +193,7 @@ def test_last_starts_from_scratch_without_checkpoints_but_not_with_damaged_ones(
         fit({}, 4, every_step(tmp_path), resume="last")
 
 
-def test_last_continues_from_files_of_other_strategies_and_not_from_weights_alone(
+def test_last_resumes_from_lightning_files_and_skips_weights_only_checkpoints(
     tmp_path: Path,
 ) -> None:
     fit(None, 2, every_step(tmp_path))
@@ -205,7 +207,7 @@ def test_last_continues_from_files_of_other_strategies_and_not_from_weights_alon
     assert len(module.losses) == 1
 
 
-def test_last_finds_what_an_earlier_version_of_the_logger_has_saved(tmp_path: Path) -> None:
+def test_last_finds_checkpoints_of_an_earlier_logger_version(tmp_path: Path) -> None:
     for steps, resume in ((2, None), (3, "last")):
         saver = ModelCheckpoint(every_n_train_steps=1)
         trainer, _ = fit({}, steps, saver, resume=resume, logger=CSVLogger(tmp_path))
@@ -215,18 +217,18 @@ def test_last_finds_what_an_earlier_version_of_the_logger_has_saved(tmp_path: Pa
     assert "version_1" in saver.best_model_path
 
 
-class Thing:
-    """Something that only unpickling makes."""
+class UserObject:
+    """Object that only unpickling can restore."""
 
 
-def test_objects_are_saved_with_a_warning_and_loaded_only_on_request(
+def test_pickled_objects_are_saved_with_a_warning_and_loaded_only_on_request(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Keeps(ModelCheckpoint):
+    class SavesObject(ModelCheckpoint):
         def state_dict(self) -> dict[str, Any]:
-            return {**super().state_dict(), "thing": Thing()}
+            return {**super().state_dict(), "thing": UserObject()}
 
-    fit({}, 1, Keeps(tmp_path, "{step}", every_n_train_steps=1))
+    fit({}, 1, SavesObject(tmp_path, "{step}", every_n_train_steps=1))
     assert "thing" in caplog.text
     path = tmp_path / "step=1.ckpt"
     with pytest.raises(UnsupportedError, match=r"add_safe_globals.*weights_only=False"):
@@ -234,34 +236,34 @@ def test_objects_are_saved_with_a_warning_and_loaded_only_on_request(
     trainer = trainer_of({}, 1, 2, callbacks=[every_step(tmp_path / "b")])
     trainer.fit(Trained(), DataLoader(Tokens(), batch_size=8), ckpt_path=path, weights_only=False)
     assert trainer.global_step == 2
-    with torch.serialization.safe_globals([Thing]):
+    with torch.serialization.safe_globals([UserObject]):
         fit({}, 2, every_step(tmp_path / "c"), resume=path)
 
 
-def test_copies_are_waited_for_where_hooks_of_the_user_may_change_weights(tmp_path: Path) -> None:
-    class Quiet(pl.LightningModule):
+def test_user_hooks_and_callbacks_count_as_changing_weights(tmp_path: Path) -> None:
+    class NoHooks(pl.LightningModule):
         pass
 
-    class Clips(pl.LightningModule):
+    class ClipsWeights(pl.LightningModule):
         def on_train_batch_end(self, *_: Any) -> None:
             for parameter in self.parameters():
                 parameter.data.clamp_(-1, 1)
 
-    class Inherits(CausalLM):
-        """Have the hooks of the package and none of its own."""
+    class InheritedHooks(CausalLM):
+        """Have the hooks of the package and no others."""
 
-    class Ends(CausalLM):
+    class OverridesHook(CausalLM):
         def on_validation_epoch_end(self) -> None:
             super().on_validation_epoch_end()
 
-    class Own(pl.Callback):
+    class UserCallback(pl.Callback):
         pass
 
     trainer = trainer_of({}, 1, 1, callbacks=[every_step(tmp_path)])
     config = GPTConfig.gpt2(num_layers=1, hidden_size=16, num_heads=2)
-    for unchanged in (Quiet(), Inherits(config)):
+    for unchanged in (NoHooks(), InheritedHooks(config)):
         assert only_steps_change_weights(unchanged, trainer)
-    for changed in (Clips(), Ends(config)):
+    for changed in (ClipsWeights(), OverridesHook(config)):
         assert not only_steps_change_weights(changed, trainer)
-    for callback in (Own(), EMAWeightAveraging()):
-        assert not only_steps_change_weights(Quiet(), trainer_of({}, 1, 1, callbacks=[callback]))
+    for callback in (UserCallback(), EMAWeightAveraging()):
+        assert not only_steps_change_weights(NoHooks(), trainer_of({}, 1, 1, callbacks=[callback]))

@@ -1,4 +1,4 @@
-"""The order in which one process numbers parameters, and the states of its random generators."""
+"""Order of parameters in checkpoints of one process, and states of random generators."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from lightning_megatron.strategy.checkpoints.name_order import (
 from lightning_megatron.strategy.process.random_states import random_states, restore_random_states
 
 
-def _whole_and_stages(
+def _model_and_stage_names(
     pp: int,
     vpp: int,
     stage_layers: Sequence[int] | None = None,
     shape: PlacementShape = "loop",
 ) -> tuple[list[str], list[list[str]]]:
-    """Return the names of a GPT of eight layers, whole and as stages hold them."""
+    """Return the parameter names of a GPT of eight layers, of the full model and of each stage."""
     config = GPTConfig.gpt2(
         vocab_size=32, max_seq_length=8, num_layers=8, hidden_size=8, num_heads=2
     )
@@ -60,10 +60,10 @@ def _whole_and_stages(
         (4, 2, None, "v"),
     ],
 )
-def test_stages_merge_into_the_order_of_the_whole_model(
+def test_names_of_stages_merge_into_the_order_of_the_full_model(
     pp: int, vpp: int, stage_layers: list[int] | None, shape: PlacementShape
 ) -> None:
-    names, stages = _whole_and_stages(pp, vpp, stage_layers, shape)
+    names, stages = _model_and_stage_names(pp, vpp, stage_layers, shape)
     assert sorted(name for stage in stages for name in stage) == sorted(names)
     assert merge_orders(stages) == names
     decays = [
@@ -74,37 +74,37 @@ def test_stages_merge_into_the_order_of_the_whole_model(
     assert order_groups(decays, names) == expected
 
 
-def test_parts_of_the_last_stage_that_were_defined_before_the_blocks_stay_before_them() -> None:
+def test_names_before_the_blocks_of_the_last_stage_come_before_all_blocks() -> None:
     stages = [["words", "blocks.0"], ["norm", "blocks.1", "head"]]
     assert merge_orders(stages) == ["words", "norm", "blocks.0", "blocks.1", "head"]
 
 
-def test_groups_in_another_order_than_the_models_are_refused_over_several_stages() -> None:
-    names, stages = _whole_and_stages(2, 1)
+def test_groups_not_in_the_models_order_are_refused_on_several_stages() -> None:
+    names, stages = _model_and_stage_names(2, 1)
     backwards = [[stage[::-1]] for stage in stages]
     with pytest.raises(
         CheckpointMismatchError, match="must be in the model's order to be numbered"
     ):
         order_groups(backwards, names)
-    # One process has the order that it has.
+    # One process may have any order.
     assert order_groups([[names[::-1]]], names) == [names[::-1]]
 
 
-def test_numbers_go_to_names_and_saved_names_win() -> None:
+def test_saved_parameter_numbers_map_to_saved_names_or_else_to_the_group_names() -> None:
     assert named_numbers({"params": [0, 1]}, ["a", "b"]) == ["a", "b"]
     assert named_numbers({"params": [0, 1], "param_names": ["b", "a"]}, ["a", "b"]) == ["b", "a"]
     with pytest.raises(CheckpointMismatchError, match="3 were saved, the group has 2"):
         named_numbers({"params": [0, 1, 2]}, ["a", "b"])
 
 
-def test_generators_continue_from_what_loads_safely() -> None:
+def test_random_generators_continue_from_states_that_load_with_weights_only() -> None:
     device = torch.device("cpu")
     for draw in (
         lambda: np.random.standard_normal(),
         lambda: random.gauss(0, 1),
         lambda: torch.randn(3),
     ):
-        draw()  # leaves half of a pair of normal numbers behind
+        draw()  # The generator now holds the second number of a pair of normal numbers.
     file = io.BytesIO()
     torch.save(random_states(device), file)
     expected = [
@@ -117,9 +117,9 @@ def test_generators_continue_from_what_loads_safely() -> None:
     random.seed(9)
     file.seek(0)
     restore_random_states(torch.load(file, weights_only=True), device)
-    found = [
+    actual = [
         torch.rand(4).tolist(),
         np.random.standard_normal(3).tolist(),
         [random.gauss(0, 1) for _ in range(3)],
     ]
-    assert found == expected
+    assert actual == expected

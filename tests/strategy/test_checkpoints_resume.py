@@ -1,6 +1,4 @@
-"""A training that goes on is the training that was not interrupted: equal bit by bit, each sample
-once.
-"""
+"""A resumed training equals an uninterrupted one bit for bit, and takes each sample once."""
 
 from __future__ import annotations
 
@@ -23,15 +21,13 @@ NUM_TOKENS, WINDOW, SAVED_AFTER, STEPS = 288, 4, 3, 6
 NUM_SAMPLES = (NUM_TOKENS - 1) // WINDOW
 
 
-class Seen(Trained):
-    """Write down which samples come, and draw from every generator that a user's step may draw
-    from.
-    """
+class RecordsSamples(Trained):
+    """Record the samples of each step, and draw from every generator that a user's step may use."""
 
     def __init__(self, augments: bool) -> None:
         super().__init__(replace(GPT2, hidden_dropout=0.2, attention_dropout=0.1))
         self.augments = augments
-        self.seen: list[list[int]] = []
+        self.samples: list[list[int]] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -42,11 +38,11 @@ class Seen(Trained):
         return loss
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.seen.append(batch["tokens"][:, 0].tolist())
+        self.samples.append(batch["tokens"][:, 0].tolist())
 
 
 class SaveAt(pl.Callback):
-    """Save after some step, while the training goes on."""
+    """Save a checkpoint after a step; the training continues."""
 
     def __init__(self, step: int, path: str) -> None:
         self.step, self.path = step, path
@@ -64,11 +60,11 @@ def fit(
     resume: str | None = None,
     augments: bool = False,
     batch_size: int = 2,
-) -> Seen:
+) -> RecordsSamples:
     """Train on windows of a token file."""
     callbacks = [SaveAt(*save)] if save is not None else []
     trainer = trainer_of(layout, 4, steps, callbacks=callbacks, precision="32-true", max_epochs=1)
-    module = Seen(augments)
+    module = RecordsSamples(augments)
     trainer.fit(module, datamodule=_data(folder, batch_size), ckpt_path=resume)
     return module
 
@@ -85,34 +81,42 @@ LAYOUTS: dict[str, tuple[dict[str, Any], bool]] = {
 
 
 def _interrupted(rank: int, size: int, folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, (layout, augments) in LAYOUTS.items():
         path = f"{folder}/{name}"
-        whole = fit(layout, folder, STEPS, save=(SAVED_AFTER, path), augments=augments)
-        rest = fit(layout, folder, STEPS, resume=path, augments=augments)
-        found[name] = (whole.losses, rest.losses, whole.seen, rest.seen)
-    # 24 samples by four ranks, 12 by two, the others by one, whose batches are of other sizes.
-    one: dict[str, Any] = {"microbatch_size": 1}
-    first = fit(one, folder, 3, save=(3, f"{folder}/four"), batch_size=2)
+        uninterrupted = fit(layout, folder, STEPS, save=(SAVED_AFTER, path), augments=augments)
+        resumed = fit(layout, folder, STEPS, resume=path, augments=augments)
+        results[name] = (
+            uninterrupted.losses,
+            resumed.losses,
+            uninterrupted.samples,
+            resumed.samples,
+        )
+    # Four data ranks take 24 samples, then two take 12, then one takes the remaining samples; batch
+    # sizes differ.
+    microbatch_of_one: dict[str, Any] = {"microbatch_size": 1}
+    first = fit(microbatch_of_one, folder, 3, save=(3, f"{folder}/four"), batch_size=2)
     second = fit(
-        {"tp": 2, **one},
+        {"tp": 2, **microbatch_of_one},
         folder,
         5,
         save=(5, f"{folder}/two"),
         resume=f"{folder}/four",
         batch_size=3,
     )
-    third = fit({"tp": 2, "pp": 2, **one}, folder, -1, resume=f"{folder}/two", batch_size=5)
-    found["samples"] = (first.seen, second.seen, third.seen)
-    found["once"] = fit(
+    third = fit(
+        {"tp": 2, "pp": 2, **microbatch_of_one}, folder, -1, resume=f"{folder}/two", batch_size=5
+    )
+    results["samples"] = (first.samples, second.samples, third.samples)
+    results["once"] = fit(
         {"tp": 4, "microbatch_size": NUM_SAMPLES}, folder, -1, batch_size=NUM_SAMPLES
-    ).seen
-    return found
+    ).samples
+    return results
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return what every rank has seen and computed."""
+    """Return the samples and losses of every rank."""
     folder = tmp_path_factory.mktemp("resume")
     with TokenFileWriter(folder / "corpus", dtype="i4") as writer:
         writer.add_document(np.arange(NUM_TOKENS))
@@ -120,23 +124,25 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_same_layout_continues_with_equal_bits(name: str, ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        whole, rest, whole_seen, rest_seen = found[name]
-        assert len(whole) == STEPS
-        assert rest == whole[SAVED_AFTER:]
-        assert rest_seen == whole_seen[SAVED_AFTER:]
+def test_a_resumed_run_equals_an_uninterrupted_run_bit_for_bit(
+    name: str, ranks: list[dict[str, Any]]
+) -> None:
+    for results in ranks:
+        losses, resumed_losses, samples, resumed_samples = results[name]
+        assert len(losses) == STEPS
+        assert resumed_losses == losses[SAVED_AFTER:]
+        assert resumed_samples == samples[SAVED_AFTER:]
 
 
-def test_other_numbers_of_data_ranks_take_each_sample_once_and_in_order(
+def test_each_sample_is_taken_once_in_order_when_the_number_of_data_ranks_changes(
     ranks: list[dict[str, Any]],
 ) -> None:
-    parts = [found["samples"] for found in ranks]
+    parts = [results["samples"] for results in ranks]
     # By the order "tp-cp-ep-dp-pp": four data ranks, then ranks 0 and 2, then rank 0 for all.
     taken: list[int] = []
     for number, data_ranks in enumerate(((0, 1, 2, 3), (0, 2), (0,))):
         for step in zip(*(parts[rank][number] for rank in data_ranks), strict=True):
             taken += [sample for batch in step for sample in batch]
-    once = [sample for batch in ranks[0]["once"] for sample in batch]
-    assert sorted(once) == list(range(0, NUM_SAMPLES * WINDOW, WINDOW))
-    assert taken == once
+    expected = [sample for batch in ranks[0]["once"] for sample in batch]
+    assert sorted(expected) == list(range(0, NUM_SAMPLES * WINDOW, WINDOW))
+    assert taken == expected

@@ -1,5 +1,5 @@
-"""Checkpoints of one process and of Lightning's own strategies continue here, and ours there, with
-equal losses.
+"""Training under MegatronStrategy resumes with equal losses from checkpoints of plain Lightning, and
+plain Lightning from those of MegatronStrategy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 dp2": {"tp": 2},
     "dp4": {"zero": 0},
 }
-#: Where experts are divided among ranks, one by one or two by two.
+#: Layouts in which each rank has one or two of the four experts.
 GRIDS: dict[str, dict[str, Any]] = {
     "ep4": {"ep": 4},
     "pp2 ep2": {"pp": 2, "ep": 2},
@@ -42,44 +42,44 @@ LAYOUTS_OF = {
 }
 
 
-def _losses(module: Trained) -> tuple[list[float], list[float]]:
+def _losses_and_rates(module: Trained) -> tuple[list[float], list[float]]:
     return module.losses, module.rates
 
 
-def _assert_equal(found: list[float], expected: list[float]) -> None:
+def _assert_equal(actual: list[float], expected: list[float]) -> None:
     exact = {"dtype": torch.float64}
     torch.testing.assert_close(
-        torch.tensor(found, **exact), torch.tensor(expected, **exact), rtol=0.0, atol=1e-10
+        torch.tensor(actual, **exact), torch.tensor(expected, **exact), rtol=0.0, atol=1e-10
     )
 
 
-def _go_on_and_begin(rank: int, size: int, folder: str, kind: str) -> dict[str, Any]:
-    """Continue from a plain file under every layout; begin under every layout for ordinary Lightning
-    to continue.
+def _resume_and_save_under_layouts(rank: int, size: int, folder: str, kind: str) -> dict[str, Any]:
+    """Resume from a plain file under every layout; save under every layout a checkpoint from which
+    plain Lightning resumes.
     """
     config = CONFIGS[kind]
-    found = {}
+    results = {}
     for name, layout in LAYOUTS_OF[kind].items():
-        found[name] = _losses(
+        results[name] = _losses_and_rates(
             train(layout, size, STEPS, resume=f"{folder}/plain.ckpt", config=config)
         )
         train(layout, size, HALF, save=f"{folder}/{name}", config=config)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("kind", chosen(list(CONFIGS), "gpt2", "experts"))
-def test_training_continues_between_ordinary_lightning_and_every_layout(
+def test_training_resumes_between_plain_lightning_and_every_layout(
     kind: str, tmp_path: Path
 ) -> None:
     config = CONFIGS[kind]
-    losses, rates = _losses(train(None, 1, STEPS, config=config))
+    losses, rates = _losses_and_rates(train(None, 1, STEPS, config=config))
     train(None, 1, HALF, save=tmp_path / "plain.ckpt", config=config)
-    ranks = run_world(_go_on_and_begin, 4, str(tmp_path), kind)
+    ranks = run_world(_resume_and_save_under_layouts, 4, str(tmp_path), kind)
     for name in ranks[0]:
         # The last rank is on the last stage, which has the loss in full precision.
-        found_losses, found_rates = ranks[-1][name]
-        _assert_equal(found_losses, losses[HALF:])
-        assert found_rates == pytest.approx(rates[HALF:], abs=1e-15)
+        actual_losses, actual_rates = ranks[-1][name]
+        _assert_equal(actual_losses, losses[HALF:])
+        assert actual_rates == pytest.approx(rates[HALF:], abs=1e-15)
         consolidate(tmp_path / name, tmp_path / "back.ckpt")
         back = train(None, 1, STEPS, resume=tmp_path / "back.ckpt", config=config)
         _assert_equal(back.losses, losses[HALF:])

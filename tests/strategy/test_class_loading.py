@@ -1,4 +1,4 @@
-"""Lightning's ``load_from_checkpoint`` says what to do with a directory, and reads files as before."""
+"""Lightning's ``load_from_checkpoint`` refuses directories with a remedy, and reads plain files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_megatron.errors import CheckpointMismatchError
 from lightning_megatron.strategy.class_loading import install_directory_check
 
 
-class Small(L.LightningModule):
+class SmallNet(L.LightningModule):
     def __init__(self, width: int = 3) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -30,7 +30,9 @@ class Small(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_a_directory_is_refused_with_what_to_do_and_that_works(tmp_path: Path) -> None:
+def test_loading_a_directory_is_refused_with_a_command_that_makes_it_loadable(
+    tmp_path: Path,
+) -> None:
     options = {
         "accelerator": "cpu",
         "devices": 1,
@@ -39,25 +41,25 @@ def test_a_directory_is_refused_with_what_to_do_and_that_works(tmp_path: Path) -
         "max_steps": 1,
     }
     trainer = L.Trainer(strategy=MegatronStrategy(), default_root_dir=tmp_path, **options)
-    module = Small()
+    module = SmallNet()
     trainer.fit(module, torch.utils.data.DataLoader(torch.randn(4, 3), batch_size=2))
     best = trainer.checkpoint_callback.best_model_path
     for path in (best, Path(best)):
         with pytest.raises(
             CheckpointMismatchError, match="is a directory that MegatronStrategy saved"
         ) as caught:
-            Small.load_from_checkpoint(path)
+            SmallNet.load_from_checkpoint(path)
     assert f"checkpoint consolidate {best} plain.ckpt --weights-only" in str(caught.value)
     consolidate(best, tmp_path / "plain.ckpt", weights_only=True)
-    loaded = Small.load_from_checkpoint(tmp_path / "plain.ckpt")
+    loaded = SmallNet.load_from_checkpoint(tmp_path / "plain.ckpt")
     assert torch.equal(loaded.layer.weight, module.layer.weight)
     with pytest.raises(OSError, match="missing"):
-        Small.load_from_checkpoint(tmp_path / "missing.ckpt")
+        SmallNet.load_from_checkpoint(tmp_path / "missing.ckpt")
     with pytest.raises(IsADirectoryError):
-        Small.load_from_checkpoint(tmp_path)
+        SmallNet.load_from_checkpoint(tmp_path)
 
 
-def test_lightning_reads_by_the_name_that_is_replaced_once() -> None:
+def test_lightning_loads_by_the_replaced_function_which_is_replaced_once() -> None:
     assert "checkpoint = pl_load(checkpoint_path, " in inspect.getsource(
         saving._load_from_checkpoint
     )

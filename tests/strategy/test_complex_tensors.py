@@ -56,16 +56,16 @@ def fit(strategy: Any, precision: Any, is_learnt: bool, devices: int = 1) -> lis
 
 @pytest.mark.parametrize("is_learnt", [True, False])
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
-def test_complex_tensors_train_as_on_one_device(precision: Any, is_learnt: bool) -> None:
+def test_complex_tensors_train_as_without_the_strategy(precision: Any, is_learnt: bool) -> None:
     expected = fit("auto", precision, is_learnt)
-    found = fit(MegatronStrategy(), precision, is_learnt)
-    assert found == pytest.approx(expected, rel=1e-6 if precision == "32-true" else 1e-12)
-    assert len(set(found)) > 1
+    actual = fit(MegatronStrategy(), precision, is_learnt)
+    assert actual == pytest.approx(expected, rel=1e-6 if precision == "32-true" else 1e-12)
+    assert len(set(actual)) > 1
 
 
 def test_complex_buffers_stay_complex_in_half_precision() -> None:
-    found = fit(MegatronStrategy(), "bf16-mixed", False)
-    assert found == pytest.approx(fit("auto", "32-true", False), rel=0.05)
+    actual = fit(MegatronStrategy(), "bf16-mixed", False)
+    assert actual == pytest.approx(fit("auto", "32-true", False), rel=0.05)
 
 
 def test_complex_parameters_are_refused_in_half_precision() -> None:
@@ -74,11 +74,11 @@ def test_complex_parameters_are_refused_in_half_precision() -> None:
         fit(MegatronStrategy(), "bf16-mixed", True)
 
 
-def _world(rank: int, size: int) -> list[float]:
+def _fit_on_ranks(rank: int, size: int) -> list[float]:
     return fit(MegatronStrategy(), "64-true", True, size)
 
 
-def test_complex_parameters_are_summed_over_data_ranks() -> None:
+def test_complex_parameters_on_two_data_ranks_match_one_process() -> None:
     expected = fit("auto", "64-true", True)
-    for found in run_world(_world, 2):
-        assert found == pytest.approx(expected, rel=1e-12)
+    for actual in run_world(_fit_on_ranks, 2):
+        assert actual == pytest.approx(expected, rel=1e-12)

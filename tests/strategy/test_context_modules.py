@@ -1,4 +1,6 @@
-"""What context parallelism cuts, refuses, and leaves whole around a decoder."""
+"""Context parallelism splits the sequences of decoders alone, and refuses modules that it cannot
+split.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,7 @@ def encoder(part: nn.Module) -> Encoder:
 
 
 class Plain(LightningModule):
-    """Hold modules the way users do."""
+    """Hold modules as attributes, as users do."""
 
     def __init__(self, **parts: nn.Module) -> None:
         super().__init__()
@@ -56,7 +58,7 @@ class Plain(LightningModule):
 
 
 class OwnAttention(nn.Module):
-    """Attend by torch's function."""
+    """Attend by torch's ``scaled_dot_product_attention``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,8 +72,8 @@ def hugging_face(name: str, **settings: Any) -> nn.Module:
     transformers = pytest.importorskip("transformers")
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     kind = getattr(transformers, name)
-    found: nn.Module = kind(kind.config_class(vocab_size=32, hidden_size=16, **(sizes | settings)))
-    return found
+    model: nn.Module = kind(kind.config_class(vocab_size=32, hidden_size=16, **(sizes | settings)))
+    return model
 
 
 def replaced_mlp(part: nn.Module) -> GPT:
@@ -145,7 +147,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 class Gate(nn.Module):
-    """Compute every position by itself, which no class says."""
+    """Compute every position by itself without a declaration."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +176,7 @@ def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_processes")
 @pytest.mark.parametrize("case", REFUSED)
-def test_modules_that_cannot_be_cut_are_refused_before_any_process(case: str) -> None:
+def test_modules_that_cannot_be_split_by_positions_are_refused_before_a_launch(case: str) -> None:
     make, message = REFUSED[case]
     module = Plain(**make())
     with pytest.raises(UnsupportedError) as caught:
@@ -185,7 +187,7 @@ def test_modules_that_cannot_be_cut_are_refused_before_any_process(case: str) ->
 
 
 @pytest.mark.usefixtures("no_processes")
-def test_a_bert_that_cannot_be_cut_is_refused_before_any_process() -> None:
+def test_berts_that_cannot_be_split_by_positions_are_refused_before_a_launch() -> None:
     dropping = {"attention_dropout": 0.1, "head": "pretraining"}
     for changes, options, message in (
         (dropping, {"cp": 2, "cp_transport": "ring"}, r"cannot be used with attention dropout"),
@@ -201,8 +203,8 @@ def test_a_bert_that_cannot_be_cut_is_refused_before_any_process() -> None:
             trainer(8, strategy, max_steps=1).fit(module, DataLoader(ROWS))
 
 
-class Around(LightningModule):
-    """Mix positions before and after a decoder, and compute them apart inside it."""
+class MixesAroundDecoder(LightningModule):
+    """Mix positions before and after a decoder, and compute each position by itself inside it."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -212,7 +214,7 @@ class Around(LightningModule):
         self.state = nn.GRU(16, 16, batch_first=True)
         self.statistics = nn.BatchNorm1d(16)
         self.after = nn.MultiheadAttention(32, 2, batch_first=True)
-        self.own = nn.Linear(32, 16)
+        self.projection = nn.Linear(32, 16)
         self.attention = OwnAttention()
         self.model: GPT | None = None
         self.losses: list[float] = []
@@ -230,7 +232,7 @@ class Around(LightningModule):
         vectors = self.state(self.statistics(vectors).transpose(1, 2))[0]
         logits = self.model(None, embeddings=vectors)
         mixed = self.after(logits, logits, logits, need_weights=False)[0]
-        pooled = F.max_pool1d(self.attention(self.own(mixed)).transpose(1, 2), 3, 1, 1)
+        pooled = F.max_pool1d(self.attention(self.projection(mixed)).transpose(1, 2), 3, 1, 1)
         losses = F.cross_entropy((logits + mixed).transpose(1, 2), batch[:, 1:])
         loss = losses + pooled.square().mean()
         self.losses.append(loss.item())
@@ -241,13 +243,13 @@ class Around(LightningModule):
 
 
 @position_wise
-class Declared(Gate):
-    """Declare what Gate computes."""
+class DeclaredGate(Gate):
+    """Declare correctly that every position is computed by itself."""
 
 
 @position_wise
-class Wrong(OwnAttention):
-    """Declare what is not true: the positions come first."""
+class WronglyDeclared(OwnAttention):
+    """Declare falsely that every position is computed by itself."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return super().forward(hidden.transpose(0, 1)).transpose(0, 1)
@@ -256,39 +258,39 @@ class Wrong(OwnAttention):
 def train(inner: nn.Module, devices: int, **layout: Any) -> tuple[list[float], list[Tensor]]:
     seed_everything(3, verbose=False)
     torch.manual_seed(4)
-    module = Around(inner)
+    module = MixesAroundDecoder(inner)
     strategy = MegatronStrategy(microbatch_size="batch", **layout)
-    own = trainer(devices, strategy, precision="64-true", max_steps=3)
-    own.fit(module, DataLoader(ROWS[:, :9], batch_size=4))
+    fit_trainer = trainer(devices, strategy, precision="64-true", max_steps=3)
+    fit_trainer.fit(module, DataLoader(ROWS[:, :9], batch_size=4))
     return module.losses, [p.detach().clone() for p in module.parameters()]
 
 
-def on_four_ranks(rank: int, size: int) -> tuple[list[Any], str]:
-    found = []
+def train_on_four_ranks(rank: int, size: int) -> tuple[list[Any], str]:
+    results = []
     for layout in ({"cp": 4}, {"cp": 2, "tp": 2, "sequence_parallel": False}):
         torch.manual_seed(2)
-        found.append(train(Declared(), size, **layout))
+        results.append(train(DeclaredGate(), size, **layout))
     with pytest.raises(UnsupportedError) as caught:
-        train(Wrong(), size, cp=4)
+        train(WronglyDeclared(), size, cp=4)
     with pytest.raises(UnsupportedError, match="lightning_megatron.position_wise"):
         train(Gate(), size, cp=4)
-    return found, str(caught.value)
+    return results, str(caught.value)
 
 
-def test_modules_around_a_decoder_see_whole_sequences() -> None:
+def test_modules_around_a_decoder_compute_on_full_sequences() -> None:
     torch.manual_seed(2)
-    losses, weights = train(Declared(), 1)
-    for reports, refusal in run_world(on_four_ranks, 4):
-        for found, _ in reports:
-            assert found == pytest.approx(losses, rel=1e-12)
-        # Under tp a rank has parts of the weights.
-        for own, expected in zip(reports[0][1], weights, strict=True):
-            torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-12)
-        assert "the result of 'layers.1.mlp' (Wrong) for" in refusal
-    assert len(set(losses)) == 3
+    expected_losses, expected_weights = train(DeclaredGate(), 1)
+    for results, refusal in run_world(train_on_four_ranks, 4):
+        for actual_losses, _ in results:
+            assert actual_losses == pytest.approx(expected_losses, rel=1e-12)
+        # With tp a rank holds parts of the weights.
+        for actual, expected in zip(results[0][1], expected_weights, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+        assert "the result of 'layers.1.mlp' (WronglyDeclared) for" in refusal
+    assert len(set(expected_losses)) == 3
 
 
-class Classifying(LightningModule):
+class SentenceClassifier(LightningModule):
     """Classify sentences of unequal lengths by a Hugging Face model, as users do."""
 
     def __init__(self) -> None:
@@ -313,7 +315,7 @@ class Classifying(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.5)
 
 
-def sentences() -> DataLoader:
+def make_sentence_loader() -> DataLoader:
     rows = [
         {
             "input_ids": row,
@@ -326,10 +328,10 @@ def sentences() -> DataLoader:
 
 
 def classify(devices: int, **layout: Any) -> list[float]:
-    module = Classifying()
+    module = SentenceClassifier()
     strategy = MegatronStrategy(microbatch_size=2, **layout)
-    own = trainer(devices, strategy, precision="64-true", max_epochs=2)
-    own.fit(module, sentences())
+    fit_trainer = trainer(devices, strategy, precision="64-true", max_epochs=2)
+    fit_trainer.fit(module, make_sentence_loader())
     return module.losses
 
 
@@ -344,16 +346,16 @@ def classify_on_four_ranks(rank: int, size: int) -> list[list[float]]:
     ]
 
 
-def test_an_unchanged_hugging_face_encoder_trains_as_in_a_plain_loop() -> None:
-    module = Classifying().double()
+def test_an_unchanged_hugging_face_encoder_matches_a_plain_training_loop() -> None:
+    module = SentenceClassifier().double()
     optimizer: Any = module.configure_optimizers()
     losses = []
-    for batch in [*sentences(), *sentences()]:
+    for batch in [*make_sentence_loader(), *make_sentence_loader()]:
         optimizer.zero_grad()
         loss = module.model(**batch).loss
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
     assert len(set(losses)) == 6
-    for found in run_world(classify_on_four_ranks, 4):
-        assert found == [pytest.approx(losses, rel=0, abs=1e-10)] * 3
+    for actual in run_world(classify_on_four_ranks, 4):
+        assert actual == [pytest.approx(losses, rel=0, abs=1e-10)] * 3

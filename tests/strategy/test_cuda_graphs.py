@@ -1,4 +1,4 @@
-"""Fits by CUDA graphs equal eager fits bit for bit, and what cannot be captured is refused."""
+"""Fits by CUDA graphs equal eager fits bit for bit; options that prevent captures are refused."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ EXPERTS = {
 }
 
 
-def assert_same(found: Fit, expected: Fit, what: str = "") -> None:
-    """Assert that a fit by graphs captured some and computed the bits of the eager one."""
-    assert found.differences_from(expected) == [], what
+def assert_same(actual: Fit, expected: Fit, case: str = "") -> None:
+    """Assert that a fit captured graphs and has the same bits as an eager fit."""
+    assert actual.differences_from(expected) == [], case
     assert expected.num_graphs == [0] * len(expected.losses)
-    assert found.num_graphs[:2] == [0, 0], what
+    assert actual.num_graphs[:2] == [0, 0], case
     # In mode full each batch of an accumulation has its own eager steps and graphs, and the first
     # two steps of several ranks compare replicas eagerly.
-    first = 2 if found.mode == "segments" else 5
-    assert len(found.losses) > first, what
-    assert all(found.num_graphs[first:]), (what, found.num_graphs)
+    first = 2 if actual.mode == "segments" else 5
+    assert len(actual.losses) > first, case
+    assert all(actual.num_graphs[first:]), (case, actual.num_graphs)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -58,8 +58,8 @@ CASES: dict[str, dict[str, Any]] = {
 def test_a_fit_by_graphs_equals_an_eager_fit(case: str) -> None:
     expected = fit(None, max_steps=6, **CASES[case])
     for settings in (SEGMENTS, FULL):
-        found = fit(settings, max_steps=6, **CASES[case])
-        assert_same(found, expected, f"{case}, {settings.mode}")
+        actual = fit(settings, max_steps=6, **CASES[case])
+        assert_same(actual, expected, f"{case}, {settings.mode}")
 
 
 SETTINGS = [
@@ -71,14 +71,14 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", chosen(SETTINGS, SETTINGS[0], SETTINGS[2]), ids=str)
-def test_every_setting_keeps_the_bits(settings: CudaGraphs) -> None:
+def test_every_setting_of_graphs_equals_an_eager_fit_bit_for_bit(settings: CudaGraphs) -> None:
     assert_same(fit(settings, max_steps=6), fit(None, max_steps=6))
 
 
-#: Each shape is captured, of training and of evaluation.
+#: Captures each shape of training and evaluation batches.
 EVERYTHING = CudaGraphs("segments", warmup_steps=2, evaluation=True, on_new_shape="capture")
 
-#: The last batch of an epoch, the fifth, and of a validation, the third, has a microbatch of one
+#: The last batch of an epoch (the fifth) and of a validation (the third) has a microbatch of one
 #: sample.
 SHAPES: dict[str, Any] = {
     "model": {"hidden_dropout": 0.1},
@@ -88,36 +88,38 @@ SHAPES: dict[str, Any] = {
 }
 
 
-def test_segments_capture_evaluation_and_each_shape(caplog: pytest.LogCaptureFixture) -> None:
+def test_evaluation_and_each_batch_shape_are_captured_by_segments(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level("INFO", logger="lightning.pytorch"):
-        found = fit(EVERYTHING, num_samples=19, **SHAPES)
-    assert_same(found, fit(None, num_samples=19, **SHAPES))
+        actual = fit(EVERYTHING, num_samples=19, **SHAPES)
+    assert_same(actual, fit(None, num_samples=19, **SHAPES))
     # Steps 3 to 8, and three validations of three batches each after the sanity check.
-    assert found.replays == {"training": 6 * 2, "evaluation": 3 * 3 * 2}
-    assert found.num_graphs[-1] == 3 * 2 + 2, "no step begins with the small microbatch"
-    lines = [one for one in caplog.messages if one.startswith("CUDA graphs")]
+    assert actual.replays == {"training": 6 * 2, "evaluation": 3 * 3 * 2}
+    assert actual.num_graphs[-1] == 3 * 2 + 2, "no step begins with the small microbatch"
+    lines = [message for message in caplog.messages if message.startswith("CUDA graphs")]
     assert lines[-1].startswith(
         "CUDA graphs (segments): embedding, layers 0..1, head in 8 graphs (1 slot, 2 shapes, "
         "2 for evaluation), captured in "
     )
 
 
-def test_validation_keeps_its_shape_and_names_another_one() -> None:
+def test_validation_batches_of_an_uncaptured_shape_run_eagerly_with_a_warning() -> None:
     settings = CudaGraphs("segments", warmup_steps=2, evaluation=True)
     words = r"CUDA graphs: microbatch tokens \(1, 8\), captured for \(2, 8\): run eagerly"
     with pytest.warns(SpeedWarning, match=words):
-        found = fit(settings, **SHAPES)
-    assert_same(found, fit(None, **SHAPES))
-    assert found.replays == {"training": 6 * 2, "evaluation": 4 * (3 * 2 - 1)}
+        actual = fit(settings, **SHAPES)
+    assert_same(actual, fit(None, **SHAPES))
+    assert actual.replays == {"training": 6 * 2, "evaluation": 4 * (3 * 2 - 1)}
 
 
-def test_runs_without_training_capture_after_eager_batches(
+def test_evaluation_without_training_captures_segments_after_eager_batches(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    whole = replace(EVERYTHING, mode="full")
+    full = replace(EVERYTHING, mode="full")
     results: list[Any] = []
     with caplog.at_level("INFO", logger="lightning.pytorch"):
-        for graphs in (None, EVERYTHING, whole):
+        for graphs in (None, EVERYTHING, full):
             trainer = new_trainer(graphs)
             with counted_replays() as replays:
                 module = TinyLM(hidden_dropout=0.1)
@@ -129,9 +131,13 @@ def test_runs_without_training_capture_after_eager_batches(
     for tested, predicted, _ in by_graphs:
         assert tested == eager[0]
         assert torch.equal(predicted, eager[1])
-    # In each run two of four batches are eager, and the last one has a microbatch of its own.
+    # In each run two of four batches are eager; the last batch has a microbatch of another shape.
     assert [replays for *_, replays in results] == [{}, {"evaluation": 2 * 2 * 2}, {}]
-    lines = [one.partition(", capt")[0] for one in caplog.messages if one.startswith("CUDA graphs")]
+    lines = [
+        message.partition(", capt")[0]
+        for message in caplog.messages
+        if message.startswith("CUDA graphs")
+    ]
     assert (
         lines
         == [
@@ -161,10 +167,10 @@ def new_trainer(graphs: CudaGraphs | None) -> Trainer:
     )
 
 
-def test_a_users_hook_keeps_whole_steps_eager() -> None:
+def test_a_users_hook_keeps_full_steps_eager() -> None:
     with pytest.warns(SpeedWarning, match="hook on net.layers.1.mlp .*would not run at a replay"):
-        found = fit(FULL, module=Hooked())
-    assert found.num_graphs == [0] * 5
+        result = fit(FULL, module=HookedLM())
+    assert result.num_graphs == [0] * 5
 
 
 WORLD_CASES: dict[str, dict[str, Any]] = {
@@ -181,7 +187,7 @@ WORLD_CASES: dict[str, dict[str, Any]] = {
 }
 
 
-#: Cases in which sums of gradients and gathers of parameters are in flight while graphs run.
+#: Cases in which sums of gradients and gathers of parameters are pending while graphs run.
 LATE_CASES: dict[str, dict[str, Any]] = {
     "dp2": {"layout": {"bucket_size": 2000, "overlap_parameters": True}},
     "ep2": {
@@ -192,7 +198,7 @@ LATE_CASES: dict[str, dict[str, Any]] = {
 
 
 class LateWork:
-    """Collective that runs when it is waited for."""
+    """Collective that runs in its ``wait``."""
 
     def __init__(self, collective: Callable[[], Work]) -> None:
         self._collective: Callable[[], Work] | None = collective
@@ -207,11 +213,11 @@ class LateWork:
         return self._collective is None
 
 
-def late_collectives() -> AbstractContextManager[Any]:
-    """Let collectives outside of graphs run as late as a stream of their own could run them.
+def delay_collectives() -> AbstractContextManager[Any]:
+    """Run collectives outside of graphs as late as a separate stream could run them.
 
-    Whoever reads the result without waiting gets old values, and whoever overwrites the operands
-    too early spoils the result.
+    A read of the result without a wait then gets old values, and an early write to the operands
+    spoils the result.
     """
     start = CollectiveLauncher.start
 
@@ -225,38 +231,38 @@ def late_collectives() -> AbstractContextManager[Any]:
     return patch.object(CollectiveLauncher, "start", start_late)
 
 
-def _on_two_ranks(rank: int, size: int) -> dict[str, list[Fit]]:
-    found = {
+def _fit_layouts(rank: int, size: int) -> dict[str, list[Fit]]:
+    fits = {
         name: [fit(settings, size, max_steps=7, **case) for settings in (None, SEGMENTS, FULL)]
         for name, case in chosen(WORLD_CASES, "tp2", "pp2 vpp2", "zb-h1").items()
     }
     for name, case in chosen(LATE_CASES, "ep2").items():
-        late = found[f"{name}, late"] = [fit(None, size, max_steps=7, **case)]
-        with late_collectives():
+        late = fits[f"{name}, late"] = [fit(None, size, max_steps=7, **case)]
+        with delay_collectives():
             late += [fit(settings, size, max_steps=7, **case) for settings in (SEGMENTS, FULL)]
-    return found
+    return fits
 
 
-def _with_shapes(rank: int, size: int) -> dict[str, list[Fit]]:
+def _fit_layouts_with_shapes(rank: int, size: int) -> dict[str, list[Fit]]:
     cases: dict[str, tuple[dict[str, Any], int]] = {
         "pp2": ({"pp": 2}, 19),
         "dp2": ({"bucket_size": 2000}, 38),
         "ep2": ({"ep": 2, "expert_transport": "all_gather"}, 38),
     }
     shapes = {**SHAPES, "num_evaluated": 22}
-    found = {}
+    fits = {}
     for name, (layout, number) in chosen(cases, "pp2", "ep2").items():
         model = EXPERTS if name == "ep2" else SHAPES["model"]
         options = {**(SHAPES if name == "pp2" else shapes), "model": model, "layout": layout}
-        found[name] = [
+        fits[name] = [
             fit(settings, size, num_samples=number, **options) for settings in (None, EVERYTHING)
         ]
-    return found
+    return fits
 
 
-def test_evaluation_and_each_shape_are_captured_in_every_layout() -> None:
-    for rank, found in enumerate(run_world(_with_shapes, 2)):
-        for name, (eager, graphs) in found.items():
+def test_evaluation_and_each_batch_shape_are_captured_in_every_layout() -> None:
+    for rank, fits in enumerate(run_world(_fit_layouts_with_shapes, 2)):
+        for name, (eager, graphs) in fits.items():
             assert_same(graphs, eager, f"{name}, rank {rank}")
             # Experts have several static pieces.
             number = graphs.replays["training"] // 12
@@ -265,15 +271,15 @@ def test_evaluation_and_each_shape_are_captured_in_every_layout() -> None:
 
 
 def test_fits_by_graphs_equal_eager_fits_in_every_layout() -> None:
-    for rank, found in enumerate(run_world(_on_two_ranks, 2)):
-        for name, (eager, *by_graphs) in found.items():
+    for rank, fits in enumerate(run_world(_fit_layouts, 2)):
+        for name, (eager, *by_graphs) in fits.items():
             assert any(eager.rows) == ("ep2" in name), "ranks share the experts"
-            for one, mode in zip(by_graphs, ("segments", "full"), strict=True):
-                assert_same(one, eager, f"{name}, {mode}, rank {rank}")
+            for actual, mode in zip(by_graphs, ("segments", "full"), strict=True):
+                assert_same(actual, eager, f"{name}, {mode}, rank {rank}")
 
 
 class SaveAndLoad(Callback):
-    """Save a checkpoint after the third step, and load it again after the fourth."""
+    """Save a checkpoint after the third step, and load it after the fourth."""
 
     def __init__(self, folder: Path) -> None:
         self.path = str(folder / "saved.ckpt")
@@ -288,21 +294,23 @@ class SaveAndLoad(Callback):
 
 
 @pytest.mark.parametrize("is_async", chosen([False, True], True))
-def test_a_load_in_between_keeps_the_graphs_and_the_bits(tmp_path: Path, is_async: bool) -> None:
+def test_a_checkpoint_load_within_a_fit_keeps_the_graphs_and_results(
+    tmp_path: Path, is_async: bool
+) -> None:
     layout = {"async_save": is_async}
-    found = fit(SEGMENTS, layout=layout, callbacks=(SaveAndLoad(tmp_path / "a"),))
+    actual = fit(SEGMENTS, layout=layout, callbacks=(SaveAndLoad(tmp_path / "a"),))
     expected = fit(None, layout=layout, callbacks=(SaveAndLoad(tmp_path / "b"),))
-    assert_same(found, expected)
-    assert found.losses[3] != found.losses[4]
+    assert_same(actual, expected)
+    assert actual.losses[3] != actual.losses[4]
 
 
-def test_a_resumed_fit_by_graphs_equals_an_eager_one(tmp_path: Path) -> None:
+def test_a_resumed_fit_by_graphs_equals_a_resumed_eager_fit(tmp_path: Path) -> None:
     fit(SEGMENTS, callbacks=(SaveAndLoad(tmp_path),), max_steps=3)
     path = tmp_path / "saved.ckpt"
     assert_same(fit(SEGMENTS, ckpt_path=path, max_steps=8), fit(None, ckpt_path=path, max_steps=8))
 
 
-class Thaw(Callback):
+class ThawLayer(Callback):
     """Train a frozen layer from the second epoch on."""
 
     def on_train_epoch_start(self, trainer: Trainer, module: LightningModule) -> None:
@@ -311,21 +319,21 @@ class Thaw(Callback):
             parameter.requires_grad_(trainer.current_epoch > 0)
 
 
-def test_a_thawed_layer_is_captured_again() -> None:
-    options: dict[str, Any] = {"max_steps": 9, "num_samples": 16, "callbacks": (Thaw(),)}
+def test_graphs_are_captured_again_when_a_frozen_layer_is_thawed() -> None:
+    options: dict[str, Any] = {"max_steps": 9, "num_samples": 16, "callbacks": (ThawLayer(),)}
     options["val_check_interval"] = 1.0
-    found = fit(SEGMENTS, **options)
+    actual = fit(SEGMENTS, **options)
     expected = fit(None, **options)
-    assert found.differences_from(expected) == []
-    # Four steps an epoch; one eager step follows the change.
-    assert [bool(number) for number in found.num_graphs] == [False] * 2 + [True] * 2 + [
+    assert actual.differences_from(expected) == []
+    # An epoch has four steps; one eager step follows the change.
+    assert [bool(number) for number in actual.num_graphs] == [False] * 2 + [True] * 2 + [
         False,
         *[True] * 4,
     ]
 
 
-class Hooked(TinyLM):
-    """Have a user's hook on a block."""
+class HookedLM(TinyLM):
+    """Register a user's forward hook in a layer."""
 
     def configure_model(self) -> None:
         super().configure_model()
@@ -337,25 +345,25 @@ class Hooked(TinyLM):
         self.calls += 1
 
 
-def test_a_module_with_a_users_hook_stays_eager_and_is_named(
+def test_a_submodule_with_a_users_hook_stays_eager_and_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    by_graphs, eager = Hooked(), Hooked()
+    by_graphs, eager = HookedLM(), HookedLM()
     with caplog.at_level("INFO", logger="lightning.pytorch"):
-        found = fit(SEGMENTS, module=by_graphs)
-    assert_same(found, fit(None, module=eager))
+        result = fit(SEGMENTS, module=by_graphs)
+    assert_same(result, fit(None, module=eager))
     assert by_graphs.calls == eager.calls > 0
-    lines = [one for one in caplog.messages if one.startswith("CUDA graphs (segments)")]
+    lines = [message for message in caplog.messages if message.startswith("CUDA graphs (segments)")]
     assert len(lines) == 1
     assert "Eager: layers.1.mlp: hook" in lines[0]
 
 
 class HookLater(Callback):
-    """Register a hook on a block, and remove it eight steps later.
+    """Register a forward hook in a layer, and remove it eight steps later.
 
     Args:
-        place: Hook of the callback that registers.
-        step: First step before which it does so (steps).
+        place: Name of the callback's method that registers the hook.
+        step: Number of steps before the registration (steps).
     """
 
     def __init__(self, place: str, step: int) -> None:
@@ -383,40 +391,40 @@ class HookLater(Callback):
         ("on_train_batch_start", 1),
     ),
 )
-def test_hooks_that_come_later_are_called_and_keep_their_part_eager(
+def test_hooks_registered_during_a_fit_are_called_and_keep_their_submodule_eager(
     place: str, step: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     options: dict[str, Any] = {"max_steps": 16, "num_samples": 16, "val_check_interval": 1.0}
     later, eager = HookLater(place, step), HookLater(place, step)
     with caplog.at_level("INFO", logger="lightning.pytorch"):
-        found = fit(SEGMENTS, callbacks=(later,), **options)
-    assert found.differences_from(fit(None, callbacks=(eager,), **options)) == []
+        actual = fit(SEGMENTS, callbacks=(later,), **options)
+    assert actual.differences_from(fit(None, callbacks=(eager,), **options)) == []
     assert later.calls == eager.calls > 0
-    lines = [one for one in caplog.messages if one.startswith("CUDA graphs (segments)")]
-    assert any("Eager: layers.1.mlp: hook" in one for one in lines)
-    assert found.num_graphs[-1] > 0
+    lines = [line for line in caplog.messages if line.startswith("CUDA graphs (segments)")]
+    assert any("Eager: layers.1.mlp: hook" in line for line in lines)
+    assert actual.num_graphs[-1] > 0
 
 
-def test_a_hook_that_comes_later_ends_the_graphs_of_whole_steps() -> None:
+def test_a_hook_registered_during_a_fit_ends_the_graphs_of_full_steps() -> None:
     options: dict[str, Any] = {"max_steps": 12, "num_samples": 16, "val_check_interval": 1.0}
     later, eager = (HookLater("on_train_epoch_start", 4) for _ in range(2))
     with pytest.warns(SpeedWarning, match="hook on net.layers.1.mlp .*would not run at a replay"):
-        found = fit(FULL, callbacks=(later,), **options)
-    assert found.differences_from(fit(None, callbacks=(eager,), **options)) == []
+        actual = fit(FULL, callbacks=(later,), **options)
+    assert actual.differences_from(fit(None, callbacks=(eager,), **options)) == []
     assert later.calls == eager.calls > 0
-    assert found.num_graphs[3] > 0 == found.num_graphs[-1]
+    assert actual.num_graphs[3] > 0 == actual.num_graphs[-1]
 
 
-def test_new_shapes_run_eagerly_and_are_named_once() -> None:
+def test_batches_of_new_shapes_run_eagerly_with_a_warning_or_are_refused() -> None:
     with pytest.warns(SpeedWarning, match="run eagerly .said once") as caught:
         fit(SEGMENTS, num_samples=19, max_epochs=2, max_steps=-1)
-    assert len([one for one in caught if "said once" in str(one.message)]) >= 1
+    assert len([warning for warning in caught if "said once" in str(warning.message)]) >= 1
     settings = CudaGraphs("segments", warmup_steps=2, on_new_shape="error")
     with pytest.raises(UnsupportedError, match="on_new_shape='error'"):
         fit(settings, num_samples=19)
 
 
-class Fails(Callback):
+class FailCaptures(Callback):
     """Let every capture fail."""
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
@@ -431,14 +439,14 @@ class Fails(Callback):
 
 def test_a_failed_capture_leaves_the_fit_eager() -> None:
     with pytest.warns(SpeedWarning, match="CUDA graphs are off: rank 0 .*RuntimeError: no memory"):
-        found = fit(SEGMENTS, callbacks=(Fails(),))
+        actual = fit(SEGMENTS, callbacks=(FailCaptures(),))
     expected = fit(None)
-    assert found.differences_from(expected) == []
-    assert found.num_graphs == [0] * 5
+    assert actual.differences_from(expected) == []
+    assert actual.num_graphs == [0] * 5
 
 
 class Plain(TinyLM):
-    """Have no model with segments."""
+    """Module without a model that has segments."""
 
     def configure_model(self) -> None:
         self.net = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 32))  # type: ignore[assignment]
@@ -448,13 +456,13 @@ class Plain(TinyLM):
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
-def test_a_model_without_segments_is_named() -> None:
+def test_a_model_without_segments_runs_eagerly_with_a_warning() -> None:
     with pytest.warns(SpeedWarning, match="nothing is captured. Plain has 0 models with segments"):
-        found = fit(SEGMENTS, module=Plain())
-    assert found.num_graphs == [0] * 5
+        result = fit(SEGMENTS, module=Plain())
+    assert result.num_graphs == [0] * 5
 
 
-# ---- refused before any process exists
+# ---- refusals before any process exists
 
 
 def trainer(graphs: Any, is_gpu: bool = True, **options: Any) -> Trainer:
@@ -476,14 +484,14 @@ def trainer(graphs: Any, is_gpu: bool = True, **options: Any) -> Trainer:
         ),
     ],
 )
-def test_a_run_that_cannot_be_captured_is_refused(
+def test_options_that_prevent_captures_are_refused(
     graphs: Any, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UnsupportedError, match=words):
         trainer(graphs, **options)
 
 
-class ByHand(TinyLM):
+class ManualLM(TinyLM):
     """Use manual optimization."""
 
     def __init__(self) -> None:
@@ -491,9 +499,9 @@ class ByHand(TinyLM):
         self.automatic_optimization = False
 
 
-def test_manual_optimization_and_own_graphs_of_compiled_modules_are_refused() -> None:
+def test_manual_optimization_and_torch_compile_with_its_own_graphs_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="needs automatic optimization"):
-        trainer("segments").fit(ByHand(), [])
+        trainer("segments").fit(ManualLM(), [])
     module = TinyLM()
     module.extra = nn.Linear(2, 2)
     module.extra.compile(mode="reduce-overhead")
@@ -501,7 +509,7 @@ def test_manual_optimization_and_own_graphs_of_compiled_modules_are_refused() ->
         trainer("segments").fit(module, [])
 
 
-def test_expandable_segments_need_a_setting_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expandable_segments_need_nccl_graph_register_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with pytest.raises(UnsupportedError, match="needs NCCL_GRAPH_REGISTER=0"):
         trainer("segments")
@@ -509,6 +517,6 @@ def test_expandable_segments_need_a_setting_of_nccl(monkeypatch: pytest.MonkeyPa
     assert strategy_of(trainer("segments")).options.graphs == CudaGraphs("segments")
 
 
-def test_without_graphs_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expandable_segments_are_accepted_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert strategy_of(trainer(None, is_gpu=False)).options.graphs is None

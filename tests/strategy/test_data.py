@@ -1,4 +1,4 @@
-"""Every way to give data shows each rank the samples that it sees under Lightning's own strategies."""
+"""Each rank gets the same samples as under Lightning's strategies for every kind of data."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tests.strategy.data_cases import CASES, SHUFFLED, fit
 from tests.world import run_world
 
 
-def quiet() -> None:
+def silence_warnings() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 def two_ranks(rank: int, size: int) -> dict[str, dict[str, Any]]:
-    quiet()
+    silence_warnings()
     strategies = {
         "ddp": lambda: "ddp",
         "dp2": MegatronStrategy,
         "tp2": lambda: MegatronStrategy(tp=2),
     }
     return {
-        name: {case: fit(case, make(), size) for case in {**CASES, **SHUFFLED}}
-        for name, make in strategies.items()
+        name: {case: fit(case, make_strategy(), size) for case in {**CASES, **SHUFFLED}}
+        for name, make_strategy in strategies.items()
     }
 
 
@@ -38,43 +38,43 @@ def ranks() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def one_device() -> dict[str, Any]:
-    quiet()
+    silence_warnings()
     return {case: fit(case, "auto") for case in {**CASES, **SHUFFLED}}
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
     assert expected["seen"]
-    assert {**found, "weight": 0} == {**expected, "weight": 0}
-    assert found["weight"] == pytest.approx(expected["weight"], abs=1e-12)
+    assert {**actual, "weight": 0} == {**expected, "weight": 0}
+    assert actual["weight"] == pytest.approx(expected["weight"], abs=1e-12)
 
 
 @pytest.mark.parametrize("case", [*CASES, *SHUFFLED])
-def test_data_ranks_see_the_samples_that_they_see_under_ddp(
+def test_data_ranks_get_the_same_samples_as_under_ddp(
     ranks: list[dict[str, Any]], case: str
 ) -> None:
-    for found in ranks:
-        assert_same(found["dp2"][case], found["ddp"][case])
+    for results in ranks:
+        assert_same(results["dp2"][case], results["ddp"][case])
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_one_data_rank_sees_the_samples_that_one_device_sees(
+def test_ranks_of_one_data_rank_get_the_same_samples_as_one_device(
     ranks: list[dict[str, Any]], one_device: dict[str, Any], case: str
 ) -> None:
-    for found in [*(rank["tp2"] for rank in ranks), {case: fit(case, MegatronStrategy())}]:
-        assert_same(found[case], one_device[case])
+    for results in [*(rank["tp2"] for rank in ranks), {case: fit(case, MegatronStrategy())}]:
+        assert_same(results[case], one_device[case])
 
 
-def flat(seen: list[Any]) -> list[float]:
-    return [sample for _, batch, _ in seen for sample in batch]
+def samples_of(batches: list[Any]) -> list[float]:
+    return [sample for _, batch, _ in batches for sample in batch]
 
 
 @pytest.mark.parametrize("case", SHUFFLED)
-def test_one_data_rank_draws_an_order_of_all_samples_for_every_epoch(
+def test_one_data_rank_shuffles_all_samples_anew_in_every_epoch(
     ranks: list[dict[str, Any]], one_device: dict[str, Any], case: str
 ) -> None:
-    first, second = (flat(rank["tp2"][case]["seen"]) for rank in ranks)
+    first, second = (samples_of(rank["tp2"][case]["seen"]) for rank in ranks)
     assert first == second
-    expected = flat(one_device[case]["seen"])
+    expected = samples_of(one_device[case]["seen"])
     half = len(expected) // 2
     for epoch in (slice(half), slice(half, None)):
         assert sorted(first[epoch]) == sorted(expected[epoch])
@@ -82,21 +82,21 @@ def test_one_data_rank_draws_an_order_of_all_samples_for_every_epoch(
     assert first[:half] != first[half:]
 
 
-def test_a_skipped_batch_is_one_on_one_device() -> None:
-    quiet()
+def test_skipped_batches_on_one_device_match_lightning() -> None:
+    silence_warnings()
     assert_same(
         fit("accumulated", MegatronStrategy(), skips=True), fit("accumulated", "auto", skips=True)
     )
 
 
-def skipping(rank: int, size: int) -> str:
-    quiet()
+def skip_batches_on_ranks(rank: int, size: int) -> str:
+    silence_warnings()
     with pytest.raises(RuntimeError) as raised:
         fit("in order", MegatronStrategy(), size, skips=True)
     return str(raised.value)
 
 
-def test_a_skipped_batch_is_refused_on_several_ranks_as_under_ddp() -> None:
-    for message in run_world(skipping, 2):
+def test_a_skipped_batch_raises_on_several_ranks() -> None:
+    for message in run_world(skip_batches_on_ranks, 2):
         assert "training_step must return a loss on every rank" in message
         assert "0.0 * output.sum()" in message

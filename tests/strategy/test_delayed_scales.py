@@ -1,4 +1,4 @@
-"""Trainings with scales of earlier steps: graphs, recomputation and checkpoints of any recipe."""
+"""Fits with the delayed recipe of FP8: graphs, recomputation, and checkpoints of every recipe."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def history_of(module: TinyLM) -> Tensor:
         [("segments", 1), ("segments", 3), ("full", 1), ("full", 3)], ("segments", 1), ("full", 3)
     ),
 )
-def test_graphs_and_recomputation_equal_eager_steps(mode: Any, accumulated: int) -> None:
+def test_graphs_and_recomputation_equal_eager_steps_with_delayed_scales(
+    mode: Any, accumulated: int
+) -> None:
     # Graphs of the first batches are captured before any step has ended.
     graphs = CudaGraphs(mode, warmup_steps=1, evaluation=True)
     runs, histories = [], []
@@ -44,17 +46,17 @@ def test_graphs_and_recomputation_equal_eager_steps(mode: Any, accumulated: int)
         options = {"accumulate_grad_batches": accumulated, "num_samples": number, "max_steps": 6}
         runs.append(fit(cuda_graphs, 1, layout, module=module, **options))
         histories.append(history_of(module))
-    eager, *others = runs
-    assert eager.losses[-1] < eager.losses[0]
+    expected, *actual_runs = runs
+    assert expected.losses[-1] < expected.losses[0]
     assert float(histories[0].min()) > 0
-    for other, history in zip(others, histories[1:], strict=True):
-        assert not other.mode or other.num_graphs[-1] > 0
-        assert other.differences_from(eager) == []
+    for actual, history in zip(actual_runs, histories[1:], strict=True):
+        assert not actual.mode or actual.num_graphs[-1] > 0
+        assert actual.differences_from(expected) == []
         assert torch.equal(history, histories[0])
 
 
-class Fits:
-    """Trainings of one model with checkpoints.
+class CheckpointFits:
+    """Fits of one model with checkpoints.
 
     Args:
         folder: Folder of the checkpoints.
@@ -74,50 +76,54 @@ class Fits:
             **{"logger": False, "enable_checkpointing": False, "enable_progress_bar": False},
             enable_model_summary=False,
         )
-        # Every epoch has one batch, after which a dataloader can go on.
+        # Every epoch has one batch, so every checkpoint is at the end of an epoch.
         trainer.fit(module, loader(4), ckpt_path=None if start is None else self.folder / start)
         if save is not None:
             trainer.save_checkpoint(self.folder / save)
-        return module, {name: one.detach().clone() for name, one in module.state_dict().items()}
+        return module, {
+            name: tensor.detach().clone() for name, tensor in module.state_dict().items()
+        }
 
 
-def test_any_recipe_loads_any_checkpoint(tmp_path: Path) -> None:
-    fits = Fits(tmp_path)
+def test_checkpoints_load_under_every_recipe_and_keep_the_history_of_delayed_scales(
+    tmp_path: Path,
+) -> None:
+    fits = CheckpointFits(tmp_path)
     fits.train(DELAYED, 3, save="delayed")
-    whole, weights = fits.train(DELAYED, 6)
-    resumed, found = fits.train(DELAYED, 6, "delayed", "again")
-    assert all(torch.equal(found[name], weights[name]) for name in weights)
-    assert torch.equal(history_of(resumed), history_of(whole))
-    # Without its history the next step would have other scales.
+    uninterrupted, weights = fits.train(DELAYED, 6)
+    resumed, resumed_weights = fits.train(DELAYED, 6, "delayed", "again")
+    assert all(torch.equal(resumed_weights[name], weights[name]) for name in weights)
+    assert torch.equal(history_of(resumed), history_of(uninterrupted))
+    # Without the history the next step would have other scales.
     names = [
         name
         for name in OpenCheckpoint.open(tmp_path / "delayed").tensors
         if name.startswith("fp8.")
     ]
-    assert len(names) == len(history_of(whole))
+    assert len(names) == len(history_of(uninterrupted))
     for recipe in (None, FP8(emulate=True)):
         fits.train(recipe, 6, "delayed", "other")
         assert not any(
             name.startswith("fp8.") for name in OpenCheckpoint.open(tmp_path / "other").tensors
         )
-        # The fourth step has scales of its own, and the last three steps are the history.
+        # The fourth step has its own scales, and the history has the last three steps.
         module, _ = fits.train(DELAYED, 9, "other")
         assert float(history_of(module).min()) > 0
-    # More layers, and a longer history: the saved steps count.
+    # A longer history begins with the saved steps; layers without a saved history start their own.
     longer = FP8("delayed", history=5, emulate=True)
     module, _ = fits.train(longer, 6, "again")
-    assert torch.equal(history_of(module)[:, :3], history_of(whole))
+    assert torch.equal(history_of(module)[:, :3], history_of(uninterrupted))
     assert not bool(history_of(module)[:, 3:].any())
     fits.train(FP8("delayed", history=3, emulate=True, last_bf16=1), 3, save="fewer")
     module, _ = fits.train(DELAYED, 4, "fewer")
     assert float(history_of(module)[:, 0].min()) > 0
-    # The file of one process has weights and optimizers only.
+    # A consolidated file has weights and optimizer states alone.
     consolidate(tmp_path / "delayed", tmp_path / "one.ckpt")
     saved = torch.load(tmp_path / "one.ckpt", weights_only=False)
     assert not any(name.startswith("fp8.") for name in saved["state_dict"])
 
 
-def test_a_second_run_of_a_module_continues_with_its_scales() -> None:
+def test_a_second_fit_of_a_module_continues_with_its_delayed_scales() -> None:
     module = TinyLM()
     layout = {"fp8": DELAYED}
     fit(None, 1, layout, module=module)

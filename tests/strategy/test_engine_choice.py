@@ -32,8 +32,8 @@ from tests.strategy.test_options import trainer
 CUDA = torch.device("cuda", 0)
 
 
-class Form(Enum):
-    """Name formats as Transformer Engine does."""
+class Format(Enum):
+    """Formats with the names of Transformer Engine."""
 
     HYBRID = 1
     E4M3 = 2
@@ -42,10 +42,10 @@ class Form(Enum):
 
 @dataclass
 class Recipe:
-    """Answer the questions that Transformer Engine's recipes answer."""
+    """Recipe with the attributes and methods of Transformer Engine's recipes."""
 
     kind: str = "delayed"
-    fp8_format: Any = Form.HYBRID
+    fp8_format: Any = Format.HYBRID
     margin: int = 0
     amax_history_len: int = 1024
     amax_compute_algo: Any = "max"
@@ -74,15 +74,15 @@ class Recipe:
         (Recipe(margin=2, amax_history_len=7), ("delayed", "hybrid", 7, 2)),
         (Recipe(amax_compute_algo="most_recent"), ("delayed", "hybrid", 1, 0)),
         (Recipe("current"), ("tensorwise", "hybrid", 1024, 0)),
-        (Recipe("block", Form.E4M3), ("blockwise", "e4m3", 1024, 0)),
-        (Recipe("mxfp8", Form.E4M3), ("mxfp8", "e4m3", 1024, 0)),
+        (Recipe("block", Format.E4M3), ("blockwise", "e4m3", 1024, 0)),
+        (Recipe("mxfp8", Format.E4M3), ("mxfp8", "e4m3", 1024, 0)),
     ],
 )
-def test_recipe_objects_are_settings(recipe, settings):
-    found = FP8(te_recipe=recipe, last_bf16=1)
-    assert (found.recipe, found.format, found.history, found.margin) == settings
-    assert found.te_recipe is recipe
-    assert found.last_bf16 == 1
+def test_recipe_objects_give_the_settings_of_fp8(recipe, settings):
+    actual = FP8(te_recipe=recipe, last_bf16=1)
+    assert (actual.recipe, actual.format, actual.history, actual.margin) == settings
+    assert actual.te_recipe is recipe
+    assert actual.last_bf16 == 1
 
 
 @pytest.mark.parametrize(
@@ -94,12 +94,12 @@ def test_recipe_objects_are_settings(recipe, settings):
         ({"te_recipe": Recipe(backward_override="high")}, UnsupportedError, "backward_override='high'"),
         ({"te_recipe": Recipe(reduce_amax=False)}, UnsupportedError, "reduce_amax=False.*Legal: True"),
         ({"te_recipe": Recipe(amax_compute_algo=max)}, UnsupportedError, "amax_compute_algo=.*'max' or 'most_recent'"),
-        ({"te_recipe": Recipe("current", Form.E5M2)}, UnsupportedError, "HYBRID or E4M3: it is E5M2"),
+        ({"te_recipe": Recipe("current", Format.E5M2)}, UnsupportedError, "HYBRID or E4M3: it is E5M2"),
         ({"te_recipe": Recipe("current"), "recipe": "blockwise"}, ParallelPlanError, "'blockwise'.*says 'tensorwise'"),
         ({"te_recipe": Recipe(), "history": 3}, ParallelPlanError, "fp8.history .3. contradicts"),
     ],
 )  # fmt: skip
-def test_recipe_objects_without_a_counterpart_are_refused(arguments, error, words):
+def test_recipe_objects_with_unsupported_settings_are_refused(arguments, error, words):
     with pytest.raises(error, match=words):
         FP8(**arguments)
 
@@ -119,19 +119,19 @@ def test_recipe_objects_without_a_counterpart_are_refused(arguments, error, word
         ),
     ],
 )
-def test_options_that_contradict_the_library_are_refused(arguments, words):
+def test_options_that_contradict_the_backend_are_refused(arguments, words):
     with pytest.raises(ParallelPlanError, match=words):
         MegatronStrategy(**arguments)
 
 
-def test_a_missing_library_is_named_with_its_extra(monkeypatch):
+def test_a_missing_transformer_engine_raises_with_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     with pytest.raises(MissingExtraError, match=r"ModuleNotFoundError.*lightning-megatron\[te\]"):
         trainer(1, MegatronStrategy(backend="te"), precision="bf16-mixed")
 
 
-def test_an_old_library_is_refused():
+def test_an_old_transformer_engine_is_refused():
     options = MegatronStrategy(backend="te").options
     with installed() as engine:
         del engine.Float8Quantizer
@@ -148,7 +148,7 @@ def test_an_old_library_is_refused():
         ("cuda", "bf16-true", "mxfp8", r"fp8 \(mxfp8\).*says 'needs 10.0.'"),
     ],
 )
-def test_devices_and_precisions_that_it_does_not_serve_are_refused(device, precision, fp8, words):
+def test_devices_and_precisions_without_support_are_refused(device, precision, fp8, words):
     options = MegatronStrategy(backend="te", fp8=fp8).options
     with (
         installed(available=(False, "needs 10.0.")),
@@ -157,38 +157,38 @@ def test_devices_and_precisions_that_it_does_not_serve_are_refused(device, preci
         check_engine(options, torch.device(device), precision)
 
 
-def test_devices_that_it_serves_are_accepted():
+def test_a_gpu_with_bf16_mixed_is_accepted_for_every_recipe():
     with installed():
         for fp8 in (None, "tensorwise", "delayed", "blockwise", "mxfp8"):
             check_engine(MegatronStrategy(backend="te", fp8=fp8).options, CUDA, "bf16-mixed")
 
 
-def plugin(**more: Any) -> TransformerEnginePrecision:
-    """Return Lightning's plugin, which its constructor makes only beside the library."""
-    found = TransformerEnginePrecision.__new__(TransformerEnginePrecision)
-    own = {
+def make_plugin(**changes: Any) -> TransformerEnginePrecision:
+    """Return Lightning's plugin without its constructor, which needs Transformer Engine."""
+    result = TransformerEnginePrecision.__new__(TransformerEnginePrecision)
+    defaults = {
         "weights_dtype": torch.bfloat16,
         "fallback_compute_dtype": torch.bfloat16,
         "recipe": Recipe(),
         "replace_layers": None,
     }
-    vars(found).update(own | more)
-    return found
+    vars(result).update(defaults | changes)
+    return result
 
 
-def test_the_plugin_of_lightning_sets_library_and_recipe():
+def test_lightnings_plugin_sets_backend_recipe_and_precision():
     recipe = Recipe("current")
     strategy = MegatronStrategy(tp=2)
-    strategy.precision_plugin = plugin(recipe=recipe)
+    strategy.precision_plugin = make_plugin(recipe=recipe)
     assert strategy.options.backend == "te"
     assert strategy.options.products == FP8(te_recipe=recipe)
     assert strategy.options.tp == 2
     assert isinstance(strategy.precision_plugin, MegatronPrecision)
     assert strategy.precision_plugin.precision == "bf16-true"
-    kept = FP8(te_recipe=recipe, keep=("*.mlp.down",))
-    strategy = MegatronStrategy(backend="te", fp8=kept)
-    strategy.precision_plugin = plugin(recipe=recipe, weights_dtype=torch.float32)
-    assert strategy.options.products == kept
+    settings = FP8(te_recipe=recipe, keep=("*.mlp.down",))
+    strategy = MegatronStrategy(backend="te", fp8=settings)
+    strategy.precision_plugin = make_plugin(recipe=recipe, weights_dtype=torch.float32)
+    assert strategy.options.products == settings
     assert strategy.precision_plugin.precision == "bf16-mixed"
 
 
@@ -204,19 +204,19 @@ def test_the_plugin_of_lightning_sets_library_and_recipe():
         ),
     ],
 )
-def test_plugins_that_cannot_be_followed_are_refused(options, arguments, words):
+def test_plugins_with_unsupported_settings_are_refused(options, arguments, words):
     strategy = MegatronStrategy(**options)
     with pytest.raises(UnsupportedError, match=words):
-        strategy.precision_plugin = plugin(**arguments)
+        strategy.precision_plugin = make_plugin(**arguments)
 
 
-def test_the_trainer_accepts_the_plugin_and_names_the_device():
-    # The CPU is refused for itself, after the plugin was accepted.
+def test_the_trainer_accepts_the_plugin_and_refuses_the_cpu():
+    # The CPU is refused after the plugin is accepted.
     with installed(), pytest.raises(ParallelPlanError, match="needs an NVIDIA GPU"):
-        trainer(1, MegatronStrategy(), plugins=plugin())
+        trainer(1, MegatronStrategy(), plugins=make_plugin())
 
 
-def test_the_layers_of_a_model_are_chosen_as_for_other_products():
+def test_fp8_and_norms_of_transformer_engine_are_set_and_unset_in_a_model():
     model = GPT(
         GPTConfig.llama(
             vocab_size=32,
@@ -231,14 +231,14 @@ def test_the_layers_of_a_model_are_chosen_as_for_other_products():
     )
     device = torch.device("cpu")
     linears = {name: part for _, name, part in _linears(model)}
-    found = set_fp8(model, FP8("delayed", last_bf16=1), False, device, "te")
-    assert set(found) == {name for name in linears if name.startswith("layers.0.")}
+    chosen = set_fp8(model, FP8("delayed", last_bf16=1), False, device, "te")
+    assert set(chosen) == {name for name in linears if name.startswith("layers.0.")}
     for name, part in linears.items():
         assert isinstance(part.scaling, EngineScaling)
-        assert (part.scaling.settings is not None) == (name in found)
-        assert (part.scaling.scales is not None) == (name in found)
+        assert (part.scaling.settings is not None) == (name in chosen)
+        assert (part.scaling.scales is not None) == (name in chosen)
     assert model.delayed_scales is not None
-    # Two norms in each layer, and the last one.
+    # Two norms in each layer, and the final norm.
     assert set_norms(model, "te") == 5
     assert model.layers["0"].attention_norm.uses_engine
     unset_fp8(model, device, "te")
@@ -249,7 +249,7 @@ def test_the_layers_of_a_model_are_chosen_as_for_other_products():
     assert all(part.scaling is None for part in linears.values())
 
 
-def test_blocks_of_the_library_need_multiples_of_128():
+def test_blockwise_sizes_of_transformer_engine_need_multiples_of_128():
     FP8("blockwise").check_sizes("layers.0.mlp.up", 128, 384, "te")
     with pytest.raises(ParallelPlanError, match="multiples of 512"):
         FP8("blockwise").check_sizes("layers.0.mlp.up", 128, 384)

@@ -1,4 +1,4 @@
-"""The option ``expert_clones``: what it refuses, what a fit shows, and how it stands beside others."""
+"""The option ``expert_clones``: refusals, results of fits, and its use with other options."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ def options_of(clones: Any) -> StrategyOptions:
     return MegatronStrategy(ep=2, expert_clones=clones).options
 
 
-def test_clones_are_asked_for_by_a_number_a_mapping_or_settings() -> None:
+def test_expert_clones_accepts_a_number_a_mapping_or_settings() -> None:
     assert MegatronStrategy().options.clones is None
     assert options_of(0).clones is None
     assert options_of(2).clones == ExpertClones(2)
-    for same in ({"places": 2, "min_rows": 7}, ExpertClones(2, 7)):
-        assert options_of(same).clones == ExpertClones(2, min_rows=7)
+    for option in ({"places": 2, "min_rows": 7}, ExpertClones(2, 7)):
+        assert options_of(option).clones == ExpertClones(2, min_rows=7)
 
 
-def test_the_smallest_clone_follows_from_the_speed_of_gpus_unless_it_is_given() -> None:
-    chosen, given = ExpertClones(1), ExpertClones(3, min_rows=40)
-    assert chosen.on("cuda") == CloneSettings(1, 2476)
-    assert chosen.on("cpu") == CloneSettings(1, 0)
-    assert given.on("cuda") == given.on("cpu") == CloneSettings(3, 40)
-    assert chosen.reason_on("cuda") == (
+def test_min_rows_of_clones_defaults_to_a_value_from_gpu_speed() -> None:
+    default, explicit = ExpertClones(1), ExpertClones(3, min_rows=40)
+    assert default.on("cuda") == CloneSettings(1, 2476)
+    assert default.on("cpu") == CloneSettings(1, 0)
+    assert explicit.on("cuda") == explicit.on("cpu") == CloneSettings(3, 40)
+    assert default.reason_on("cuda") == (
         "of at least 2,476 rows: fewer save less time at 650 TFLOP/s than 8 bytes a parameter take "
         "at 350 GB/s"
     )
-    assert given.reason_on("cuda") == "of at least 40 rows, as asked for"
+    assert explicit.reason_on("cuda") == "of at least 40 rows, as asked for"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_the_smallest_clone_follows_from_the_speed_of_gpus_unless_it_is_given() 
         ),
     ],
 )
-def test_clones_that_nothing_could_have_are_refused(options: dict[str, Any], words: str) -> None:
+def test_invalid_expert_clones_options_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ParallelPlanError, match=words):
         MegatronStrategy(**options)
 
@@ -103,9 +103,13 @@ def test_clones_of_experts_with_biases_are_refused_before_a_launch() -> None:
         trainer.fit(module, loader())
 
 
-def test_more_places_are_refused_once_the_model_is_known(found: Any) -> None:
-    for ranks in found:
-        assert ranks["too many"].startswith("expert_clones (3) must be at most 2: with ep (2) the")
+def test_too_many_places_are_refused_when_only_the_built_model_shows_its_experts(
+    ranks: Any,
+) -> None:
+    for results in ranks:
+        assert results["too many"].startswith(
+            "expert_clones (3) must be at most 2: with ep (2) the"
+        )
 
 
 #: Rows above an even share, in several layers and steps, and in validation.
@@ -115,7 +119,7 @@ UNEVEN: Excess = {
     ("train", 2, 0, 1): 5,
     ("val", 0, 0, 0): 9,
 }
-#: Twelve rows are enough for a clone, one is not.
+#: Twelve rows are enough for a clone, and one row is not.
 TOO_FEW: Excess = {("train", 1, 0, 0): 12, ("train", 1, 0, 1): 1}
 AT_LEAST_TWO = {"places": 1, "min_rows": 2}
 
@@ -124,8 +128,8 @@ CAPTURED = {"ep": 2, "expert_clones": 1}
 MODEL = {"experts": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}, "mlp_bias": False}
 
 
-class Frozen(Watched):
-    """Freeze the experts whose numbers are in a set."""
+class FrozenExperts(Watched):
+    """Freeze the experts whose numbers are in ``numbers``."""
 
     numbers = "01"
 
@@ -136,11 +140,11 @@ class Frozen(Watched):
             parameter.requires_grad_(expert is None or expert.group(1) not in self.numbers)
 
 
-class AllFrozen(Frozen):
+class AllExpertsFrozen(FrozenExperts):
     numbers = "0123"
 
 
-class Freezing(Watched):
+class FreezesExperts(Watched):
     """Freeze all experts in the third step."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -148,8 +152,8 @@ class Freezing(Watched):
             parameter.requires_grad_(batch_idx < 2 or ".experts." not in name)
 
 
-class Unknown(Watched):
-    """Have no configuration before the model is built."""
+class HidesConfiguration(Watched):
+    """Have no configuration until the model is built."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -161,58 +165,58 @@ class Unknown(Watched):
 
 
 def refusal(kind: type[Watched], clones: int = 1) -> str:
-    """Return why a module cannot be trained with clones."""
+    """Return the message of the refusal to train a module with clones."""
     with pytest.raises((ParallelPlanError, UnsupportedError)) as raised:
         fit(None, {}, kind=kind, expert_clones=clones)
     return str(raised.value)
 
 
 def world_of_two(rank: int, size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {"without": fit(None, UNEVEN)}
-    said: list[str] = []
+    results: dict[str, Any] = {"without": fit(None, UNEVEN)}
+    messages: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_table, "rank_zero_info", said.append)
-        found["clones"] = fit(None, UNEVEN, expert_clones=1, expert_transport="auto")
-    found["table"] = said
-    found["limit"] = fit(1.0, UNEVEN, expert_clones=1)
-    found["enough"] = fit(None, TOO_FEW, expert_clones=AT_LEAST_TWO)
-    found["too small"] = fit(1.0, TOO_FEW, expert_clones=AT_LEAST_TWO)
+        patch.setattr(run_table, "rank_zero_info", messages.append)
+        results["clones"] = fit(None, UNEVEN, expert_clones=1, expert_transport="auto")
+    results["table"] = messages
+    results["limit"] = fit(1.0, UNEVEN, expert_clones=1)
+    results["enough"] = fit(None, TOO_FEW, expert_clones=AT_LEAST_TWO)
+    results["too small"] = fit(1.0, TOO_FEW, expert_clones=AT_LEAST_TWO)
     for name, clones in (("frozen", 0), ("frozen, clones", 1)):
-        found[name] = fit(None, UNEVEN, kind=AllFrozen, expert_clones=clones)
-    found["eager"] = graph_fits.fit(None, 2, CAPTURED, model=MODEL)
+        results[name] = fit(None, UNEVEN, kind=AllExpertsFrozen, expert_clones=clones)
+    results["eager"] = graph_fits.fit(None, 2, CAPTURED, model=MODEL)
     for graphs in (graph_fits.SEGMENTS, graph_fits.FULL):
-        found[graphs.mode] = graph_fits.fit(graphs, 2, CAPTURED, model=MODEL)
-    found["some frozen"] = refusal(Frozen)
-    found["freezing"] = refusal(Freezing)
-    found["too many"] = refusal(Unknown, 3)
-    return found
+        results[graphs.mode] = graph_fits.fit(graphs, 2, CAPTURED, model=MODEL)
+    results["some frozen"] = refusal(FrozenExperts)
+    results["freezing"] = refusal(FreezesExperts)
+    results["too many"] = refusal(HidesConfiguration, 3)
+    return results
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
+def ranks() -> list[dict[str, Any]]:
     return run_world(world_of_two, 2)
 
 
-def assert_close(one: Record, other: Record) -> None:
-    """Compare what two fits compute, but for the order of sums."""
-    assert one.losses == pytest.approx(other.losses, rel=1e-12)
-    assert one.logged == pytest.approx(other.logged, rel=1e-12)
-    assert one.loads == other.loads, "routers count the same experts"
-    for name, weight in one.weights.items():
-        torch.testing.assert_close(weight, other.weights[name], rtol=0, atol=1e-12)
+def assert_close(actual: Record, expected: Record) -> None:
+    """Assert that results of two fits are the same but for the order of sums."""
+    assert actual.losses == pytest.approx(expected.losses, rel=1e-12)
+    assert actual.logged == pytest.approx(expected.logged, rel=1e-12)
+    assert actual.loads == expected.loads, "routers count the same experts"
+    for name, weight in actual.weights.items():
+        torch.testing.assert_close(weight, expected.weights[name], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("pair", [("clones", "without"), ("frozen, clones", "frozen")])
-def test_a_fit_with_clones_equals_one_without(found: Any, pair: tuple[str, str]) -> None:
-    for ranks in found:
-        one, other = (ranks[name] for name in pair)
-        assert_close(one, other)
-        assert one.differences_from(other), "some rows were computed elsewhere"
-        assert set(one.logged) > {"val_loss"}
+def test_a_fit_with_clones_matches_a_fit_without_clones(ranks: Any, pair: tuple[str, str]) -> None:
+    for results in ranks:
+        actual, expected = (results[name] for name in pair)
+        assert_close(actual, expected)
+        assert actual.differences_from(expected), "some rows were computed elsewhere"
+        assert set(actual.logged) > {"val_loss"}
 
 
-def test_the_table_of_a_fit_shows_what_clones_do_and_why(found: Any) -> None:
-    rows = [line for text in found[0]["table"] for line in text.splitlines()]
+def test_the_run_table_shows_clones_and_the_transport_that_they_need(ranks: Any) -> None:
+    rows = [line for text in ranks[0]["table"] for line in text.splitlines()]
     (clones,) = [re.split(r" {2,}", row.strip()) for row in rows if "clones of experts" in row]
     assert clones == ["clones of experts", "at most 1 per rank", "of any number of rows on cpu"]
     (transport,) = [row for row in rows if "expert transport" in row]
@@ -220,35 +224,35 @@ def test_the_table_of_a_fit_shows_what_clones_do_and_why(found: Any) -> None:
     assert transport.endswith("to experts and their clones: expert_clones needs it")
 
 
-def test_clones_keep_a_limit_on_rows_that_would_be_too_small_without_them(found: Any) -> None:
-    for ranks in found:
-        assert ranks["limit"].num_failures == 0
-        assert ranks["limit"].differences_from(ranks["clones"]) == []
+def test_clones_keep_rows_within_a_limit(ranks: Any) -> None:
+    for results in ranks:
+        assert results["limit"].num_failures == 0
+        assert results["limit"].differences_from(results["clones"]) == []
 
 
-def test_a_step_with_too_many_rows_for_clones_and_limit_counts_as_without_a_limit(
-    found: Any,
+def test_a_step_over_the_row_limit_despite_clones_equals_a_step_without_a_limit(
+    ranks: Any,
 ) -> None:
-    for ranks in found:
-        assert ranks["too small"].num_failures == 1
-        assert ranks["too small"].differences_from(ranks["enough"]) == []
-    (warning,) = found[0]["too small"].warnings
+    for results in ranks:
+        assert results["too small"].num_failures == 1
+        assert results["too small"].differences_from(results["enough"]) == []
+    (warning,) = ranks[0]["too small"].warnings
     assert "layer 1 needed 129 rows on rank 0, expert_rows=1 has 128" in warning
 
 
 @pytest.mark.parametrize("mode", ["segments", "full"])
-def test_captured_steps_with_clones_equal_eager_ones(found: Any, mode: str) -> None:
-    for ranks in found:
-        assert ranks[mode].differences_from(ranks["eager"]) == []
-        assert ranks[mode].num_graphs[-1] > 0
+def test_captured_steps_with_clones_equal_eager_steps(ranks: Any, mode: str) -> None:
+    for results in ranks:
+        assert results[mode].differences_from(results["eager"]) == []
+        assert results[mode].num_graphs[-1] > 0
 
 
-def test_experts_that_are_not_trained_alike_on_all_ranks_are_refused(found: Any) -> None:
-    for ranks in found:
-        assert "gate_up" not in ranks["some frozen"]
+def test_experts_frozen_on_some_ranks_or_within_an_epoch_are_refused(ranks: Any) -> None:
+    for results in ranks:
+        assert "gate_up" not in results["some frozen"]
         assert (
             "up of some experts of layer 0, on [0] of the 2 ranks of ep, is frozen"
-            in ranks["some frozen"]
+            in results["some frozen"]
         )
-        assert "only between epochs" in ranks["freezing"]
-        assert "after the beginning of epoch 0" in ranks["freezing"]
+        assert "only between epochs" in results["freezing"]
+        assert "after the beginning of epoch 0" in results["freezing"]

@@ -1,4 +1,4 @@
-"""What the callback of experts logs and draws, on one process and on the stages of a pipeline."""
+"""Figures and pictures of the callback ``ExpertLoad`` on one process and in every layout."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ RANK_FIGURES = (
     "clones",
     "rows_needed",
 )
-CUT: dict[str, dict[str, Any]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "pp": {"pp": 2},
     "vpp": {"pp": 2, "vpp": 2},
     "ep": {"ep": 2},
     "again": {"ep": 2, "recompute": "full"},
 }
-# As hyperparameters of a module hold it.
+# A mapping, as in the hyperparameters of a module.
 EXPERTS = {
     "num_experts": NUM_EXPERTS,
     "top_k": 2,
@@ -75,7 +75,7 @@ def fit(
         "enable_checkpointing": False,
     }
     settings = {"accelerator": "cpu", "devices": 1, "max_steps": 5, "log_every_n_steps": 2, **quiet}
-    # One sequence in a microbatch: the same ones in every layout.
+    # With one sequence in a microbatch, every layout has the same microbatches.
     strategy = options.pop("strategy", None) or MegatronStrategy(
         microbatch_size=1, **options.pop("layout", {})
     )
@@ -85,12 +85,12 @@ def fit(
     trainer = Trainer(
         **{**settings, **options}, strategy=strategy, logger=logger, callbacks=callbacks
     )
-    # Shuffled: one data rank and several then deal out the same order.
+    # With shuffling, one and several data ranks take the samples in the same order.
     trainer.fit(module or module_of(), loader(batch_size=batch_size, shuffle=True))
 
 
 def logged(folder: Path | str) -> dict[int, dict[str, float]]:
-    """Read what was logged of experts, by step."""
+    """Read the logged values of experts, by step."""
     rows: dict[int, dict[str, float]] = {}
     with Path(folder, "metrics.csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
@@ -130,8 +130,8 @@ def check_rows(rows: dict[int, dict[str, float]]) -> None:
     assert any(row["experts/dropped"] > 0 for row in rows.values())
 
 
-def check_ranks(row: dict[str, float], twin: dict[str, float]) -> None:
-    """Check the figures of ranks, and remove them from a row; in the twin whole blocks run twice."""
+def check_ranks(row: dict[str, float], recomputed: dict[str, float]) -> None:
+    """Check the figures of ranks also against a fit with full recomputation, and remove them."""
     for layer in LAYERS:
         before, after, moved, clones, needed = (
             row[f"experts/layer_{layer}/{name}"] for name in RANK_FIGURES
@@ -147,35 +147,35 @@ def check_ranks(row: dict[str, float], twin: dict[str, float]) -> None:
         if not dropped:
             assert before == pytest.approx(2 * max(sum(shares[:2]), sum(shares[2:])))
     for name in [name for name in row if name.rpartition("/")[2] in RANK_FIGURES]:
-        assert row.pop(name) == twin[name], name
+        assert row.pop(name) == recomputed[name], name
 
 
-def fit_cut(rank: int, size: int, folder: str) -> None:
-    for name, layout in CUT.items():
+def fit_layouts(rank: int, size: int, folder: str) -> None:
+    for name, layout in LAYOUTS.items():
         # Two data ranks take a batch of four together.
         batch_size = 2 if layout.get("ep") else 4
         fit(f"{folder}/{name}", batch_size=batch_size, devices=size, layout=layout)
 
 
-def test_every_layout_logs_what_one_process_logs(tmp_path: Path) -> None:
+def test_every_layout_logs_the_same_figures_as_one_process(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason='needs pip install "lightning-megatron[plot]"')
     fit(tmp_path / "one")
     expected = logged(tmp_path / "one")
     check_rows(expected)
-    run_world(fit_cut, 2, str(tmp_path))
-    twin = logged(tmp_path / "again")
+    run_world(fit_layouts, 2, str(tmp_path))
+    recomputed = logged(tmp_path / "again")
     for name in ("pp", "vpp", "ep"):
         rows = logged(tmp_path / name)
         assert list(rows) == list(expected), name
         for step, row in expected.items():
             if name == "ep":
-                check_ranks(rows[step], twin[step])
+                check_ranks(rows[step], recomputed[step])
             assert rows[step] == pytest.approx(row, rel=1e-4), f"{name}, step {step}"
     for name in ("one", "pp", "vpp", "ep"):
         assert (tmp_path / name / "expert_load.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_single_experts_can_be_left_out_and_accumulated_batches_are_one_step(
+def test_per_expert_loads_can_be_omitted_and_accumulated_batches_log_one_row(
     tmp_path: Path,
 ) -> None:
     fit(
@@ -192,12 +192,12 @@ def test_single_experts_can_be_left_out_and_accumulated_batches_are_one_step(
 
 def step_of(load: list[int], dropped: int = 0) -> StepStatistics:
     config = ExpertsConfig(num_experts=len(load), top_k=2, ffn_hidden_size=8)
-    # One microbatch: choices that were dropped, entropies of all tokens, both losses, microbatches.
+    # Dropped choices, sum of the entropies of all tokens, both losses, number of microbatches.
     numbers = [dropped, 0.5 * sum(load) / 2, 1.0, 2.0, 1]
     return StepStatistics(torch.tensor([*numbers, *load], dtype=torch.float64), config, num_parts=1)
 
 
-def test_figures_are_those_of_the_counts() -> None:
+def test_figures_of_layers_follow_from_step_statistics() -> None:
     layers = gather_layers(
         {2: step_of([6, 2, 0, 0], 2), 0: step_of([1, 1, 1, 1])}, ParallelMesh.single()
     )
@@ -215,7 +215,7 @@ def test_figures_are_those_of_the_counts() -> None:
     assert len(values) == 5 * 3 + 2 * 4
 
 
-def test_one_step_of_one_layer_and_even_loads_can_be_drawn(tmp_path: Path) -> None:
+def test_loads_of_one_step_and_figures_of_ranks_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason='needs pip install "lightning-megatron[plot]"')
     layers = gather_layers({7: step_of([5, 5])}, ParallelMesh.single())
     draw_load(layers, {99: torch.ones(1)}, tmp_path / "one.png")
@@ -237,7 +237,7 @@ def test_one_step_of_one_layer_and_even_loads_can_be_drawn(tmp_path: Path) -> No
     assert sizes == sorted(set(sizes)), "each has more to show"
 
 
-def test_figures_of_ranks_are_those_of_their_rows() -> None:
+def test_figures_of_ranks_follow_from_step_rows() -> None:
     rows = StepRows(
         before=torch.tensor([30.0, 10.0, 0.0, 0.0]),
         after=torch.tensor([12.0, 10.0, 10.0, 8.0]),
@@ -262,29 +262,29 @@ def test_figures_of_ranks_are_those_of_their_rows() -> None:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Collect what the callback tells the user."""
+def logged_messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Collect the messages of the callback to the user."""
     messages: list[str] = []
     monkeypatch.setattr(expert_load, "rank_zero_info", messages.append)
     return messages
 
 
-def test_without_matplotlib_or_a_folder_training_ends_well_and_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+def test_training_without_matplotlib_or_a_logger_folder_ends_with_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged_messages: list[str]
 ) -> None:
     def missing(module: str, extra: str) -> None:
         raise MissingExtraError(f'pip install "lightning-megatron[{extra}]"')
 
     monkeypatch.setattr(expert_load_picture, "import_extra", missing)
     fit(tmp_path)
-    assert 'pip install "lightning-megatron[plot]"' in said[-1]
+    assert 'pip install "lightning-megatron[plot]"' in logged_messages[-1]
     fit(tmp_path, logger=False)
-    assert "no logger with a folder" in said[-1]
+    assert "no logger with a folder" in logged_messages[-1]
     fit(tmp_path / "silent", max_steps=1)
-    assert "no step was logged" in said[-1]
+    assert "no step was logged" in logged_messages[-1]
 
 
-def test_other_strategies_and_models_without_experts_are_refused(tmp_path: Path) -> None:
+def test_strategies_of_lightning_and_models_without_experts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UnsupportedError, match=r"the strategy is SingleDeviceStrategy.*MegatronStrategy"
     ):

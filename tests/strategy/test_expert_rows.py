@@ -1,4 +1,6 @@
-"""Steps that need more rows than ``expert_rows`` allows are run again, and leave no trace."""
+"""Steps that need more rows than ``expert_rows`` allows are run again without a limit, with equal
+results.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ AGAIN = "the step was run again without a limit"
 #: One row too many, in the first microbatch of the second step.
 ONE_ROW: Excess = {("train", 1, 0, 0): 1}
 TWICE: Excess = {("train", 1, 0, 0): 1, ("train", 2, 1, 1): 12, ("train", 3, 0, 0): 100}
-#: Excess, further settings, number of second runs, words of the warnings.
+#: Excess, further options, and words of the warnings, one for each step that is run again.
 CASES: dict[str, tuple[Excess, dict[str, Any], list[str]]] = {
     "one row": (
         ONE_ROW,
@@ -84,7 +86,7 @@ STAGES: dict[str, dict[str, Any]] = chosen(
 
 
 def world_of_two(rank: int, size: int, folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         name: (fit(None, excess, **options), fit(1.0, excess, **options))
         for name, (excess, options, _) in FEW.items()
     }
@@ -93,8 +95,8 @@ def world_of_two(rank: int, size: int, folder: str) -> dict[str, Any]:
     fit(1.0, ONE_ROW, saves=checkpoint, trainer=half)
     resumed = fit(1.0, TWICE, ckpt_path=checkpoint)
     fit(None, ONE_ROW, saves=f"{folder}/other", trainer=half)
-    found["resumed"] = fit(None, TWICE, ckpt_path=f"{folder}/other"), resumed
-    return found
+    results["resumed"] = fit(None, TWICE, ckpt_path=f"{folder}/other"), resumed
+    return results
 
 
 def world_of_four(rank: int, size: int) -> dict[str, tuple[Record, Record]]:
@@ -106,49 +108,49 @@ def world_of_four(rank: int, size: int) -> dict[str, tuple[Record, Record]]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_world(world_of_two, 2, str(tmp_path_factory.mktemp("rows")))
 
 
 @pytest.mark.parametrize("name", list(FEW))
-def test_a_step_that_needs_more_rows_counts_as_without_a_limit(
-    found: list[dict[str, Any]], name: str
+def test_a_step_over_the_row_limit_equals_a_step_without_a_limit(
+    ranks: list[dict[str, Any]], name: str
 ) -> None:
     expected = CASES[name][2]
-    for rank, ranks in enumerate(found):
-        without, limited = ranks[name]
+    for rank, results in enumerate(ranks):
+        without, limited = results[name]
         assert limited.differences_from(without) == [], f"rank {rank}"
         assert limited.num_failures == len(expected), f"rank {rank}"
         assert without.num_failures == 0
         assert len(limited.losses) == 4
         assert limited.warnings == [] if rank else len(limited.warnings) == len(expected)
-    for words, warning in zip(expected, found[0][name][1].warnings, strict=True):
+    for words, warning in zip(expected, ranks[0][name][1].warnings, strict=True):
         assert words in warning
 
 
-def test_the_limit_grows_on_all_ranks_after_the_second_failure(
-    found: list[dict[str, Any]],
+def test_the_row_limit_grows_on_all_ranks_after_the_second_failure(
+    ranks: list[dict[str, Any]],
 ) -> None:
-    for ranks in found:
-        assert ranks["one row"][1].factor == 1.0
-        # A tenth more than 140 rows, and room for the 228 of the next step.
-        assert ranks["twice"][1].factor == 1.21
+    for results in ranks:
+        assert results["one row"][1].factor == 1.0
+        # The limit is a tenth above 140 rows, and has room for the 228 rows of the next step.
+        assert results["twice"][1].factor == 1.21
 
 
-def test_a_fit_continues_after_a_step_that_was_run_again(found: list[dict[str, Any]]) -> None:
-    for ranks in found:
-        without, resumed = ranks["resumed"]
+def test_a_fit_resumes_from_a_checkpoint_after_a_repeated_step(ranks: list[dict[str, Any]]) -> None:
+    for results in ranks:
+        without, resumed = results["resumed"]
         assert resumed.differences_from(without) == []
         assert resumed.num_failures == 2
         assert len(resumed.losses) == 2
 
 
 @pytest.mark.slow
-def test_all_stages_of_a_pipeline_run_a_step_again() -> None:
-    for rank, found in enumerate(run_world(world_of_four, 4)):
-        for name, (without, limited) in found.items():
+def test_all_pipeline_stages_repeat_a_step_over_the_row_limit() -> None:
+    for rank, results in enumerate(run_world(world_of_four, 4)):
+        for name, (without, limited) in results.items():
             assert limited.differences_from(without) == [], f"{name}, rank {rank}"
-            # The third step with too many rows has room: the limit has grown.
+            # The third step over the first limit fits into the grown limit.
             assert limited.num_failures == 2, name
 
 
@@ -164,14 +166,14 @@ def test_all_stages_of_a_pipeline_run_a_step_again() -> None:
         ),
     ],
 )
-def test_a_limit_that_nothing_could_have_is_refused(
+def test_invalid_expert_rows_options_are_refused(
     options: dict[str, Any], kind: type[Exception], words: str
 ) -> None:
     with pytest.raises(kind, match=words):
         MegatronStrategy(**options)
 
 
-def test_steps_that_could_not_be_run_again_are_refused_before_a_launch() -> None:
+def test_modules_whose_steps_cannot_be_repeated_are_refused_before_a_launch() -> None:
     options: dict[str, Any] = {"accelerator": "cpu", "devices": 2, "logger": False}
     module = Watched(mlp_bias=False, ffn_hidden_size=16, experts=EXPERTS)
     trainer = Trainer(

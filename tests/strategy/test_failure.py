@@ -1,4 +1,4 @@
-"""A rank that raises ends the whole job, and is the one that is heard."""
+"""A rank that raises ends the job, and its traceback is printed first."""
 
 from __future__ import annotations
 
@@ -42,20 +42,24 @@ def test_a_failing_rank_ends_the_job_with_its_traceback_first(
     kind: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    done = run_script("run_failure", kind, str(rank), timeout=120)
-    assert done.returncode == 1
+    result = run_script("run_failure", kind, str(rank), timeout=120)
+    assert result.returncode == 1
     assert not list(tmp_path.glob("lightning_megatron*"))
-    ours = done.stderr.index("ArithmeticError: the third batch is bad")
-    assert f"[rank {rank}] failed; the other ranks will be stopped." in done.stderr[:ours]
-    assert done.stderr.count("Traceback (most recent call last)") == 1
-    others = [match.start() for match in re.finditer(r"\[rank \d\] (stops|waits)", done.stderr)]
-    # Ranks that hang may be stopped before they have said anything, and nobody waits for the last
-    # hook of another.
-    assert others or kind != "raise"
-    assert all(other > ours for other in others)
+    error_position = result.stderr.index("ArithmeticError: the third batch is bad")
+    assert (
+        f"[rank {rank}] failed; the other ranks will be stopped." in result.stderr[:error_position]
+    )
+    assert result.stderr.count("Traceback (most recent call last)") == 1
+    later_positions = [
+        match.start() for match in re.finditer(r"\[rank \d\] (stops|waits)", result.stderr)
+    ]
+    # Ranks that hang may be stopped before they print anything, and no rank waits for the last hook
+    # of another rank.
+    assert later_positions or kind != "raise"
+    assert all(position > error_position for position in later_positions)
 
 
-def test_the_first_rank_claims_the_failure_and_the_others_refer_to_it(
+def test_the_first_failing_rank_prints_its_traceback_and_later_ranks_refer_to_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -77,24 +81,24 @@ def test_the_first_rank_claims_the_failure_and_the_others_refer_to_it(
         fail(second, KeyError("what followed"), first_fails)
     first.cleanup_done()
     second.cleanup_done()
-    told = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert (
-        told.index("[rank 2] failed")
-        < told.index("ZeroDivisionError: the cause")
-        < told.index("[rank 5] stops after")
+        output.index("[rank 2] failed")
+        < output.index("ZeroDivisionError: the cause")
+        < output.index("[rank 5] stops after")
     )
-    assert told.count("Traceback") == 1
+    assert output.count("Traceback") == 1
     assert first.has_failed
     assert second.has_failed
 
 
-@pytest.mark.parametrize("leaving", [KeyboardInterrupt, SystemExit])
-def test_leaving_in_order_is_not_a_failure(
-    leaving: type[BaseException], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("exception", [KeyboardInterrupt, SystemExit])
+def test_keyboard_interrupts_and_system_exits_are_not_failures(
+    exception: type[BaseException], capsys: pytest.CaptureFixture[str]
 ) -> None:
     watch = FailureWatch(0)
-    with pytest.raises(leaving), watch.guard():
-        raise leaving
+    with pytest.raises(exception), watch.guard():
+        raise exception
     assert not watch.has_failed
     assert not capsys.readouterr().err
 
@@ -155,7 +159,7 @@ def test_launched_ranks_end_after_the_process_that_launched_them(
         process.wait()
         killed = time.monotonic()
         wait_until(lambda: not processes_with(marker), 30)
-        # Less than a second on an idle machine.
+        # An idle machine needs less than a second.
         assert time.monotonic() - killed < 5
     assert not list(tmp_path.glob("lightning_megatron*"))
 
@@ -168,7 +172,7 @@ def start(code: str) -> subprocess.Popen:
     ("codes", "expected"),
     [(("", "import sys; sys.exit(3)"), 3), (("", "import os; os.kill(os.getpid(), 9)"), 137)],
 )
-def test_a_launched_process_that_fails_ends_its_launcher_with_its_code(
+def test_a_failed_launched_process_ends_its_launcher_with_its_exit_code(
     codes: tuple[str, ...], expected: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ended: list[int] = []
@@ -178,7 +182,7 @@ def test_a_launched_process_that_fails_ends_its_launcher_with_its_code(
     assert ("[rank 2] was ended by SIGKILL" in capsys.readouterr().err) == (expected == 137)
 
 
-def test_a_script_that_raises_does_not_wait_for_processes_that_wait_for_it(
+def test_a_script_that_raises_stops_launched_processes_that_do_not_end(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "last_value", ValueError("after the fit"), raising=False)
@@ -200,7 +204,7 @@ def test_a_script_that_raises_does_not_wait_for_processes_that_wait_for_it(
     assert expected in capsys.readouterr().err
 
 
-def test_processes_that_end_well_are_waited_for_and_change_nothing() -> None:
+def test_a_launched_process_that_succeeds_does_not_end_its_launcher() -> None:
     ended: list[int] = []
     processes = [start("import time; time.sleep(0.2)")]
     ChildProcesses(processes, 1, ended.append)._wait()
@@ -208,7 +212,7 @@ def test_processes_that_end_well_are_waited_for_and_change_nothing() -> None:
     assert not ended
 
 
-def test_processes_that_this_one_kills_are_not_a_failure() -> None:
+def test_a_launched_process_that_the_launcher_kills_is_not_a_failure() -> None:
     ended: list[int] = []
     processes = [start("import time; time.sleep(60)")]
     children = ChildProcesses(processes, 1, ended.append)
@@ -219,18 +223,18 @@ def test_processes_that_this_one_kills_are_not_a_failure() -> None:
     assert not ended
 
 
-def test_a_rank_knows_its_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_detects_that_its_launcher_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.getppid", lambda: 17)
     assert launcher_is_gone({}) is None
     assert launcher_is_gone({LAUNCHER: "12 345"})()  # type: ignore[misc]
     assert not launcher_is_gone({LAUNCHER: launcher_mark()})()  # type: ignore[misc]
-    found = [
+    checks = [
         launcher_is_gone(variables)
         for variables in ({LAUNCHER: "17 1"}, {"TORCHELASTIC_RUN_ID": "x"})
     ]
-    assert [one() for one in found] == [False, False]  # type: ignore[misc]
+    assert [is_gone() for is_gone in checks] == [False, False]  # type: ignore[misc]
     monkeypatch.setattr("os.getppid", lambda: 1)
-    assert [one() for one in found] == [True, True]  # type: ignore[misc]
+    assert [is_gone() for is_gone in checks] == [True, True]  # type: ignore[misc]
     assert launcher_is_gone({"TORCHELASTIC_RUN_ID": "x"}) is None
 
 
@@ -246,30 +250,36 @@ def test_the_last_rank_to_leave_removes_the_folder_of_a_job(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_killed_jobs_left_is_removed_by_the_next_one(
+def test_a_new_job_removes_the_folders_of_killed_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    ours, host = f"lightning_megatron_{os.getuid()}_", socket.gethostname()
-    places = {
-        f"{ours}old": (8 * 86400.0, "1 2 another"),
-        f"{ours}elsewhere": (6 * 86400.0, "1 2 another"),
-        f"{ours}dead": (90.0, f"{os.getpid()} 1 {host}"),
-        f"{ours}starting": (30.0, f"{os.getpid()} 1 {host}"),
-        f"{ours}alive": (90.0, f"{launcher_mark()} {host}"),
+    prefix, host = f"lightning_megatron_{os.getuid()}_", socket.gethostname()
+    processes = {
+        f"{prefix}old": (8 * 86400.0, "1 2 another"),
+        f"{prefix}elsewhere": (6 * 86400.0, "1 2 another"),
+        f"{prefix}dead": (90.0, f"{os.getpid()} 1 {host}"),
+        f"{prefix}starting": (30.0, f"{os.getpid()} 1 {host}"),
+        f"{prefix}alive": (90.0, f"{launcher_mark()} {host}"),
         "lightning_megatron_another_users": (8 * 86400.0, ""),
     }
-    for name, (age, process) in places.items():
+    for name, (age, process) in processes.items():
         folder = tmp_path / name
         folder.mkdir()
         (folder / "process_0").write_text(process)
         os.utime(folder, (time.time() - age,) * 2)
     JobFolder("now", 0)
-    left = {folder.name.removeprefix(ours) for folder in tmp_path.iterdir()}
-    assert left == {"elsewhere", "starting", "alive", "now", "lightning_megatron_another_users"}
+    remaining = {folder.name.removeprefix(prefix) for folder in tmp_path.iterdir()}
+    assert remaining == {
+        "elsewhere",
+        "starting",
+        "alive",
+        "now",
+        "lightning_megatron_another_users",
+    }
 
 
-def test_a_process_that_was_killed_has_ended_before_its_parent_asks() -> None:
+def test_a_killed_process_counts_as_ended_before_its_parent_waits_for_it() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         assert start_time_of(process.pid)
         process.kill()

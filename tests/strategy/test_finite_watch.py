@@ -28,12 +28,12 @@ NAME = "net.final_norm.weight"
 
 
 class Spoiled(TinyLM):
-    """Meet something that is not finite on one rank.
+    """Have a loss, gradient or weight that is not finite on one rank.
 
     Args:
         kind: ``loss``, ``gradient`` or ``weight``.
-        rank: The rank.
-        batch: Number of the training batch (batches).
+        rank: Rank with the value that is not finite.
+        batch: Number of the training batch with this value (batches).
     """
 
     def __init__(self, kind: str, rank: int, batch: int) -> None:
@@ -61,8 +61,8 @@ class Spoiled(TinyLM):
         return loss
 
 
-def message(case: tuple[dict[str, Any], str, int, int, dict[str, Any]]) -> str:
-    """Train until the error, and return its text."""
+def error_of(case: tuple[dict[str, Any], str, int, int, dict[str, Any]]) -> str:
+    """Train, and return the number of steps and the text of the error."""
     sizes, kind, rank, batch, options = case
     seed_everything(3, verbose=False)
     trainer = Trainer(
@@ -83,11 +83,11 @@ def message(case: tuple[dict[str, Any], str, int, int, dict[str, Any]]) -> str:
     return f"{trainer.global_step}: no error"
 
 
-def messages(
+def errors_of(
     rank: int, size: int, cases: list[tuple[dict[str, Any], str, int, int, dict[str, Any]]]
 ) -> list[str]:
     warnings.simplefilter("ignore")
-    return [message(case) for case in cases]
+    return [error_of(case) for case in cases]
 
 
 CASES: dict[str, tuple[tuple[dict[str, Any], str, int, int, dict[str, Any]], str]] = {
@@ -136,32 +136,30 @@ CASES: dict[str, tuple[tuple[dict[str, Any], str, int, int, dict[str, Any]], str
 
 
 @pytest.fixture(scope="module")
-def found() -> list[list[str]]:
-    return run_world(messages, 2, [case for case, _ in CASES.values()])
+def messages_by_rank() -> list[list[str]]:
+    return run_world(errors_of, 2, [case for case, _ in CASES.values()])
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_rank_the_batch_and_the_parameter_are_named_on_every_rank(
-    found: list[list[str]], name: str
+def test_every_rank_names_the_rank_the_batch_and_the_value_that_is_not_finite(
+    messages_by_rank: list[list[str]], name: str
 ) -> None:
     begin, _, words = CASES[name][1].rpartition(".*")
-    for texts in found:
+    for texts in messages_by_rank:
         text = texts[list(CASES).index(name)]
         assert text.startswith(begin)
         assert words in text
 
 
-def test_a_scaled_loss_and_a_search_for_a_rate_are_left_alone_unless_the_user_says_otherwise() -> (
-    None
-):
-    quiet, search = Trainer(logger=False), Trainer(logger=False, callbacks=[LRSearch(4)])
-    assert checks_of(None, False, quiet) is None
-    assert checks_of(None, True, quiet) is False
+def test_checks_are_off_by_default_with_loss_scales_and_learning_rate_searches() -> None:
+    plain, search = Trainer(logger=False), Trainer(logger=False, callbacks=[LRSearch(4)])
+    assert checks_of(None, False, plain) is None
+    assert checks_of(None, True, plain) is False
     assert checks_of(None, False, search) is False
     assert checks_of(True, True, search) is True
 
 
-def test_what_spreads_to_the_rest_is_named_first() -> None:
+def test_the_first_value_that_is_not_finite_is_named_before_later_values() -> None:
     text = describe(
         [
             NonFiniteValue(7, "gradient", 0, "a", "nan"),
@@ -177,7 +175,7 @@ def test_what_spreads_to_the_rest_is_named_first() -> None:
     assert "the batch that rank 3 had read" in text
 
 
-def test_many_steps_are_kept_as_one_sum_that_is_finite_only_if_all_are() -> None:
+def test_many_steps_are_summed_and_a_nan_among_them_raises() -> None:
     watch = FiniteWatch(ParallelMesh.single())
     for step in range(3000):
         watch.begin(step, looks=False)

@@ -1,4 +1,4 @@
-"""Fits in this process: precisions, plain modules, manual optimization, what is refused."""
+"""Fits in one process: precisions, modules of users, manual optimization, checkpoints, refusals."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def trainer_of(strategy: Any = None, **options: Any) -> Trainer:
 
 
 class Plain(LightningModule):
-    """Fit a line with ordinary layers."""
+    """Fit a sum by layers of torch."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-        self.seen: list[Any] = []
+        self.inputs: list[Any] = []
         for name, value in options.items():
             setattr(self, name, value)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
-        self.seen.append((x.dtype, len(x)))
+        self.inputs.append((x.dtype, len(x)))
         loss = nn.functional.mse_loss(self.net(x), y)
         self.log("loss", loss)
         return loss
@@ -60,7 +60,7 @@ class Plain(LightningModule):
 
 
 class Manual(Plain):
-    """Step two optimizers by hand, one of them only at every second batch."""
+    """Step the first of two optimizers at every batch, and the second at every second batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,31 +86,31 @@ class Manual(Plain):
         ]
 
 
-def lines(batch_size: int = 4) -> DataLoader:
+def make_line_loader(batch_size: int = 4) -> DataLoader:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(16, 4, generator=generator)
     return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=batch_size)
 
 
 @pytest.mark.parametrize("module", [Plain, Manual])
-def test_modules_of_a_user_train_as_without_the_strategy(module: type[Plain]) -> None:
+def test_modules_of_a_user_match_a_fit_without_the_strategy(module: type[Plain]) -> None:
     ours, theirs = module(), module()
-    trainer_of().fit(ours, lines())
-    trainer_of("auto").fit(theirs, lines())
-    for found, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+    trainer_of().fit(ours, make_line_loader())
+    trainer_of("auto").fit(theirs, make_line_loader())
+    for actual, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_an_optimizer_that_evaluates_again_works() -> None:
-    class Quasi(Plain):
+def test_lbfgs_matches_a_fit_without_the_strategy() -> None:
+    class LBFGSModule(Plain):
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
 
-    ours, theirs = Quasi(), Quasi()
-    trainer_of().fit(ours, lines())
-    trainer_of("auto").fit(theirs, lines())
-    for found, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    ours, theirs = LBFGSModule(), LBFGSModule()
+    trainer_of().fit(ours, make_line_loader())
+    trainer_of("auto").fit(theirs, make_line_loader())
+    for actual, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_an_optimizer_that_evaluates_again_works() -> None:
         ("bf16-mixed", torch.bfloat16, torch.float32),
     ],
 )
-def test_the_trainers_precision_sets_the_types(
+def test_precision_sets_the_dtypes_of_parameters_and_main_parameters(
     precision: Any, parameters: torch.dtype, main_parameters: torch.dtype, tmp_path: Path
 ) -> None:
     model, trainer = TinyLM(), trainer_of(precision=precision, max_steps=3)
@@ -135,12 +135,15 @@ def test_the_trainers_precision_sets_the_types(
     assert {parameter.dtype for parameter in trained} == {main_parameters}
     assert trainer.callback_metrics["loss"].isfinite()
     trainer.save_checkpoint(tmp_path / "after")
-    again, other = TinyLM(), trainer_of(precision=precision, max_steps=5, max_epochs=2)
-    other.fit(again, loader(), ckpt_path=tmp_path / "after")
-    assert other.global_step == 5
+    resumed_model, resumed_trainer = (
+        TinyLM(),
+        trainer_of(precision=precision, max_steps=5, max_epochs=2),
+    )
+    resumed_trainer.fit(resumed_model, loader(), ckpt_path=tmp_path / "after")
+    assert resumed_trainer.global_step == 5
 
 
-def test_mixed_precision_follows_full_precision() -> None:
+def test_losses_in_mixed_precision_are_close_to_those_in_full_precision() -> None:
     losses = {}
     for precision in ("32-true", "bf16-mixed"):
         trainer = trainer_of(precision=precision, max_epochs=3)
@@ -162,18 +165,18 @@ def test_float16_scales_the_loss_and_skips_steps_that_overflow() -> None:
 
 
 def test_optimizers_that_step_at_different_batches_share_a_loss_scale() -> None:
-    class Plainer(Manual):
+    class TwoSGD(Manual):
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD(self.net[part].parameters(), lr=0.1) for part in (0, 2)]
 
-    ours, theirs = Plainer(), Plainer()
+    ours, theirs = TwoSGD(), TwoSGD()
     # The scale changes between the batches that the second optimizer adds up.
     plugin = MegatronPrecision("16-mixed", DynamicLossScale(initial=2.0**10, growth_interval=1))
-    trainer_of(plugins=[plugin]).fit(ours, lines())
-    trainer_of("auto").fit(theirs, lines())
+    trainer_of(plugins=[plugin]).fit(ours, make_line_loader())
+    trainer_of("auto").fit(theirs, make_line_loader())
     assert plugin.skipped_steps == 0
-    for found, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(found.float(), expected, rtol=0, atol=2e-3)
+    for actual, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(actual.float(), expected, rtol=0, atol=2e-3)
 
 
 def test_unknown_precisions_are_refused() -> None:
@@ -183,13 +186,13 @@ def test_unknown_precisions_are_refused() -> None:
         trainer_of(precision="16-true")
 
 
-def test_inputs_of_modules_of_a_user_are_converted_and_cut_into_microbatches() -> None:
+def test_inputs_of_user_modules_are_cast_and_split_into_microbatches() -> None:
     model = Plain()
-    trainer_of(precision="bf16-mixed").fit(model, lines())
-    assert model.seen == [(torch.bfloat16, 2)] * 8
+    trainer_of(precision="bf16-mixed").fit(model, make_line_loader())
+    assert model.inputs == [(torch.bfloat16, 2)] * 8
 
 
-def test_a_collate_function_may_cut_the_batch_itself() -> None:
+def test_a_collate_function_may_return_microbatches() -> None:
     def collate(samples: list[tuple[Tensor, ...]]) -> list[Microbatch]:
         parts = [samples[:1], samples[1:]]
         return [
@@ -199,26 +202,26 @@ def test_a_collate_function_may_cut_the_batch_itself() -> None:
 
     ours, theirs = Plain(), Plain()
     trainer_of(precision="64-true").fit(
-        ours, DataLoader(lines().dataset, batch_size=4, collate_fn=collate)
+        ours, DataLoader(make_line_loader().dataset, batch_size=4, collate_fn=collate)
     )
-    trainer_of("auto", precision="64-true").fit(theirs, lines())
-    assert [size for _, size in ours.seen] == [1, 3] * 4
-    for found, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(found, expected)
+    trainer_of("auto", precision="64-true").fit(theirs, make_line_loader())
+    assert [size for _, size in ours.inputs] == [1, 3] * 4
+    for actual, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 def test_a_batch_that_is_not_a_multiple_of_the_microbatch_is_refused() -> None:
     with pytest.raises(
         ParallelPlanError, match="batch_size .4. of the training dataloader must be a multiple"
     ):
-        trainer_of(MegatronStrategy(microbatch_size=3)).fit(Plain(), lines())
+        trainer_of(MegatronStrategy(microbatch_size=3)).fit(Plain(), make_line_loader())
 
 
-def test_recomputation_needs_a_model_that_knows_it() -> None:
+def test_recomputation_and_loss_chunks_need_a_model_of_this_package() -> None:
     with pytest.raises(UnsupportedError, match="recompute .'full'. needs a model of this package"):
-        trainer_of(MegatronStrategy(recompute="full")).fit(Plain(), lines())
+        trainer_of(MegatronStrategy(recompute="full")).fit(Plain(), make_line_loader())
     with pytest.raises(UnsupportedError, match="loss_chunk .'auto'. needs a decoder of this pack"):
-        trainer_of(MegatronStrategy(loss_chunk="auto")).fit(Plain(), lines())
+        trainer_of(MegatronStrategy(loss_chunk="auto")).fit(Plain(), make_line_loader())
 
 
 def test_recomputation_is_set_on_the_model() -> None:
@@ -228,43 +231,44 @@ def test_recomputation_is_set_on_the_model() -> None:
     assert model.net.recompute.parts == ("selective",)
 
 
-def test_the_module_sees_the_mesh_while_the_trainer_runs() -> None:
-    seen: list[Any] = []
+def test_the_module_has_a_device_mesh_only_during_a_run() -> None:
+    meshes: list[Any] = []
 
-    class Looking(Plain):
+    class RecordsMesh(Plain):
         def configure_model(self) -> None:
-            seen.append(self.device_mesh)
+            meshes.append(self.device_mesh)
 
-    model, trainer = Looking(), trainer_of(fast_dev_run=True)
-    trainer.fit(model, lines())
-    assert isinstance(seen[0], ParallelMesh)
+    model, trainer = RecordsMesh(), trainer_of(fast_dev_run=True)
+    trainer.fit(model, make_line_loader())
+    assert isinstance(meshes[0], ParallelMesh)
     assert model.device_mesh is None
     assert isinstance(automatic_optimization(trainer), ScheduledOptimization)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("weights_only", [False, True])
-def test_a_trainer_that_has_fitted_evaluates_and_saves_checkpoints(
+def test_a_trainer_evaluates_and_saves_checkpoints_after_a_fit(
     precision: Any, weights_only: bool, tmp_path: Path
 ) -> None:
     trainer, model = trainer_of(precision=precision, max_steps=3), TinyLM()
     trainer.fit(model, loader())
     trainer.save_checkpoint(tmp_path / "first", weights_only=weights_only)
-    found = trainer.validate(model, loader(), ckpt_path=tmp_path / "first", verbose=False)
+    expected = trainer.validate(model, loader(), ckpt_path=tmp_path / "first", verbose=False)
     trainer.save_checkpoint(tmp_path / "second")
-    again = trainer_of(precision=precision, max_steps=5, max_epochs=2)
-    again.fit(TinyLM(), loader(), ckpt_path=tmp_path / "second")
-    assert again.global_step == 5
-    moments = [state["exp_avg"] for state in again.optimizers[0].state.values()]
+    resumed_trainer = trainer_of(precision=precision, max_steps=5, max_epochs=2)
+    resumed_trainer.fit(TinyLM(), loader(), ckpt_path=tmp_path / "second")
+    assert resumed_trainer.global_step == 5
+    moments = [state["exp_avg"] for state in resumed_trainer.optimizers[0].state.values()]
     assert moments
     assert all(moment.any() for moment in moments)
     assert (
-        trainer.validate(TinyLM(), loader(), ckpt_path=tmp_path / "second", verbose=False) == found
+        trainer.validate(TinyLM(), loader(), ckpt_path=tmp_path / "second", verbose=False)
+        == expected
     )
 
 
-class Whole(TinyLM):
-    """Build the model before there is a Trainer."""
+class BuiltInConstructor(TinyLM):
+    """Build the model in the constructor, before a Trainer exists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,8 +276,8 @@ class Whole(TinyLM):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("make", [TinyLM, Whole])
-def test_a_trainer_that_has_fitted_evaluates_another_checkpoint(
+@pytest.mark.parametrize("make", [TinyLM, BuiltInConstructor])
+def test_a_trainer_evaluates_an_earlier_checkpoint_after_a_fit(
     make: type[TinyLM], precision: Any, tmp_path: Path
 ) -> None:
     first = trainer_of(precision=precision, max_steps=1)
@@ -288,21 +292,21 @@ def test_a_trainer_that_has_fitted_evaluates_another_checkpoint(
     assert early == fresh.validate(make(), loader(), ckpt_path=tmp_path / "first", verbose=False)
 
 
-def test_continuing_needs_optimizer_states(tmp_path: Path) -> None:
+def test_resuming_needs_optimizer_states(tmp_path: Path) -> None:
     trainer = trainer_of(max_steps=1)
-    trainer.fit(Plain(), lines())
+    trainer.fit(Plain(), make_line_loader())
     trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
-    other = trainer_of()
+    second_trainer = trainer_of()
     with pytest.raises(CheckpointMismatchError, match="must hold optimizer states"):
-        other.fit(Plain(), lines(), ckpt_path=tmp_path / "weights")
+        second_trainer.fit(Plain(), make_line_loader(), ckpt_path=tmp_path / "weights")
 
 
 def test_a_path_that_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatchError, match="is neither"):
-        trainer_of().fit(Plain(), lines(), ckpt_path=tmp_path)
+        trainer_of().fit(Plain(), make_line_loader(), ckpt_path=tmp_path)
 
 
-def test_data_that_is_random_depends_on_the_data_rank_alone(
+def test_seeds_of_data_loaders_depend_on_the_data_rank_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(os.environ, "PL_SEED_WORKERS", "1")
@@ -320,14 +324,14 @@ def test_data_that_is_random_depends_on_the_data_rank_alone(
 
 
 @pytest.fixture
-def nothing_frozen() -> Iterator[None]:
+def no_frozen_objects() -> Iterator[None]:
     gc.unfreeze()
     yield
     gc.freeze()
 
 
-class Frozen(Callback):
-    """Note how many objects garbage collections pass over; fail if asked to."""
+class CountFrozenObjects(Callback):
+    """Record how many objects are frozen for garbage collection; raise if ``fails``."""
 
     def __init__(self, fails: bool = False) -> None:
         self.fails, self.counts = fails, [gc.get_freeze_count()]
@@ -339,35 +343,37 @@ class Frozen(Callback):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_collections_pass_over_what_was_there_before_the_training(
-    fails: bool, nothing_frozen: None
+def test_earlier_objects_are_frozen_for_garbage_collection_during_a_fit(
+    fails: bool, no_frozen_objects: None
 ) -> None:
-    seen = Frozen(fails)
+    counter = CountFrozenObjects(fails)
     with pytest.raises(RuntimeError, match="as asked") if fails else nullcontext():
-        trainer_of(callbacks=[seen]).fit(Plain(), lines())
-    before, *during = seen.counts
+        trainer_of(callbacks=[counter]).fit(Plain(), make_line_loader())
+    before, *during = counter.counts
     assert before == 0
     assert min(during) > 10_000, "objects of torch and of the model"
     assert gc.get_freeze_count() == 0
 
 
-def test_the_few_objects_that_python_excludes_itself_do_not_count(
-    nothing_frozen: None, monkeypatch: pytest.MonkeyPatch
+def test_a_fit_freezes_objects_although_python_starts_with_some_frozen_objects(
+    no_frozen_objects: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = gc.get_freeze_count
     # Python 3.12 starts with some hundred frozen objects.
     monkeypatch.setattr(gc, "get_freeze_count", lambda: count() + 375)
-    seen = Frozen()
-    trainer_of(callbacks=[seen]).fit(Plain(), lines())
-    assert min(seen.counts[1:]) > 10_000
+    counter = CountFrozenObjects()
+    trainer_of(callbacks=[counter]).fit(Plain(), make_line_loader())
+    assert min(counter.counts[1:]) > 10_000
     assert gc.get_freeze_count() == 375
 
 
-def test_a_program_that_freezes_objects_itself_is_left_alone(nothing_frozen: None) -> None:
+def test_a_fit_freezes_no_objects_if_the_program_has_frozen_objects(
+    no_frozen_objects: None,
+) -> None:
     gc.freeze()
     count = gc.get_freeze_count()
-    seen = Frozen()
-    trainer_of(callbacks=[seen]).fit(Plain(), lines())
-    # Objects that end leave the frozen ones; none are added.
-    assert max(seen.counts) <= count
+    counter = CountFrozenObjects()
+    trainer_of(callbacks=[counter]).fit(Plain(), make_line_loader())
+    # The number of frozen objects falls when objects end, and never grows.
+    assert max(counter.counts) <= count
     assert 10_000 < gc.get_freeze_count() <= count

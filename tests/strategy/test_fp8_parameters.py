@@ -1,4 +1,4 @@
-"""Fits whose weights are kept in 8 bits: what code reads, checkpoints, ends of fits and refusals."""
+"""Fits whose weights are stored in 8 bits: reads, writes, ends of fits, checkpoints, refusals."""
 
 from __future__ import annotations
 
@@ -77,35 +77,35 @@ def trained(
     losses = Losses()
     trainer = trainer_of(layout, steps, (losses, *callbacks), **options)
     trainer.fit(module, loader(16))
-    return losses.found, strategy_of(trainer).run.state.main
+    return losses.losses, strategy_of(trainer).run.state.main
 
 
 class Losses(Callback):
-    """Note the loss of every step."""
+    """Record the loss of every step."""
 
     def __init__(self) -> None:
-        self.found: list[float] = []
+        self.losses: list[float] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        self.found.append(float(outputs["loss"]))
+        self.losses.append(float(outputs["loss"]))
 
 
-class Look(Callback):
+class InspectAfterStepTwo(Callback):
     """Call a function with the module and the main parameters after the second step."""
 
-    def __init__(self, look: Callable[[TinyLM, MainParameters], Any]) -> None:
-        self.look = look
-        self.found: Any = None
+    def __init__(self, inspect: Callable[[TinyLM, MainParameters], Any]) -> None:
+        self.inspect = inspect
+        self.result: Any = None
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         if trainer.global_step == 2:
-            self.found = self.look(module, strategy_of(trainer).run.state.main)
+            self.result = self.inspect(module, strategy_of(trainer).run.state.main)
 
 
-def looked(look: Callable[[TinyLM, MainParameters], Any], **options: Any) -> Any:
-    looking = Look(look)
-    trained(TinyLM(), IN_FP8, 3, callbacks=(looking,), **options)
-    return looking.found
+def inspected(inspect: Callable[[TinyLM, MainParameters], Any], **options: Any) -> Any:
+    inspector = InspectAfterStepTwo(inspect)
+    trained(TinyLM(), IN_FP8, 3, callbacks=(inspector,), **options)
+    return inspector.result
 
 
 def weight_of(module: TinyLM) -> nn.Parameter:
@@ -115,8 +115,8 @@ def weight_of(module: TinyLM) -> nn.Parameter:
 # ---- reads and writes of user code
 
 
-def test_reads_see_the_numbers_of_the_products() -> None:
-    def look(module: TinyLM, main: MainParameters) -> Any:
+def test_reads_give_the_values_that_matrix_products_use() -> None:
+    def inspect(module: TinyLM, main: MainParameters) -> Any:
         weight = weight_of(module)
         assert type(weight) is EightBitParameter
         assert (weight.dtype, weight.shape, weight.requires_grad) == (
@@ -126,24 +126,24 @@ def test_reads_see_the_numbers_of_the_products() -> None:
         )
         with torch.no_grad():
             read = weight.float(), float(weight.norm()), torch._foreach_norm([weight])[0]
-        kept = module.state_dict()[NAME]
+        state = module.state_dict()[NAME]
         copied = copy.deepcopy(module)
         assert type(weight_of(copied)) is nn.Parameter
         return (
             *read,
-            kept.float(),
+            state.float(),
             weight_of(copied).detach().float(),
             main.main(NAME).detach().clone(),
         )
 
-    numbers, norm, norms, kept, copied, main = looked(look)
+    values, norm, norms, state, copied, main = inspected(inspect)
     largest = main.abs().max()
     steps = main * (448 / largest)
     expected = (steps.to(torch.float8_e4m3fn).float() * (largest / 448)).bfloat16().float()
-    assert torch.equal(numbers, expected)
-    assert torch.equal(kept, expected)
+    assert torch.equal(values, expected)
+    assert torch.equal(state, expected)
     assert torch.equal(copied, expected)
-    assert not torch.equal(numbers, main.bfloat16().float())
+    assert not torch.equal(values, main.bfloat16().float())
     assert norm == pytest.approx(float(expected.norm()), rel=0.01)
     assert float(norms) == pytest.approx(norm)
 
@@ -170,25 +170,25 @@ WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-def test_writes_and_recorded_reads_are_refused() -> None:
-    def look(module: TinyLM, main: MainParameters) -> dict[str, str]:
-        found = {}
+def test_writes_to_weights_and_reads_with_gradients_are_refused() -> None:
+    def inspect(module: TinyLM, main: MainParameters) -> dict[str, str]:
+        messages = {}
         for name, write in WRITES.items():
             with pytest.raises(UnsupportedError) as error:
                 write(weight_of(module))
-            found[name] = str(error.value)
-        # A copy that cannot be written, and thus no write that is lost.
+            messages[name] = str(error.value)
+        # The copy cannot be written, so no write is lost.
         with pytest.raises(RuntimeError, match="inference tensor"):
             weight_of(module).detach().view(-1).mul_(2)
         with pytest.raises(RuntimeError, match="fp8.parameters"):
             module.load_state_dict(module.state_dict())
-        return found
+        return messages
 
-    with_look = Look(look)
+    inspector = InspectAfterStepTwo(inspect)
     plain = trained(TinyLM(), IN_FP8, 3)
-    losses = trained(TinyLM(), IN_FP8, 3, callbacks=(with_look,))
-    assert with_look.found.keys() == WRITES.keys()
-    assert all("cannot be written during a fit" in one for one in with_look.found.values())
+    losses = trained(TinyLM(), IN_FP8, 3, callbacks=(inspector,))
+    assert inspector.result.keys() == WRITES.keys()
+    assert all("cannot be written during a fit" in message for message in inspector.result.values())
     assert losses[0] == plain[0], "nothing was written"
 
 
@@ -205,11 +205,11 @@ def test_a_penalty_on_the_weights_in_the_loss_is_refused() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
-def test_after_a_fit_weights_are_those_of_the_main_parameters(precision: Any) -> None:
+def test_weights_after_a_fit_are_cast_from_the_main_parameters(precision: Any) -> None:
     module = TinyLM()
-    looking = Look(lambda module, main: StorageWeakRef(_bytes_of(main)))
-    _, main = trained(module, IN_FP8, 3, (looking,), precision=precision)
-    assert looking.found.expired(), "the bytes are freed"
+    inspector = InspectAfterStepTwo(lambda module, main: StorageWeakRef(_bytes_of(main)))
+    _, main = trained(module, IN_FP8, 3, (inspector,), precision=precision)
+    assert inspector.result.expired(), "the bytes are freed"
     weight = weight_of(module)
     assert type(weight) is nn.Parameter
     assert torch.equal(weight, main.main(NAME).detach().to(weight.dtype))
@@ -220,46 +220,48 @@ def _bytes_of(main: MainParameters) -> torch.UntypedStorage:
     return main.eight_bits.buffers[0].parameters.untyped_storage()
 
 
-def test_evaluations_without_a_fit_cast_the_weights_of_the_run(tmp_path: Path) -> None:
+def test_a_checkpoint_evaluates_the_same_without_a_fit_as_after_the_fit(tmp_path: Path) -> None:
     module = TinyLM()
     trainer = trainer_of(IN_FP8, 2)
     trainer.fit(module, loader(16), loader(8, seed=5))
     trainer.save_checkpoint(tmp_path / "saved")
     (expected,) = trainer.validate(module, loader(8, seed=5), verbose=False)
     path = tmp_path / "saved"
-    (found,) = trainer_of(IN_FP8, 2).validate(
+    (actual,) = trainer_of(IN_FP8, 2).validate(
         TinyLM(), loader(8, seed=5), ckpt_path=path, verbose=False, weights_only=False
     )
-    assert found == expected
+    assert actual == expected
 
 
-def test_a_second_fit_goes_on_from_the_main_parameters() -> None:
-    def look(trainer: Trainer) -> Tensor:
+def test_a_second_fit_continues_from_unrounded_main_parameters() -> None:
+    def main_weight(trainer: Trainer) -> Tensor:
         return strategy_of(trainer).run.state.main.main(NAME).detach().clone()
 
-    class Begin(Callback):
+    class RecordStart(Callback):
         def on_train_start(self, trainer: Trainer, module: Any) -> None:
-            begun.append(look(trainer))
+            weights_at_start.append(main_weight(trainer))
 
-    begun: list[Tensor] = []
+    weights_at_start: list[Tensor] = []
     module = TinyLM()
-    trainer = trainer_of(IN_FP8, 2, (Begin(),))
+    trainer = trainer_of(IN_FP8, 2, (RecordStart(),))
     trainer.fit(module, loader(16))
-    trained_to = look(trainer)
+    weight_after_first_fit = main_weight(trainer)
     trainer.fit_loop.epoch_loop.max_steps = 3
     trainer.fit(module, loader(16))
-    assert torch.equal(begun[1], trained_to), "nothing was rounded between the fits"
-    assert not torch.equal(trained_to, trained_to.bfloat16().float())
-    assert not torch.equal(look(trainer), trained_to)
+    assert torch.equal(weights_at_start[1], weight_after_first_fit), (
+        "nothing was rounded between the fits"
+    )
+    assert not torch.equal(weight_after_first_fit, weight_after_first_fit.bfloat16().float())
+    assert not torch.equal(main_weight(trainer), weight_after_first_fit)
 
 
 def test_a_failed_fit_leaves_ordinary_weights() -> None:
-    class Fails(TinyLM):
+    class FailsAtSecondBatch(TinyLM):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 1:
                 raise KeyError("stop here")
 
-    module = Fails()
+    module = FailsAtSecondBatch()
     with pytest.raises(KeyError, match="stop here"):
         trained(module, IN_FP8, 3)
     weight = weight_of(module)
@@ -273,37 +275,37 @@ def test_a_failed_fit_leaves_ordinary_weights() -> None:
 
 
 def resumed(devices: int, folder: Path, fp8: FP8) -> tuple[list[float], list[float]]:
-    """Return the losses of two later steps, without an interruption and with one."""
+    """Return the losses of the last two steps of an uninterrupted and of a resumed run."""
     options: dict[str, Any] = {"precision": "bf16-mixed"}
     layout = {**IN_FP8, "fp8": fp8}
     train = checkpoint_runs.train
     train(layout, devices, 2, save=folder / "2", **options)
-    whole = train(layout, devices, 4, save=folder / "4", **options)
+    uninterrupted = train(layout, devices, 4, save=folder / "4", **options)
     paths = {"resume": folder / "2", "save": folder / "2 to 4"}
-    return whole.losses[2:], train(layout, devices, 4, **paths, **options).losses
+    return uninterrupted.losses[2:], train(layout, devices, 4, **paths, **options).losses
 
 
 def check_same_saved(folder: Path) -> dict[str, Tensor]:
     """Check that both checkpoints have the same bits; return their tensors."""
-    whole = OpenCheckpoint.open(folder / "4")
-    tensors = whole.read_full(list(whole.tensors))
+    uninterrupted = OpenCheckpoint.open(folder / "4")
+    tensors = uninterrupted.read_full(list(uninterrupted.tensors))
     interrupted = OpenCheckpoint.open(folder / "2 to 4")
-    assert interrupted.tensors.keys() == whole.tensors.keys()
+    assert interrupted.tensors.keys() == uninterrupted.tensors.keys()
     for name, value in interrupted.read_full(list(interrupted.tensors)).items():
         assert torch.equal(value, tensors[name]), name
     return tensors
 
 
-def test_checkpoints_hold_main_parameters_and_every_recipe_loads_them(tmp_path: Path) -> None:
+def test_checkpoints_hold_main_parameters_and_load_with_and_without_fp8(tmp_path: Path) -> None:
     options: dict[str, Any] = {"precision": "bf16-mixed"}
     train = checkpoint_runs.train
-    ours = train(IN_FP8, 1, 3, save=tmp_path / "fp8", **options).losses
+    fp8_losses = train(IN_FP8, 1, 3, save=tmp_path / "fp8", **options).losses
     train(PLAIN, 1, 2, save=tmp_path / "plain", **options)
-    back = train(IN_FP8, 1, 3, resume=tmp_path / "plain", **options).losses
-    assert back == pytest.approx(ours[2:], rel=0.01)
-    forth = train(PLAIN, 1, 4, resume=tmp_path / "fp8", **options).losses
-    assert len(forth) == 1
-    assert forth[0] < ours[0]
+    losses_from_plain = train(IN_FP8, 1, 3, resume=tmp_path / "plain", **options).losses
+    assert losses_from_plain == pytest.approx(fp8_losses[2:], rel=0.01)
+    losses_from_fp8 = train(PLAIN, 1, 4, resume=tmp_path / "fp8", **options).losses
+    assert len(losses_from_fp8) == 1
+    assert losses_from_fp8[0] < fp8_losses[0]
     saved = OpenCheckpoint.open(tmp_path / "fp8")
     name = "state_dict.model.layers.0.mlp.down.weight"
     weight = saved.read_full([name])[name]
@@ -311,28 +313,28 @@ def test_checkpoints_hold_main_parameters_and_every_recipe_loads_them(tmp_path: 
     assert not torch.equal(weight, weight.bfloat16().float()), "full precision"
 
 
-def test_histories_go_on_with_weights_in_any_type(tmp_path: Path) -> None:
-    """A run that casts its weights finds their magnitudes in the history, and vice versa."""
+def test_histories_of_scales_continue_when_the_type_of_weights_changes(tmp_path: Path) -> None:
+    """Runs that cast weights resume from the histories of runs that store them, and vice versa."""
     options: dict[str, Any] = {"precision": "64-true"}
     train = checkpoint_runs.train
     stored = {**IN_FP8, "fp8": DELAYED}
     cast = {**IN_FP8, "fp8": replace(DELAYED, parameters=None)}
-    for first, then in ((stored, cast), (cast, stored)):
-        name = "stored" if first is stored else "cast"
-        whole = train(first, 1, 5, save=tmp_path / f"{name} 5", **options).losses
-        train(first, 1, 2, save=tmp_path / name, **options)
+    for saved_layout, resumed_layout in ((stored, cast), (cast, stored)):
+        name = "stored" if saved_layout is stored else "cast"
+        expected = train(saved_layout, 1, 5, save=tmp_path / f"{name} 5", **options).losses
+        train(saved_layout, 1, 2, save=tmp_path / name, **options)
         paths = {"resume": tmp_path / name, "save": tmp_path / f"{name}, other"}
-        other = train(then, 1, 5, **paths, **options).losses
-        # Scales of 1 in the place of those of the history would lose most digits of the weights.
-        assert other == pytest.approx(whole[2:], rel=2e-3)
+        actual = train(resumed_layout, 1, 5, **paths, **options).losses
+        # Scales of 1 instead of scales from the history would lose most digits of the weights.
+        assert actual == pytest.approx(expected[2:], rel=2e-3)
         histories = [histories_in(path) for path in (tmp_path / name, tmp_path / f"{name}, other")]
         assert histories[0].keys() == histories[1].keys() != set()
         for layer, before in histories[0].items():
             after = histories[1][layer]
             assert torch.equal(after[3:], before[:2]), "the steps before the checkpoint"
             assert bool((after[:5] > 0).all())
-    other = train(IN_FP8, 1, 5, resume=tmp_path / "stored", **options).losses
-    assert len(other) == 3
+    actual = train(IN_FP8, 1, 5, resume=tmp_path / "stored", **options).losses
+    assert len(actual) == 3
 
 
 def histories_in(path: Path) -> dict[str, Tensor]:
@@ -345,22 +347,22 @@ def histories_in(path: Path) -> dict[str, Tensor]:
 # ---- evaluation
 
 
-def test_validations_see_the_weights_in_8_bits() -> None:
+def test_validation_losses_with_stored_weights_match_those_with_cast_weights() -> None:
     stored = fit(None, layout=IN_FP8, precision="bf16-mixed")
     cast = fit(None, layout={**IN_FP8, "fp8": FP8(emulate=True)}, precision="bf16-mixed")
     assert stored.losses[0] == cast.losses[0], "the first weights are the same in both types"
     assert len(stored.evaluated) == len(cast.evaluated) > 1
     assert stored.evaluated == pytest.approx(cast.evaluated, rel=0.01)
-    # Without rounding to 16 bits both ways give the same bytes.
-    wide = fit(None, layout=IN_FP8)
-    other = fit(None, layout={**IN_FP8, "fp8": FP8(emulate=True)})
-    assert wide.evaluated == other.evaluated
-    assert wide.losses == other.losses
+    # Without rounding to 16 bits, stored and cast weights have the same bytes.
+    stored_wide = fit(None, layout=IN_FP8)
+    cast_wide = fit(None, layout={**IN_FP8, "fp8": FP8(emulate=True)})
+    assert stored_wide.evaluated == cast_wide.evaluated
+    assert stored_wide.losses == cast_wide.losses
 
 
-def test_models_of_hugging_face_are_generated_with_and_saved(tmp_path: Path) -> None:
-    class Use(Callback):
-        """Generate and try to save inside of the fit."""
+def test_hugging_face_models_generate_during_a_fit_and_are_saved_after_it(tmp_path: Path) -> None:
+    class GenerateAndSave(Callback):
+        """Generate and try to save during the fit."""
 
         def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
             if trainer.global_step != 2:
@@ -376,7 +378,7 @@ def test_models_of_hugging_face_are_generated_with_and_saved(tmp_path: Path) -> 
     logits: list[Tensor] = []
     save_tiny_llama(tmp_path / "before")
     module = HuggingFaceCausalLM(str(tmp_path / "before"), learning_rate=1e-2, schedule="constant")
-    trainer = trainer_of(IN_FP8, 3, (Use(),))
+    trainer = trainer_of(IN_FP8, 3, (GenerateAndSave(),))
     samples = [{"tokens": row[:-1], "labels": row[1:]} for row in rows]
     trainer.fit(module, DataLoader(samples, batch_size=4))
     assert texts[0].shape == (1, 12)
@@ -394,7 +396,7 @@ def test_models_of_hugging_face_are_generated_with_and_saved(tmp_path: Path) -> 
 
 
 class ByHand(TinyLM):
-    """Module that runs its backward passes and steps itself."""
+    """Module with manual optimization."""
 
     def __init__(self) -> None:
         super().__init__(schedule=None)
@@ -417,91 +419,104 @@ class ByLineSearch(TinyLM):
 
 
 @pytest.mark.parametrize("kind", [ByHand, ByLineSearch])
-def test_other_steps_equal_those_with_casts(kind: type[TinyLM]) -> None:
-    """Without rounding to 16 bits casts give the same bytes, up to sums in another order."""
+def test_manual_and_line_search_steps_with_stored_weights_match_those_with_casts(
+    kind: type[TinyLM],
+) -> None:
+    """Without rounding to 16 bits, casts give the same results up to the order of sums."""
     losses = [
-        trained(kind(), {**PLAIN, "fp8": FP8(emulate=True, parameters=one)}, 3, precision="64-true")
-        for one in ("fp8", None)
+        trained(
+            kind(),
+            {**PLAIN, "fp8": FP8(emulate=True, parameters=parameters)},
+            3,
+            precision="64-true",
+        )
+        for parameters in ("fp8", None)
     ]
     assert losses[0][0] == pytest.approx(losses[1][0], abs=1e-10, rel=0)
     assert len(set(losses[0][0])) == 3
 
 
-def test_weights_that_are_not_finite_are_found_without_reading_them() -> None:
-    class Breaks(TinyLM):
+def test_weights_that_are_not_finite_are_reported_without_reading_them() -> None:
+    class InfiniteRate(TinyLM):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=float("inf"))
 
-    with noting_reads() as read:
+    with record_reads() as reads:
         with pytest.raises(NonFiniteError, match=r"the weight net.layers.0.attention.*\(nan\)"):
-            trained(Breaks(schedule=None), IN_FP8, 3, log_every_n_steps=1)
-        # A fit that fails gives the weights memory of their own, at its end alone.
-        assert sorted(read) == sorted(set(read))
+            trained(InfiniteRate(schedule=None), IN_FP8, 3, log_every_n_steps=1)
+        # A failed fit computes the values of each weight once, at its end.
+        assert sorted(reads) == sorted(set(reads))
 
 
-def test_saving_inside_of_a_fit_reads_no_weight_in_8_bits(tmp_path: Path) -> None:
-    class CollectiveSave(Callback):
+def test_saving_during_a_fit_reads_no_weight_in_8_bits(tmp_path: Path) -> None:
+    class SaveEveryStep(Callback):
         def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
             trainer.save_checkpoint(tmp_path / f"{trainer.global_step}")
 
-    with noting_reads() as read:
-        _, main = trained(TinyLM(), IN_FP8, 2, (CollectiveSave(),))
-    assert not read
+    with record_reads() as reads:
+        _, main = trained(TinyLM(), IN_FP8, 2, (SaveEveryStep(),))
+    assert not reads
     saved = OpenCheckpoint.open(tmp_path / "2").read_full([f"state_dict.{NAME}"])
     assert torch.equal(saved[f"state_dict.{NAME}"], main.main(NAME).detach())
 
 
 @contextmanager
-def noting_reads() -> Iterator[list[str]]:
-    """Note the names of weights in 8 bits whose numbers are computed in the type of the run."""
-    read: list[str] = []
-    numbers = EightBitBuffer._numbers
+def record_reads() -> Iterator[list[str]]:
+    """Record the names of weights in 8 bits whose values are computed in the type of the run."""
+    reads: list[str] = []
+    compute_values = EightBitBuffer._numbers
 
-    def noting(self: EightBitBuffer, name: str) -> Tensor:
-        read.append(name)
-        return numbers(self, name)
+    def record(self: EightBitBuffer, name: str) -> Tensor:
+        reads.append(name)
+        return compute_values(self, name)
 
-    with patch.object(EightBitBuffer, "_numbers", noting):
-        yield read
-
-
-# ---- layers that stay out
+    with patch.object(EightBitBuffer, "_numbers", record):
+        yield reads
 
 
-def test_weights_that_nothing_trains_stay_as_they_are() -> None:
-    class Frozen(TinyLM):
+# ---- weights that are not stored in 8 bits
+
+
+def test_frozen_weights_are_not_stored_in_8_bits() -> None:
+    class PartlyFrozen(TinyLM):
         def configure_model(self) -> None:
             super().configure_model()
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_("layers.0.attention" not in name and name != NAME)
 
-    def look(module: TinyLM, main: MainParameters) -> set[str]:
+    def inspect(module: TinyLM, main: MainParameters) -> set[str]:
         return {
-            name for name, one in module.named_parameters() if isinstance(one, EightBitParameter)
+            name
+            for name, parameter in module.named_parameters()
+            if isinstance(parameter, EightBitParameter)
         }
 
-    module = Frozen()
-    looking = Look(look)
-    frozen = {name: one for name, one in trained_names(module).items() if not one}
-    losses, _ = trained(module, IN_FP8, 3, callbacks=(looking,))
+    module = PartlyFrozen()
+    inspector = InspectAfterStepTwo(inspect)
+    frozen = {
+        name: is_trained
+        for name, is_trained in requires_gradients(module).items()
+        if not is_trained
+    }
+    losses, _ = trained(module, IN_FP8, 3, callbacks=(inspector,))
     assert frozen
-    assert not looking.found & frozen.keys()
-    assert "net.layers.0.mlp.up.weight" in looking.found
+    assert not inspector.result & frozen.keys()
+    assert "net.layers.0.mlp.up.weight" in inspector.result
     assert len(set(losses)) == 3
 
 
-def trained_names(module: TinyLM) -> dict[str, bool]:
-    """Return whether each parameter is trained, of a model that one process builds."""
-    twin = copy.deepcopy(module)
-    trained(twin, PLAIN, 1)
-    return {name: one.requires_grad for name, one in twin.named_parameters()}
+def requires_gradients(module: TinyLM) -> dict[str, bool]:
+    """Return whether each parameter requires gradients after the model is built."""
+    duplicate = copy.deepcopy(module)
+    trained(duplicate, PLAIN, 1)
+    return {name: parameter.requires_grad for name, parameter in duplicate.named_parameters()}
 
 
-# ---- memory and the table
+# ---- memory report and run table
 
 
 @pytest.mark.parametrize("microbatch_size", [1, 4])
-def test_the_memory_report_counts_bytes(microbatch_size: int) -> None:
+def test_the_memory_report_counts_one_byte_per_weight_in_8_bits(microbatch_size: int) -> None:
     reports = []
     for parameters in ("fp8", None):
         report = MemoryReport(after_steps=1)
@@ -519,7 +534,7 @@ def test_the_memory_report_counts_bytes(microbatch_size: int) -> None:
     assert cast.estimate.casts == (2 * ELEMENTS + 2 * 4 * 8 if shares else 0)
 
 
-def test_the_table_says_where_weights_are() -> None:
+def test_the_run_table_shows_weights_in_8_bits() -> None:
     strategy = MegatronStrategy(**IN_FP8)
     (choice,) = _cast_choices(TinyLM(), strategy.options)
     assert (choice.subject, choice.value) == (
@@ -537,7 +552,7 @@ def test_the_table_says_where_weights_are() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
-def test_other_recipes_are_refused(recipe: Any) -> None:
+def test_weights_in_8_bits_are_refused_with_other_recipes(recipe: Any) -> None:
     message = rf"needs recipe='tensorwise' or 'delayed': it is '{recipe}'"
     with pytest.raises(ParallelPlanError, match=message):
         FP8(recipe, parameters="fp8")
@@ -550,13 +565,15 @@ def test_other_recipes_are_refused(recipe: Any) -> None:
         ({"backend": "te"}, "backend 'te', which reads weights"),
     ],
 )
-def test_other_options_are_refused(options: dict[str, Any], message: str) -> None:
+def test_weights_in_8_bits_are_refused_with_zero_0_and_transformer_engine(
+    options: dict[str, Any], message: str
+) -> None:
     settings = FP8(parameters="fp8")
     with pytest.raises(ParallelPlanError, match=rf"fp8.parameters \('fp8'\).* {message}"):
         MegatronStrategy(fp8=settings, **options)
 
 
-def test_unknown_values_are_refused() -> None:
+def test_unknown_types_of_weights_are_refused() -> None:
     with pytest.raises(ParallelPlanError, match="fp8.parameters"):
         FP8(parameters="int8")  # type: ignore[arg-type]
 
@@ -579,7 +596,7 @@ class _Doubled(nn.Module):
         return 2 * weight
 
 
-def test_weights_that_something_else_reads_are_refused() -> None:
+def test_parametrized_and_shared_weights_are_refused() -> None:
     class Parametrized(TinyLM):
         def configure_model(self) -> None:
             super().configure_model()

@@ -1,4 +1,4 @@
-"""Fits by CUDA graphs whose weights are kept in 8 bits equal eager fits bit for bit."""
+"""Fits by CUDA graphs whose weights are stored in 8 bits equal eager fits bit for bit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODES = (SEGMENTS, FULL)
 
 
 class Stored(Callback):
-    """Note the addresses and the values of the weights in 8 bits after each step."""
+    """Record the addresses and the bytes of the weights in 8 bits after each step."""
 
     def __init__(self) -> None:
         self.addresses: list[dict[str, tuple[int, int]]] = []
@@ -46,15 +46,15 @@ class Stored(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         main = main_of(trainer)
         main.wait()
-        found = {}
+        addresses = {}
         copies = []
         for names in main.eight_bits.among(main.trained):
             stored = main.eight_bits.stored(names)
             assert stored is not None, names
             for name, part in zip(names, stored.parts, strict=True):
-                found[name] = part.data_ptr(), stored.scale.data_ptr()
+                addresses[name] = part.data_ptr(), stored.scale.data_ptr()
             copies += [*(part.clone() for part in stored.parts), stored.scale.clone()]
-        self.addresses.append(found)
+        self.addresses.append(addresses)
         self.bytes.append(copies)
 
 
@@ -66,25 +66,31 @@ def run(
     graphs: CudaGraphs | None, size: int, layout: dict[str, Any], **options: Any
 ) -> tuple[Fit, Stored]:
     """Train six steps with weights in 8 bits."""
-    noted = Stored()
+    recorder = Stored()
     options = {"precision": "bf16-mixed", "max_steps": 6, **options}
-    return fit(graphs, size, layout, callbacks=(noted,), **options), noted
+    return fit(graphs, size, layout, callbacks=(recorder,), **options), recorder
 
 
-def check_same(by_graphs: tuple[Fit, Stored], eager: tuple[Fit, Stored], what: str = "") -> None:
-    """Assert that some steps were replayed, with the bits of eager ones and at fixed addresses."""
-    found, noted = by_graphs
-    expected, others = eager
-    assert found.num_graphs[-1] > 0, what
-    assert found.differences_from(expected) == [], what
-    assert len(set(expected.losses)) == len(expected.losses)
-    assert len(noted.bytes) == len(others.bytes) == len(expected.losses)
-    for own, other in zip(noted.bytes, others.bytes, strict=True):
-        assert all(torch.equal(*both) for both in zip(own, other, strict=True)), what
-    assert noted.addresses[0]
-    assert noted.addresses == noted.addresses[:1] * len(noted.addresses), what
-    pairs = list(zip(noted.bytes[0], noted.bytes[-1], strict=True))
-    assert not any(torch.equal(*both) for both in pairs), "each step writes new values"
+def check_same(actual: tuple[Fit, Stored], expected: tuple[Fit, Stored], case: str = "") -> None:
+    """Assert that a fit captured graphs, equals an eager fit, and keeps the addresses of weights."""
+    actual_fit, actual_record = actual
+    expected_fit, expected_record = expected
+    assert actual_fit.num_graphs[-1] > 0, case
+    assert actual_fit.differences_from(expected_fit) == [], case
+    assert len(set(expected_fit.losses)) == len(expected_fit.losses)
+    assert len(actual_record.bytes) == len(expected_record.bytes) == len(expected_fit.losses)
+    for actual_tensors, expected_tensors in zip(
+        actual_record.bytes, expected_record.bytes, strict=True
+    ):
+        assert all(
+            torch.equal(*pair) for pair in zip(actual_tensors, expected_tensors, strict=True)
+        ), case
+    assert actual_record.addresses[0]
+    assert actual_record.addresses == actual_record.addresses[:1] * len(actual_record.addresses), (
+        case
+    )
+    pairs = list(zip(actual_record.bytes[0], actual_record.bytes[-1], strict=True))
+    assert not any(torch.equal(*pair) for pair in pairs), "each step writes new values"
 
 
 CASES: dict[str, tuple[FP8, dict[str, Any], dict[str, Any]]] = {
@@ -101,7 +107,7 @@ CASES: dict[str, tuple[FP8, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", chosen(list(CASES), "recomputed", "delayed, accumulated"))
-def test_graphs_have_the_bits_of_eager_steps(name: str) -> None:
+def test_fits_by_graphs_equal_eager_fits_with_weights_in_8_bits(name: str) -> None:
     settings, layout, options = CASES[name]
     layout = {**layout, "fp8": settings}
     eager = run(None, 1, layout, **options)
@@ -110,24 +116,30 @@ def test_graphs_have_the_bits_of_eager_steps(name: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", chosen(["tensorwise", "delayed"], "tensorwise"))
-def test_captured_updates_are_followed_by_new_bytes(recipe: Any) -> None:
+def test_captured_updates_equal_eager_updates_and_keep_the_addresses_of_weights(
+    recipe: Any,
+) -> None:
     settings = STORED if recipe == "tensorwise" else DELAYED
     layout = {"fp8": settings}
     options: dict[str, Any] = {"layout": layout, "precision": "bf16-mixed", "max_steps": 7}
-    eager = run_updates(None, module=UpdatedLM(), **options)
+    expected = run_updates(None, module=UpdatedLM(), **options)
     for graphs in MODES:
-        noted = Stored()
+        recorder = Stored()
         # `fused` kernels exist for the CPU in these tests alone.
-        settings_of_update = replace(graphs, optimizer=True)
-        found = run_updates(settings_of_update, module=UpdatedLM(), callbacks=(noted,), **options)
-        assert found[0].num_graphs[-1] > 0
-        assert differences(found, eager) == [], graphs.mode
-        assert found[1].num_calls[-1] < eager[1].num_calls[-1], "updates are replayed"
-        assert noted.addresses == noted.addresses[:1] * 7
+        graphs_with_update = replace(graphs, optimizer=True)
+        actual = run_updates(
+            graphs_with_update, module=UpdatedLM(), callbacks=(recorder,), **options
+        )
+        assert actual[0].num_graphs[-1] > 0
+        assert differences(actual, expected) == [], graphs.mode
+        assert actual[1].num_calls[-1] < expected[1].num_calls[-1], "updates are replayed"
+        assert recorder.addresses == recorder.addresses[:1] * 7
 
 
 @pytest.mark.parametrize("fp8", [STORED, None], ids=["in 8 bits", "in the type of the run"])
-def test_fused_weights_of_several_parameters_are_captured(fp8: FP8 | None, tmp_path: Path) -> None:
+def test_captured_steps_of_fused_hugging_face_weights_equal_eager_steps(
+    fp8: FP8 | None, tmp_path: Path
+) -> None:
     """Queries, keys and values of a Hugging Face model are parameters of one product."""
     save_tiny_llama(tmp_path / "model")
     samples = [{"tokens": row[:-1], "labels": row[1:]} for row in rows]
@@ -136,12 +148,12 @@ def test_fused_weights_of_several_parameters_are_captured(fp8: FP8 | None, tmp_p
         # The host reads token counts that are on the CPU.
         options: dict[str, Any] = {"schedule": "constant", "token_weighted": False}
         module = HuggingFaceCausalLM(str(tmp_path / "model"), learning_rate=1e-2, **options)
-        noted = Losses()
+        recorder = Losses()
         layout = {"fp8": fp8, "microbatch_size": 1, "cuda_graphs": graphs}
-        trainer = trainer_of(layout, 5, (noted,), max_epochs=-1)
-        # The capture would raise if it failed.
+        trainer = trainer_of(layout, 5, (recorder,), max_epochs=-1)
+        # A failed capture would raise.
         trainer.fit(module, DataLoader(samples, batch_size=4))
-        losses.append(noted.found)
+        losses.append(recorder.losses)
     assert len(set(losses[0])) == 5
     assert losses[1:] == [losses[0]] * 2
 
@@ -165,27 +177,29 @@ class Thaws(TinyLM):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-class Counts(Callback):
-    """Note how many parameters are in 8 bits after each step."""
+class CountEightBits(Callback):
+    """Record the number of parameters in 8 bits after each step."""
 
     def __init__(self) -> None:
-        self.found: list[int] = []
+        self.numbers: list[int] = []
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
-        self.found.append(sum(isinstance(one, EightBitParameter) for one in module.parameters()))
+        self.numbers.append(
+            sum(isinstance(parameter, EightBitParameter) for parameter in module.parameters())
+        )
 
 
-def test_weights_that_are_trained_later_are_captured_again() -> None:
+def test_fits_by_graphs_equal_eager_fits_when_frozen_weights_are_thawed() -> None:
     options = {"num_samples": 16, "max_steps": 10, "precision": "bf16-mixed"}
     fits = []
     for graphs in (None, *MODES):
-        counts = Counts()
+        counts = CountEightBits()
         layout = {"fp8": STORED}
         fits.append(fit(graphs, 1, layout, module=Thaws(), callbacks=(counts,), **options))
-        assert counts.found[0] < counts.found[-1]
-    for found in fits[1:]:
-        assert found.num_graphs[-1] > 0
-        assert found.differences_from(fits[0]) == []
+        assert counts.numbers[0] < counts.numbers[-1]
+    for actual in fits[1:]:
+        assert actual.num_graphs[-1] > 0
+        assert actual.differences_from(fits[0]) == []
 
 
 def history_of(module: TinyLM) -> Tensor:
@@ -195,34 +209,34 @@ def history_of(module: TinyLM) -> Tensor:
 
 
 class Magnitudes(Callback):
-    """Note the magnitudes of the weights with which each step runs, by name."""
+    """Record the magnitudes of the weights at the start of each step, by name."""
 
     def __init__(self) -> None:
-        self.found: list[dict[str, float]] = []
+        self.magnitudes: list[dict[str, float]] = []
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         main = main_of(trainer)
         weights = {name: main.main(name).detach().abs().max() for name in main.slices}
-        self.found.append({name: float(one) for name, one in weights.items()})
+        self.magnitudes.append({name: float(magnitude) for name, magnitude in weights.items()})
 
 
-def test_histories_have_the_magnitudes_of_weights_that_no_cast_reads() -> None:
+def test_histories_of_scales_record_the_magnitudes_of_stored_weights() -> None:
     histories = []
     for graphs in (None, *MODES):
         module = TinyLM()
-        noted = Magnitudes()
+        recorder = Magnitudes()
         layout = {"fp8": DELAYED}
-        fit(graphs, 1, layout, module=module, callbacks=(noted,), max_steps=6)
+        fit(graphs, 1, layout, module=module, callbacks=(recorder,), max_steps=6)
         history = history_of(module)
         assert float(history.min()) > 0
         (model,) = layered_modules(module)
         assert model.delayed_scales is not None
         for name, steps in zip(model.delayed_scales.names, history[:, :, 1], strict=True):
-            # The last step first.
-            expected = [one[f"net.{name}.weight"] for one in reversed(noted.found[-3:])]
+            # Histories begin with the last step.
+            expected = [step[f"net.{name}.weight"] for step in reversed(recorder.magnitudes[-3:])]
             assert steps.tolist() == torch.tensor(expected).tolist(), name
         histories.append(history)
-    assert all(torch.equal(one, histories[0]) for one in histories)
+    assert all(torch.equal(history, histories[0]) for history in histories)
 
 
 #: Layouts of two processes, and the recipe.
@@ -243,22 +257,22 @@ LAYOUTS: dict[str, tuple[dict[str, Any], FP8]] = chosen(
 
 
 @contextmanager
-def noting_gathers() -> Iterator[list[bool]]:
-    """Note of each replay whether it gathers updated parameters."""
-    found: list[bool] = []
+def record_gathers() -> Iterator[list[bool]]:
+    """Record of each replay whether it gathers updated parameters."""
+    gathers: list[bool] = []
     replay = StepGraph.replay
 
-    def noting(self: StepGraph[Any], *args: Any) -> Any:
-        found.append(self.effects.gathers)
+    def record(self: StepGraph[Any], *args: Any) -> Any:
+        gathers.append(self.effects.gathers)
         return replay(self, *args)
 
-    with patch.object(StepGraph, "replay", noting):
-        yield found
+    with patch.object(StepGraph, "replay", record):
+        yield gathers
 
 
 def run_layouts(rank: int, size: int) -> list[str]:
-    """Train every layout eagerly and by graphs; return those with the same bits."""
-    same = []
+    """Compare fits by graphs with eager fits in every layout; return the names of the fits."""
+    names = []
     options: dict[str, Any] = {
         "model": {"hidden_size": 64, "num_heads": 4},
         "num_samples": 64,
@@ -266,24 +280,24 @@ def run_layouts(rank: int, size: int) -> list[str]:
     }
     for name, (layout, settings) in LAYOUTS.items():
         layout = {**layout, "fp8": settings, "microbatch_size": 1}
-        eager = run(None, size, layout, **options)
+        expected = run(None, size, layout, **options)
         for graphs in MODES:
-            check_same(run(graphs, size, layout, **options), eager, f"{name}, {graphs.mode}")
-            same.append(f"{name}, {graphs.mode}")
-    # Without a callback that reads weights the graphs of whole steps gather them.
+            check_same(run(graphs, size, layout, **options), expected, f"{name}, {graphs.mode}")
+            names.append(f"{name}, {graphs.mode}")
+    # Without a callback that reads weights, the graphs of full steps gather them.
     layout = {"fp8": DELAYED, "microbatch_size": 1, "overlap_parameters": True, "bucket_size": 1000}
     options |= {"precision": "bf16-mixed", "max_steps": 8}
-    eager_fit = fit(None, size, layout, **options)
-    with noting_gathers() as gathered:
-        found = fit(FULL, size, layout, **options)
-    assert found.num_graphs[-1] > 0
-    assert found.differences_from(eager_fit) == []
+    expected_fit = fit(None, size, layout, **options)
+    with record_gathers() as gathered:
+        actual = fit(FULL, size, layout, **options)
+    assert actual.num_graphs[-1] > 0
+    assert actual.differences_from(expected_fit) == []
     assert any(gathered), "graphs have gathered"
     assert not all(gathered), "after a validation nothing is left to gather"
-    return same
+    return names
 
 
 @pytest.mark.slow
-def test_layouts_by_graphs_have_the_bits_of_eager_steps() -> None:
-    for same in run_world(run_layouts, 2):
-        assert len(same) == len(MODES) * len(LAYOUTS)
+def test_fits_by_graphs_equal_eager_fits_in_every_layout() -> None:
+    for names in run_world(run_layouts, 2):
+        assert len(names) == len(MODES) * len(LAYOUTS)

@@ -1,4 +1,4 @@
-"""A finished fit keeps nothing: its trainer, strategy and parameters are freed."""
+"""The trainer, the strategy and the parameters of a finished fit are freed."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from tests.strategy.tiny import TinyLM, loader
 
 
 @pytest.mark.parametrize("graphs", [None, SEGMENTS, FULL], ids=["eager", "segments", "full"])
-def test_a_finished_fit_is_freed(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # As in the first fit of a program, in which the strategy starts the ranks.
+def test_the_trainer_strategy_and_parameters_of_a_finished_fit_are_freed(
+    graphs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without this variable the strategy starts the ranks, as in the first fit of a program.
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    kept = fitted(graphs)
+    references = fit_with_references(graphs)
     # Cycles through autograd's nodes need more than one collection.
     for _ in range(3):
         gc.collect()
-    assert [name for name, reference in kept.items() if reference() is not None] == []
+    assert [name for name, reference in references.items() if reference() is not None] == []
 
 
-def fitted(graphs: Any) -> dict[str, weakref.ref[Any]]:
-    """Train, and return weak references to what the fit used."""
+def fit_with_references(graphs: Any) -> dict[str, weakref.ref[Any]]:
+    """Train, and return weak references to the trainer, strategy, module and parameters."""
     strategy = MegatronStrategy(cuda_graphs=graphs)
     strategy._make_backend = lambda mesh: TapeBackend(mesh.launcher)
     trainer = Trainer(
@@ -42,11 +44,11 @@ def fitted(graphs: Any) -> dict[str, weakref.ref[Any]]:
     )
     module = TinyLM()
     trainer.fit(module, loader(4))
-    found = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
-    assert found
+    parameters = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
+    assert parameters
     return {
         "trainer": weakref.ref(trainer),
         "strategy": weakref.ref(strategy),
         "module": weakref.ref(module),
-        **found,
+        **parameters,
     }

@@ -1,4 +1,6 @@
-"""Stages that train nothing, and both copies of a tied embedding, against one process."""
+"""Fits on two pipeline stages match one process, also if a stage trains nothing, embeddings are
+tied, or parameter groups differ between stages.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Tuned(L.LightningModule):
-    """Train a model on predictions of its tokens, by the optimizers of its subclasses."""
+    """Train a model to predict its tokens; subclasses choose the optimizer."""
 
     def __init__(self, model: str) -> None:
         super().__init__()
@@ -58,17 +60,19 @@ class Tuned(L.LightningModule):
 
     def embeddings(self) -> list[nn.Parameter]:
         return [
-            one for name, one in self.named_parameters() if any(part in name for part in EMBEDDINGS)
+            parameter
+            for name, parameter in self.named_parameters()
+            if any(part in name for part in EMBEDDINGS)
         ]
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=1e-2)
+        return torch.optim.AdamW(
+            [parameter for parameter in self.parameters() if parameter.requires_grad], lr=1e-2
+        )
 
 
 class HeadOnly(Tuned):
-    """Train a part of a model alone, as scripts do: by a list of the parameters that require
-    gradients.
-    """
+    """Train a part of a model; the optimizer has only the parameters that require gradients."""
 
     trains = "lm_head"
 
@@ -87,17 +91,21 @@ class Nothing(HeadOnly):
 
 
 class ByNames(Tuned):
-    """Give embeddings a group, with a rate and a schedule of its own."""
+    """Give embeddings a group with a separate learning rate and schedule."""
 
     def configure_optimizers(self) -> Any:
-        own = self.embeddings()
-        known = set(map(id, own))
+        embeddings = self.embeddings()
+        embedding_ids = set(map(id, embeddings))
         groups = [
             {
-                "params": [one for one in self.parameters() if id(one) not in known],
+                "params": [
+                    parameter
+                    for parameter in self.parameters()
+                    if id(parameter) not in embedding_ids
+                ],
                 "weight_decay": 0.3,
             },
-            {"params": own, "weight_decay": 0.0, "lr": 2e-3},
+            {"params": embeddings, "weight_decay": 0.0, "lr": 2e-3},
         ]
         optimizer = torch.optim.AdamW(groups, lr=1e-2)
         rates = [lambda step: 1.0, lambda step: 0.5**step]
@@ -106,7 +114,7 @@ class ByNames(Tuned):
 
 
 class ByLayers(Tuned):
-    """Give every parameter a group, with a rate that grows with its layer."""
+    """Give every parameter a group, with a learning rate that grows with its layer."""
 
     def configure_optimizers(self) -> Any:
         groups = []
@@ -126,8 +134,11 @@ class Without(Tuned):
     """Leave embeddings out of the optimizer."""
 
     def configure_optimizers(self) -> Any:
-        own = set(map(id, self.embeddings()))
-        return torch.optim.SGD([one for one in self.parameters() if id(one) not in own], lr=0.3)
+        embedding_ids = set(map(id, self.embeddings()))
+        return torch.optim.SGD(
+            [parameter for parameter in self.parameters() if id(parameter) not in embedding_ids],
+            lr=0.3,
+        )
 
 
 class Thaws(Tuned):
@@ -147,7 +158,7 @@ class Thaws(Tuned):
 
 
 class Freezes(Thaws):
-    """Train embeddings in the first epoch alone."""
+    """Train embeddings only in the first epoch."""
 
     def configure_model(self) -> None:
         Tuned.configure_model(self)
@@ -174,7 +185,7 @@ class Adds(Thaws):
 
 class Finetuning(BaseFinetuning):
     def freeze_before_training(self, pl_module: Any) -> None:
-        """Do nothing: the module froze what is frozen."""
+        """Do nothing: the module has frozen the embeddings."""
 
     def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
         if epoch == 1:
@@ -183,7 +194,7 @@ class Finetuning(BaseFinetuning):
 
 
 class Vectors(Tuned):
-    """Give vectors in place of tokens, which every stage has."""
+    """Give the model vectors in place of tokens; every stage can compute them."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         vectors = torch.nn.functional.one_hot(batch % 48, 48).double()
@@ -194,7 +205,7 @@ class Vectors(Tuned):
 
 
 class LooksUp(Tuned):
-    """Give vectors that the first stage alone can look up."""
+    """Give the model vectors that only the first stage can look up."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         vectors = self.model.get_input_embeddings()(batch)
@@ -202,7 +213,7 @@ class LooksUp(Tuned):
 
 
 class Saves(ByLayers):
-    """Have groups whose number depends on the stage, and checkpoints."""
+    """Have a number of groups that depends on the stage, and save checkpoints."""
 
 
 CASES = [
@@ -252,61 +263,70 @@ def trainer_of(
 
 
 def fit(strategy: Callable[[], Any], kind: type[Tuned], model: str, folder: str) -> list[float]:
-    """Return the losses of two epochs; what a callback has added to the optimizer goes on in a
-    third one.
+    """Return the losses of two epochs; if a callback adds parameters to the optimizer, also those of
+    a third epoch that resumes from a checkpoint.
     """
     data, module = DataLoader(TOKENS, batch_size=4), kind(model)
     trainer = trainer_of(strategy(), kind, 2, folder)
     trainer.fit(module, data)
     if kind is not Adds:
         return module.losses
-    path, again = f"{folder}/two.ckpt", kind(model)
+    path, resumed = f"{folder}/two.ckpt", kind(model)
     trainer.save_checkpoint(path)
-    trainer_of(strategy(), kind, 3, folder).fit(again, data, ckpt_path=path)
-    return module.losses + again.losses
+    trainer_of(strategy(), kind, 3, folder).fit(resumed, data, ckpt_path=path)
+    return module.losses + resumed.losses
 
 
-def staged() -> MegatronStrategy:
+def two_stages() -> MegatronStrategy:
     return MegatronStrategy(pp=2, microbatch_size=4)
 
 
 def train(rank: int, size: int, folder: str) -> tuple[list[list[float]], list[str]]:
-    losses = [fit(staged, kind, model, folder) for kind, model in CASES]
+    losses = [fit(two_stages, kind, model, folder) for kind, model in CASES]
     with pytest.raises(
         ValueError, match=r"an optimizer must have parameters on some pipeline stage"
     ):
-        fit(staged, Nothing, "llama", folder)
+        fit(two_stages, Nothing, "llama", folder)
     refusals = []
     for kind, model in REFUSED:
         with pytest.raises(UnsupportedError) as raised:
-            fit(staged, kind, model, folder)
+            fit(two_stages, kind, model, folder)
         refusals.append(str(raised.value))
     return losses, refusals
 
 
 @pytest.fixture(scope="module")
-def everywhere(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return run_world(train, 2, str(tmp_path_factory.mktemp("cut")))
 
 
 @pytest.mark.parametrize(
     "number", range(len(CASES)), ids=[f"{kind.__name__} {model}" for kind, model in CASES]
 )
-def test_stages_train_what_one_process_trains(
-    everywhere: list[Any], number: int, tmp_path: Path
+def test_losses_of_two_pipeline_stages_match_one_process(
+    ranks: list[Any], number: int, tmp_path: Path
 ) -> None:
     expected = fit(lambda: "auto", *CASES[number], str(tmp_path))
     assert len(set(expected)) == len(expected)
-    for rank, (losses, _) in enumerate(everywhere):
-        for step, (one, other) in enumerate(zip(losses[number], expected, strict=True)):
-            assert_equal(torch.tensor(one), torch.tensor(other), f"rank {rank}, step {step}", 1e-6)
+    for rank, (losses, _) in enumerate(ranks):
+        for step, (actual_loss, expected_loss) in enumerate(
+            zip(losses[number], expected, strict=True)
+        ):
+            assert_equal(
+                torch.tensor(actual_loss),
+                torch.tensor(expected_loss),
+                f"rank {rank}, step {step}",
+                1e-6,
+            )
 
 
 @pytest.mark.parametrize(
     "number", range(len(REFUSED)), ids=[f"{kind.__name__} {model}" for kind, model in REFUSED]
 )
-def test_what_one_stage_alone_would_know_is_refused(everywhere: list[Any], number: int) -> None:
-    for _, refusals in everywhere:
+def test_steps_and_optimizers_that_need_the_state_of_one_stage_are_refused(
+    ranks: list[Any], number: int
+) -> None:
+    for _, refusals in ranks:
         assert re.search(list(REFUSED.values())[number], refusals[number])
 
 
@@ -317,7 +337,9 @@ def train_with_copies(rank: int, size: int, folder: str) -> list[float]:
     return module.losses
 
 
-def test_a_stage_that_trains_nothing_takes_part_when_copies_are_compared(tmp_path: Path) -> None:
+def test_a_stage_without_trained_parameters_matches_one_process_with_tp2_pp2(
+    tmp_path: Path,
+) -> None:
     expected = torch.tensor(fit(lambda: "auto", HeadOnly, "llama", str(tmp_path)))
     for rank, losses in enumerate(run_world(train_with_copies, 4, str(tmp_path / "cut"))):
         assert_equal(torch.tensor(losses), expected, f"rank {rank}", 1e-6)

@@ -1,6 +1,4 @@
-"""A small GPT on made-up text, and everything else that a Trainer needs: the same under every
-strategy.
-"""
+"""A small GPT and its made-up text, the same under every strategy."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ VOCABULARY, LENGTH = 32, 9
 
 
 class Words(Dataset):
-    """Give short sequences in which a token says much about the next one."""
+    """Short sequences in which each token narrows down the next one."""
 
     def __init__(self, num_samples: int = 32, seed: int = 1) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -34,7 +32,7 @@ class Words(Dataset):
 
 
 class Stream(IterableDataset):
-    """Give the same sequences without a length; a data-parallel rank takes every n-th."""
+    """The same sequences without a length; each of n data-parallel ranks takes every n-th one."""
 
     def __init__(self, rank: int, size: int, num_samples: int = 32) -> None:
         self.rank, self.size, self.words = rank, size, Words(num_samples)
@@ -47,12 +45,12 @@ class Stream(IterableDataset):
 def loader(
     num_samples: int = 32, batch_size: int = 4, seed: int = 1, shuffle: bool = False
 ) -> DataLoader:
-    """Return a dataloader of made-up text."""
+    """Make a data loader of made-up text."""
     return DataLoader(Words(num_samples, seed), batch_size=batch_size, shuffle=shuffle)
 
 
 class TinyLM(LightningModule):
-    """Train a GPT of two layers; log in every way that Lightning knows.
+    """Train a small GPT; log in every way that Lightning supports.
 
     Args:
         schedule: ``step``, ``epoch``, ``plateau`` or none.

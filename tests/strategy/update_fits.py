@@ -1,4 +1,4 @@
-"""Fits whose updates run in one kernel, eagerly or by a graph, and all that the updates leave."""
+"""Fits whose updates run in one kernel, eagerly or by a graph, and the results of the updates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class UpdatedLM(FusedLM):
 
 
 class ScheduledLM(UpdatedLM):
-    """Train under schedules of the learning rate and, if asked, of the weight decay from 0 on."""
+    """Train under a schedule of the learning rate and, with ``decays``, one of the weight decay."""
 
     def __init__(self, decays: bool = True) -> None:
         super().__init__()
@@ -41,16 +41,18 @@ class ScheduledLM(UpdatedLM):
         schedulers: list[Any] = [WSDSchedule(optimizer, 8, 4, warmup_steps=2, min_ratio=0.1)]
         if self.decays:
             schedulers.append(WeightDecaySchedule(optimizer, 0.0, 1.0, 6))
-        return [optimizer], [{"scheduler": one, "interval": "step"} for one in schedulers]
+        return [optimizer], [
+            {"scheduler": scheduler, "interval": "step"} for scheduler in schedulers
+        ]
 
 
 @dataclass
 class Updates:
-    """Everything that the updates of a fit leave behind.
+    """Results of the updates of a fit.
 
     Args:
         norms: Gradient norm after each batch.
-        copies: Copies of the norms, made at once.
+        copies: Copies of the norms, made right after each batch.
         num_calls: Calls of the kernel after each batch.
         states: State of each parameter in the optimizer.
         groups: Groups of the optimizer.
@@ -64,10 +66,10 @@ class Updates:
 
 
 class Notes(Callback):
-    """Note what updates leave behind, and change the settings of the groups before each step.
+    """Record the results of updates, and change the settings of the groups before each step.
 
     Args:
-        updates: Where it is noted.
+        updates: Record of the results.
         cycles: Whether settings change.
     """
 
@@ -102,39 +104,43 @@ class Notes(Callback):
 def run(
     graphs: CudaGraphs | None, devices: int = 1, *, cycles: bool = False, **options: Any
 ) -> tuple[Fit, Updates]:
-    """Train six steps with the update in one kernel, on a CPU the plain one."""
+    """Train six steps with the update in one kernel; on a CPU this is the plain kernel."""
     updates = Updates()
     with nullcontext() if options.get("accelerator") == "gpu" else fused():
         module = options.pop("module", None) or UpdatedLM()
         callbacks = (Notes(updates, cycles), *options.pop("callbacks", ()))
         arguments = {"precision": "32-true", "max_steps": 6, "gradient_clip_val": 0.1, **options}
-        found = fit(graphs, devices, module=module, callbacks=callbacks, **arguments)
-    return found, updates
+        result = fit(graphs, devices, module=module, callbacks=callbacks, **arguments)
+    return result, updates
 
 
 @contextmanager
 def fused() -> Iterator[None]:
-    """Let the plain kernel serve the CPU inside the block."""
+    """Let the plain kernel update parameters on the CPU inside the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PlainKernel, "num_calls", 0)
         patch.setattr(FIND, lambda device: (PlainKernel, ""))
         yield
 
 
-def differences(one: tuple[Fit, Updates], other: tuple[Fit, Updates]) -> list[str]:
-    """Return what two fits have not in common bit for bit."""
-    found = one[0].differences_from(other[0])
-    ours, theirs = one[1], other[1]
-    found += ["norms"] if not _same(ours.copies, theirs.copies) else []
-    found += ["kept norms"] if not _same(ours.norms, ours.copies) else []
-    found += ["groups"] if ours.groups != theirs.groups else []
-    if len(ours.states) != len(theirs.states):
-        return [*found, "number of states"]
-    for number, (state, expected) in enumerate(zip(ours.states, theirs.states, strict=True)):
-        assert state.keys() == expected.keys()
-        found += [f"{name} {number}" for name in state if not state[name].equal(expected[name])]
-    return found
+def differences(actual: tuple[Fit, Updates], expected: tuple[Fit, Updates]) -> list[str]:
+    """Return the names of results of two fits that are not the same bit for bit."""
+    names = actual[0].differences_from(expected[0])
+    actual_updates, expected_updates = actual[1], expected[1]
+    names += ["norms"] if not _same(actual_updates.copies, expected_updates.copies) else []
+    names += ["kept norms"] if not _same(actual_updates.norms, actual_updates.copies) else []
+    names += ["groups"] if actual_updates.groups != expected_updates.groups else []
+    if len(actual_updates.states) != len(expected_updates.states):
+        return [*names, "number of states"]
+    for number, (state, expected_state) in enumerate(
+        zip(actual_updates.states, expected_updates.states, strict=True)
+    ):
+        assert state.keys() == expected_state.keys()
+        names += [
+            f"{name} {number}" for name in state if not state[name].equal(expected_state[name])
+        ]
+    return names
 
 
-def _same(ones: list[Tensor], others: list[Tensor]) -> bool:
-    return len(ones) == len(others) and all(map(torch.equal, ones, others))
+def _same(actual: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(actual) == len(expected) and all(map(torch.equal, actual, expected))
