@@ -204,7 +204,7 @@ def measure_stages(rank: int, size: int) -> Collection[tuple[str, Any, int, int]
     return results
 
 
-def test_estimate_matches_measured_graph_memory_of_stages_with_microbatches_in_flight() -> None:
+def test_estimate_matches_graph_memory_of_stages_with_microbatches_in_flight() -> None:
     first, last = run_world(measure_stages, 2)
     for name, estimate, measured, _ in (*first, *last):
         assert estimate == pytest.approx(measured, rel=0.1), (name, estimate, measured)

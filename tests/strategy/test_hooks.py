@@ -30,17 +30,17 @@ from tests.world import run_world
 def test_hooks_run_in_lightnings_order_and_see_the_same_gradients(accumulated: int) -> None:
     expected = order_of_calls("auto", accumulate_grad_batches=accumulated)
     actual = order_of_calls(ours((0, 1)), accumulate_grad_batches=accumulated)
-    assert len({who for who, _ in expected}) > 50
+    assert len({hook for hook, _ in expected}) > 50
     assert_same_calls(expected, actual)
 
 
 def assert_same_calls(expected: list[Call], actual: list[Call]) -> None:
-    assert [who for who, _ in actual] == [who for who, _ in expected]
-    for (who, expected_norms), (_, actual_norms) in zip(expected, actual, strict=True):
+    assert [hook for hook, _ in actual] == [hook for hook, _ in expected]
+    for (hook, expected_norms), (_, actual_norms) in zip(expected, actual, strict=True):
         # Accumulated gradients are hidden while a backward pass adds to them.
         assert actual_norms == expected_norms or (
-            who == "module.backward" and not any(actual_norms)
-        ), who
+            hook == "module.backward" and not any(actual_norms)
+        ), hook
 
 
 def assert_same_weights_and_norms(expected: Any, actual: Any) -> None:
@@ -102,13 +102,13 @@ def test_hooks_run_in_the_order_of_ddp_and_see_the_same_gradients(
 
 def test_each_microbatch_runs_backward_and_on_after_backward_runs_once() -> None:
     hooks = [
-        who
-        for who, _ in order_of_calls(MegatronStrategy(microbatch_size=2, check_microbatches=False))
+        hook
+        for hook, _ in order_of_calls(MegatronStrategy(microbatch_size=2, check_microbatches=False))
     ]
     step = hooks[
         hooks.index("module.training_step") : hooks.index("module.on_before_optimizer_step")
     ]
-    module_hooks = [who.removeprefix("module.") for who in step if who.startswith("module.")]
+    module_hooks = [hook.removeprefix("module.") for hook in step if hook.startswith("module.")]
     per_microbatch = ["training_step", "on_before_backward", "backward"]
     zero_grad = ["on_before_zero_grad", "optimizer_zero_grad"]
     assert module_hooks == [

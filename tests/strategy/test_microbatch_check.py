@@ -226,9 +226,9 @@ def stores_values(module: Step, batch: Any) -> Tensor:
     module.accuracy(logits(module, batch), batch["y"])
     module.log("accuracy", module.accuracy)
     module.outputs.append(loss.detach())
-    module.total, module.seen = (
+    module.total, module.num_samples = (
         module.total + loss.item() * len(batch["x"]),
-        module.seen + len(batch["x"]),
+        module.num_samples + len(batch["x"]),
     )
     module.last = loss.item()
     return loss
@@ -273,7 +273,7 @@ def attributes_of(step: Any) -> dict[str, Any]:
             "outputs": [],
             "last": 0.0,
             "total": 0.0,
-            "seen": 0,
+            "num_samples": 0,
         }
     return attributes
 

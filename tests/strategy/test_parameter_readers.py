@@ -21,7 +21,7 @@ class Counts(L.Callback):
 
 class Reads(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        self.seen = [weight.grad for weight in module.parameters()]
+        self.value = [weight.grad for weight in module.parameters()]
 
 
 def largest_value(module: torch.nn.Module) -> float:
@@ -32,7 +32,7 @@ def largest_value(module: torch.nn.Module) -> float:
 
 class ReadsByFunction(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        self.seen = largest_value(module)
+        self.value = largest_value(module)
 
 
 class Before(L.Callback):
@@ -42,7 +42,7 @@ class Before(L.Callback):
 
 class Norm(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.seen = trainer.precision_plugin.last_grad_norm  # type: ignore[attr-defined]
+        self.value = trainer.precision_plugin.last_grad_norm  # type: ignore[attr-defined]
 
 
 class Denies(Reads):

@@ -69,7 +69,7 @@ class Scale(nn.Module):
 
 
 class PerFeature(nn.Module):
-    """Multiply every feature by a learned number of its own."""
+    """Multiply every feature by its own learned number, and apply tanh."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class LogsNorm(Regress):
         net: Any = self.net
         assert net.down.weight.dtype == torch.float64
         assert net.down.weight.requires_grad
-        self.log("whole", net.norm.weight.norm())
+        self.log("replicated", net.norm.weight.norm())
         self.log("size", net.down.weight.data.norm())
         return super().training_step(batch, index)
 

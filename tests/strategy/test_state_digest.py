@@ -67,8 +67,8 @@ VALUES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "set": (lambda: {1}, lambda value: value.add(2)),
     "object": (UserObject, lambda value: value.values["a"].append(2.0)),
     "metric": (
-        lambda: {"it": vars(MeanMetric())},
-        lambda value: value["it"].__setitem__("mean_value", 2.0),
+        lambda: {"metric": vars(MeanMetric())},
+        lambda value: value["metric"].__setitem__("mean_value", 2.0),
     ),
 }
 
@@ -150,8 +150,8 @@ def test_communication_is_not_a_change_of_a_layer_that_holds_the_mesh() -> None:
 
 def test_trial_restores_changed_attributes_and_removes_new_ones() -> None:
     module = TinyLM()
-    module.count, module.kept = 1, [1]
-    values = module.kept
+    module.count, module.values = 1, [1]
+    values = module.values
     state = AttributeSync(module, last_of_two_stages())
     with state.trial():
         module.count, module.new = 2, 3
