@@ -1,4 +1,4 @@
-"""Steps leave no tensors behind that only a garbage collection would free."""
+"""Training steps leave no tensors that only garbage collection would free."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-class FineTuned(L.LightningModule):
+class FineTunedModel(L.LightningModule):
     def __init__(self, case: str) -> None:
         super().__init__()
         self.case, self.live = case, list[int]()
@@ -57,16 +57,16 @@ class FineTuned(L.LightningModule):
         return loss
 
     def on_train_batch_end(self, *_: Any) -> None:
-        tensors = (one for one in gc.get_objects() if isinstance(one, Tensor))
-        # Lightning itself keeps a scalar and the tokens of a batch here and there.
-        self.live.append(sum(one.dim() > 1 and one.is_floating_point() for one in tensors))
+        tensors = (item for item in gc.get_objects() if isinstance(item, Tensor))
+        # Lightning itself sometimes keeps a scalar and the tokens of a batch; neither is counted.
+        self.live.append(sum(tensor.dim() > 1 and tensor.is_floating_point() for tensor in tensors))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), 1e-3)
 
 
 @pytest.fixture
-def without_collections() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     gc.collect()
     gc.disable()
     yield
@@ -74,9 +74,9 @@ def without_collections() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.usefixtures("without_collections")
-def test_as_many_tensors_live_after_every_step(case: str) -> None:
-    module = FineTuned(case)
+@pytest.mark.usefixtures("without_garbage_collection")
+def test_number_of_live_tensors_is_constant_after_the_first_steps(case: str) -> None:
+    module = FineTunedModel(case)
     data = DataLoader(torch.randint(V, (4 * STEPS, 8)), batch_size=4)  # type: ignore[arg-type]
     L.Trainer(
         accelerator="cpu",

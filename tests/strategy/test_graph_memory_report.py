@@ -1,4 +1,4 @@
-"""The memory report counts what the pools of CUDA graphs really need."""
+"""The memory report estimates the memory that CUDA graphs need for pools and copied inputs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CONFIGS = {
 
 
 class SizedLM(TinyLM):
-    """Train a model of some configuration."""
+    """Train a model of the given configuration."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -55,8 +55,8 @@ class SizedLM(TinyLM):
 
 
 @dataclass
-class Measured(MemoryReport):
-    """What a fit reports, and what its pools and inputs really need.
+class MeasuringReport(MemoryReport):
+    """Memory report that also measures the pools and copied inputs of the graphs.
 
     Args:
         backend: Backend of the graphs.
@@ -75,10 +75,10 @@ class Measured(MemoryReport):
         super().on_train_start(trainer, pl_module)
         self.num_before = num_graphs_of(trainer)
 
-    def on_train_batch_end(self, *given: Any, **named: Any) -> None:
-        super().on_train_batch_end(*given, **named)
-        inputs = [one for one in gc.get_objects() if type(one) is PieceInputs]
-        self.input_bytes = sum(one.num_bytes for one in inputs)
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        super().on_train_batch_end(*args, **kwargs)
+        inputs = [item for item in gc.get_objects() if type(item) is PieceInputs]
+        self.input_bytes = sum(item.num_bytes for item in inputs)
 
     @property
     def num_bytes(self) -> int:
@@ -87,7 +87,7 @@ class Measured(MemoryReport):
 
     @property
     def num_pools(self) -> int:
-        """Return the number of pools that are used."""
+        """Return the number of pools that allocated memory."""
         return sum(pool.memory.peak > 0 for pool in self.backend.pools)
 
 
@@ -98,16 +98,16 @@ def fit(
     devices: int = 1,
     validates: bool = False,
     **options: Any,
-) -> Measured:
-    """Train for two steps, the second of which captures; first validate on request."""
+) -> MeasuringReport:
+    """Train for two steps, and validate first on request; the second step captures graphs."""
     backend = MeasuringBackend()
     strategy = MegatronStrategy(
         microbatch_size=microbatch_size, check_microbatches=False, cuda_graphs=graphs, **options
     )
     strategy._make_backend = lambda mesh: backend
-    report = Measured(backend)
+    report = MeasuringReport(backend)
     tokens = torch.randint(0, 128, (16, LENGTH + 1))
-    batches = DataLoader([{"tokens": one[:-1], "labels": one[1:]} for one in tokens], batch_size=8)
+    batches = DataLoader([{"tokens": row[:-1], "labels": row[1:]} for row in tokens], batch_size=8)
     Trainer(
         accelerator="cpu",
         devices=devices,
@@ -125,10 +125,10 @@ def fit(
 
 @pytest.mark.parametrize("kind", list(CONFIGS))
 @pytest.mark.parametrize("mode", ["segments", "full"])
-def test_one_process(kind: str, mode: Any) -> None:
+def test_estimate_matches_measured_graph_memory_of_one_process(kind: str, mode: Any) -> None:
     graphs = CudaGraphs(mode, warmup_steps=1)
-    of_experts = ("experts", "expert_inputs") if kind == "experts" else ()
-    for recompute in ("none", "selective", "full", *of_experts):
+    expert_modes = ("experts", "expert_inputs") if kind == "experts" else ()
+    for recompute in ("none", "selective", "full", *expert_modes):
         measured = fit(graphs, CONFIGS[kind], 8, recompute=recompute)
         assert measured.num_pools == 1
         (report,) = measured.reports
@@ -137,7 +137,7 @@ def test_one_process(kind: str, mode: Any) -> None:
         assert float(rows["CUDA graphs"][2]) == pytest.approx(report.estimate.graphs / 2**20, 0.01)
 
 
-def test_the_peak_is_that_of_eager_training_steps_if_a_validation_is_captured_first(
+def test_peak_is_that_of_the_eager_training_step_if_validation_is_captured_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     peaks = iter(range(1, 9))
@@ -145,7 +145,7 @@ def test_the_peak_is_that_of_eager_training_steps_if_a_validation_is_captured_fi
     graphs = CudaGraphs("segments", warmup_steps=1, evaluation=True)
     measured = fit(graphs, CONFIGS["gpt2"], 8, validates=True)
     (report,) = measured.reports
-    # The sanity check is captured; the first training step is eager, and the second one not.
+    # The sanity check is captured, the first training step is eager, the second is captured.
     assert measured.num_before == 1
     assert report.peak == 1
 
@@ -162,15 +162,15 @@ MIXTURES: list[tuple[str, ...]] = [
 
 @pytest.mark.parametrize(
     ("kind", "scopes"),
-    [*(("gpt2", one) for one in SUBSETS), *(("experts", one) for one in MIXTURES)],
+    [*(("gpt2", scopes) for scopes in SUBSETS), *(("experts", scopes) for scopes in MIXTURES)],
 )
-def test_scopes(kind: str, scopes: Any) -> None:
+def test_estimate_matches_measured_graph_memory_of_scopes(kind: str, scopes: Any) -> None:
     measured = fit(CudaGraphs("segments", scopes=scopes, warmup_steps=1), CONFIGS[kind], 8)
     (report,) = measured.reports
     assert report.estimate.graphs == pytest.approx(measured.num_bytes, rel=0.1)
 
 
-def test_an_embedding_alone_has_its_result_and_what_it_adds_up() -> None:
+def test_estimate_of_a_graph_of_the_embedding_alone_is_within_20_percent() -> None:
     measured = fit(CudaGraphs("segments", ("embedding",), 1), CONFIGS["gpt2"], 8)
     (report,) = measured.reports
     # The sorted tokens of the backward pass are not counted.
@@ -178,7 +178,7 @@ def test_an_embedding_alone_has_its_result_and_what_it_adds_up() -> None:
 
 
 @pytest.mark.parametrize("mode", ["segments", "full"])
-def test_a_captured_validation_needs_no_more(mode: Any) -> None:
+def test_estimate_matches_measured_graph_memory_after_captured_validation(mode: Any) -> None:
     graphs = CudaGraphs(mode, warmup_steps=1, evaluation=True)
     measured = fit(graphs, CONFIGS["experts"], 8, validates=True)
     assert measured.num_before == 1
@@ -186,8 +186,8 @@ def test_a_captured_validation_needs_no_more(mode: Any) -> None:
     assert report.estimate.graphs == pytest.approx(measured.num_bytes, rel=0.08)
 
 
-def check_stages(rank: int, size: int) -> Collection[tuple[str, Any, int, int]]:
-    found = []
+def measure_stages(rank: int, size: int) -> Collection[tuple[str, Any, int, int]]:
+    results = []
     for kind, schedule, mode, recompute in (
         ("gpt2", "1f1b", "segments", "none"),
         ("gpt2", "zb-h1", "segments", "none"),
@@ -200,15 +200,15 @@ def check_stages(rank: int, size: int) -> Collection[tuple[str, Any, int, int]]:
         measured = fit(graphs, CONFIGS[kind], 2, size, **options)
         estimate = measured.reports[rank].estimate.graphs
         name = f"{kind} {schedule} {mode} {recompute}"
-        found.append((name, estimate, measured.num_bytes, measured.num_pools))
-    return found
+        results.append((name, estimate, measured.num_bytes, measured.num_pools))
+    return results
 
 
-def test_stages_with_several_microbatches_in_flight() -> None:
-    first, last = run_world(check_stages, 2)
+def test_estimate_matches_graph_memory_of_stages_with_microbatches_in_flight() -> None:
+    first, last = run_world(measure_stages, 2)
     for name, estimate, measured, _ in (*first, *last):
         assert estimate == pytest.approx(measured, rel=0.1), (name, estimate, measured)
-    # One pool for each slot, and one for a whole step. Of recomputed layers, all microbatches share
-    # the pool; embedding and head have slots.
+    # Segments have one pool for each slot, a full-step graph has one pool. All microbatches share
+    # the pool of recomputed layers; the embedding and the head have pools for their slots.
     assert [num_pools for *_, num_pools in first] == [2, 2, 1, 2 + 1, 2 + 1]
     assert [num_pools for *_, num_pools in last] == [1, 2, 1, 1 + 1, 1 + 1]

@@ -1,4 +1,4 @@
-"""Parameter groups that differ between pipeline stages, in runs that save optimizer states."""
+"""Pipeline stages with different parameter groups either resume correctly or are refused."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lightning_megatron import CheckpointMismatchError, MegatronStrategy, Unsupp
 from tests.world import run_world
 
 
-class Layered(L.LightningModule):
-    """Blocks with rates that grow with the layer, by the groups that a case says."""
+class LayeredModel(L.LightningModule):
+    """A model whose learning rates grow with depth, in groups by layer or by parameter."""
 
     def __init__(self, case: str) -> None:
         super().__init__()
@@ -47,11 +47,11 @@ class Layered(L.LightningModule):
     def configure_optimizers(self) -> Any:
         named = list(self.named_parameters())
         if self.case == "by parameter":
-            # Both stages have three parameters, so the numbers of groups are equal.
-            groups = [{"params": [one], "depth": self.depth_of(name)} for name, one in named]
+            # Each stage has three parameters, so the numbers of groups are equal.
+            groups = [{"params": [weight], "depth": self.depth_of(name)} for name, weight in named]
         else:
             groups = [
-                {"params": [one for name, one in named if self.depth_of(name) == depth]}
+                {"params": [weight for name, weight in named if self.depth_of(name) == depth]}
                 | {"depth": depth}
                 for depth in range(4)
             ]
@@ -66,7 +66,7 @@ def fit(strategy: Any, case: str, folder: str, path: str | None = None, saves: b
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(16, 4, dtype=torch.float64, generator=generator)
     data = TensorDataset(x, torch.randint(3, (16,), generator=generator))
-    module = Layered(case)
+    module = LayeredModel(case)
     trainer = L.Trainer(
         accelerator="cpu", devices=1 if strategy == "auto" else 2, strategy=strategy, precision="64-true",
         max_epochs=1 if path is None else 2, logger=False, enable_checkpointing=saves,
@@ -76,30 +76,32 @@ def fit(strategy: Any, case: str, folder: str, path: str | None = None, saves: b
     return module.losses, trainer
 
 
-def staged() -> MegatronStrategy:
+def two_stages() -> MegatronStrategy:
     return MegatronStrategy(pp=2, microbatch_size=2, pipeline_plan={"blocks": "blocks"})
 
 
-def resumed(strategy: Any, case: str, folder: str) -> list[float]:
-    """Return the losses of a fit and of one that goes on from its checkpoint."""
+def losses_with_resumption(strategy: Any, case: str, folder: str) -> list[float]:
+    """Return the losses of a fit and of a second fit that resumes from its checkpoint."""
     losses, trainer = fit(strategy(), case, folder)
     path = f"{folder}/one.ckpt"
     trainer.save_checkpoint(path)
     return losses + fit(strategy(), case, folder, path)[0]
 
 
-def _world(rank: int, size: int, folder: str) -> list[float]:
+def run_two_stages(rank: int, size: int, folder: str) -> list[float]:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with pytest.raises(UnsupportedError, match=r"'initial_lr' of group 0 .* is \[0.0125, 0.05\]"):
-        fit(staged(), "by parameter", folder, saves=True)
-    _, trainer = fit(staged(), "by parameter", folder)
+        fit(two_stages(), "by parameter", folder, saves=True)
+    _, trainer = fit(two_stages(), "by parameter", folder)
     with pytest.raises(CheckpointMismatchError, match="the same hyperparameters on all pipeline"):
         trainer.save_checkpoint(f"{folder}/not.ckpt")
-    return resumed(staged, "by layer", folder)
+    return losses_with_resumption(two_stages, "by layer", folder)
 
 
-def test_groups_of_stages_with_other_rates_are_not_merged_by_number(tmp_path: Path) -> None:
-    expected = resumed(lambda: "auto", "by layer", str(tmp_path / "one"))
-    for losses in run_world(_world, 2, str(tmp_path / "two")):
+def test_groups_by_layer_resume_like_one_process_and_groups_by_parameter_are_refused(
+    tmp_path: Path,
+) -> None:
+    expected = losses_with_resumption(lambda: "auto", "by layer", str(tmp_path / "one"))
+    for losses in run_world(run_two_stages, 2, str(tmp_path / "two")):
         assert losses == pytest.approx(expected, abs=1e-10)

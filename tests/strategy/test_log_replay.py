@@ -15,8 +15,8 @@ from lightning_megatron.strategy.logs.log_record import Recorder
 from lightning_megatron.strategy.logs.log_replay import LogReplay
 
 
-class Module(nn.Module):
-    """Stand in for a LightningModule: keep what reaches ``log``."""
+class LoggingModule(nn.Module):
+    """Stand-in for a LightningModule that records the calls of ``log``."""
 
     def __init__(self, metric: Metric | None = None) -> None:
         super().__init__()
@@ -30,20 +30,22 @@ class Module(nn.Module):
 def replay(
     record: Any, extra: Any = (), counts: Any = None, metric: Metric | None = None
 ) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    module: Any = Module(metric)
-    tool = LogReplay(ParallelMesh.single())
-    with tool.record(module) as recorder:
+    module: Any = LoggingModule(metric)
+    log_replay = LogReplay(ParallelMesh.single())
+    with log_replay.record(module) as recorder:
         record(module, recorder)
-    found = tool.replay(module, recorder, ("training_step",), extra, counts)
-    assert found.is_counted == (counts is not None)
-    return module.logged, found.extra
+    outcome = log_replay.replay(module, recorder, ("training_step",), extra, counts)
+    assert outcome.is_counted == (counts is not None)
+    return module.logged, outcome.extra
 
 
 @pytest.mark.parametrize(
     ("reduce_fx", "expected"),
     [("mean", 2.5), ("avg", 2.5), (torch.mean, 2.5), ("sum", 4.0), ("max", 3.0), (min, 1.0)],
 )
-def test_microbatches_are_merged_as_the_user_says(reduce_fx: Any, expected: float) -> None:
+def test_values_of_microbatches_are_merged_with_the_requested_reduction(
+    reduce_fx: Any, expected: float
+) -> None:
     def record(module: Any, recorder: Recorder) -> None:
         for value, size in ((1.0, 1), (3.0, 3)):
             recorder.begin(size, is_muted=False)
@@ -56,7 +58,7 @@ def test_microbatches_are_merged_as_the_user_says(reduce_fx: Any, expected: floa
     assert options["reduce_fx"] is reduce_fx
 
 
-def test_a_given_batch_size_is_the_weight() -> None:
+def test_batch_size_argument_weighs_the_mean() -> None:
     def record(module: Any, recorder: Recorder) -> None:
         module.log("value", 1.0, batch_size=3)
         module.log("value", 5.0, batch_size=1)
@@ -65,7 +67,7 @@ def test_a_given_batch_size_is_the_weight() -> None:
     assert (value.item(), options["batch_size"]) == (2.0, 4)
 
 
-def test_a_batch_size_may_be_a_tensor() -> None:
+def test_batch_size_argument_may_be_a_tensor() -> None:
     def record(module: Any, recorder: Recorder) -> None:
         for value, size in ((1.0, 3), (5.0, 1), (torch.nan, 0)):
             module.log("value", value, batch_size=torch.tensor(size))
@@ -76,10 +78,12 @@ def test_a_batch_size_may_be_a_tensor() -> None:
 
 @pytest.mark.parametrize("as_tensors", [False, True])
 @pytest.mark.parametrize("batch_size", [None, 5])
-def test_means_weigh_by_tokens_where_the_step_counts_them(
+def test_means_are_weighted_by_tokens_if_the_step_counts_them(
     as_tensors: bool, batch_size: int | None
 ) -> None:
-    """Nothing else does, and a microbatch without a token takes no part."""
+    """Sums and values logged outside of microbatches ignore the counts; microbatches without tokens
+    are left out.
+    """
 
     def record(module: Any, recorder: Recorder) -> None:
         module.log("scale", 8.0)
@@ -100,7 +104,7 @@ def test_means_weigh_by_tokens_where_the_step_counts_them(
     assert logged["scale"][0].item() == 8.0
 
 
-def test_the_mean_over_no_token_is_zero() -> None:
+def test_mean_over_zero_tokens_is_zero() -> None:
     def record(module: Any, recorder: Recorder) -> None:
         recorder.begin(1, is_muted=False)
         module.log("value", torch.nan)
@@ -109,7 +113,7 @@ def test_the_mean_over_no_token_is_zero() -> None:
         assert replay(record, counts=[count])[0]["value"][0].item() == 0.0
 
 
-def test_the_value_of_a_metric_is_that_of_all_microbatches() -> None:
+def test_value_of_a_metric_covers_all_microbatches() -> None:
     metric = MeanMetric()
 
     def record(module: Any, recorder: Recorder) -> None:
@@ -122,14 +126,14 @@ def test_the_value_of_a_metric_is_that_of_all_microbatches() -> None:
     assert metric._forward_cache.item() == 2.5
 
 
-def test_a_metric_that_the_module_does_not_hold_is_refused() -> None:
+def test_metric_that_is_not_an_attribute_of_the_module_is_refused() -> None:
     with pytest.raises(
         ValueError, match="MeanMetric is not among its modules. Set it as an attribute"
     ):
         replay(lambda module, recorder: module.log("metric", MeanMetric()))
 
 
-def test_the_kind_of_a_value_is_kept() -> None:
+def test_logged_tensors_keep_their_dtype_and_numbers_become_float32() -> None:
     def record(module: Any, recorder: Recorder) -> None:
         module.log("single", torch.tensor(1.0))
         module.log("double", torch.tensor(1.0, dtype=torch.float64))
@@ -144,7 +148,7 @@ def test_the_kind_of_a_value_is_kept() -> None:
     assert extra[0].item() == 0.5
 
 
-def test_a_pass_that_ends_at_the_model_logs_nothing() -> None:
+def test_muted_passes_log_nothing() -> None:
     def record(module: Any, recorder: Recorder) -> None:
         for is_muted in (True, False, True):
             recorder.begin(1, is_muted=is_muted)
@@ -153,7 +157,7 @@ def test_a_pass_that_ends_at_the_model_logs_nothing() -> None:
     assert replay(record)[0]["count"][0].item() == 2.0
 
 
-def test_a_metric_is_logged_once_as_it_is() -> None:
+def test_metric_logged_in_every_microbatch_is_logged_once_as_an_object() -> None:
     metric = MeanMetric()
 
     def record(module: Any, recorder: Recorder) -> None:
@@ -171,8 +175,8 @@ def test_values_that_are_not_scalars_are_refused(value: Any, words: str) -> None
         replay(lambda module, recorder: module.log("value", value))
 
 
-def test_the_modules_own_log_is_back_afterwards() -> None:
-    module: Any = Module()
+def test_log_method_of_the_module_is_restored_after_an_error() -> None:
+    module: Any = LoggingModule()
     with pytest.raises(KeyError), LogReplay(ParallelMesh.single()).record(module):
         raise KeyError
     assert module.log.__self__ is module

@@ -1,6 +1,4 @@
-"""What steps and hooks log in any way reaches callbacks and loggers as under Lightning's own
-strategies.
-"""
+"""Values that steps and hooks log reach callbacks and loggers as with Lightning's strategies."""
 
 from __future__ import annotations
 
@@ -26,57 +24,57 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 }
 
 
-def quiet() -> None:
+def silence_warnings() -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.CRITICAL)
 
 
 def two_ranks(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    quiet()
-    found = {}
+    silence_warnings()
+    results = {}
     for name, strategy in STRATEGIES.items():
         place = (rank, size) if name in ("ddp", "dp2") else (0, 1)
-        found[name] = run(strategy(), size, place, folder / name, of_loss=name != "pp2")
+        results[name] = run(strategy(), size, place, folder / name, of_loss=name != "pp2")
         dist.barrier()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def results_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_world(two_ranks, 2, tmp_path_factory.mktemp("two"))
 
 
-def assert_logged_alike(expected: dict[str, Any], found: dict[str, Any]) -> None:
+def assert_same_logs(expected: dict[str, Any], actual: dict[str, Any]) -> None:
     assert len(expected["callbacks"]) > 100
-    assert found["callbacks"] == pytest.approx(expected["callbacks"], rel=1e-6)
-    if "rows" in found:
-        assert len(found["rows"]) == len(expected["rows"])
-        for row, other in zip(expected["rows"], found["rows"], strict=True):
-            assert other == pytest.approx(row, rel=1e-6)
+    assert actual["callbacks"] == pytest.approx(expected["callbacks"], rel=1e-6)
+    if "rows" in actual:
+        assert len(actual["rows"]) == len(expected["rows"])
+        for expected_row, actual_row in zip(expected["rows"], actual["rows"], strict=True):
+            assert actual_row == pytest.approx(expected_row, rel=1e-6)
 
 
-def test_logs_of_one_rank_are_those_of_one_device(tmp_path: Path) -> None:
-    quiet()
+def test_logs_of_one_rank_match_one_device(tmp_path: Path) -> None:
+    silence_warnings()
     expected = run("auto", 1, (0, 1), tmp_path / "auto")
-    assert_logged_alike(expected, run(MegatronStrategy(), 1, (0, 1), tmp_path / "one"))
+    assert_same_logs(expected, run(MegatronStrategy(), 1, (0, 1), tmp_path / "one"))
 
 
-def test_logs_of_data_ranks_are_those_of_ddp(ranks: list[dict[str, Any]]) -> None:
-    for found in ranks:
-        assert_logged_alike(found["ddp"], found["dp2"])
+def test_logs_of_data_ranks_match_ddp(results_of_ranks: list[dict[str, Any]]) -> None:
+    for results in results_of_ranks:
+        assert_same_logs(results["ddp"], results["dp2"])
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
-def test_logs_of_a_model_in_parts_are_those_of_one_device(
-    ranks: list[dict[str, Any]], layout: str, tmp_path: Path
+def test_logs_of_tensor_and_pipeline_parallel_models_match_one_device(
+    results_of_ranks: list[dict[str, Any]], layout: str, tmp_path: Path
 ) -> None:
-    quiet()
+    silence_warnings()
     expected = run("auto", 1, (0, 1), tmp_path, of_loss=layout != "pp2")
-    for found in ranks:
-        assert_logged_alike(expected, found[layout])
+    for results in results_of_ranks:
+        assert_same_logs(expected, results[layout])
 
 
-def test_a_reduction_that_lightning_does_not_know_is_refused_by_it(
+def test_unknown_reduction_raises_lightnings_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def step(self: Logs, batch: Any, batch_idx: int) -> Any:
@@ -85,7 +83,7 @@ def test_a_reduction_that_lightning_does_not_know_is_refused_by_it(
         return loss
 
     monkeypatch.setattr(Logs, "training_step", step)
-    quiet()
+    silence_warnings()
     for strategy in ("auto", MegatronStrategy()):
         with pytest.raises(MisconfigurationException, match="reduce_fx"):
             run(strategy, 1, (0, 1), tmp_path)

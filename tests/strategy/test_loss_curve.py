@@ -1,4 +1,4 @@
-"""The picture of the loss: where it lies, what it needs, what it says when it cannot be drawn."""
+"""The loss plot is saved next to the metrics, and a message explains why a plot is missing."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def fit(folder: Path, logger: Any) -> None:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Collect what the callback tells the user."""
+def shown_messages(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Collect the messages that the callback shows to the user."""
     messages: list[str] = []
     monkeypatch.setattr(loss_curve, "rank_zero_info", messages.append)
     return messages
 
 
-def test_the_plot_is_saved_next_to_the_metrics(tmp_path: Path) -> None:
+def test_plot_is_saved_next_to_the_metrics(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason='needs pip install "lightning-megatron[plot]"')
     logger = CSVLogger(tmp_path)
     fit(tmp_path, logger)
@@ -58,23 +58,23 @@ def test_curves_have_every_logged_value(tmp_path: Path) -> None:
     assert [step for step, _ in read_curve(metrics, "val_loss")] == [2, 5]
 
 
-def test_values_logged_by_step_and_epoch_are_found(tmp_path: Path) -> None:
+def test_curve_has_the_step_values_of_a_loss_logged_by_step_and_epoch(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.csv"
     metrics.write_text("step,loss_step,loss_epoch\n0,2.5,\n1,2.0,\n1,,2.25\n")
     assert read_curve(metrics, "loss") == [(0, 2.5), (1, 2.0)]
 
 
-def test_without_matplotlib_training_ends_well_and_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+def test_missing_matplotlib_is_reported_with_the_extra_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown_messages: list[str]
 ) -> None:
-    def missing(module: str, extra: str) -> None:
+    def raise_missing_extra(module: str, extra: str) -> None:
         raise MissingExtraError(f'pip install "lightning-megatron[{extra}]"')
 
-    monkeypatch.setattr(loss_curve, "import_extra", missing)
+    monkeypatch.setattr(loss_curve, "import_extra", raise_missing_extra)
     fit(tmp_path, CSVLogger(tmp_path))
-    assert 'pip install "lightning-megatron[plot]"' in said[-1]
+    assert 'pip install "lightning-megatron[plot]"' in shown_messages[-1]
 
 
-def test_without_a_csv_logger_it_says_so(tmp_path: Path, said: list[str]) -> None:
+def test_missing_csv_logger_is_reported(tmp_path: Path, shown_messages: list[str]) -> None:
     fit(tmp_path, logger=False)
-    assert "no CSVLogger" in said[-1]
+    assert "no CSVLogger" in shown_messages[-1]

@@ -1,4 +1,4 @@
-"""What the memory report counts, estimates and prints."""
+"""The memory report counts, estimates and prints the memory of each pipeline stage."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from lightning_megatron.strategy.callbacks.memory_report import (
 from tests.strategy.tiny import TinyLM, loader
 from tests.world import run_world
 
-# Sizes of which every parameter's extent is a multiple of 64, so that buffers hold no padding
-# between parameters.
+# Every parameter's extent is a multiple of 64, so that buffers hold no padding between parameters.
 SIZES: dict[str, Any] = {
     "vocab_size": 1024,
     "max_seq_length": 64,
@@ -51,7 +50,7 @@ def fit(module: LightningModule, callback: MemoryReport, devices: int = 1, **opt
 
 
 class LargerLM(TinyLM):
-    """A model whose buffers hold next to no padding."""
+    """A model whose buffers hold almost no padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +62,7 @@ class LargerLM(TinyLM):
 
 
 class ExpertsLM(LargerLM):
-    """The same with experts in every second layer."""
+    """The larger model with experts in every second layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,8 +72,8 @@ class ExpertsLM(LargerLM):
         self.config = GPTConfig.llama(**SIZES, ffn_hidden_size=128, experts=experts)
 
 
-def report_of_ranks(rank: int, size: int) -> list[tuple[StageReport, ...]]:
-    found = []
+def report_layouts(rank: int, size: int) -> list[tuple[StageReport, ...]]:
+    reports_of_layouts = []
     layouts: list[dict[str, Any]] = [
         {},
         {"zero": 0},
@@ -85,27 +84,27 @@ def report_of_ranks(rank: int, size: int) -> list[tuple[StageReport, ...]]:
     for options in layouts:
         callback = MemoryReport()
         fit(LargerLM(), callback, size, **options)
-        found.append(callback.reports)
+        reports_of_layouts.append(callback.reports)
     for options in ({"ep": 2}, {"pp": 2}, {"tp": 2, "etp": 1}):
         callback = MemoryReport()
         fit(ExpertsLM(), callback, size, **options)
-        found.append(callback.reports)
-    return found
+        reports_of_layouts.append(callback.reports)
+    return reports_of_layouts
 
 
-def test_two_data_ranks_hold_what_the_estimate_says():
-    first, second = run_world(report_of_ranks, 2)
+def test_estimate_matches_the_held_memory_of_two_ranks():
+    first, second = run_world(report_layouts, 2)
     assert first == second
-    sharded, whole, stages, single, narrow, *with_experts = first
+    sharded, replicated, stages, float32, bfloat16_gradients, *with_experts = first
     for reports, expected in (
         (sharded, 2 + 4 + 12 / 2),
-        (whole, 18),
-        (single, 4 + 4 + 8 / 2),
-        (narrow, 2 + 2 + 6),
+        (replicated, 18),
+        (float32, 4 + 4 + 8 / 2),
+        (bfloat16_gradients, 2 + 2 + 6),
     ):
         (report,) = reports
-        # A few buckets, each padded to 256 elements at most; a scalar for each parameter that the
-        # optimizer trains.
+        # Buckets are padded by at most 256 elements, and the optimizer keeps a scalar for each
+        # parameter that it trains.
         slack = 256 * 18 * 2 + 4 * 100
         assert expected <= report.bytes_per_parameter + 1e-9
         assert sum(report.held.values()) <= expected * report.estimate.num_parameters + slack
@@ -124,24 +123,26 @@ def test_two_data_ranks_hold_what_the_estimate_says():
             assert getattr(report.estimate, part) == pytest.approx(held, rel=0.02), part
 
 
-def test_the_table_is_printed_once_with_what_is_not_known_named(capsys: pytest.CaptureFixture[str]):
+def test_table_is_printed_once_and_shows_unknown_values_as_not_available(
+    capsys: pytest.CaptureFixture[str],
+):
     callback = MemoryReport()
     fit(LargerLM(), callback)
     printed = capsys.readouterr().out
     assert printed.count("stage 0 (MiB per rank)") == 1
     assert callback.reports[0].table() in printed
-    lines = {line.split("  ")[0]: line.split() for line in callback.reports[0].table().splitlines()}
-    assert lines["peak"][-1] == "n/a"
-    assert lines["peak"][1] != "n/a"
-    assert lines["bytes per parameter"][-2:] == ["18.00", "18.00"]
+    rows = {line.split("  ")[0]: line.split() for line in callback.reports[0].table().splitlines()}
+    assert rows["peak"][-1] == "n/a"
+    assert rows["peak"][1] != "n/a"
+    assert rows["bytes per parameter"][-2:] == ["18.00", "18.00"]
     with_peak = replace(callback.reports[0], peak=2 * callback.reports[0].estimate.peak)
     assert with_peak.ratio == 0.5
     assert "0.500" in with_peak.table()
     assert "(GiB per rank)" in replace(with_peak, peak=2**31).table()
 
 
-class Line(LightningModule):
-    """Ordinary layers, and an optimizer that keeps one tensor."""
+class OrdinaryModule(LightningModule):
+    """A module of ordinary layers; its optimizer keeps one tensor for each parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,9 +155,9 @@ class Line(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def test_other_modules_have_their_parts_counted_and_their_peak_unknown():
+def test_memory_of_ordinary_modules_is_counted_and_their_peak_is_unknown():
     callback = MemoryReport(after_steps=1)
-    fit(Line(), callback, precision="32-true")
+    fit(OrdinaryModule(), callback, precision="32-true")
     (report,) = callback.reports
     count = 32 * 64 + 64 * 64 + 64
     assert report.estimate.num_parameters == count
@@ -173,32 +174,42 @@ def test_other_modules_have_their_parts_counted_and_their_peak_unknown():
     assert "n/a" in report.table()
 
 
-def test_another_strategy_is_refused():
+def test_single_device_strategy_is_refused():
     trainer = Trainer(
         accelerator="cpu", devices=1, max_steps=1, logger=False, callbacks=[MemoryReport()]
     )
     with pytest.raises(UnsupportedError, match="the strategy is SingleDeviceStrategy"):
-        trainer.fit(Line(), loader())
+        trainer.fit(OrdinaryModule(), loader())
 
 
-def test_ranks_of_a_stage_are_joined_by_the_most_they_hold(capsys: pytest.CaptureFixture[str]):
+def test_reports_of_ranks_of_a_stage_are_merged_into_their_maximum(
+    capsys: pytest.CaptureFixture[str],
+):
     callback = MemoryReport()
     fit(LargerLM(), callback)
-    one = callback.reports[0]
-    smaller = replace(one, held={name: size // 2 for name, size in one.held.items()}, peak=5)
-    other = replace(one, stage=1, peak=3)
-    joined = merge_ranks(
-        [other, replace(smaller, peak=5), replace(one, peak=7), replace(other, peak=9)]
+    first_stage = callback.reports[0]
+    smaller = replace(
+        first_stage, held={name: size // 2 for name, size in first_stage.held.items()}, peak=5
     )
-    assert [(report.stage, report.peak) for report in joined] == [(0, 7), (1, 9)]
-    assert joined[0].held == one.held
+    second_stage = replace(first_stage, stage=1, peak=3)
+    merged = merge_ranks(
+        [
+            second_stage,
+            replace(smaller, peak=5),
+            replace(first_stage, peak=7),
+            replace(second_stage, peak=9),
+        ]
+    )
+    assert [(report.stage, report.peak) for report in merged] == [(0, 7), (1, 9)]
+    assert merged[0].held == first_stage.held
 
 
-def test_optimizers_and_batches_are_known_by_what_they_are():
+def test_state_copies_of_optimizers_and_token_shapes_of_batches_are_recognized():
     weight = [nn.Parameter(torch.ones(3))]
     adam = torch.optim.AdamW(weight, amsgrad=True)
     assert [
-        state_copies(o) for o in (adam, torch.optim.SGD(weight), torch.optim.Adagrad(weight))
+        state_copies(optimizer)
+        for optimizer in (adam, torch.optim.SGD(weight), torch.optim.Adagrad(weight))
     ] == [3, 0, 1]
     unknown = torch.optim.RMSprop(weight, momentum=0.9)
     weight[0].grad = torch.ones(3)

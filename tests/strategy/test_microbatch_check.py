@@ -1,6 +1,4 @@
-"""What couples the samples of a batch is refused when the batch is cut, and trains as without the
-strategy when not.
-"""
+"""Steps that couple samples are refused with microbatches and train on complete batches."""
 
 from __future__ import annotations
 
@@ -76,8 +74,8 @@ def contrast(module: Step, batch: Any) -> Tensor:
 
 
 def ragged(module: Step, batch: Any) -> Tensor:
-    each = logits(module, batch)[:, :, None].expand(-1, -1, 5)
-    return F.cross_entropy(each + torch.arange(5) * each.sin(), batch["tokens"])
+    token_logits = logits(module, batch)[:, :, None].expand(-1, -1, 5)
+    return F.cross_entropy(token_logits + torch.arange(5) * token_logits.sin(), batch["tokens"])
 
 
 def counted(module: Step, batch: Any) -> dict[str, Tensor]:
@@ -93,12 +91,12 @@ def halves(module: Step, batch: Any) -> Tensor:
     return -F.logsigmoid(chosen - rejected).mean()
 
 
-def mixed(module: Step, batch: Any) -> Tensor:
+def mixes_samples(module: Step, batch: Any) -> Tensor:
     order = torch.randperm(len(batch["x"]))
     return mean(module, {**batch, "x": 0.6 * batch["x"] + 0.4 * batch["x"][order]})
 
 
-def perplexity(module: Step, batch: Any) -> Tensor:
+def logs_perplexity(module: Step, batch: Any) -> Tensor:
     loss = mean(module, batch)
     module.log("ppl", loss.exp())
     return loss
@@ -109,27 +107,29 @@ def counts_calls(module: Step, batch: Any) -> Tensor:
     return mean(module, batch)
 
 
-def averages(module: Step, batch: Any) -> Tensor:
+def updates_average(module: Step, batch: Any) -> Tensor:
     module.level.mul_(0.9).add_(batch["x"].mean())
     return mean(module, batch)
 
 
-def teaches(module: Step, batch: Any) -> Tensor:
+def writes_weights(module: Step, batch: Any) -> Tensor:
     with torch.no_grad():
         module.net[0].weight.data = 0.9 * module.net[0].weight.data
     return mean(module, batch)
 
 
-def normalised(module: Step, batch: Any) -> Tensor:
+def normalises_by_hand(module: Step, batch: Any) -> Tensor:
     x = batch["x"]
     return mean(module, {**batch, "x": (x - x.mean(0)) / (x.std(0, correction=0) + 1)})
 
 
-def middle(module: Step, batch: Any) -> Tensor:
+def median_of_norms(module: Step, batch: Any) -> Tensor:
     return logits(module, batch).norm(dim=1).quantile(0.5)
 
 
-def mixed_by(share: Callable[[], float], order: Callable[[int], Any]) -> Callable[..., Any]:
+def mixes_samples_with(
+    share: Callable[[], float], order: Callable[[int], Any]
+) -> Callable[..., Any]:
     def step(module: Step, batch: Any) -> Tensor:
         part, places = share(), torch.as_tensor(order(len(batch["x"])))
         return F.cross_entropy(
@@ -146,9 +146,11 @@ def shuffled(count: int) -> list[int]:
     return places
 
 
-mixed_by_numpy = mixed_by(lambda: np.random.beta(2, 2), lambda count: np.random.permutation(count))
-mixed_by_python = mixed_by(lambda: random.betavariate(2, 2), shuffled)
-mixed_by_both = mixed_by(lambda: np.random.beta(2, 2), torch.randperm)
+mixes_samples_by_numpy = mixes_samples_with(
+    lambda: np.random.beta(2, 2), lambda count: np.random.permutation(count)
+)
+mixes_samples_by_python = mixes_samples_with(lambda: random.betavariate(2, 2), shuffled)
+mixes_samples_by_both = mixes_samples_with(lambda: np.random.beta(2, 2), torch.randperm)
 
 
 COUPLED: dict[str, tuple[Callable[..., Any], str]] = {
@@ -167,21 +169,24 @@ COUPLED: dict[str, tuple[Callable[..., Any], str]] = {
         lambda module, batch: logits(module, batch).norm(dim=1).quantile(0.8),
         "the loss",
     ),
-    # That of two samples is their mean.
-    "a median of single samples": (middle, "the loss of t"),
+    # The median of two samples is their mean.
+    "a median of single samples": (median_of_norms, "the loss of t"),
     "halves of a batch": (halves, "training_step must run on microbatches|the loss"),
-    "mixed samples": (mixed, "the loss"),
-    "samples mixed by NumPy": (mixed_by_numpy, "the loss"),
-    "samples mixed by Python": (mixed_by_python, "the loss"),
-    "samples mixed by NumPy and torch": (mixed_by_both, "the loss"),
-    "statistics by hand": (normalised, "the loss"),
-    "a logged value": (perplexity, "log 'ppl' of two microbatches"),
+    "mixed samples": (mixes_samples, "the loss"),
+    "samples mixed by NumPy": (mixes_samples_by_numpy, "the loss"),
+    "samples mixed by Python": (mixes_samples_by_python, "the loss"),
+    "samples mixed by NumPy and torch": (mixes_samples_by_both, "the loss"),
+    "statistics by hand": (normalises_by_hand, "the loss"),
+    "a logged value": (logs_perplexity, "log 'ppl' of two microbatches"),
     "counted calls": (
         counts_calls,
         "training_step must not depend on the number of its calls.*self.calls changes",
     ),
-    "weights that a step writes": (teaches, "must not write weights.*'net.0.weight' has changed"),
-    "an average in a buffer": (averages, "self.level changes at every call"),
+    "weights that a step writes": (
+        writes_weights,
+        "must not write weights.*'net.0.weight' has changed",
+    ),
+    "an average in a buffer": (updates_average, "self.level changes at every call"),
 }
 
 
@@ -216,14 +221,14 @@ def numpy_draws(module: Step, batch: Any) -> Tensor:
     )
 
 
-def keeps(module: Step, batch: Any) -> Tensor:
+def stores_values(module: Step, batch: Any) -> Tensor:
     loss = mean(module, batch)
     module.accuracy(logits(module, batch), batch["y"])
     module.log("accuracy", module.accuracy)
     module.outputs.append(loss.detach())
-    module.total, module.seen = (
+    module.total, module.num_samples = (
         module.total + loss.item() * len(batch["x"]),
-        module.seen + len(batch["x"]),
+        module.num_samples + len(batch["x"]),
     )
     module.last = loss.item()
     return loss
@@ -237,7 +242,7 @@ SOUND: dict[str, Callable[..., Any]] = {
     "draws of Python for each sample": python_draws,
     "draws of NumPy for each sample": numpy_draws,
     "draws of Python and NumPy once a call": draws_once,
-    "metrics and lists": keeps,
+    "metrics and lists": stores_values,
 }
 
 
@@ -259,18 +264,18 @@ def fit(
 
 
 def attributes_of(step: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"calls": 0} if step is counts_calls else {}
-    if step is averages:
-        found["level"] = nn.Buffer(torch.zeros(1, dtype=torch.float64))
-    if step is keeps:
-        found |= {
+    attributes: dict[str, Any] = {"calls": 0} if step is counts_calls else {}
+    if step is updates_average:
+        attributes["level"] = nn.Buffer(torch.zeros(1, dtype=torch.float64))
+    if step is stores_values:
+        attributes |= {
             "accuracy": MulticlassAccuracy(CLASSES),
             "outputs": [],
             "last": 0.0,
             "total": 0.0,
-            "seen": 0,
+            "num_samples": 0,
         }
-    return found
+    return attributes
 
 
 def weighted(module: Step, batch: Any) -> Tensor:
@@ -278,7 +283,7 @@ def weighted(module: Step, batch: Any) -> Tensor:
 
 
 def with_weights(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Add one weight for each class, of which there are as many as samples."""
+    """Add one weight for each class; there are as many classes as samples."""
     return {
         **torch.utils.data.default_collate(samples),
         "weights": torch.arange(1.0, 5.0, dtype=torch.float64),
@@ -311,7 +316,7 @@ SHAPED: dict[str, tuple[Callable[..., Any], Any, Any, str]] = {
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", SHAPED)
-def test_first_dimensions_that_do_not_count_samples_are_refused_or_kept_whole(
+def test_tensors_whose_first_dimension_is_not_samples_are_refused_with_microbatches(
     name: str, size: int
 ) -> None:
     step, net, collate, words = SHAPED[name]
@@ -327,14 +332,14 @@ def test_first_dimensions_that_do_not_count_samples_are_refused_or_kept_whole(
         run(MegatronStrategy(microbatch_size=size))
 
 
-def by_hand(samples: list[dict[str, Tensor]]) -> list[Microbatch]:
-    """Cut a batch in the collate function."""
+def cut_by_hand(samples: list[dict[str, Tensor]]) -> list[Microbatch]:
+    """Cut a batch into microbatches in the collate function."""
     parts = samples[:1], samples[1:]
     return [Microbatch(torch.utils.data.default_collate(part), len(part)) for part in parts]
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_norms_with_statistics_of_the_batch_are_refused_by_name_unless_frozen(size: int) -> None:
+def test_batch_norm_is_refused_by_name_with_microbatches_unless_frozen(size: int) -> None:
     def net(is_frozen: bool) -> nn.Module:
         norm = nn.BatchNorm1d(16)
         if is_frozen:
@@ -346,14 +351,14 @@ def test_norms_with_statistics_of_the_batch_are_refused_by_name_unless_frozen(si
     ):
         fit(mean, MegatronStrategy(microbatch_size=size), net(False))
     with pytest.raises(UnsupportedError, match="batch statistics need the whole batch"):
-        fit(mean, MegatronStrategy(), net(False), by_hand)
+        fit(mean, MegatronStrategy(), net(False), cut_by_hand)
     fit(mean, MegatronStrategy(microbatch_size=size), net(True))
     assert fit(mean, MegatronStrategy(), net(False)).losses == fit(mean, "auto", net(False)).losses
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", COUPLED)
-def test_what_couples_samples_is_refused_where_the_batch_is_cut(name: str, size: int) -> None:
+def test_steps_that_couple_samples_are_refused_with_microbatches(name: str, size: int) -> None:
     step, words = COUPLED[name]
     with pytest.raises(
         UnsupportedError, match=f"(?s){words}.*microbatch_size='batch'.*check_microbatches=False"
@@ -362,9 +367,9 @@ def test_what_couples_samples_is_refused_where_the_batch_is_cut(name: str, size:
 
 
 @pytest.mark.parametrize("name", [name for name in COUPLED if name != "wrong token counts"])
-def test_what_couples_samples_trains_as_without_the_strategy_by_default(name: str) -> None:
+def test_steps_that_couple_samples_match_one_device_on_complete_batches(name: str) -> None:
     step = COUPLED[name][0]
-    if step in (mixed, mixed_by_both):
+    if step in (mixes_samples, mixes_samples_by_both):
         pytest.skip("its draws are those of one process only with one seed")
     plain, ours = (
         fit(step, "auto", **attributes_of(step)),
@@ -376,7 +381,7 @@ def test_what_couples_samples_trains_as_without_the_strategy_by_default(name: st
 
 
 @pytest.mark.parametrize(("step", "warns"), [(ragged, True), (counted, False)])
-def test_half_precision_warns_of_labels_that_rounding_could_hide(
+def test_half_precision_warns_of_uneven_labels_unless_the_step_counts_tokens(
     step: Any, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def small(module: Step, batch: Any) -> Any:
@@ -388,31 +393,31 @@ def test_half_precision_warns_of_labels_that_rounding_could_hide(
 
 
 @pytest.mark.parametrize("name", COUPLED)
-def test_the_user_may_mean_microbatches(name: str) -> None:
+def test_disabled_check_accepts_steps_that_couple_samples(name: str) -> None:
     step = COUPLED[name][0]
     fit(step, MegatronStrategy(microbatch_size=2, check_microbatches=False), **attributes_of(step))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("name", SOUND)
-def test_what_treats_samples_alike_is_taken_and_nothing_of_the_trial_stays(
+def test_steps_that_treat_samples_equally_are_accepted_and_unchanged_by_the_trial(
     name: str, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     step = SOUND[name]
     if size == 3:
         size = 4
     with caplog.at_level(logging.WARNING):
-        tried = fit(step, MegatronStrategy(microbatch_size=size), **attributes_of(step))
-        untried = fit(
+        checked = fit(step, MegatronStrategy(microbatch_size=size), **attributes_of(step))
+        unchecked = fit(
             step,
             MegatronStrategy(microbatch_size=size, check_microbatches=False),
             **attributes_of(step),
         )
-    assert tried.losses == untried.losses
-    for found, expected in zip(tried.parameters(), untried.parameters(), strict=True):
-        assert torch.equal(found, expected)
-    if step is keeps:
-        assert len(tried.outputs) == len(untried.outputs) == 8 // size
+    assert checked.losses == unchecked.losses
+    for actual, expected in zip(checked.parameters(), unchecked.parameters(), strict=True):
+        assert torch.equal(actual, expected)
+    if step is stores_values:
+        assert len(checked.outputs) == len(unchecked.outputs) == 8 // size
         assert size == SIZE or "training_step stores values in the module, and" in caplog.text
         assert "self._hparams" not in caplog.text
     else:

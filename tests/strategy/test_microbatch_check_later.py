@@ -1,4 +1,4 @@
-"""Batches after the first one whose microbatches are uneven for the first time are tried, too."""
+"""The first batch with uneven microbatches is examined, even if it is a later batch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Texts(Dataset):
 
 
 class Step(LightningModule):
-    """A model of words whose loss is what a case says."""
+    """A word model whose loss depends on ``case``."""
 
     def __init__(self, case: str) -> None:
         super().__init__()
@@ -69,17 +69,17 @@ class Step(LightningModule):
         if self.case == "counted":
             loss = F.cross_entropy(logits, labels)
             return {"loss": loss, "num_tokens": (labels != -100).sum()}
-        each = F.cross_entropy(logits, batch["tokens"], reduction="none") * batch["mask"]
+        token_losses = F.cross_entropy(logits, batch["tokens"], reduction="none") * batch["mask"]
         if self.case == "mask":
-            return each.sum() / batch["mask"].sum()
-        return (each.sum(1) / batch["mask"].sum(1)).mean()
+            return token_losses.sum() / batch["mask"].sum()
+        return (token_losses.sum(1) / batch["mask"].sum(1)).mean()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         return self.loss_of(batch)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        found = self.loss_of(batch)
-        self.log("val_loss", found["loss"] if isinstance(found, dict) else found)
+        output = self.loss_of(batch)
+        self.log("val_loss", output["loss"] if isinstance(output, dict) else output)
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.num_steps += 1
@@ -99,7 +99,7 @@ def trainer_of(strategy: Any, devices: int) -> Trainer:
 def steps_before_refusal(
     case: str, strategy: Any, first: int, every: int = 1, devices: int = 1
 ) -> int:
-    """Return the number of steps of a fit that is refused for a mean over tokens, else of all."""
+    """Return the number of steps before a mean over tokens is refused; other cases run all."""
     module = Step(case)
     loader = DataLoader(Texts(first, every), batch_size=SIZE)
     trainer = trainer_of(strategy, devices)
@@ -118,9 +118,9 @@ def test_a_mean_over_tokens_is_refused_at_the_first_uneven_batch(case: str, firs
 
 
 @pytest.mark.parametrize("case", ["counted", "samples"])
-def test_steps_that_weigh_rightly_train_on_uneven_batches(case: str) -> None:
-    one = MegatronStrategy(microbatch_size=2)
-    assert steps_before_refusal(case, one, 3) == BATCHES
+def test_steps_with_correct_weights_train_on_uneven_batches(case: str) -> None:
+    strategy = MegatronStrategy(microbatch_size=2)
+    assert steps_before_refusal(case, strategy, 3) == BATCHES
     module, plain = Step(case), Step(case)
     loader = DataLoader(Texts(3), batch_size=SIZE)
     trainer_of(MegatronStrategy(microbatch_size=1), 1).fit(module, loader)
@@ -128,19 +128,19 @@ def test_steps_that_weigh_rightly_train_on_uneven_batches(case: str) -> None:
     torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=0, atol=1e-12)
 
 
-def test_a_whole_batch_may_be_uneven() -> None:
+def test_complete_batches_may_be_uneven() -> None:
     module = Step("labels")
     trainer_of(MegatronStrategy(), 1).fit(module, DataLoader(Texts(3), batch_size=SIZE))
     assert module.num_steps == BATCHES
 
 
-def test_an_uneven_batch_of_a_validation_is_refused() -> None:
+def test_uneven_validation_batches_are_refused() -> None:
     trainer = trainer_of(MegatronStrategy(microbatch_size=2), 1)
     with pytest.raises(UnsupportedError, match="validation_step must give the same"):
         trainer.validate(Step("labels"), DataLoader(Texts(3), batch_size=SIZE))
 
 
-def _world(rank: int, size: int) -> dict[str, int]:
+def run_two_ranks(rank: int, size: int) -> dict[str, int]:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     stages = {"pp": 2, "pipeline_plan": {"blocks": "blocks"}, "microbatch_size": 1}
@@ -155,15 +155,15 @@ def _world(rank: int, size: int) -> dict[str, int]:
     }
 
 
-def test_stages_and_data_ranks_refuse_uneven_batches_together() -> None:
-    for found in run_world(_world, 2):
-        assert found == {
+def test_stages_and_data_ranks_refuse_uneven_batches_at_the_same_step() -> None:
+    for num_steps in run_world(run_two_ranks, 2):
+        assert num_steps == {
             "pp2": 12,
             "pp2 counted": BATCHES,
             "dp2 samples": BATCHES,
             "dp2 early": 3,
-            # Examined 16 batches after the first one.
+            # The ranks examine again 16 batches after the first one.
             "dp2 late": 16,
-            # Uneven are the batches 9, 18 and 27; the examination finds the first of them.
+            # Batches 9, 18 and 27 are uneven; the examination finds batch 18.
             "dp2 seldom": 18,
         }

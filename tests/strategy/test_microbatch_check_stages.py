@@ -1,6 +1,4 @@
-"""The trial of the first batch over pipeline stages and data ranks, and on stock models with
-dropout.
-"""
+"""The trial of the first batch works over pipeline stages and data ranks, and with dropout."""
 
 from __future__ import annotations
 
@@ -21,8 +19,8 @@ from tests.world import run_world
 BATCH, LENGTH, WORDS = 8, 5, 11
 
 
-class Blocks(LightningModule):
-    """An encoder with dropout, whose step is what a case says."""
+class Encoder(LightningModule):
+    """An encoder with dropout whose loss depends on ``case``."""
 
     def __init__(self, case: str) -> None:
         super().__init__()
@@ -57,7 +55,7 @@ class Blocks(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def data() -> DataLoader:
+def make_loader() -> DataLoader:
     generator = torch.Generator().manual_seed(0)
     tokens, labels = (
         torch.randint(WORDS, (2 * BATCH, LENGTH), generator=generator) for _ in range(2)
@@ -70,7 +68,11 @@ def fit(case: str, strategy: Any, devices: int, **options: Any) -> dict[str, flo
         accelerator="cpu", devices=devices, strategy=strategy, max_epochs=1, precision="64-true", logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **options,
     )  # fmt: skip
-    trainer.fit(Blocks(case), data(), data() if case in ("mean", "ragged validation") else None)
+    trainer.fit(
+        Encoder(case),
+        make_loader(),
+        make_loader() if case in ("mean", "ragged validation") else None,
+    )
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
@@ -82,39 +84,39 @@ REFUSED = {
 }
 
 
-def _run(rank: int, size: int) -> dict[str, Any]:
+def run_two_ranks(rank: int, size: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     stages: dict[str, Any] = {"pp": 2, "pipeline_plan": {"blocks": "blocks"}}
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for layout, options in {"pp2": stages, "dp2": {"microbatch_size": 2}}.items():
         for case, words in REFUSED.items():
             with pytest.raises(UnsupportedError, match=f"(?s){words}.*microbatch_size='batch'"):
                 fit(case, MegatronStrategy(**options), size)
-        tried = fit("mean", MegatronStrategy(**options), size)
-        found[layout] = (
-            tried,
+        checked = fit("mean", MegatronStrategy(**options), size)
+        results[layout] = (
+            checked,
             fit("mean", MegatronStrategy(**options, check_microbatches=False), size),
         )
-    whole = fit("contrast", MegatronStrategy(**stages, microbatch_size="batch"), size)
-    return {**found, "whole": whole}
+    metrics = fit("contrast", MegatronStrategy(**stages, microbatch_size="batch"), size)
+    return {**results, "whole": metrics}
 
 
 @pytest.fixture(scope="module")
-def world() -> list[dict[str, Any]]:
-    return run_world(_run, 2)
+def results_of_ranks() -> list[dict[str, Any]]:
+    return run_world(run_two_ranks, 2)
 
 
 @pytest.mark.parametrize("layout", ["pp2", "dp2"])
-def test_a_sound_step_with_dropout_is_taken_and_the_trial_changes_nothing(
-    world: Any, layout: str
+def test_mean_loss_with_dropout_is_accepted_and_unchanged_by_the_trial(
+    results_of_ranks: Any, layout: str
 ) -> None:
-    for found in world:
-        tried, untried = found[layout]
-        assert tried == untried
-        assert 0 < tried["loss"] < 5
+    for results in results_of_ranks:
+        checked, unchecked = results[layout]
+        assert checked == unchecked
+        assert 0 < checked["loss"] < 5
 
 
-def test_a_batch_left_whole_over_stages_may_couple_its_samples(world: Any) -> None:
-    assert world[0]["whole"] == world[1]["whole"]
-    assert world[0]["whole"]["loss"] > 0.5
+def test_complete_batches_over_pipeline_stages_may_couple_samples(results_of_ranks: Any) -> None:
+    assert results_of_ranks[0]["whole"] == results_of_ranks[1]["whole"]
+    assert results_of_ranks[0]["whole"]["loss"] > 0.5

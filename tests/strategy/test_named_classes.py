@@ -13,14 +13,14 @@ from lightning_megatron.strategy.named_classes import named_class
 BERT = "lightning_megatron.BERTDataModule"
 
 
-def resolved(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+def resolved_config(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
     with pytest.raises(SystemExit) as stopped:
         MegatronCLI(args=["fit", *arguments, "--print_config"])
     assert stopped.value.code == 0
     return yaml.safe_load(capsys.readouterr().out)
 
 
-def test_a_named_data_module_has_its_own_defaults(
+def test_named_data_module_has_its_own_defaults(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["lightning-megatron"])
@@ -30,25 +30,28 @@ def test_a_named_data_module_has_its_own_defaults(
     )
     # The default class has rows of 1,024 tokens.
     for arguments in (["-c", str(path)], [f"--data={BERT}", "--data.corpus=speeches"]):
-        found = resolved(capsys, *arguments)["data"]
-        assert found["class_path"] == BERT
-        assert found["init_args"]["seq_length"] == 512
-        assert found["init_args"]["corpus"] == "speeches"
-    found = resolved(capsys, "--data.corpus=speeches")["data"]
-    assert found["class_path"] == "lightning_megatron.TokenDataModule"
-    assert found["init_args"]["seq_length"] == 1024
+        data = resolved_config(capsys, *arguments)["data"]
+        assert data["class_path"] == BERT
+        assert data["init_args"]["seq_length"] == 512
+        assert data["init_args"]["corpus"] == "speeches"
+    data = resolved_config(capsys, "--data.corpus=speeches")["data"]
+    assert data["class_path"] == "lightning_megatron.TokenDataModule"
+    assert data["init_args"]["seq_length"] == 1024
 
 
-def test_the_last_name_counts_and_a_missing_class_is_left_to_the_parser(tmp_path: Path) -> None:
+def test_last_named_class_is_used_and_missing_classes_are_left_to_the_parser(
+    tmp_path: Path,
+) -> None:
     first = tmp_path / "a.yaml"
     first.write_text(f"data: {BERT}\nmodel: null\n")
     second = tmp_path / "b.yaml"
     second.write_text("data: {class_path: lightning_megatron.TokenDataModule}\n")
-    given = ["fit", "-c", str(first)]
-    assert named_class(given, "data") == BERT
-    assert named_class(given, "model") is None
+    arguments = ["fit", "-c", str(first)]
+    assert named_class(arguments, "data") == BERT
+    assert named_class(arguments, "model") is None
     assert (
-        named_class([*given, f"--config={second}"], "data") == "lightning_megatron.TokenDataModule"
+        named_class([*arguments, f"--config={second}"], "data")
+        == "lightning_megatron.TokenDataModule"
     )
     option = ["--data.class_path", BERT]
     assert named_class(["fit", "-c", str(second), *option], "data") == BERT

@@ -1,4 +1,4 @@
-"""Arguments that cannot be honoured are refused before any process exists."""
+"""Arguments that the strategy cannot honour are refused before any process starts."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def trainer(devices: int, strategy: Any, **options: Any) -> Trainer:
         ),
     ],
 )
-def test_bad_arguments_are_refused_by_the_constructor(
+def test_invalid_arguments_are_refused_by_the_constructor(
     arguments: Any, error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
@@ -152,14 +152,14 @@ def without_ranges(kind: Any) -> Any:
     return kind
 
 
-def test_the_signature_and_the_record_of_options_agree() -> None:
+def test_constructor_signature_and_option_fields_agree() -> None:
     parameters = inspect.signature(MegatronStrategy).parameters
     declared = get_type_hints(MegatronStrategy.__init__)
     kinds = get_type_hints(StrategyOptions, include_extras=True)
     assert list(parameters) == [field.name for field in fields(StrategyOptions)]
     for field in fields(StrategyOptions):
         assert without_ranges(kinds[field.name]) == declared[field.name], field.name
-        # The signature alone has the defaults.
+        # Only the signature has defaults.
         assert field.default is MISSING
 
 
@@ -213,11 +213,11 @@ def test_every_argument_reaches_the_options() -> None:
         "fp8",
         "backend",
     }
-    found = MegatronStrategy(**changed).options.as_dict()  # type: ignore[arg-type]
-    assert {name: found[name] for name in changed} == changed
+    options = MegatronStrategy(**changed).options.as_dict()  # type: ignore[arg-type]
+    assert {name: options[name] for name in changed} == changed
 
 
-def test_sizes_that_do_not_divide_the_world_are_refused_by_the_trainer() -> None:
+def test_sizes_that_do_not_divide_the_world_size_are_refused_by_the_trainer() -> None:
     with pytest.raises(
         ParallelPlanError, match="world_size .4. must be a multiple of tp x cp x pp"
     ):
@@ -229,7 +229,7 @@ def test_nccl_without_gpus_is_refused_by_the_trainer() -> None:
         trainer(2, MegatronStrategy(process_group_backend="nccl"))
 
 
-def test_a_checkpoint_plugin_is_refused() -> None:
+def test_checkpoint_io_plugins_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="CheckpointIO plugin"):
         trainer(1, MegatronStrategy(), plugins=[AsyncCheckpointIO()])
 
@@ -239,28 +239,28 @@ def test_synchronised_batch_norm_is_refused() -> None:
         trainer(1, MegatronStrategy(), sync_batchnorm=True)
 
 
-def test_the_strategy_has_a_short_name() -> None:
+def test_strategy_is_registered_as_megatron() -> None:
     assert isinstance(StrategyRegistry.get("megatron"), MegatronStrategy)
     assert isinstance(trainer(1, "megatron").strategy, MegatronStrategy)
     MegatronStrategy.register_strategies(StrategyRegistry)
 
 
-def test_sequence_parallel_follows_tp_unless_it_is_given() -> None:
+def test_sequence_parallel_defaults_to_on_with_tp_above_1() -> None:
     assert MegatronStrategy(tp=2).options.shards_sequence
     assert not MegatronStrategy().options.shards_sequence
     assert not MegatronStrategy(tp=2, sequence_parallel=False).options.shards_sequence
 
 
-def test_overlap_in_products_is_reported_if_it_does_nothing() -> None:
+def test_overlap_tensor_parallel_without_effect_is_reported() -> None:
     options = MegatronStrategy(tp=2, overlap_tensor_parallel=True).options
     for precision, kind in (("bf16-mixed", "cpu"), ("32-true", "cuda")):
         assert "has no effect" in notes_on(options, precision, kind)[-1]
     assert not any("no effect" in note for note in notes_on(options, "bf16-mixed", "cuda"))
 
 
-def test_fp8_without_graphs_is_reported_on_gpus() -> None:
-    def notes(kind: str, **given: Any) -> list[str]:
-        return notes_on(MegatronStrategy(**given).options, "bf16-mixed", kind)
+def test_fp8_without_cuda_graphs_is_reported_on_gpus() -> None:
+    def notes(kind: str, **options: Any) -> list[str]:
+        return notes_on(MegatronStrategy(**options).options, "bf16-mixed", kind)
 
     assert "cuda_graphs='segments'" in notes("cuda", fp8="tensorwise")[-1]
     assert notes("cuda", fp8="tensorwise", cuda_graphs="segments") == []
@@ -269,7 +269,7 @@ def test_fp8_without_graphs_is_reported_on_gpus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks_per_host", "across"),
+    ("layout", "ranks_per_host", "spanning_ranks"),
     [
         (ParallelLayout(8, tp=4), 4, None),
         (ParallelLayout(8, tp=2), 4, None),
@@ -279,23 +279,23 @@ def test_fp8_without_graphs_is_reported_on_gpus() -> None:
     ],
 )
 def test_ranks_that_share_memory_must_be_on_one_host(
-    layout: ParallelLayout, ranks_per_host: int, across: str | None
+    layout: ParallelLayout, ranks_per_host: int, spanning_ranks: str | None
 ) -> None:
     check_hosts(MegatronStrategy(tp=layout.tp).options, layout, ranks_per_host)
     options = MegatronStrategy(tp=layout.tp, overlap_tensor_parallel=True).options
-    if across is None:
+    if spanning_ranks is None:
         check_hosts(options, layout, ranks_per_host)
         return
-    with pytest.raises(ParallelPlanError, match=re.escape(f"ranks {across} are not")):
+    with pytest.raises(ParallelPlanError, match=re.escape(f"ranks {spanning_ranks} are not")):
         check_hosts(options, layout, ranks_per_host)
 
 
-def test_the_schedule_follows_vpp() -> None:
+def test_schedule_defaults_to_interleaved_with_vpp_above_1() -> None:
     assert MegatronStrategy(pp=2).options.schedule_name == "1f1b"
     assert MegatronStrategy(pp=2, vpp=2).options.schedule_name == "interleaved"
 
 
-def test_the_layout_places_chunks_as_the_schedule_does() -> None:
+def test_layout_places_chunks_in_the_shape_of_the_schedule() -> None:
     for schedule in ("zb-v", "dualpipe-v"):
         options = MegatronStrategy(pp=2, vpp=2, schedule=schedule).options
         layout = ParallelLayout(4, **options.sizes())
@@ -305,7 +305,7 @@ def test_the_layout_places_chunks_as_the_schedule_does() -> None:
     assert MegatronStrategy(pp=2, schedule="zb-h1").options.sizes()["shape"] == "loop"
 
 
-def test_a_schedule_may_be_a_file_or_a_function(tmp_path: Path) -> None:
+def test_schedule_may_be_a_file_or_a_function(tmp_path: Path) -> None:
     rows = format_schedule(build_schedule("zb-v", 2, 4, 2))
     paths = [tmp_path / "mine.csv", tmp_path / "COPY.CSV"]
     for path in paths:
@@ -322,10 +322,10 @@ def test_a_schedule_may_be_a_file_or_a_function(tmp_path: Path) -> None:
     with pytest.raises(ParallelPlanError, match="it has 2 rows with 2 chunks, pp is 4, vpp is 2"):
         MegatronStrategy(pp=4, vpp=2, schedule=str(paths[0]))
 
-    def mine(rank: int, pp: int, num_microbatches: int, vpp: int) -> list[Action]:
+    def custom_schedule(rank: int, pp: int, num_microbatches: int, vpp: int) -> list[Action]:
         return list(build_schedule("1f1b", pp, num_microbatches).actions(rank))
 
-    options = MegatronStrategy(pp=2, schedule=mine, microbatch_size=1).options
+    options = MegatronStrategy(pp=2, schedule=custom_schedule, microbatch_size=1).options
     assert options.pass_order is options.custom_order
     layout = ParallelLayout(2, pp=2)
     assert options.microbatches(layout).count_for(6) == 6
@@ -334,7 +334,7 @@ def test_a_schedule_may_be_a_file_or_a_function(tmp_path: Path) -> None:
     assert (named.custom_order, named.pass_order) == (None, "zb-h1")
 
 
-def test_batches_that_a_file_cannot_order_are_refused_before_processes_start(
+def test_batches_that_a_schedule_file_cannot_order_are_refused(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "mine.csv"
@@ -350,14 +350,14 @@ def test_batches_that_a_file_cannot_order_are_refused_before_processes_start(
 
 
 @pytest.mark.parametrize("timeout", [60, 60.0])
-def test_a_timeout_is_in_seconds(timeout: float) -> None:
+def test_timeout_is_in_seconds(timeout: float) -> None:
     delta = MegatronStrategy(timeout=timeout).options.timeout_delta
     assert delta is not None
     assert delta.total_seconds() == 60
 
 
 @pytest.mark.parametrize("size", [None, "batch", 3])
-def test_a_microbatch_is_a_number_of_samples_the_batch_or_chosen(size: Any) -> None:
+def test_microbatch_size_is_a_number_the_batch_or_chosen_by_the_strategy(size: Any) -> None:
     rule = MegatronStrategy(pp=2, microbatch_size=size).options.microbatches(
         ParallelLayout(2, pp=2)
     )
@@ -365,7 +365,7 @@ def test_a_microbatch_is_a_number_of_samples_the_batch_or_chosen(size: Any) -> N
 
 
 @pytest.mark.parametrize("size", [True, 1.5, "all", -1])
-def test_other_sizes_of_a_microbatch_are_refused(size: Any) -> None:
+def test_invalid_microbatch_sizes_are_refused(size: Any) -> None:
     with pytest.raises(
         ParallelPlanError,
         match=r"microbatch_size must be a whole number of at least 1, batch or None",
@@ -386,7 +386,7 @@ def test_other_sizes_of_a_microbatch_are_refused(size: Any) -> None:
         (ExpertLoad, "filename", float("nan"), "text"),
     ],
 )
-def test_wrong_arguments_of_callbacks_are_refused(
+def test_invalid_arguments_of_callbacks_are_refused(
     callback: Any, name: str, value: Any, legal: str
 ) -> None:
     with pytest.raises(ParallelPlanError, match=f"{name} must be {legal}: it is"):

@@ -1,4 +1,4 @@
-"""What microbatches return becomes what the batch would have returned."""
+"""Outputs of microbatches are merged into the output of the batch."""
 
 from __future__ import annotations
 
@@ -39,11 +39,13 @@ def test_containers_are_merged_entry_by_entry() -> None:
     ("outputs", "expected"),
     [([], None), ([None, None], None), (["only"], "only"), (["a", "b"], ["a", "b"])],
 )
-def test_other_values(outputs: list[Any], expected: Any) -> None:
+def test_outputs_without_tensors_become_none_one_value_or_a_list(
+    outputs: list[Any], expected: Any
+) -> None:
     assert merge_outputs(outputs, [1] * len(outputs)) == expected
 
 
-def test_rows_of_different_widths_stay_apart() -> None:
+def test_rows_of_different_widths_are_not_joined() -> None:
     assert len(merge_outputs([torch.ones(1, 2), torch.ones(1, 3)], [1, 1])) == 2
 
 
@@ -56,18 +58,18 @@ def test_a_step_without_a_loss_is_refused(output: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize("count", [3, 3.0, torch.tensor(3), torch.tensor([3.0])])
-def test_the_host_knows_token_counts_that_are_on_it(count: Any) -> None:
-    found = token_count_in({"loss": 1.0, "num_tokens": count})
-    assert not isinstance(found, torch.Tensor)
-    assert found == 3
+def test_token_counts_on_the_host_become_numbers(count: Any) -> None:
+    actual = token_count_in({"loss": 1.0, "num_tokens": count})
+    assert not isinstance(actual, torch.Tensor)
+    assert actual == 3
 
 
-def test_token_counts_of_a_device_stay_there() -> None:
+def test_token_counts_on_a_device_become_scalars_on_that_device() -> None:
     count = torch.tensor([3], device="meta")
-    found = token_count_in({"num_tokens": count})
-    assert isinstance(found, torch.Tensor)
-    assert found.shape == ()
-    assert found.device.type == "meta"
+    actual = token_count_in({"num_tokens": count})
+    assert isinstance(actual, torch.Tensor)
+    assert actual.shape == ()
+    assert actual.device.type == "meta"
 
 
 @pytest.mark.parametrize(
@@ -78,17 +80,17 @@ def test_values_that_are_not_token_counts_are_refused(count: Any) -> None:
         token_count_in({"num_tokens": count})
 
 
-def test_all_microbatches_count_or_none() -> None:
+def test_token_counts_must_come_from_all_microbatches_or_none() -> None:
     assert token_counts_in([torch.ones(()), {"loss": 1}, None]) is None
     assert token_counts_in([{"num_tokens": 2}, None, {"num_tokens": 0}]) == [2, 0, 0]
     with pytest.raises(ValueError, match="missing for 1 of 2, first for microbatch 1"):
         token_counts_in([{"num_tokens": 2}, {"loss": 1.0}])
 
 
-@pytest.mark.parametrize("of_device", [False, True])
-def test_what_weighs_nothing_takes_no_part(of_device: bool) -> None:
+@pytest.mark.parametrize("as_tensors", [False, True])
+def test_values_with_zero_weight_do_not_affect_the_mean(as_tensors: bool) -> None:
     def mean(values: list[float], weights: list[int]) -> float:
-        wrapped: Any = [torch.tensor(weight) for weight in weights] if of_device else weights
+        wrapped: Any = [torch.tensor(weight) for weight in weights] if as_tensors else weights
         return weighted_mean(torch.tensor(values, dtype=torch.float64), wrapped).item()
 
     nan = float("nan")

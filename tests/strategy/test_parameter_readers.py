@@ -1,4 +1,4 @@
-"""Hooks that might look at gradients, which then are shown, are told from those that do not."""
+"""Hooks whose code may read gradients are distinguished from hooks that do not."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ from lightning_megatron.strategy.optimization.parameter_readers import gradient_
 class Counts(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         with torch.no_grad(), torch.autograd.profiler.record_function("count"):
-            self.count = sum(one.numel() for one in module.parameters() if one.requires_grad)
+            self.count = sum(
+                weight.numel() for weight in module.parameters() if weight.requires_grad
+            )
 
 
 class Reads(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        self.seen = [one.grad for one in module.parameters()]
+        self.value = [weight.grad for weight in module.parameters()]
 
 
-def largest(module: torch.nn.Module) -> float:
-    return max(float(one.grad.abs().max()) for one in module.parameters() if one.grad is not None)
+def largest_value(module: torch.nn.Module) -> float:
+    return max(
+        float(weight.grad.abs().max()) for weight in module.parameters() if weight.grad is not None
+    )
 
 
 class ReadsByFunction(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
-        self.seen = largest(module)
+        self.value = largest_value(module)
 
 
 class Before(L.Callback):
@@ -38,7 +42,7 @@ class Before(L.Callback):
 
 class Norm(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.seen = trainer.precision_plugin.last_grad_norm  # type: ignore[attr-defined]
+        self.value = trainer.precision_plugin.last_grad_norm  # type: ignore[attr-defined]
 
 
 class Denies(Reads):
@@ -56,7 +60,7 @@ class Denies(Reads):
         (Before, "Before.on_before_optimizer_step"),
     ],
 )
-def test_code_that_names_gradients_is_a_reader(
+def test_first_hook_that_may_read_gradients_is_named(
     callback: type[L.Callback], name: str | None
 ) -> None:
     trainer = L.Trainer(

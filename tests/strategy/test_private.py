@@ -1,6 +1,4 @@
-"""Watch over the private names of Lightning: a new version that moves one fails here, and only
-here.
-"""
+"""Private names of Lightning that the package uses exist; a version that moves one fails here."""
 
 from __future__ import annotations
 
@@ -28,10 +26,10 @@ from lightning_megatron.strategy import private
 from lightning_megatron.strategy.private.loops import AutomaticOptimization, Closure
 
 PACKAGE = Path(lightning_megatron.__file__).parent
-ROOM = Path(private.__file__).parent
+PRIVATE_FOLDER = Path(private.__file__).parent
 MODULES = [
     import_module(f"{private.__name__}.{path.stem}")
-    for path in sorted(ROOM.glob("*.py"))
+    for path in sorted(PRIVATE_FOLDER.glob("*.py"))
     if path.stem != "__init__"
 ]
 TRAINER_ATTRIBUTES = sorted(
@@ -51,12 +49,12 @@ def trainer() -> Trainer:
 
 
 @pytest.mark.parametrize(("where", "name"), TRAINER_ATTRIBUTES)
-def test_what_we_read_of_a_trainer_is_there(trainer: Trainer, where: str, name: str) -> None:
+def test_listed_attributes_of_the_trainer_exist(trainer: Trainer, where: str, name: str) -> None:
     owner = reduce(getattr, where.split("."), trainer) if where else trainer
     assert hasattr(type(owner), name) or name in vars(owner)
 
 
-def test_the_replaced_loop_has_the_signatures_that_we_override() -> None:
+def test_methods_of_the_replaced_loop_have_the_expected_signatures() -> None:
     loop = AutomaticOptimization
     assert list(inspect.signature(loop._make_closure).parameters) == [
         "self",
@@ -73,13 +71,13 @@ def test_the_replaced_loop_has_the_signatures_that_we_override() -> None:
     assert "training_step" in inspect.getsource(loop._training_step)
 
 
-def test_the_epoch_loop_calls_the_methods_that_we_replace(trainer: Trainer) -> None:
+def test_epoch_loop_calls_the_replaced_methods(trainer: Trainer) -> None:
     loop = type(trainer.fit_loop.epoch_loop)
     assert "self.advance(data_fetcher)" in inspect.getsource(loop.run)
     assert "self._broadcast_sigterm_tensor()" in inspect.getsource(loop.advance)
 
 
-def test_the_callback_that_saves_calls_the_methods_that_we_replace() -> None:
+def test_model_checkpoint_calls_the_replaced_methods() -> None:
     callback = ModelCheckpoint
     assert list(inspect.signature(callback.file_exists).parameters) == [
         "self",
@@ -96,20 +94,20 @@ def test_the_callback_that_saves_calls_the_methods_that_we_replace() -> None:
     assert "self._link_checkpoint(trainer, self._last_checkpoint_saved, filepath)" in source
 
 
-def test_the_callback_that_averages_calls_the_methods_that_we_replace() -> None:
+def test_weight_averaging_calls_the_replaced_methods() -> None:
     source = inspect.getsource(WeightAveraging)
     assert source.count("self._swap_models(pl_module)") == 2
     assert source.count("self._average_model.update_parameters(pl_module)") == 2
     assert list(inspect.signature(WeightAveraging._swap_models).parameters) == ["self", "pl_module"]
 
 
-def test_the_data_connector_asks_the_method_that_we_replace(trainer: Trainer) -> None:
+def test_data_connector_calls_the_replaced_method(trainer: Trainer) -> None:
     connector = type(trainer._data_connector)
-    for asking in (connector._prepare_dataloader, connector._resolve_sampler):
-        assert "self._requires_distributed_sampler(dataloader)" in inspect.getsource(asking)
+    for method in (connector._prepare_dataloader, connector._resolve_sampler):
+        assert "self._requires_distributed_sampler(dataloader)" in inspect.getsource(method)
 
 
-def test_callbacks_and_profilers_have_the_names_that_we_use() -> None:
+def test_callbacks_and_profilers_have_the_names_that_the_package_uses() -> None:
     averaging, pruning = (
         inspect.getsource(StochasticWeightAveraging),
         inspect.getsource(ModelPruning),
@@ -134,41 +132,41 @@ def test_callbacks_and_profilers_have_the_names_that_we_use() -> None:
     assert "self.unfreeze_and_add_param_group(" in inspect.getsource(BackboneFinetuning)
 
 
-def files_outside_of_the_room() -> list[Path]:
-    return [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != ROOM]
+def files_outside_the_private_package() -> list[Path]:
+    return [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PRIVATE_FOLDER]
 
 
-def test_private_names_are_imported_in_one_room_only() -> None:
-    wrong = [
+def test_private_names_are_imported_only_in_the_private_package() -> None:
+    violations = [
         f"{path.relative_to(PACKAGE)}: {alias.name}"
-        for path in files_outside_of_the_room()
+        for path in files_outside_the_private_package()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning.")
         for alias in node.names
         if alias.name.startswith("_") or "._" in (node.module or "")
     ]
-    assert not wrong
+    assert not violations
 
 
-def test_private_attributes_are_read_in_one_room_only() -> None:
-    """The strategy itself may read those that it inherits."""
+def test_private_attributes_are_read_only_in_the_private_package() -> None:
+    """The strategy itself may read private attributes that it inherits."""
     names = {name for _, name in TRAINER_ATTRIBUTES if name.startswith("_")}
     names |= {
         part for where, _ in TRAINER_ATTRIBUTES for part in where.split(".") if part[:1] == "_"
     }
     names |= {"_trainer", "_device_mesh", "_lightning_optimizers"}
-    wrong = [
+    violations = [
         f"{path.relative_to(PACKAGE)}:{node.lineno} reads {node.attr}"
-        for path in files_outside_of_the_room()
+        for path in files_outside_the_private_package()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute) and node.attr in names
         if not (isinstance(node.value, ast.Name) and node.value.id == "self")
     ]
-    assert not wrong
+    assert not violations
 
 
-def test_the_room_is_complete(trainer: Trainer) -> None:
-    """Every private attribute of the Trainer's own parts that the room reads is in its tables."""
+def test_private_package_lists_every_private_attribute_that_it_reads(trainer: Trainer) -> None:
+    """Private attributes of the Trainer and of its parts stand in ``TRAINER_ATTRIBUTES``."""
     listed = {name for _, name in TRAINER_ATTRIBUTES} | {
         part for where, _ in TRAINER_ATTRIBUTES for part in where.split(".")
     }

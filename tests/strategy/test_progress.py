@@ -1,4 +1,4 @@
-"""The progress bar's numbers: tokens, rate, steps."""
+"""The progress bar counts tokens and steps and measures the token rate."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_tokens_are_the_elements_of_the_first_integer_matrix(batch: Any) -> None
 @pytest.mark.parametrize(
     "batch", [torch.ones(3, 5), torch.zeros(3, dtype=torch.long), "text", None, []]
 )
-def test_a_batch_without_tokens_counts_none(batch: Any) -> None:
+def test_batches_without_an_integer_matrix_have_zero_tokens(batch: Any) -> None:
     assert count_tokens(batch) == 0
 
 
-def test_rate_leaves_out_pauses() -> None:
+def test_rate_excludes_pauses() -> None:
     rate = TokenRate()
     rate.start(0.0)
     rate.add(100, 1.0)
@@ -54,7 +54,7 @@ def test_rate_leaves_out_pauses() -> None:
     assert rate.per_second == 200.0
 
 
-def test_rate_ignores_old_batches() -> None:
+def test_rate_covers_only_the_most_recent_batches() -> None:
     rate = TokenRate(window=2)
     rate.start(0.0)
     for end, tokens in ((10.0, 1), (11.0, 8), (12.0, 8)):
@@ -66,7 +66,7 @@ def test_rate_is_zero_before_the_first_batch() -> None:
     assert TokenRate().per_second == 0.0
 
 
-def test_ranks_that_read_the_same_data_are_one_reader() -> None:
+def test_number_of_replicas_is_that_of_the_sampler_or_one() -> None:
     strategy = SimpleNamespace(distributed_sampler_kwargs={"num_replicas": 2, "rank": 0})
     assert count_replicas(SimpleNamespace(strategy=strategy)) == 2
     assert count_replicas(SimpleNamespace(strategy=SimpleNamespace())) == 1
@@ -81,19 +81,19 @@ def test_ranks_that_read_the_same_data_are_one_reader() -> None:
         ({"max_epochs": -1}, None),
     ],
 )
-def test_steps_to_come_follow_the_limits(
+def test_number_of_steps_follows_the_limits_of_the_trainer(
     limits: dict[str, int], steps: int | None, tmp_path: Path
 ) -> None:
-    seen = []
+    counts = []
 
     class Bar(TokensProgressBar):
         def on_train_start(self, trainer: Trainer, *args: Any) -> None:
             super().on_train_start(trainer, *args)
-            seen.append(count_steps(trainer))
+            counts.append(count_steps(trainer))
             trainer.should_stop = True
 
     fit(tmp_path, Bar(), **limits)
-    assert seen == [steps]
+    assert counts == [steps]
 
 
 def test_bar_shows_loss_rate_and_time_left(
@@ -107,13 +107,13 @@ def test_bar_shows_loss_rate_and_time_left(
     assert "left=0:00:00" in last
 
 
-def test_values_by_step_are_read_only_when_the_bar_is_drawn(
+def test_tokens_bar_does_not_convert_logged_values_at_every_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = []
+    converted = []
     monkeypatch.setattr(
         "lightning.pytorch.trainer.connectors.logger_connector.result.convert_tensors_to_scalars",
-        lambda value: read.append(value) or float(value),
+        lambda value: converted.append(value) or float(value),
     )
     fit(
         tmp_path,
@@ -123,9 +123,9 @@ def test_values_by_step_are_read_only_when_the_bar_is_drawn(
         limit_val_batches=0,
     )
     assert "train_loss=" in capsys.readouterr().out.split("\r")[-1]
-    assert read == []
+    assert converted == []
     fit(tmp_path, TQDMProgressBar(), strategy=MegatronStrategy(), max_steps=8, limit_val_batches=0)
-    assert len(read) >= 8
+    assert len(converted) >= 8
 
 
 def fit(folder: Path, bar: TQDMProgressBar, strategy: Any = "auto", **limits: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a fit goes on from beside the tensors is checked before it is used, and refused by name."""
+"""The state of a rank in a checkpoint is checked before use, and damaged values are named."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.strategy.test_user_code import Net, fit
 CPU = torch.device("cpu")
 
 
-def sound() -> dict[str, Any]:
+def intact_state() -> dict[str, Any]:
     return {
         "random": RandomStreams(3).state_dict(),
         "generators": random_states(CPU),
@@ -32,7 +32,7 @@ def sound() -> dict[str, Any]:
     }
 
 
-def put(value: Any, *keys: str) -> Callable[[dict[str, Any]], Any]:
+def setter_of(value: Any, *keys: str) -> Callable[[dict[str, Any]], Any]:
     def edit(values: dict[str, Any]) -> None:
         for key in keys[:-1]:
             values = values[key]
@@ -47,29 +47,29 @@ EDITS: tuple[tuple[Callable[[dict[str, Any]], Any], str], ...] = (
     (lambda values: values.pop("random"), "random is missing"),
     (lambda values: values.pop("generators"), "generators is missing"),
     (lambda values: values.pop("dataloaders"), "dataloaders is missing"),
-    (put({}, "dataloaders"), "dataloaders must be a list: it is"),
-    (put(7, "random"), RANDOM),
-    (put("7", "random", "seed"), RANDOM),
-    (put(True, "random", "seed"), RANDOM),
-    (put({"step": 0.5}, "random", "position"), RANDOM),
-    (put({"place": 1}, "random", "position"), RANDOM),
-    (put(-1, "random", "position", "step"), RANDOM),
-    (put([], "generators"), STATES),
-    (put({}, "generators"), STATES),
-    (put(torch.zeros(4), "generators", "torch"), STATES),
-    (put(None, "generators", "numpy"), STATES),
-    (put(torch.full((624,), -1), "generators", "numpy", "keys"), STATES),
-    (put(torch.zeros(3), "generators", "numpy", "keys"), STATES),
-    (put(10**30, "generators", "numpy", "position"), STATES),
-    (put(float("nan"), "generators", "numpy", "gauss"), STATES),
-    (put("2", "generators", "python", "version"), STATES),
-    (put(torch.full((625,), 999), "generators", "python", "internal"), STATES),
+    (setter_of({}, "dataloaders"), "dataloaders must be a list: it is"),
+    (setter_of(7, "random"), RANDOM),
+    (setter_of("7", "random", "seed"), RANDOM),
+    (setter_of(True, "random", "seed"), RANDOM),
+    (setter_of({"step": 0.5}, "random", "position"), RANDOM),
+    (setter_of({"place": 1}, "random", "position"), RANDOM),
+    (setter_of(-1, "random", "position", "step"), RANDOM),
+    (setter_of([], "generators"), STATES),
+    (setter_of({}, "generators"), STATES),
+    (setter_of(torch.zeros(4), "generators", "torch"), STATES),
+    (setter_of(None, "generators", "numpy"), STATES),
+    (setter_of(torch.full((624,), -1), "generators", "numpy", "keys"), STATES),
+    (setter_of(torch.zeros(3), "generators", "numpy", "keys"), STATES),
+    (setter_of(10**30, "generators", "numpy", "position"), STATES),
+    (setter_of(float("nan"), "generators", "numpy", "gauss"), STATES),
+    (setter_of("2", "generators", "python", "version"), STATES),
+    (setter_of(torch.full((625,), 999), "generators", "python", "internal"), STATES),
 )
 
 
-def test_edited_values_of_a_rank_are_refused_by_name() -> None:
+def test_damaged_values_of_a_rank_state_are_refused_by_name() -> None:
     for edit, message in EDITS:
-        values = sound()
+        values = intact_state()
         check_rank_state(values, "rank 0 in a")
         edit(values)
         with pytest.raises(
@@ -80,13 +80,13 @@ def test_edited_values_of_a_rank_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["generators", "random", "dataloaders"])
-def test_a_fit_does_not_continue_from_edited_values(
+def test_fit_does_not_resume_from_a_rank_state_with_missing_values(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = RunCheckpoints._writer_on
+    make_writer = RunCheckpoints._writer_on
 
     def writer_on(*args: Any) -> Any:
-        writer = before(*args)
+        writer = make_writer(*args)
         save = writer.save
         writer.save = lambda path, tensors, values, state, **options: save(
             path,
@@ -106,10 +106,10 @@ def test_a_fit_does_not_continue_from_edited_values(
         fit(Net(), MegatronStrategy(), resume_from=tmp_path / "saved.ckpt")
 
 
-def test_bytes_that_no_generator_has_are_refused_by_name() -> None:
+def test_invalid_generator_states_are_refused_and_change_no_generator() -> None:
     before = torch.get_rng_state()
     for state in (torch.zeros(3, dtype=torch.uint8), torch.full_like(before, 255)):
-        values = {**sound()["generators"], "torch": state}
+        values = {**intact_state()["generators"], "torch": state}
         message = "rank 0 in a is damaged: a random generator does not accept its state"
         with pytest.raises(CorruptDataError, match=message), name_damaged_states("rank 0 in a"):
             restore_random_states(values, CPU)

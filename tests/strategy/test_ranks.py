@@ -1,4 +1,4 @@
-"""Who is who, from the environment variables of each way to start a job; no process is started."""
+"""The environment variables of each launcher determine the ranks; no process is started."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def strategy_of(devices: int, num_nodes: int = 1, **sizes: Any) -> MegatronStrat
     return strategy
 
 
-def test_slurm_places_ranks_by_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_variables_determine_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {
         "SLURM_NTASKS": "8",
         "SLURM_NTASKS_PER_NODE": "4",
@@ -58,7 +58,7 @@ def test_slurm_places_ranks_by_its_variables(monkeypatch: pytest.MonkeyPatch) ->
     assert not strategy.is_global_zero
 
 
-def test_torchrun_places_ranks_by_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_variables_determine_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {
         "TORCHELASTIC_RUN_ID": "run",
         "RANK": "3",
@@ -74,7 +74,7 @@ def test_torchrun_places_ranks_by_its_variables(monkeypatch: pytest.MonkeyPatch)
     assert strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": 1}
 
 
-def test_a_script_launches_its_processes() -> None:
+def test_script_without_a_launcher_starts_its_own_processes() -> None:
     strategy = strategy_of(4, tp=2, pp=2)
     assert isinstance(strategy.cluster_environment, LightningEnvironment)
     assert isinstance(strategy.launcher, MegatronLauncher)
@@ -90,7 +90,7 @@ def test_a_script_launches_its_processes() -> None:
 @pytest.mark.parametrize(
     ("program", "source"), [("-c", "python -c"), ("-", "standard input"), ("", "standard input")]
 )
-def test_a_program_without_a_file_is_refused_before_processes_start(
+def test_programs_without_a_file_are_refused_before_processes_start(
     program: str, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", [program])
@@ -101,7 +101,9 @@ def test_a_program_without_a_file_is_refused_before_processes_start(
         launcher.launch(lambda: None)
 
 
-def test_launched_processes_know_who_launched_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launched_processes_get_the_process_id_of_their_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     started: list[dict[str, str]] = []
 
     class Process:
@@ -116,13 +118,13 @@ def test_launched_processes_know_who_launched_them(monkeypatch: pytest.MonkeyPat
     assert all(env[LAUNCHER].split()[0] == str(os.getpid()) for env in started)
 
 
-def test_data_ranks_do_not_depend_on_the_axes_that_share_data() -> None:
+def test_tensor_and_pipeline_ranks_of_a_replica_have_the_same_data_rank() -> None:
     strategy = MegatronStrategy(tp=2, pp=2)
     Trainer(accelerator="cpu", devices=8, strategy=strategy, logger=False)
-    places = [strategy.layout.coordinates(rank)["dp"] for rank in range(8)]
-    assert places == [0, 0, 1, 1, 0, 0, 1, 1]
+    data_ranks = [strategy.layout.coordinates(rank)["dp"] for rank in range(8)]
+    assert data_ranks == [0, 0, 1, 1, 0, 0, 1, 1]
 
 
-def test_the_mesh_exists_only_while_the_trainer_runs() -> None:
+def test_mesh_exists_only_while_the_trainer_runs() -> None:
     with pytest.raises(RuntimeError, match="must be used while the Trainer runs"):
         _ = strategy_of(1).mesh

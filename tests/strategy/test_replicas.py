@@ -1,6 +1,4 @@
-"""What several ranks hold or compute alike stays alike: used on parts it is summed, and else the
-fit is refused.
-"""
+"""Parameters that several ranks hold train as on one device, or the fit is refused."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ from tests.world import run_world
 transformers = pytest.importorskip("transformers")
 
 PLAN = {"net.up": "column", "net.down": "row"}
-FURTHER = {"features": {"net.between": "features"}}
-#: Models that tp cuts in part at least, of the sizes below.
+EXTRA_PLANS = {"features": {"net.between": "features"}}
+#: Models, with the sizes below, of which tp cuts at least a part.
 CUT = (
     *("PReLU", "norm of heads", "features", "teacher"),
     "Phi",
@@ -60,7 +58,7 @@ class Net(nn.Module):
 
 
 class Scale(nn.Module):
-    """Multiply by a learned number, and groups of three features by a norm of their own."""
+    """Normalise groups of three features, and multiply by a learned number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +69,7 @@ class Scale(nn.Module):
 
 
 class PerFeature(nn.Module):
-    """Multiply every feature by a learned number of its own."""
+    """Multiply every feature by its own learned number, and apply tanh."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +115,7 @@ _LATENT |= {
     "moe_intermediate_size": 24,
 }
 _LATENT |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
-# Tables of families do not have these positions, so that the models stay Hugging Face's own.
+# The tables of families lack these positions, so that the models stay Hugging Face's own.
 _LATENT |= {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}
 # Other kernels of experts do not take float64.
 _LATENT |= {"experts_implementation": "eager"}
@@ -151,20 +149,20 @@ MODULES: dict[str, Callable[[], Regress]] = {
 
 
 def train_all(rank: int, size: int) -> dict[tuple[str, str], Outcome]:
-    found = {}
+    outcomes = {}
     for name, make in MODULES.items():
         module = make()
-        plan = None if isinstance(module, Predict) else {**PLAN, **FURTHER.get(name, {})}
-        found[name, "tp"] = run(module, size, {"tp": 2, "tensor_parallel_plan": plan})
-        found[name, "tp"].is_cut = any(
+        plan = None if isinstance(module, Predict) else {**PLAN, **EXTRA_PLANS.get(name, {})}
+        outcomes[name, "tp"] = run(module, size, {"tp": 2, "tensor_parallel_plan": plan})
+        outcomes[name, "tp"].is_cut = any(
             not shard_spec_of(parameter).is_whole for parameter in module.parameters()
         )
         if name in ("PReLU", "DeepSeek-V3"):
-            found[name, "dp"] = run(make(), size, {})
-    return found
+            outcomes[name, "dp"] = run(make(), size, {})
+    return outcomes
 
 
-def test_parameters_that_ranks_use_on_parts_of_the_features_train_as_on_one_device() -> None:
+def test_parameters_used_on_parts_of_the_features_train_as_on_one_device() -> None:
     expected = {name: run(make()) for name, make in MODULES.items()}
     for rank, reports in enumerate(run_world(train_all, 2)):
         for (name, layout), outcome in reports.items():
@@ -199,7 +197,7 @@ class Penalty(Regress):
 
 
 class CompiledPenalty(Penalty):
-    """Hold something that was compiled, which a guard would disturb."""
+    """Hold a compiled module, which a guard would disturb."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__(make)
@@ -207,21 +205,21 @@ class CompiledPenalty(Penalty):
 
 
 class LogsNorm(Regress):
-    """Log norms of a weight that all ranks hold, and of one that is cut; ask for what a part says
-    of the whole.
+    """Log the norms of a weight that all ranks hold and of a cut weight; read attributes that are
+    the same for a cut weight and for the full weight.
     """
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         net: Any = self.net
         assert net.down.weight.dtype == torch.float64
         assert net.down.weight.requires_grad
-        self.log("whole", net.norm.weight.norm())
+        self.log("replicated", net.norm.weight.norm())
         self.log("size", net.down.weight.data.norm())
         return super().training_step(batch, index)
 
 
 class Gated(Net):
-    """Multiply a part of the features by something that does not come from a column layer."""
+    """Multiply a part of the features by a value that does not come from a column layer."""
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.norm(x)
@@ -253,13 +251,13 @@ class Function(nn.Module):
         return self.function(x)
 
 
-def across(function: Callable[[Tensor], Tensor]) -> Callable[[], Regress]:
-    """Return who makes a module with a function between two layers that are cut."""
+def module_with(function: Callable[[Tensor], Tensor]) -> Callable[[], Regress]:
+    """Return a function that makes a module with ``function`` between two cut layers."""
     return lambda: Regress(lambda: Net(Function(function)))
 
 
-class Watched(nn.Tanh):
-    """Keep the mean size of the features that come by."""
+class StoresMean(nn.Tanh):
+    """Store the mean absolute value of the input."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.size = x.abs().mean()
@@ -267,10 +265,10 @@ class Watched(nn.Tanh):
 
 
 class PenaltyOfActivations(Regress):
-    """Add to the loss what an activation between two cut layers says."""
+    """Add to the loss the mean that an activation between two cut layers stores."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: Net(Watched()))
+        super().__init__(lambda: Net(StoresMean()))
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         loss = super().training_step(batch, index)
@@ -279,7 +277,7 @@ class PenaltyOfActivations(Regress):
 
 
 class LogOfActivations(PenaltyOfActivations):
-    """Log what an activation between two cut layers says, and train without it."""
+    """Log the mean that an activation between two cut layers stores, and train without it."""
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor:
         loss = Regress.training_step(self, batch, index)
@@ -289,7 +287,7 @@ class LogOfActivations(PenaltyOfActivations):
 
 
 class Teacher(Regress):
-    """Count steps, and let a copy of a weight follow it in the step, which both change the loss."""
+    """Count steps, and update an average of the inputs in the step; both change the loss."""
 
     def __init__(self) -> None:
         super().__init__(lambda: Net(nn.GELU()))
@@ -304,7 +302,7 @@ class Teacher(Regress):
         return super().training_step(batch, index) * self.calls + self.teacher.square().mean()
 
 
-def noise(x: Tensor) -> Tensor:
+def random_noise(x: Tensor) -> Tensor:
     return (
         F.dropout(x + torch.randn_like(x), 0.5)
         + random.random()
@@ -321,8 +319,8 @@ def plain_net() -> nn.Module:
     return Net(nn.GELU())
 
 
-#: Functions that a rank of tp cannot compute of its part of the features.
-ACROSS: dict[str, Callable[[Tensor], Tensor]] = {
+#: Functions that a rank of tp cannot compute from its part of the features.
+FUNCTIONS_OF_ALL_FEATURES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda x: x.softmax(-1),
     "maximum": lambda x: x - x.amax(-1, keepdim=True),
     "chunk": lambda x: torch.cat(
@@ -397,22 +395,22 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
     ),
     **{
         f"{name} of all features": (
-            across(function),
+            module_with(function),
             {"tp": 2, "tensor_parallel_plan": PLAN},
             r"ParallelPlanError: .*the loss is ([\d.]+), and (?!\1)[\d.]+ with all features; .*the input "
             r"of 'net.down' differs by .*Code between 'net.up' \('column'\) and 'net.down' \('row'\) works across .*"
             r"'column_gather' and 'row_split'.*check_microbatches=False",
         )
-        for name, function in ACROSS.items()
+        for name, function in FUNCTIONS_OF_ALL_FEATURES.items()
     },
     "a view of fixed sizes": (
-        across(lambda x: x.view(4, 6, 4, 3).tanh().flatten(-2)),
+        module_with(lambda x: x.view(4, 6, 4, 3).tanh().flatten(-2)),
         {"tp": 2, "tensor_parallel_plan": PLAN},
         r"RuntimeError: shape .* is invalid .*tp \(2\): .*'net.up' \('column'\), 'net.down' \('row'\)\. "
         r".*x.shape\[-1\]",
     ),
     "an assertion of sizes": (
-        across(asserts_sizes),
+        module_with(asserts_sizes),
         {"tp": 2, "tensor_parallel_plan": PLAN},
         r"AssertionError: .*tp \(2\): .*'net.up' \('column'\), 'net.down' \('row'\)\. .*x.shape\[-1\]",
     ),
@@ -433,12 +431,12 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
         r"'column_gather'",
     ),
     "nothing, for the noise is drawn": (
-        across(noise),
+        module_with(random_noise),
         {"tp": 2, "tensor_parallel_plan": PLAN},
         r"^$",
     ),
     "nothing, for it is meant": (
-        across(ACROSS["softmax"]),
+        module_with(FUNCTIONS_OF_ALL_FEATURES["softmax"]),
         {"tp": 2, "tensor_parallel_plan": PLAN, "check_microbatches": False},
         r"^$",
     ),
@@ -455,7 +453,7 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
 }
 
 
-def test_a_penalty_over_the_parameters_of_one_stage_is_refused_with_its_line() -> None:
+def test_penalty_over_the_parameters_of_one_stage_is_refused_with_its_line() -> None:
     sizes = {
         "vocab_size": V,
         "max_seq_length": 8,
@@ -467,7 +465,7 @@ def test_a_penalty_over_the_parameters_of_one_stage_is_refused_with_its_line() -
     module.head = nn.Linear(8, 2)
     reads, tokens = WeightReads(mesh_of(pp=2)), torch.zeros(1, 4, dtype=torch.long)
     with reads.guard(module, "training_step"):
-        # Layers read their weights, and so may anybody those that no other stage has a part of.
+        # Layers may read their weights; any code may read modules that only this stage has.
         assert module.net(tokens, tokens).isfinite().all()
         assert module.head.weight.norm() > 0
         assert {parameter.dtype for parameter in module.parameters()} == {
@@ -479,23 +477,23 @@ def test_a_penalty_over_the_parameters_of_one_stage_is_refused_with_its_line() -
         ):
             sum(parameter.pow(2).sum() for parameter in module.parameters())
     with reads.guard(module, "training_step"):
-        # The first batch alone is watched.
+        # Only the first batch is watched.
         assert sum(parameter.pow(2).sum() for parameter in module.parameters()) > 0
 
 
-def refuse_all(rank: int, size: int) -> dict[str, str]:
-    # Users get the errors of the package, and not those of the shape checks of the tests.
-    before = jaxtyping.config.jaxtyping_disable
+def errors_of_refused_fits(rank: int, size: int) -> dict[str, str]:
+    # Without the shape checks of the tests, the errors are those that users get.
+    was_disabled = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
         return {
             name: run(make(), size, layout).error for name, (make, layout, _) in REFUSED.items()
         }
     finally:
-        jaxtyping.config.update("jaxtyping_disable", before)
+        jaxtyping.config.update("jaxtyping_disable", was_disabled)
 
 
-def test_copies_that_differ_and_uses_that_no_sum_makes_right_are_refused_by_name() -> None:
-    for errors in run_world(refuse_all, 2):
+def test_unequal_copies_and_uses_that_a_sum_cannot_correct_are_refused_by_name() -> None:
+    for errors in run_world(errors_of_refused_fits, 2):
         for name, error in errors.items():
             assert re.search(REFUSED[name][2], error), f"{name}: {error!r}"

@@ -1,4 +1,4 @@
-"""The port of the job's store: nobody can take it between its choice and the store's start."""
+"""No other process can take the port of the job's store between its choice and its use."""
 
 from __future__ import annotations
 
@@ -23,45 +23,45 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> LightningEnvironment:
     return LightningEnvironment()
 
 
-def test_a_rank_that_connects_first_waits_for_the_store_on_the_reserved_port(
+def test_rank_that_connects_first_waits_for_the_store_on_the_reserved_port(
     environment: LightningEnvironment,
 ) -> None:
-    held = ReservedPort()
-    held.hold(environment)
+    reserved = ReservedPort()
+    reserved.hold(environment)
     port = environment.main_port
-    with pytest.raises(OSError, match="in use"), socket.socket() as other:
-        other.bind(("127.0.0.1", port))
+    with pytest.raises(OSError, match="in use"), socket.socket() as other_socket:
+        other_socket.bind(("127.0.0.1", port))
 
-    found: list[dist.Store] = []
+    stores: list[dist.Store] = []
 
     def connect() -> None:
-        found.append(open_store("127.0.0.1", port, 1, 2, _TIMEOUT, use_agent_store=False))
+        stores.append(open_store("127.0.0.1", port, 1, 2, _TIMEOUT, use_agent_store=False))
 
-    early = threading.Thread(target=connect)
-    early.start()
+    thread = threading.Thread(target=connect)
+    thread.start()
     store = open_store(
-        "127.0.0.1", port, 0, 2, _TIMEOUT, use_agent_store=False, listener=held.detach()
+        "127.0.0.1", port, 0, 2, _TIMEOUT, use_agent_store=False, listener=reserved.detach()
     )
-    early.join(timeout=30)
+    thread.join(timeout=30)
     store.set("key", "value")
-    assert found[0].get("key") == b"value"
-    assert held.detach() is None
+    assert stores[0].get("key") == b"value"
+    assert reserved.detach() is None
 
 
-def test_a_port_of_another_process_is_refused_before_ranks_start(
+def test_port_in_use_is_refused_before_ranks_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with socket.create_server(("", 0)) as other:
-        port = other.getsockname()[1]
+    with socket.create_server(("", 0)) as other_socket:
+        port = other_socket.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(UnsupportedError, match=f"port {port} cannot be used .*MASTER_PORT"):
             ReservedPort().hold(LightningEnvironment())
 
 
-def test_a_port_is_free_after_its_release(environment: LightningEnvironment) -> None:
-    held = ReservedPort()
-    held.hold(environment)
-    held.release()
-    again = ReservedPort()
-    again.hold(environment)
-    again.release()
+def test_port_is_free_after_its_release(environment: LightningEnvironment) -> None:
+    reserved = ReservedPort()
+    reserved.hold(environment)
+    reserved.release()
+    second = ReservedPort()
+    second.hold(environment)
+    second.release()

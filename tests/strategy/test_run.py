@@ -1,4 +1,4 @@
-"""A run lives from ``setup`` to ``teardown``, and leaves the Trainer as it was."""
+"""A run exists from ``setup`` to ``teardown``, and restores the Trainer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def trainer_of(**options: Any) -> Trainer:
     )
 
 
-class Slots(TinyLM):
+class SlotRecorder(TinyLM):
     """Record at each batch whether all trained parameters have a gradient slot."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Slots(TinyLM):
         self.has_slots.append(all(slot is not None for slot in slots))
 
 
-def test_there_is_no_run_before_the_setup() -> None:
+def test_run_is_not_available_before_setup() -> None:
     strategy = trainer_of().strategy
     assert isinstance(strategy, MegatronStrategy)
     with pytest.raises(
@@ -49,7 +49,7 @@ def test_there_is_no_run_before_the_setup() -> None:
     assert strategy.expert_statistics is None
 
 
-def test_a_run_undoes_its_changes_of_the_trainer() -> None:
+def test_fit_restores_the_replaced_methods_of_the_trainer() -> None:
     trainer = trainer_of()
     trainer.fit(TinyLM(), loader())
     owners = (
@@ -58,14 +58,14 @@ def test_a_run_undoes_its_changes_of_the_trainer() -> None:
         trainer._signal_connector,
         trainer._data_connector,
     )
-    changed = {
+    replaced = {
         *("advance", "_broadcast_sigterm_tensor", "_sigterm_notifier_fn", "on_advance_end"),
         *("_slurm_sigusr_handler_fn", "_requires_distributed_sampler"),
     }
-    assert all(changed.isdisjoint(vars(owner)) for owner in owners)
+    assert all(replaced.isdisjoint(vars(owner)) for owner in owners)
 
 
-def test_a_setup_that_fails_undoes_its_changes_of_the_trainer(
+def test_failed_setup_restores_the_replaced_methods_of_the_trainer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: Any) -> None:
@@ -79,8 +79,8 @@ def test_a_setup_that_fails_undoes_its_changes_of_the_trainer(
     assert "on_advance_end" not in vars(trainer.fit_loop)
 
 
-def test_a_second_fit_accumulates_gradients_in_its_own_buffers() -> None:
-    trainer, module = trainer_of(), Slots()
+def test_second_fit_has_gradient_slots_and_removes_them_at_its_end() -> None:
+    trainer, module = trainer_of(), SlotRecorder()
     trainer.fit(module, loader())
     trainer.fit_loop.epoch_loop.max_steps = 4
     trainer.fit(module, loader())

@@ -1,4 +1,4 @@
-"""What a plain script shows of the choices of a fit, and the warnings about slow ones."""
+"""A script prints the choices of a fit in a table, and slow choices cause warnings."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ GPU = torch.device("cuda", 0)
 
 
 def rows_of(output: str, ranks: str = "rank 0") -> dict[str, tuple[str, str]]:
-    """Return the rows of the one table in a program's output: value and reason by subject."""
+    """Return value and reason by subject, from the only table in the output of a program."""
     title = rf"^Choices of this fit \({ranks}\):\n"
     (table,) = re.findall(rf"{title}((?:  .*\n)+)", output, re.MULTILINE)
     rows = [re.split(r" {2,}", line.strip()) for line in table.splitlines()]
-    found = {subject: (value, reason) for subject, value, reason in rows}
-    assert len(found) == len(rows)
-    return found
+    by_subject = {subject: (value, reason) for subject, value, reason in rows}
+    assert len(by_subject) == len(rows)
+    return by_subject
 
 
-def test_a_script_shows_the_choices_of_a_dense_fit_once() -> None:
+def test_script_prints_the_choices_of_a_dense_fit_once() -> None:
     run = run_script("run_table_script", "dense")
     assert run.returncode == 0, run.stderr
     assert rows_of(run.stdout + run.stderr) == {
@@ -60,26 +60,26 @@ def test_a_script_shows_the_choices_of_a_dense_fit_once() -> None:
 
 
 @pytest.mark.skipif(not all_run(), reason="a sweep: pytest --sweeps")
-def test_a_script_shows_which_stage_has_which_layers() -> None:
+def test_script_prints_the_layers_of_each_pipeline_stage() -> None:
     run = run_script("run_table_script", "stages")
     assert run.returncode == 0, run.stderr
     rows = rows_of(run.stdout + run.stderr, "pipeline of rank 0")
     assert rows["layers of stages"] == ("0, 4", "asked for (stage_layers)")
 
 
-def test_a_script_shows_the_choices_of_experts_once() -> None:
+def test_script_prints_the_choices_of_experts_once() -> None:
     run = run_script("run_table_script", "experts")
     assert run.returncode == 0, run.stderr
     rows = rows_of(run.stdout + run.stderr)
     assert rows["layout"][0] == "tp 2, pp 1, dp 1, ep 2, etp 1"
     experts = {"num_experts": 4, "top_k": 1, "ffn_hidden_size": 16}
-    whole = TinyLM(experts=experts, mlp_bias=False)
-    whole.configure_model()
-    found = re.search(r"this rank holds ([\d,]+) of ([\d,]+) parameters$", rows["layout"][1])
-    assert found is not None, rows["layout"][1]
-    here, everywhere = (int(number.replace(",", "")) for number in found.groups())
-    assert everywhere == num_elements(whole)
-    assert everywhere / 2 < here < everywhere
+    full_model = TinyLM(experts=experts, mlp_bias=False)
+    full_model.configure_model()
+    sizes = re.search(r"this rank holds ([\d,]+) of ([\d,]+) parameters$", rows["layout"][1])
+    assert sizes is not None, rows["layout"][1]
+    num_local, num_total = (int(number.replace(",", "")) for number in sizes.groups())
+    assert num_total == num_elements(full_model)
+    assert num_total / 2 < num_local < num_total
     assert rows["sequence parallel"] == (
         "on",
         "tp is above 1; sequence lengths must be multiples of tp",
@@ -88,11 +88,11 @@ def test_a_script_shows_the_choices_of_experts_once() -> None:
     assert rows["products of experts"] == ("loop", "cpu: the host has the group sizes already")
     assert rows["expert transport"][0] == "all_to_all"
     assert "top_k (1) is below ep (2)" in rows["expert transport"][1]
-    # A CPU has nothing faster.
+    # A CPU has no faster choice.
     assert "SpeedWarning" not in run.stderr
 
 
-def test_experts_of_a_later_stage_are_shown() -> None:
+def test_script_prints_the_choices_of_experts_of_a_later_stage() -> None:
     run = run_script("run_table_script", "experts of a later stage")
     assert run.returncode == 0, run.stderr
     rows = rows_of(run.stdout + run.stderr, "pipeline of rank 0")
@@ -103,13 +103,13 @@ def test_experts_of_a_later_stage_are_shown() -> None:
     assert "expert transport" in rows
 
 
-def test_a_choice_with_a_remedy_is_a_warning() -> None:
+def test_choice_with_a_remedy_causes_a_warning() -> None:
     slow = TableRow("products of experts", "loop", "torch.float32: for bfloat16", "Use bfloat16.")
     fast = TableRow("attention", "cudnn", "half type")
     expected = "products of experts by loop is slow: torch.float32: for bfloat16. Use bfloat16."
     with pytest.warns(SpeedWarning) as caught:
         warn_of_slow([fast, slow])
-    assert [str(one.message) for one in caught] == [expected]
+    assert [str(warning.message) for warning in caught] == [expected]
     assert table_of([fast, slow]).splitlines()[1:] == [
         "  attention            cudnn  half type",
         "  products of experts  loop   torch.float32: for bfloat16",
@@ -127,7 +127,7 @@ def test_a_choice_with_a_remedy_is_a_warning() -> None:
         ("loop", torch.bfloat16, 8, (8, 0), "H100 or H200"),
     ],
 )
-def test_slow_products_on_a_gpu_have_a_remedy(
+def test_slow_products_of_experts_on_a_gpu_have_a_remedy(
     backend: str,
     dtype: torch.dtype,
     groups: int,
@@ -136,21 +136,21 @@ def test_slow_products_on_a_gpu_have_a_remedy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    found = run_table.product_remedy(backend, GPU, dtype, groups)
+    actual = run_table.product_remedy(backend, GPU, dtype, groups)
     if remedy is None:
-        assert found is None
+        assert actual is None
     else:
-        assert found is not None
-        assert re.search(remedy, found)
+        assert actual is not None
+        assert re.search(remedy, actual)
 
 
-def test_a_gpu_without_fused_kernels_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_fused_kernels_on_a_gpu_have_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = KernelChoice(None, "Triton cannot be imported (no module)")
     monkeypatch.setattr(run_table, "choose_kernels", lambda device: missing)
     choice = run_table._kernel_choice(GPU, torch.bfloat16)
     assert choice.remedy is not None
     assert "CUDA build of torch" in choice.remedy
-    # Nothing fused exists for float32, so nothing faster was missed.
+    # No fused kernel exists for float32, so no faster choice was missed.
     assert run_table._kernel_choice(GPU, torch.float32).remedy is None
 
 
@@ -162,7 +162,7 @@ def test_a_gpu_without_fused_kernels_is_a_warning(monkeypatch: pytest.MonkeyPatc
         ("all_to_all", torch.bfloat16, "FlexAttention", False),
     ],
 )
-def test_attention_in_parts_that_stores_scores_is_a_warning(
+def test_context_parallel_attention_that_stores_scores_has_a_remedy(
     transport: str,
     dtype: torch.dtype,
     value: str,
@@ -213,10 +213,10 @@ def test_one_kernel_normalises_and_rotates_heads(
     kernels.norm_and_rotate_qkv.return_value = (heads, heads, heads)
     with warnings.catch_warnings():
         warnings.simplefilter("error", SpeedWarning)
-        found = rotary.split_heads(
+        actual = rotary.split_heads(
             qkv, [8, 8, 8], 8, tables, norms, interleaved=case == "interleaved"
         )
-    assert found == (heads, heads, heads)
+    assert actual == (heads, heads, heads)
     scales = (norm.scale(), norm.scale()) if case == "norms" else None
     eps = 1e-6 if case == "norms" else 0.0
     kernels.norm_and_rotate_qkv.assert_called_once_with(
@@ -224,7 +224,7 @@ def test_one_kernel_normalises_and_rotates_heads(
     )
 
 
-def test_blocks_of_other_packages_run_both_halves_of_a_backward_pass_as_one() -> None:
+def test_table_names_blocks_whose_backward_pass_is_not_split_into_halves() -> None:
     module = around_blocks.Train("ResidualAround")
     module.configure_model()
     parallelize(module, mesh_of(pp=2), None, BLOCKS)

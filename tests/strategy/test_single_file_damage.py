@@ -1,6 +1,4 @@
-"""A damaged or edited checkpoint file of another strategy gives the same training, or an error that
-names it.
-"""
+"""A damaged checkpoint file of another strategy is refused by name or gives the same training."""
 
 from __future__ import annotations
 
@@ -22,49 +20,51 @@ HALF, STEPS = 1, 2
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plain") / "plain.ckpt"
     train(None, 1, HALF, save=path)
     return path
 
 
-def damaged(content: bytes, draw: random.Random) -> bytes:
+def with_random_damage(content: bytes, draw: random.Random) -> bytes:
     start = draw.randrange(len(content))
-    ways = [
+    variants = [
         content[:start] + bytes([content[start] ^ (1 << draw.randrange(8))]) + content[start + 1 :],
         content[:start] + bytes(64) + content[start + 64 :],
         content[:start] + content[start + 8 :],
         content[:start],
     ]
-    return draw.choice(ways)
+    return draw.choice(variants)
 
 
-def test_no_damage_of_a_file_changes_the_training(saved: Path, tmp_path: Path) -> None:
-    expected = train({}, 1, STEPS, resume=saved).losses
-    path, content, refused = tmp_path / "damaged.ckpt", saved.read_bytes(), 0
+def test_damaged_file_is_refused_or_gives_the_same_training(
+    saved_path: Path, tmp_path: Path
+) -> None:
+    expected = train({}, 1, STEPS, resume=saved_path).losses
+    path, content, num_refused = tmp_path / "damaged.ckpt", saved_path.read_bytes(), 0
     for seed in range(8):
-        path.write_bytes(damaged(content, random.Random(seed)))
+        path.write_bytes(with_random_damage(content, random.Random(seed)))
         refusal = None
         try:
-            found = train({}, 1, STEPS, resume=path).losses
+            losses = train({}, 1, STEPS, resume=path).losses
         except CorruptDataError as error:
             refusal = str(error)
         if refusal is None:
-            assert found == expected, f"seed {seed}"
+            assert losses == expected, f"seed {seed}"
         else:
             assert str(path) in refusal, f"seed {seed}: {refusal}"
-            refused += 1
-    assert refused > 4
+            num_refused += 1
+    assert num_refused > 4
 
 
-def loop_of(values: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = values["loops"]["fit_loop"]
-    return found
+def fit_loop_of(values: dict[str, Any]) -> dict[str, Any]:
+    loop: dict[str, Any] = values["loops"]["fit_loop"]
+    return loop
 
 
 def first_state(values: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = values["optimizer_states"][0]["state"][0]
-    return found
+    state: dict[str, Any] = values["optimizer_states"][0]["state"][0]
+    return state
 
 
 EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
@@ -82,22 +82,25 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "unique parameter numbers",
     ),
     "count": (
-        lambda values: loop_of(values)["epoch_progress"]["total"].update(completed="x"),
+        lambda values: fit_loop_of(values)["epoch_progress"]["total"].update(completed="x"),
         "loops must be",
     ),
-    "current": (lambda values: loop_of(values)["epoch_progress"].pop("current"), "loops must be"),
+    "current": (
+        lambda values: fit_loop_of(values)["epoch_progress"].pop("current"),
+        "loops must be",
+    ),
     "optimizer of a loop": (
-        lambda values: loop_of(values)["epoch_loop.automatic_optimization.optim_progress"].update(
-            optimizer=None
-        ),
+        lambda values: fit_loop_of(values)[
+            "epoch_loop.automatic_optimization.optim_progress"
+        ].update(optimizer=None),
         "loops must be",
     ),
 }
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_an_edited_value_is_refused_by_name(name: str, saved: Path, tmp_path: Path) -> None:
-    values = copy.deepcopy(torch.load(saved, weights_only=True))
+def test_edited_value_is_refused_by_name(name: str, saved_path: Path, tmp_path: Path) -> None:
+    values = copy.deepcopy(torch.load(saved_path, weights_only=True))
     check_values(values, "sound")
     edit, words = EDITS[name]
     edit(values)

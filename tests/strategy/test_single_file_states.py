@@ -1,6 +1,4 @@
-"""Random edits of a checkpoint file of another strategy are refused with their reason, or change
-nothing.
-"""
+"""Edits of a checkpoint file of another strategy are refused with a reason, or change nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ WRONG: tuple[Any, ...] = (None, "x", -1, 1.5, [], {}, b"b", True)
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plain") / "plain.ckpt"
     train(None, 1, HALF, save=path)
     return path
@@ -48,15 +46,15 @@ def holder_of(values: Any, path: tuple[Any, ...]) -> Any:
 
 
 def other_forms(tensor: Tensor) -> list[Tensor]:
-    """Return tensors of other shapes or kinds of numbers."""
+    """Return tensors of other shapes or dtypes."""
     forms = [tensor[None], torch.zeros(0), tensor.to(torch.complex128)]
     return [*forms, *([tensor.flatten()[:-1], torch.tensor(1.0)] if tensor.dim() > 1 else [])]
 
 
-def edited(values: dict[str, Any], draw: random.Random) -> str:
-    """Delete a value, or put one of another kind or shape in its place; return which.
+def edit_randomly(values: dict[str, Any], draw: random.Random) -> str:
+    """Delete a value, or replace it by one of another kind or shape; return its path.
 
-    What Lightning itself allows to be missing stays: states of parameters and of schedulers.
+    States of parameters and of schedulers stay, as Lightning itself allows them to be missing.
     """
     may_be_missing = [("optimizer_states", 0, "state"), ("lr_schedulers",)]
     paths = [path for path in paths_in(values) if path[:-1] not in may_be_missing]
@@ -69,26 +67,30 @@ def edited(values: dict[str, Any], draw: random.Random) -> str:
         del holder[key]
     else:
         is_number = isinstance(holder[key], (int, float))
-        # Another number of the same type may be meant.
+        # Another number of the same type may be a valid value.
         holder[key] = draw.choice(WRONG[:2] + WRONG[4:] if is_number else WRONG)
     return str(path)
 
 
-def test_random_edits_are_refused_or_change_nothing(saved: Path, tmp_path: Path) -> None:
-    expected = train({}, 1, STEPS, resume=saved)
-    values, path, num_refused = torch.load(saved, weights_only=True), tmp_path / "edited.ckpt", 0
+def test_random_edits_are_refused_or_change_nothing(saved_path: Path, tmp_path: Path) -> None:
+    expected = train({}, 1, STEPS, resume=saved_path)
+    values, path, num_refused = (
+        torch.load(saved_path, weights_only=True),
+        tmp_path / "edited.ckpt",
+        0,
+    )
     for seed in range(24):
-        damaged = copy.deepcopy(values)
-        what = f"seed {seed}: {edited(damaged, random.Random(seed))}"
-        torch.save(damaged, path)
-        found = None
+        edited_values = copy.deepcopy(values)
+        case = f"seed {seed}: {edit_randomly(edited_values, random.Random(seed))}"
+        torch.save(edited_values, path)
+        actual = None
         try:
-            found = train({}, 1, STEPS, resume=path)
+            actual = train({}, 1, STEPS, resume=path)
         except REFUSALS:
             num_refused += 1
-        if found is not None:
-            assert found.losses == expected.losses, what
-            assert found.rates == expected.rates, what
+        if actual is not None:
+            assert actual.losses == expected.losses, case
+            assert actual.rates == expected.rates, case
     assert num_refused > 8
 
 
@@ -112,60 +114,66 @@ def all_moments(values: dict[str, Any], function: Any) -> None:
 
 
 EDITS: dict[str, tuple[Any, str]] = {
-    "a moment is missing": (lambda v: first_matrix(v).pop("exp_avg_sq"), "'exp_avg_sq' of 'model"),
+    "a moment is missing": (
+        lambda values: first_matrix(values).pop("exp_avg_sq"),
+        "'exp_avg_sq' of 'model",
+    ),
     "a moment is a number": (
-        lambda v: replace_moment(v, lambda one: one.sum()),
+        lambda values: replace_moment(values, lambda moment: moment.sum()),
         "'exp_avg' of 'model.*other parameter",
     ),
     "a moment is flat": (
-        lambda v: replace_moment(v, torch.flatten),
+        lambda values: replace_moment(values, torch.flatten),
         "'exp_avg' of 'model.*other parameter",
     ),
     "a moment is of integers": (
-        lambda v: replace_moment(v, Tensor.long),
+        lambda values: replace_moment(values, Tensor.long),
         "'exp_avg' of 'model.*other parameter",
     ),
     "all moments are flat": (
-        lambda v: all_moments(v, lambda one: one.flatten()[None]),
+        lambda values: all_moments(values, lambda moment: moment.flatten()[None]),
         "must be (like|shaped like) its parameter",
     ),
     "a second optimizer": (
-        lambda v: v["optimizer_states"].append(copy.deepcopy(optimizer_of(v))),
+        lambda values: values["optimizer_states"].append(copy.deepcopy(optimizer_of(values))),
         "2 were saved, configure_optimizers returns 1",
     ),
     "no base rates": (
-        lambda v: v["lr_schedulers"][0].update(base_lrs=[]),
+        lambda values: values["lr_schedulers"][0].update(base_lrs=[]),
         "base_lrs is .* must be a list of 2 rates",
     ),
     "no count of steps": (
-        lambda v: v["lr_schedulers"][0].pop("last_epoch"),
+        lambda values: values["lr_schedulers"][0].pop("last_epoch"),
         "last_epoch is None and must be a whole number",
     ),
     "no factors of rates": (
-        lambda v: v["lr_schedulers"][0].pop("lr_lambdas"),
+        lambda values: values["lr_schedulers"][0].pop("lr_lambdas"),
         "lr_lambdas is None and must be a list",
     ),
     "no version": (
-        lambda v: v.pop("pytorch-lightning_version"),
+        lambda values: values.pop("pytorch-lightning_version"),
         "edited.ckpt pytorch-lightning_version is None",
     ),
-    "no loops": (lambda v: v.pop("loops"), "loops is None and must be"),
-    "no schedules": (lambda v: v.pop("lr_schedulers"), "lr_schedulers is missing"),
-    "no loop": (lambda v: v["loops"].pop("fit_loop"), "loops.fit_loop has no complete counts"),
+    "no loops": (lambda values: values.pop("loops"), "loops is None and must be"),
+    "no schedules": (lambda values: values.pop("lr_schedulers"), "lr_schedulers is missing"),
+    "no loop": (
+        lambda values: values["loops"].pop("fit_loop"),
+        "loops.fit_loop has no complete counts",
+    ),
     "no counts of batches": (
-        lambda v: v["loops"]["fit_loop"].pop("epoch_loop.batch_progress"),
+        lambda values: values["loops"]["fit_loop"].pop("epoch_loop.batch_progress"),
         "no complete counts 'epoch_loop.batch_progress'",
     ),
     "half of the counts": (
-        lambda v: v["loops"]["fit_loop"]["epoch_progress"]["current"].pop("completed"),
+        lambda values: values["loops"]["fit_loop"]["epoch_progress"]["current"].pop("completed"),
         "no complete counts 'epoch_progress'",
     ),
 }
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_an_edit_is_refused_by_name(name: str, saved: Path, tmp_path: Path) -> None:
-    values, (edit, words) = torch.load(saved, weights_only=True), EDITS[name]
+def test_edit_is_refused_by_name(name: str, saved_path: Path, tmp_path: Path) -> None:
+    values, (edit, words) = torch.load(saved_path, weights_only=True), EDITS[name]
     edit(values)
     torch.save(values, tmp_path / "edited.ckpt")
     with pytest.raises(REFUSALS, match=words):

@@ -1,4 +1,4 @@
-"""What steps change is found, whatever it is, and reaches another rank as it was."""
+"""Changes of objects by steps are detected, and changed objects are sent to other ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def inference_tensor() -> list[Tensor]:
         return [torch.zeros(3)]
 
 
-def written_in_inference(value: Tensor) -> None:
+def write_in_inference(value: Tensor) -> None:
     with torch.inference_mode():
         value.add_(1)
 
@@ -40,8 +40,8 @@ def last_of_two_stages() -> ParallelMesh:
     return replace(single, layout=layout, pp=MeshAxis("pp", (0, 1), 1))
 
 
-class Held:
-    """An object of the user's, with an attribute that cannot be looked into."""
+class UserObject:
+    """A user's object with an attribute that cannot be inspected."""
 
     def __init__(self) -> None:
         self.lock, self.values = threading.Lock(), {"a": [1.0]}
@@ -57,7 +57,7 @@ VALUES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "tensor in a list": (lambda: [torch.zeros(3)], lambda value: value[0].add_(1)),
     "tensor of inference in a list": (
         inference_tensor,
-        lambda value: written_in_inference(value[0]),
+        lambda value: write_in_inference(value[0]),
     ),
     "array": (lambda: np.zeros((3, 3)), lambda value: value.__setitem__((1, 1), 1)),
     "dict": (lambda: {"a": 1}, lambda value: value.update(a=2)),
@@ -65,69 +65,69 @@ VALUES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "counter": (Counter, lambda value: value.update("a")),
     "deque": (deque, lambda value: value.append(1)),
     "set": (lambda: {1}, lambda value: value.add(2)),
-    "object": (Held, lambda value: value.values["a"].append(2.0)),
+    "object": (UserObject, lambda value: value.values["a"].append(2.0)),
     "metric": (
-        lambda: {"it": vars(MeanMetric())},
-        lambda value: value["it"].__setitem__("mean_value", 2.0),
+        lambda: {"metric": vars(MeanMetric())},
+        lambda value: value["metric"].__setitem__("mean_value", 2.0),
     ),
 }
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_digest_changes_with_its_object_and_only_then(name: str) -> None:
+def test_digest_changes_only_with_its_object(name: str) -> None:
     make, change = VALUES[name]
     value = make()
-    before = digest(value)
-    assert before is not None
-    assert digest(value) == before
+    old_digest = digest(value)
+    assert old_digest is not None
+    assert digest(value) == old_digest
     change(value)
-    assert digest(value) != before
+    assert digest(value) != old_digest
 
 
-def test_a_list_that_has_grown_keeps_its_items_and_any_other_keeps_none() -> None:
+def test_only_a_list_that_has_grown_keeps_its_items() -> None:
     values = [torch.zeros(2), 1.0]
-    before = digest(values)
+    old_digest = digest(values)
     values.append(2.0)
-    assert num_kept(values, before) == 2
+    assert num_kept(values, old_digest) == 2
     values[0].add_(1)  # type: ignore[union-attr]
-    assert num_kept(values, before) == 0
+    assert num_kept(values, old_digest) == 0
     assert num_kept([*values], digest(values)) == 0
 
 
-def test_a_parcel_gives_the_receiver_its_own_modules_and_tensors_that_can_be_written() -> None:
+def test_unpacked_values_are_modules_of_the_receiver_and_writable_tensors() -> None:
     sender, receiver = TinyLM(), TinyLM()
     for module in (sender, receiver):
         module.layer = torch.nn.Linear(2, 2)
     with torch.inference_mode():
-        part = torch.arange(1000.0)[:3]
+        view = torch.arange(1000.0)[:3]
     tensors = [
-        part,
+        view,
         torch.ones(2, dtype=torch.bfloat16),
         torch.zeros(0),
         torch.tensor(1 + 2j),
         torch.tensor(True),
     ]
     data = pack(
-        {"tensors": tensors, "again": part, "layer": sender.layer, "weight": sender.layer.weight},
+        {"tensors": tensors, "again": view, "layer": sender.layer, "weight": sender.layer.weight},
         sender,
     )
     assert len(data) < 2000
-    found = unpack(data, receiver, torch.device("cpu"))
-    for ours, theirs in zip(found["tensors"], tensors, strict=True):
-        torch.testing.assert_close(ours, theirs.clone())
-    assert found["again"] is found["tensors"][0]
-    assert found["layer"] is receiver.layer
-    assert found["weight"] is receiver.layer.weight
-    found["again"].add_(1)
+    unpacked = unpack(data, receiver, torch.device("cpu"))
+    for actual, expected in zip(unpacked["tensors"], tensors, strict=True):
+        torch.testing.assert_close(actual, expected.clone())
+    assert unpacked["again"] is unpacked["tensors"][0]
+    assert unpacked["layer"] is receiver.layer
+    assert unpacked["weight"] is receiver.layer.weight
+    unpacked["again"].add_(1)
 
 
-def test_what_cannot_be_sent_is_named_and_the_rest_is_sent(
+def test_attributes_that_cannot_be_sent_are_named_and_other_attributes_are_sent(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     module = TinyLM()
     state = AttributeSync(module, last_of_two_stages())
     state.begin()
-    module.held, module.count = Held(), 3
+    module.held, module.count = UserObject(), 3
     with caplog.at_level(logging.WARNING):
         data = state._packed()
     assert (
@@ -148,12 +148,12 @@ def test_communication_is_not_a_change_of_a_layer_that_holds_the_mesh() -> None:
     assert state._packed() is None
 
 
-def test_a_trial_leaves_no_trace() -> None:
+def test_trial_restores_changed_attributes_and_removes_new_ones() -> None:
     module = TinyLM()
-    module.count, module.kept = 1, [1]
-    kept = module.kept
+    module.count, module.values = 1, [1]
+    values = module.values
     state = AttributeSync(module, last_of_two_stages())
     with state.trial():
         module.count, module.new = 2, 3
-        kept.append(2)
-    assert (module.count, kept, hasattr(module, "new")) == (1, [1], False)
+        values.append(2)
+    assert (module.count, values, hasattr(module, "new")) == (1, [1], False)

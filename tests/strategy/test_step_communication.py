@@ -1,6 +1,4 @@
-"""A step's own communication goes over the ranks that read different data, in every layout, and
-never waits forever.
-"""
+"""Communication in a step reaches the ranks with different data in every layout."""
 
 from __future__ import annotations
 
@@ -32,11 +30,11 @@ class Block(nn.Linear):
 
 
 class Contrast(LightningModule):
-    """Tell each sample from all others of the batch, those of other ranks included."""
+    """Contrast each sample with all samples of the batch, including those of other ranks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[dict[str, Any]] = []
+        self.records: list[dict[str, Any]] = []
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
@@ -53,26 +51,26 @@ class Contrast(LightningModule):
         for block in self.blocks:
             hidden = block(hidden)
         features = F.normalize(self.last(hidden), dim=-1)
-        everything = self.all_gather(
+        gathered_values = self.all_gather(
             {"features": features, "also": [features.detach(), 2]}, sync_grads=True
         )
         strategy.barrier("after the model")
-        others = everything["features"].flatten(0, -2)
-        targets = torch.arange(len(others))
-        loss = F.cross_entropy(others @ others.roll(1, 0).t() / 0.3, targets)
+        all_features = gathered_values["features"].flatten(0, -2)
+        targets = torch.arange(len(all_features))
+        loss = F.cross_entropy(all_features @ all_features.roll(1, 0).t() / 0.3, targets)
         total = strategy.reduce(features.detach().sum(), reduce_op="sum")
-        told = strategy.broadcast({"from": float(batch[0][0, 0])})["from"]
+        received = strategy.broadcast({"from": float(batch[0][0, 0])})["from"]
         agreed = strategy.reduce_boolean_decision(bool(batch[0][0, 0] > 0), all=False)
-        gathered = everything["also"][1].flatten().tolist()
-        self.seen.append(
+        gathered = gathered_values["also"][1].flatten().tolist()
+        self.records.append(
             {
                 "early": early.flatten().tolist(),
                 "total": float(total),
-                "told": told,
+                "received": received,
                 "agreed": agreed,
             }
         )
-        self.seen[-1]["numbers"] = (everything["also"][0].flatten(0, -2).shape[0], gathered)
+        self.records[-1]["numbers"] = (gathered_values["also"][0].flatten(0, -2).shape[0], gathered)
         self.log("loss", loss, sync_dist=True)
         return loss
 
@@ -108,47 +106,49 @@ def train(strategy: Any, data_rank: int = 0, num_data: int = 1, devices: int = 1
 
 
 def four_ranks(rank: int, size: int) -> dict[str, tuple[int, list[float], list[dict[str, Any]]]]:
-    found = {}
+    results = {}
     for name, sizes in LAYOUTS.items():
         plan = {"pipeline_plan": {"blocks": "blocks"}} if "pp" in sizes else {}
         schedule = {"microbatch_size": BATCH // 2}
         layout = ParallelLayout(size, tp=sizes.get("tp", 1), pp=sizes.get("pp", 1))
         data_rank = layout.coordinates(rank)["dp"]
         module = train(MegatronStrategy(**sizes, **plan, **schedule), data_rank, 2, size)
-        found[name] = data_rank, module.losses, module.seen
-    return found
+        results[name] = data_rank, module.losses, module.records
+    return results
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
+def results_of_ranks() -> list[dict[str, Any]]:
     return run_world(four_ranks, 4)
 
 
 @pytest.fixture(scope="module")
-def one() -> Contrast:
+def single_device() -> Contrast:
     return train("auto")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gathered_features_train_as_the_whole_batch_on_one_device(
-    ranks: list[dict[str, Any]], one: Contrast, layout: str
+def test_gathered_features_train_as_the_full_batch_on_one_device(
+    results_of_ranks: list[dict[str, Any]], single_device: Contrast, layout: str
 ) -> None:
-    for found in ranks:
-        assert found[layout][1] == pytest.approx(one.losses, abs=1e-6)
+    for results in results_of_ranks:
+        assert results[layout][1] == pytest.approx(single_device.losses, abs=1e-6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_gathers_reduces_and_broadcasts_over_data_ranks(
-    ranks: list[dict[str, Any]], one: Contrast, layout: str
+def test_step_gathers_reduces_and_broadcasts_over_data_ranks(
+    results_of_ranks: list[dict[str, Any]], single_device: Contrast, layout: str
 ) -> None:
-    saw = [found[layout][2] for found in ranks if found[layout][2]]
-    assert len(saw) >= 2
-    for seen in saw:
-        assert len(seen) == len(one.seen)
-        for ours, whole in zip(seen, one.seen, strict=True):
-            assert ours["early"] == pytest.approx(whole["early"])
-            assert ours["total"] == pytest.approx(whole["total"])
-            assert ours["told"] == whole["told"]
-            assert ours["agreed"] == (whole["early"][0] > 0 or whole["early"][BATCH // 2] > 0)
-            assert ours["numbers"] == (BATCH, [2, 2])
-    assert one.seen[0]["numbers"] == (BATCH, [2])
+    records_of_ranks = [results[layout][2] for results in results_of_ranks if results[layout][2]]
+    assert len(records_of_ranks) >= 2
+    for records in records_of_ranks:
+        assert len(records) == len(single_device.records)
+        for actual, expected in zip(records, single_device.records, strict=True):
+            assert actual["early"] == pytest.approx(expected["early"])
+            assert actual["total"] == pytest.approx(expected["total"])
+            assert actual["received"] == expected["received"]
+            assert actual["agreed"] == (
+                expected["early"][0] > 0 or expected["early"][BATCH // 2] > 0
+            )
+            assert actual["numbers"] == (BATCH, [2, 2])
+    assert single_device.records[0]["numbers"] == (BATCH, [2])

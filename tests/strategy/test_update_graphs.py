@@ -1,4 +1,4 @@
-"""Fits whose updates are captured equal eager fits bit for bit, and what cannot be is refused."""
+"""Captured updates equal eager updates bit for bit, and unsupported updates are refused."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", chosen(list(CASES), "clipped by norm", "accumulated", "Adam"))
-def test_a_captured_update_leaves_what_an_eager_one_leaves(name: str) -> None:
+def test_captured_updates_equal_eager_updates(name: str) -> None:
     case = CASES[name]
     make = case["module"].make if "module" in case else torch.optim.AdamW
     expected = run(None, **{**case, "module": UpdatedLM(make)})
     settings = (SEGMENTS, FULL) if name == "clipped by norm" else (FULL,)
-    for one in settings:
-        found = run(one, **{**case, "module": UpdatedLM(make)})
-        assert differences(found, expected) == [], one.mode
-        assert len(found[1].states) == len(expected[1].states) > 0
+    for graphs in settings:
+        actual = run(graphs, **{**case, "module": UpdatedLM(make)})
+        assert differences(actual, expected) == [], graphs.mode
+        assert len(actual[1].states) == len(expected[1].states) > 0
         num_steps = case.get("max_steps", 6)
-        assert {int(state["step"]) for state in found[1].states} == {num_steps}
+        assert {int(state["step"]) for state in actual[1].states} == {num_steps}
         # Two eager updates and the capture call the kernel; replays run no Python.
-        assert found[1].num_calls[-1] * num_steps == expected[1].num_calls[-1] * 3
+        assert actual[1].num_calls[-1] * num_steps == expected[1].num_calls[-1] * 3
         assert expected[1].num_calls[-1] > 0
 
 
@@ -59,43 +59,45 @@ class CollectiveSave(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def test_a_captured_update_follows_schedules_of_rate_and_weight_decay(tmp_path: Path) -> None:
+def test_captured_updates_follow_schedules_of_rate_and_weight_decay(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_steps": 9, "num_samples": 16}
     expected = run(
         None, module=ScheduledLM(), callbacks=(CollectiveSave(tmp_path / "4.ckpt"),), **options
     )
-    found = run(FULL, module=ScheduledLM(), **options)
-    assert differences(found, expected) == []
-    rates = [(group["lr"], group["weight_decay"]) for group in found[1].groups]
+    actual = run(FULL, module=ScheduledLM(), **options)
+    assert differences(actual, expected) == []
+    rates = [(group["lr"], group["weight_decay"]) for group in actual[1].groups]
     assert rates == [(0.002, 1.0), (0.0005, 0.0)], "the last values of both schedules"
-    assert found[1].num_calls[-1] < expected[1].num_calls[-1], "updates are replayed"
-    fixed = run(FULL, module=ScheduledLM(decays=False), **options)
-    assert differences(fixed, expected), "the weight decay reaches the update"
+    assert actual[1].num_calls[-1] < expected[1].num_calls[-1], "updates are replayed"
+    without_decay = run(FULL, module=ScheduledLM(decays=False), **options)
+    assert differences(without_decay, expected), "the weight decay reaches the update"
     resumed = run(None, module=ScheduledLM(), ckpt_path=tmp_path / "4.ckpt", **options)[1]
     assert resumed.groups == expected[1].groups
-    for state, whole in zip(resumed.states, expected[1].states, strict=True):
-        assert all(state[name].equal(whole[name]) for name in whole), "a resume is exact"
+    for resumed_state, expected_state in zip(resumed.states, expected[1].states, strict=True):
+        assert all(resumed_state[name].equal(expected_state[name]) for name in expected_state), (
+            "a resume is exact"
+        )
 
 
 @pytest.mark.parametrize("column", ["learning rate", "others"])
-def test_a_number_that_is_frozen_at_the_capture_is_noticed(
+def test_numbers_of_a_group_frozen_at_the_capture_change_the_results(
     column: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = run(None, cycles=True)
     fill = GroupNumbers.fill
 
-    def frozen(self: GroupNumbers, groups: Any, are_decoupled: Any) -> None:
-        before = None if len(groups) != len(self.rows) else self._table.clone()
+    def fill_frozen(self: GroupNumbers, groups: Any, are_decoupled: Any) -> None:
+        old_table = None if len(groups) != len(self.rows) else self._table.clone()
         fill(self, groups, are_decoupled)
-        part = slice(0, 1) if column == "learning rate" else slice(1, None)
-        if before is not None and self._is_late:  # type: ignore[attr-defined]
-            self._table[:, part] = before[:, part]
+        columns = slice(0, 1) if column == "learning rate" else slice(1, None)
+        if old_table is not None and self._is_late:  # type: ignore[attr-defined]
+            self._table[:, columns] = old_table[:, columns]
         self.num_fills = getattr(self, "num_fills", 0) + 1
 
     monkeypatch.setattr(GroupNumbers, "_is_late", property(lambda self: self.num_fills > 2), False)
-    monkeypatch.setattr(GroupNumbers, "fill", frozen)
-    found = run(SEGMENTS, cycles=True)
-    assert {"exp_avg 0", "losses"} & set(differences(found, expected))
+    monkeypatch.setattr(GroupNumbers, "fill", fill_frozen)
+    actual = run(SEGMENTS, cycles=True)
+    assert {"exp_avg 0", "losses"} & set(differences(actual, expected))
 
 
 class SaveAndLoad(Callback):
@@ -113,8 +115,8 @@ class SaveAndLoad(Callback):
             strategy.load_checkpoint(self.path)
 
 
-def _with_a_load(graphs: CudaGraphs | None, folder: Path, devices: int = 1) -> list[Any]:
-    """Train with a load in between, and go on from the checkpoint in another fit."""
+def _run_with_a_load(graphs: CudaGraphs | None, folder: Path, devices: int = 1) -> list[Any]:
+    """Train with a load of a checkpoint in between, and resume from it in another fit."""
     folder.mkdir(exist_ok=True)
     layout = {"async_save": True}
     options: dict[str, Any] = {"num_samples": 64, "layout": layout}
@@ -123,29 +125,31 @@ def _with_a_load(graphs: CudaGraphs | None, folder: Path, devices: int = 1) -> l
     return [first, run(graphs, devices, ckpt_path=loads.path, max_steps=8, **options)]
 
 
-def test_updates_are_captured_again_after_a_load_and_continue_after_a_resume(
+def test_updates_are_captured_again_after_a_load_and_after_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = _with_a_load(None, tmp_path / "eager")
+    expected = _run_with_a_load(None, tmp_path / "eager")
     order: list[str] = []
-    _note_calls(monkeypatch, RunCheckpoints, "wait_for_snapshot", order)
-    _note_calls(monkeypatch, UpdateGraph, "run", order)
-    found = _with_a_load(SEGMENTS, tmp_path / "graphs")
-    # A background save may still copy weights: each update waits for it, also if it is a replay.
+    _record_calls(monkeypatch, RunCheckpoints, "wait_for_snapshot", order)
+    _record_calls(monkeypatch, UpdateGraph, "run", order)
+    actual = _run_with_a_load(SEGMENTS, tmp_path / "graphs")
+    # A background save may still copy weights; each update waits for it, also a replayed one.
     assert order == ["wait_for_snapshot", "run"] * (9 + 4)
-    assert [differences(*pair) for pair in zip(found, expected, strict=True)] == [[], []]
+    assert [differences(*pair) for pair in zip(actual, expected, strict=True)] == [[], []]
     # Two groups; two eager updates and a capture before and after the load.
-    assert [one[1].num_calls[-1] for one in found] == [2 * 6, 2 * 3]
+    assert [result[1].num_calls[-1] for result in actual] == [2 * 6, 2 * 3]
 
 
-def _note_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, order: list[str]) -> None:
+def _record_calls(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, order: list[str]
+) -> None:
     method = getattr(owner, name)
 
-    def noted(self: Any, *args: Any) -> Any:
+    def recorded(self: Any, *args: Any) -> Any:
         order.append(name)
         return method(self, *args)
 
-    monkeypatch.setattr(owner, name, noted)
+    monkeypatch.setattr(owner, name, recorded)
 
 
 WORLD: dict[str, dict[str, Any]] = {
@@ -159,8 +163,8 @@ def _module_of(name: str) -> UpdatedLM:
     return ScheduledLM() if name == "schedules" else UpdatedLM()
 
 
-def _on_two_ranks(rank: int, size: int, folder: str) -> dict[str, list[Any]]:
-    found = {
+def _run_two_ranks(rank: int, size: int, folder: str) -> dict[str, list[Any]]:
+    results = {
         name: [
             run(settings, size, num_samples=64, module=_module_of(name), **case)
             for settings in (None, SEGMENTS, FULL)
@@ -169,28 +173,31 @@ def _on_two_ranks(rank: int, size: int, folder: str) -> dict[str, list[Any]]:
     }
     path = Path(folder)
     resumed = [
-        _with_a_load(graphs, path / mode, size)
+        _run_with_a_load(graphs, path / mode, size)
         for mode, graphs in (("eager", None), ("graphs", FULL))
     ]
-    return found | {"load": [one[0] for one in resumed], "resume": [one[1] for one in resumed]}
+    return results | {
+        "load": [pair[0] for pair in resumed],
+        "resume": [pair[1] for pair in resumed],
+    }
 
 
-def test_captured_updates_of_several_ranks_equal_eager_ones(tmp_path: Path) -> None:
-    for rank, found in enumerate(run_world(_on_two_ranks, 2, str(tmp_path))):
-        for name, (eager, *by_graphs) in found.items():
+def test_captured_updates_of_two_ranks_equal_eager_updates(tmp_path: Path) -> None:
+    for rank, results in enumerate(run_world(_run_two_ranks, 2, str(tmp_path))):
+        for name, (eager, *results_of_graphs) in results.items():
             assert eager[1].num_calls[-1] > 0
-            for one in by_graphs:
-                what = f"{name}, {one[0].mode}, rank {rank}"
-                assert differences(one, eager) == [], what
-                assert one[1].num_calls[-1] < eager[1].num_calls[-1], what
-                assert one[0].num_graphs[-1] > 0, what
+            for captured in results_of_graphs:
+                case = f"{name}, {captured[0].mode}, rank {rank}"
+                assert differences(captured, eager) == [], case
+                assert captured[1].num_calls[-1] < eager[1].num_calls[-1], case
+                assert captured[0].num_graphs[-1] > 0, case
 
 
-# ---- refused, and given up
+# ---- refused updates, and failed captures
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedFit:
     """A fit that must be refused.
 
     Args:
@@ -234,23 +241,23 @@ def _sgd(groups: Any, fused: bool, eps: float, lr: float, **options: Any) -> tor
 
 
 REFUSED = {
-    "precision": Refused("needs precision", UpdatedLM(), {"precision": "64-true"}),
-    "sums": Refused(
+    "precision": RefusedFit("needs precision", UpdatedLM(), {"precision": "64-true"}),
+    "sums": RefusedFit(
         "gradient_dtype is 'bfloat16'",
         UpdatedLM(),
         {"precision": "bf16-mixed", "layout": {"gradient_dtype": "bfloat16"}},
     ),
-    "callback": Refused("Reads.on_before_opt", UpdatedLM(), {"callbacks": (Reads(),)}),
-    "late callback": Refused("Reads.on_before_opt", AddsReader()),
-    "module": Refused("FusedLM.on_after_backward", FusedLM()),
-    "clipping": Refused("OwnClipping.configure_gradient_clipping", OwnClipping()),
-    "not fused": Refused("group 0 of AdamW does not set fused=True", UpdatedLM(_not_fused)),
-    "SGD": Refused("SGD is not torch's AdamW or Adam", UpdatedLM(_sgd)),
+    "callback": RefusedFit("Reads.on_before_opt", UpdatedLM(), {"callbacks": (Reads(),)}),
+    "late callback": RefusedFit("Reads.on_before_opt", AddsReader()),
+    "module": RefusedFit("FusedLM.on_after_backward", FusedLM()),
+    "clipping": RefusedFit("OwnClipping.configure_gradient_clipping", OwnClipping()),
+    "not fused": RefusedFit("group 0 of AdamW does not set fused=True", UpdatedLM(_not_fused)),
+    "SGD": RefusedFit("SGD is not torch's AdamW or Adam", UpdatedLM(_sgd)),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_fit_whose_update_cannot_be_captured_is_refused(name: str) -> None:
+def test_fit_whose_update_cannot_be_captured_is_refused(name: str) -> None:
     case = REFUSED[name]
     with pytest.raises(UnsupportedError, match=case.words) as error:
         run(SEGMENTS, module=case.module, **case.options)
@@ -258,7 +265,7 @@ def test_a_fit_whose_update_cannot_be_captured_is_refused(name: str) -> None:
     assert not hasattr(case.module, "losses") or case.module.losses == []
 
 
-def test_a_precision_and_a_hook_are_refused_before_processes_exist() -> None:
+def test_precision_and_gradient_hook_are_refused_before_processes_start() -> None:
     with pytest.raises(UnsupportedError, match="needs precision 32-true or bf16-mixed"):
         _trainer(precision="64-true")
     trainer = _trainer(callbacks=[Reads()])
@@ -286,10 +293,10 @@ class FailsToUpdate(Callback):
         graph._backend = type("Fails", (), {"capture": capture, "make_pool": lambda self: None})()
 
 
-def test_a_failed_capture_leaves_the_update_eager() -> None:
+def test_failed_capture_leaves_the_update_eager() -> None:
     with pytest.warns(SpeedWarning, match="off: rank 0 could not capture the update .*no memory"):
-        found = run(FULL, callbacks=(FailsToUpdate(),))
-    assert differences(found, run(None)) == []
+        actual = run(FULL, callbacks=(FailsToUpdate(),))
+    assert differences(actual, run(None)) == []
     strict = CudaGraphs("full", warmup_steps=2, optimizer=True, on_failure="error")
     with pytest.raises(CaptureError, match="the update of the parameters: RuntimeError: no mem"):
         run(strict, callbacks=(FailsToUpdate(),))
@@ -314,11 +321,11 @@ class FailsToStep(Callback):
 
 
 @pytest.mark.parametrize("settings", [SEGMENTS, FULL], ids=["segments", "full"])
-def test_a_failed_capture_of_a_step_leaves_the_update_captured(settings: CudaGraphs) -> None:
+def test_failed_capture_of_a_step_leaves_the_update_captured(settings: CudaGraphs) -> None:
     words = "CUDA graphs of steps are off: rank 0 .*no memory.* update of the parameters keeps its own graph"
     with pytest.warns(SpeedWarning, match=words):
-        found = run(settings, callbacks=(FailsToStep(),))
-    assert differences(found, run(None)) == []
-    assert found[0].num_graphs[-1] == 1
+        actual = run(settings, callbacks=(FailsToStep(),))
+    assert differences(actual, run(None)) == []
+    assert actual[0].num_graphs[-1] == 1
     # Two eager updates and the capture call the kernel.
-    assert found[1].num_calls[-1] == found[1].num_calls[2]
+    assert actual[1].num_calls[-1] == actual[1].num_calls[2]

@@ -1,6 +1,4 @@
-"""What a user's code does between and around steps has the effect that it has under ordinary
-Lightning.
-"""
+"""User code between and around steps has the same effect as with ordinary Lightning."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ Act = Callable[[LightningModule], None]
 
 
 class Net(LightningModule):
-    """A generator and a critic of it."""
+    """A generator and its critic."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,14 +43,14 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-class Manual(Net):
+class ManualNet(Net):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
 
 
-class Adversaries(Manual):
-    """Each step of one leaves gradients in the other, which must be forgotten."""
+class Adversaries(ManualNet):
+    """A step of one network leaves gradients in the other, which must be cleared."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         x, y = batch
@@ -70,7 +68,7 @@ class Adversaries(Manual):
         ]
 
 
-class RawBackward(Manual):
+class RawBackward(ManualNet):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         optimizer = self.optimizers()
         optimizer.zero_grad()
@@ -82,7 +80,9 @@ class HalfTrained(Net):
     """Train the critic, until a callback adds the generator."""
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.05)
+        return torch.optim.AdamW(
+            [weight for weight in self.parameters() if weight.requires_grad], lr=0.05
+        )
 
 
 class Finetuning(BaseFinetuning):
@@ -130,7 +130,7 @@ def clamp_data(module: LightningModule) -> None:
 
 
 def exchange_data(module: LightningModule) -> None:
-    """Exchange the memory of two parameters, and put a third's values elsewhere."""
+    """Exchange the memory of two parameters, and move the values of a third one."""
     first, second = module.generator.weight, module.generator_twin.weight
     first.data, second.data = second.data, first.data
     module.critic.bias.data = module.critic.bias.data + 0.1
@@ -171,7 +171,7 @@ WRITES = {
 }
 
 
-#: Those that two ranks try, too.
+#: Writes that two data ranks test, too.
 DATA_WRITES = (
     *(
         "weights halved after every step",
@@ -182,7 +182,7 @@ DATA_WRITES = (
 )
 
 
-def data(rank: int = 0, size: int = 1) -> DataLoader:
+def make_loader(rank: int = 0, size: int = 1) -> DataLoader:
     generator = torch.Generator().manual_seed(2)
     x, y = torch.randn(32, 6, generator=generator), torch.randn(32, 1, generator=generator)
     # Every rank gets its rows of each batch of 8.
@@ -211,18 +211,18 @@ def fit(
         devices=place[1],
         strategy=strategy,
         max_epochs=epochs,
-        enable_checkpointing=any(isinstance(one, ModelCheckpoint) for one in callbacks),
+        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
         use_distributed_sampler=False,
         callbacks=list(callbacks),
         **quiet,
         **options,
     )
-    trainer.fit(module, data(*place), ckpt_path=resume_from, weights_only=weights_only)
+    trainer.fit(module, make_loader(*place), ckpt_path=resume_from, weights_only=weights_only)
     return module
 
 
-def distance(module: Net, other: Net) -> float:
-    weights = {name: value.float() for name, value in other.state_dict().items()}
+def distance(module: Net, reference: Net) -> float:
+    weights = {name: value.float() for name, value in reference.state_dict().items()}
     return max(
         float((value.float() - weights[name]).abs().max())
         for name, value in module.state_dict().items()
@@ -237,7 +237,7 @@ def test_manual_optimization_equals_ordinary_lightning(kind: type[Net]) -> None:
     assert distance(fit(kind(), MegatronStrategy(microbatch_size=8)), plain) < 1e-6
 
 
-def test_loss_backward_is_refused_where_losses_are_scaled() -> None:
+def test_backward_of_an_unscaled_loss_is_refused_with_float16() -> None:
     options = {"plugins": [MegatronPrecision("16-mixed")]}
     with pytest.raises(UnsupportedError, match="needs self.manual_backward"):
         fit(RawBackward().half(), MegatronStrategy(microbatch_size=8), **options)
@@ -245,7 +245,7 @@ def test_loss_backward_is_refused_where_losses_are_scaled() -> None:
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", WRITES)
-def test_written_weights_are_trained_further(name: str, precision: str) -> None:
+def test_training_continues_from_weights_that_hooks_write(name: str, precision: str) -> None:
     plain = fit(Net(), "auto", Writes(*WRITES[name]))
     untouched = fit(Net(), "auto")
     assert distance(plain, untouched) > 0.05
@@ -256,28 +256,28 @@ def test_written_weights_are_trained_further(name: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_swapped_weights_are_evaluated_saved_and_swapped_back(
+def test_swapped_weights_are_validated_saved_and_swapped_back(
     precision: str, tmp_path: Path
 ) -> None:
-    """Averages under the parameters while the epoch is validated, as averaging by hand has it."""
+    """A callback puts other weights under the parameters during validation."""
 
     class Swaps(Callback):
         def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            self.kept = {name: p.data for name, p in pl_module.named_parameters()}
+            self.weights = {name: weight.data for name, weight in pl_module.named_parameters()}
             for parameter in pl_module.parameters():
                 parameter.data = torch.full_like(parameter, 0.125)
 
         def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
             trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
             for name, parameter in pl_module.named_parameters():
-                parameter.data = self.kept[name]
+                parameter.data = self.weights[name]
 
     class Evaluated(Net):
         def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
             self.log("val_loss", self.loss(batch))
 
         def val_dataloader(self) -> DataLoader:
-            return data()
+            return make_loader()
 
     options: dict[str, Any] = {"num_sanity_val_steps": 0}
     plain = fit(Evaluated(), "auto", Swaps(), **options)
@@ -287,7 +287,11 @@ def test_swapped_weights_are_evaluated_saved_and_swapped_back(
     torch.testing.assert_close(
         ours.trainer.callback_metrics["val_loss"].float(), expected, rtol=0.01, atol=0
     )
-    saved = {n: t for n, t in read_full(tmp_path / "1.ckpt").items() if n.startswith("state_dict.")}
+    saved = {
+        name: tensor
+        for name, tensor in read_full(tmp_path / "1.ckpt").items()
+        if name.startswith("state_dict.")
+    }
     assert saved
     assert all(bool((tensor == 0.125).all()) for tensor in saved.values())
 
@@ -310,70 +314,70 @@ def test_swapped_weights_are_evaluated_saved_and_swapped_back(
         ),
     ],
 )
-def test_memory_that_cannot_be_trained_is_refused_by_name(act: Act, message: str) -> None:
+def test_parameter_data_that_cannot_be_trained_is_refused_by_name(act: Act, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         fit(Net(), MegatronStrategy(), Writes("on_train_batch_end", act))
     assert "data" not in vars(nn.Parameter)
 
 
-def test_weights_that_are_not_written_keep_their_precision() -> None:
-    """Steps far below what bfloat16 tells apart add up in the mains, also of parameters that are
-    read and copied.
+def test_small_updates_of_weights_that_hooks_only_read_add_up() -> None:
+    """Updates far below the resolution of bfloat16 add up in the main parameters, also if a hook
+    reads and copies the parameters.
     """
 
     class Slow(Net):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=1e-5)
 
-    def look(module: LightningModule) -> None:
+    def read_parameters(module: LightningModule) -> None:
         assert all(parameter.clone().isfinite().all() for parameter in module.parameters())
 
     module = fit(
         Slow(),
         MegatronStrategy(microbatch_size=8),
-        Writes("on_train_batch_end", look),
+        Writes("on_train_batch_end", read_parameters),
         precision="bf16-mixed",
     )
     main_parameters = module.trainer.strategy.run.state.main.slices  # type: ignore[union-attr]
     plain = fit(Slow(), "auto").state_dict()
     start = {name: value.to(torch.bfloat16).float() for name, value in Slow().state_dict().items()}
-    for name, one in main_parameters.items():
-        moved = (plain[name] - Slow().state_dict()[name]).norm()
-        own = one.main.detach().view_as(start[name]) - start[name]
-        assert float(own.norm() / moved) == pytest.approx(1, abs=0.1), name
+    for name, main_slice in main_parameters.items():
+        expected_change = (plain[name] - Slow().state_dict()[name]).norm()
+        actual_change = main_slice.main.detach().view_as(start[name]) - start[name]
+        assert float(actual_change.norm() / expected_change) == pytest.approx(1, abs=0.1), name
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_parameters_that_lightnings_finetuning_adds_are_trained_and_resumed(
+def test_parameters_that_base_finetuning_unfreezes_are_trained_and_resumed(
     precision: str, tmp_path: Path
 ) -> None:
-    def tuned(strategy: Any, folder: str, **options: Any) -> Net:
+    def fine_tune(strategy: Any, folder: str, **options: Any) -> Net:
         saves = ModelCheckpoint(tmp_path / folder, save_top_k=-1, filename="{epoch}")
         return fit(HalfTrained(), strategy, Finetuning(), saves, epochs=3, **options)
 
     tolerance = 1e-6 if precision == "32-true" else 0.02
     plain, ours = (
-        tuned("auto", "plain"),
-        tuned(MegatronStrategy(microbatch_size=8), "ours", precision=precision),
+        fine_tune("auto", "plain"),
+        fine_tune(MegatronStrategy(microbatch_size=8), "ours", precision=precision),
     )
     assert distance(plain, fit(HalfTrained(), "auto", epochs=3)) > 0.01
     assert distance(ours, plain) < tolerance
     for saved in ("epoch=0.ckpt", "epoch=1.ckpt"):
-        # Resumed after the generator was added, Lightning has its group, and has it frozen again.
-        plain_again = tuned(
+        # After the generator was added, a resumed Lightning has its group, but freezes it again.
+        plain_resumed = fine_tune(
             "auto", "plain again", resume_from=tmp_path / "plain" / saved, weights_only=False
         )
-        again = tuned(
+        resumed = fine_tune(
             MegatronStrategy(microbatch_size=8),
             "again",
             precision=precision,
             resume_from=tmp_path / "ours" / saved,
         )
-        assert distance(again, plain_again) < tolerance, saved
+        assert distance(resumed, plain_resumed) < tolerance, saved
 
 
-def two_ranks(rank: int, size: int) -> dict[str, float]:
-    found = {}
+def run_two_ranks(rank: int, size: int) -> dict[str, float]:
+    distances = {}
     for name in DATA_WRITES:
         ours = fit(
             Net(),
@@ -382,27 +386,27 @@ def two_ranks(rank: int, size: int) -> dict[str, float]:
             place=(rank, size),
             precision="bf16-mixed",
         )
-        found[name] = (
+        distances[name] = (
             distance(ours, fit(Net(), "auto", Writes(*WRITES[name]))) if rank == 0 else 0.0
         )
         exact = fit(
             Net(), MegatronStrategy(bucket_size=10), Writes(*WRITES[name]), place=(rank, size)
         )
-        found[f"{name} exactly"] = (
+        distances[f"{name} exactly"] = (
             distance(exact, fit(Net(), "auto", Writes(*WRITES[name]))) if rank == 0 else 0.0
         )
     ours = fit(Adversaries(), MegatronStrategy(microbatch_size=4), place=(rank, size))
     strategy = MegatronStrategy(microbatch_size=4, bucket_size=10)
     tuned = fit(HalfTrained(), strategy, Finetuning(), place=(rank, size), precision="bf16-mixed")
-    found["finetuning"] = (
+    distances["finetuning"] = (
         distance(tuned, fit(HalfTrained(), "auto", Finetuning())) if rank == 0 else 0.0
     )
-    found["adversaries"] = distance(ours, fit(Adversaries(), "auto")) if rank == 0 else 0.0
-    return found
+    distances["adversaries"] = distance(ours, fit(Adversaries(), "auto")) if rank == 0 else 0.0
+    return distances
 
 
-def test_two_data_ranks_do_as_one_process() -> None:
-    found = run_world(two_ranks, 2)[0]
-    assert found.pop("adversaries") < 1e-6
-    assert max(found.pop(f"{name} exactly") for name in DATA_WRITES) < 1e-6
-    assert max(found.values()) < 0.02, found
+def test_two_data_ranks_match_one_process() -> None:
+    distances = run_world(run_two_ranks, 2)[0]
+    assert distances.pop("adversaries") < 1e-6
+    assert max(distances.pop(f"{name} exactly") for name in DATA_WRITES) < 1e-6
+    assert max(distances.values()) < 0.02, distances

@@ -1,6 +1,4 @@
-"""Lightning's averages of weights are trained, saved, validated and continued as under its own
-strategies.
-"""
+"""Weight averages of Lightning train, save, validate and resume as with its own strategies."""
 
 from __future__ import annotations
 
@@ -25,24 +23,24 @@ from tests.world import run_world
 State = dict[str, Any]
 
 
-class Validated(Trained):
-    """Validate once an epoch and keep what the weights were then."""
+class ValidatedModel(Trained):
+    """Store the weights at the start of each validation."""
 
     def __init__(self) -> None:
         super().__init__()
         self.at_validation: list[Tensor] = []
 
     def on_validation_epoch_start(self) -> None:
-        self.at_validation.append(flat(self))
+        self.at_validation.append(flat_weights(self))
 
     def validation_step(self, batch: State, batch_idx: int) -> None:
         pass
 
 
-STEPS, BETWEEN = 8, 5
+STEPS, SAVED_STEP = 8, 5
 
 
-def flat(module: nn.Module) -> Tensor:
+def flat_weights(module: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().double().flatten() for parameter in module.parameters()])
 
 
@@ -52,131 +50,138 @@ def fit(
     steps: int,
     folder: str | Path,
     resume: Any = None,
-    every: int = BETWEEN,
+    every: int = SAVED_STEP,
     **options: Any,
-) -> tuple[Validated, EMAWeightAveraging]:
-    """Train two steps an epoch, validate after each, save every few steps."""
+) -> tuple[ValidatedModel, EMAWeightAveraging]:
+    """Train two steps an epoch, validate after each epoch, save every ``every`` steps."""
     averaging = EMAWeightAveraging(decay=0.5)
     saver = ModelCheckpoint(folder, "{step}", every_n_train_steps=every, save_top_k=-1)
     trainer = trainer_of(
         layout, size, steps, callbacks=[averaging, saver], num_sanity_val_steps=0, **options
     )
-    module, data = Validated(), Tokens()
+    module, data = ValidatedModel(), Tokens()
     sampler = DistributedSampler(data, size, trainer.global_rank, shuffle=False)
     loader = DataLoader(data, batch_size=8 // size, sampler=sampler)
     trainer.fit(module, loader, DataLoader(data, batch_size=8), ckpt_path=resume)
     return module, averaging
 
 
-def validated(path: str | Path, layout: State | None, size: int) -> Tensor:
+def validated_weights(path: str | Path, layout: State | None, size: int) -> Tensor:
     """Return the weights that a checkpoint is validated with."""
-    module = Validated()
+    module = ValidatedModel()
     trainer_of(layout, size, 1).validate(
         module, DataLoader(Tokens(), batch_size=8), ckpt_path=path, verbose=False
     )
     return module.at_validation[0]
 
 
-def saved(path: str | Path, prefix: str) -> dict[str, Tensor]:
-    found = read_full(path)
+def saved_tensors(path: str | Path, prefix: str) -> dict[str, Tensor]:
+    tensors = read_full(path)
     return {
-        name.removeprefix(prefix): one.double()
-        for name, one in found.items()
+        name.removeprefix(prefix): tensor.double()
+        for name, tensor in tensors.items()
         if name.startswith(prefix)
     }
 
 
-def test_averages_equal_those_of_lightning_and_continue_from_a_checkpoint(tmp_path: Path) -> None:
+def test_averages_equal_those_of_lightning_and_resume_from_a_checkpoint(tmp_path: Path) -> None:
     plain, _ = fit(None, 1, STEPS, tmp_path / "plain")
     ours, _ = fit({}, 1, STEPS, tmp_path / "ours")
-    close: State = {"rtol": 0, "atol": 1e-12}
-    torch.testing.assert_close(flat(ours), flat(plain), **close)
+    tolerances: State = {"rtol": 0, "atol": 1e-12}
+    torch.testing.assert_close(flat_weights(ours), flat_weights(plain), **tolerances)
     assert len(ours.at_validation) == len(plain.at_validation) > 1
     torch.testing.assert_close(
-        torch.stack(ours.at_validation), torch.stack(plain.at_validation), **close
+        torch.stack(ours.at_validation), torch.stack(plain.at_validation), **tolerances
     )
-    rest, _ = fit(
-        {}, 1, STEPS, tmp_path / "rest", resume=tmp_path / "ours" / f"step={BETWEEN}.ckpt"
+    resumed, _ = fit(
+        {}, 1, STEPS, tmp_path / "rest", resume=tmp_path / "ours" / f"step={SAVED_STEP}.ckpt"
     )
-    assert torch.equal(flat(rest), flat(ours))
-    assert rest.losses == ours.losses[BETWEEN:]
+    assert torch.equal(flat_weights(resumed), flat_weights(ours))
+    assert resumed.losses == ours.losses[SAVED_STEP:]
     for path, layout in (("plain", None), ("ours", {})):
-        weights = validated(tmp_path / path / f"step={BETWEEN}.ckpt", layout, 1)
-        expected = torch.load(tmp_path / "plain" / f"step={BETWEEN}.ckpt")["state_dict"]
+        weights = validated_weights(tmp_path / path / f"step={SAVED_STEP}.ckpt", layout, 1)
+        expected = torch.load(tmp_path / "plain" / f"step={SAVED_STEP}.ckpt")["state_dict"]
         torch.testing.assert_close(
-            weights, torch.cat([one.double().flatten() for one in expected.values()]), **close
+            weights,
+            torch.cat([tensor.double().flatten() for tensor in expected.values()]),
+            **tolerances,
         )
 
 
-def test_averages_continue_between_single_files_and_directories(tmp_path: Path) -> None:
+def test_averages_resume_from_single_files_and_from_directories(tmp_path: Path) -> None:
     plain, _ = fit(None, 1, STEPS, tmp_path / "plain")
-    fit({}, 1, BETWEEN, tmp_path / "ours")
-    consolidate(tmp_path / "ours" / f"step={BETWEEN}.ckpt", tmp_path / "file.ckpt")
+    fit({}, 1, SAVED_STEP, tmp_path / "ours")
+    consolidate(tmp_path / "ours" / f"step={SAVED_STEP}.ckpt", tmp_path / "file.ckpt")
     consolidate(
-        tmp_path / "ours" / f"step={BETWEEN}.ckpt", tmp_path / "weights.ckpt", weights_only=True
+        tmp_path / "ours" / f"step={SAVED_STEP}.ckpt", tmp_path / "weights.ckpt", weights_only=True
     )
     assert (
         not {"current_model_state", "averaging_state"}
         & torch.load(tmp_path / "weights.ckpt").keys()
     )
-    close: State = {"rtol": 0, "atol": 1e-12}
-    # Lightning itself rounds double precision when it goes on with such a module.
+    tolerances: State = {"rtol": 0, "atol": 1e-12}
+    # Lightning itself rounds double precision when it resumes such a module.
     expected, _ = fit(
-        None, 1, STEPS, tmp_path / "again", resume=tmp_path / "plain" / f"step={BETWEEN}.ckpt"
+        None, 1, STEPS, tmp_path / "again", resume=tmp_path / "plain" / f"step={SAVED_STEP}.ckpt"
     )
-    there, _ = fit(None, 1, STEPS, tmp_path / "there", resume=tmp_path / "file.ckpt")
-    torch.testing.assert_close(flat(there), flat(expected), rtol=0, atol=1e-9)
-    here, _ = fit(
-        {}, 1, STEPS, tmp_path / "here", resume=tmp_path / "plain" / f"step={BETWEEN}.ckpt"
+    resumed_by_lightning, _ = fit(None, 1, STEPS, tmp_path / "there", resume=tmp_path / "file.ckpt")
+    torch.testing.assert_close(
+        flat_weights(resumed_by_lightning), flat_weights(expected), rtol=0, atol=1e-9
     )
-    torch.testing.assert_close(flat(here), flat(plain), **close)
-    assert here.losses == pytest.approx(plain.losses[BETWEEN:], abs=1e-12)
+    resumed_by_us, _ = fit(
+        {}, 1, STEPS, tmp_path / "here", resume=tmp_path / "plain" / f"step={SAVED_STEP}.ckpt"
+    )
+    torch.testing.assert_close(flat_weights(resumed_by_us), flat_weights(plain), **tolerances)
+    assert resumed_by_us.losses == pytest.approx(plain.losses[SAVED_STEP:], abs=1e-12)
 
 
-def test_a_checkpoint_without_averages_begins_them(tmp_path: Path) -> None:
+def test_averages_begin_at_a_resume_from_a_checkpoint_without_averages(tmp_path: Path) -> None:
     trainer, module = trainer_of({}, 1, 2, precision="32-true"), Trained()
     trainer.fit(module, DataLoader(Tokens(), batch_size=8))
     trainer.save_checkpoint(tmp_path / "start")
-    found = [fit({}, 1, 4, tmp_path / "a", resume=tmp_path / "start", precision="32-true")[0]]
+    modules = [fit({}, 1, 4, tmp_path / "a", resume=tmp_path / "start", precision="32-true")[0]]
     consolidate(tmp_path / "start", tmp_path / "start.ckpt")
-    found.append(
+    modules.append(
         fit(None, 1, 4, tmp_path / "b", resume=tmp_path / "start.ckpt", precision="32-true")[0]
     )
-    torch.testing.assert_close(flat(found[0]), flat(found[1]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        flat_weights(modules[0]), flat_weights(modules[1]), rtol=0, atol=1e-6
+    )
 
 
 def _assert_averages(folder: str | Path, steps: int) -> None:
-    """Compare the averages of checkpoints with those of the weights in them, in full precision."""
-    average: dict[str, Tensor] = {}
+    """Compare saved averages with averages of the saved weights, in full precision."""
+    expected: dict[str, Tensor] = {}
     for step in range(1, steps + 1):
-        current = saved(f"{folder}/step={step}.ckpt", CURRENT)
-        average = {
-            name: (average[name] + one) / 2 if average else one for name, one in current.items()
+        current = saved_tensors(f"{folder}/step={step}.ckpt", CURRENT)
+        expected = {
+            name: (expected[name] + weight) / 2 if expected else weight
+            for name, weight in current.items()
         }
-        found = saved(f"{folder}/step={step}.ckpt", MODEL)
-        assert found.keys() == current.keys()
-        for name, one in found.items():
-            torch.testing.assert_close(one, average[name], rtol=0, atol=1e-6)
+        averages = saved_tensors(f"{folder}/step={step}.ckpt", MODEL)
+        assert averages.keys() == current.keys()
+        for name, actual in averages.items():
+            torch.testing.assert_close(actual, expected[name], rtol=0, atol=1e-6)
 
 
 def test_mixed_precision_averages_in_full_precision(tmp_path: Path) -> None:
     ours, averaging = fit({}, 1, STEPS, tmp_path / "ours", every=1, precision="bf16-mixed")
-    assert "_swap_models" not in vars(averaging), "the callback is as it was after the run"
+    assert "_swap_models" not in vars(averaging), "the run restores the callback"
     _assert_averages(tmp_path / "ours", STEPS)
-    last = saved(tmp_path / "ours" / f"step={STEPS}.ckpt", MODEL)
-    assert any(not torch.equal(one, one.bfloat16().double()) for one in last.values())
-    rest, _ = fit(
+    last = saved_tensors(tmp_path / "ours" / f"step={STEPS}.ckpt", MODEL)
+    assert any(not torch.equal(tensor, tensor.bfloat16().double()) for tensor in last.values())
+    resumed, _ = fit(
         {},
         1,
         STEPS,
         tmp_path / "r",
-        tmp_path / "ours" / f"step={BETWEEN}.ckpt",
+        tmp_path / "ours" / f"step={SAVED_STEP}.ckpt",
         every=1,
         precision="bf16-mixed",
     )
-    assert rest.losses == ours.losses[BETWEEN:]
-    again = saved(tmp_path / "r" / f"step={STEPS}.ckpt", MODEL)
-    assert all(torch.equal(again[name], one) for name, one in last.items())
+    assert resumed.losses == ours.losses[SAVED_STEP:]
+    resumed_last = saved_tensors(tmp_path / "r" / f"step={STEPS}.ckpt", MODEL)
+    assert all(torch.equal(resumed_last[name], tensor) for name, tensor in last.items())
 
 
 LAYOUTS: dict[str, State] = {
@@ -186,29 +191,32 @@ LAYOUTS: dict[str, State] = {
 }
 
 
-def _on_ranks(rank: int, size: int, folder: str) -> State:
-    found: State = {}
+def _run_two_ranks(rank: int, size: int, folder: str) -> State:
+    results: State = {}
     for name, layout in LAYOUTS.items():
         module, _ = fit(layout, size, STEPS, f"{folder}/{name}")
-        rest, _ = fit(
-            layout, size, STEPS, f"{folder}/rest", resume=f"{folder}/{name}/step={BETWEEN}.ckpt"
+        resumed, _ = fit(
+            layout, size, STEPS, f"{folder}/rest", resume=f"{folder}/{name}/step={SAVED_STEP}.ckpt"
         )
-        found[name] = (flat(module), torch.equal(flat(rest), flat(module)))
+        results[name] = (
+            flat_weights(module),
+            torch.equal(flat_weights(resumed), flat_weights(module)),
+        )
         fit(layout, size, 4, f"{folder}/half {name}", every=1, precision="bf16-mixed")
-    return found
+    return results
 
 
-def test_data_parallel_ranks_average_alike(tmp_path: Path) -> None:
+def test_two_data_ranks_average_as_one_process(tmp_path: Path) -> None:
     plain, _ = fit(None, 1, STEPS, tmp_path / "plain")
-    for found in run_world(_on_ranks, 2, str(tmp_path)):
-        for weights, goes_on_equally in found.values():
-            torch.testing.assert_close(weights, flat(plain), rtol=0, atol=1e-9)
-            assert goes_on_equally
+    for results in run_world(_run_two_ranks, 2, str(tmp_path)):
+        for weights, resumes_exactly in results.values():
+            torch.testing.assert_close(weights, flat_weights(plain), rtol=0, atol=1e-9)
+            assert resumes_exactly
     for name in LAYOUTS:
         _assert_averages(tmp_path / f"half {name}", 4)
 
 
-def test_models_in_parts_are_refused_before_any_process_starts() -> None:
+def test_tensor_parallel_models_are_refused_before_any_process_starts() -> None:
     trainer = trainer_of({"tp": 2, "async_save": True}, 2, 1, callbacks=[WeightAveraging()])
     assert isinstance(trainer.strategy, MegatronStrategy)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Trainings whose microbatches share casts of weights: how many casts, and the same bits."""
+"""Microbatches that share casts of weights cast less often and compute the same bits."""
 
 from __future__ import annotations
 
@@ -30,41 +30,41 @@ SPLIT = {"microbatch_size": 1}
 
 
 class CountCasts(Callback):
-    """Note the casts of each step, and what is kept after it."""
+    """Count the casts of each step, and the bytes that are kept after it."""
 
-    def __init__(self, found: list[str]) -> None:
-        self.found = found
+    def __init__(self, casts: list[str]) -> None:
+        self.casts = casts
         self.counts: list[int] = []
-        self.kept = 0
+        self.kept_bytes = 0
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self.found.clear()
+        self.casts.clear()
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        self.counts.append(len(self.found))
+        self.counts.append(len(self.casts))
         for model in layered_modules(module):
-            self.kept += 0 if model.weight_casts is None else model.weight_casts.num_bytes
+            self.kept_bytes += 0 if model.weight_casts is None else model.weight_casts.num_bytes
 
 
-def counted(
+def train_and_count(
     fp8: FP8, size: int = 1, layout: dict[str, Any] | None = None, **options: Any
 ) -> tuple[Fit, list[int]]:
-    """Train; return what was computed, and the casts of this rank in each step."""
+    """Train; return the results, and the number of casts of this rank in each step."""
     layout = {**SPLIT, "fp8": fp8, **(layout or {})}
     graphs = options.pop("graphs", None)
-    others = options.pop("callbacks", ())
-    with counting_casts() as found:
-        counting = CountCasts(found)
+    further = options.pop("callbacks", ())
+    with counting_casts() as casts:
+        counting = CountCasts(casts)
         options = {"max_steps": 3, "limit_val_batches": 0, **options}
-        ran = fit(graphs, size, layout, callbacks=(counting, *others), **options)
-    assert counting.kept == 0
-    return ran, counting.counts
+        result = fit(graphs, size, layout, callbacks=(counting, *further), **options)
+    assert counting.kept_bytes == 0
+    return result, counting.counts
 
 
-def is_same(one: Fit, other: Fit) -> bool:
-    """Return whether losses and weights have the same bits; fewer collectives are the purpose."""
-    return one.losses == other.losses and all(
-        torch.equal(weight, other.weights[name]) for name, weight in one.weights.items()
+def is_same(actual: Fit, expected: Fit) -> bool:
+    """Return whether losses and weights have the same bits; numbers of collectives may differ."""
+    return actual.losses == expected.losses and all(
+        torch.equal(weight, expected.weights[name]) for name, weight in actual.weights.items()
     )
 
 
@@ -75,45 +75,47 @@ def is_same(one: Fit, other: Fit) -> bool:
         ("rowwise", "full", 2),
     ),
 )
-def test_a_batch_casts_each_weight_once(recipe: Any, recompute: Any, accumulated: int) -> None:
+def test_each_weight_is_cast_once_per_batch(recipe: Any, recompute: Any, accumulated: int) -> None:
     settings = FP8(recipe, emulate=True)
     layout = {"recompute": recompute}
     options = {"accumulate_grad_batches": accumulated}
-    shared, counts = counted(settings, layout=layout, **options)
-    apart, others = counted(replace(settings, cast_weights="microbatch"), layout=layout, **options)
+    shared, counts = train_and_count(settings, layout=layout, **options)
+    separate, separate_counts = train_and_count(
+        replace(settings, cast_weights="microbatch"), layout=layout, **options
+    )
     # Two layers; rows and columns.
     assert counts == [2 * LINEARS * 2] * len(counts)
-    each = 3 if recompute else 2
-    assert others == [2 * LINEARS * each * 4] * len(others)
-    assert is_same(shared, apart)
+    casts_per_weight = 3 if recompute else 2
+    assert separate_counts == [2 * LINEARS * casts_per_weight * 4] * len(separate_counts)
+    assert is_same(shared, separate)
     assert shared.losses[-1] < shared.losses[0]
 
 
-def test_a_batch_of_one_microbatch_shares_only_if_asked() -> None:
+def test_batch_of_one_microbatch_shares_casts_only_on_request() -> None:
     layout = {"microbatch_size": "batch", "recompute": "full"}
-    shared, counts = counted(FP8(emulate=True, cast_weights="batch"), layout=layout)
-    apart, others = counted(FP8(emulate=True), layout=layout)
+    shared, counts = train_and_count(FP8(emulate=True, cast_weights="batch"), layout=layout)
+    separate, separate_counts = train_and_count(FP8(emulate=True), layout=layout)
     assert set(counts) == {2 * LINEARS * 2}
-    assert set(others) == {2 * LINEARS * 3}
-    assert is_same(shared, apart)
+    assert set(separate_counts) == {2 * LINEARS * 3}
+    assert is_same(shared, separate)
 
 
 @pytest.mark.parametrize("precision", chosen(["32-true", "bf16-mixed"], "bf16-mixed"))
-def test_every_precision_sees_its_updates(precision: Any) -> None:
-    # In some the optimizer writes the model's parameters themselves, in others it writes others.
+def test_shared_casts_follow_the_updates_of_every_precision(precision: Any) -> None:
+    # The optimizer writes the model's parameters in some precisions, and main parameters in others.
     options = {"precision": precision}
-    shared, _ = counted(FP8(emulate=True), **options)
-    apart, _ = counted(FP8(emulate=True, cast_weights="microbatch"), **options)
-    assert is_same(shared, apart)
+    shared, _ = train_and_count(FP8(emulate=True), **options)
+    separate, _ = train_and_count(FP8(emulate=True, cast_weights="microbatch"), **options)
+    assert is_same(shared, separate)
     assert len(set(shared.losses)) == len(shared.losses)
 
 
 @pytest.mark.parametrize("recipe", chosen(["tensorwise", "delayed"], "delayed"))
-def test_graphs_of_whole_steps_hold_the_casts(recipe: Any) -> None:
+def test_graphs_of_full_steps_contain_the_casts(recipe: Any) -> None:
     settings = FP8(recipe, emulate=True)
-    # A first step without scales of earlier ones makes "delayed" capture a second time.
-    eager, _ = counted(settings, max_steps=6)
-    graphs, counts = counted(settings, graphs=FULL, max_steps=6)
+    # The first step has no scales of earlier steps, so that "delayed" captures a second time.
+    eager, _ = train_and_count(settings, max_steps=6)
+    graphs, counts = train_and_count(settings, graphs=FULL, max_steps=6)
     assert graphs.num_graphs[-1] > 0
     # Replays run no Python: the casts of the capture are in the graph.
     assert counts[0] == 2 * LINEARS * 2
@@ -123,15 +125,15 @@ def test_graphs_of_whole_steps_hold_the_casts(recipe: Any) -> None:
 
 def test_graphs_of_segments_cast_in_each_microbatch() -> None:
     settings = FP8(emulate=True)
-    eager, _ = counted(settings)
-    graphs, counts = counted(settings, graphs=SEGMENTS)
+    eager, _ = train_and_count(settings)
+    graphs, counts = train_and_count(settings, graphs=SEGMENTS)
     assert graphs.num_graphs[-1] > 0
     assert counts[0] == 2 * LINEARS * 2 * 4
     assert is_same(graphs, eager)
 
 
 class Writes(TinyLM):
-    """Module whose step writes weights between microbatches, in the given way."""
+    """A model whose step writes weights between microbatches with the given function."""
 
     write: Callable[[Tensor], None]
 
@@ -153,20 +155,20 @@ def _in_place(weight: Tensor) -> None:
 
 
 @pytest.mark.parametrize("write", chosen([_by_data, _in_place], _by_data))
-def test_writes_of_a_step_are_cast_again(write: Callable[[Tensor], None]) -> None:
+def test_weights_that_a_step_writes_are_cast_again(write: Callable[[Tensor], None]) -> None:
     runs = []
     for cast_weights in (None, "microbatch"):
         module = Writes()
         module.write = write  # type: ignore[method-assign]
         settings = FP8(emulate=True, cast_weights=cast_weights)  # type: ignore[arg-type]
-        runs.append(counted(settings, module=module))
-    (shared, counts), (apart, others) = runs
-    assert is_same(shared, apart)
-    assert counts[0] < others[0]
+        runs.append(train_and_count(settings, module=module))
+    (shared, counts), (separate, separate_counts) = runs
+    assert is_same(shared, separate)
+    assert counts[0] < separate_counts[0]
 
 
 class Swaps(Callback):
-    """Replace weights between batches as averages do, without torch's counters noticing."""
+    """Write weights between batches as weight averages do, unnoticed by torch's counters."""
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
         strategy = trainer.strategy
@@ -175,15 +177,17 @@ class Swaps(Callback):
             buffer.parameters.mul_(0.99)
 
 
-def test_swaps_of_weights_between_batches_are_seen() -> None:
-    shared, _ = counted(FP8(emulate=True), callbacks=(Swaps(),))
-    apart, _ = counted(FP8(emulate=True, cast_weights="microbatch"), callbacks=(Swaps(),))
-    assert is_same(shared, apart)
-    without, _ = counted(FP8(emulate=True))
-    assert not is_same(shared, without)
+def test_weights_that_a_callback_writes_between_batches_are_cast_again() -> None:
+    shared, _ = train_and_count(FP8(emulate=True), callbacks=(Swaps(),))
+    separate, _ = train_and_count(
+        FP8(emulate=True, cast_weights="microbatch"), callbacks=(Swaps(),)
+    )
+    assert is_same(shared, separate)
+    without_swaps, _ = train_and_count(FP8(emulate=True))
+    assert not is_same(shared, without_swaps)
 
 
-def test_the_table_says_how_often_weights_are_cast() -> None:
+def test_table_shows_how_often_weights_are_cast() -> None:
     module = TinyLM()
 
     def row(cast_weights: Any = None, **options: Any) -> tuple[str, str]:
@@ -192,9 +196,9 @@ def test_the_table_says_how_often_weights_are_cast() -> None:
         (choice,) = _cast_choices(module, strategy.options)
         return choice.value, choice.reason
 
-    kept = "kept until its end, 2 bytes for each FP8 weight"
-    assert row() == ("once per batch of several microbatches", kept)
-    assert row("batch") == ("once per batch", kept)
+    kept_reason = "kept until its end, 2 bytes for each FP8 weight"
+    assert row() == ("once per batch of several microbatches", kept_reason)
+    assert row("batch") == ("once per batch", kept_reason)
     assert row("microbatch") == ("for each product", "asked for (cast_weights)")
     assert row(cuda_graphs=SEGMENTS) == (
         "for each product",
@@ -225,48 +229,49 @@ MODEL = {"hidden_size": 64, "num_heads": 4}
 
 
 def run_layouts(rank: int, size: int) -> dict[str, tuple[bool, list[int], list[int], int, int]]:
-    """Train every layout with shared casts and without."""
-    found = {}
+    """Train every layout with and without shared casts."""
+    results = {}
     for name, (layout, _, recipe) in LAYOUTS.items():
         settings = FP8(recipe, emulate=True)  # type: ignore[arg-type]
         options: dict[str, Any] = {"model": MODEL, "num_samples": 48, "num_evaluated": 16}
         options["precision"] = "bf16-mixed" if "gathers" in name else "64-true"
-        shared, counts = counted(settings, size, layout, **options)
-        apart = replace(settings, cast_weights="microbatch")
-        alone, others = counted(apart, size, layout, **options)
-        sums = [one.counts.get("tp", 0) for one in (shared, alone)]
-        found[name] = is_same(shared, alone), counts, others, sums[0], sums[1]
-    return found
+        shared, counts = train_and_count(settings, size, layout, **options)
+        separate_settings = replace(settings, cast_weights="microbatch")
+        separate, separate_counts = train_and_count(separate_settings, size, layout, **options)
+        sums = [run.counts.get("tp", 0) for run in (shared, separate)]
+        results[name] = is_same(shared, separate), counts, separate_counts, sums[0], sums[1]
+    return results
 
 
 @pytest.fixture(scope="module")
-def layouts() -> list[dict[str, tuple[bool, list[int], list[int], int, int]]]:
-    """Run everything once."""
+def results_of_ranks() -> list[dict[str, tuple[bool, list[int], list[int], int, int]]]:
+    """Train all layouts once."""
     return run_world(run_layouts, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(LAYOUTS))
-def test_layouts_share_casts_and_compute_the_same(name: str, layouts: Any) -> None:
+def test_layouts_share_casts_and_compute_the_same_results(name: str, results_of_ranks: Any) -> None:
     layout, blocks, _ = LAYOUTS[name]
-    for rank in layouts:
-        same, counts, others, sums, other_sums = rank[name]
+    for results in results_of_ranks:
+        same, counts, separate_counts, sums, separate_sums = results[name]
         assert same
         assert counts == [blocks * LINEARS * 2] * 3
-        each = 3 if layout.get("recompute") else 2
-        assert set(others) == {blocks * LINEARS * each * 4}
+        casts_per_weight = 3 if layout.get("recompute") else 2
+        assert set(separate_counts) == {blocks * LINEARS * casts_per_weight * 4}
         if "tp" in layout:
-            assert sums < other_sums, "ranks agree less often"
+            assert sums < separate_sums, "ranks agree less often"
 
 
 @pytest.mark.parametrize("microbatch_size", [1, 4])
-def test_the_memory_report_counts_shared_casts(microbatch_size: int) -> None:
+def test_memory_report_counts_shared_casts(microbatch_size: int) -> None:
     report = MemoryReport(after_steps=1)
     layout = {"microbatch_size": microbatch_size, "sequence_parallel": False}
-    counted(FP8(emulate=True), layout=layout, callbacks=(report,))
-    (found,) = report.reports
-    # Two blocks of features 16: three times, once and twice four times as many weights; one byte
-    # for each in both operands, and a scale.
+    train_and_count(FP8(emulate=True), layout=layout, callbacks=(report,))
+    (stage_report,) = report.reports
+    # Two blocks with 16 features: queries, keys and values have 3 x 16 x 16 weights, the output
+    # 1 x 16 x 16, up and down 4 x 16 x 16 each. Both operands have a byte for each weight, and a
+    # scale of four bytes for each layer.
     weights = 2 * (2 * 16 * 16 * (3 + 1 + 4 + 4) + LINEARS * 2 * 4)
-    assert found.estimate.casts == (weights if microbatch_size == 1 else 0)
-    assert re.search(r"^casts +\d", found.table(), re.MULTILINE)
+    assert stage_report.estimate.casts == (weights if microbatch_size == 1 else 0)
+    assert re.search(r"^casts +\d", stage_report.table(), re.MULTILINE)
