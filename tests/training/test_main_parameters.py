@@ -295,26 +295,28 @@ class BlockwiseMoments(Lamb):
 
 
 class MixedGroups(Lamb):
-    """Normalize the updates of groups with ``whole``, and follow the gradient in other groups, like
+    """Normalize the updates of groups that set ``normalizes``, and follow the gradient in other groups, like
     Muon combined with Adam.
     """
 
-    def __init__(self, params: Any, lr: float = 0.1, whole: bool = False) -> None:
-        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "whole": whole})
+    def __init__(self, params: Any, lr: float = 0.1, normalizes: bool = False) -> None:
+        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "normalizes": normalizes})
 
     def step(self, closure: Any = None) -> None:
         with torch.no_grad():
             for group in self.param_groups:
                 for p in (p for p in group["params"] if p.grad is not None):
-                    p.sub_(p.grad * group["lr"] / (p.grad.norm() if group["whole"] else 1.0))
+                    p.sub_(p.grad * group["lr"] / (p.grad.norm() if group["normalizes"] else 1.0))
 
 
-@pytest.mark.parametrize(("whole", "granularity"), [(True, "parameters"), (False, "elements")])
+@pytest.mark.parametrize(("normalizes", "granularity"), [(True, "parameters"), (False, "elements")])
 def test_granularity_is_tried_with_the_settings_of_every_group(
-    whole: bool, granularity: str
+    normalizes: bool, granularity: str
 ) -> None:
     matrix, bias = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3))
-    optimizer = MixedGroups([{"params": [bias]}, {"params": [matrix], "whole": whole, "lr": 0.3}])
+    optimizer = MixedGroups(
+        [{"params": [bias]}, {"params": [matrix], "normalizes": normalizes, "lr": 0.3}]
+    )
     torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: step / 10
     )  # the first learning rate is zero
