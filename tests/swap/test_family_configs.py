@@ -249,7 +249,7 @@ def test_every_field_of_a_hugging_face_configuration_is_known(family: Any) -> No
         - family.config.names
         - IRRELEVANT
     )
-    assert not unknown, f"{family.model_type} does not treat {sorted(unknown)}"
+    assert not unknown, f"{family.model_type} does not handle {sorted(unknown)}"
 
 
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.model_type)

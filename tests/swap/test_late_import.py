@@ -1,4 +1,4 @@
-"""A callback runs when a module is imported inside a block, and the block does not import it."""
+"""A callback runs once for a module imported before or in a block, which does not import it itself."""
 
 from __future__ import annotations
 

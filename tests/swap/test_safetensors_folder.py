@@ -1,5 +1,5 @@
-"""Parts of tensors are read from safetensors files like by the format's own library, and other files
-are refused.
+"""Tensors read from safetensors files equal those of the format's own library, and other files are
+refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Folders with weights in 4 or 8 bits are decoded like by transformers and by plain arithmetic."""
+"""Folders with weights in 4 or 8 bits decode to the values of transformers and plain arithmetic."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ DIVISIONS = (
 
 
 def distance(run: Run, truth: dict[str, Tensor]) -> float:
-    """Return how far this rank's finished gradients are from the full ones."""
+    """Return the largest difference of this rank's finished gradients from the full gradients."""
     largest = 0.0
     for name, main_slice in run.main.slices.items():
         assert main_slice.main.grad is not None, f"{name} has a gradient"
