@@ -185,7 +185,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("action", REFUSED)
 def test_calls_and_changes_without_effect_are_refused(action: str) -> None:
     model = swapped(twin_of("llama"))
     with pytest.raises(UnsupportedError, match=r"cut over ranks"):
