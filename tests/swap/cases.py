@@ -1,4 +1,4 @@
-"""Cases that compare swapped modules with the ones they came from, on the ranks of one world."""
+"""Modules, inputs and comparisons for tests of swapped modules against their originals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_megatron.swap import SwapRecord, parallelize
 
 
 class Classifier(nn.Module):
-    """Label token sequences the way a user's own LightningModule would."""
+    """Classify token sequences, like a model inside a user's LightningModule."""
 
     def __init__(self, num_tokens: int = 21, num_labels: int = 7, **layer: Any) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Classifier(nn.Module):
 
 
 class TiedDecoder(nn.Module):
-    """Predict tokens with the embedding's own weight."""
+    """Predict tokens with a decoder that shares the embedding's weight."""
 
     def __init__(self, num_tokens: int = 21) -> None:
         super().__init__()
@@ -54,14 +54,14 @@ class TiedDecoder(nn.Module):
 
 
 class Translator(nn.Module):
-    """Hold a whole torch.nn.Transformer, whose decoder layers have attention of both sorts."""
+    """Hold a torch.nn.Transformer, whose decoder layers have self-attention and cross-attention."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
         self.transformer = nn.Transformer(
             16, 4, 1, 2, 24, dropout=0.0, **{"batch_first": True, **settings}
         )
-        # torch gives them the values of one layer.
+        # torch initializes all decoder layers with the same values.
         for parameter in self.transformer.decoder.parameters():
             nn.init.normal_(parameter, std=0.3)
 
@@ -74,8 +74,8 @@ class Translator(nn.Module):
         return self.transformer(source, target, tgt_mask=mask, tgt_is_causal=True, **masks)
 
 
-class Attending(nn.Module):
-    """Hold attention alone."""
+class AttentionOnly(nn.Module):
+    """Hold a single attention module."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
@@ -83,31 +83,31 @@ class Attending(nn.Module):
 
     def forward(self, *inputs: Tensor, **masks: Any) -> Tensor:
         output, weights = self.attention(*inputs, **masks)
-        # Both results count, so that gradients flow back through the attention weights as well.
+        # Both results are returned, so that gradients also flow back through the attention weights.
         return output if weights is None else torch.cat([output.flatten(), weights.flatten()])
 
 
 @dataclass
 class Comparison:
-    """Collect the largest difference of each claim."""
+    """Collect the largest difference for each claim."""
 
     differences: dict[str, float] = field(default_factory=dict)
 
     def add(self, claim: str, ours: Tensor, theirs: Tensor) -> None:
-        """Note how far two tensors are apart; another shape is infinitely far."""
+        """Record the largest difference of two tensors, which is infinite if their shapes differ."""
         ours, theirs = ours.detach(), theirs.detach()
-        apart = (
+        difference = (
             float("inf")
             if ours.shape != theirs.shape
             else float((ours - theirs).abs().max())
             if ours.numel()
             else 0.0
         )
-        self.differences[claim] = max(self.differences.get(claim, 0.0), apart)
+        self.differences[claim] = max(self.differences.get(claim, 0.0), difference)
 
 
-def double(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    """Build a module in float64 with weights of usual size from a seed."""
+def build_in_float64(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """Build a float64 module from a seed, with weights of usual size."""
     torch.manual_seed(seed)
     module = build().double()
     with torch.no_grad():
@@ -117,17 +117,17 @@ def double(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     return module
 
 
-def twin(
+def swapped_copy_of(
     build: Callable[[], nn.Module], mesh: ParallelMesh, plan: dict[str, str] | None = None
 ) -> tuple[nn.Module, nn.Module, list[SwapRecord]]:
-    """Return a module, its swapped copy and what was swapped."""
-    module = double(build)
+    """Return a module, its swapped copy and the records of the swap."""
+    module = build_in_float64(build)
     ours = copy.deepcopy(module)
     return module, ours, parallelize(ours, mesh, plan)
 
 
 def compare_training(
-    note: Comparison,
+    comparison: Comparison,
     claim: str,
     theirs: nn.Module,
     ours: nn.Module,
@@ -135,8 +135,8 @@ def compare_training(
     num_steps: int = 5,
     inputs: tuple[Tensor, ...] = (),
 ) -> None:
-    """Take SGD steps with both modules and note how far outputs, gradients and weights are apart."""
-    # By hand, because torch.optim loads torch's compiler, which takes longer than all the steps.
+    """Take SGD steps with both modules and record differences of outputs, gradients and weights."""
+    # SGD is written out, because torch.optim loads torch's compiler, which is slower than all steps.
     velocities: dict[nn.Parameter, Tensor] = {}
     for _ in range(num_steps):
         outputs, grads = [], []
@@ -151,43 +151,43 @@ def compare_training(
             grads.append([x.grad.clone() for x in inputs])
             for x in inputs:
                 x.grad = None
-        note.add(f"{claim}: outputs", outputs[1], outputs[0])
-        for mine, other in zip(grads[1], grads[0], strict=True):
-            note.add(f"{claim}: gradients of inputs", mine, other)
-        compare_parameters(note, claim, theirs, ours)
+        comparison.add(f"{claim}: outputs", outputs[1], outputs[0])
+        for actual, expected in zip(grads[1], grads[0], strict=True):
+            comparison.add(f"{claim}: gradients of inputs", actual, expected)
+        compare_parameters(comparison, claim, theirs, ours)
         for parameter in (*theirs.parameters(), *ours.parameters()):
             if parameter.grad is not None:
                 velocities[parameter] = (
                     0.9 * velocities.get(parameter, torch.zeros(())) + parameter.grad
                 )
                 parameter.data -= 0.1 * velocities[parameter]
-    compare_parameters(note, f"{claim}: after training", theirs, ours, with_grads=False)
+    compare_parameters(comparison, f"{claim}: after training", theirs, ours, with_grads=False)
 
 
 def compare_parameters(
-    note: Comparison, claim: str, theirs: nn.Module, ours: nn.Module, with_grads: bool = True
+    comparison: Comparison, claim: str, theirs: nn.Module, ours: nn.Module, with_grads: bool = True
 ) -> None:
-    """Note how far this rank's weights and gradients are from the full module's."""
+    """Record the differences of this rank's weights and gradients from those of the full module."""
     for name, parameter in ours.named_parameters():
         spec = shard_spec_of(parameter)
         full = theirs.get_parameter(
             name if spec.tied_to is None else f"{name.split('.')[0]}.{spec.tied_to}"
         )
-        note.add(f"{claim}: weights", parameter, _local(full, parameter))
+        comparison.add(f"{claim}: weights", parameter, _local(full, parameter))
         if with_grads and full.grad is not None:
             assert parameter.grad is not None, f"{name} got no gradient"
-            note.add(f"{claim}: gradients", parameter.grad, _local(full.grad, parameter))
+            comparison.add(f"{claim}: gradients", parameter.grad, _local(full.grad, parameter))
 
 
 def _local(full: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Cut this rank's part out of a full tensor, which may have padding of its own."""
+    """Cut this rank's part out of a full tensor, which may be padded."""
     spec = shard_spec_of(parameter)
-    true = full.detach().narrow(spec.dim, 0, spec.full_shape[spec.dim])
-    return spec.shard(true, parameter.shape[spec.dim])
+    unpadded = full.detach().narrow(spec.dim, 0, spec.full_shape[spec.dim])
+    return spec.shard(unpadded, parameter.shape[spec.dim])
 
 
 def tokens(num_rows: int = 3, length: int = 6, num_tokens: int = 21) -> Tensor:
-    """Return token ids that cover the ends of the vocabulary."""
+    """Return token ids that include both ends of the vocabulary."""
     ids = torch.randint(
         0, num_tokens, (num_rows, length), generator=torch.Generator().manual_seed(1)
     )
@@ -201,7 +201,7 @@ def padding(num_rows: int = 3, length: int = 6) -> Tensor:
 
 
 def causal(length: int = 6) -> Tensor:
-    """Return the causal mask as numbers."""
+    """Return the causal mask as floating-point numbers."""
     return nn.Transformer.generate_square_subsequent_mask(length, dtype=torch.float64)
 
 

@@ -15,7 +15,7 @@ _SIZES = {"vocab_size": V, "hidden_size": 48, "intermediate_size": 72, "num_hidd
 _SIZES |= {"num_attention_heads": HEADS, "max_position_embeddings": 20, "type_vocab_size": 3}
 _SIZES |= {"pad_token_id": PADDING}
 
-#: Name of a case: class of the model, and the settings in which it differs from its defaults.
+#: Name of a case: class of the model, and the settings that differ from its defaults.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertModel", {**_SIZES, "hidden_act": "relu"}),
     "bert masked": ("BertForMaskedLM", {**_SIZES, "hidden_act": "gelu_new"}),
@@ -31,7 +31,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def encoder_of(case: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
-    """Return a model of a case; no two of its elements are alike by intent."""
+    """Return a model of a case with random values, so that no two elements are equal by design."""
     architecture, settings = CASES[case]
     kind = getattr(transformers, architecture)
     generator = torch.Generator().manual_seed(0)

@@ -29,7 +29,7 @@ _DEEPSEEK = {
     "qk_rope_head_dim": 4,
     "qk_nope_head_dim": 6,
     "v_head_dim": 8,
-    # Scores grow with the factor, and so do cosines and sines.
+    # The factor scales attention scores, cosines and sines.
     "rope_parameters": {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -40,7 +40,7 @@ _DEEPSEEK = {
     },
 }
 
-#: Name of a case: class of the model, and the settings in which it differs from its defaults.
+#: Name of a case: class of the model, and the settings that differ from its defaults.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralForCausalLM", {**_SIZES, "num_hidden_layers": 2, "num_local_experts": 5}),
     "qwen3_moe": (
@@ -95,7 +95,7 @@ def config_of(case: str, **changes: Any) -> Any:
 
 
 def twin_of(case: str, **changes: Any) -> nn.Module:
-    """Return a model of a case; no two of its elements are alike by intent."""
+    """Return a model of a case with random values, so that no two elements are equal by design."""
     generator = torch.Generator().manual_seed(0)
     twin: nn.Module = transformers.AutoModelForCausalLM.from_config(config_of(case, **changes))
     with torch.no_grad():
@@ -105,8 +105,8 @@ def twin_of(case: str, **changes: Any) -> nn.Module:
 
 
 def exact_twin_of(case: str, **changes: Any) -> nn.Module:
-    """Return a float64 model whose experts can be shared out among four ranks, and their features
-    between two.
+    """Return a float64 model whose experts can be divided among four ranks, and the features of an
+    expert between two ranks.
     """
     sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "attn_implementation": "sdpa"}
     if case.startswith("deepseek"):
@@ -114,13 +114,13 @@ def exact_twin_of(case: str, **changes: Any) -> nn.Module:
     else:
         sizes |= {"head_dim": 8}
     sizes |= {"num_local_experts": 4} if case == "mixtral" else {}
-    # Sinks have no fused attention.
+    # Fused attention does not support sinks.
     sizes |= {"attn_implementation": "eager"} if case == "gpt_oss" else {}
     if case == "olmoe":
-        # The norms of its queries have as many features as the residual stream.
+        # OLMoE's norms of queries have as many features as the residual stream.
         del sizes["head_dim"]
     config = config_of(case, **{**sizes, **changes})
-    # Their fused form has no float64.
+    # Fused experts do not support float64.
     config._experts_implementation = "eager"
     twin: nn.Module = transformers.AutoModelForCausalLM.from_config(
         config, dtype=torch.float64
@@ -133,4 +133,6 @@ def exact_twin_of(case: str, **changes: Any) -> nn.Module:
 
 
 def _biases(twin: nn.Module) -> list[torch.Tensor]:
-    return [one for name, one in twin.named_buffers() if name.endswith("e_score_correction_bias")]
+    return [
+        buffer for name, buffer in twin.named_buffers() if name.endswith("e_score_correction_bias")
+    ]

@@ -36,7 +36,7 @@ _PART = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor":
 _LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 _LONG |= {"short_factor": [1.5], "long_factor": [2.5]}
 
-#: Name of a case: class of the model, and the settings in which it differs from its defaults.
+#: Name of a case: class of the model, and the settings that differ from its defaults.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2LMHeadModel",
@@ -152,7 +152,7 @@ def config_of(case: str, **changes: Any) -> Any:
 
 
 def twin_of(case: str, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
-    """Return a model of a case; no two of its elements are alike by intent."""
+    """Return a model of a case with random values, so that no two elements are equal by design."""
     generator = torch.Generator().manual_seed(0)
     twin: nn.Module = transformers.AutoModelForCausalLM.from_config(
         config_of(case, **changes), dtype=dtype

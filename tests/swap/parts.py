@@ -1,4 +1,4 @@
-"""Parts of models as their ranks hold them, without any process but this one."""
+"""Parts of models as single ranks hold them, built in one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def mesh_of(
     pp_rank: int = 0,
     stage_layers: Sequence[int] | None = None,
 ) -> ParallelMesh:
-    """Return the mesh of a rank without processes, for what happens before any communication."""
+    """Return the mesh of a rank without other processes, for code that does not communicate."""
     axes = {
         "tp": MeshAxis("tp", tuple(range(tp)), tp_rank),
         "pp": MeshAxis("pp", tuple(range(pp)), pp_rank),
@@ -38,8 +38,8 @@ def mesh_of(
 
 
 def expert_mesh_of(ep: int, etp: int, ep_rank: int, etp_rank: int) -> ParallelMesh:
-    """Return the mesh of a rank of an expert grid without processes, which holds everything but
-    experts whole.
+    """Return the mesh of a rank of an expert grid without other processes; the rank holds full
+    tensors, except for experts.
     """
     axes = {
         "ep": MeshAxis("ep", tuple(range(ep)), ep_rank),
@@ -49,13 +49,13 @@ def expert_mesh_of(ep: int, etp: int, ep_rank: int, etp_rank: int) -> ParallelMe
 
 
 def part_on_meta(config: Any, mesh: ParallelMesh) -> GPT:
-    """Return a rank's part of a model, without values."""
+    """Return a rank's part of a model on the meta device."""
     with torch.device("meta"):
         return GPT(config, mesh)
 
 
 def replaced(source: Any, family: Family, mesh: ParallelMesh) -> Any:
-    """Return the same model, computed by this rank's part of the layers that replace its own."""
+    """Replace the layers of a model by this rank's part of ours, and return the model."""
     swap = build_swapped_model("model", source, family, mesh)
     swap.fill()
     swap.install()
@@ -64,26 +64,26 @@ def replaced(source: Any, family: Family, mesh: ParallelMesh) -> Any:
 
 
 def name_of_values(name: str, parameter: Tensor) -> str:
-    """Return the name of the parameter that another one is a copy of, in a model that the root
-    calls ``model``.
+    """Return the name of the parameter whose values a parameter has, which is the original of a tied
+    copy, in a model that the root calls ``model``.
     """
     tied_to = shard_spec_of(parameter).tied_to
     return name if tied_to is None else tied_to.removeprefix("model.")
 
 
 def full_tensors(model: GPT) -> dict[str, Tensor]:
-    """Return the full tensors of a model that is in one process."""
-    found = {}
+    """Return the full tensors of a model that one process holds."""
+    tensors = {}
     for name, parameter in model.named_parameters():
         spec = shard_spec_of(parameter)
-        found[name] = parameter.new_empty(spec.full_shape)
-        spec.copy_to_full(parameter.detach(), found[name])
-    return found
+        tensors[name] = parameter.new_empty(spec.full_shape)
+        spec.copy_to_full(parameter.detach(), tensors[name])
+    return tensors
 
 
 def expected_gradients(model: ReplacedModel, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the full gradients of a replaced model's parameters, made of those of theirs by the
-    family's table.
+    """Return the full gradients of a replaced model's parameters, converted from Hugging Face's
+    gradients by the family's table.
     """
     reader, table = (
         reader_of(gradients, model.family),
@@ -97,14 +97,14 @@ def expected_gradients(model: ReplacedModel, gradients: Mapping[str, Tensor]) ->
 
 
 def check_call(
-    model: Any, call: Mapping[str, Any], logits: Tensor, loss: Tensor, what: str
+    model: Any, call: Mapping[str, Any], logits: Tensor, loss: Tensor, label: str
 ) -> None:
-    """Compare logits, where nothing is padded, and the loss of a call, and run the backward pass of
-    its loss alone.
+    """Compare the loss of a call and its logits outside of padding, and run the backward pass of the
+    loss.
     """
     model.zero_grad()
     output = model(**call)
-    seen = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
-    assert_equal(output.logits[seen], logits[seen], f"{what}: logits", 1e-9)
-    assert_equal(output.loss, loss, f"{what}: loss", 1e-9)
+    unpadded = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
+    assert_equal(output.logits[unpadded], logits[unpadded], f"{label}: logits", 1e-9)
+    assert_equal(output.loss, loss, f"{label}: loss", 1e-9)
     output.loss.backward()

@@ -1,4 +1,4 @@
-"""A family that is not among ours, as another package would describe it."""
+"""The StableLM family, which this package lacks, described as another package would describe it."""
 
 from __future__ import annotations
 

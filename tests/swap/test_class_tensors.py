@@ -1,5 +1,5 @@
-"""Every parameter of a replaced model, and what an optimizer keeps for it, is that of its class in
-another form.
+"""Parameters of replaced models and their optimizer states convert to tensors of the Hugging Face
+class and back.
 """
 
 from __future__ import annotations
@@ -37,44 +37,50 @@ def swapped(twin: nn.Module) -> tuple[nn.Module, list[ClassTensors]]:
 
 
 def unpadded(root: nn.Module) -> dict[str, Tensor]:
-    """Return what checkpoints have of parameters: vocabularies without padding."""
+    """Return parameters as checkpoints store them, with vocabularies without padding."""
     shapes = {
-        name: shard_spec_of(one).full_shape or one.shape for name, one in root.named_parameters()
+        name: shard_spec_of(parameter).full_shape or parameter.shape
+        for name, parameter in root.named_parameters()
     }
-    return {name: one.detach()[: shapes[name][0]] for name, one in root.named_parameters()}
+    return {
+        name: parameter.detach()[: shapes[name][0]] for name, parameter in root.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("case", TWINS)
-def test_parameters_become_those_of_the_class_in_its_order_and_come_back(case: str) -> None:
+def test_parameters_convert_to_class_tensors_in_class_order_and_back(case: str) -> None:
     twin = TWINS[case](case)
     root, models = swapped(twin)
-    own, theirs = (
+    ours, theirs = (
         unpadded(root),
-        {f"model.{name}": one.detach() for name, one in twin.named_parameters()},
+        {
+            f"model.{name}": class_parameter.detach()
+            for name, class_parameter in twin.named_parameters()
+        },
     )
-    assert list(dict.fromkeys(class_name_in(models, name) for name in own)) == list(theirs)
-    backwards = in_class_order(models, ["first", *reversed(own), "last"])
-    assert list(dict.fromkeys(class_name_in(models, name) for name in backwards)) == [
+    assert list(dict.fromkeys(class_name_in(models, name) for name in ours)) == list(theirs)
+    reversed_names = in_class_order(models, ["first", *reversed(ours), "last"])
+    assert list(dict.fromkeys(class_name_in(models, name) for name in reversed_names)) == [
         "first",
         *theirs,
         "last",
     ]
-    found = class_states(models, "exp_avg", own)
-    assert found.keys() == theirs.keys()
-    for name, tensor in found.items():
+    converted = class_states(models, "exp_avg", ours)
+    assert converted.keys() == theirs.keys()
+    for name, tensor in converted.items():
         assert torch.equal(tensor, theirs[name]), name
-    for name, parameter in own.items():
-        whole = theirs[class_name_in(models, name)]
-        again = state_from_class(models[0], name, "exp_avg", whole, whole.shape)
-        assert torch.equal(again, parameter), name
+    for name, parameter in ours.items():
+        class_tensor = theirs[class_name_in(models, name)]
+        restored = state_from_class(models[0], name, "exp_avg", class_tensor, class_tensor.shape)
+        assert torch.equal(restored, parameter), name
 
 
-def states_of(case: str, value: Any) -> tuple[list[ClassTensors], dict[str, Any]]:
+def states_of(case: str, state_of: Any) -> tuple[list[ClassTensors], dict[str, Any]]:
     root, models = swapped(TWINS[case](case))
-    return models, {name: value(one) for name, one in root.named_parameters()}
+    return models, {name: state_of(parameter) for name, parameter in root.named_parameters()}
 
 
-def test_scalars_of_what_is_one_in_the_class_must_agree() -> None:
+def test_different_scalar_states_of_one_class_tensor_are_refused() -> None:
     models, steps = states_of("mixtral", lambda _: torch.tensor(3.0))
     assert all(step == 3 for step in class_states(models, "step", steps).values())
     expert = next(name for name in steps if name.endswith("gate_up_proj.2"))
@@ -83,8 +89,8 @@ def test_scalars_of_what_is_one_in_the_class_must_agree() -> None:
         class_states(models, "step", steps)
 
 
-def test_a_stack_without_one_of_its_experts_is_refused() -> None:
-    models, states = states_of("mixtral", lambda one: one.detach())
+def test_states_of_an_expert_stack_without_one_expert_are_refused() -> None:
+    models, states = states_of("mixtral", lambda parameter: parameter.detach())
     del states["model.model.layers.1.mlp.experts.down_proj.4"]
     with pytest.raises(
         CheckpointMismatchError, match=r"'model.layers.1.mlp.experts.down_proj.4' of .* missing"
@@ -92,8 +98,8 @@ def test_a_stack_without_one_of_its_experts_is_refused() -> None:
         class_states(models, "exp_avg", states)
 
 
-def test_state_of_another_shape_stays_only_where_the_class_stores_the_same() -> None:
-    models, states = states_of("gpt2", lambda one: one.detach().sum(-1))
+def test_row_states_are_refused_for_tensors_that_the_class_stores_differently() -> None:
+    models, states = states_of("gpt2", lambda parameter: parameter.detach().sum(-1))
     assert class_states(
         models, "row", {"model.transformer.ln_f.weight": states["model.transformer.ln_f.weight"]}
     )

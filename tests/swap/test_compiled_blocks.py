@@ -1,4 +1,4 @@
-"""Blocks of replaced models may be compiled one by one: the same losses and gradients."""
+"""Replaced models whose blocks are compiled one by one give the same losses and gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def blocks_of(model: Any) -> Any:
     return model.gpt_neox.layers if hasattr(model, "gpt_neox") else model.model.layers
 
 
-def compare(case: str, mesh: ParallelMesh, kinds: int = 2, num_layers: int = 2) -> None:
+def compare(case: str, mesh: ParallelMesh, num_calls: int = 2, num_layers: int = 2) -> None:
     if case in expert_models.CASES:
         twins = [expert_models.exact_twin_of(case, num_hidden_layers=num_layers) for _ in range(2)]
     else:
@@ -40,26 +40,26 @@ def compare(case: str, mesh: ParallelMesh, kinds: int = 2, num_layers: int = 2) 
     )
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
-    for call in ({}, {"attention_mask": mask})[:kinds]:
-        what = f"{case}, {sorted(call)}, tp={mesh.tp.size}"
+    for call in ({}, {"attention_mask": mask})[:num_calls]:
+        label = f"{case}, {sorted(call)}, tp={mesh.tp.size}"
         losses = [root["model"](input_ids=tokens, labels=tokens, **call).loss for root in roots]
-        assert_equal(losses[1], losses[0], what)
+        assert_equal(losses[1], losses[0], label)
         for root, loss in zip(roots, losses, strict=True):
             root.zero_grad()
             loss.backward()
-        for (name, one), two in zip(
+        for (name, eager_parameter), compiled_parameter in zip(
             roots[0].named_parameters(), roots[1].parameters(), strict=True
         ):
-            assert_equal(two.grad, one.grad, f"{what}: {name}")
+            assert_equal(compiled_parameter.grad, eager_parameter.grad, f"{label}: {name}")
 
 
-@pytest.mark.parametrize("how", ["whole", "block", "wrapped"])
-def test_what_was_compiled_before_is_not_forgotten_silently(how: str):
+@pytest.mark.parametrize("compiled_part", ["whole", "block", "wrapped"])
+def test_model_compiled_before_its_replacement_is_refused(compiled_part: str):
     model = twin_of("llama")
-    if how == "wrapped":
+    if compiled_part == "wrapped":
         model = torch.compile(model, backend="eager")
     else:
-        (model if how == "whole" else model.model.layers[1]).compile(backend="eager")
+        (model if compiled_part == "whole" else model.model.layers[1]).compile(backend="eager")
     with pytest.raises(
         UnsupportedError, match=r"was compiled.*Compile the new modules in on_fit_start"
     ):
@@ -68,13 +68,13 @@ def test_what_was_compiled_before_is_not_forgotten_silently(how: str):
 
 def check_ranks(rank: int, size: int) -> None:
     mesh = ParallelMesh.create(ParallelLayout(size, tp=size), sequence_parallel=True)
-    compare("gpt_neox", mesh, kinds=1, num_layers=1)
+    compare("gpt_neox", mesh, num_calls=1, num_layers=1)
 
 
-def test_compiled_blocks_compute_the_same():
+def test_compiled_blocks_match_eager_blocks():
     compare("mistral", ParallelMesh.single())
-    compare("mixtral", ParallelMesh.single(), kinds=1)
+    compare("mixtral", ParallelMesh.single(), num_calls=1)
 
 
-def test_compiled_blocks_compute_the_same_over_two_ranks():
+def test_compiled_blocks_match_eager_blocks_on_two_ranks():
     run_world(check_ranks, 2)

@@ -1,4 +1,4 @@
-"""Pieces that are copied side by side make the same tensors as one part after the other."""
+"""Tensors copied in concurrent pieces equal tensors that are filled in one go."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ def copies_to(full: Tensor, tensor: TensorMap, reader: TensorsInMemory) -> list[
 
 
 @pytest.mark.parametrize("kind", maps())
-def test_pieces_make_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copied_pieces_make_the_full_tensor(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = maps()[kind]
     reader = TensorsInMemory(values_of(tensor))
     monkeypatch.setattr(copying, "PIECE_BYTES", 3 * 10 * 4)
     full = torch.full(tensor.shape, torch.nan)
     copies = copies_to(full, tensor, reader)
-    mapped = [reader.tensors[copy.name][copy.slices[0]].nbytes for copy in copies]
-    assert max(mapped) <= copying.PIECE_BYTES
+    piece_sizes = [reader.tensors[copy.name][copy.slices[0]].nbytes for copy in copies]
+    assert max(piece_sizes) <= copying.PIECE_BYTES
     copy_all(copies, reader)
     assert torch.equal(full, full_of(tensor, reader))
 
 
-def test_neighbours_are_far_apart_and_nothing_is_left_out() -> None:
+def test_interleave_keeps_all_items_and_separates_neighbours() -> None:
     for number in range(40):
         order = interleave(range(number), 4)
         assert sorted(order) == list(range(number))
-        assert all(abs(one - other) >= number // 4 - 1 for one, other in pairwise(order[:4]))
+        assert all(abs(first - second) >= number // 4 - 1 for first, second in pairwise(order[:4]))
 
 
-def test_a_part_that_cannot_be_read_is_an_error_of_the_caller() -> None:
+def test_error_of_a_failed_read_reaches_the_caller() -> None:
     copies = [Copy("a", (slice(0, 1),), torch.empty(1)), Copy("b", (slice(0, 1),), torch.empty(1))]
     with pytest.raises(KeyError, match="b"):
         copy_all(copies, TensorsInMemory({"a": torch.ones(1)}))
 
 
-def test_nothing_to_copy_is_not_an_error() -> None:
+def test_copy_all_accepts_no_copies() -> None:
     copy_all([], TensorsInMemory({}))
 
 
@@ -55,14 +55,14 @@ class Terminal(StringIO):
         return True
 
 
-@pytest.mark.parametrize("screen", [Terminal, StringIO])
+@pytest.mark.parametrize("stream_type", [Terminal, StringIO])
 @pytest.mark.parametrize("shows_progress", [False, True])
-def test_a_bar_of_bytes_is_shown_on_a_terminal_alone(
-    screen: type[StringIO], shows_progress: bool, monkeypatch: pytest.MonkeyPatch
+def test_progress_bar_of_bytes_is_shown_only_on_a_terminal(
+    stream_type: type[StringIO], shows_progress: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copying, "BAR_DELAY", 0)
-    monkeypatch.setattr(sys, "stderr", screen())
+    monkeypatch.setattr(sys, "stderr", stream_type())
     copies = [Copy("a", (slice(0, 500),), torch.empty(500))]
     copy_all(copies, TensorsInMemory({"a": torch.ones(500)}), shows_progress)
     shown = sys.stderr.getvalue()
-    assert ("2.00k/2.00k" in shown) if shows_progress and screen is Terminal else shown == ""
+    assert ("2.00k/2.00k" in shown) if shows_progress and stream_type is Terminal else shown == ""

@@ -1,5 +1,5 @@
-"""A damaged or hostile folder of weights gives what was saved, bit by bit, or an error that names
-it.
+"""A damaged or hostile folder of weights gives the saved tensors bit for bit, or an error that names
+the folder.
 """
 
 from __future__ import annotations
@@ -27,70 +27,74 @@ safetensors_torch = pytest.importorskip("safetensors.torch")
 FILES = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
-def tensors() -> dict[str, Tensor]:
-    # No two are of one size: their exchange no header shows.
+def saved_tensors() -> dict[str, Tensor]:
+    # All sizes differ, because no header reveals an exchange of tensors of the same size.
     generator = torch.Generator().manual_seed(0)
-    found = {f"layers.{n}.weight": torch.randn(n + 1, 3, generator=generator) for n in range(6)}
+    weights = {f"layers.{n}.weight": torch.randn(n + 1, 3, generator=generator) for n in range(6)}
     return {
-        **found,
+        **weights,
         "half": torch.randn(5, generator=generator).bfloat16(),
         "nothing": torch.empty(0, 4),
     }
 
 
-def single(folder: Path) -> Path:
+def save_single_file(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
-    safetensors_torch.save_file(tensors(), folder / WEIGHTS, metadata={"format": "pt"})
+    safetensors_torch.save_file(saved_tensors(), folder / WEIGHTS, metadata={"format": "pt"})
     return folder / WEIGHTS
 
 
-def indexed(folder: Path) -> Path:
+def save_indexed_files(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
-    names = sorted(tensors())
+    names = sorted(saved_tensors())
     parts = dict(zip(FILES, (names[:3], names[3:]), strict=True))
     for file, part in parts.items():
-        safetensors_torch.save_file({name: tensors()[name] for name in part}, folder / file)
-    places = {name: file for file, part in parts.items() for name in part}
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places}))
+        safetensors_torch.save_file({name: saved_tensors()[name] for name in part}, folder / file)
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map})
+    )
     return folder / INDEX
 
 
-def check(folder: Path, what: str) -> str:
-    """Read a folder; return the text of the error, or nothing where all tensors are those that were
-    saved.
+def check_folder(folder: Path, label: str) -> str:
+    """Read a folder; return the text of the error, or an empty text if all tensors equal the saved
+    ones.
     """
     refusal = None
     try:
         source = SafetensorsFolder(folder)
         source.check_types(source.names())
-        found = {name: source.read(name) for name in source.names()}
+        actual = {name: source.read(name) for name in source.names()}
     except OUR_ERRORS as error:
         refusal = str(error)
     if refusal is not None:
-        assert str(folder) in refusal, f"{what}: the error names no file: {refusal}"
+        assert str(folder) in refusal, f"{label}: the error names no file: {refusal}"
         return refusal
-    assert found.keys() == tensors().keys(), what
-    for name, tensor in tensors().items():
-        same = found[name].dtype == tensor.dtype and torch.equal(tensor, found[name])
-        same |= not found[name].numel() and not tensor.numel()  # type and shape of no elements
-        assert same, f"{what}: {name} is not what was saved"
+    assert actual.keys() == saved_tensors().keys(), label
+    for name, tensor in saved_tensors().items():
+        is_equal = actual[name].dtype == tensor.dtype and torch.equal(tensor, actual[name])
+        is_equal |= (
+            not actual[name].numel() and not tensor.numel()
+        )  # dtype and shape of an empty tensor may differ
+        assert is_equal, f"{label}: {name} differs from the saved tensor"
     return ""
 
 
 # ---- headers
 
 
-def split(content: bytes) -> tuple[dict[str, Any], bytes]:
+def split_file(content: bytes) -> tuple[dict[str, Any], bytes]:
     length = struct.unpack("<Q", content[:8])[0]
     return json.loads(content[8 : 8 + length]), content[8 + length :]
 
 
-def joined(header: object, data: bytes) -> bytes:
+def join_file(header: object, data: bytes) -> bytes:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
 
 
-ODD = (
+ODD_VALUES = (
     0,
     1,
     -1,
@@ -115,12 +119,12 @@ ODD = (
 ODD_TYPES = ("F64", "I64", "BF16", "F8_E4M3", "F4", "C64", "U32", "BOOL", "f32", ["F32"])
 
 
-def edited(header: dict[str, Any], draw: random.Random) -> str:
-    """Change one thing in a header."""
+def edit_header(header: dict[str, Any], draw: random.Random) -> str:
+    """Change one entry of a header, and describe the change."""
     name = draw.choice([name for name in header if name != "__metadata__"])
     entry = header[name]
     kind = draw.choice(("entry", "key", "field", "number", "drop", "rename", "metadata", "shift"))
-    new = draw.choice(ODD + ODD_TYPES)
+    new = draw.choice(ODD_VALUES + ODD_TYPES)
     if kind == "entry":
         header[name] = new
     elif kind == "key":
@@ -129,7 +133,9 @@ def edited(header: dict[str, Any], draw: random.Random) -> str:
         entry.pop(draw.choice(list(entry)))
     elif kind == "number":
         numbers = entry[draw.choice(("shape", "data_offsets"))]
-        numbers[draw.randrange(len(numbers))] = draw.choice((*ODD, numbers[0] + 1, numbers[0] + 4))
+        numbers[draw.randrange(len(numbers))] = draw.choice(
+            (*ODD_VALUES, numbers[0] + 1, numbers[0] + 4)
+        )
     elif kind == "drop":
         del header[name]
     elif kind == "rename":
@@ -142,40 +148,40 @@ def edited(header: dict[str, Any], draw: random.Random) -> str:
     return f"{kind} of {name}: {new!r}"[:200]
 
 
-def test_an_edited_header_changes_nothing_silently(tmp_path: Path) -> None:
-    path, refused = single(tmp_path), 0
-    header, data = split(path.read_bytes())
+def test_edited_headers_are_refused_or_give_the_saved_tensors(tmp_path: Path) -> None:
+    path, num_refused = save_single_file(tmp_path), 0
+    header, data = split_file(path.read_bytes())
     for seed in range(400):
         changed = copy.deepcopy(header)
-        what = edited(changed, random.Random(seed))
+        change = edit_header(changed, random.Random(seed))
         if "nothing" not in changed or changed.keys() - header.keys():
-            continue  # a whole file without what has no elements, or with other names: the configuration misses it
-        path.write_bytes(joined(changed, data))
-        refused += bool(check(tmp_path, f"seed {seed}, {what}"))
-    assert refused > 250
+            continue  # loading a model detects a missing empty tensor and new names
+        path.write_bytes(join_file(changed, data))
+        num_refused += bool(check_folder(tmp_path, f"seed {seed}, {change}"))
+    assert num_refused > 250
 
 
-def test_damaged_bytes_of_a_header_change_nothing_silently(tmp_path: Path) -> None:
-    path = single(tmp_path)
+def test_headers_with_damaged_bytes_are_refused_or_give_the_saved_tensors(tmp_path: Path) -> None:
+    path = save_single_file(tmp_path)
     content = path.read_bytes()
-    header, _ = split(content)
+    header, _ = split_file(content)
     names = "".join(header).encode()
     for seed in range(400):
         draw = random.Random(seed)
-        changed, at = bytearray(content), draw.randrange(len(content) - 200)
-        if content[at : at + 1] in names:
+        changed, position = bytearray(content), draw.randrange(len(content) - 200)
+        if content[position : position + 1] in names:
             continue  # perhaps part of a name
-        changed[at] ^= 1 << draw.randrange(8)
+        changed[position] ^= 1 << draw.randrange(8)
         path.write_bytes(changed)
         length = 8 + struct.unpack("<Q", content[:8])[0]
-        if at < length:
-            check(tmp_path, f"bit of byte {at}, seed {seed}")
+        if position < length:
+            check_folder(tmp_path, f"bit of byte {position}, seed {seed}")
     for length in (0, 1, 7, 8, 9, 40, len(content) - 1):
         path.write_bytes(content[:length])
-        assert check(tmp_path, f"cut to {length}")
-    for more in (b"x", bytes(8), content):
-        path.write_bytes(content + more)
-        assert check(tmp_path, "extended")
+        assert check_folder(tmp_path, f"cut to {length}")
+    for suffix in (b"x", bytes(8), content):
+        path.write_bytes(content + suffix)
+        assert check_folder(tmp_path, "extended")
 
 
 HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
@@ -193,11 +199,11 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize("edit", HEADERS)
-def test_edits_of_headers_are_named(edit: str, tmp_path: Path) -> None:
-    path, (change, message) = single(tmp_path), HEADERS[edit]
-    header, data = split(path.read_bytes())
+def test_header_edits_are_refused_with_their_reason(edit: str, tmp_path: Path) -> None:
+    path, (change, message) = save_single_file(tmp_path), HEADERS[edit]
+    header, data = split_file(path.read_bytes())
     change(header)
-    path.write_bytes(joined(header, data))
+    path.write_bytes(join_file(header, data))
     with pytest.raises(CorruptDataError, match=message):
         SafetensorsFolder(tmp_path).check_types(SafetensorsFolder(tmp_path).names())
 
@@ -217,8 +223,8 @@ def test_edits_of_headers_are_named(edit: str, tmp_path: Path) -> None:
         b'"\\ud800"',
     ],
 )
-def test_headers_that_are_not_such_json_are_refused(header: bytes, tmp_path: Path) -> None:
-    (tmp_path / WEIGHTS).write_bytes(joined(header, bytes(8)))
+def test_malformed_headers_are_refused(header: bytes, tmp_path: Path) -> None:
+    (tmp_path / WEIGHTS).write_bytes(join_file(header, bytes(8)))
     with pytest.raises(CorruptDataError, match=str(tmp_path)):
         SafetensorsFolder(tmp_path)
 
@@ -226,34 +232,34 @@ def test_headers_that_are_not_such_json_are_refused(header: bytes, tmp_path: Pat
 # ---- index
 
 
-def test_an_edited_index_changes_nothing_silently(tmp_path: Path) -> None:
-    path, refused = indexed(tmp_path), 0
+def test_edited_indexes_are_refused_or_give_the_saved_tensors(tmp_path: Path) -> None:
+    path, num_refused = save_indexed_files(tmp_path), 0
     index = json.loads(path.read_text())
     for seed in range(200):
         draw, changed = random.Random(seed), copy.deepcopy(index)
-        places = changed["weight_map"]
+        weight_map = changed["weight_map"]
         name, new = (
-            draw.choice(list(places)),
-            draw.choice((*ODD, "../x.safetensors", ".", "..", FILES[0], "\0", INDEX)),
+            draw.choice(list(weight_map)),
+            draw.choice((*ODD_VALUES, "../x.safetensors", ".", "..", FILES[0], "\0", INDEX)),
         )
         kind = draw.choice(("drop", "drop a file", "place", "rename", "map", "top"))
         if kind == "drop":
-            del places[name]
+            del weight_map[name]
         elif kind == "drop a file":
             changed["weight_map"] = {
-                key: file for key, file in places.items() if file != places[name]
+                key: file for key, file in weight_map.items() if file != weight_map[name]
             }
         elif kind == "place":
-            places[name] = new
+            weight_map[name] = new
         elif kind == "rename":
-            places[str(new)] = places.pop(name)
+            weight_map[str(new)] = weight_map.pop(name)
         elif kind == "map":
             changed["weight_map"] = new
         else:
             changed = new
         path.write_text(json.dumps(changed))
-        refused += bool(check(tmp_path, f"seed {seed}: {kind} of {name}: {new!r}"[:200]))
-    assert refused > 150
+        num_refused += bool(check_folder(tmp_path, f"seed {seed}: {kind} of {name}: {new!r}"[:200]))
+    assert num_refused > 150
 
 
 @pytest.mark.parametrize(
@@ -261,14 +267,14 @@ def test_an_edited_index_changes_nothing_silently(tmp_path: Path) -> None:
     ["", "{", "[]", "null", '{"weight_map": {}}', "{}", '{"weight_map": {"a": NaN}}', "[" * 100_000,
      '{"weight_map": ' + '{"a": ' * 50 + '"x"' + "}" * 51, '{"weight_map": {"a": "\\ud800.safetensors"}}'],
 )  # fmt: skip
-def test_an_index_that_is_none_is_refused(text: str, tmp_path: Path) -> None:
-    indexed(tmp_path).write_text(text)
+def test_malformed_indexes_are_refused(text: str, tmp_path: Path) -> None:
+    save_indexed_files(tmp_path).write_text(text)
     with pytest.raises(CorruptDataError, match=str(tmp_path / INDEX)):
         SafetensorsFolder(tmp_path)
 
 
-def test_a_key_that_comes_twice_is_refused(tmp_path: Path) -> None:
-    path = indexed(tmp_path)
+def test_index_with_a_repeated_key_is_refused(tmp_path: Path) -> None:
+    path = save_indexed_files(tmp_path)
     path.write_text(
         path.read_text().replace('"weight_map": {', f'"weight_map": {{"half": "{FILES[1]}", ')
     )
@@ -277,14 +283,14 @@ def test_a_key_that_comes_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_tensors_and_files_that_the_index_leaves_out_are_named(tmp_path: Path) -> None:
-    path = indexed(tmp_path)
+    path = save_indexed_files(tmp_path)
     index = json.loads(path.read_text())
-    left = {name: file for name, file in index["weight_map"].items() if name != "half"}
-    path.write_text(json.dumps({"weight_map": left}))
+    remaining = {name: file for name, file in index["weight_map"].items() if name != "half"}
+    path.write_text(json.dumps({"weight_map": remaining}))
     with pytest.raises(CheckpointMismatchError, match=f"'half in {FILES[0]}' of .* are not"):
         SafetensorsFolder(tmp_path)
-    left = {name: file for name, file in index["weight_map"].items() if file != FILES[1]}
-    path.write_text(json.dumps({"weight_map": left}))
+    remaining = {name: file for name, file in index["weight_map"].items() if file != FILES[1]}
+    path.write_text(json.dumps({"weight_map": remaining}))
     with pytest.raises(
         CheckpointMismatchError, match=r"it names 1 of the 2 files model-...-of-00002 of"
     ):
@@ -295,8 +301,10 @@ def test_tensors_and_files_that_the_index_leaves_out_are_named(tmp_path: Path) -
     "name", ["../secret.safetensors", "/{0}/secret.safetensors", "..", ".", "", ".hidden.safetensors",
              "a/b.safetensors", "a\\b.safetensors", "a\0.safetensors", "secret.bin", "x" * 5000 + ".safetensors"],
 )  # fmt: skip
-def test_an_index_names_files_of_its_folder_alone(name: str, tmp_path: Path) -> None:
-    path = indexed(tmp_path / "model")
+def test_index_entries_other_than_files_of_the_folder_are_refused(
+    name: str, tmp_path: Path
+) -> None:
+    path = save_indexed_files(tmp_path / "model")
     safetensors_torch.save_file({"secret": torch.ones(2)}, tmp_path / "secret.safetensors")
     shutil.copy(tmp_path / "secret.safetensors", tmp_path / "model" / "secret.bin")
     index = json.loads(path.read_text())
@@ -306,9 +314,9 @@ def test_an_index_names_files_of_its_folder_alone(name: str, tmp_path: Path) -> 
         SafetensorsFolder(tmp_path / "model")
 
 
-def test_links_lead_to_the_cache_of_hugging_face_and_not_elsewhere(tmp_path: Path) -> None:
+def test_symbolic_file_links_are_followed_only_in_the_hugging_face_cache(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
-    indexed(outside)
+    save_indexed_files(outside)
     folder = tmp_path / "linked"
     folder.mkdir()
     shutil.copy(outside / INDEX, folder)
@@ -319,22 +327,22 @@ def test_links_lead_to_the_cache_of_hugging_face_and_not_elsewhere(tmp_path: Pat
     for file in FILES:
         (folder / file).unlink()
         os.link(outside / file, folder / file)
-    assert not check(folder, "hard links")
+    assert not check_folder(folder, "hard links")
     (tmp_path / "shortcut").symlink_to(folder)
-    assert not check(tmp_path / "shortcut", "a link to the folder")
+    assert not check_folder(tmp_path / "shortcut", "a link to the folder")
     cache = tmp_path / "hub" / "models--org--name"
     for part in ("blobs", "snapshots/0123"):
         (cache / part).mkdir(parents=True)
     for number, file in enumerate((INDEX, *FILES)):
         shutil.copy(outside / file, cache / "blobs" / f"hash{number}")
         (cache / "snapshots" / "0123" / file).symlink_to(Path("../../blobs") / f"hash{number}")
-    assert not check(cache / "snapshots" / "0123", "the cache")
+    assert not check_folder(cache / "snapshots" / "0123", "the cache")
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, INDEX, FILES[0]])
 def test_paths_that_are_not_files_are_refused_without_waiting(name: str, tmp_path: Path) -> None:
-    place = indexed if name != WEIGHTS else single
-    place(tmp_path)
+    save = save_indexed_files if name != WEIGHTS else save_single_file
+    save(tmp_path)
     for make in (os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path.name)):
         (tmp_path / name).unlink(missing_ok=True) if not (tmp_path / name).is_dir() else (
             tmp_path / name

@@ -1,5 +1,5 @@
-"""Tensors of every encoder class become ours and come back bit for bit; heads may be missing or too
-many.
+"""Tensors of every encoder class convert to ours and back bit for bit; files may lack the head or have
+another head.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ def family_of_case(case: str) -> Family:
     return family_of(CASES[case][0])
 
 
-def part(config: Any, mesh: ParallelMesh) -> Encoder:
+def encoder_on_meta(config: Any, mesh: ParallelMesh) -> Encoder:
     with torch.device("meta"):
         return Encoder(config, mesh)
 
 
 def full_tensors(model: nn.Module) -> dict[str, Tensor]:
-    found = {}
+    tensors = {}
     for name, parameter in model.named_parameters():
         spec = shard_spec_of(parameter)
-        found[name] = parameter.new_empty(spec.full_shape)
-        spec.copy_to_full(parameter.detach(), found[name])
-    return found
+        tensors[name] = parameter.new_empty(spec.full_shape)
+        spec.copy_to_full(parameter.detach(), tensors[name])
+    return tensors
 
 
-def loaded(case: str, twin: nn.Module) -> Encoder:
+def loaded_encoder(case: str, twin: nn.Module) -> Encoder:
     family = family_of_case(case)
-    model = part(family.config(twin.config.to_dict()), mesh_of())
+    model = encoder_on_meta(family.config(twin.config.to_dict()), mesh_of())
     load_from(model, twin.state_dict(), family)
     return model
 
 
-def opened(architecture: str, folder: Path, **changes: Any) -> Any:
+def open_on_meta(architecture: str, folder: Path, **changes: Any) -> Any:
     with build_on_meta():
         return getattr(transformers, architecture).from_pretrained(folder, **changes)
 
@@ -63,7 +63,7 @@ def opened(architecture: str, folder: Path, **changes: Any) -> Any:
 @pytest.mark.parametrize("case", CASES)
 def test_a_state_dict_is_restored_bit_for_bit(case: str) -> None:
     twin = encoder_of(case)
-    model = loaded(case, twin)
+    model = loaded_encoder(case, twin)
     back = dict(foreign_tensors(full_tensors(model).items(), family_of_case(case), model.config))
     theirs = dict(twin.named_parameters())
     assert back.keys() == theirs.keys()
@@ -74,27 +74,27 @@ def test_a_state_dict_is_restored_bit_for_bit(case: str) -> None:
 def test_every_rank_reads_its_shard_from_files(case: str, tmp_path: Path) -> None:
     twin, family = encoder_of(case, torch.bfloat16), family_of_case(case)
     twin.save_pretrained(tmp_path)
-    folder, whole = SafetensorsFolder(tmp_path), full_tensors(loaded(case, twin))
+    folder, full = SafetensorsFolder(tmp_path), full_tensors(loaded_encoder(case, twin))
     config = family.config(folder.config)
-    assert config == family.config(twin.config.to_dict()), "the file says what the object says"
+    assert config == family.config(twin.config.to_dict()), (
+        "the file and the object give the same configuration"
+    )
     for tp in (1, 2, 3, 4):
         for pp, pp_rank, tp_rank in [
             (n, p, t) for n in (1, 2) for p in range(n) for t in range(tp)
         ]:
-            model = part(config, mesh_of(tp, pp, tp_rank, pp_rank))
+            model = encoder_on_meta(config, mesh_of(tp, pp, tp_rank, pp_rank))
             load_from(model, folder, family)
             for name, parameter in model.named_parameters():
                 spec = shard_spec_of(parameter)
-                expected = spec.shard(
-                    whole[spec.tied_to or name].float(), parameter.shape[spec.dim]
-                )
+                expected = spec.shard(full[spec.tied_to or name].float(), parameter.shape[spec.dim])
                 assert torch.equal(parameter, expected), (
                     f"{name} on tp {tp_rank} of {tp}, pp {pp_rank} of {pp}"
                 )
 
 
 def tokens_of(case: str) -> torch.Tensor:
-    """Return tokens in the shape that the class takes."""
+    """Return tokens in the shape that the class expects."""
     return torch.stack((TOKENS, TOKENS.roll(1, 0)), 1) if "choices" in case else TOKENS
 
 
@@ -102,26 +102,32 @@ def tokens_of(case: str) -> torch.Tensor:
 def test_an_exported_folder_is_loaded_bit_for_bit(case: str, tmp_path: Path) -> None:
     twin, family = encoder_of(case).eval(), family_of_case(case)
     export_folder(
-        full_tensors(loaded(case, twin)).items(), family, twin.config.to_dict(), tmp_path, 20_000
+        full_tensors(loaded_encoder(case, twin)).items(),
+        family,
+        twin.config.to_dict(),
+        tmp_path,
+        20_000,
     )
-    again, report = type(twin).from_pretrained(tmp_path, output_loading_info=True)
+    reloaded, report = type(twin).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     expected = twin.state_dict()
-    assert again.state_dict().keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
+    assert reloaded.state_dict().keys() == expected.keys()
+    assert all(
+        torch.equal(tensor, expected[name]) for name, tensor in reloaded.state_dict().items()
+    )
     tokens = tokens_of(case)
-    assert torch.equal(again.eval()(tokens)[0], twin(tokens)[0])
+    assert torch.equal(reloaded.eval()(tokens)[0], twin(tokens)[0])
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 @pytest.mark.parametrize("saved", ["", " masked", " classes"])
 @pytest.mark.parametrize("built", ["", " masked", " classes"])
-def test_every_class_is_built_from_every_file(
+def test_every_class_loads_the_files_of_every_class(
     kind: str, saved: str, built: str, tmp_path: Path
 ) -> None:
     twin, architecture = encoder_of(f"{kind}{saved}"), CASES[f"{kind}{built}"][0]
     twin.save_pretrained(tmp_path)
-    model = opened(architecture, tmp_path)
+    model = open_on_meta(architecture, tmp_path)
     assert all(parameter.is_meta for parameter in model.parameters())
     torch.manual_seed(3)
     family = family_of(architecture)
@@ -145,39 +151,39 @@ def test_a_new_head_does_not_depend_on_the_layout(tmp_path: Path) -> None:
     encoder_of("roberta").save_pretrained(tmp_path)
     family = family_of("RobertaForSequenceClassification")
     config = family.config(SafetensorsFolder(tmp_path).config)
-    whole = part(config, mesh_of())
-    missing = load_from(whole, SafetensorsFolder(tmp_path), family, 5)
+    single = encoder_on_meta(config, mesh_of())
+    missing = load_from(single, SafetensorsFolder(tmp_path), family, 5)
     assert missing == tuple(
         f"classifier.{layer}.{kind}"
         for layer in ("dense", "out_proj")
         for kind in ("bias", "weight")
     )
-    last = part(config, mesh_of(2, 2, 1, 1))
+    last = encoder_on_meta(config, mesh_of(2, 2, 1, 1))
     assert load_from(last, SafetensorsFolder(tmp_path), family, 5) == missing
-    first = part(config, mesh_of(2, 2, 1, 0))
+    first = encoder_on_meta(config, mesh_of(2, 2, 1, 0))
     assert load_from(first, SafetensorsFolder(tmp_path), family, 5) == missing, (
-        "all ranks know what is missing"
+        "all ranks know the missing tensors"
     )
-    assert torch.equal(last.head.dense.weight, whole.head.dense.weight)
-    assert float(whole.head.dense.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
-    assert not whole.head.output.bias.any()
+    assert torch.equal(last.head.dense.weight, single.head.dense.weight)
+    assert float(single.head.dense.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
+    assert not single.head.output.bias.any()
 
 
-def test_the_log_says_which_head_is_new(tmp_path: Path) -> None:
+def test_swap_record_names_the_tensors_of_a_new_head(tmp_path: Path) -> None:
     encoder_of("bert").save_pretrained(tmp_path)
-    root = nn.ModuleDict({"model": opened("BertForSequenceClassification", tmp_path)})
+    root = nn.ModuleDict({"model": open_on_meta("BertForSequenceClassification", tmp_path)})
     (record,) = parallelize(root, ParallelMesh.single())
     assert "'classifier.bias', 'classifier.weight' are not in" in record.note
 
 
-def test_a_missing_layer_is_not_a_head(tmp_path: Path) -> None:
+def test_missing_tensors_other_than_a_new_head_are_refused(tmp_path: Path) -> None:
     twin, family = encoder_of("bert"), family_of("BertForSequenceClassification")
     state = {
         name: tensor
         for name, tensor in twin.state_dict().items()
         if "layer.1.output.dense.bias" not in name
     }
-    model = part(family.config(twin.config.to_dict()), mesh_of())
+    model = encoder_on_meta(family.config(twin.config.to_dict()), mesh_of())
     with pytest.raises(
         CheckpointMismatchError, match=r"'bert.encoder.layer.1.output.dense.bias' missing"
     ):
@@ -190,9 +196,9 @@ def test_a_missing_layer_is_not_a_head(tmp_path: Path) -> None:
         load_from(model, {**twin.state_dict(), "extra": torch.ones(2)}, family, 1)
 
 
-def test_files_of_earlier_releases_are_read() -> None:
+def test_tensor_names_of_earlier_releases_are_read() -> None:
     twin, family = encoder_of("bert masked"), family_of("BertForMaskedLM")
-    expected = full_tensors(loaded("bert masked", twin))
+    expected = full_tensors(loaded_encoder("bert masked", twin))
     state = {}
     for name, tensor in twin.state_dict().items():
         state[
@@ -203,7 +209,7 @@ def test_files_of_earlier_releases_are_read() -> None:
     state["bert.embeddings.position_ids"] = torch.arange(20).unsqueeze(0)
     state["cls.seq_relationship.weight"] = torch.ones(2, 48)
     state["bert.pooler.dense.bias"] = torch.ones(48)
-    model = part(family.config(twin.config.to_dict()), mesh_of())
+    model = encoder_on_meta(family.config(twin.config.to_dict()), mesh_of())
     load_from(model, state, family)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in full_tensors(model).items())
     state["cls.predictions.decoder.weight"] = state["cls.predictions.decoder.weight"] + 1
@@ -213,7 +219,7 @@ def test_files_of_earlier_releases_are_read() -> None:
         load_from(model, state, family)
 
 
-def test_a_model_without_pooler_stays_without(tmp_path: Path) -> None:
+def test_bert_without_pooler_is_replaced_and_exported_without_pooler(tmp_path: Path) -> None:
     settings = {**CASES["bert"][1]}
     twin = transformers.BertModel(
         transformers.BertConfig(**settings), add_pooling_layer=False
@@ -226,23 +232,24 @@ def test_a_model_without_pooler_stays_without(tmp_path: Path) -> None:
     export_folder(
         full_tensors(ours).items(), family, twin.config.to_dict(), tmp_path, has_class_names=True
     )
-    again = transformers.BertModel.from_pretrained(tmp_path, add_pooling_layer=False)
+    reloaded = transformers.BertModel.from_pretrained(tmp_path, add_pooling_layer=False)
     assert all(
-        torch.equal(tensor, again.state_dict()[name]) for name, tensor in twin.state_dict().items()
+        torch.equal(tensor, reloaded.state_dict()[name])
+        for name, tensor in twin.state_dict().items()
     )
 
 
-def test_the_encoder_inside_a_class_without_a_table_is_left_alone() -> None:
+def test_the_encoder_inside_a_class_without_a_table_is_not_replaced() -> None:
     model = transformers.BertForPreTraining(transformers.BertConfig(**CASES["bert"][1]))
     root = nn.ModuleDict({"model": model})
     parallelize(root, ParallelMesh.single())
     assert type(model.bert) is transformers.BertModel
 
 
-def test_an_encoder_inside_a_module_of_ones_own_is_replaced() -> None:
-    own = nn.Sequential(nn.ModuleDict({"body": encoder_of("roberta")}))
-    parallelize(own, ParallelMesh.single())
-    assert isinstance(own[0]["body"], HuggingFaceEncoder)
+def test_an_encoder_inside_a_user_module_is_replaced() -> None:
+    user_module = nn.Sequential(nn.ModuleDict({"body": encoder_of("roberta")}))
+    parallelize(user_module, ParallelMesh.single())
+    assert isinstance(user_module[0]["body"], HuggingFaceEncoder)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +269,9 @@ def test_an_encoder_inside_a_module_of_ones_own_is_replaced() -> None:
         ("bert", {"output_hidden_states": True}, "output_hidden_states of a BERT"),
     ],
 )
-def test_what_we_lack_is_refused_by_name(case: str, change: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_refused_by_name(
+    case: str, change: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UnsupportedError, match=message):
         family_of_case(case).config(encoder_of(case).config.to_dict() | change)
 
@@ -284,7 +293,7 @@ def test_what_we_lack_is_refused_by_name(case: str, change: dict[str, Any], mess
         ("bert", {"inputs_embeds": torch.ones(2, 8, 48)}, "either tokens or vectors, .*: both"),
     ],
 )
-def test_calls_that_ask_for_more_are_refused_by_name(
+def test_unsupported_arguments_of_calls_are_refused_by_name(
     case: str, call: dict[str, Any], message: str
 ) -> None:
     model = replaced(encoder_of(case), family_of_case(case), ParallelMesh.single())
@@ -292,22 +301,22 @@ def test_calls_that_ask_for_more_are_refused_by_name(
         model(TOKENS, **call)
 
 
-def test_outputs_have_the_names_and_places_of_hugging_face() -> None:
+def test_outputs_have_the_names_order_and_values_of_hugging_face() -> None:
     for case in CASES:
         twin = encoder_of(case).eval()
         model = replaced(encoder_of(case).eval(), family_of_case(case), ParallelMesh.single())
-        places = torch.tensor([1, 0])
+        targets = torch.tensor([1, 0])
         call = {
             "masked": {"labels": TOKENS},
-            "classes": {"labels": places},
-            "choices": {"labels": places},
-            "spans": {"start_positions": places, "end_positions": places},
+            "classes": {"labels": targets},
+            "choices": {"labels": targets},
+            "spans": {"start_positions": targets, "end_positions": targets},
         }.get(case.split()[-1], {})
         tokens = tokens_of(case)
         theirs, ours = twin(tokens, **call), model(tokens, **call)
         assert tuple(theirs.keys()) == ours.keys(), case
-        for one, other in zip(theirs.to_tuple(), ours.to_tuple(), strict=True):
-            assert torch.allclose(one, other, atol=1e-4), case
+        for expected, actual in zip(theirs.to_tuple(), ours.to_tuple(), strict=True):
+            assert torch.allclose(expected, actual, atol=1e-4), case
         assert torch.equal(ours[0], ours[ours.keys()[0]])
         assert model.config is not None
         assert model.body.config.vocab_size == V
@@ -317,21 +326,21 @@ def test_outputs_have_the_names_and_places_of_hugging_face() -> None:
 @pytest.mark.parametrize(
     "case", ["bert masked", "bert classes", "roberta masked", "roberta classes"]
 )
-def test_what_was_frozen_stays_frozen(case: str, pp_rank: int) -> None:
+def test_frozen_encoders_stay_frozen_after_replacement(case: str, pp_rank: int) -> None:
     twin = encoder_of(case)
     twin.base_model.requires_grad_(False)
     model = replaced(twin, family_of_case(case), mesh_of(2, 2, 0, pp_rank))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     base = f"{twin.base_model_prefix}."
     heads = {name for name, _ in model.named_parameters() if not name.startswith(base)}
-    # A tied weight is the embedding's, and BERT's pooler belongs to the encoder.
+    # A tied weight belongs to the embedding, and BERT's pooler to the encoder.
     assert trained == heads - {"cls.predictions.decoder.weight", "lm_head.decoder.weight"}
     assert bool(heads) == bool(pp_rank)
 
 
-def test_arguments_that_are_fields_of_the_configuration_change_it(tmp_path: Path) -> None:
+def test_arguments_of_from_pretrained_change_the_configuration(tmp_path: Path) -> None:
     encoder_of("roberta").save_pretrained(tmp_path)
-    model = opened(
+    model = open_on_meta(
         "RobertaForSequenceClassification", tmp_path, num_labels=7, hidden_dropout_prob=0.3
     )
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -339,8 +348,8 @@ def test_arguments_that_are_fields_of_the_configuration_change_it(tmp_path: Path
     config = model.body.config
     assert (config.num_labels, config.hidden_dropout, config.head_dropout) == (7, 0.3, 0.3)
     assert model(TOKENS).logits.shape == (2, 7)
-    other = opened("RobertaModel", tmp_path, add_pooling_layer=False)
-    assert other.pooler is None
-    assert not any(parameter.is_meta for parameter in other.parameters()), (
-        "other arguments are Hugging Face's"
+    without_pooler = open_on_meta("RobertaModel", tmp_path, add_pooling_layer=False)
+    assert without_pooler.pooler is None
+    assert not any(parameter.is_meta for parameter in without_pooler.parameters()), (
+        "Hugging Face handles other arguments"
     )

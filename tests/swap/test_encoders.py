@@ -1,4 +1,4 @@
-"""Hugging Face encoders replaced in place: their own outputs, losses and gradients, in every
+"""Hugging Face encoders that are replaced in place keep their outputs, losses and gradients in every
 layout.
 """
 
@@ -23,24 +23,24 @@ from tests.sweeps import chosen
 from tests.world import run_world
 
 B, S = 3, 10
-ALONE = chosen(
+SINGLE_CASES = chosen(
     list(CASES), "bert", "roberta masked", "bert classes", "bert choices", "roberta spans"
 )
-SHARED = chosen(
+TWO_RANK_CASES = chosen(
     list(CASES), "bert masked", "roberta", "roberta classes", "roberta choices", "bert spans"
 )
 Call = dict[str, Any]
-#: Entries of outputs.
+#: Entries of outputs that are compared.
 NAMES = ("logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output")
 
 
-def exact(case: str, **changes: Any) -> nn.Module:
+def exact_encoder(case: str, **changes: Any) -> nn.Module:
     return encoder_of(case, torch.float64, attn_implementation="sdpa", **changes).eval()
 
 
 def inputs(model: nn.Module) -> dict[str, Call]:
-    """Return calls of every kind: whole rows, padding on either side, positions and kinds of
-    tokens, vectors.
+    """Return calls of every kind: full rows, padding on either side, token types, positions, odd
+    lengths and vectors.
     """
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, V, (B, S), generator=generator)
@@ -68,10 +68,10 @@ def inputs(model: nn.Module) -> dict[str, Call]:
 
 def labelled(case: str, call: Call) -> Call:
     """Return the call with labels, if the class takes some."""
-    given = call["input_ids"] if "input_ids" in call else call["inputs_embeds"]
+    batch = call["input_ids"] if "input_ids" in call else call["inputs_embeds"]
     generator = torch.Generator().manual_seed(2)
     if "masked" in case:
-        labels = torch.randint(0, V, given.shape[:2], generator=generator)
+        labels = torch.randint(0, V, batch.shape[:2], generator=generator)
         return {
             **call,
             "labels": labels.masked_fill(torch.rand(labels.shape, generator=generator) < 0.5, -100),
@@ -79,18 +79,20 @@ def labelled(case: str, call: Call) -> Call:
     if "classes" in case:
         return {**call, "labels": torch.tensor([1, 4, 0])}
     if "choices" in case:
-        # Two answers of each sample; the second one has other rows.
-        both = {name: torch.stack((one, one.roll(1, 0)), 1) for name, one in call.items()}
-        return {**both, "labels": torch.tensor([1, 0, 1])}
+        # Each sample has two choices; the second choice is the row of another sample.
+        choices = {
+            name: torch.stack((tensor, tensor.roll(1, 0)), 1) for name, tensor in call.items()
+        }
+        return {**choices, "labels": torch.tensor([1, 0, 1])}
     if "spans" in case:
-        # One end lies behind the row, and does not count.
-        places = torch.tensor([1, 4, 0]), torch.tensor([[5], [4], [S + 7]])
-        return {**call, "start_positions": places[0], "end_positions": places[1]}
+        # The last end lies behind its row and is ignored.
+        spans = torch.tensor([1, 4, 0]), torch.tensor([[5], [4], [S + 7]])
+        return {**call, "start_positions": spans[0], "end_positions": spans[1]}
     return call
 
 
 def loss_of(output: Any) -> Tensor:
-    """Return a number that depends on all of the output."""
+    """Return a loss that depends on every output."""
     if output.loss is not None:
         return output.loss
     return output.last_hidden_state.square().mean() + output.pooler_output.sin().sum()
@@ -104,8 +106,8 @@ def swapped(model: nn.Module, mesh: ParallelMesh) -> HuggingFaceEncoder:
 
 
 @dataclass(frozen=True)
-class Truth:
-    """Hold what Hugging Face's model answers to a call, and the gradients of its parameters."""
+class Reference:
+    """Hold the output of Hugging Face's model for a call, and the gradients of its parameters."""
 
     kind: str
     call: Call
@@ -113,8 +115,8 @@ class Truth:
     gradients: dict[str, Tensor]
 
 
-def truths(case: str) -> list[Truth]:
-    twin, found = exact(case), []
+def references_of(case: str) -> list[Reference]:
+    twin, references = exact_encoder(case), []
     for kind, call in inputs(twin).items():
         call = labelled(case, call)
         twin.zero_grad()
@@ -124,43 +126,49 @@ def truths(case: str) -> list[Truth]:
         gradients = {
             n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in twin.named_parameters()
         }
-        found.append(Truth(kind, call, output, gradients))
-    return found
+        references.append(Reference(kind, call, output, gradients))
+    return references
 
 
 def compare(case: str, *meshes: ParallelMesh, **changes: Any) -> None:
-    expected = truths(case)
+    references = references_of(case)
     for mesh in meshes:
-        model = swapped(exact(case, **changes), mesh)
-        for truth in expected:
+        model = swapped(exact_encoder(case, **changes), mesh)
+        for reference in references:
             compare_call(
                 model,
-                truth,
-                f"{case}, {truth.kind}, tp={mesh.tp.size} sp={mesh.sequence_parallel} "
+                reference,
+                f"{case}, {reference.kind}, tp={mesh.tp.size} sp={mesh.sequence_parallel} "
                 f"cp={mesh.cp.size} {mesh.context.transport}",
                 mesh,
             )
 
 
-def compare_call(model: HuggingFaceEncoder, truth: Truth, what: str, mesh: ParallelMesh) -> None:
-    for recompute in ("none", "selective", "full") if truth.kind == "padded left" else ("none",):
+def compare_call(
+    model: HuggingFaceEncoder, reference: Reference, label: str, mesh: ParallelMesh
+) -> None:
+    for recompute in (
+        ("none", "selective", "full") if reference.kind == "padded left" else ("none",)
+    ):
         model.body.recompute = recompute
         model.zero_grad()
-        output = model(**truth.call)
+        output = model(**reference.call)
         for name in NAMES:
-            if truth.output.get(name) is not None:
-                assert_equal(getattr(output, name), truth.output[name], f"{what}: {name}", 1e-9)
+            if reference.output.get(name) is not None:
+                assert_equal(
+                    getattr(output, name), reference.output[name], f"{label}: {name}", 1e-9
+                )
         loss = loss_of(output)
-        assert_equal(loss, loss_of(truth.output), f"{what}: loss", 1e-9)
+        assert_equal(loss, loss_of(reference.output), f"{label}: loss", 1e-9)
         loss.backward()
         for parameter in model.parameters():
             parameter.grad = (
                 torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             )
             if mesh.cp.size > 1:
-                # Ranks that share sequences are data ranks: gradients are means over them.
+                # Ranks that share sequences are data ranks, so gradients are means over them.
                 all_reduce_(parameter.grad.div_(mesh.cp.size), mesh.cp)
-        assert_same_gradients(model, mesh, expected_gradients(model, truth.gradients), what)
+        assert_same_gradients(model, mesh, expected_gradients(model, reference.gradients), label)
 
 
 def check_problems(mesh: ParallelMesh) -> None:
@@ -174,26 +182,29 @@ def check_problems(mesh: ParallelMesh) -> None:
         ).double(),
     }
     for case in ("bert classes", "roberta classes"):
-        for problem, given in labels.items():
-            for said in (problem, None) if problem != "regression" else (problem,):
+        for problem, targets in labels.items():
+            for declared in (problem, None) if problem != "regression" else (problem,):
                 twin, model = (
-                    exact(case, problem_type=said),
-                    swapped(exact(case, problem_type=said), mesh),
+                    exact_encoder(case, problem_type=declared),
+                    swapped(exact_encoder(case, problem_type=declared), mesh),
                 )
-                call = {**inputs(twin)["padded left"], "labels": given}
+                call = {**inputs(twin)["padded left"], "labels": targets}
                 assert_equal(model(**call).loss, twin(**call).loss, f"{case}, {problem}", 1e-9)
-        one = {"num_labels": 1}
-        twin, model = exact(case, **one), swapped(exact(case, **one), mesh)
+        single_label = {"num_labels": 1}
+        twin, model = (
+            exact_encoder(case, **single_label),
+            swapped(exact_encoder(case, **single_label), mesh),
+        )
         call = {**inputs(twin)["padded left"], "labels": labels["regression"][:, :1]}
         assert_equal(model(**call).loss, twin(**call).loss, f"{case}, one number", 1e-9)
 
 
 def check_dropout(mesh: ParallelMesh) -> None:
-    """Check that the tensor-parallel ranks drop alike, and recomputation drops the same again."""
+    """Check that tensor-parallel ranks and recomputation drop the same elements."""
     for case in CASES:
-        model = swapped(exact(case), mesh).train()
-        call = labelled(case, inputs(exact(case))["padded right"])
-        found = []
+        model = swapped(exact_encoder(case), mesh).train()
+        call = labelled(case, inputs(exact_encoder(case))["padded right"])
+        results = []
         for recompute in ("none", "full"):
             model.body.recompute = recompute
             model.zero_grad()
@@ -201,19 +212,23 @@ def check_dropout(mesh: ParallelMesh) -> None:
             loss = loss_of(model(**call))
             loss.backward()
             gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-            found.append([loss.detach(), *gradients])
-        assert all(torch.equal(*pair) for pair in zip(*found, strict=True)), case
-        full = loss.detach().clone()
-        torch.distributed.broadcast(full, 0)
-        assert torch.equal(full, loss.detach()), f"{case}: the loss is the same on all ranks"
+            results.append([loss.detach(), *gradients])
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True)), case
+        loss_of_rank_0 = loss.detach().clone()
+        torch.distributed.broadcast(loss_of_rank_0, 0)
+        assert torch.equal(loss_of_rank_0, loss.detach()), (
+            f"{case}: the loss is the same on all ranks"
+        )
         mesh.random.begin_microbatch(8, 0)
-        assert not torch.equal(loss_of(model(**call)), loss), f"{case}: another step drops others"
+        assert not torch.equal(loss_of(model(**call)), loss), (
+            f"{case}: another step drops other elements"
+        )
 
 
 def check_twins(rank: int, size: int) -> None:
     layout = ParallelLayout(world_size=size, tp=size)
     meshes = [ParallelMesh.create(layout, sequence_parallel=parallel) for parallel in (False, True)]
-    for case in SHARED if size == 2 else chosen(list(CASES), "roberta masked"):
+    for case in TWO_RANK_CASES if size == 2 else chosen(list(CASES), "roberta masked"):
         compare(case, *meshes)
     for mesh in meshes:
         if size == 2:
@@ -222,15 +237,15 @@ def check_twins(rank: int, size: int) -> None:
         mesh.destroy()
 
 
-@pytest.mark.parametrize("case", ALONE)
-def test_one_process_computes_what_hugging_face_does(case: str) -> None:
+@pytest.mark.parametrize("case", SINGLE_CASES)
+def test_encoders_on_one_process_match_hugging_face(case: str) -> None:
     compare(case, ParallelMesh.single())
 
 
-def test_losses_are_those_of_the_kind_of_problem() -> None:
+def test_classification_losses_match_hugging_face_for_every_problem_type() -> None:
     check_problems(ParallelMesh.single())
 
 
 @pytest.mark.parametrize("size", chosen([2, 3, 4], 2, 3))
-def test_ranks_compute_what_hugging_face_does(size: int) -> None:
+def test_encoders_on_several_ranks_match_hugging_face(size: int) -> None:
     run_world(check_twins, size)

@@ -1,5 +1,5 @@
-"""Hugging Face encoders whose sequences are cut over cp: their own outputs, losses and gradients, with
-padding on either side, by every transport.
+"""Hugging Face encoders whose sequences are cut over cp keep their outputs, losses and gradients, with
+padding on either side and every transport.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.context_transport import ContextLinks
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.swap.encoders import CASES
-from tests.swap.test_encoders import check_dropout, compare, exact, swapped
+from tests.swap.test_encoders import check_dropout, compare, exact_encoder, swapped
 from tests.sweeps import chosen
 from tests.world import run_world
 
-#: Sizes and transport by the number of processes. Attention weights are dropped in whole rows only.
+#: Sizes and transports by the number of processes. Attention dropout needs complete rows.
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     2: chosen(
         [
@@ -39,10 +39,10 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
         {"cp": 2, "tp": 2, "transport": "all_gather", "sequence_parallel": True},
     ),
 }
-#: Hidden states and a pooler, logits of tokens, and a class.
-SOME = ("bert", "roberta masked", "bert classes")
-WITH_RING = chosen(list(CASES), *SOME)
-OTHERWISE = chosen(SOME, "roberta masked")
+#: Cases with hidden states and a pooler, with logits of tokens, and with a class.
+REPRESENTATIVE_CASES = ("bert", "roberta masked", "bert classes")
+RING_CASES = chosen(list(CASES), *REPRESENTATIVE_CASES)
+OTHER_CASES = chosen(REPRESENTATIVE_CASES, "roberta masked")
 
 
 def mesh_of(size: int, cp: int, transport: Any, tp: int = 1, **options: Any) -> ParallelMesh:
@@ -54,19 +54,20 @@ def mesh_of(size: int, cp: int, transport: Any, tp: int = 1, **options: Any) -> 
 def check_context(rank: int, size: int) -> None:
     for settings in LAYOUTS[size]:
         mesh = mesh_of(size, **settings)
-        kept = {"attention_probs_dropout_prob": 0.0}
+        no_dropout = {"attention_probs_dropout_prob": 0.0}
         assert (
-            swapped(exact("bert", **kept), mesh).layers.context.transport == settings["transport"]
+            swapped(exact_encoder("bert", **no_dropout), mesh).layers.context.transport
+            == settings["transport"]
         )
-        for case in WITH_RING if settings["transport"] == "ring" else OTHERWISE:
-            compare(case, mesh, **kept)
+        for case in RING_CASES if settings["transport"] == "ring" else OTHER_CASES:
+            compare(case, mesh, **no_dropout)
         mesh.destroy()
     mesh = mesh_of(size, size, "auto")
-    assert swapped(exact("bert"), mesh).layers.context.transport == "all_to_all"
+    assert swapped(exact_encoder("bert"), mesh).layers.context.transport == "all_to_all"
     check_dropout(mesh)
     mesh.destroy()
 
 
 @pytest.mark.parametrize("size", LAYOUTS)
-def test_ranks_that_share_sequences_compute_what_hugging_face_does(size: int) -> None:
+def test_context_parallel_encoders_match_hugging_face(size: int) -> None:
     run_world(check_context, size)

@@ -1,4 +1,4 @@
-"""Swapped modules compute, learn and evaluate as the modules before, at tp 2 and 4."""
+"""Swapped modules match their originals in training and evaluation, at tp 2 and 4."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.swap import parallelize
 from lightning_megatron.swap.rejoin import rejoin
 from tests.swap import cases
-from tests.swap.cases import Comparison, compare_parameters, compare_training, twin
+from tests.swap.cases import Comparison, compare_parameters, compare_training, swapped_copy_of
 from tests.world import run_world
 
 SHAPES: dict[str, dict[str, object]] = {
@@ -30,25 +30,31 @@ SHAPES: dict[str, dict[str, object]] = {
 }
 
 
-def linear_layers(note: Comparison, mesh: ParallelMesh) -> None:
-    theirs, ours, records = twin(cases.mlp, mesh, cases.MLP_PLAN)
+def linear_layers(comparison: Comparison, mesh: ParallelMesh) -> None:
+    theirs, ours, records = swapped_copy_of(cases.mlp, mesh, cases.MLP_PLAN)
     assert [record.kind for record in records] == ["column", "row", "column_gather", "vocab"], (
         records
     )
     x = cases.normal(4, 3, 12, grad=True)
-    compare_training(note, "linear layers", theirs, ours, lambda module: module(x), inputs=(x,))
+    compare_training(
+        comparison, "linear layers", theirs, ours, lambda module: module(x), inputs=(x,)
+    )
 
 
-def classifiers(note: Comparison, mesh: ParallelMesh) -> None:
+def classifiers(comparison: Comparison, mesh: ParallelMesh) -> None:
     ids = cases.tokens()
     for claim, shape in SHAPES.items():
-        theirs, ours, _ = twin(partial(cases.Classifier, **shape), mesh, cases.CLASSIFIER_PLAN)
-        compare_training(note, f"classifier, {claim}", theirs, ours, lambda module: module(ids))
+        theirs, ours, _ = swapped_copy_of(
+            partial(cases.Classifier, **shape), mesh, cases.CLASSIFIER_PLAN
+        )
+        compare_training(
+            comparison, f"classifier, {claim}", theirs, ours, lambda module: module(ids)
+        )
 
 
-def masks(note: Comparison, mesh: ParallelMesh) -> None:
+def masks(comparison: Comparison, mesh: ParallelMesh) -> None:
     ids, causal, padding = cases.tokens(), cases.causal(), cases.padding()
-    # One mask for each sequence and head, none of which hides everything.
+    # One mask for each sequence and head, none of which hides all tokens.
     per_head = cases.normal(12, 6, 6) > 0.7
     per_head[:, :, 0] = False
     choices = {
@@ -67,23 +73,27 @@ def masks(note: Comparison, mesh: ParallelMesh) -> None:
         },
     }
     for claim, choice in choices.items():
-        theirs, ours, _ = twin(cases.Classifier, mesh)
+        theirs, ours, _ = swapped_copy_of(cases.Classifier, mesh)
         compare_training(
-            note, f"mask, {claim}", theirs, ours, lambda m, c=choice: m(ids, **c), num_steps=1
+            comparison, f"mask, {claim}", theirs, ours, lambda m, c=choice: m(ids, **c), num_steps=1
         )
 
 
-def evaluation(note: Comparison, mesh: ParallelMesh) -> None:
+def evaluation(comparison: Comparison, mesh: ParallelMesh) -> None:
     ids, padding = cases.tokens(), cases.padding()
     scattered = padding.flip(1)
     for claim, shape in SHAPES.items():
-        theirs, ours, _ = twin(partial(cases.Classifier, **shape), mesh, cases.CLASSIFIER_PLAN)
+        theirs, ours, _ = swapped_copy_of(
+            partial(cases.Classifier, **shape), mesh, cases.CLASSIFIER_PLAN
+        )
         for module in (theirs, ours):
             module.eval()
         for mask in ({}, {"src_key_padding_mask": padding}, {"src_key_padding_mask": scattered}):
             with torch.no_grad():
-                note.add(f"evaluation, {claim}", ours(ids, **mask), theirs(ids, **mask))
-            note.add(f"evaluation with gradients, {claim}", ours(ids, **mask), theirs(ids, **mask))
+                comparison.add(f"evaluation, {claim}", ours(ids, **mask), theirs(ids, **mask))
+            comparison.add(
+                f"evaluation with gradients, {claim}", ours(ids, **mask), theirs(ids, **mask)
+            )
         with torch.no_grad():
             hidden = (
                 cases.normal(3, 6, 16) if shape.get("batch_first", True) else cases.normal(6, 3, 16)
@@ -92,13 +102,13 @@ def evaluation(note: Comparison, mesh: ParallelMesh) -> None:
                 module.encoder.layers[1](hidden, src_key_padding_mask=padding)
                 for module in (ours, theirs)
             )
-            note.add(f"one layer in evaluation, {claim}", *layer)
+            comparison.add(f"one layer in evaluation, {claim}", *layer)
         for module in (theirs, ours):
             module.train()
-        note.add(f"training after evaluation, {claim}", ours(ids), theirs(ids))
+        comparison.add(f"training after evaluation, {claim}", ours(ids), theirs(ids))
 
 
-def attention(note: Comparison, mesh: ParallelMesh) -> None:
+def attention(comparison: Comparison, mesh: ParallelMesh) -> None:
     x, memory = cases.normal(3, 6, 16, grad=True), cases.normal(3, 5, 16, seed=3, grad=True)
     row, padding = cases.normal(6, 16, grad=True), cases.padding()
     calls = {
@@ -113,17 +123,19 @@ def attention(note: Comparison, mesh: ParallelMesh) -> None:
         ),
     }
     for claim, call in calls.items():
-        theirs, ours, _ = twin(partial(cases.Attending, batch_first=True), mesh)
+        theirs, ours, _ = swapped_copy_of(partial(cases.AttentionOnly, batch_first=True), mesh)
         inputs = (row,) if claim == "unbatched" else (x, memory) if claim == "to a memory" else (x,)
-        compare_training(note, f"attention {claim}", theirs, ours, call, num_steps=1, inputs=inputs)
+        compare_training(
+            comparison, f"attention {claim}", theirs, ours, call, num_steps=1, inputs=inputs
+        )
     target = cases.normal(3, 4, 16, seed=5, grad=True)
-    theirs, ours, _ = twin(
+    theirs, ours, _ = swapped_copy_of(
         cases.Translator,
         mesh,
         {"*": "auto", "*decoder*linear1": "column", "*decoder*linear2": "row"},
     )
     compare_training(
-        note,
+        comparison,
         "encoder and parts of the decoder",
         theirs,
         ours,
@@ -133,11 +145,11 @@ def attention(note: Comparison, mesh: ParallelMesh) -> None:
     hidden = torch.zeros(3, 6, dtype=torch.bool)
     hidden[1, 4:] = True
     for claim, shape in SHAPES.items():
-        theirs, ours, records = twin(partial(cases.Translator, **shape), mesh)
+        theirs, ours, records = swapped_copy_of(partial(cases.Translator, **shape), mesh)
         kinds = [record.target for record in records if "decoder" in record.name]
         assert kinds == ([] if mesh.tp.size == 1 else ["ParallelDecoderLayer"] * 2), kinds
         compare_training(
-            note,
+            comparison,
             f"encoder and decoder, {claim}",
             theirs,
             ours,
@@ -146,48 +158,54 @@ def attention(note: Comparison, mesh: ParallelMesh) -> None:
         )
 
 
-def shared_weights(note: Comparison, mesh: ParallelMesh) -> None:
-    theirs, ours, _ = twin(cases.TiedDecoder, mesh, {"embedding": "vocab", "decoder": "vocab"})
+def shared_weights(comparison: Comparison, mesh: ParallelMesh) -> None:
+    theirs, ours, _ = swapped_copy_of(
+        cases.TiedDecoder, mesh, {"embedding": "vocab", "decoder": "vocab"}
+    )
     assert ours.decoder.weight is ours.embedding.weight, "the weight must stay shared"
-    compare_training(note, "tied decoder", theirs, ours, lambda module: module(cases.tokens()))
+    compare_training(
+        comparison, "tied decoder", theirs, ours, lambda module: module(cases.tokens())
+    )
 
     def build() -> nn.Module:
         block = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
         return nn.Sequential(block, nn.LayerNorm(8), block)
 
-    theirs, ours, records = twin(build, mesh, {"[02].0": "column", "[02].2": "row"})
-    assert ours[0] is ours[2], "a block used twice stays one"
+    theirs, ours, records = swapped_copy_of(build, mesh, {"[02].0": "column", "[02].2": "row"})
+    assert ours[0] is ours[2], "a block used twice stays one block"
     assert len(records) == 2, "and is swapped once"
     compare_training(
-        note, "a block used twice", theirs, ours, lambda module: module(cases.normal(3, 8))
+        comparison, "a block used twice", theirs, ours, lambda module: module(cases.normal(3, 8))
     )
 
 
-def frozen_and_half(note: Comparison, mesh: ParallelMesh) -> None:
+def frozen_and_bfloat16(comparison: Comparison, mesh: ParallelMesh) -> None:
     def build() -> nn.Module:
         module = cases.Classifier()
         module.encoder.layers[0].requires_grad_(False)
         module.encoder.layers[1].eval()
         return module
 
-    theirs, ours, _ = twin(build, mesh, cases.CLASSIFIER_PLAN)
+    theirs, ours, _ = swapped_copy_of(build, mesh, cases.CLASSIFIER_PLAN)
     assert all(not p.requires_grad for p in ours.encoder.layers[0].parameters()), (
         "frozen weights stay frozen"
     )
     assert not ours.encoder.layers[1].linear1.training, "a layer in evaluation stays there"
     assert ours.encoder.layers[0].linear1.training, "a layer in training stays there"
-    compare_training(note, "frozen layer", theirs, ours, lambda module: module(cases.tokens()))
-    half = cases.mlp().to(torch.bfloat16)
-    parallelize(half, mesh, cases.MLP_PLAN)
-    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}, "the dtype is kept"
+    compare_training(
+        comparison, "frozen layer", theirs, ours, lambda module: module(cases.tokens())
+    )
+    bfloat16_module = cases.mlp().to(torch.bfloat16)
+    parallelize(bfloat16_module, mesh, cases.MLP_PLAN)
+    assert {p.dtype for p in bfloat16_module.parameters()} == {torch.bfloat16}, "the dtype is kept"
     with torch.device("meta"):
-        bare = nn.Sequential(cases.mlp())
-    parallelize(bare, mesh, {"*.0": "column", "*.2": "row"})
-    assert bare[0][0].weight.is_meta, "meta weights stay on the meta device"
-    assert bare[0][0].weight.shape[0] == 16 // mesh.tp.size, "and are cut"
+        meta_module = nn.Sequential(cases.mlp())
+    parallelize(meta_module, mesh, {"*.0": "column", "*.2": "row"})
+    assert meta_module[0][0].weight.is_meta, "meta weights stay on the meta device"
+    assert meta_module[0][0].weight.shape[0] == 16 // mesh.tp.size, "and are cut"
 
 
-def dropout(note: Comparison, mesh: ParallelMesh) -> None:
+def dropout(comparison: Comparison, mesh: ParallelMesh) -> None:
     def build() -> nn.Module:
         return nn.Sequential(
             nn.TransformerEncoderLayer(16, 4, 24, dropout=0.3, batch_first=True),
@@ -196,14 +214,16 @@ def dropout(note: Comparison, mesh: ParallelMesh) -> None:
             nn.Linear(64, 16),
         )
 
-    _, ours, _ = twin(build, mesh, {"0": "auto", "1": "column", "2": "dropout", "3": "row"})
+    _, ours, _ = swapped_copy_of(
+        build, mesh, {"0": "auto", "1": "column", "2": "dropout", "3": "row"}
+    )
     x = cases.normal(3, 6, 16)
     mesh.random.begin_microbatch(0, 0)
     before = torch.get_rng_state()
     first = ours(x)
     assert torch.equal(before, torch.get_rng_state()), "the default generator is left alone"
-    for other in all_gather_objects(first.detach(), mesh.tp):
-        note.add("outputs under dropout agree on all ranks", first.detach(), other)
+    for peer_output in all_gather_objects(first.detach(), mesh.tp):
+        comparison.add("outputs under dropout agree on all ranks", first.detach(), peer_output)
     first.square().sum().backward()
     grads = [p.grad.clone() for p in ours.parameters()]
     ours.zero_grad()
@@ -211,14 +231,14 @@ def dropout(note: Comparison, mesh: ParallelMesh) -> None:
     hidden = x.clone().requires_grad_()
     for block in ours:
         hidden = checkpoint(block, hidden, use_reentrant=False)
-    note.add("dropout under checkpointing: outputs", hidden.detach(), first.detach())
+    comparison.add("dropout under checkpointing: outputs", hidden.detach(), first.detach())
     hidden.square().sum().backward()
     for parameter, grad in zip(ours.parameters(), grads, strict=True):
-        note.add("dropout under checkpointing: gradients", parameter.grad, grad)
-    kept = (ours[2](torch.ones(64).double()) != 0).double()
+        comparison.add("dropout under checkpointing: gradients", parameter.grad, grad)
+    kept_elements = (ours[2](torch.ones(64).double()) != 0).double()
     different = all(
-        not torch.equal(kept, other)
-        for rank, other in enumerate(all_gather_objects(kept, mesh.tp))
+        not torch.equal(kept_elements, peer_elements)
+        for rank, peer_elements in enumerate(all_gather_objects(kept_elements, mesh.tp))
         if rank != mesh.tp.rank
     )
     assert different, "masks between column and row differ by rank"
@@ -227,7 +247,7 @@ def dropout(note: Comparison, mesh: ParallelMesh) -> None:
     assert torch.equal(ours.eval()(x), ours(x)), "evaluation drops nothing"
 
 
-class Predicting(nn.Module):
+class NextTokenLoss(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.model = GPT(config, seed=3)
@@ -236,9 +256,9 @@ class Predicting(nn.Module):
         return cases.losses_of(self.model, ids)
 
 
-def whole_gpt(note: Comparison, mesh: ParallelMesh) -> None:
-    # Under sequence parallelism gradients of norms are parts of a sum, which the training loop
-    # would have to add up.
+def full_gpt(comparison: Comparison, mesh: ParallelMesh) -> None:
+    # Under sequence parallelism, gradients of norms are parts of a sum that only the training loop
+    # adds up.
     mesh = replace(mesh, sequence_parallel=False)
     sizes = {
         "vocab_size": 21,
@@ -248,13 +268,13 @@ def whole_gpt(note: Comparison, mesh: ParallelMesh) -> None:
         "num_heads": 4,
     }
     for kind in (GPTConfig.gpt2, GPTConfig.llama):
-        theirs, ours, records = twin(partial(Predicting, kind(**sizes)), mesh)
+        theirs, ours, records = swapped_copy_of(partial(NextTokenLoss, kind(**sizes)), mesh)
         claim = f"{kind.__name__} built whole"
         assert ours.model.mesh is mesh, "the model is on the mesh"
         assert "mesh=self.device_mesh" in str(records[0]), records[0]
-        compare_parameters(note, claim, theirs, ours, with_grads=False)
+        compare_parameters(comparison, claim, theirs, ours, with_grads=False)
         if mesh.pp.size == 1:
-            compare_training(note, claim, theirs, ours, lambda module: module(cases.tokens()))
+            compare_training(comparison, claim, theirs, ours, lambda module: module(cases.tokens()))
         else:
             assert records[0].local_elements < records[0].full_elements, "a stage holds a part"
             head = dict(ours.named_parameters()).get("model.head.weight")
@@ -262,13 +282,13 @@ def whole_gpt(note: Comparison, mesh: ParallelMesh) -> None:
         assert parallelize(ours, mesh) == [], "a model on the mesh is left alone"
 
 
-def different_seeds(note: Comparison, mesh: ParallelMesh) -> None:
-    module = cases.double(cases.Classifier, seed=mesh.rank)
-    theirs = cases.double(cases.Classifier, seed=0)
+def different_seeds(comparison: Comparison, mesh: ParallelMesh) -> None:
+    module = cases.build_in_float64(cases.Classifier, seed=mesh.rank)
+    theirs = cases.build_in_float64(cases.Classifier, seed=0)
     module.register_buffer("flags", torch.tensor([True, mesh.rank == 0]))
     parallelize(module, mesh, cases.CLASSIFIER_PLAN)
     compare_parameters(
-        note,
+        comparison,
         "ranks with different seeds take the first one's values",
         theirs,
         module,
@@ -277,34 +297,34 @@ def different_seeds(note: Comparison, mesh: ParallelMesh) -> None:
     assert bool(module.flags.all()), "buffers as well"
 
 
-def second_fit(note: Comparison, mesh: ParallelMesh) -> None:
+def second_fit(comparison: Comparison, mesh: ParallelMesh) -> None:
     plan = cases.CLASSIFIER_PLAN | {"gpt": "auto"}
 
     def build() -> nn.Module:
         module = cases.Classifier()
-        module.gpt = Predicting(
+        module.gpt = NextTokenLoss(
             GPTConfig.gpt2(
                 vocab_size=21, max_seq_length=8, num_layers=1, hidden_size=16, num_heads=4
             )
         )
         return module
 
-    theirs, ours, _ = twin(build, mesh, plan)
+    theirs, ours, _ = swapped_copy_of(build, mesh, plan)
     layout = mesh.layout
-    again = ParallelMesh.create(layout, sequence_parallel=True, seed=1)
-    rejoin(ours, again)
-    assert parallelize(ours, again, plan) == [], "nothing is left to swap"
-    assert ours.gpt.model.mesh is again, "the model is on the new mesh"
+    new_mesh = ParallelMesh.create(layout, sequence_parallel=True, seed=1)
+    rejoin(ours, new_mesh)
+    assert parallelize(ours, new_mesh, plan) == [], "nothing is left to swap"
+    assert ours.gpt.model.mesh is new_mesh, "the model is on the new mesh"
     block = ours.encoder.layers[0].linear1
-    assert block.mesh.random is again.random, "the block draws from the new streams"
-    assert block.mesh.tp.group is again.tp.group, "the block talks over the new groups"
+    assert block.mesh.random is new_mesh.random, "the block draws from the new streams"
+    assert block.mesh.tp.group is new_mesh.tp.group, "the block talks over the new groups"
     assert not block.mesh.sequence_parallel, "the block still sees whole sequences"
     compare_training(
-        note, "second fit", theirs, ours, lambda module: module(cases.tokens()), num_steps=1
+        comparison, "second fit", theirs, ours, lambda module: module(cases.tokens()), num_steps=1
     )
     with pytest.raises(UnsupportedError, match="the layout that it was sharded for"):
-        rejoin(ours, replace(again, layout=ParallelLayout(4), random=mesh.random))
-    again.destroy()
+        rejoin(ours, replace(new_mesh, layout=ParallelLayout(4), random=mesh.random))
+    new_mesh.destroy()
 
 
 CASES = (
@@ -314,42 +334,52 @@ CASES = (
     evaluation,
     attention,
     shared_weights,
-    frozen_and_half,
+    frozen_and_bfloat16,
     dropout,
-    whole_gpt,
+    full_gpt,
     different_seeds,
     second_fit,
 )
 
 
 def compare_everything(rank: int, size: int) -> dict[str, float]:
-    found: dict[str, float] = {}
+    largest: dict[str, float] = {}
     for tp in (2, 4):
         mesh = ParallelMesh.create(ParallelLayout(size, tp=tp), sequence_parallel=True)
         for case in CASES:
-            note = Comparison()
-            case(note, mesh)
-            found |= {f"tp={tp}, {claim}": apart for claim, apart in note.differences.items()}
+            comparison = Comparison()
+            case(comparison, mesh)
+            largest |= {
+                f"tp={tp}, {claim}": difference
+                for claim, difference in comparison.differences.items()
+            }
         mesh.destroy()
     for layout in (ParallelLayout(size, pp=2, tp=2), ParallelLayout(size, pp=2)):
-        mesh, note = ParallelMesh.create(layout), Comparison()
-        whole_gpt(note, mesh)
-        found |= {
-            f"tp={layout.tp} pp=2, {claim}": apart for claim, apart in note.differences.items()
+        mesh, comparison = ParallelMesh.create(layout), Comparison()
+        full_gpt(comparison, mesh)
+        largest |= {
+            f"tp={layout.tp} pp=2, {claim}": difference
+            for claim, difference in comparison.differences.items()
         }
         mesh.destroy()
-    return found
+    return largest
 
 
 @pytest.fixture(scope="module")
 def differences() -> dict[str, float]:
-    """Return the largest difference over ranks by claim."""
+    """Return the largest difference over all ranks, by claim."""
     ranks = run_world(compare_everything, 4)
-    return {claim: max(found[claim] for found in ranks) for claim in ranks[0]}
+    return {claim: max(rank_differences[claim] for rank_differences in ranks) for claim in ranks[0]}
 
 
 @pytest.mark.parametrize("layout", ["tp=2,", "tp=4,", "tp=2 pp=2,", "tp=1 pp=2,"])
-def test_swapped_modules_equal_the_ones_before(differences: dict[str, float], layout: str) -> None:
-    mine = {claim: apart for claim, apart in differences.items() if claim.startswith(layout)}
-    assert mine, "nothing was compared"
-    assert not {claim: apart for claim, apart in mine.items() if not apart < 1e-10}
+def test_swapped_modules_match_their_originals(differences: dict[str, float], layout: str) -> None:
+    layout_differences = {
+        claim: difference for claim, difference in differences.items() if claim.startswith(layout)
+    }
+    assert layout_differences, "nothing was compared"
+    assert not {
+        claim: difference
+        for claim, difference in layout_differences.items()
+        if not difference < 1e-10
+    }

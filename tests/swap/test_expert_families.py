@@ -1,4 +1,4 @@
-"""Tensors of families with experts become ours and come back bit for bit, from modules and from
+"""Tensors of families with experts convert to ours and back bit for bit, from modules and from
 files.
 """
 
@@ -39,7 +39,7 @@ from lightning_megatron.swap.weights.safetensors_folder import SafetensorsFolder
 from tests.swap.expert_models import CASES, config_of, twin_of
 from tests.swap.families import transformers
 
-#: As it is published, with what its first release had beside it.
+#: The published configuration, with further fields of its first release.
 DEEPSEEK_V3: dict[str, Any] = {
     **{
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -120,7 +120,7 @@ DEEPSEEK_V3: dict[str, Any] = {
 }
 
 
-#: As it is published, but for how its weights are quantized.
+#: The published configuration, without the quantization of its weights.
 GPT_OSS_20B: dict[str, Any] = {
     **{"architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0},
     **{"eos_token_id": 200002, "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu"},
@@ -143,7 +143,7 @@ GPT_OSS_20B: dict[str, Any] = {
 }
 
 
-def ours(case: str, **changes: Any) -> GPTConfig:
+def gpt_config_of(case: str, **changes: Any) -> GPTConfig:
     config = family_of(CASES[case][0]).config({**config_of(case).to_dict(), **changes})
     assert isinstance(config, GPTConfig)
     return config
@@ -151,12 +151,12 @@ def ours(case: str, **changes: Any) -> GPTConfig:
 
 def experts_of(case: str, config: dict[str, Any] | None = None) -> ExpertsConfig:
     table: Any = family_of(CASES[case][0]).config
-    found = table.parts["experts"].record(config_of(case).to_dict() if config is None else config)
-    assert isinstance(found, ExpertsConfig)
-    return found
+    experts = table.parts["experts"].record(config_of(case).to_dict() if config is None else config)
+    assert isinstance(experts, ExpertsConfig)
+    return experts
 
 
-def stored(twin: nn.Module, path: Path) -> SafetensorsFolder:
+def saved_folder(twin: nn.Module, path: Path) -> SafetensorsFolder:
     twin.save_pretrained(path)
     return SafetensorsFolder(path)
 
@@ -165,8 +165,8 @@ def stored(twin: nn.Module, path: Path) -> SafetensorsFolder:
 def test_every_tensor_of_a_module_and_of_its_files_is_read_once_and_restored(
     case: str, tmp_path: Path
 ) -> None:
-    twin, family, config = twin_of(case), family_of(CASES[case][0]), ours(case)
-    folder = stored(twin, tmp_path)
+    twin, family, config = twin_of(case), family_of(CASES[case][0]), gpt_config_of(case)
+    folder = saved_folder(twin, tmp_path)
     files = {name: folder.read(name) for name in folder.names()}
     module = twin.state_dict()
     table = family.tensors(config)
@@ -174,12 +174,12 @@ def test_every_tensor_of_a_module_and_of_its_files_is_read_once_and_restored(
     names = set(reader_of(folder, family).names())
     assert counts.keys() == names, "every tensor of the files has a place"
     assert set(counts.values()) == {1}
-    # Both forms are complete, and nothing is left over: the reader refuses everything else.
-    found = dict(full_tensors(module, family, config, torch.float32))
-    again = dict(full_tensors(files, family, config, torch.float32))
-    assert found.keys() == again.keys() == {tensor.target for tensor in table}
-    assert all(torch.equal(found[name], again[name]) for name in found)
-    back = dict(foreign_tensors(found.items(), family, config))
+    # Both forms are complete: the reader refuses missing and further tensors.
+    from_module = dict(full_tensors(module, family, config, torch.float32))
+    from_files = dict(full_tensors(files, family, config, torch.float32))
+    assert from_module.keys() == from_files.keys() == {tensor.target for tensor in table}
+    assert all(torch.equal(from_module[name], from_files[name]) for name in from_module)
+    back = dict(foreign_tensors(from_module.items(), family, config))
     assert back.keys() == files.keys()
     assert all(torch.equal(back[name], files[name]) for name in files)
     packed = pack(back, family.packed)
@@ -187,22 +187,22 @@ def test_every_tensor_of_a_module_and_of_its_files_is_read_once_and_restored(
     assert all(torch.equal(packed[name], module[name]) for name in module)
 
 
-def test_every_expert_is_an_entry_of_its_own_with_gate_above_up() -> None:
+def test_every_expert_is_a_separate_entry_with_gate_rows_above_up_rows() -> None:
     twin, family = twin_of("mixtral"), family_of("mixtral")
-    found = dict(full_tensors(twin.state_dict(), family, ours("mixtral"), torch.float32))
+    tensors = dict(full_tensors(twin.state_dict(), family, gpt_config_of("mixtral"), torch.float32))
     experts: Any = twin.model.layers[1].mlp.experts
     for number in range(5):
         assert torch.equal(
-            found[f"layers.1.mlp.experts.{number}.gate_up.weight"], experts.gate_up_proj[number]
+            tensors[f"layers.1.mlp.experts.{number}.gate_up.weight"], experts.gate_up_proj[number]
         )
         assert torch.equal(
-            found[f"layers.1.mlp.experts.{number}.down.weight"], experts.down_proj[number]
+            tensors[f"layers.1.mlp.experts.{number}.down.weight"], experts.down_proj[number]
         )
-    assert torch.equal(found["layers.1.mlp.router.weight"], twin.model.layers[1].mlp.gate.weight)
+    assert torch.equal(tensors["layers.1.mlp.router.weight"], twin.model.layers[1].mlp.gate.weight)
 
 
-def test_layers_without_experts_have_an_mlp_and_shared_experts_are_one() -> None:
-    names = {tensor.target for tensor in family_of("qwen3_moe").tensors(ours("qwen3_moe"))}
+def test_layers_without_experts_have_an_mlp_and_shared_experts_are_joined() -> None:
+    names = {tensor.target for tensor in family_of("qwen3_moe").tensors(gpt_config_of("qwen3_moe"))}
     kinds = ("router.weight", "gate_up.weight", "experts.3.down.weight")
     assert [[f"layers.{layer}.mlp.{kind}" in names for kind in kinds] for layer in range(3)] == [
         [True, False, True],
@@ -210,7 +210,8 @@ def test_layers_without_experts_have_an_mlp_and_shared_experts_are_one() -> None
         [True, False, True],
     ]
     table = {
-        tensor.target: tensor for tensor in family_of("deepseek_v3").tensors(ours("deepseek_v3"))
+        tensor.target: tensor
+        for tensor in family_of("deepseek_v3").tensors(gpt_config_of("deepseek_v3"))
     }
     assert table["layers.1.mlp.shared.gate_up.weight"].shape == (2 * 2 * 14, 24)
     assert table["layers.1.mlp.router.expert_bias"].shape == (6,)
@@ -221,19 +222,21 @@ def test_layers_without_experts_have_an_mlp_and_shared_experts_are_one() -> None
 @pytest.mark.parametrize("case", CASES)
 def test_an_exported_folder_is_loaded_bit_for_bit(case: str, tmp_path: Path) -> None:
     twin, family = twin_of(case), family_of(CASES[case][0])
-    found = full_tensors(twin.state_dict(), family, ours(case), torch.float32)
-    export_folder(found, family, twin.config.to_dict(), tmp_path, 20_000)
-    again, report = transformers.AutoModelForCausalLM.from_pretrained(
+    tensors = full_tensors(twin.state_dict(), family, gpt_config_of(case), torch.float32)
+    export_folder(tensors, family, twin.config.to_dict(), tmp_path, 20_000)
+    reloaded, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, output_loading_info=True
     )
     assert not any(report.values()), report
     expected = twin.state_dict()
-    assert again.state_dict().keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
+    assert reloaded.state_dict().keys() == expected.keys()
+    assert all(
+        torch.equal(tensor, expected[name]) for name, tensor in reloaded.state_dict().items()
+    )
 
 
-def test_a_folder_becomes_a_checkpoint_and_is_restored(tmp_path: Path) -> None:
-    folder = stored(twin_of("mixtral"), tmp_path / "theirs")
+def test_a_folder_is_imported_as_a_checkpoint_and_exported_unchanged(tmp_path: Path) -> None:
+    folder = saved_folder(twin_of("mixtral"), tmp_path / "theirs")
     import_model(tmp_path / "theirs", tmp_path / "ours")
     export_model(tmp_path / "ours", tmp_path / "back")
     back = SafetensorsFolder(tmp_path / "back")
@@ -244,14 +247,14 @@ def test_a_folder_becomes_a_checkpoint_and_is_restored(tmp_path: Path) -> None:
 def test_a_state_dict_for_other_strategies_has_the_tensors_of_the_class() -> None:
     twin, family = twin_of("qwen3_moe"), family_of("qwen3_moe")
     config = twin.config.to_dict()
-    table = family.class_tensors(ours("qwen3_moe"))
-    own = full_tensors(twin.state_dict(), family, ours("qwen3_moe"), torch.float32, table)
-    found = {f"model.{name}": tensor for name, tensor in own}
+    table = family.class_tensors(gpt_config_of("qwen3_moe"))
+    ours = full_tensors(twin.state_dict(), family, gpt_config_of("qwen3_moe"), torch.float32, table)
+    prefixed = {f"model.{name}": tensor for name, tensor in ours}
     back = to_class_names(
         ClassTensors.from_checkpoint(
             {"model": {"architecture": family.architecture, "config": config}}
         ),
-        found,
+        prefixed,
     )
     expected = twin.state_dict()
     assert back.keys() == {f"model.{name}" for name in expected}
@@ -259,7 +262,7 @@ def test_a_state_dict_for_other_strategies_has_the_tensors_of_the_class() -> Non
 
 
 class CountingReader(TensorsInMemory):
-    """Count the elements that are read."""
+    """Record the name and the number of elements of every read."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         super().__init__(tensors)
@@ -271,32 +274,32 @@ class CountingReader(TensorsInMemory):
         return part
 
 
-def test_a_part_of_an_expert_is_read_alone_from_a_stack() -> None:
+def test_a_part_of_an_expert_is_read_without_the_remaining_stack() -> None:
     twin, family = twin_of("mixtral"), family_of("mixtral")
     state = CountingReader(twin.state_dict())
     reader = reader_of(state, family)
     tensor = next(
         t
-        for t in family.tensors(ours("mixtral"))
+        for t in family.tensors(gpt_config_of("mixtral"))
         if t.target == "layers.1.mlp.experts.3.gate_up.weight"
     )
     view = torch.empty(8, 5)
-    # Its last rows of the gate and first rows of the up projection.
+    # The part has the last rows of the gate and the first rows of the up projection.
     tensor.fill(view, [16, 7], [8, 5], reader)
     expected: Tensor = twin.model.layers[1].mlp.experts.gate_up_proj[3, 16:24, 7:12]
     assert torch.equal(view, expected)
     assert state.parts == [("model.layers.1.mlp.experts.gate_up_proj", 20)] * 2  # type: ignore[attr-defined]
 
 
-def test_a_stack_in_a_file_is_read_like_one_of_a_module(tmp_path: Path) -> None:
+def test_an_expert_stack_in_a_file_is_read_like_a_stack_of_a_module(tmp_path: Path) -> None:
     twin, family = twin_of("qwen3_moe"), family_of("qwen3_moe")
     twin.save_pretrained(tmp_path, save_original_format=False)
     folder = SafetensorsFolder(tmp_path)
     assert "model.layers.0.mlp.experts.gate_up_proj" in set(folder.names())
-    config = ours("qwen3_moe")
-    found = dict(full_tensors(folder, family, config, torch.float32))
+    config = gpt_config_of("qwen3_moe")
+    actual = dict(full_tensors(folder, family, config, torch.float32))
     expected = full_tensors(twin.state_dict(), family, config, torch.float32)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected)
 
 
 @pytest.mark.parametrize(
@@ -309,17 +312,17 @@ def test_a_stack_in_a_file_is_read_like_one_of_a_module(tmp_path: Path) -> None:
         ((5, 38, 24), r"w1.weight' \(19, 24\) instead of \(20, 24\)"),
     ],
 )
-def test_stacks_of_another_model_are_refused(shape: tuple[int, ...], message: str) -> None:
+def test_expert_stacks_of_another_shape_are_refused(shape: tuple[int, ...], message: str) -> None:
     family = family_of("mixtral")
     state = {
         **twin_of("mixtral").state_dict(),
         "model.layers.0.mlp.experts.gate_up_proj": torch.zeros(shape),
     }
     with pytest.raises(CheckpointMismatchError, match=message):
-        list(full_tensors(state, family, ours("mixtral"), torch.float32))
+        list(full_tensors(state, family, gpt_config_of("mixtral"), torch.float32))
 
 
-def test_an_expert_that_is_there_twice_is_refused() -> None:
+def test_an_expert_stored_under_two_names_is_refused() -> None:
     name = "model.layers.0.block_sparse_moe.experts.2.w2.weight"
     state = {**twin_of("mixtral").state_dict(), name: torch.zeros(24, 20)}
     with pytest.raises(
@@ -328,7 +331,7 @@ def test_an_expert_that_is_there_twice_is_refused() -> None:
         reader_of(state, family_of("mixtral"))
 
 
-def test_a_gate_of_shared_experts_has_a_place() -> None:
+def test_the_gate_of_shared_experts_is_loaded_and_restored() -> None:
     # Qwen2-MoE has one.
     names = ExpertNames(
         router="model.layers.{}.mlp.gate",
@@ -366,46 +369,46 @@ def test_a_gate_of_shared_experts_has_a_place() -> None:
         Packed("model.layers.{}.mlp.experts.down_proj", parts[2:]),
     )
     family = Family("qwen2_moe", "Qwen2MoeForCausalLM", lambda _: config, names, packed=packed)
-    found = dict(full_tensors(state, family, config, torch.float32))
-    assert found["layers.0.mlp.shared.gate.weight"].shape == (1, 24)
-    back = pack(dict(foreign_tensors(found.items(), family, config)), packed)
+    tensors = dict(full_tensors(state, family, config, torch.float32))
+    assert tensors["layers.0.mlp.shared.gate.weight"].shape == (1, 24)
+    back = pack(dict(foreign_tensors(tensors.items(), family, config)), packed)
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], state[name]) for name in state)
 
 
-def test_biases_of_experts_are_loaded_and_written_in_float32_next_to_half_types(
+def test_expert_biases_stay_in_float32_beside_bfloat16_weights(
     tmp_path: Path,
 ) -> None:
     family = family_of("deepseek_v3")
-    config = ours("deepseek_v3")
+    config = gpt_config_of("deepseek_v3")
     generator = torch.Generator().manual_seed(0)
-    given = {
-        one.target: torch.randn(one.shape, generator=generator).bfloat16()
-        for one in family.tensors(config)
+    weights = {
+        entry.target: torch.randn(entry.shape, generator=generator).bfloat16()
+        for entry in family.tensors(config)
     }
     biases = {
         name: torch.randn(6, generator=generator)
-        for name in given
+        for name in weights
         if name.endswith("router.expert_bias")
     }
     assert len(biases) == 2
     theirs = config_of("deepseek_v3").to_dict()
-    export_folder({**given, **biases}.items(), family, theirs, tmp_path, dtype=torch.bfloat16)
+    export_folder({**weights, **biases}.items(), family, theirs, tmp_path, dtype=torch.bfloat16)
     folder = SafetensorsFolder(tmp_path)
     assert folder.dtype_of("model.layers.1.mlp.gate.e_score_correction_bias") == torch.float32
     with torch.device("meta"):
         model = GPT(config, ParallelMesh.single()).bfloat16()
     load_from(model, folder, family)
-    found = model.state_dict()
-    assert found.keys() == given.keys()
-    for name, tensor in {**given, **biases}.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name][: len(tensor)], tensor), name
-    again = dict(full_tensors(folder, family, config, torch.bfloat16))
-    assert all(torch.equal(again[name], bias) for name, bias in biases.items())
+    loaded = model.state_dict()
+    assert loaded.keys() == weights.keys()
+    for name, tensor in {**weights, **biases}.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name][: len(tensor)], tensor), name
+    full = dict(full_tensors(folder, family, config, torch.bfloat16))
+    assert all(torch.equal(full[name], bias) for name, bias in biases.items())
 
 
-def test_a_model_that_was_built_whole_keeps_the_biases_of_its_experts() -> None:
+def test_a_gpt_built_before_parallelize_keeps_its_expert_biases() -> None:
     experts = ExpertsConfig(
         num_experts=4, top_k=2, ffn_hidden_size=8, scoring="sigmoid", expert_bias=True
     )
@@ -420,33 +423,35 @@ def test_a_model_that_was_built_whole_keeps_the_biases_of_its_experts() -> None:
     bias = source.layers["0"].mlp.router.expert_bias.copy_(torch.tensor([0.3, -0.2, 0.1, 0.0]))
     root = nn.ModuleDict({"model": source})
     parallelize(root, ParallelMesh.single())
-    found: Any = root["model"]
-    assert found is not source
-    assert torch.equal(found.layers["0"].mlp.router.expert_bias, bias)
+    model: Any = root["model"]
+    assert model is not source
+    assert torch.equal(model.layers["0"].mlp.router.expert_bias, bias)
 
 
-def test_what_routers_remember_of_a_step_is_in_no_file_of_other_strategies() -> None:
+def test_step_shares_of_routers_are_left_out_for_other_strategies() -> None:
     settings = {"aux_loss": 0.1, "aux_loss_scope": "global"}
     twin = twin_of("mixtral", expert_settings=settings)
     root = nn.ModuleDict({"model": twin})
     expected = root.state_dict()
     parallelize(root, ParallelMesh.single())
-    own = root.state_dict()
-    kept = {name for name in own if name.endswith("step_shares")}
-    assert len(kept) == 2
+    ours = root.state_dict()
+    step_shares = {name for name in ours if name.endswith("step_shares")}
+    assert len(step_shares) == 2
     models = {"model": {"architecture": "MixtralForCausalLM", "config": twin.config.to_dict()}}
-    theirs = to_class_names(ClassTensors.from_checkpoint(models), own)
+    theirs = to_class_names(ClassTensors.from_checkpoint(models), ours)
     assert theirs.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in theirs.items())
-    assert to_package_names(root, theirs).keys() == own.keys()
+    assert to_package_names(root, theirs).keys() == ours.keys()
 
 
-def test_settings_of_routers_are_used() -> None:
-    assert ours("mixtral").experts == ExpertsConfig(num_experts=5, top_k=2, ffn_hidden_size=20)
-    assert ours("qwen3_moe").experts == ExpertsConfig(
+def test_router_settings_of_configurations_are_used() -> None:
+    assert gpt_config_of("mixtral").experts == ExpertsConfig(
+        num_experts=5, top_k=2, ffn_hidden_size=20
+    )
+    assert gpt_config_of("qwen3_moe").experts == ExpertsConfig(
         num_experts=4, top_k=3, ffn_hidden_size=14, layers=(True, False, True)
     )
-    every_second = ours(
+    every_second = gpt_config_of(
         "qwen3_moe", decoder_sparse_step=2, mlp_only_layers=[], norm_topk_prob=False
     ).experts
     assert every_second == ExpertsConfig(
@@ -466,21 +471,21 @@ def test_settings_of_routers_are_used() -> None:
     )
 
 
-def test_published_sizes_are_read() -> None:
+def test_published_expert_settings_are_read() -> None:
     path = Path(__file__).parent / "published_configs.json"
     published = json.loads(path.read_text())
-    found = {}
+    actual = {}
     for name in ("Mixtral-8x7B-v0.1", "Mixtral-8x22B-v0.1", "Qwen3-30B-A3B", "Qwen3-235B-A22B"):
         config: Any = family_of(published[name]["model_type"]).config(published[name])
         experts = config.experts
-        found[name] = (
+        actual[name] = (
             experts.num_experts,
             experts.top_k,
             experts.ffn_hidden_size,
             experts.normalize_top_k,
         )
         assert experts.layers == 1
-    assert found == {
+    assert actual == {
         "Mixtral-8x7B-v0.1": (8, 2, 14336, True),
         "Mixtral-8x22B-v0.1": (8, 2, 16384, True),
         "Qwen3-30B-A3B": (128, 8, 768, True),
@@ -488,23 +493,23 @@ def test_published_sizes_are_read() -> None:
     }
 
 
-def test_deepseek_v3_is_read_as_it_is_published() -> None:
+def test_the_published_deepseek_v3_configuration_is_read() -> None:
     family: Any = family_of("deepseek_v3")
     with pytest.raises(UnsupportedError, match="quantization_config of a DeepSeek-V3"):
         family.config(DEEPSEEK_V3)
     plain = {name: value for name, value in DEEPSEEK_V3.items() if name != "quantization_config"}
-    found = family.config(plain)
-    assert found.latent_attention == LatentAttentionConfig(
+    config = family.config(plain)
+    assert config.latent_attention == LatentAttentionConfig(
         key_value_rank=512, query_rank=1536, plain_dim=128, rotary_dim=64, value_dim=128
     )
-    assert found.rotary_interleaved
-    assert found.rotary_scaling == RotaryScaling(
+    assert config.rotary_interleaved
+    assert config.rotary_scaling == RotaryScaling(
         kind="yarn", factor=40.0, original_length=163840, attention_factor=1.0
     )
-    assert found.attention_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    assert config.attention_scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
     # All parameters but those of the layer that predicts later tokens.
-    num_parameters = found.memory_shape().stage_parameters(ParallelLayout(1), 0, 61, 58)
-    num_parameters += 58 * found.memory_shape().expert_parameters(ParallelLayout(1))
+    num_parameters = config.memory_shape().stage_parameters(ParallelLayout(1), 0, 61, 58)
+    num_parameters += 58 * config.memory_shape().expert_parameters(ParallelLayout(1))
     assert num_parameters == 671_026_404_352
     assert plain.keys() <= family.config.names | {name for name in plain if name in IRRELEVANT}
     expected = ExpertsConfig(
@@ -526,27 +531,29 @@ def test_deepseek_v3_is_read_as_it_is_published() -> None:
     assert experts_of("deepseek_v3", {}) == expected
 
 
-def test_gpt_oss_is_read_as_it_is_published() -> None:
+def test_the_published_gpt_oss_configuration_is_read() -> None:
     family: Any = family_of("gpt_oss")
-    found = family.config(GPT_OSS_20B)
-    assert found.experts == ExpertsConfig(
+    config = family.config(GPT_OSS_20B)
+    assert config.experts == ExpertsConfig(
         num_experts=32, top_k=4, ffn_hidden_size=2880, linear_bias=True, router_bias=True
     )
-    assert found.rotary_scaling == RotaryScaling(
+    assert config.rotary_scaling == RotaryScaling(
         kind="yarn", factor=32.0, original_length=4096, truncate=False
     )
-    assert (found.sliding_window, found.window_layers) == (128, (True, False) * 12)
-    assert (found.activation, found.attention_sinks) == ("clamped_swiglu", True)
-    assert (found.has_qkv_bias, found.has_output_bias, found.has_mlp_bias) == (True, True, False)
-    shape, whole = found.memory_shape(), ParallelLayout(1)
-    num_parameters = shape.stage_parameters(whole, 0, 24, 24) + 24 * shape.expert_parameters(whole)
+    assert (config.sliding_window, config.window_layers) == (128, (True, False) * 12)
+    assert (config.activation, config.attention_sinks) == ("clamped_swiglu", True)
+    assert (config.has_qkv_bias, config.has_output_bias, config.has_mlp_bias) == (True, True, False)
+    shape, one_process = config.memory_shape(), ParallelLayout(1)
+    num_parameters = shape.stage_parameters(one_process, 0, 24, 24) + 24 * shape.expert_parameters(
+        one_process
+    )
     assert num_parameters == 20_914_757_184
-    in_table = sum(math.prod(tensor.shape) for tensor in family.tensors(found))
+    in_table = sum(math.prod(tensor.shape) for tensor in family.tensors(config))
     assert in_table == num_parameters
-    # What a configuration leaves out is as in the class.
-    bare = family.config({})
-    assert bare == family.config(transformers.GptOssConfig().to_dict())
-    assert (bare.num_layers, bare.experts.num_experts) == (36, 128)
+    # Fields that a configuration leaves out have the defaults of the class.
+    defaults = family.config({})
+    assert defaults == family.config(transformers.GptOssConfig().to_dict())
+    assert (defaults.num_layers, defaults.experts.num_experts) == (36, 128)
 
 
 @pytest.mark.parametrize(
@@ -595,13 +602,13 @@ def test_gpt_oss_is_read_as_it_is_published() -> None:
         ("deepseek_v2", {"mlp_bias": True}, "mlp_bias of a DeepSeek-V2 .* True"),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(
+def test_unsupported_settings_are_refused_by_name(
     case: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(
         (UnsupportedError, CheckpointMismatchError, ParallelPlanError), match=message
     ):
-        ours(case, **changes)
+        gpt_config_of(case, **changes)
 
 
 @pytest.mark.parametrize(
@@ -613,16 +620,14 @@ def test_what_is_not_computed_is_refused_by_name(
         ({"n_group": 4}, "num_groups .* must be 1, 2 or 3"),
     ],
 )
-def test_other_routers_of_deepseek_are_refused_by_name(
+def test_unsupported_deepseek_routers_are_refused_by_name(
     changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((UnsupportedError, ParallelPlanError), match=message):
         experts_of("deepseek_v3", {**config_of("deepseek_v3").to_dict(), **changes})
 
 
-def test_a_model_whose_settings_no_table_has_stays_hugging_faces_own_unless_a_table_is_needed() -> (
-    None
-):
+def test_a_model_with_unsupported_settings_keeps_its_code_unless_tables_are_required() -> None:
     positions = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     root = nn.ModuleDict({"model": twin_of("deepseek_v3", rope_parameters=positions)})
     model = root["model"]
@@ -636,9 +641,8 @@ def test_a_model_whose_settings_no_table_has_stays_hugging_faces_own_unless_a_ta
 
 
 @pytest.mark.parametrize("is_pretrained", [True, False])
-def test_a_model_that_is_left_alone_has_its_values(is_pretrained: bool, tmp_path: Path) -> None:
-    # A plan may say so, and in configure_model every model of a known family is built without
-    # values.
+def test_a_model_that_the_plan_keeps_gets_its_values(is_pretrained: bool, tmp_path: Path) -> None:
+    # configure_model builds every model of a known family without values.
     twin = twin_of("mixtral").to(torch.bfloat16)
     twin.save_pretrained(tmp_path)
     library = transformers.AutoModelForCausalLM
@@ -662,6 +666,10 @@ def test_a_model_that_is_left_alone_has_its_values(is_pretrained: bool, tmp_path
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == [
         "model.norm.weight"
     ]
-    found, wanted = ({**one.state_dict(), **dict(one.named_buffers())} for one in (model, expected))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+    actual_tensors, expected_tensors = (
+        {**network.state_dict(), **dict(network.named_buffers())} for network in (model, expected)
+    )
+    assert actual_tensors.keys() == expected_tensors.keys()
+    assert all(
+        torch.equal(tensor, expected_tensors[name]) for name, tensor in actual_tensors.items()
+    )

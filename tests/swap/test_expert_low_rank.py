@@ -1,5 +1,5 @@
-"""Adapters of peft on models with experts: of attention and dense layers, beside experts that stay
-as they are.
+"""Adapters of peft on models with experts match peft on attention layers, and are refused on experts
+and routers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def check_grids(rank: int, size: int) -> None:
         mesh.destroy()
 
 
-def test_linear_layers_are_adapted_as_peft_does() -> None:
+def test_adapters_of_linear_layers_beside_experts_match_peft() -> None:
     for case in ("mixtral", "qwen3_moe"):
         compare(case, ParallelMesh.single())
     run_world(check_grids, 2)
@@ -72,7 +72,7 @@ def test_linear_layers_are_adapted_as_peft_does() -> None:
         ({"modules_to_save": ["gate"]}, "its modules_to_save has 'model.layers.0.mlp.gate'"),
     ],
 )
-def test_what_is_adapted_of_experts_is_refused_by_name(
+def test_adapters_of_experts_and_routers_are_refused_by_name(
     settings: dict[str, Any], message: str
 ) -> None:
     wrapped = adapted(exact_twin_of("mixtral"), **{"target_modules": ["q_proj"], **settings})

@@ -1,5 +1,5 @@
-"""Hugging Face models with experts, replaced in place: their logits, losses and gradients, in every
-expert grid.
+"""Hugging Face models with experts that are replaced in place keep their logits, losses and gradients
+in every expert grid.
 """
 
 from __future__ import annotations
@@ -31,60 +31,60 @@ from tests.oracles import assert_equal, float32_as_float64
 from tests.swap.expert_models import CASES, config_of, exact_twin_of
 from tests.swap.families import V
 from tests.swap.parts import check_call, expected_gradients, expert_mesh_of, name_of_values
-from tests.swap.test_language_models import Truth, expected_of, inputs
+from tests.swap.test_language_models import Reference, expected_of, inputs
 from tests.sweeps import chosen
 from tests.world import run_world
 
 pytest.importorskip("transformers")
 
-#: Layout, whether it shares sequences, and how tokens come to their experts.
+#: Layout, whether its ranks share sequences, and how tokens are sent to their experts.
 GRIDS: tuple[tuple[dict[str, Any], bool, str], ...] = (
     ({"ep": 4}, False, "auto"),
     ({"ep": 4}, False, "all_to_all"),
     ({"tp": 2, "ep": 2, "etp": 1}, True, "auto"),
     ({"tp": 2, "ep": 2, "etp": 2}, False, "all_to_all"),
 )
-#: One process compares all models.
-SHARED = chosen(list(CASES), "mixtral", "deepseek_v3", "gpt_oss")
+#: Models that several ranks compare; one process compares all models.
+GRID_CASES = chosen(list(CASES), "mixtral", "deepseek_v3", "gpt_oss")
 
-#: All kinds of calls are compared in one process.
-KINDS = ("padded left", "packed", "odd")
+#: Kinds of calls that several ranks compare; one process compares all kinds.
+GRID_KINDS = ("padded left", "packed", "odd")
 
 
 def inputs_of(rank: int) -> dict[str, dict[str, Tensor]]:
-    """Return calls of every kind, with the rows in another order for every data rank."""
+    """Return calls of every kind, with another order of rows on every data rank."""
     return {
         kind: {key: x.roll(rank, 0) for key, x in call.items()} for kind, call in inputs().items()
     }
 
 
 @pytest.fixture(scope="module")
-def truths() -> dict[str, dict[str, Truth]]:
-    """Return what Hugging Face's models compute."""
+def references() -> dict[str, dict[str, Reference]]:
+    """Return logits, losses and gradients of Hugging Face's models."""
     with float32_as_float64():
         twins = {case: exact_twin_of(case) for case in CASES}
         return {
             case: {
-                kind: expected_of(twin, seen_by_theirs(case, kind, call))
+                kind: expected_of(twin, call_of_hugging_face(case, kind, call))
                 for kind, call in inputs().items()
             }
             for case, twin in twins.items()
         }
 
 
-def seen_by_theirs(case: str, kind: str, call: dict[str, Tensor]) -> dict[str, Any]:
-    """Return a call for Hugging Face's model; the class of gpt-oss needs masks to know where
-    sequences start.
+def call_of_hugging_face(case: str, kind: str, call: dict[str, Tensor]) -> dict[str, Any]:
+    """Return a call for Hugging Face's model; the class of gpt-oss needs masks that separate packed
+    sequences.
     """
     if (case, kind) != ("gpt_oss", "packed"):
         return call
-    # A sequence starts where positions do.
-    number = (call["position_ids"] == 0).cumsum(-1)
-    index = torch.arange(number.shape[-1])
+    # A sequence starts where positions start.
+    sequence = (call["position_ids"] == 0).cumsum(-1)
+    index = torch.arange(sequence.shape[-1])
     distance = index[:, None] - index
-    sees = (number[:, :, None] == number[:, None]) & (distance >= 0)
+    attends = (sequence[:, :, None] == sequence[:, None]) & (distance >= 0)
     window = config_of(case).sliding_window
-    masks = {"full_attention": sees, "sliding_attention": sees & (distance < window)}
+    masks = {"full_attention": attends, "sliding_attention": attends & (distance < window)}
     lowest = torch.finfo(torch.float64).min
     added = {
         name: torch.zeros(mask.shape, dtype=torch.float64).masked_fill_(~mask, lowest)[:, None]
@@ -106,34 +106,34 @@ def replaced(
 
 
 def assert_same_parts(
-    model: HuggingFaceLM, mesh: ParallelMesh, expected: dict[str, Tensor], what: str
+    model: HuggingFaceLM, mesh: ParallelMesh, expected: dict[str, Tensor], label: str
 ) -> None:
-    """Compare the gradients of what is here, averaged over the data ranks as the training does."""
+    """Compare the gradients of this rank's parameters, averaged over the data ranks as in training."""
     for name, parameter in model.named_parameters():
         spec, gradient = shard_spec_of(parameter), parameter.grad
-        assert gradient is not None, f"{what}: {name} has no gradient"
+        assert gradient is not None, f"{label}: {name} has no gradient"
         all_reduce_(gradient, mesh.replica_axis(spec.is_expert)).div_(mesh.data.size)
         if spec.partial:
             all_reduce_(gradient, mesh.tp)
         part = spec.shard(expected[name_of_values(name, parameter)], gradient.shape[spec.dim])
-        assert_equal(gradient, part, f"{what}: gradient of {name}", 1e-9)
+        assert_equal(gradient, part, f"{label}: gradient of {name}", 1e-9)
 
 
 def compare(
-    case: str, mesh: ParallelMesh, expected: dict[str, Truth], transport: str = "auto"
+    case: str, mesh: ParallelMesh, expected: dict[str, Reference], transport: str = "auto"
 ) -> None:
     model = replaced(case, mesh, transport)
     calls = inputs_of(mesh.dp.rank)
-    for kind in KINDS if mesh.world.size > 1 else calls:
+    for kind in GRID_KINDS if mesh.world.size > 1 else calls:
         call = calls[kind]
-        what = f"{case}, {kind}, {mesh.layout}, {transport}"
+        label = f"{case}, {kind}, {mesh.layout}, {transport}"
         logits, loss, gradients = expected[kind]
         logits = logits.roll(mesh.dp.rank, 0)
-        check_call(model, call, logits, loss, what)
-        assert_same_parts(model, mesh, expected_gradients(model, gradients), what)
+        check_call(model, call, logits, loss, label)
+        assert_same_parts(model, mesh, expected_gradients(model, gradients), label)
 
 
-def compare_stages(case: str, mesh: ParallelMesh, expected: dict[str, Truth]) -> None:
+def compare_stages(case: str, mesh: ParallelMesh, expected: dict[str, Reference]) -> None:
     model, call = replaced(case, mesh), inputs_of(mesh.dp.rank)["padded left"]
     _, loss, gradients = expected["padded left"]
     microbatch = Microbatch(call, len(call["input_ids"]))
@@ -147,7 +147,7 @@ def compare_stages(case: str, mesh: ParallelMesh, expected: dict[str, Truth]) ->
 
 
 def check_generation(mesh: ParallelMesh) -> None:
-    """Let every data rank continue its own prompts, which end at different times."""
+    """Compare generation, where every data rank continues other prompts, which end at other times."""
     changes = {"pad_token_id": 0, "eos_token_id": 7}
     with float32_as_float64():
         twin = exact_twin_of("mixtral", **changes)
@@ -156,44 +156,48 @@ def check_generation(mesh: ParallelMesh) -> None:
     prompts = torch.randint(
         8, V, (1 + rank % 2, 3 + rank), generator=torch.Generator().manual_seed(rank)
     )
-    for how in ({}, {"num_beams": 2}, {"do_sample": True, "top_k": 5})[
+    for options in ({}, {"num_beams": 2}, {"do_sample": True, "top_k": 5})[
         : 3 if mesh.pp.size > 1 else 1
     ]:
-        found = []
-        for one in (twin, model):
+        outputs = []
+        for network in (twin, model):
             torch.manual_seed(5 + rank)
-            with float32_as_float64() if one is twin else nullcontext():
-                found.append(one.generate(input_ids=prompts, max_new_tokens=3 * rank + 4, **how))
-        assert torch.equal(*found), f"{how}, {mesh.layout}, rank {mesh.rank}"
+            with float32_as_float64() if network is twin else nullcontext():
+                outputs.append(
+                    network.generate(input_ids=prompts, max_new_tokens=3 * rank + 4, **options)
+                )
+        assert torch.equal(*outputs), f"{options}, {mesh.layout}, rank {mesh.rank}"
 
 
 def check_grids(rank: int, size: int, file: str) -> None:
-    truths = torch.load(file)
+    references = torch.load(file)
     for sizes, shares_sequence, transport in chosen(GRIDS, *GRIDS[2:]):
         mesh = ParallelMesh.create(ParallelLayout(size, **sizes), sequence_parallel=shares_sequence)
-        for case, expected in truths.items():
+        for case, expected in references.items():
             if case == "mixtral" or transport == "auto":
                 compare(case, mesh, expected, transport)
         check_generation(mesh)
         mesh.destroy()
     mesh = ParallelMesh.create(ParallelLayout(size, pp=2, ep=2))
-    for case, expected in truths.items():
+    for case, expected in references.items():
         compare_stages(case, mesh, expected)
     check_generation(mesh)
     mesh.destroy()
 
 
-def test_one_process_computes_what_hugging_face_does(truths: dict[str, dict[str, Truth]]) -> None:
-    for case, expected in truths.items():
+def test_expert_models_on_one_process_match_hugging_face(
+    references: dict[str, dict[str, Reference]],
+) -> None:
+    for case, expected in references.items():
         compare(case, ParallelMesh.single(), expected)
     check_generation(ParallelMesh.single())
 
 
-def test_every_expert_grid_computes_what_hugging_face_does(
-    truths: dict[str, dict[str, Truth]], tmp_path: Path
+def test_expert_models_in_every_expert_grid_match_hugging_face(
+    references: dict[str, dict[str, Reference]], tmp_path: Path
 ) -> None:
-    torch.save({case: truths[case] for case in SHARED}, tmp_path / "truths.pt")
-    run_world(check_grids, 4, str(tmp_path / "truths.pt"))
+    torch.save({case: references[case] for case in GRID_CASES}, tmp_path / "references.pt")
+    run_world(check_grids, 4, str(tmp_path / "references.pt"))
 
 
 def test_the_balancing_loss_of_one_layer_has_the_gradients_of_hugging_face() -> None:
@@ -203,24 +207,24 @@ def test_the_balancing_loss_of_one_layer_has_the_gradients_of_hugging_face() -> 
         twin.router_aux_loss_coef = coefficient
         output = twin(**call)
         output.loss.backward()
-    # Theirs counts every choice of a token by itself, ours is 1 where experts are alike.
+    # Hugging Face counts every choice of a token separately; our loss is 1 for balanced experts.
     settings = {"aux_loss": 2 * coefficient}
     model = replaced(
         "mixtral", ParallelMesh.single(), num_hidden_layers=1, expert_settings=settings
     ).train()
-    found = model(**call).loss
-    assert_equal(found, output.loss - coefficient * output.aux_loss, "main loss", 1e-9)
-    found.backward()
+    loss = model(**call).loss
+    assert_equal(loss, output.loss - coefficient * output.aux_loss, "main loss", 1e-9)
+    loss.backward()
     gradients = {name: parameter.grad for name, parameter in twin.named_parameters()}
     assert_same_parts(
         model, model.gpt.mesh, expected_gradients(model, gradients), "with a balancing loss"
     )
 
 
-def test_the_balancing_loss_of_all_layers_is_refused_with_what_to_set_instead() -> None:
+def test_the_balancing_loss_of_all_layers_is_refused_with_the_setting_to_use_instead() -> None:
     for case, weight in (("mixtral", "0.02"), ("qwen3_moe", "0.03")):
         config = config_of(case, output_router_logits=True, router_aux_loss_coef=0.02).to_dict()
-        # Two layers of experts in both, two or three choices.
+        # Both models have two layers of experts; tokens choose two or three experts.
         with pytest.raises(
             UnsupportedError,
             match=f"expert_settings of the configuration to {{'aux_loss': {weight}}}",
@@ -228,13 +232,13 @@ def test_the_balancing_loss_of_all_layers_is_refused_with_what_to_set_instead() 
             family_of(CASES[case][0]).config(config)
 
 
-def test_settings_of_a_training_are_used_and_others_refused() -> None:
+def test_valid_expert_settings_are_used_and_invalid_ones_are_refused() -> None:
     config = config_of(
         "mixtral", expert_settings={"aux_loss": 0.02, "z_loss": 0.001, "aux_loss_scope": "global"}
     )
-    found = family_of("mixtral").config(config.to_dict())
-    assert isinstance(found, GPTConfig)
-    assert found.experts == ExpertsConfig(
+    gpt_config = family_of("mixtral").config(config.to_dict())
+    assert isinstance(gpt_config, GPTConfig)
+    assert gpt_config.experts == ExpertsConfig(
         num_experts=5,
         top_k=2,
         ffn_hidden_size=20,
@@ -242,16 +246,16 @@ def test_settings_of_a_training_are_used_and_others_refused() -> None:
         z_loss=0.001,
         aux_loss_scope="global",
     )
-    for given in ({"top_k": 1}, 0.02):
+    for settings in ({"top_k": 1}, 0.02):
         with pytest.raises(
             UnsupportedError,
             match="expert_settings of a configuration must be a mapping with some of",
         ):
-            family_of("mixtral").config(config_of("mixtral", expert_settings=given).to_dict())
+            family_of("mixtral").config(config_of("mixtral", expert_settings=settings).to_dict())
 
 
 class ListingFolder(SafetensorsFolder):
-    """List what is read."""
+    """Record the names and the number of elements of all reads."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -266,11 +270,11 @@ class ListingFolder(SafetensorsFolder):
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_every_rank_reads_its_part_of_its_experts_alone(is_packed: bool, tmp_path: Path) -> None:
+def test_every_rank_reads_only_its_part_of_its_experts(is_packed: bool, tmp_path: Path) -> None:
     twin = exact_twin_of("mixtral")
     twin.save_pretrained(tmp_path, save_original_format=not is_packed)
     family = family_of("mixtral")
-    whole = dict(
+    full = dict(
         full_tensors(twin.state_dict(), family, family.config(twin.config.to_dict()), torch.float64)
     )
     for ep_rank, etp_rank in [(ep, etp) for ep in range(2) for etp in range(2)]:
@@ -279,19 +283,19 @@ def test_every_rank_reads_its_part_of_its_experts_alone(is_packed: bool, tmp_pat
         with torch.device("meta"):
             part = GPT(family.config(folder.config), mesh)
         load_from(part, folder, family)
-        held = 0
+        num_expert_elements = 0
         for name, parameter in part.named_parameters():
             spec = shard_spec_of(parameter)
             assert torch.equal(
-                parameter.double(), spec.shard(whole[name], parameter.shape[spec.dim])
+                parameter.double(), spec.shard(full[name], parameter.shape[spec.dim])
             ), name
-            held += parameter.numel() if spec.is_expert else 0
+            num_expert_elements += parameter.numel() if spec.is_expert else 0
         experts = {
             name.split(".experts.")[1][0]
             for name in folder.read_names
             if ".experts." in name and not is_packed
         }
         assert experts == (set() if is_packed else {str(2 * ep_rank), str(2 * ep_rank + 1)})
-        assert held == 4 * 2 * 3 * 24 * 10
-        dense = sum(tensor.numel() for name, tensor in whole.items() if ".experts." not in name)
-        assert folder.num_elements == dense + held
+        assert num_expert_elements == 4 * 2 * 3 * 24 * 10
+        dense = sum(tensor.numel() for name, tensor in full.items() if ".experts." not in name)
+        assert folder.num_elements == dense + num_expert_elements

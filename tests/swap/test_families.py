@@ -1,4 +1,4 @@
-"""Tensors of every Hugging Face family become ours and come back bit for bit, whole, in shards and
+"""Tensors of every Hugging Face family convert to ours and back bit for bit, in full, in shards and
 through files.
 """
 
@@ -25,7 +25,7 @@ def family_of_case(case: str) -> Family:
     return family_of(CASES[case][0])
 
 
-def loaded(case: str, twin: nn.Module) -> GPT:
+def loaded_gpt(case: str, twin: nn.Module) -> GPT:
     family = family_of_case(case)
     model = part_on_meta(family.config(twin.config.to_dict()), mesh_of())
     load_from(model, twin.state_dict(), family)
@@ -35,7 +35,7 @@ def loaded(case: str, twin: nn.Module) -> GPT:
 @pytest.mark.parametrize("case", CASES)
 def test_a_state_dict_is_restored_bit_for_bit(case: str) -> None:
     twin = twin_of(case)
-    model = loaded(case, twin)
+    model = loaded_gpt(case, twin)
     ours = full_tensors(model)
     back = dict(foreign_tensors(ours.items(), family_of_case(case), model.config))
     theirs = dict(twin.named_parameters())
@@ -50,8 +50,10 @@ def test_every_rank_reads_its_shard_from_files(case: str, tmp_path: Path) -> Non
     folder, family = SafetensorsFolder(tmp_path), family_of_case(case)
     assert folder.dtype == torch.bfloat16
     config = family.config(folder.config)
-    assert config == family.config(twin.config.to_dict()), "the file says what the object says"
-    whole = full_tensors(loaded(case, twin))
+    assert config == family.config(twin.config.to_dict()), (
+        "the file and the object give the same configuration"
+    )
+    full = full_tensors(loaded_gpt(case, twin))
     legal = [
         tp
         for tp in (1, 2, 3, 4, 6)
@@ -66,9 +68,7 @@ def test_every_rank_reads_its_shard_from_files(case: str, tmp_path: Path) -> Non
             load_from(part, folder, family)
             for name, parameter in part.named_parameters():
                 spec = shard_spec_of(parameter)
-                expected = spec.shard(
-                    whole[spec.tied_to or name].float(), parameter.shape[spec.dim]
-                )
+                expected = spec.shard(full[spec.tied_to or name].float(), parameter.shape[spec.dim])
                 assert torch.equal(parameter, expected), (
                     f"{name} on tp {tp_rank} of {tp}, pp {pp_rank} of {pp}"
                 )
@@ -80,37 +80,39 @@ def test_an_exported_folder_is_loaded_bit_for_bit(
     case: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     twin, family = twin_of(case, dtype), family_of_case(case)
-    model = loaded(case, twin)
+    model = loaded_gpt(case, twin)
     export_folder(
         full_tensors(model).items(), family, twin.config.to_dict(), tmp_path, 20_000, dtype
     )
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    again, report = transformers.AutoModelForCausalLM.from_pretrained(
+    reloaded, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, output_loading_info=True
     )
-    assert type(again) is type(twin)
+    assert type(reloaded) is type(twin)
     assert not any(report.values()), report
     expected = twin.state_dict()
-    assert again.state_dict().keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
-    assert all(tensor.dtype == dtype for tensor in again.parameters())
+    assert reloaded.state_dict().keys() == expected.keys()
+    assert all(
+        torch.equal(tensor, expected[name]) for name, tensor in reloaded.state_dict().items()
+    )
+    assert all(tensor.dtype == dtype for tensor in reloaded.parameters())
     tokens = torch.arange(20).view(2, 10)
-    assert torch.equal(again.eval()(tokens).logits, twin.eval()(tokens).logits)
+    assert torch.equal(reloaded.eval()(tokens).logits, twin.eval()(tokens).logits)
 
 
-def test_parameters_keep_their_own_type_and_place() -> None:
+def test_loading_keeps_the_dtype_and_memory_of_parameters() -> None:
     twin, family = twin_of("llama", torch.float64), family_of("llama")
     model = GPT(family.config(twin.config.to_dict()), seed=1).bfloat16()
-    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     load_from(model, twin.state_dict(), family)
-    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == places
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == addresses
     assert torch.equal(model.final_norm.weight, twin.model.norm.weight.bfloat16())
 
 
 def test_a_file_of_gpt2_without_head_and_with_masks_is_read(tmp_path: Path) -> None:
     twin = twin_of("gpt2")
     masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 64, 64) for layer in range(3)}
-    expected = full_tensors(loaded("gpt2", twin))
+    expected = full_tensors(loaded_gpt("gpt2", twin))
     model = part_on_meta(family_of("gpt2").config(twin.config.to_dict()), mesh_of())
     load_from(model, twin.transformer.state_dict() | masks, family_of("gpt2"))
     assert all(torch.equal(tensor, expected[name]) for name, tensor in full_tensors(model).items())
@@ -118,7 +120,7 @@ def test_a_file_of_gpt2_without_head_and_with_masks_is_read(tmp_path: Path) -> N
 
 def test_earlier_names_of_gpt_neox_are_read() -> None:
     twin = twin_of("gpt_neox")
-    expected = full_tensors(loaded("gpt_neox", twin))
+    expected = full_tensors(loaded_gpt("gpt_neox", twin))
     state = {
         name.replace("lm_head", "embed_out"): tensor for name, tensor in twin.state_dict().items()
     }
@@ -163,30 +165,30 @@ def test_tensors_of_another_model_are_refused(
 def test_a_model_of_another_configuration_is_refused() -> None:
     twin, family = twin_of("llama"), family_of("llama")
     biased = part_on_meta(family.config({**twin.config.to_dict(), "mlp_bias": True}), mesh_of())
-    # The table is that of the model, so its biases are missed among the tensors.
+    # The model determines the table, so its biases are missing among the tensors.
     with pytest.raises(
         CheckpointMismatchError, match=r"'model.layers.0.mlp.down_proj.bias'.* missing"
     ):
         load_from(biased, twin.state_dict(), family)
 
 
-def test_a_tied_head_that_differs_is_refused() -> None:
+def test_a_tied_head_that_differs_from_the_embedding_is_refused() -> None:
     twin, family = twin_of("qwen3"), family_of("qwen3")
     state = twin.state_dict()
     assert state["lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
     config = family.config(twin.config.to_dict())
-    same = state | {"lm_head.weight": state["lm_head.weight"].clone()}
-    load_from(part_on_meta(config, mesh_of(2)), same, family)
-    same["lm_head.weight"][40] += 1
+    separate = state | {"lm_head.weight": state["lm_head.weight"].clone()}
+    load_from(part_on_meta(config, mesh_of(2)), separate, family)
+    separate["lm_head.weight"][40] += 1
     with pytest.raises(
         CheckpointMismatchError, match="a tied output head must equal the embedding"
     ):
-        load_from(part_on_meta(config, mesh_of()), same, family)
+        load_from(part_on_meta(config, mesh_of()), separate, family)
 
 
-def test_an_export_names_what_is_missing_and_leaves_nothing(tmp_path: Path) -> None:
+def test_an_export_names_wrong_tensors_and_leaves_no_files(tmp_path: Path) -> None:
     twin, family = twin_of("llama"), family_of("llama")
-    ours = full_tensors(loaded("llama", twin))
+    ours = full_tensors(loaded_gpt("llama", twin))
     config = twin.config.to_dict()
     for tensors, message in (
         (
@@ -213,13 +215,15 @@ def test_an_export_names_what_is_missing_and_leaves_nothing(tmp_path: Path) -> N
         export_folder(ours.items(), family, config, tmp_path)
 
 
-def test_an_unknown_family_names_the_known_ones() -> None:
+def test_an_unknown_family_is_refused_with_the_known_families() -> None:
     with pytest.raises(UnsupportedError, match=r"'opt' is not.*llama \(LlamaForCausalLM\)"):
         family_of("opt")
     assert find_family("OPTForCausalLM") is None
 
 
-def test_a_family_of_ones_own_goes_first() -> None:
-    own = Family("llama", "OwnForCausalLM", family_of("llama").config, family_of("llama").tensors)
-    assert family_of("llama", [own]) is own
-    assert family_of("OwnForCausalLM", [own]) is own
+def test_a_family_of_the_user_takes_precedence() -> None:
+    user_family = Family(
+        "llama", "OwnForCausalLM", family_of("llama").config, family_of("llama").tensors
+    )
+    assert family_of("llama", [user_family]) is user_family
+    assert family_of("OwnForCausalLM", [user_family]) is user_family

@@ -1,4 +1,4 @@
-"""Every field of a Hugging Face configuration is used, known not to matter, or refused by name."""
+"""Every field of a Hugging Face configuration is used, known to be irrelevant, or refused by name."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ LONG = {"rope_type": "longrope", "short_factor": [1.5, 1.0], "long_factor": [2.5
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-def ours(case: str, **changes: Any) -> GPTConfig:
-    """Turn the configuration of a case, with further or changed fields of its file, into ours."""
+def gpt_config_of(case: str, **changes: Any) -> GPTConfig:
+    """Convert the configuration of a case, with further or changed fields, into ours."""
     return family_of(CASES[case][0]).config({**config_of(case).to_dict(), **changes})
 
 
@@ -42,7 +42,7 @@ def check_same_logits(theirs: Any, length: int = 40) -> None:
     ).eval()
     with torch.no_grad():
         for name, parameter in twin.named_parameters():
-            # Large enough for scores that differ from each other.
+            # The values are large enough to make attention scores differ.
             parameter.copy_(
                 torch.randn(parameter.shape) * 0.3 + float(name.endswith("norm.weight"))
             )
@@ -51,13 +51,13 @@ def check_same_logits(theirs: Any, length: int = 40) -> None:
     load_from(model, twin.state_dict(), family)
     tokens = torch.randint(0, theirs.vocab_size, (2, length))
     with torch.no_grad():
-        expected, found = twin(tokens).logits, model(tokens)
-    error = float((found - expected).abs().max() / expected.abs().max())
+        expected, actual = twin(tokens).logits, model(tokens)
+    error = float((actual - expected).abs().max() / expected.abs().max())
     assert error < 2e-5, f"off by {error}"
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_model_that_a_configuration_describes_is_the_same(case: str) -> None:
+def test_models_of_all_cases_have_the_logits_of_hugging_face(case: str) -> None:
     check_same_logits(config_of(case))
 
 
@@ -116,7 +116,9 @@ def test_the_model_that_a_configuration_describes_is_the_same(case: str) -> None
         ("granite", {"attention_bias": True, "mlp_bias": False, "embedding_multiplier": 1.0}),
     ],
 )
-def test_changed_settings_are_computed(case: str, changes: dict[str, Any]) -> None:
+def test_models_with_changed_settings_have_the_logits_of_hugging_face(
+    case: str, changes: dict[str, Any]
+) -> None:
     check_same_logits(config_of(case, **changes))
 
 
@@ -231,52 +233,52 @@ def test_positions_beyond_the_original_length_use_the_long_factors() -> None:
         ),
     ],
 )
-def test_what_is_not_computed_is_refused_by_name(
+def test_unsupported_settings_are_refused_by_name(
     case: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises((UnsupportedError, CheckpointMismatchError), match=message):
-        ours(case, **changes)
+        gpt_config_of(case, **changes)
 
 
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.model_type)
-def test_every_field_that_a_family_declares_is_known(family: Any) -> None:
+def test_every_field_of_a_hugging_face_configuration_is_known(family: Any) -> None:
     assert isinstance(family.config, ConfigTable)
     theirs = getattr(transformers, family.architecture).config_class
-    left = (
+    unknown = (
         {name for name in theirs().to_dict() if not name.startswith("_")}
         - family.config.names
         - IRRELEVANT
     )
-    assert not left, f"{family.model_type} does not say what becomes of {sorted(left)}"
+    assert not unknown, f"{family.model_type} does not handle {sorted(unknown)}"
 
 
 @pytest.mark.parametrize("family", families(), ids=lambda family: family.model_type)
 def test_defaults_are_those_of_hugging_face(family: Any) -> None:
-    # A file leaves out what has its default. One family has no default of this field.
+    # Files leave out fields with default values. One family has no default for this field.
     needed = {"num_experts_per_tok": 6} if family.model_type == "deepseek_v2" else {}
     theirs = getattr(transformers, family.architecture).config_class(**needed)
-    found = family.config(needed)
-    assert isinstance(found, (GPTConfig, EncoderConfig))
-    assert found == family.config(theirs.to_dict())
+    config = family.config(needed)
+    assert isinstance(config, (GPTConfig, EncoderConfig))
+    assert config == family.config(theirs.to_dict())
 
 
-def test_the_notation_of_earlier_files_means_the_same() -> None:
-    assert ours("llama", rope_parameters=None, rope_theta=5e5).rotary_base == 5e5
+def test_notations_of_earlier_files_are_read() -> None:
+    assert gpt_config_of("llama", rope_parameters=None, rope_theta=5e5).rotary_base == 5e5
     scaling = {"type": "linear", "factor": 2.0}
-    assert ours("llama", rope_scaling=scaling).rotary_scaling == RotaryScaling(
+    assert gpt_config_of("llama", rope_scaling=scaling).rotary_scaling == RotaryScaling(
         kind="linear", factor=2.0
     )
-    earlier = ours(
+    earlier = gpt_config_of(
         "llama",
         rope_parameters=None,
         rope_theta=7e4,
         rope_scaling={**LLAMA3, "original_max_position_embeddings": 32},
     )
-    assert earlier == ours(
+    assert earlier == gpt_config_of(
         "llama",
         rope_parameters={**LLAMA3, "rope_theta": 7e4, "original_max_position_embeddings": 32},
     )
-    neox = ours(
+    neox = gpt_config_of(
         "gpt_neox", rope_parameters=None, rotary_pct=0.5, rotary_emb_base=2e4, rope_theta=2e4
     )
     assert (neox.rotary_dim, neox.rotary_base) == (2, 2e4)
@@ -286,9 +288,9 @@ def test_the_notation_of_earlier_files_means_the_same() -> None:
         "rope_scaling": {**LONG, "rope_type": None, "type": "su"},
         "rope_theta": 1e4,
     }
-    found = ours("phi3", partial_rotary_factor=0.5, **phi)
-    assert found.rotary_dim == 4
-    assert found.rotary_scaling == RotaryScaling(
+    phi_config = gpt_config_of("phi3", partial_rotary_factor=0.5, **phi)
+    assert phi_config.rotary_dim == 4
+    assert phi_config.rotary_scaling == RotaryScaling(
         kind="longrope",
         factor=4.0,
         original_length=16,
@@ -296,24 +298,24 @@ def test_the_notation_of_earlier_files_means_the_same() -> None:
         long_factors=(2.5, 3.0),
     )
     assert (
-        ours("gemma", hidden_act="gelu", hidden_activation="gelu_pytorch_tanh").activation
+        gpt_config_of("gemma", hidden_act="gelu", hidden_activation="gelu_pytorch_tanh").activation
         == "geglu_tanh"
     )
 
 
-def test_files_of_published_models_are_understood() -> None:
+def test_configurations_of_published_models_are_read() -> None:
     for name, config in json.loads(
         (Path(__file__).parent / "published_configs.json").read_text()
     ).items():
         family = family_of(config["architectures"][0])
         assert family is family_of(config["model_type"])
-        found, theirs = family.config(config), transformers.AutoConfig.for_model(**config)
-        assert found == family.config(theirs.to_dict()), (
-            f"{name}: the file says what the object says"
+        from_file, theirs = family.config(config), transformers.AutoConfig.for_model(**config)
+        assert from_file == family.config(theirs.to_dict()), (
+            f"{name}: the file and the object give the same configuration"
         )
 
 
-#: What earlier versions of transformers gave with every configuration, at its default.
+#: Fields that earlier versions of transformers wrote in every configuration, with their defaults.
 EARLIER_DEFAULTS = {
     **dict.fromkeys(
         ("torchscript", "use_bfloat16", "tf_legacy_loss", "is_decoder", "tie_encoder_decoder"),
@@ -349,11 +351,11 @@ EARLIER_DEFAULTS = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_configurations_of_earlier_versions_mean_the_same(case: str) -> None:
-    assert ours(case, **EARLIER_DEFAULTS) == ours(case)
+def test_default_fields_of_earlier_versions_change_nothing(case: str) -> None:
+    assert gpt_config_of(case, **EARLIER_DEFAULTS) == gpt_config_of(case)
 
 
-def test_a_window_that_no_sequence_can_leave_is_none() -> None:
-    assert ours("mistral", sliding_window=64).sliding_window is None
-    assert ours("mistral", sliding_window=63).sliding_window == 63
-    assert ours("qwen2", use_sliding_window=False, layer_types=None).sliding_window is None
+def test_a_window_as_long_as_the_longest_sequence_is_dropped() -> None:
+    assert gpt_config_of("mistral", sliding_window=64).sliding_window is None
+    assert gpt_config_of("mistral", sliding_window=63).sliding_window == 63
+    assert gpt_config_of("qwen2", use_sliding_window=False, layer_types=None).sliding_window is None

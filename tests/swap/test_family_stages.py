@@ -1,4 +1,4 @@
-"""Every family in two pipeline stages: the loss and all gradients of Hugging Face's own model."""
+"""Every family in two pipeline stages has the loss and all gradients of Hugging Face's model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 
 
 def compare_stages(case: str, mesh: ParallelMesh) -> None:
-    # A token that is read and whose vector some families do not train.
+    # The padding token occurs in the input, and some families do not train its vector.
     changes = {"pad_token_id": int(inputs()["whole"]["input_ids"][0, 1])}
     changes |= {"n_layer": 4} if case == "gpt2" else {"num_hidden_layers": 4}
     types = CASES[case][1].get("layer_types")
@@ -42,9 +42,9 @@ def compare_stages(case: str, mesh: ParallelMesh) -> None:
     expected = expected_gradients(model, gradients)
     for name, parameter in model.named_parameters():
         spec = shard_spec_of(parameter)
-        first = getattr(model.get_input_embeddings(), "weight", None)
-        if spec.tied_to or (parameter is first and model.gpt.config.tie_embeddings):
-            # The copies of a tied weight have parts of its gradient.
+        embedding_weight = getattr(model.get_input_embeddings(), "weight", None)
+        if spec.tied_to or (parameter is embedding_weight and model.gpt.config.tie_embeddings):
+            # Each copy of a tied weight has a part of its gradient.
             all_reduce_(parameter.grad, mesh.embedding)
         assert_equal(
             parameter.grad[: spec.full_shape[0]],
@@ -61,5 +61,5 @@ def check_families(rank: int, size: int) -> None:
     mesh.destroy()
 
 
-def test_two_stages_have_the_gradients_of_hugging_face() -> None:
+def test_two_stages_have_the_loss_and_gradients_of_hugging_face() -> None:
     run_world(check_families, 2)

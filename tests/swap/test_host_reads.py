@@ -1,4 +1,4 @@
-"""Replaced Hugging Face models decide by masks and positions once a step, on the host."""
+"""Replaced Hugging Face models read masks and positions on the host, at most once a batch."""
 
 from __future__ import annotations
 
@@ -22,31 +22,35 @@ B, S, MICROBATCHES = 8, 12, 4
 _READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
 
 
-class Reads(TorchFunctionMode):
-    """Count reads of whatever is computed from given tensors, as if these were on a GPU."""
+class ReadCounter(TorchFunctionMode):
+    """Count host reads of given tensors and of all results computed from them."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
-        self.storages = {one.untyped_storage()._cdata for one in tensors}
-        self.kept = list(tensors)
+        self.storages = {tensor.untyped_storage()._cdata for tensor in tensors}
+        self.alive = list(tensors)
         self.names: list[str] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = [one for one in torch.utils._pytree.tree_leaves((args, kwargs)) if self.has(one)]
+        tracked = [
+            value
+            for value in torch.utils._pytree.tree_leaves((args, kwargs))
+            if self.is_tracked(value)
+        ]
         name = getattr(func, "__name__", "")
-        if given and name in _READS:
+        if tracked and name in _READS:
             self.names.append(name)
         result = func(*args, **(kwargs or {}))
-        if given:
-            for one in torch.utils._pytree.tree_leaves(result):
-                if isinstance(one, Tensor):
-                    self.kept.append(one)
-                    self.storages.add(one.untyped_storage()._cdata)
+        if tracked:
+            for value in torch.utils._pytree.tree_leaves(result):
+                if isinstance(value, Tensor):
+                    self.alive.append(value)
+                    self.storages.add(value.untyped_storage()._cdata)
         return result
 
-    def has(self, value: Any) -> bool:
+    def is_tracked(self, value: Any) -> bool:
         return isinstance(value, Tensor) and value.untyped_storage()._cdata in self.storages
 
 
@@ -75,33 +79,38 @@ def replaced(mesh: ParallelMesh) -> Any:
     return root.model
 
 
-def test_microbatches_of_a_batch_that_moved_read_nothing() -> None:
+def test_microbatches_of_a_batch_noted_on_the_host_read_nothing() -> None:
     mesh = ParallelMesh.single()
     model = twin_of("llama")
     for name, batch in batches().items():
-        parts = [{key: one[at::MICROBATCHES] for key, one in batch.items()} for at in range(2)]
+        parts = [
+            {key: tensor[index::MICROBATCHES] for key, tensor in batch.items()}
+            for index in range(2)
+        ]
         expected = [model(**part, use_cache=False).loss.detach() for part in parts]
-        found = replaced(mesh)
-        moved = {key: one.clone() for key, one in batch.items()}
+        ours = replaced(mesh)
+        moved = {key: tensor.clone() for key, tensor in batch.items()}
         mesh.host_values._cache.clear()
-        with Reads(list(moved.values())) as unknown:
-            losses_of(found, moved)
-        # Without a note of the batch each microbatch has its reads.
-        assert len(unknown.names) >= 2, name
-        for key, one in moved.items():
-            mesh.host_values.note(one, batch[key])
-        with Reads(list(moved.values())) as known:
-            losses = losses_of(found, moved)
-        assert known.names == [], name
+        with ReadCounter(list(moved.values())) as unnoted_reads:
+            losses_of(ours, moved)
+        # Without a note of the batch, each microbatch has its own reads.
+        assert len(unnoted_reads.names) >= 2, name
+        for key, tensor in moved.items():
+            mesh.host_values.note(tensor, batch[key])
+        with ReadCounter(list(moved.values())) as noted_reads:
+            losses = losses_of(ours, moved)
+        assert noted_reads.names == [], name
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
 
 
 def losses_of(model: Any, batch: dict[str, Tensor]) -> list[Tensor]:
-    parts = [{key: one[at::MICROBATCHES] for key, one in batch.items()} for at in range(2)]
+    parts = [
+        {key: tensor[index::MICROBATCHES] for key, tensor in batch.items()} for index in range(2)
+    ]
     return [model(**part).loss.detach() for part in parts]
 
 
-def test_a_batch_that_lies_on_the_device_is_read_once_a_tensor(
+def test_each_tensor_of_a_device_batch_is_read_once_for_all_microbatches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(host_values, "_is_on_host", lambda tensor: False)
@@ -110,6 +119,8 @@ def test_a_batch_that_lies_on_the_device_is_read_once_a_tensor(
     reads = {"padded": 2, "padded on the right": 2, "packed": 1}
     for name, batch in batches().items():
         before = mesh.host_values.num_reads
-        for at in range(0, B, B // MICROBATCHES):
-            model(**{key: one[at : at + B // MICROBATCHES] for key, one in batch.items()})
+        for start in range(0, B, B // MICROBATCHES):
+            model(
+                **{key: tensor[start : start + B // MICROBATCHES] for key, tensor in batch.items()}
+            )
         assert mesh.host_values.num_reads - before == reads[name], name

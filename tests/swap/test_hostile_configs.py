@@ -1,5 +1,5 @@
-"""Every field of a configuration has a type and a range, and what no class of Hugging Face reads is
-passed over.
+"""Every field of a configuration has a type and a range, and fields that no Hugging Face class reads
+are ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_megatron.swap.families.fields import IRRELEVANT
 from tests.swap.families import CASES, config_of, transformers
 
 NAN, HUGE = float("nan"), 10**400
-ODD: tuple[Any, ...] = (
+ODD_VALUES: tuple[Any, ...] = (
     *(0, -1, 1, 7, 2**40, HUGE, -HUGE, 0.5, 1.5, -0.5, 1e300, NAN, float("inf"), True, False, None),
     *(
         "",
@@ -66,14 +66,14 @@ ODD: tuple[Any, ...] = (
 )
 
 
-def nested(depth: int) -> Any:
+def nested_mapping(depth: int) -> Any:
     value: Any = 1
     for _ in range(depth):
         value = {"a": value}
     return value
 
 
-def recursive() -> dict[str, Any]:
+def recursive_mapping() -> dict[str, Any]:
     value: dict[str, Any] = {}
     value["a"] = value
     return value
@@ -86,39 +86,41 @@ def test_odd_values_give_a_configuration_or_an_error_of_this_package(family: Any
     for seed in range(60):
         draw = random.Random(seed)
         changes = {
-            draw.choice(names): draw.choice((*ODD, nested(3000), recursive()))
+            draw.choice(names): draw.choice(
+                (*ODD_VALUES, nested_mapping(3000), recursive_mapping())
+            )
             for _ in range(1 + seed % 2)
         }
-        found = None
+        config = None
         try:
-            found = family.config({**base, **changes})
+            config = family.config({**base, **changes})
         except OUR_ERRORS as error:
             assert len(str(error)) < 2000  # noqa: PT017
-        assert found is None or isinstance(found, (GPTConfig, EncoderConfig)), changes
+        assert config is None or isinstance(config, (GPTConfig, EncoderConfig)), changes
 
 
-WRONG = {
+WRONG_VALUES = {
     "int": ("3", 1.5, True, [1], {}, NAN, HUGE, -HUGE, -1),
     "float": ("0.1", True, [0.1], {}, NAN, HUGE, -1.0),
 }
-WRONG |= {"bool": ("yes", 1, 0, [], {}, 0.0), "str": (1, True, [], {})}
+WRONG_VALUES |= {"bool": ("yes", 1, 0, [], {}, 0.0), "str": (1, True, [], {})}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_value_of_another_type_is_refused_with_its_field_and_what_is_legal(case: str) -> None:
+def test_a_value_of_a_wrong_type_is_refused_with_its_field_and_the_legal_values(case: str) -> None:
     table, base = family_of(CASES[case][0]).config, config_of(case).to_dict()
     checked = 0
     for rule in table.fields:
-        kind = next((name for name in WRONG if type(rule.default).__name__ == name), None)
+        kind = next((name for name in WRONG_VALUES if type(rule.default).__name__ == name), None)
         if (
             kind is None
             or rule.allowed is not None
             or rule.name in ("hidden_act", "activation_function")
         ):
             continue
-        for value in WRONG[kind]:
+        for value in WRONG_VALUES[kind]:
             if rule.name == "pad_token_id" and value == -1:
-                continue  # the last token
+                continue  # -1 is the last token
             with pytest.raises(
                 CheckpointMismatchError,
                 match=f"{rule.name} of a .* configuration must be .*: it is ",
@@ -129,35 +131,41 @@ def test_a_value_of_another_type_is_refused_with_its_field_and_what_is_legal(cas
 
 
 def test_every_field_that_a_table_reads_has_a_kind() -> None:
-    left = set()
+    without_kind = set()
     for family in families():
         for table in (family.config, *family.config.parts.values()):
-            left |= {
+            without_kind |= {
                 rule.name for rule in table.fields if rule.allowed is None and rule.kind is None
             } - KINDS.keys()
-    assert left == {"expert_settings"}, "ExpertsConfig checks these"
+    assert without_kind == {"expert_settings"}, "ExpertsConfig checks these"
 
 
 @pytest.mark.parametrize("config", [None, [], "x", 3, {1: 2}, {None: 1}])
-def test_values_that_are_not_mappings_of_fields_are_refused(config: Any) -> None:
+def test_configurations_that_are_not_mappings_of_fields_are_refused(config: Any) -> None:
     with pytest.raises(
         CheckpointMismatchError, match="a Llama configuration must be a mapping of fields"
     ):
         family_of("llama").config(config)
 
 
-# ---- fields that nobody reads
+# ---- fields that no class reads
 
 
-def test_what_unsloth_and_trainers_write_passes_silently(caplog: pytest.LogCaptureFixture) -> None:
-    more = {"unsloth_fixed": True, "unsloth_version": "2025.1.5", "neftune_noise_alpha": 5.0}
+def test_fields_of_unsloth_and_trainers_are_ignored_silently(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    extra_fields = {
+        "unsloth_fixed": True,
+        "unsloth_version": "2025.1.5",
+        "neftune_noise_alpha": 5.0,
+    }
     for case in CASES:
         family, theirs = family_of(CASES[case][0]), config_of(case).to_dict()
-        assert family.config({**theirs, **more}) == family.config(theirs)
+        assert family.config({**theirs, **extra_fields}) == family.config(theirs)
     assert not caplog.records
 
 
-def test_a_note_of_the_user_passes_with_one_line_that_names_it(
+def test_unknown_fields_of_users_are_ignored_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for case in ("llama", "mistral", "qwen2", "gpt2"):
@@ -179,21 +187,21 @@ def test_a_note_of_the_user_passes_with_one_line_that_names_it(
 
 
 @pytest.mark.parametrize("name", ["logit_scale", "embedding_multiplier", "use_mrope"])
-def test_what_passes_changes_nothing_in_hugging_face_s_own_model(name: str) -> None:
+def test_ignored_fields_do_not_change_the_hugging_face_model(name: str) -> None:
     tokens = torch.arange(8)[None]
     results = []
-    for more in ({}, {name: 0.5}):
+    for extra_fields in ({}, {name: 0.5}):
         torch.manual_seed(0)
         config = config_of("llama")
         model = transformers.AutoModelForCausalLM.from_config(
-            type(config)(**{**config.to_dict(), **more})
+            type(config)(**{**config.to_dict(), **extra_fields})
         ).eval()
         results.append(model(tokens).logits)
         family_of("llama").config(model.config.to_dict())
     assert torch.equal(*results)
 
 
-def test_without_transformers_or_a_type_an_unknown_field_is_refused(
+def test_unknown_fields_are_refused_without_transformers_or_a_model_type(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     family, theirs = family_of("llama"), config_of("llama").to_dict()
@@ -210,7 +218,7 @@ def test_without_transformers_or_a_type_an_unknown_field_is_refused(
 # ---- files
 
 
-def folder_of(path: Path, **changes: Any) -> Path:
+def save_llama(path: Path, **changes: Any) -> Path:
     model = transformers.AutoModelForCausalLM.from_config(config_of("llama"))
     model.save_pretrained(path)
     content = json.loads((path / "config.json").read_text())
@@ -218,9 +226,9 @@ def folder_of(path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_files_of_configurations_are_strict_json_of_some_size_and_depth(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path / "model")
-    whole = (folder / "config.json").read_text()
+def test_configuration_files_must_be_strict_json_of_limited_size_and_depth(tmp_path: Path) -> None:
+    folder = save_llama(tmp_path / "model")
+    valid_text = (folder / "config.json").read_text()
     import_model(folder, tmp_path / "whole")
     for number, text in enumerate(
         (
@@ -228,19 +236,19 @@ def test_files_of_configurations_are_strict_json_of_some_size_and_depth(tmp_path
                 "",
                 "[]",
                 "null",
-                whole[:50],
-                whole.replace("{", '{"vocab_size": 7, ', 1),
+                valid_text[:50],
+                valid_text.replace("{", '{"vocab_size": 7, ', 1),
                 '{"a":' * 3000,
             ),
             *(
-                whole.replace("{", '{"a": NaN, ', 1),
+                valid_text.replace("{", '{"a": NaN, ', 1),
                 '{"x": "' + "x" * 10_000_000 + '"}',
                 "[" * 100_000,
                 "\ud800",
             ),
             *(
-                whole.replace("{", '{"a": ' + "[" * 40 + "]" * 40 + ", ", 1),
-                whole.replace("{", '{"a": 1e999, ', 1),
+                valid_text.replace("{", '{"a": ' + "[" * 40 + "]" * 40 + ", ", 1),
+                valid_text.replace("{", '{"a": 1e999, ', 1),
             ),
         )
     ):
@@ -256,12 +264,12 @@ def test_files_of_configurations_are_strict_json_of_some_size_and_depth(tmp_path
      {"architectures": [], "model_type": 3}, {"architectures": {"a": 1}}, {"architectures": [[]]},
      {"vocab_size": 10**9}, {"num_hidden_layers": 9999}, {"hidden_size": 2**28, "head_dim": 4}],
 )  # fmt: skip
-def test_folders_whose_configuration_is_odd_are_refused(
+def test_folders_with_invalid_configurations_are_refused(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    folder = folder_of(tmp_path / "model", **changes)
+    folder = save_llama(tmp_path / "model", **changes)
     if changes == {"architectures": []}:
-        import_model(folder, tmp_path / "out")  # the type says it
+        import_model(folder, tmp_path / "out")  # model_type names the family
         return
     with pytest.raises(OUR_ERRORS):
         import_model(folder, tmp_path / "out")

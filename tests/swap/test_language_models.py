@@ -1,4 +1,4 @@
-"""Hugging Face models replaced in place: their own logits, losses and gradients, in every layout."""
+"""Hugging Face models replaced in place keep their logits, losses and gradients in every layout."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ transformers = pytest.importorskip("transformers")
 eager_mask = pytest.importorskip("transformers.masking_utils").eager_mask
 
 B, S = 3, 10
-#: Cases and model types whose scores fall with the distance of tokens.
+#: Cases and model types whose attention scores fall with the distance of tokens.
 WITH_SLOPES = ("bloom", "mpt")
 #: Logits, loss and gradients by name.
-Truth = tuple[Tensor, Tensor, dict[str, Tensor]]
+Reference = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
-class Exact(nn.Module):
-    """Normalise as a family's RMSNorm does, but in the dtype of its input; theirs rounds float64 to
-    float32.
+class ExactNorm(nn.Module):
+    """Normalise like a family's RMSNorm, but in the dtype of the input; Hugging Face's module rounds
+    float64 to float32.
     """
 
     def __init__(self, source: nn.Module, eps: float, offset: float) -> None:
@@ -51,7 +51,7 @@ class Exact(nn.Module):
 
 
 class ExactGelu(nn.Module):
-    """Compute the approximation of gelu with all digits of its constants; BLOOM's has eight."""
+    """Approximate gelu with all digits of its constants; BLOOM's module has eight digits."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
@@ -70,14 +70,16 @@ def exact_twin(case: str, **changes: Any) -> nn.Module:
     return twin
 
 
-def eager_in_float64(module: nn.Module, *inputs: Any, **how: Any) -> Any:
-    """Return what the eager attention of a module's own code computes, in float64 throughout."""
+def eager_in_float64(module: nn.Module, *inputs: Any, **options: Any) -> Any:
+    """Return the result of the eager attention of a module's own code, in float64 throughout."""
     with float32_as_float64():
-        return sys.modules[type(module).__module__].eager_attention_forward(module, *inputs, **how)
+        return sys.modules[type(module).__module__].eager_attention_forward(
+            module, *inputs, **options
+        )
 
 
 def attention_of(case: str) -> str:
-    """Return an attention that computes in float64 all that the family's own does."""
+    """Return the name of an attention that computes a family's attention in float64."""
     if case in WITH_SLOPES:
         return "eager"
     if case not in ("gemma2",):
@@ -88,12 +90,12 @@ def attention_of(case: str) -> str:
 
 
 def normalise_exactly(twin: nn.Module) -> nn.Module:
-    """Let all norms of a model compute in the dtype of their input, in place."""
+    """Replace all norms of a model by norms that compute in the dtype of their input."""
     for module in list(twin.modules()):
         for name, child in module.named_children():
             if type(child).__name__.endswith("RMSNorm"):
                 eps = getattr(child, "variance_epsilon", None) or child.eps
-                kind = type("Exact", (Exact, type(child)), {})
+                kind = type("Exact", (ExactNorm, type(child)), {})
                 setattr(
                     module, name, kind(child, eps, 1.0 if "Gemma" in type(child).__name__ else 0.0)
                 )
@@ -103,8 +105,8 @@ def normalise_exactly(twin: nn.Module) -> nn.Module:
 
 
 def inputs() -> dict[str, dict[str, Tensor]]:
-    """Return calls of every kind: whole rows, padding on either side, packed sequences, vectors for
-    tokens.
+    """Return calls of every kind: full rows, padding on either side, packed sequences and odd
+    lengths.
     """
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, V, (B, S), generator=generator)
@@ -128,7 +130,7 @@ def inputs() -> dict[str, dict[str, Tensor]]:
         "padded left": {
             "input_ids": tokens,
             "attention_mask": left,
-            # The first token follows padding, of which nothing is known.
+            # The first token follows padding and cannot be predicted.
             "labels": labels.masked_fill(F.pad(left, (1, 0), value=1)[:, :-1] * left == 0, -100),
             "position_ids": (left.cumsum(-1) - 1).clamp(min=0),
         },
@@ -137,10 +139,10 @@ def inputs() -> dict[str, dict[str, Tensor]]:
     }
 
 
-def expected_of(twin: nn.Module, call: Mapping[str, Tensor]) -> Truth:
+def expected_of(twin: nn.Module, call: Mapping[str, Tensor]) -> Reference:
     """Return Hugging Face's logits, the loss in float64 and the gradients by name."""
     twin.zero_grad()
-    logits = logits_of(twin, {name: one for name, one in call.items() if name != "labels"})
+    logits = logits_of(twin, {name: tensor for name, tensor in call.items() if name != "labels"})
     shifted = F.pad(call["labels"], (0, 1), value=-100)[:, 1:]
     loss = F.cross_entropy(logits.flatten(0, 1), shifted.flatten())
     loss.backward()
@@ -153,43 +155,43 @@ def expected_of(twin: nn.Module, call: Mapping[str, Tensor]) -> Truth:
 
 def logits_of(twin: nn.Module, call: Mapping[str, Tensor]) -> Tensor:
     """Return Hugging Face's logits, in float64 throughout."""
-    # With a cache theirs does not see that sequences are packed.
+    # With a cache, Hugging Face's models do not detect packed sequences.
     if twin.config.model_type not in WITH_SLOPES:
-        found: Tensor = twin(**call, use_cache=False).logits
-        return found
+        logits: Tensor = twin(**call, use_cache=False).logits
+        return logits
     with float32_as_float64():
         if "position_ids" in call and "attention_mask" not in call:
-            # Theirs do not know packed sequences.
+            # Hugging Face's models with slopes do not support packed sequences.
             parts = call["input_ids"].split([4, S - 4], 1)
             return torch.cat([twin(input_ids=part, use_cache=False).logits for part in parts], 1)
         return twin(**call, use_cache=False).logits
 
 
 def compare(case: str, *meshes: ParallelMesh) -> None:
-    # A token that is read and whose vector some families do not train.
+    # The padding token occurs in the input, and some families do not train its vector.
     changes = {"pad_token_id": int(inputs()["whole"]["input_ids"][0, 1])}
     twin = exact_twin(case, **changes)
-    truths = {kind: expected_of(twin, call) for kind, call in inputs().items()}
+    references = {kind: expected_of(twin, call) for kind, call in inputs().items()}
     vectors = twin.get_input_embeddings()(inputs()["whole"]["input_ids"]).detach()
     from_vectors = logits_of(twin, {"inputs_embeds": vectors})
     for mesh in meshes:
         root = nn.ModuleDict({"model": exact_twin(case, **changes)})
         parallelize(root, mesh)
-        compare_with(truths, case, root["model"], mesh)
+        compare_with(references, case, root["model"], mesh)
         assert_equal(
             root["model"](inputs_embeds=vectors).logits, from_vectors, f"{case}: vectors", 1e-9
         )
 
 
 def compare_with(
-    truths: Mapping[str, Truth], case: str, model: HuggingFaceLM, mesh: ParallelMesh
+    references: Mapping[str, Reference], case: str, model: HuggingFaceLM, mesh: ParallelMesh
 ) -> None:
     assert isinstance(model, HuggingFaceLM)
     for kind, call in inputs().items():
-        what = f"{case}, {kind}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
-        logits, loss, gradients = truths[kind]
-        check_call(model, call, logits, loss, what)
-        assert_same_gradients(model, mesh, expected_gradients(model, gradients), what)
+        label = f"{case}, {kind}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
+        logits, loss, gradients = references[kind]
+        check_call(model, call, logits, loss, label)
+        assert_same_gradients(model, mesh, expected_gradients(model, gradients), label)
 
 
 def check_generation(mesh: ParallelMesh, case: str = "llama", **changes: Any) -> None:
@@ -201,16 +203,16 @@ def check_generation(mesh: ParallelMesh, case: str = "llama", **changes: Any) ->
     parallelize(root, mesh)
     prompts = torch.randint(1, V, (2, 5), generator=torch.Generator().manual_seed(3))
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-    for how in ({}, {"num_beams": 3}, {"do_sample": True, "top_k": 7}):
-        found = []
+    for options in ({}, {"num_beams": 3}, {"do_sample": True, "top_k": 7}):
+        outputs = []
         for model in (twin, root["model"].eval()):
             torch.manual_seed(5)
-            call = {"input_ids": prompts, "attention_mask": mask, "max_new_tokens": 7, **how}
-            found.append(model.generate(**call))
-        assert torch.equal(*found), f"{how}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
+            call = {"input_ids": prompts, "attention_mask": mask, "max_new_tokens": 7, **options}
+            outputs.append(model.generate(**call))
+        assert torch.equal(*outputs), f"{options}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
 
 
-ON_TWO = chosen(
+TWO_RANK_CASES = chosen(
     list(CASES),
     "gpt2",
     "llama with one key head",
@@ -222,7 +224,7 @@ ON_TWO = chosen(
     "mpt",
     "gpt_neox in sequence without biases",
 )
-ON_THREE = chosen(
+THREE_RANK_CASES = chosen(
     [
         *(case for case in CASES if "tied" in case),
         *("gpt2", "gpt_neox", "llama with one key head"),
@@ -235,14 +237,14 @@ ON_THREE = chosen(
 def check_twins(rank: int, size: int) -> None:
     layout = ParallelLayout(world_size=size, tp=size)
     meshes = [ParallelMesh.create(layout, sequence_parallel=parallel) for parallel in (False, True)]
-    for case in ON_TWO if size == 2 else ON_THREE:
+    for case in TWO_RANK_CASES if size == 2 else THREE_RANK_CASES:
         compare(case, *meshes)
     for mesh in meshes:
         check_generation(mesh, num_hidden_layers=4)
         mesh.destroy()
 
 
-#: Layouts of four ranks with stages, and models.
+#: Layouts of four ranks with pipeline stages, and the cases that run in them.
 STAGES: tuple[tuple[dict[str, Any], Any], ...] = (
     ({"tp": 2, "pp": 2}, chosen(("llama", "gpt2", "qwen2"), "llama")),
     ({"pp": 2, "vpp": 2}, chosen(("llama", "gpt2", "qwen2"), "gpt2")),
@@ -267,13 +269,13 @@ def check_stages(rank: int, size: int) -> None:
                 root["model"](**inputs()["whole"])
             with torch.no_grad():
                 for kind, call in inputs().items():
-                    seen = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
+                    unpadded = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
                     output = root["model"](**call)
                     with torch.enable_grad():
                         expected = expected_of(twin, call)
                     assert_equal(
-                        output.logits[seen],
-                        expected[0][seen],
+                        output.logits[unpadded],
+                        expected[0][unpadded],
                         f"{case}, {kind}, {layout}: logits",
                         1e-9,
                     )
@@ -283,32 +285,32 @@ def check_stages(rank: int, size: int) -> None:
         mesh.destroy()
 
 
-def test_stages_compute_in_turn_what_hugging_face_does() -> None:
+def test_models_in_stages_match_hugging_face() -> None:
     run_world(check_stages, 4)
 
 
-def test_one_process_computes_what_hugging_face_does() -> None:
+def test_models_on_one_process_match_hugging_face() -> None:
     for case in CASES:
         compare(case, ParallelMesh.single())
     for case in ("llama", *WITH_SLOPES):
         check_generation(ParallelMesh.single(), case)
 
 
-def test_two_ranks_compute_what_hugging_face_does() -> None:
+def test_models_on_two_ranks_match_hugging_face() -> None:
     run_world(check_twins, 2)
 
 
-def test_three_ranks_compute_what_hugging_face_does() -> None:
+def test_models_on_three_ranks_match_hugging_face() -> None:
     run_world(check_twins, 3)
 
 
 @pytest.mark.parametrize("case", WITH_SLOPES)
-def test_distances_over_padding_between_tokens_are_those_of_the_family(case: str) -> None:
+def test_slopes_over_padding_between_tokens_match_hugging_face(case: str) -> None:
     call = inputs()["whole"]
     mask = torch.ones(B, S, dtype=torch.long)
     mask[0, 3:5], mask[1, :2], mask[1, 6], mask[2, 8:] = 0, 0, 0, 0
-    unseen = mask * F.pad(mask, (1, 0), value=1)[:, :-1] == 0
-    call |= {"attention_mask": mask, "labels": call["labels"].masked_fill(unseen, -100)}
+    ignored = mask * F.pad(mask, (1, 0), value=1)[:, :-1] == 0
+    call |= {"attention_mask": mask, "labels": call["labels"].masked_fill(ignored, -100)}
     root = nn.ModuleDict({"model": exact_twin(case)})
     logits, loss, gradients = expected_of(exact_twin(case), call)
     parallelize(root, ParallelMesh.single())
@@ -319,10 +321,10 @@ def test_distances_over_padding_between_tokens_are_those_of_the_family(case: str
 
 
 def check_slopes(rank: int, size: int) -> None:
-    """Compare the families with slopes under stages and every transport of attention."""
+    """Compare models with slopes in stages and with every transport of attention."""
     layouts: tuple[tuple[dict[str, int], ContextTransport], ...] = (
         ({"pp": 2}, "auto"),
-        *(({"cp": 2}, one) for one in ("ring", "all_gather", "all_to_all")),
+        *(({"cp": 2}, name) for name in ("ring", "all_gather", "all_to_all")),
     )
     for sizes, transport in layouts:
         layout = ParallelLayout(size, **sizes)
@@ -331,52 +333,52 @@ def check_slopes(rank: int, size: int) -> None:
             twin, root = exact_twin(case), nn.ModuleDict({"model": exact_twin(case)})
             parallelize(root, mesh)
             for kind in ("whole", "padded left", "packed"):
-                call, what = inputs()[kind], f"{case}, {kind}, {sizes}, {transport}"
+                call, label = inputs()[kind], f"{case}, {kind}, {sizes}, {transport}"
                 logits, loss, gradients = expected_of(twin, call)
                 model = root["model"]
                 if mesh.pp.size > 1:
-                    seen = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
+                    unpadded = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
                     with torch.no_grad():
                         output = model(**call)
-                    assert_equal(output.logits[seen], logits[seen], what, 1e-9)
-                    assert_equal(output.loss, loss, what, 1e-9)
+                    assert_equal(output.logits[unpadded], logits[unpadded], label, 1e-9)
+                    assert_equal(output.loss, loss, label, 1e-9)
                     continue
-                check_call(model, call, logits, loss, what)
+                check_call(model, call, logits, loss, label)
                 for parameter in model.parameters():
-                    # The mean over cp, whose ranks are data ranks.
+                    # Ranks of cp are data ranks, so gradients are means over them.
                     dist.all_reduce(parameter.grad, group=mesh.cp.group)
                     parameter.grad /= mesh.cp.size
-                assert_same_gradients(model, mesh, expected_gradients(model, gradients), what)
+                assert_same_gradients(model, mesh, expected_gradients(model, gradients), label)
         mesh.destroy()
 
 
-def test_slopes_are_hugging_faces_under_stages_and_every_transport() -> None:
+def test_models_with_slopes_match_hugging_face_in_stages_and_every_transport() -> None:
     run_world(check_slopes, 2)
 
 
-def test_padding_needs_no_more_than_it_says() -> None:
+def test_padding_uses_a_mask_only_where_lengths_do_not_suffice() -> None:
     mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
     labels = torch.tensor([[5, 6, -100, -100], [1, 2, 3, -100]])
     assert span_of(mask, None, PackedRow(), mask.shape, labels) is None
     assert span_of(mask, None, PackedRow(), mask.shape) is None
-    left = span_of(mask.flip(1), None, PackedRow(), mask.shape, labels.flip(1))
-    assert left is not None
-    assert left.mask is None
-    assert torch.equal(left.lengths, torch.tensor([[1, 3], [0, 4]]))
-    # Labels of padding count, so it must attend to what it does in theirs.
-    seen = labels.clone()
-    seen[0, 3] = 4
+    left_padded = span_of(mask.flip(1), None, PackedRow(), mask.shape, labels.flip(1))
+    assert left_padded is not None
+    assert left_padded.mask is None
+    assert torch.equal(left_padded.lengths, torch.tensor([[1, 3], [0, 4]]))
+    # Labels at padding count, so padding must attend to the same tokens as in Hugging Face's models.
+    labels_at_padding = labels.clone()
+    labels_at_padding[0, 3] = 4
     scattered = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1]])
-    for other, wanted in ((mask, seen), (scattered, None)):
-        span = span_of(other, None, PackedRow(), mask.shape, wanted)
+    for padding_mask, padding_labels in ((mask, labels_at_padding), (scattered, None)):
+        span = span_of(padding_mask, None, PackedRow(), mask.shape, padding_labels)
         assert span is not None
         assert span.lengths is None
-        assert torch.equal(span.mask, other.bool()[:, None, None])
+        assert torch.equal(span.mask, padding_mask.bool()[:, None, None])
     with pytest.raises(UnsupportedError, match="either attention_mask or cu_seq_lens_q: both"):
         span_of(mask, None, PackedRow(torch.tensor([0, 2, 4])), mask.shape)
 
 
-def test_a_model_with_further_parts_is_refused_whether_it_has_its_weights_or_not(
+def test_a_model_with_a_wrapped_layer_is_refused_with_and_without_weights(
     tmp_path: Path,
 ) -> None:
     twin_of("llama").save_pretrained(tmp_path)

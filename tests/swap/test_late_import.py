@@ -1,4 +1,4 @@
-"""A module that is imported later is changed as one that is there, and none is imported for it."""
+"""A callback runs once for a module imported before or in a block, which does not import it itself."""
 
 from __future__ import annotations
 
@@ -24,27 +24,25 @@ def module_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_module_is_acted_on_once_and_only_inside_the_block(module_path: Path) -> None:
-    seen: list[int] = []
+def test_import_callback_runs_once_and_only_inside_the_block(module_path: Path) -> None:
+    calls: list[int] = []
     finders = list(sys.meta_path)
-    with call_on_import(NAME, lambda module: seen.append(module.value)):
-        assert not seen
+    with call_on_import(NAME, lambda module: calls.append(module.value)):
+        assert not calls
         importlib.import_module(NAME)
-        assert seen == [1]
-        with call_on_import(NAME, lambda module: seen.append(2)):
-            assert seen == [1, 2]
+        assert calls == [1]
+        with call_on_import(NAME, lambda module: calls.append(2)):
+            assert calls == [1, 2]
     assert sys.meta_path == finders
     del sys.modules[NAME]
-    with call_on_import(NAME, lambda module: seen.append(3)):
+    with call_on_import(NAME, lambda module: calls.append(3)):
         pass
     importlib.import_module(NAME)
-    assert seen == [1, 2]
+    assert calls == [1, 2]
     assert sys.meta_path == finders
 
 
-def test_models_are_built_on_meta_though_transformers_come_later_and_are_not_imported_for_others() -> (
-    None
-):
+def test_models_are_built_on_meta_if_transformers_is_imported_inside_the_block() -> None:
     code = """
 import sys
 from lightning_megatron.swap import build_on_meta
@@ -56,19 +54,19 @@ with build_on_meta():
 assert model.lm_head.weight.is_meta
 assert not AutoModelForCausalLM.from_config(config).lm_head.weight.is_meta
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
 
 
-@pytest.mark.parametrize("left", [(), ("peft",), ("peft.tuners.tuners_utils",)])
-def test_models_are_built_on_meta_after_an_import_of_peft_has_failed_half_way(
-    left: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("remaining", [(), ("peft",), ("peft.tuners.tuners_utils",)])
+def test_build_on_meta_works_after_a_partly_failed_import_of_peft(
+    remaining: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("peft", "peft.tuners.tuners_utils"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    for name in left:
+    for name in remaining:
         module = ModuleType(name)
         module.BaseTuner = object
         monkeypatch.setitem(sys.modules, name, module)

@@ -1,4 +1,4 @@
-"""A rank that loads its shard of a large file never holds much more than the shard."""
+"""A rank that loads its shard of a large file never holds much more memory than the shard."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIG |= {
     "num_key_value_heads": 8,
     "max_position_embeddings": 4096,
 }
-#: Of experts almost alone.
+#: Almost all parameters are experts.
 MIXTRAL = {
     **CONFIG,
     "model_type": "mixtral",
@@ -67,7 +67,7 @@ print(json.dumps({"growth": memory("VmHWM") - before, "shard": shard}))
 
 
 def shapes_of(config: dict[str, Any], is_packed: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """List the tensors of a folder; experts by themselves, or all of a layer in two."""
+    """Yield names and shapes of a folder's tensors; experts are separate, or packed in two tensors."""
     family = family_of(config["model_type"])
     for tensor in family.tensors(family.config(config)):
         for name, shape in tensor.source_shapes.items():
@@ -82,8 +82,8 @@ def shapes_of(config: dict[str, Any], is_packed: bool) -> Iterator[tuple[str, tu
 
 
 def sparse_folder(folder: Path, config: dict[str, Any], is_packed: bool = False) -> tuple[int, int]:
-    """Write a folder of zeros that takes no space; return the size of all tensors and of the
-    largest (bytes).
+    """Write a folder of zeros that takes no disk space; return the size of all tensors and of the
+    largest tensor (bytes).
     """
     entries, size, largest = {}, 0, 0
     for name, shape in shapes_of(config, is_packed):
@@ -103,39 +103,42 @@ def sparse_folder(folder: Path, config: dict[str, Any], is_packed: bool = False)
 
 
 HAS_PEAK = pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="the kernel does not tell a process's peak"
+    not Path("/proc/self/clear_refs").exists(),
+    reason="the kernel does not report the peak memory of a process",
 )
 
 
 @HAS_PEAK
-def test_memory_stays_below_the_shard_and_one_tensor(tmp_path: Path) -> None:
+def test_memory_of_loading_stays_below_the_shard_and_one_tensor(tmp_path: Path) -> None:
     size, largest = sparse_folder(tmp_path, CONFIG)
     assert size > 4e9
-    found = memory_of(tmp_path)
-    assert size / 9 < found["shard"] < size / 7
-    assert found["shard"] * 0.9 < found["growth"] < found["shard"] + largest, found
+    memory = memory_of(tmp_path)
+    assert size / 9 < memory["shard"] < size / 7
+    assert memory["shard"] * 0.9 < memory["growth"] < memory["shard"] + largest, memory
 
 
 @HAS_PEAK
 @pytest.mark.parametrize("is_packed", [False, True])
-def test_a_rank_holds_no_more_than_its_experts_while_it_loads(
+def test_a_rank_that_loads_experts_holds_little_more_than_its_shard(
     is_packed: bool, tmp_path: Path
 ) -> None:
     size, _ = sparse_folder(tmp_path, MIXTRAL, is_packed)
     assert size > 2.8e9
-    found = memory_of(tmp_path)
-    assert found["shard"] < size / 7
+    memory = memory_of(tmp_path)
+    assert memory["shard"] < size / 7
     assert (
-        found["shard"] * 0.9 < found["growth"] < found["shard"] + 2 * _NUM_CONCURRENT * PIECE_BYTES
-    ), found
+        memory["shard"] * 0.9
+        < memory["growth"]
+        < memory["shard"] + 2 * _NUM_CONCURRENT * PIECE_BYTES
+    ), memory
 
 
 def memory_of(folder: Path) -> dict[str, int]:
-    """Load a rank's part of a folder; return its size, and by how much the process has grown at
-    most (bytes).
+    """Load a rank's part of a folder; return its size, and the largest growth of the process
+    (bytes).
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(folder)],
         capture_output=True,
         text=True,
@@ -143,6 +146,6 @@ def memory_of(folder: Path) -> dict[str, int]:
         cwd=Path(__file__).parents[2],
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    assert process.returncode == 0, process.stderr
+    memory: dict[str, int] = json.loads(process.stdout.splitlines()[-1])
+    return memory

@@ -1,4 +1,4 @@
-"""Adapters of peft on Hugging Face models: their own logits, losses and gradients, in every layout."""
+"""Adapters of peft on replaced models match peft's logits, losses and gradients in every layout."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from tests.swap.encoders import CASES as ENCODERS
 from tests.swap.families import CASES as DECODERS
 from tests.swap.families import transformers, twin_of
 from tests.swap.parts import check_call
-from tests.swap.test_encoders import exact as exact_encoder
+from tests.swap.test_encoders import exact_encoder, labelled, loss_of
 from tests.swap.test_encoders import inputs as encoder_inputs
-from tests.swap.test_encoders import labelled, loss_of
 from tests.swap.test_language_models import exact_twin, expected_of, inputs, logits_of
 from tests.world import run_world
 
@@ -35,12 +34,12 @@ LLAMA = "llama with one key head"
 
 
 def adapted(model: nn.Module, **settings: Any) -> Any:
-    """Return a model with an adapter of random numbers."""
+    """Return a model with an adapter of random values."""
     config = peft.LoraConfig(
         **{"r": 3, "lora_alpha": 5, "target_modules": "all-linear", **settings}
     )
     with warnings.catch_warnings():
-        # Of Conv1D, which stores its weight input first.
+        # peft warns about Conv1D, which stores its weight with the input dimension first.
         warnings.filterwarnings("ignore", "fan_in_fan_out")
         wrapped = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     generator = torch.Generator().manual_seed(4)
@@ -62,19 +61,20 @@ def swapped(wrapped: nn.Module, mesh: ParallelMesh) -> Any:
 def gradients_of_factors(
     wrapped: Any, twin: Any, mesh: ParallelMesh
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the full gradient of every factor and, on the host, what peft has; what is frozen has
-    none.
+    """Return the full gradient of every trained factor and, on the host, the gradient of peft; frozen
+    parameters have none.
     """
     model: ReplacedModel = wrapped.get_base_model()
     theirs = {
-        name.removeprefix("base_model.model."): one.grad for name, one in twin.named_parameters()
+        name.removeprefix("base_model.model."): parameter.grad
+        for name, parameter in twin.named_parameters()
     }
-    theirs = {name: one.double().cpu() for name, one in theirs.items() if one is not None}
+    theirs = {name: grad.double().cpu() for name, grad in theirs.items() if grad is not None}
     theirs = {
-        name.replace(".default.", ".").replace(".modules_to_save.", "."): one
-        for name, one in theirs.items()
+        name.replace(".default.", ".").replace(".modules_to_save.", "."): grad
+        for name, grad in theirs.items()
     }
-    wanted = (
+    class_tensors = (
         model.adapter.class_tensors(model.family.class_tensors(model.body.config))
         if model.adapter
         else {}
@@ -83,25 +83,25 @@ def gradients_of_factors(
     name_of = model.adapter.wrapped_name if model.adapter else str
     expected = {
         name if ".lora_" in name else name_of(name): tensor.full(reader, torch.float64)
-        for name, (tensor, _) in wanted.items()
+        for name, (tensor, _) in class_tensors.items()
     }
     assert len(expected) == sum(parameter.requires_grad for parameter in twin.parameters())
-    trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert trained.keys() == expected.keys()
-    found = {}
+    gradients = {}
     for name, parameter in trained.items():
         spec = shard_spec_of(parameter, mesh.tp.rank)
         assert parameter.grad is not None, name
-        found[name] = (
+        gradients[name] = (
             gather_full(parameter.grad, spec, mesh, sum_copies=spec.partial),
             expected[name],
         )
-    return found
+    return gradients
 
 
-def check_gradients(wrapped: Any, twin: Any, mesh: ParallelMesh, what: str) -> None:
-    for name, (found, expected) in gradients_of_factors(wrapped, twin, mesh).items():
-        assert_equal(found, expected, f"{what}: gradient of {name}", 1e-9)
+def check_gradients(wrapped: Any, twin: Any, mesh: ParallelMesh, label: str) -> None:
+    for name, (actual, expected) in gradients_of_factors(wrapped, twin, mesh).items():
+        assert_equal(actual, expected, f"{label}: gradient of {name}", 1e-9)
 
 
 def compare_decoders(case: str, mesh: ParallelMesh, **settings: Any) -> None:
@@ -109,59 +109,59 @@ def compare_decoders(case: str, mesh: ParallelMesh, **settings: Any) -> None:
         adapted(exact_twin(case), **settings),
         swapped(adapted(exact_twin(case), **settings), mesh),
     )
-    what = f"{case}, {settings}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
-    # Padding for sequence parallelism, and other blocks of a batch, are the same for models without
-    # adapters.
+    label = f"{case}, {settings}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
+    # Tests of models without adapters cover padding for sequence parallelism and other kinds of
+    # batches.
     for kind, recompute in (
         (("odd", "none"),) if mesh.tp.size > 1 else (("padded left", "none"), ("odd", "full"))
     ):
         call = inputs()[kind]
         logits, loss, _ = expected_of(twin, call)
         wrapped.get_base_model().gpt.recompute = recompute
-        check_call(wrapped, call, logits, loss, what)
-        check_gradients(wrapped, twin, mesh, what)
+        check_call(wrapped, call, logits, loss, label)
+        check_gradients(wrapped, twin, mesh, label)
     with wrapped.disable_adapter(), twin.disable_adapter(), torch.no_grad():
-        unlabelled = {name: one for name, one in call.items() if name != "labels"}
+        unlabelled = {name: tensor for name, tensor in call.items() if name != "labels"}
         expected = logits_of(twin, unlabelled)
-        assert_equal(wrapped(**call).logits, expected, f"{what}: without adapter", 1e-9)
-    assert_equal(wrapped(**call).logits, logits, f"{what}: with it again", 1e-9)
+        assert_equal(wrapped(**call).logits, expected, f"{label}: without adapter", 1e-9)
+    assert_equal(wrapped(**call).logits, logits, f"{label}: with it again", 1e-9)
 
 
 def compare_encoders(case: str, mesh: ParallelMesh) -> None:
-    # With the task peft trains classifiers as a whole.
+    # With this task type, peft trains full classifiers.
     settings = {"task_type": "SEQ_CLS"} if "classes" in case else {}
     twin = adapted(exact_encoder(case), **settings)
     wrapped = swapped(adapted(exact_encoder(case), **settings), mesh)
     call = labelled(case, encoder_inputs(twin.get_base_model())["padded right"])
-    what = f"{case}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
+    label = f"{case}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
     expected, output = twin(**call), wrapped(**call)
     expected.loss = expected.get("loss")
-    assert_equal(loss_of(output), loss_of(expected), f"{what}: loss", 1e-9)
+    assert_equal(loss_of(output), loss_of(expected), f"{label}: loss", 1e-9)
     loss_of(expected).backward()
     loss_of(output).backward()
-    check_gradients(wrapped, twin, mesh, what)
+    check_gradients(wrapped, twin, mesh, label)
 
 
-def test_one_process_computes_what_peft_does() -> None:
+def test_adapters_on_one_process_match_peft() -> None:
     for case in DECODERS:
         compare_decoders(case, ParallelMesh.single())
     for case in ENCODERS:
         compare_encoders(case, ParallelMesh.single())
-    some = {
+    settings = {
         "target_modules": ["v_proj", "q_proj", "up_proj"],
         "use_rslora": True,
         "layers_to_transform": [1, 2],
     }
-    some |= {
+    settings |= {
         "rank_pattern": {"v_proj": 5},
         "alpha_pattern": {"q_proj": 7},
         "task_type": "CAUSAL_LM",
     }
-    compare_decoders("llama", ParallelMesh.single(), **some)
+    compare_decoders("llama", ParallelMesh.single(), **settings)
 
 
-class Updated(nn.Module):
-    """A layer with an update of low rank, as users write it."""
+class LowRankUpdate(nn.Module):
+    """Add an update of low rank to a layer, as users write it."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -172,9 +172,11 @@ class Updated(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def compare_own_updates(mesh: ParallelMesh) -> None:
+def compare_user_updates(mesh: ParallelMesh) -> None:
     torch.manual_seed(0)
-    twin = nn.Sequential(Updated(nn.Linear(8, 8)), nn.GELU(), Updated(nn.Linear(8, 8))).double()
+    twin = nn.Sequential(
+        LowRankUpdate(nn.Linear(8, 8)), nn.GELU(), LowRankUpdate(nn.Linear(8, 8))
+    ).double()
     root, x = deepcopy(twin), torch.randn(3, 8, dtype=torch.float64)
     parallelize(root, mesh, {"0.base": "column_gather", "2.base": "row_split"})
     assert root[0].base.weight.shape[0] == 8 // mesh.tp.size
@@ -213,19 +215,19 @@ def check_ranks(rank: int, size: int) -> None:
                 compare_decoders(case, mesh)
             compare_encoders("roberta classes" if sequence_parallel else "bert classes", mesh)
             compare_encoders("bert masked", mesh)
-            compare_own_updates(mesh)
+            compare_user_updates(mesh)
             mesh.destroy()
 
 
-def test_ranks_compute_what_peft_does() -> None:
+def test_adapters_on_several_ranks_match_peft() -> None:
     run_world(check_ranks, 4)
 
 
-def test_dropout_drops_of_the_input_of_the_update_alone() -> None:
+def test_lora_dropout_applies_only_to_the_input_of_the_update() -> None:
     wrapped = swapped(adapted(exact_twin("llama"), lora_dropout=0.5), ParallelMesh.single())
     call = inputs()["whole"]
     update = wrapped.get_base_model().gpt.layers["1"].attention.qkv.low_rank["q_proj"]
-    # As peft has it: the model comes without dropout, what is new does not.
+    # As in peft, the base model is in evaluation mode, and the new layers are in training mode.
     assert update.training
     assert not wrapped.get_base_model().gpt.training
     losses = []
@@ -248,10 +250,10 @@ def test_dropout_drops_of_the_input_of_the_update_alone() -> None:
     wrapped.get_base_model().gpt.mesh.random.seek(1)
     with torch.no_grad():
         mean = sum(update(x) for _ in range(20)) / 20
-        assert_equal(mean.mean((0, 1)), update.eval()(x)[0, 0], "mean of what is kept", 0.02)
+        assert_equal(mean.mean((0, 1)), update.eval()(x)[0, 0], "mean under dropout", 0.02)
 
 
-def test_adapters_of_models_without_values_begin_as_with_peft(tmp_path: Path) -> None:
+def test_adapters_of_models_without_values_start_with_the_values_of_peft(tmp_path: Path) -> None:
     twin_of("llama").save_pretrained(tmp_path)
     root = nn.Module()
     torch.manual_seed(1)
@@ -281,7 +283,7 @@ def test_adapters_of_models_without_values_begin_as_with_peft(tmp_path: Path) ->
             assert not update.b.weight.any()
 
 
-def test_models_that_a_plan_leaves_alone_keep_the_layers_of_peft(tmp_path: Path) -> None:
+def test_models_that_a_plan_replicates_keep_the_layers_of_peft(tmp_path: Path) -> None:
     twin = twin_of("llama").eval()
     twin.save_pretrained(tmp_path)
     root, call = nn.Module(), inputs()["whole"]
@@ -301,7 +303,7 @@ def test_models_that_a_plan_leaves_alone_keep_the_layers_of_peft(tmp_path: Path)
         ({"trainable_token_indices": [1]}, "its trainable_token_indices is"),
     ],
 )
-def test_what_is_more_than_lora_is_refused_by_its_name(
+def test_adapter_settings_beyond_lora_are_refused_by_name(
     settings: dict[str, Any], message: str
 ) -> None:
     root = nn.ModuleDict({"model": adapted(twin_of("llama"), **settings)})
@@ -309,7 +311,7 @@ def test_what_is_more_than_lora_is_refused_by_its_name(
         parallelize(root, ParallelMesh.single())
 
 
-def test_other_states_of_adapters_are_refused() -> None:
+def test_merged_adapters_second_adapters_and_other_types_are_refused() -> None:
     wrapped = adapted(twin_of("llama"))
     wrapped.merge_adapter()
     with pytest.raises(UnsupportedError, match="is merged"):
@@ -318,9 +320,9 @@ def test_other_states_of_adapters_are_refused() -> None:
     wrapped.add_adapter("second", peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(UnsupportedError, match="it has the adapters 'default', 'second'"):
         parallelize(nn.ModuleDict({"model": wrapped}), ParallelMesh.single())
-    other = peft.get_peft_model(twin_of("llama"), peft.LoHaConfig(target_modules=["q_proj"]))
+    loha = peft.get_peft_model(twin_of("llama"), peft.LoHaConfig(target_modules=["q_proj"]))
     with pytest.raises(UnsupportedError, match="is a Linear"):
-        parallelize(nn.ModuleDict({"model": other}), ParallelMesh.single())
+        parallelize(nn.ModuleDict({"model": loha}), ParallelMesh.single())
     wrapped = swapped(adapted(twin_of("llama")), ParallelMesh.single())
     with pytest.raises(
         UnsupportedError, match=r"merge_and_unload needs the layers of peft.*convert"

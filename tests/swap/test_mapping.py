@@ -1,4 +1,4 @@
-"""Rows of foreign tensors are found wherever they lie, and parts read are parts of the whole."""
+"""Tensor maps fill any shard from foreign tensors, and split full tensors into foreign tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_megatron.swap.tensors.mapping import Slices, Source, TensorMap, T
 
 
 class CountingReader(TensorsInMemory):
-    """Count the elements that are read."""
+    """Record the number of elements of every read."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         super().__init__(tensors)
@@ -32,7 +32,6 @@ def by_heads(name: str, heads: int, head: int) -> tuple[Source, ...]:
     )
 
 
-# Each map with its foreign tensors.
 def maps() -> dict[str, TensorMap]:
     return {
         "whole": TensorMap("w", (24, 10), (Source("a", 24),)),
@@ -59,7 +58,7 @@ def full_of(tensor: TensorMap, reader: TensorsInMemory) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", maps())
-def test_what_is_split_is_what_was_joined(kind: str) -> None:
+def test_split_restores_the_joined_tensors(kind: str) -> None:
     tensor = maps()[kind]
     theirs = values_of(tensor)
     back = tensor.split(full_of(tensor, TensorsInMemory(theirs)))
@@ -67,7 +66,7 @@ def test_what_is_split_is_what_was_joined(kind: str) -> None:
     assert all(torch.equal(back[name], theirs[name]) for name in theirs)
 
 
-def test_rows_by_heads_are_query_key_and_value_of_one_head_after_the_other() -> None:
+def test_rows_by_heads_become_all_query_then_key_then_value_rows() -> None:
     tensor = maps()["vector by heads"]
     full = full_of(tensor, TensorsInMemory({"a": torch.arange(24.0)}))
     query, key, value = torch.arange(24.0).view(4, 3, 2).unbind(1)
@@ -76,7 +75,7 @@ def test_rows_by_heads_are_query_key_and_value_of_one_head_after_the_other() -> 
 
 @given(data=st.data(), kind=st.sampled_from(sorted(maps())))
 @settings(deadline=None, max_examples=150)
-def test_any_shard_is_read_and_nothing_else(data: st.DataObject, kind: str) -> None:
+def test_any_shard_is_read_without_other_elements(data: st.DataObject, kind: str) -> None:
     tensor = maps()[kind]
     dim = data.draw(st.integers(0, len(tensor.shape) - 1))
     ends = sorted(data.draw(st.lists(st.integers(0, tensor.shape[dim]), min_size=2, max_size=6)))
@@ -94,7 +93,7 @@ def test_any_shard_is_read_and_nothing_else(data: st.DataObject, kind: str) -> N
     assert sum(reader.parts) == expected.numel()  # type: ignore[attr-defined]
 
 
-def test_flat_slices_are_filled_as_shards_are() -> None:
+def test_flat_slices_are_filled_like_shards() -> None:
     tensor = maps()["by heads"]
     reader = TensorsInMemory(values_of(tensor))
     for tp_rank in range(2):
@@ -107,7 +106,7 @@ def test_flat_slices_are_filled_as_shards_are() -> None:
         assert torch.equal(flat, local.flatten()[7:71])
 
 
-def test_joined_rows_of_a_gate_are_cut_like_the_tensor_they_make() -> None:
+def test_a_shard_of_gated_rows_is_filled_from_both_sources() -> None:
     tensor = TensorMap("w", (24, 10), (Source("gate", 12), Source("up", 12)))
     theirs = values_of(tensor)
     spec = ShardSpec(tensor.shape, gated_ranges(12, 3, 1))

@@ -1,5 +1,5 @@
-"""A replaced Hugging Face model is the object that it was: its tree, its names, its parameters one
-by one.
+"""A replaced Hugging Face model remains the same object, with its module tree, its names and its
+separate parameters.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.world import run_world
 transformers = pytest.importorskip("transformers")
 
 TOKENS = torch.randint(0, V, (2, 8), generator=torch.Generator().manual_seed(0))
-#: Classes that pack rows of several projections into one tensor, or store it transposed.
+#: Names of layers that pack rows of several projections into one tensor, or store it transposed.
 PACKED = ("c_attn", "c_proj", "c_fc", "query_key_value", "qkv_proj", "gate_up_proj")
 
 
@@ -74,19 +74,19 @@ def test_an_encoder_keeps_the_names_and_order_of_its_parameters(case: str) -> No
 
 
 def groups_of(model: Any) -> list[dict[str, Any]]:
-    """Return groups as scripts for Hugging Face models make them: by parts of names."""
+    """Return optimizer groups by parts of names, like scripts for Hugging Face models."""
     no_decay = ("bias", "layernorm.weight", "ln_", "norm.weight")
-    decayed, others, embedding = [], [], []
+    decayed, undecayed, embedding = [], [], []
     for name, parameter in model.named_parameters():
         if "embed_tokens" in name or "wte" in name:
             embedding.append(parameter)
         elif any(part in name for part in no_decay):
-            others.append(parameter)
+            undecayed.append(parameter)
         elif parameter.requires_grad:
             decayed.append(parameter)
     return [
         {"params": decayed, "weight_decay": 0.3},
-        {"params": others, "weight_decay": 0.0},
+        {"params": undecayed, "weight_decay": 0.0},
         {"params": embedding, "weight_decay": 0.0, "lr": 1e-4},
     ]
 
@@ -111,32 +111,32 @@ def train(model: Any, freeze: str, num_steps: int = 3) -> list[Tensor]:
     ("case", "freeze"),
     [("llama", "layers.1"), ("llama", "k_proj"), ("gpt2", "h.0."), ("qwen2", "q_proj.weight")],
 )
-def test_groups_and_freezing_by_names_train_the_same(case: str, freeze: str) -> None:
-    expected = train(exact_twin(case), freeze)
-    found = train(swapped(exact_twin(case)), freeze)
-    assert expected[0] != expected[-1]
-    for step, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert_equal(one, other, f"{case} without {freeze}, step {step}", 1e-9)
+def test_groups_and_freezing_by_names_train_like_hugging_face(case: str, freeze: str) -> None:
+    expected_losses = train(exact_twin(case), freeze)
+    losses = train(swapped(exact_twin(case)), freeze)
+    assert expected_losses[0] != expected_losses[-1]
+    for step, (loss, expected_loss) in enumerate(zip(losses, expected_losses, strict=True)):
+        assert_equal(loss, expected_loss, f"{case} without {freeze}, step {step}", 1e-9)
 
 
-def test_parts_of_a_joint_layer_have_gradients_of_their_own() -> None:
+def test_projections_of_a_joint_layer_have_separate_gradients() -> None:
     twin, model = exact_twin("llama"), swapped(exact_twin("llama"))
-    for each in (twin, model):
-        each.model.layers[0].self_attn.k_proj.weight.requires_grad_(False)
-        each(input_ids=TOKENS).logits.square().mean().backward()
+    for network in (twin, model):
+        network.model.layers[0].self_attn.k_proj.weight.requires_grad_(False)
+        network(input_ids=TOKENS).logits.square().mean().backward()
     for name, parameter in twin.named_parameters():
-        found = model.get_parameter(name).grad
+        gradient = model.get_parameter(name).grad
         if parameter.grad is None:
-            assert found is None, name
+            assert gradient is None, name
         else:
-            assert_equal(found[: len(parameter)], parameter.grad, name, 1e-9)
+            assert_equal(gradient[: len(parameter)], parameter.grad, name, 1e-9)
 
 
-def test_parts_of_a_joint_layer_lie_side_by_side() -> None:
+def test_projections_of_a_joint_layer_are_adjacent_in_memory() -> None:
     model = swapped(twin_of("llama"))
     attention = model.model.layers[1].self_attn
     stacks = [part for part in model.body.modules() if isinstance(part, ParameterStack)]
-    stack = next(one for one in stacks if one.parts[0] is attention.q_proj.weight)
+    stack = next(candidate for candidate in stacks if candidate.parts[0] is attention.q_proj.weight)
     assert [id(part) for part in stack.parts] == [
         id(layer.weight) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)
     ]
@@ -152,23 +152,23 @@ def test_parts_of_a_joint_layer_lie_side_by_side() -> None:
     assert_equal(
         stack.concatenate().float(),
         torch.cat([part.float() for part in stack.parts]),
-        "apart in memory",
+        "separate in memory",
     )
 
 
-def test_hooks_of_parameters_see_and_change_their_gradients() -> None:
-    seen: dict[str, Tensor] = {}
-    for each in (exact_twin("llama"), swapped(exact_twin("llama"))):
+def test_hooks_of_parameters_change_gradients_like_in_hugging_face() -> None:
+    expected: dict[str, Tensor] = {}
+    for network in (exact_twin("llama"), swapped(exact_twin("llama"))):
         for number, name in enumerate(
             ("embed_tokens.weight", "layers.1.self_attn.q_proj.weight", "norm.weight")
         ):
-            parameter = each.model.get_parameter(name)
+            parameter = network.model.get_parameter(name)
             handle = parameter.register_hook(lambda gradient, factor=number + 2: gradient * factor)
-            each(input_ids=TOKENS).logits.square().mean().backward()
+            network(input_ids=TOKENS).logits.square().mean().backward()
             handle.remove()
-            found = parameter.grad[:V]
-            assert_equal(found, seen.setdefault(name, found), name, 1e-9)
-            each.zero_grad()
+            hooked_gradient = parameter.grad[:V]
+            assert_equal(hooked_gradient, expected.setdefault(name, hooked_gradient), name, 1e-9)
+            network.zero_grad()
 
 
 REFUSED = {
@@ -185,14 +185,14 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_would_have_no_effect_is_refused(what: str) -> None:
+@pytest.mark.parametrize("action", REFUSED)
+def test_calls_and_changes_without_effect_are_refused(action: str) -> None:
     model = swapped(twin_of("llama"))
     with pytest.raises(UnsupportedError, match=r"cut over ranks"):
-        REFUSED[what](model)
+        REFUSED[action](model)
 
 
-def test_hooks_of_the_whole_model_run() -> None:
+def test_forward_hooks_of_the_full_model_run() -> None:
     model, calls = twin_of("llama"), []
     model.register_forward_hook(lambda *_: calls.append("before"))
     swapped(model)
@@ -201,7 +201,7 @@ def test_hooks_of_the_whole_model_run() -> None:
     assert calls == ["before", "after"]
 
 
-def test_modes_follow_those_of_the_tree() -> None:
+def test_training_modes_follow_the_module_tree() -> None:
     model = twin_of("llama", attention_dropout=0.5).train()
     model.model.layers[0].eval()
     swapped(model)
@@ -217,17 +217,17 @@ def test_modes_follow_those_of_the_tree() -> None:
 
 def test_a_copy_computes_with_its_own_parameters() -> None:
     model = swapped(twin_of("llama").eval())
-    twin = deepcopy(model)
+    copied = deepcopy(model)
     expected = model(input_ids=TOKENS).logits
     with torch.no_grad():
-        twin.model.layers[0].self_attn.q_proj.weight.mul_(3)
-    assert_equal(model(input_ids=TOKENS).logits, expected, "the model stays")
-    assert not torch.equal(twin(input_ids=TOKENS).logits, expected)
-    shared = {id(parameter) for parameter in twin.parameters()}
+        copied.model.layers[0].self_attn.q_proj.weight.mul_(3)
+    assert_equal(model(input_ids=TOKENS).logits, expected, "the original model")
+    assert not torch.equal(copied(input_ids=TOKENS).logits, expected)
+    shared = {id(parameter) for parameter in copied.parameters()}
     assert shared.isdisjoint(map(id, model.parameters()))
 
 
-def save(rank: int, size: int, folder: str) -> None:
+def save_on_all_ranks(rank: int, size: int, folder: str) -> None:
     for number, (case, sizes) in enumerate(
         [("llama", {"tp": 2}), ("gpt_neox", {"tp": 2}), ("gpt2", {"pp": 2}), ("phi3", {})]
     ):
@@ -242,7 +242,7 @@ def save(rank: int, size: int, folder: str) -> None:
             model.save_pretrained(Path(folder) / str(number))
 
 
-def save_alone(rank: int, size: int, folder: str) -> str:
+def save_on_one_rank(rank: int, size: int, folder: str) -> str:
     mesh = ParallelMesh.create(ParallelLayout(size, tp=2), sequence_parallel=False)
     model = swapped(twin_of("llama"), mesh)
     mesh.destroy()
@@ -257,25 +257,25 @@ def save_alone(rank: int, size: int, folder: str) -> str:
 
 
 def test_save_pretrained_after_a_run_on_one_rank_is_refused(tmp_path: Path) -> None:
-    alone, _ = run_world(save_alone, 2, str(tmp_path))
-    assert "must be called on all ranks" in alone
-    assert "rank 1 did not join within 1 s" in alone
+    message, _ = run_world(save_on_one_rank, 2, str(tmp_path))
+    assert "must be called on all ranks" in message
+    assert "rank 1 did not join within 1 s" in message
     assert not list(tmp_path.iterdir())
 
 
-def test_save_pretrained_writes_the_whole_model_from_all_ranks(tmp_path: Path) -> None:
-    run_world(save, 2, str(tmp_path))
+def test_save_pretrained_writes_the_full_model_from_all_ranks(tmp_path: Path) -> None:
+    run_world(save_on_all_ranks, 2, str(tmp_path))
     cases = ("llama", "gpt_neox", "gpt2", "phi3")
     for number, case in [
         *enumerate(cases),
         *((f"{number}_after", case) for number, case in enumerate(cases)),
     ]:
-        again, report = transformers.AutoModelForCausalLM.from_pretrained(
+        reloaded, report = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / str(number), output_loading_info=True
         )
         assert not any(report.values()), report
         for name, tensor in twin_of(case).state_dict().items():
-            assert torch.equal(again.state_dict()[name], tensor), f"{case}: {name}"
+            assert torch.equal(reloaded.state_dict()[name], tensor), f"{case}: {name}"
     with pytest.raises(UnsupportedError, match=r"folder without weights"):
         swapped(twin_of("llama")).save_pretrained(tmp_path / "0")
     with pytest.raises(UnsupportedError, match=r"takes no variant"):
@@ -292,22 +292,22 @@ def check_states(mesh: ParallelMesh) -> None:
         ours = model(input_ids=TOKENS, output_hidden_states=True)
         assert ours.keys() == ("logits", "hidden_states")
         assert len(ours.hidden_states) == len(theirs.hidden_states)
-        for layer, (one, other) in enumerate(
+        for layer, (our_state, their_state) in enumerate(
             zip(ours.hidden_states, theirs.hidden_states, strict=True)
         ):
-            assert_equal(one, other, f"{case}: hidden states {layer}", 1e-9)
+            assert_equal(our_state, their_state, f"{case}: hidden states {layer}", 1e-9)
         assert model(input_ids=TOKENS).hidden_states is None
-        vectors = [each.get_input_embeddings()(TOKENS) for each in (model, twin)]
+        vectors = [network.get_input_embeddings()(TOKENS) for network in (model, twin)]
         assert_equal(vectors[0], vectors[1], f"{case}: vectors", 1e-9)
         logits = [
-            each(inputs_embeds=2 * one).logits
-            for each, one in zip((model, twin), vectors, strict=True)
+            network(inputs_embeds=2 * vector).logits
+            for network, vector in zip((model, twin), vectors, strict=True)
         ]
         assert_equal(logits[0], logits[1], f"{case}: from vectors", 1e-9)
-        for each in (model, twin):
-            each.zero_grad()
-            state = each(
-                inputs_embeds=each.get_input_embeddings()(TOKENS), output_hidden_states=True
+        for network in (model, twin):
+            network.zero_grad()
+            state = network(
+                inputs_embeds=network.get_input_embeddings()(TOKENS), output_hidden_states=True
             ).hidden_states[2]
             state.square().sum().backward()
         for name, parameter in model.named_parameters():
@@ -316,8 +316,8 @@ def check_states(mesh: ParallelMesh) -> None:
             if expected is None or is_stored_otherwise:
                 continue
             spec = shard_spec_of(parameter, mesh.tp.rank)
-            found = gather_full(parameter.grad, spec, mesh, sum_copies=spec.partial)
-            assert_equal(found, expected, f"{case}: gradient of {name}", 1e-8)
+            gradient = gather_full(parameter.grad, spec, mesh, sum_copies=spec.partial)
+            assert_equal(gradient, expected, f"{case}: gradient of {name}", 1e-8)
 
 
 def check_states_on_ranks(rank: int, size: int) -> None:
@@ -337,6 +337,6 @@ def check_states_on_ranks(rank: int, size: int) -> None:
     mesh.destroy()
 
 
-def test_hidden_states_and_token_vectors_are_those_of_hugging_face() -> None:
+def test_hidden_states_and_token_vectors_match_hugging_face() -> None:
     check_states(ParallelMesh.single())
     run_world(check_states_on_ranks, 2)

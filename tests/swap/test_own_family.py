@@ -1,4 +1,4 @@
-"""A package can describe a family of its own, and everything follows from that."""
+"""A family that another package describes is found, loaded, computed and exported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ print(family_of("StableLmForCausalLM").model_type, families()[0].model_type)
 """
 
 
-def test_a_family_of_ones_own_is_loaded_computed_and_exported(tmp_path: Path) -> None:
+def test_a_family_of_another_package_is_loaded_computed_and_exported(tmp_path: Path) -> None:
     assert find_family("stablelm") is None
     torch.manual_seed(0)
     settings = {
@@ -50,9 +50,10 @@ def test_a_family_of_ones_own_is_loaded_computed_and_exported(tmp_path: Path) ->
     tokens = torch.randint(0, 53, (2, 20))
     assert torch.allclose(model(tokens), twin(tokens).logits, atol=1e-4)
     export_folder(full_tensors(model).items(), family, folder.config, tmp_path / "ours")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert all(
-        torch.equal(tensor, again.state_dict()[name]) for name, tensor in twin.state_dict().items()
+        torch.equal(tensor, reloaded.state_dict()[name])
+        for name, tensor in twin.state_dict().items()
     )
 
 
@@ -62,7 +63,7 @@ def test_families_have_public_names_and_keep_their_former_path() -> None:
     assert {"Family", "ConfigTable", "Field", "DecoderNames"} <= vars(former).keys()
 
 
-def package(folder: Path, value: str) -> str:
+def output_with_package(folder: Path, value: str) -> str:
     information = folder / "stablelm_for_us-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text(
@@ -73,15 +74,15 @@ def package(folder: Path, value: str) -> str:
     )
     root = Path(__file__).parents[2]
     program = f"import sys; sys.path[:0] = [{str(folder)!r}, {str(root)!r}]\n{PROGRAM}"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
-    return done.stdout.strip() if done.returncode == 0 else done.stderr
+    return process.stdout.strip() if process.returncode == 0 else process.stderr
 
 
 def test_a_family_of_an_installed_package_is_known(tmp_path: Path) -> None:
-    assert package(tmp_path, "tests.swap.stablelm:STABLELM") == "stablelm stablelm"
+    assert output_with_package(tmp_path, "tests.swap.stablelm:STABLELM") == "stablelm stablelm"
 
 
 def test_an_entry_point_that_is_not_a_family_is_refused(tmp_path: Path) -> None:
-    assert "stablelm (json:dumps) is a function" in package(tmp_path, "json:dumps")
+    assert "stablelm (json:dumps) is a function" in output_with_package(tmp_path, "json:dumps")

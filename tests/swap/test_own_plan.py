@@ -1,5 +1,5 @@
-"""Hugging Face models without a table are cut by the plan that they bring, and compute what they
-did.
+"""Hugging Face models without a table are cut by their own tensor-parallel plan, and keep their
+results.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ SIZES |= {
     # No family computes this activation, so the model keeps its own code.
     "hidden_act": "tanh",
 }
-# The norms of heads of the last one are whole on every rank, and their gradients are parts of a
-# sum.
+# The norms of heads of the last model are complete on every rank, and their gradients are parts of
+# a sum.
 MODELS = (
     "Starcoder2ForCausalLM",
     "Olmo2ForCausalLM",
@@ -54,7 +54,7 @@ def model_of(name: str, **changes: Any) -> nn.Module:
     return kind(kind.config_class(**{**SIZES, **changes})).double().eval()
 
 
-def check(name: str, mesh: ParallelMesh) -> list[SwapRecord]:
+def compare_with_twin(name: str, mesh: ParallelMesh) -> list[SwapRecord]:
     twin, root = model_of(name), nn.ModuleDict({"model": model_of(name)})
     records = parallelize(root, mesh)
     tokens = torch.randint(0, V, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -62,21 +62,21 @@ def check(name: str, mesh: ParallelMesh) -> list[SwapRecord]:
     for model in (twin, root["model"]):
         logits.append(model(input_ids=tokens).logits)
         F.cross_entropy(logits[-1][:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    # Some of their norms round to float32 on the way.
+    # Norms of some models round to float32.
     assert_equal(logits[1], logits[0], f"{name}: logits", 1e-6)
-    found = full_gradients(root["model"], mesh)
+    gradients = full_gradients(root["model"], mesh)
     for key, parameter in twin.named_parameters():
         assert parameter.grad is not None
-        assert_equal(found[key], parameter.grad, f"{name}: gradient of {key}", 1e-6)
+        assert_equal(gradients[key], parameter.grad, f"{name}: gradient of {key}", 1e-6)
     return records
 
 
 def check_all(rank: int, size: int) -> dict[str, list[SwapRecord]]:
     mesh = ParallelMesh.create(ParallelLayout(size, tp=size))
-    return {name: check(name, mesh) for name in MODELS}
+    return {name: compare_with_twin(name, mesh) for name in MODELS}
 
 
-def test_two_ranks_compute_what_hugging_face_does_by_its_own_plan() -> None:
+def test_models_cut_by_their_own_plan_match_hugging_face_on_two_ranks() -> None:
     for records in run_world(check_all, 2):
         for name in MODELS:
             summary = records[name][-1]
@@ -97,24 +97,27 @@ def test_heads_that_do_not_divide_are_refused() -> None:
         parallelize(root, mesh_of(tp=4))
 
 
-def test_a_plan_that_is_not_understood_is_not_followed_in_part() -> None:
+def test_plan_entries_that_are_not_understood_leave_their_module_uncut() -> None:
     model: Any = model_of("GraniteForCausalLM")
     assert supported_plan(model, 2).kinds["model.layers.0.mlp.gate_proj"] == "column"
     known = model.tp_plan
-    # What lies in one module is cut together or not at all.
-    for more in (
+    # Layers of one module are cut together or not at all.
+    for changes in (
         {"model.layers.*.mlp.up_proj": "packed_colwise"},
         {"model.layers.*.mlp.down_proj": "all_reduce"},
     ):
-        model.tp_plan = {**known, **more}
+        model.tp_plan = {**known, **changes}
         plan = supported_plan(model, 2)
         assert not any(".mlp." in name for name in plan.kinds)
         assert plan.kinds["model.layers.1.self_attn.q_proj"] == "column"
-        assert f"{next(iter(more))!r} is {next(iter(more.values()))!r}" in str(plan)
-    for more in ({"model.layers.*.input_layernorm": "colwise"}, {"model.norm.weight": "replicate"}):
-        model.tp_plan = {**known, **more}
+        assert f"{next(iter(changes))!r} is {next(iter(changes.values()))!r}" in str(plan)
+    for changes in (
+        {"model.layers.*.input_layernorm": "colwise"},
+        {"model.norm.weight": "replicate"},
+    ):
+        model.tp_plan = {**known, **changes}
         assert not any("norm" in name for name in supported_plan(model, 2).kinds)
-        assert next(iter(more)) in str(supported_plan(model, 2))
+        assert next(iter(changes)) in str(supported_plan(model, 2))
     model.tp_plan = dict.fromkeys(known, "packed_colwise")
     assert supported_plan(model, 2).kinds == {}
     root = nn.ModuleDict({"model": model})

@@ -24,11 +24,11 @@ from lightning_megatron.swap.blocks.rules import (
     fill_target,
     rules_of,
 )
-from tests.swap.cases import CLASSIFIER_PLAN, MLP_PLAN, Attending, Classifier, TiedDecoder, mlp
+from tests.swap.cases import CLASSIFIER_PLAN, MLP_PLAN, AttentionOnly, Classifier, TiedDecoder, mlp
 
 
 def mesh_of(tp: int = 2, pp: int = 1, cp: int = 1) -> ParallelMesh:
-    """Return a mesh with sizes but without processes, for what happens before any communication."""
+    """Return a mesh with sizes but without processes, for code that does not communicate."""
     layout = ParallelLayout(tp * pp * cp, tp=tp, pp=pp, cp=cp)
     axes = {
         name: MeshAxis(name, tuple(range(size)))
@@ -56,7 +56,7 @@ def kinds_of(module: nn.Module, plan: dict[str, str] | None, **sizes: int) -> di
     return {record.name: record.kind for record in parallelize(module, mesh_of(**sizes), plan)}
 
 
-def test_a_pattern_that_matches_nothing_is_refused_with_near_names() -> None:
+def test_a_pattern_that_matches_nothing_is_refused_with_similar_names() -> None:
     message = refusal(Classifier(), {"embeding": "vocab"})
     assert "'embeding'" in message
     assert "Did you mean 'embedding'?" in message
@@ -69,7 +69,7 @@ def test_a_pattern_that_matches_only_other_types_is_refused() -> None:
     assert "head.0" in message
 
 
-def test_parts_of_a_block_that_is_swapped_whole_are_refused() -> None:
+def test_kinds_for_parts_of_a_block_that_is_swapped_as_a_unit_are_refused() -> None:
     message = refusal(Classifier(), {"encoder.layers.*.linear1": "column"})
     assert "{'encoder.layers.0': 'auto'}" in message
 
@@ -109,14 +109,14 @@ def test_the_last_pattern_of_a_plan_wins() -> None:
     }
 
 
-def test_auto_and_replicate_hold_for_everything_inside() -> None:
+def test_auto_and_replicate_apply_to_all_modules_inside() -> None:
     plan = {"encoder": "auto", "encoder.layers.1": "replicate"}
     assert kinds_of(Classifier(), plan) == {"encoder": "auto", "encoder.layers.0": "auto"}
     assert kinds_of(Classifier(), {"*": "auto", "encoder": "replicate"}) == {}
 
 
 def test_without_a_plan_encoder_layers_and_attention_are_swapped() -> None:
-    module = nn.Sequential(Classifier(), Attending())
+    module = nn.Sequential(Classifier(), AttentionOnly())
     assert list(kinds_of(module, None)) == [
         "0.encoder",
         "0.encoder.layers.0",
@@ -125,7 +125,7 @@ def test_without_a_plan_encoder_layers_and_attention_are_swapped() -> None:
     ]
 
 
-def test_subclasses_are_left_alone_because_they_may_compute_something_else() -> None:
+def test_subclasses_of_known_classes_are_not_swapped() -> None:
     class Residual(nn.TransformerEncoderLayer):
         pass
 
@@ -181,18 +181,18 @@ def test_settings_that_a_cut_cannot_keep_are_refused(
     assert "'0'" in message
 
 
-def test_calls_that_a_cut_block_cannot_answer_are_refused() -> None:
+def test_unsupported_calls_of_a_cut_block_are_refused() -> None:
     module = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True))
     parallelize(module, mesh_of())
     with pytest.raises(UnsupportedError, match="is_causal=True needs attn_mask"):
         module[0](torch.randn(2, 3, 8), is_causal=True)
 
 
-def test_axes_that_modules_of_torch_cannot_use_are_refused() -> None:
+def test_pipeline_stages_for_torch_modules_are_refused() -> None:
     assert "pipeline stages" in refusal(mlp(), MLP_PLAN, UnsupportedError, pp=2)
 
 
-def test_a_root_that_nothing_holds_is_refused() -> None:
+def test_a_root_module_without_a_parent_is_refused() -> None:
     config = GPTConfig.gpt2(
         vocab_size=8, max_seq_length=4, num_layers=1, hidden_size=8, num_heads=2
     )
@@ -212,7 +212,7 @@ def test_a_gpt_that_differs_from_its_config_is_refused() -> None:
     assert "share one weight across the border of a model" in refusal(shared, None)
 
 
-def test_a_record_says_what_happened_in_one_line() -> None:
+def test_a_record_describes_a_swap_in_one_line() -> None:
     record = parallelize(mlp(), mesh_of(), {"0": "column"})[0]
     assert str(record) == "0: Linear -> ColumnParallelLinear (column, 104 of 208 elements here)"
 
@@ -234,7 +234,7 @@ def test_a_rule_joins_several_source_tensors_into_one() -> None:
     assert torch.equal(target.weight, source.gate.weight)
 
 
-def test_rules_are_for_exact_classes() -> None:
+def test_rules_apply_to_exact_classes_only() -> None:
     class MyLinear(nn.Linear):
         pass
 

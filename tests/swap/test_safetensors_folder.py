@@ -1,5 +1,5 @@
-"""Parts of tensors are read from safetensors files as the format's own library reads them; others
-are refused.
+"""Tensors read from safetensors files equal those of the format's own library, and other files are
+refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ safetensors = pytest.importorskip("safetensors")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 
-def some_tensors() -> dict[str, Tensor]:
+def random_tensors() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     plain = {
         kind: torch.randint(0, 2 if kind == "BOOL" else 100, (7, 5, 3), generator=generator).to(
@@ -34,12 +34,12 @@ def some_tensors() -> dict[str, Tensor]:
     }
 
 
-def saved(folder: Path, tensors: dict[str, Tensor], name: str = "model.safetensors") -> Path:
+def save_folder(folder: Path, tensors: dict[str, Tensor], name: str = "model.safetensors") -> Path:
     safetensors_torch.save_file(tensors, folder / name, metadata={"format": "pt"})
     return folder
 
 
-def same(actual: Tensor, expected: Tensor) -> bool:
+def have_same_bits(actual: Tensor, expected: Tensor) -> bool:
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     return torch.equal(
@@ -48,47 +48,47 @@ def same(actual: Tensor, expected: Tensor) -> bool:
     )
 
 
-def test_tensors_are_those_that_were_saved(tmp_path: Path) -> None:
-    tensors = some_tensors()
-    folder = SafetensorsFolder(saved(tmp_path, tensors))
+def test_read_tensors_equal_the_saved_tensors(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    folder = SafetensorsFolder(save_folder(tmp_path, tensors))
     assert set(folder.names()) == set(tensors)
     for name, expected in tensors.items():
         assert folder.shape(name) == tuple(expected.shape)
         assert folder.dtype_of(name) == expected.dtype
-        assert same(folder.read(name), expected)
+        assert have_same_bits(folder.read(name), expected)
 
 
-def test_parts_are_those_of_the_format_s_own_library(tmp_path: Path) -> None:
-    tensors = some_tensors()
-    folder = SafetensorsFolder(saved(tmp_path, tensors))
+def test_parts_of_tensors_equal_those_of_the_safetensors_library(tmp_path: Path) -> None:
+    tensors = random_tensors()
+    folder = SafetensorsFolder(save_folder(tmp_path, tensors))
     with safetensors.safe_open(tmp_path / "model.safetensors", "pt") as theirs:
         for kind in ("F32", "BF16", "I64", "BOOL"):
             for slices in (
                 (slice(2, 5), slice(0, 5), slice(0, 3)),
                 (slice(6, 7), slice(1, 4), slice(2, 3)),
             ):
-                assert same(folder.read(kind, slices), theirs.get_slice(kind)[slices])
-        assert same(
+                assert have_same_bits(folder.read(kind, slices), theirs.get_slice(kind)[slices])
+        assert have_same_bits(
             folder.read("F32", (slice(3, 3), slice(0, 5), slice(0, 3))), tensors["F32"][3:3]
         )
 
 
-def test_what_is_written_into_a_part_stays_out_of_the_file(tmp_path: Path) -> None:
-    folder = SafetensorsFolder(saved(tmp_path, some_tensors()))
+def test_writing_into_a_read_tensor_does_not_change_the_file(tmp_path: Path) -> None:
+    folder = SafetensorsFolder(save_folder(tmp_path, random_tensors()))
     before = (tmp_path / "model.safetensors").read_bytes()
     folder.read("F32").zero_()
     assert (tmp_path / "model.safetensors").read_bytes() == before
 
 
-def indexed(folder: Path) -> dict[str, Tensor]:
-    tensors = some_tensors()
+def save_indexed_files(folder: Path) -> dict[str, Tensor]:
+    tensors = random_tensors()
     names = sorted(tensors)
     files = {
         "model-00001-of-00002.safetensors": names[:6],
         "model-00002-of-00002.safetensors": names[6:],
     }
     for file, part in files.items():
-        saved(folder, {name: tensors[name] for name in part}, file)
+        save_folder(folder, {name: tensors[name] for name in part}, file)
     weight_map = {name: file for file, part in files.items() for name in part}
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": weight_map})
@@ -97,25 +97,25 @@ def indexed(folder: Path) -> dict[str, Tensor]:
 
 
 def test_several_files_are_read_as_one(tmp_path: Path) -> None:
-    tensors = indexed(tmp_path)
+    tensors = save_indexed_files(tmp_path)
     folder = SafetensorsFolder(tmp_path)
     assert set(folder.names()) == set(tensors)
-    assert all(same(folder.read(name), expected) for name, expected in tensors.items())
+    assert all(have_same_bits(folder.read(name), expected) for name, expected in tensors.items())
     assert SafetensorsFolder.exists_in(tmp_path)
     assert not SafetensorsFolder.exists_in(tmp_path / "elsewhere")
 
 
-def test_the_type_of_a_folder_is_that_of_most_elements(tmp_path: Path) -> None:
+def test_the_dtype_of_a_folder_is_the_dtype_of_most_elements(tmp_path: Path) -> None:
     assert (
         SafetensorsFolder(
-            saved(tmp_path, {"a": torch.ones(9).bfloat16(), "b": torch.ones(2)})
+            save_folder(tmp_path, {"a": torch.ones(9).bfloat16(), "b": torch.ones(2)})
         ).dtype
         == torch.bfloat16
     )
 
 
 def test_missing_files_and_tensors_are_named(tmp_path: Path) -> None:
-    indexed(tmp_path)
+    save_indexed_files(tmp_path)
     with pytest.raises(CheckpointMismatchError, match="has no 'absent'. It has 'BF16', 'BOOL'"):
         SafetensorsFolder(tmp_path).read("absent")
     index = tmp_path / "model.safetensors.index.json"
@@ -146,12 +146,12 @@ def test_a_folder_of_pickled_weights_is_refused(tmp_path: Path) -> None:
         SafetensorsFolder(tmp_path)
 
 
-def test_other_folders_are_refused(tmp_path: Path) -> None:
+def test_folders_without_weights_or_configuration_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatchError, match="has neither"):
         SafetensorsFolder(tmp_path)
     with pytest.raises(CheckpointMismatchError, match="nothing is downloaded"):
         SafetensorsFolder("meta-llama/Llama-3.1-8B")
-    saved(tmp_path, some_tensors())
+    save_folder(tmp_path, random_tensors())
     with pytest.raises(CheckpointMismatchError, match="must have a config.json"):
         _ = SafetensorsFolder(tmp_path).config
 
@@ -180,7 +180,7 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_files_are_refused(change: object, message: str, tmp_path: Path) -> None:
-    path = saved(tmp_path, some_tensors()) / "model.safetensors"
+    path = save_folder(tmp_path, random_tensors()) / "model.safetensors"
     path.write_bytes(change(path.read_bytes()))  # type: ignore[operator]
     with pytest.raises((CorruptDataError, UnsupportedError), match=message):
         SafetensorsFolder(tmp_path)

@@ -1,4 +1,4 @@
-"""Hugging Face models that keep their own code are written whole, whatever ranks hold of them."""
+"""Hugging Face models that keep their own code, and adapters, are saved in full from all ranks."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ SIZES: dict[str, Any] = {
 }
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": None}
 # No family computes this activation, so the model keeps its own code.
-KEPT = {**SIZES, "hidden_act": "tanh"}
-#: Class, settings and layout of each case; a vocabulary of 53 is padded under tp, and BLOOM stays
-#: whole.
+OWN_CODE = {**SIZES, "hidden_act": "tanh"}
+#: Class, settings and layout of each case; a vocabulary of 53 is padded under tp, and OPT is not
+#: cut.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
-    "tp": ("Olmo2ForCausalLM", KEPT, {"tp": 2}),
-    "tied tp": ("Olmo2ForCausalLM", {**KEPT, "tie_word_embeddings": True}, {"tp": 2}),
-    "pp": ("Olmo2ForCausalLM", KEPT, {"pp": 2}),
-    "tied pp": ("Olmo2ForCausalLM", {**KEPT, "tie_word_embeddings": True}, {"pp": 2}),
+    "tp": ("Olmo2ForCausalLM", OWN_CODE, {"tp": 2}),
+    "tied tp": ("Olmo2ForCausalLM", {**OWN_CODE, "tie_word_embeddings": True}, {"tp": 2}),
+    "pp": ("Olmo2ForCausalLM", OWN_CODE, {"pp": 2}),
+    "tied pp": ("Olmo2ForCausalLM", {**OWN_CODE, "tie_word_embeddings": True}, {"pp": 2}),
     "experts tp": (
         "OlmoeForCausalLM",
-        {**KEPT, "num_experts": 4, "num_experts_per_tok": 2},
+        {**OWN_CODE, "num_experts": 4, "num_experts_per_tok": 2},
         {"tp": 2},
     ),
-    "own class tp": ("Own", KEPT, {"tp": 2}),
+    "own class tp": ("DerivedOlmo2", OWN_CODE, {"tp": 2}),
     "whole": (
         "OPTForCausalLM",
         {
@@ -52,37 +52,39 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
 }
 
 
-#: The same of models with adapters; those of Llama are replaced.
+#: Class, settings and layout of models with adapters; Llama models are replaced.
 ADAPTED: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
-    "two adapters pp": ("Olmo2ForCausalLM", KEPT, {"pp": 2}),
-    "head pp": ("Olmo2ForCausalLM", KEPT, {"pp": 2}),
+    "two adapters pp": ("Olmo2ForCausalLM", OWN_CODE, {"pp": 2}),
+    "head pp": ("Olmo2ForCausalLM", OWN_CODE, {"pp": 2}),
     "replaced tp": ("LlamaForCausalLM", SIZES, {"tp": 2}),
     "replaced, head pp": ("LlamaForCausalLM", SIZES, {"pp": 2}),
 }
 
 
-class Own(transformers.Olmo2ForCausalLM):
-    """Derive from a class of Hugging Face, as users do."""
+class DerivedOlmo2(transformers.Olmo2ForCausalLM):
+    """Derive from a Hugging Face class, as users do."""
 
 
-def built(name: str, settings: dict[str, Any]) -> Any:
+def build_model(name: str, settings: dict[str, Any]) -> Any:
     torch.manual_seed(0)
-    kind = Own if name == "Own" else getattr(transformers, name)
+    kind = DerivedOlmo2 if name == "DerivedOlmo2" else getattr(transformers, name)
     return kind(kind.config_class(**settings))
 
 
 def twin_of(case: str) -> Any:
     name, settings, _ = CASES[case]
-    return built(name, settings)
+    return build_model(name, settings)
 
 
-def save(rank: int, size: int, folder: Path) -> None:
+def save_all_cases(rank: int, size: int, folder: Path) -> None:
     for case, (_, _, layout) in CASES.items():
         mesh = ParallelMesh.create(ParallelLayout(size, **layout), sequence_parallel=False)
         root: Any = nn.ModuleDict({"model": twin_of(case)})
-        before = sum(one.numel() for one in root.parameters())
+        before = sum(parameter.numel() for parameter in root.parameters())
         parallelize(root, mesh)
-        assert (sum(one.numel() for one in root.parameters()) < before) == (case != "whole")
+        assert (sum(parameter.numel() for parameter in root.parameters()) < before) == (
+            case != "whole"
+        )
         if case != "whole" or rank == 0:
             root["model"].save_pretrained(
                 folder / case, max_shard_size="10KB", is_main_process=rank == 0
@@ -95,11 +97,11 @@ def save(rank: int, size: int, folder: Path) -> None:
 
 
 def adapted(case: str) -> Any:
-    """Return a model with two adapters of random numbers, or with one and a head that is trained as
-    a whole.
+    """Return a model with two adapters of random values, or with one adapter and a fully trained
+    head.
     """
     name, settings, _ = ADAPTED[case]
-    model = built(name, settings)
+    model = build_model(name, settings)
     targets: dict[str, Any] = {
         "r": 2,
         "target_modules": ["q_proj", "up_proj"],
@@ -121,9 +123,9 @@ def save_adapters(rank: int, size: int, folder: Path) -> None:
     for case, (name, _, layout) in ADAPTED.items():
         mesh = ParallelMesh.create(ParallelLayout(size, **layout), sequence_parallel=False)
         root: Any = nn.ModuleDict({"model": adapted(case)})
-        before = sum(one.numel() for one in root.parameters())
+        before = sum(parameter.numel() for parameter in root.parameters())
         parallelize(root, mesh)
-        assert sum(one.numel() for one in root.parameters()) < before
+        assert sum(parameter.numel() for parameter in root.parameters()) < before
         root["model"].save_pretrained(folder / case, is_main_process=rank == 0)
         if name == "Olmo2ForCausalLM":
             with pytest.raises(
@@ -150,48 +152,50 @@ def save_adapters(rank: int, size: int, folder: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write all cases from two processes."""
     path = tmp_path_factory.mktemp("saved")
-    run_world(save, 2, path)
+    run_world(save_all_cases, 2, path)
     return path
 
 
 @pytest.mark.parametrize("case", ADAPTED)
-def test_peft_reads_the_whole_adapter_that_all_ranks_wrote(
+def test_peft_reads_the_full_adapter_that_all_ranks_saved(
     case: str, folder: Path, tmp_path: Path
 ) -> None:
     adapted(case).save_pretrained(tmp_path)
     for name in (".", "second") if "two" in case else (".",):
-        expected, found = (
-            safetensors.load_file(one / name / "adapter_model.safetensors")
-            for one in (tmp_path, folder / case)
+        expected, actual = (
+            safetensors.load_file(path / name / "adapter_model.safetensors")
+            for path in (tmp_path, folder / case)
         )
-        assert found.keys() == expected.keys()
+        assert actual.keys() == expected.keys()
         for key, tensor in expected.items():
-            assert torch.equal(found[key], tensor), key
-        configs = [peft.LoraConfig.from_pretrained(one / name) for one in (tmp_path, folder / case)]
+            assert torch.equal(actual[key], tensor), key
+        configs = [
+            peft.LoraConfig.from_pretrained(path / name) for path in (tmp_path, folder / case)
+        ]
         assert configs[0] == configs[1]
         assert configs[1].inference_mode
-    again = peft.PeftModel.from_pretrained(built(*ADAPTED[case][:2]), folder / case).eval()
+    reloaded = peft.PeftModel.from_pretrained(build_model(*ADAPTED[case][:2]), folder / case).eval()
     tokens = torch.arange(10).view(2, 5)
     assert torch.equal(
-        again(input_ids=tokens).logits, adapted(case).eval()(input_ids=tokens).logits
+        reloaded(input_ids=tokens).logits, adapted(case).eval()(input_ids=tokens).logits
     )
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_model_that_keeps_its_code_is_written_whole(
+def test_a_model_that_keeps_its_own_code_is_saved_in_full(
     case: str, folder: Path, tmp_path: Path
 ) -> None:
     twin = twin_of(case)
     twin.save_pretrained(tmp_path)
     names = [
-        {key for one in place.glob("*.safetensors") for key in safetensors.load_file(one)}
+        {key for file in place.glob("*.safetensors") for key in safetensors.load_file(file)}
         for place in (folder / case, tmp_path)
     ]
     assert names[0] == names[1]
-    again, report = type(twin).from_pretrained(folder / case, output_loading_info=True)
+    reloaded, report = type(twin).from_pretrained(folder / case, output_loading_info=True)
     assert not any(report.values()), f"{case}: {report}"
-    expected, found = twin.state_dict(), again.state_dict()
-    assert expected.keys() == found.keys()
+    expected, actual = twin.state_dict(), reloaded.state_dict()
+    assert expected.keys() == actual.keys()
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), f"{case}: {name}"
-    assert again.config.architectures == [type(twin).__name__]
+        assert torch.equal(actual[name], tensor), f"{case}: {name}"
+    assert reloaded.config.architectures == [type(twin).__name__]

@@ -1,4 +1,4 @@
-"""Folders with weights in 4 or 8 bits are read as transformers and plain arithmetic decode them."""
+"""Folders with weights in 4 or 8 bits decode to the values of transformers and plain arithmetic."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.swap.expert_models import twin_of
 transformers = pytest.importorskip("transformers")
 save_file = pytest.importorskip("safetensors.torch").save_file
 
-SQUARES = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 
 
-def published(folder: Path) -> dict[str, Tensor]:
-    """Save a gpt-oss folder as it is published, and return its tensors by the class's names."""
+def save_quantized_gpt_oss(folder: Path) -> dict[str, Tensor]:
+    """Save a gpt-oss folder in the published format; return its decoded tensors by the class's names."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     twin = twin_of("gpt_oss", hidden_size=64, intermediate_size=32).to(torch.bfloat16)
@@ -43,18 +43,18 @@ def published(folder: Path) -> dict[str, Tensor]:
         stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         expected[name] = convert_moe_packed_tensors(blocks, scales)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    note_format(folder, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    set_quantization(folder, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     return expected
 
 
-def note_format(folder: Path, quantization: dict[str, Any]) -> None:
+def set_quantization(folder: Path, quantization: dict[str, Any]) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "quantization_config": quantization}))
 
 
-def test_packed_experts_are_decoded_as_transformers_does(tmp_path: Path) -> None:
-    expected = published(tmp_path)
+def test_packed_experts_are_decoded_like_in_transformers(tmp_path: Path) -> None:
+    expected = save_quantized_gpt_oss(tmp_path)
     folder = SafetensorsFolder(tmp_path)
     assert set(folder.names()) == expected.keys()
     assert "quantization_config" not in folder.config
@@ -63,8 +63,8 @@ def test_packed_experts_are_decoded_as_transformers_does(tmp_path: Path) -> None
     for name, tensor in expected.items():
         assert folder.shape(name) == tuple(tensor.shape)
         assert folder.dtype_of(name) == torch.bfloat16
-        whole = tuple(slice(0, size) for size in tensor.shape)
-        assert torch.equal(folder.read(name, whole), tensor), name
+        full_slices = tuple(slice(0, size) for size in tensor.shape)
+        assert torch.equal(folder.read(name, full_slices), tensor), name
     name = "model.layers.1.mlp.experts.gate_up_proj"
     parts = (
         (slice(1, 3), slice(0, 64), slice(0, 64, 2)),
@@ -75,7 +75,7 @@ def test_packed_experts_are_decoded_as_transformers_does(tmp_path: Path) -> None
         assert torch.equal(folder.read(name, part), expected[name][part])
 
 
-def test_extreme_scales_are_exact(tmp_path: Path) -> None:
+def test_extreme_scales_are_decoded_exactly(tmp_path: Path) -> None:
     blocks = torch.arange(16, dtype=torch.uint8).mul(16).add(torch.arange(16)).to(torch.uint8)
     scales = torch.tensor([0, 1, 126, 127, 128, 252], dtype=torch.uint8)
     tensors = {
@@ -83,13 +83,13 @@ def test_extreme_scales_are_exact(tmp_path: Path) -> None:
         "x_scales": scales.view(1, 1, 6),
     }
     save_file(tensors, tmp_path / "model.safetensors")
-    (found,) = SafetensorsFolder(tmp_path).read("x").flatten(1).double()
+    (values,) = SafetensorsFolder(tmp_path).read("x").flatten(1).double()
     numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
     pairs = torch.cat((numbers, -numbers)).repeat_interleave(2)
-    assert torch.equal(found, torch.cat([pairs * 2.0 ** (int(one) - 127) for one in scales]))
+    assert torch.equal(values, torch.cat([pairs * 2.0 ** (int(scale) - 127) for scale in scales]))
 
 
-def test_squares_of_eight_bits_are_scaled(tmp_path: Path) -> None:
+def test_fp8_blocks_are_multiplied_by_their_scales(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     numbers = torch.randn(200, 300, generator=generator).to(torch.float8_e4m3fn)
     scales = torch.rand(2, 3, generator=generator)
@@ -107,8 +107,10 @@ def test_squares_of_eight_bits_are_scaled(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_a_published_folder_trains_with_the_decoded_weights(tmp_path: Path) -> None:
-    expected = published(tmp_path / "published")
+def test_a_replaced_model_of_quantized_weights_uses_and_saves_the_decoded_weights(
+    tmp_path: Path,
+) -> None:
+    expected = save_quantized_gpt_oss(tmp_path / "published")
     plain = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.from_pretrained(tmp_path / "published"), dtype=torch.bfloat16
     ).float()
@@ -121,38 +123,38 @@ def test_a_published_folder_trains_with_the_decoded_weights(tmp_path: Path) -> N
     assert all(parameter.is_meta for parameter in model.parameters())
     root = nn.ModuleDict({"model": model})
     parallelize(root, ParallelMesh.single())
-    found: Any = root["model"]
-    torch.testing.assert_close(found(tokens).logits, plain(tokens).logits, rtol=2e-4, atol=2e-4)
-    found.save_pretrained(tmp_path / "saved")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert all(torch.equal(one, expected[name]) for name, one in again.state_dict().items())
+    replaced: Any = root["model"]
+    torch.testing.assert_close(replaced(tokens).logits, plain(tokens).logits, rtol=2e-4, atol=2e-4)
+    replaced.save_pretrained(tmp_path / "saved")
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert all(torch.equal(saved, expected[name]) for name, saved in reloaded.state_dict().items())
 
 
-def test_a_published_folder_becomes_a_checkpoint(tmp_path: Path) -> None:
-    expected = published(tmp_path / "published")
+def test_a_quantized_gpt_oss_folder_is_imported_and_exported_decoded(tmp_path: Path) -> None:
+    expected = save_quantized_gpt_oss(tmp_path / "published")
     import_model(tmp_path / "published", tmp_path / "ours")
     export_model(tmp_path / "ours", tmp_path / "back")
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
     assert back.dtype == torch.bfloat16
-    assert all(torch.equal(one, expected[name]) for name, one in back.state_dict().items())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in back.state_dict().items())
 
 
-def test_scales_without_their_numbers_are_refused(tmp_path: Path) -> None:
-    published(tmp_path)
+def test_scales_without_their_blocks_are_refused(tmp_path: Path) -> None:
+    save_quantized_gpt_oss(tmp_path)
     stored = SafetensorsFolder(tmp_path)
-    kept = {name: stored.read(name).contiguous() for name in stored.names()}
+    tensors = {name: stored.read(name).contiguous() for name in stored.names()}
     name = "model.layers.1.mlp.experts.down_proj"
-    del kept[name]
-    kept[f"{name}_scales"] = torch.zeros(4, 64, 1, dtype=torch.uint8)
-    save_file(kept, tmp_path / "model.safetensors")
+    del tensors[name]
+    tensors[f"{name}_scales"] = torch.zeros(4, 64, 1, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors")
     with build_on_meta():
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(CheckpointMismatchError, match="down_proj.* missing"):
         parallelize(nn.ModuleDict({"model": model}), ParallelMesh.single())
 
 
-def test_a_model_that_stays_as_it_is_has_no_weights_in_few_bits(tmp_path: Path) -> None:
-    published(tmp_path)
+def test_quantized_weights_of_a_model_that_is_not_replaced_are_refused(tmp_path: Path) -> None:
+    save_quantized_gpt_oss(tmp_path)
     with build_on_meta():
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     root = nn.ModuleDict({"model": model})
@@ -160,15 +162,15 @@ def test_a_model_that_stays_as_it_is_has_no_weights_in_few_bits(tmp_path: Path) 
         parallelize(root, ParallelMesh.single(), {"*": "replicate"})
 
 
-@pytest.mark.parametrize("sides", [None, [64, 64]])
-def test_other_formats_of_few_bits_are_refused(sides: Any, tmp_path: Path) -> None:
-    published(tmp_path)
-    note_format(tmp_path, {**SQUARES, "weight_block_size": sides})
+@pytest.mark.parametrize("block_size", [None, [64, 64]])
+def test_other_quantization_formats_are_refused(block_size: Any, tmp_path: Path) -> None:
+    save_quantized_gpt_oss(tmp_path)
+    set_quantization(tmp_path, {**BLOCK_FP8, "weight_block_size": block_size})
     with pytest.raises(UnsupportedError, match="quantization_config of a gpt-oss"):
         import_model(tmp_path, tmp_path / "ours")
 
 
-def test_a_folder_of_deepseek_in_eight_bits_becomes_a_checkpoint(tmp_path: Path) -> None:
+def test_an_fp8_deepseek_folder_is_imported_and_exported_decoded(tmp_path: Path) -> None:
     twin = twin_of("deepseek_v3").to(torch.bfloat16)
     twin.save_pretrained(tmp_path / "published")
     plain = SafetensorsFolder(tmp_path / "published")
@@ -185,7 +187,7 @@ def test_a_folder_of_deepseek_in_eight_bits_becomes_a_checkpoint(tmp_path: Path)
         expected[name] = tensor
     assert len(stored) > len(expected)
     save_file(stored, tmp_path / "published" / "model.safetensors", metadata={"format": "pt"})
-    note_format(tmp_path / "published", SQUARES)
+    set_quantization(tmp_path / "published", BLOCK_FP8)
     import_model(tmp_path / "published", tmp_path / "ours")
     export_model(tmp_path / "ours", tmp_path / "back")
     back = SafetensorsFolder(tmp_path / "back")

@@ -1,5 +1,5 @@
-"""Ranks share the sequence between the layers of a plan, whatever else is there, with the whole
-module's results.
+"""Ranks that share the sequence between the layers of a plan compute the results of the full module,
+also if other layers lie between them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PLAN |= {"*.heads": "partial", "norm": "sequence", "head": "vocab"}
 
 
 class Block(nn.Module):
-    """Add to the hidden, by position and not."""
+    """Add results of each position, and results across positions, to the hidden states."""
 
     def __init__(self, rms: bool) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Block(nn.Module):
         inner = self.up(self.norm(hidden))
         inner = F.gelu(self.heads(inner.unflatten(-1, (-1, 4))).flatten(-2))
         hidden = hidden + self.drop(self.down(inner)) * self.scale * mask
-        assert hidden.shape == (2, 6, 8), "the shape is that of the whole"
+        assert hidden.shape == (2, 6, 8), "the shape is that of the full sequence"
         return hidden + self.mix(hidden.transpose(1, 2)).transpose(1, 2) / hidden.shape[1]
 
 
@@ -67,7 +67,7 @@ class Model(nn.Module):
 
 
 def check_all(rank: int, size: int) -> None:
-    """Compare outputs and gradients, and look at what is kept."""
+    """Compare outputs and gradients, and check the shapes of shards."""
     for shares in (True, False):
         mesh = ParallelMesh.create(ParallelLayout(size, tp=size), sequence_parallel=shares)
         torch.manual_seed(0)
@@ -76,7 +76,7 @@ def check_all(rank: int, size: int) -> None:
         model.load_state_dict(twin.state_dict())
         parallelize(model, mesh, PLAN)
         tokens = torch.randint(0, 11, (2, 6), generator=torch.Generator().manual_seed(1))
-        results = [one(tokens) for one in (twin, model)]
+        results = [network(tokens) for network in (twin, model)]
         assert type(results[1]) is Tensor
         normed = model.norm(torch.ones(2, 6, 8, dtype=torch.float64))
         assert isinstance(normed, SequenceShard) == shares
@@ -84,9 +84,9 @@ def check_all(rank: int, size: int) -> None:
         assert_equal(results[1], results[0], "logits", 1e-9)
         for result in results:
             result.square().sum().backward()
-        found = full_gradients(model, mesh)
+        gradients = full_gradients(model, mesh)
         for name, parameter in twin.named_parameters():
-            assert_equal(found[name], parameter.grad, f"gradient of {name}", 1e-9)
+            assert_equal(gradients[name], parameter.grad, f"gradient of {name}", 1e-9)
     _check_refusals(mesh)
 
 
@@ -109,5 +109,5 @@ def _check_refusals(mesh: ParallelMesh) -> None:
         shard += 1.0
 
 
-def test_two_ranks_that_share_the_sequence_compute_what_one_does() -> None:
+def test_two_ranks_that_share_the_sequence_match_one_process() -> None:
     run_world(check_all, 2)

@@ -1,5 +1,5 @@
-"""A real model, SmolLM2-135M: its perplexity, its sentences, its training and its weights over
-three ranks.
+"""SmolLM2-135M on three ranks has the loss and the continuation of transformers, trains and is
+exported.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ def text_of(folder: Path) -> Tensor:
 
 
 def swapped(folder: Path, mesh: ParallelMesh) -> Any:
-    """Return the model, of whose weights each rank has read its own."""
+    """Return the model, of which each rank has read its own weights."""
     root = nn.Module()
     with build_on_meta():
         root.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
-    assert all(parameter.is_meta for parameter in root.parameters()), "no rank holds the whole"
+    assert all(parameter.is_meta for parameter in root.parameters()), "no rank holds the full model"
     parallelize(root, mesh)
     return root.model
 
 
 def evaluate(rank: int, size: int, folder: Path) -> tuple[float, list[int], int]:
-    """Return the loss on the speech, the greedy continuation of a sentence, and how many elements
-    this rank holds.
+    """Return the loss on the speech, the greedy continuation of a sentence, and the number of elements
+    that this rank holds.
     """
     mesh = ParallelMesh.single()
     if size > 1:
@@ -63,12 +63,14 @@ def evaluate(rank: int, size: int, folder: Path) -> tuple[float, list[int], int]
     text = text_of(folder)
     with torch.no_grad():
         loss = model(input_ids=text, labels=text).loss
-        said = model.generate(sentence(folder), max_new_tokens=5, do_sample=False)[0].tolist()
-    return float(loss), said, sum(parameter.numel() for parameter in model.parameters())
+        continuation = model.generate(sentence(folder), max_new_tokens=5, do_sample=False)[
+            0
+        ].tolist()
+    return float(loss), continuation, sum(parameter.numel() for parameter in model.parameters())
 
 
 class FineTune(LightningModule):
-    """Train on the beginning of the speech, again and again."""
+    """Train repeatedly on the beginning of the speech."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -101,7 +103,7 @@ def train(folder: Path, size: int, path: str) -> tuple[list[float], Tensor]:
         return module.losses, module.model.eval()(input_ids=sentence(folder)).logits
 
 
-def judge_and_train(rank: int, size: int, folder: Path, path: str) -> tuple[Any, Any]:
+def evaluate_and_train(rank: int, size: int, folder: Path, path: str) -> tuple[Any, Any]:
     return evaluate(rank, size, folder), train(folder, size, path)
 
 
@@ -112,8 +114,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path, trained: str) -> list[tuple[Any, Any]]:
-    """Return what three ranks found."""
-    return run_world(judge_and_train, 3, folder, trained)
+    """Return the results of three ranks."""
+    return run_world(evaluate_and_train, 3, folder, trained)
 
 
 def sentence(folder: Path) -> Tensor:
@@ -121,7 +123,7 @@ def sentence(folder: Path) -> Tensor:
     return torch.tensor([tokenizer.encode("The capital of France is").ids])
 
 
-def test_three_ranks_read_speak_and_judge_as_transformers_does(
+def test_three_ranks_have_the_loss_and_continuation_of_transformers(
     folder: Path, ranks: list[tuple[Any, Any]]
 ) -> None:
     twin, text = (
@@ -131,16 +133,20 @@ def test_three_ranks_read_speak_and_judge_as_transformers_does(
     with torch.no_grad():
         logits = twin(text).logits
         expected = float(F.cross_entropy(logits[:, :-1].flatten(0, 1), text[:, 1:].flatten()))
-        said = twin.generate(sentence(folder), max_new_tokens=5, do_sample=False)[0].tolist()
-    assert "Paris" in tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).decode(said)
-    whole, *parts = evaluate(0, 1, folder), *(judged for judged, _ in ranks)
-    for loss, words, held in (whole, *parts):
+        continuation = twin.generate(sentence(folder), max_new_tokens=5, do_sample=False)[
+            0
+        ].tolist()
+    assert "Paris" in tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).decode(
+        continuation
+    )
+    single, *evaluations = evaluate(0, 1, folder), *(evaluation for evaluation, _ in ranks)
+    for loss, actual, num_elements in (single, *evaluations):
         assert loss == pytest.approx(expected, abs=1e-4)
-        assert words == said
-        assert held == whole[2] or 0.3 < held / whole[2] < 0.36
+        assert actual == continuation
+        assert num_elements == single[2] or 0.3 < num_elements / single[2] < 0.36
 
 
-def test_what_three_ranks_train_is_a_folder_of_the_same_logits(
+def test_a_model_trained_on_three_ranks_is_exported_with_the_same_logits(
     ranks: list[tuple[Any, Any]], trained: str, folder: Path, tmp_path: Path
 ) -> None:
     losses, _ = ranks[0][1]
@@ -152,11 +158,11 @@ def test_what_three_ranks_train_is_a_folder_of_the_same_logits(
     ).eval()
     with torch.no_grad():
         expected = exported(sentence(folder)).logits
-    for _, (_, found) in ranks:
-        torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    for _, (_, actual) in ranks:
+        torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
 
 
-def test_nine_heads_are_not_cut_over_two_ranks() -> None:
+def test_nine_heads_on_two_ranks_are_refused() -> None:
     config = transformers.LlamaConfig(
         hidden_size=36,
         num_attention_heads=9,

@@ -1,5 +1,5 @@
-"""Lists of blocks are cut into stages as their plan says, and what cannot be is refused before
-anything is changed.
+"""Lists of blocks are cut into stages by their plan, and plans that cannot be followed are refused
+before anything is changed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.swap.parts import mesh_of
 
 
 class Model(nn.Module):
-    """Run blocks between an embedding and a head, and after them what was defined before."""
+    """Run blocks between an embedding and a head; the norm runs after the blocks."""
 
     def __init__(self, tied: bool = False, shared: bool = False) -> None:
         super().__init__()
@@ -41,10 +41,10 @@ class Model(nn.Module):
         return self.head(self.norm(hidden)) + first.sum()
 
 
-def cut(
+def stage_of(
     model: nn.Module, plan: dict[str, str] | None, pp_rank: int = 0, **layout: Any
 ) -> StagedBlocks:
-    """Leave a rank its stage."""
+    """Cut a model into stages, and return the blocks of one rank."""
     root = nn.ModuleDict({"model": model})
     parallelize(root, mesh_of(**{"pp": 2, **layout, "pp_rank": pp_rank}), None, plan)
     (staged,) = (part for part in root.modules() if isinstance(part, StagedBlocks))
@@ -54,10 +54,10 @@ def cut(
 def refusal(
     model: nn.Module, plan: dict[str, str] | None, error: type[Exception], **layout: Any
 ) -> str:
-    """Return the message of a refusal, which has changed nothing."""
+    """Return the message of a refusal, and check that it has changed nothing."""
     before = [type(part) for part in model.modules()]
     with pytest.raises(error) as caught:
-        cut(model, plan, **layout)
+        stage_of(model, plan, **layout)
     assert [type(part) for part in model.modules()] == before
     return str(caught.value)
 
@@ -65,16 +65,18 @@ def refusal(
 BLOCKS = {"model.blocks": "blocks"}
 
 
-def test_a_stage_has_as_many_blocks_as_asked_for() -> None:
-    assert [len(cut(Model(), BLOCKS, rank, stage_layers=(3, 1))._modules) for rank in (0, 1)] == [
+def test_stages_have_the_requested_numbers_of_blocks() -> None:
+    assert [
+        len(stage_of(Model(), BLOCKS, rank, stage_layers=(3, 1))._modules) for rank in (0, 1)
+    ] == [
         3,
         1,
     ]
 
 
-def test_each_stage_keeps_its_own_under_the_names_of_the_whole() -> None:
+def test_each_stage_keeps_its_modules_under_the_names_of_the_full_model() -> None:
     first, last = Model(tied=True), Model(tied=True)
-    cut(first, BLOCKS), cut(last, {**BLOCKS, "*.norm": "last"}, 1)
+    stage_of(first, BLOCKS), stage_of(last, {**BLOCKS, "*.norm": "last"}, 1)
     names = [f"blocks.{index}.{kind}" for index in range(4) for kind in ("weight", "bias")]
     assert [name for name, _ in first.named_parameters()] == [
         "words.weight", "norm.weight", "norm.bias", *names[:4]
@@ -90,7 +92,7 @@ def test_each_stage_keeps_its_own_under_the_names_of_the_whole() -> None:
     assert last.blocks[0].in_features == 8
 
 
-def test_what_does_not_fit_is_refused_with_the_legal_values() -> None:
+def test_plans_that_do_not_fit_are_refused_with_the_legal_values() -> None:
     assert "Did you mean 'model.blocks'" in refusal(
         Model(), {"model.block": "blocks"}, ParallelPlanError
     )
@@ -100,8 +102,8 @@ def test_what_does_not_fit_is_refused_with_the_legal_values() -> None:
     assert "'model.head' (Linear) has this kind" in refusal(
         Model(), {"model.head": "blocks"}, ParallelPlanError
     )
-    beside = refusal(Model(), {**BLOCKS, "model.blocks.1": "last"}, ParallelPlanError)
-    assert "Use 'model.words', 'model.norm' or 'model.head'" in beside
+    inside_blocks = refusal(Model(), {**BLOCKS, "model.blocks.1": "last"}, ParallelPlanError)
+    assert "Use 'model.words', 'model.norm' or 'model.head'" in inside_blocks
     assert "must be at least pp x vpp" in refusal(Model(), BLOCKS, ParallelPlanError, pp=8)
     assert "are 5 layers, and the model has 4" in refusal(
         Model(), BLOCKS, ParallelPlanError, stage_layers=(4, 1)
@@ -114,13 +116,13 @@ def test_what_does_not_fit_is_refused_with_the_legal_values() -> None:
         "'model.blocks.0.weight' and 'model.blocks.3.weight' share one weight across pipeline "
         "stages"
     ) in shared
-    # One stage has nothing to cut, but a misspelt name is one.
+    # With one stage nothing is cut, but a misspelt name is still refused.
     assert "matches no module" in refusal(
         Model(), {"model.block": "blocks"}, ParallelPlanError, pp=1
     )
 
 
-def run(model: Any, staged: StagedBlocks, **cursor: Any) -> tuple[Any, StageCursor]:
+def run_stage(model: Any, staged: StagedBlocks, **cursor: Any) -> tuple[Any, StageCursor]:
     """Run a stage."""
     staged.cursor = StageCursor(chunk=0, **cursor)
     try:
@@ -131,49 +133,51 @@ def run(model: Any, staged: StagedBlocks, **cursor: Any) -> tuple[Any, StageCurs
 
 
 def plan_of(model: Any, staged: StagedBlocks) -> StepPlan:
-    """Return what a trial finds out."""
+    """Return the step plan that a trial run determines."""
     staged.cursor = cursor = StageCursor(chunk=0, probe=True, plan=None)
     with staged.without_other_stages():
         result = model(torch.zeros(2, 3, dtype=torch.long))
     return staged.plan_of(cursor, result)
 
 
-def test_stages_take_turns_and_what_they_need_travels() -> None:
+def test_stages_run_in_turn_and_send_tensors_that_later_stages_need() -> None:
     torch.manual_seed(0)
-    first, last, whole = Model(), Model(), Model()
+    first, last, full_model = Model(), Model(), Model()
     for model in (first, last):
-        model.load_state_dict(whole.state_dict())
+        model.load_state_dict(full_model.state_dict())
     norm_last = {**BLOCKS, "*.norm": "last"}
-    head, tail = cut(first, norm_last), cut(last, norm_last, 1)
+    head, tail = stage_of(first, norm_last), stage_of(last, norm_last, 1)
     plan = plan_of(first, head)
     assert plan == plan_of(last, tail)
     # The embedding's sum is added to the logits.
     assert (plan.num_calls, plan.inputs) == (1, {(1, 1): (0,)})
     assert plan.extras == {1: ("model.words#1:out:0",)}
-    _, probe = run(last, tail, probe=True, plan=plan)
+    _, probe = run_stage(last, tail, probe=True, plan=plan)
     assert probe.tensor_specs == [(torch.Size((2, 3, 8)), torch.float32)] * 2
-    _, cursor = run(first, head, plan=plan)
-    result, _ = run(last, tail, received=[one.detach() for one in cursor.sent], plan=plan)
-    torch.testing.assert_close(result, whole(torch.zeros(2, 3, dtype=torch.long)))
+    _, cursor = run_stage(first, head, plan=plan)
+    result, _ = run_stage(
+        last, tail, received=[tensor.detach() for tensor in cursor.sent], plan=plan
+    )
+    torch.testing.assert_close(result, full_model(torch.zeros(2, 3, dtype=torch.long)))
     assert [name for name, _ in first.named_parameters()][:1] == ["words.weight"]
 
 
-def test_calls_that_a_stage_cannot_answer_are_refused() -> None:
+def test_unsupported_calls_of_a_stage_are_refused() -> None:
     model = Model()
-    staged = cut(model, BLOCKS, 1)
+    staged = stage_of(model, BLOCKS, 1)
     with pytest.raises(UnsupportedError, match="cannot be called outside of steps"):
         model(torch.zeros(2, 3, dtype=torch.long))
     hidden, plan = torch.zeros(2, 3, 8), StepPlan(1, {(1, 1): (0,)})
     with pytest.raises(
         UnsupportedError, match=r"'model.norm' is called after the blocks.*'model.norm': 'last'"
     ):
-        run(model, staged, received=[hidden], plan=plan)
+        run_stage(model, staged, received=[hidden], plan=plan)
     model.skips = (1,)
     with pytest.raises(UnsupportedError, match="block 2 was called instead of block 1"):
-        run(model, staged, received=[hidden], plan=plan)
+        run_stage(model, staged, received=[hidden], plan=plan)
 
 
-def test_hugging_face_models_say_what_their_stages_are() -> None:
+def test_hugging_face_models_declare_their_blocks_and_refuse_unsupported_calls() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {
         "vocab_size": 61,
@@ -185,14 +189,14 @@ def test_hugging_face_models_say_what_their_stages_are() -> None:
     # No family computes this activation, so the model keeps its own code.
     config = transformers.Olmo2Config(**sizes, num_attention_heads=2, hidden_act="tanh")
     model = transformers.Olmo2ForCausalLM(config)
-    staged = cut(model, None)
+    staged = stage_of(model, None)
     assert (staged.name, len(staged)) == ("model.model.layers", 2)
     tokens = torch.zeros(1, 3, dtype=torch.long)
-    for asked in ({"output_hidden_states": True}, {"use_cache": True}):
+    for options in ({"output_hidden_states": True}, {"use_cache": True}):
         with pytest.raises(
             UnsupportedError, match="set by the call, cannot be used with pp above 1"
         ):
-            model(tokens, **asked)
+            model(tokens, **options)
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2))
     assert "with its own stages" in refusal(
         llama, {"model.model.layers": "blocks"}, ParallelPlanError

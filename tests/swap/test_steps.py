@@ -1,4 +1,4 @@
-"""A swap that is refused is refused in its first two steps, which leave the module as it was."""
+"""A swap is refused only in its first two steps, which leave the module unchanged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLAN = {
 
 
 class Model(nn.Module):
-    """Hold layers of all kinds, two of which share a weight, and a whole model."""
+    """Hold layers of all kinds, two of which share a weight, and a GPT."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Model(nn.Module):
 
 
 def state_of(root: nn.Module) -> dict[str, Any]:
-    """Return all that a swap may change: modules, parameters, values and hooks, by name."""
+    """Return everything that a swap may change: modules, parameters, values and hooks, by name."""
     modules = dict(root.named_modules(remove_duplicate=False))
     tensors: dict[str, Tensor] = {
         **dict(root.named_parameters(remove_duplicate=False)),
@@ -71,23 +71,29 @@ def state_of(root: nn.Module) -> dict[str, Any]:
             for kind in _HOOKS
         },
         "tensors": {
-            name: (id(one), one.requires_grad, one.device, one.dtype, sorted(vars(one)))
-            for name, one in tensors.items()
+            name: (
+                id(tensor),
+                tensor.requires_grad,
+                tensor.device,
+                tensor.dtype,
+                sorted(vars(tensor)),
+            )
+            for name, tensor in tensors.items()
         },
-        "values": {name: one.tolist() for name, one in tensors.items() if not one.is_meta},
+        "values": {name: tensor.tolist() for name, tensor in tensors.items() if not tensor.is_meta},
     }
 
 
-def refuse(root: nn.Module, mesh: ParallelMesh, plan: Any, match: str, **others: Any) -> None:
-    """Swap a module, which is refused and stays as it was."""
+def refuse(root: nn.Module, mesh: ParallelMesh, plan: Any, match: str, **options: Any) -> None:
+    """Check that the swap of a module is refused and leaves the module unchanged."""
     before = state_of(root)
     with pytest.raises((ParallelPlanError, UnsupportedError), match=match):
-        parallelize(root, mesh, plan, **others)
+        parallelize(root, mesh, plan, **options)
     assert state_of(root) == before
 
 
 @pytest.mark.parametrize(
-    ("plan", "others", "match"),
+    ("plan", "options", "match"),
     [
         ({"*.head": "diagonal"}, {}, "the kind 'diagonal'"),
         ({"*.tail": "column"}, {}, "matches no module"),
@@ -95,38 +101,38 @@ def refuse(root: nn.Module, mesh: ParallelMesh, plan: Any, match: str, **others:
         (None, {"pipeline_plan": {"*.head": "blocks"}}, "has this kind"),
     ],
 )
-def test_an_error_in_deciding_leaves_the_module_as_it_was(
-    plan: Any, others: dict[str, Any], match: str
+def test_an_error_while_deciding_leaves_the_module_unchanged(
+    plan: Any, options: dict[str, Any], match: str
 ) -> None:
     refuse(nn.ModuleDict({"root": Model()}), mesh_of(tp=2), {**PLAN, **plan} if plan else None, match,
-           **others)  # fmt: skip
+           **options)  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("more", "match"),
+    ("changes", "match"),
     [
         ({"*.odd": "column"}, "must be a multiple of tp"),
         ({"*.head": "replicate"}, "share one weight must cut it alike"),
     ],
 )
-def test_an_error_in_building_leaves_the_module_as_it_was(more: Any, match: str) -> None:
-    refuse(nn.ModuleDict({"root": Model()}), mesh_of(tp=2), {**PLAN, **more}, match)
+def test_an_error_while_building_leaves_the_module_unchanged(changes: Any, match: str) -> None:
+    refuse(nn.ModuleDict({"root": Model()}), mesh_of(tp=2), {**PLAN, **changes}, match)
 
 
-def test_a_block_with_hooks_leaves_the_module_as_it_was() -> None:
+def test_the_refusal_of_a_block_with_hooks_leaves_the_module_unchanged() -> None:
     root = nn.ModuleDict({"root": Model()})
     root["root"].head.register_forward_hook(lambda *_: None)
     refuse(root, mesh_of(tp=2), PLAN, "has hooks")
 
 
-def test_a_changed_model_built_whole_leaves_the_module_as_it_was() -> None:
+def test_the_refusal_of_a_changed_gpt_leaves_the_module_unchanged() -> None:
     root = nn.ModuleDict({"root": Model()})
     root["root"].gpt.extra = nn.Linear(2, 2)
     refuse(root, mesh_of(tp=2), PLAN, "its parameters differ from those of its config")
 
 
 @pytest.mark.parametrize("on_meta", [False, True])
-def test_hugging_face_models_stay_as_they_were(on_meta: bool) -> None:
+def test_a_refusal_leaves_hugging_face_models_unchanged(on_meta: bool) -> None:
     transformers = pytest.importorskip("transformers")
     peft = pytest.importorskip("peft")
     config = twin_of("llama").config
@@ -154,7 +160,7 @@ def test_hugging_face_models_stay_as_they_were(on_meta: bool) -> None:
     refuse(root, mesh_of(tp=2), plan, "must be a multiple of tp")
 
 
-def test_only_the_last_step_changes_the_module() -> None:
+def test_only_the_install_step_changes_the_module() -> None:
     root = nn.ModuleDict({"root": Model()})
     before = state_of(root)
     plan = decide(root, mesh_of(tp=2), SwapOptions(PLAN))
@@ -177,5 +183,5 @@ def refuse_on_ranks(rank: int, size: int) -> None:
     refuse(root, mesh, {**PLAN, "*.odd": "column"}, "must be a multiple of tp")
 
 
-def test_values_of_ranks_differ_after_a_refusal_as_they_did_before() -> None:
+def test_a_refusal_leaves_the_different_values_of_ranks_unchanged() -> None:
     run_world(refuse_on_ranks, 2)

@@ -1,4 +1,4 @@
-"""Fits whose Adam steps run in the fused kernel, beside the same fits on torch's own steps."""
+"""Training runs with the fused Adam kernel, compared with the same runs on torch's own steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIND = "lightning_megatron.training.fused_update._find_kernel"
 
 
 class PlainKernel:
-    """Do on any device what the fused kernel does, one operator of torch after the other."""
+    """Compute the update of the fused kernel on any device, with separate torch operators."""
 
     num_calls = 0
 
@@ -39,7 +39,9 @@ class PlainKernel:
         is_decoupled: bool,
     ) -> None:
         type(self).num_calls += 1
-        lr, _, _, _, _, beta1, rest1, beta2, rest2, eps, decay, _ = numbers.unbind()
+        lr, _, _, _, _, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, decay, _ = (
+            numbers.unbind()
+        )
         log1, log2 = numbers[1].double() + numbers[2], numbers[3].double() + numbers[4]
         rows = zip(parameters, gradients, averages, squares, steps, halves, strict=True)
         for parameter, gradient, average, square, step, half in rows:
@@ -49,8 +51,8 @@ class PlainKernel:
                 parameter.sub_(decay * parameter)
             elif has_decay:
                 scaled = scaled + decay * parameter
-            average.copy_(beta1 * average.float() + rest1 * scaled)
-            square.copy_(beta2 * square.float() + rest2 * scaled.square())
+            average.copy_(beta1 * average.float() + one_minus_beta1 * scaled)
+            square.copy_(beta2 * square.float() + one_minus_beta2 * scaled.square())
             root = (square.float() / -torch.expm1(step * log2)).sqrt() + eps
             parameter.sub_(lr / -torch.expm1(step * log1) * average.float() / root)
             if half is not None:
@@ -58,11 +60,11 @@ class PlainKernel:
 
 
 class FusedLM(TinyLM):
-    """Train two groups by torch's fused Adam or AdamW; the last learning rates are a group's own."""
+    """Train two parameter groups of different learning rates with torch's fused Adam or AdamW."""
 
     def __init__(self, make: Any = torch.optim.AdamW, scale: float = 1.0, **options: Any) -> None:
         super().__init__(**options)
-        # A class is no plain value, as checkpoints want them.
+        # Checkpoints store only plain hyperparameters, and a class is not plain.
         self.hparams.pop("make", None)
         self.make, self.scale, self.losses = make, scale, []
 
@@ -81,8 +83,8 @@ class FusedLM(TinyLM):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class OwnClipping(FusedLM):
-    """Clip in the module's own way."""
+class ClippingModule(FusedLM):
+    """Override Lightning's gradient clipping hook."""
 
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.clip_gradients(optimizer, 0.1, "norm")
@@ -97,8 +99,8 @@ class OwnClipping(FusedLM):
         )
 
 
-class Meddling(FusedLM):
-    """Change what the optimizer holds, in another way before each of its steps."""
+class StateChangingModule(FusedLM):
+    """Change the optimizer's state, gradients or groups before its later steps."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -121,13 +123,13 @@ class Meddling(FusedLM):
 
 @dataclass(frozen=True)
 class Fit:
-    """Name a fit.
+    """Describe a training run.
 
     Args:
-        precision: Of the Trainer.
+        precision: Precision of the Trainer.
         module: Class of the module.
-        make: The optimizer.
-        scale: What losses are multiplied by.
+        make: Class or factory of the optimizer.
+        scale: Factor of the losses.
         first_scale: First loss scale of ``16-mixed``.
         trainer: Further arguments of the Trainer.
     """
@@ -145,9 +147,11 @@ FITS = {
     "clipped by value": Fit(
         trainer={"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
     ),
-    "clipped by the module": Fit(module=OwnClipping),
+    "clipped by the module": Fit(module=ClippingModule),
     "not clipped": Fit(),
-    "meddled with": Fit(module=Meddling, trainer={"gradient_clip_val": 0.1}),
+    "optimizer changed between steps": Fit(
+        module=StateChangingModule, trainer={"gradient_clip_val": 0.1}
+    ),
     "Adam in float32": Fit("32-true", make=torch.optim.Adam, trainer={"gradient_clip_val": 0.1}),
     "accumulated": Fit(trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
     "float16 that overflows": Fit(
@@ -159,22 +163,22 @@ FITS = {
 def run(fit: Fit, accelerator: str = "cpu") -> tuple[FusedLM, Trainer]:
     """Train 8 batches."""
     seed_everything(3, verbose=False)
-    quiet: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "logger": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
     if fit.first_scale is not None:
-        quiet["plugins"] = [MegatronPrecision(fit.precision, DynamicLossScale(fit.first_scale))]
+        arguments["plugins"] = [MegatronPrecision(fit.precision, DynamicLossScale(fit.first_scale))]
     else:
-        quiet["precision"] = fit.precision
+        arguments["precision"] = fit.precision
     trainer = Trainer(
         accelerator=accelerator,
         devices=1,
         strategy=MegatronStrategy(),
         max_epochs=1,
         enable_checkpointing=False,
-        **quiet,
+        **arguments,
         **fit.trainer,
     )
     module = fit.module(make=fit.make, scale=fit.scale)
@@ -185,7 +189,7 @@ def run(fit: Fit, accelerator: str = "cpu") -> tuple[FusedLM, Trainer]:
 def check_equal(
     fit: Fit, monkeypatch: pytest.MonkeyPatch, accelerator: str, tolerance: float
 ) -> None:
-    """Losses, weights and the optimizer's state with the kernel equal those of torch's own steps."""
+    """Check that the kernel gives the losses, weights and optimizer states of torch's own steps."""
     fused, trainer = run(fit, accelerator)
     with monkeypatch.context() as patch:
         patch.setattr(FIND, lambda device: (None, "torch steps by itself"))

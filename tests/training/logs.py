@@ -1,4 +1,4 @@
-"""What this package logs inside a block."""
+"""A recorder of the messages that this package logs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def recorded() -> Iterator[list[str]]:
-    """List the messages of the block."""
+def recorded_messages() -> Iterator[list[str]]:
+    """Record the messages that the package logs inside the ``with`` block."""
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]

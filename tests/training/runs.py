@@ -30,7 +30,7 @@ def plain_sgd(parameters: Iterable[Any]) -> Optimizer:
 
 
 class Run:
-    """Train named parameters by gradients that the test gives."""
+    """Train named parameters with gradients that the test supplies."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Run:
         self.reducer.watch(self.main.attach(self.optimizer))
 
     def backward(self, gradients: Mapping[str, Tensor], *, is_last: bool = True) -> None:
-        """Let autograd make these gradients."""
+        """Run a backward pass that yields these gradients."""
         if is_last:
             self.reducer.begin_last_backward(0)
         loss = sum(
@@ -57,11 +57,11 @@ class Run:
             self.reducer.start_reduction(0)
 
     def finish(self) -> None:
-        """Finish the sums over the ranks."""
+        """Finish the gradient sums over the ranks."""
         self.reducer.finish(set(self.main.trained))
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         self.optimizer.zero_grad()
         self.reducer.clear(set(self.main.trained))
 
@@ -71,26 +71,26 @@ class Run:
         self.main.publish()
 
     def tensors(self) -> dict[str, Entry]:
-        """Return what a checkpoint holds of this rank."""
+        """Return the tensors that this rank writes to a checkpoint."""
         return {
             **model_tensors(nn.Module(), self.main),
             **optimizer_tensors(0, self.optimizer, self.main),
         }
 
     def save(self, path: str | Path) -> None:
-        """Write parameters and the optimizer's state, and where in the layout each rank is."""
+        """Write parameters, the optimizer's state, and the coordinates of each rank in the layout."""
         metadata = {"optimizer": optimizer_metadata(self.optimizer, self.main, self.mesh)}
         place = self.mesh.layout.coordinates(self.mesh.rank)
         save_checkpoint(path, self.tensors(), metadata, {"place": place}, self.mesh)
 
     def load(self, path: str | Path) -> None:
-        """Read both, whatever layout wrote them."""
+        """Read parameters and the optimizer's state, which any layout may have written."""
         load_model(path, nn.Module(), self.main, self.mesh)
         metadata: Any = load_metadata(path)["optimizer"]
         load_optimizer(path, 0, self.optimizer, self.main, self.mesh, metadata)
 
     def give(self, name: str, gradient: Tensor) -> None:
-        """Put a finished gradient in place."""
+        """Set the finished gradient of a main parameter."""
         self.main.slices[name].main.grad = gradient
 
 

@@ -1,5 +1,5 @@
-"""A small model as bare tensors, with every way of being cut: what a layout holds of it, and one
-process's truth.
+"""A small model of bare tensors that covers every kind of sharding: the shards of each rank, and the
+full tensors of one process.
 """
 
 from __future__ import annotations
@@ -34,41 +34,41 @@ class FlatParameter:
 
 
 def pieces(mesh: ParallelMesh) -> dict[str, FlatParameter]:
-    """List what a rank holds, by name, in the order of the model."""
+    """Return the parameters that a rank holds, by name, in the order of the model."""
     tp, index = mesh.tp.size, mesh.tp.rank
     rows = padded_vocab_size(VOCAB, tp, VOCAB_MULTIPLE) // tp
     word = FlatParameter(
         ShardSpec((VOCAB, HIDDEN), (vocab_range(VOCAB, tp, index, VOCAB_MULTIPLE),)), rows
     )
     qkv_rows = (HEADS + 2 * KV_HEADS) * HEAD_DIM
-    found = {WORD: word} if mesh.pp.is_first else {}
+    flat_parameters = {WORD: word} if mesh.pp.is_first else {}
     for layer in range(NUM_LAYERS):
         if layer * mesh.pp.size // NUM_LAYERS != mesh.pp.rank:
             continue
         name = f"model.layers.{layer}"
         heads = attention_ranges(HEADS, KV_HEADS, HEAD_DIM, tp, index)
-        found[f"{name}.norm.weight"] = FlatParameter(
+        flat_parameters[f"{name}.norm.weight"] = FlatParameter(
             replicated_spec(torch.empty(HIDDEN), index, partial=True)
         )
-        found[f"{name}.qkv.weight"] = FlatParameter(
+        flat_parameters[f"{name}.qkv.weight"] = FlatParameter(
             ShardSpec((qkv_rows, HIDDEN), heads, partial=tp > KV_HEADS)
         )
-        found[f"{name}.out.weight"] = FlatParameter(
+        flat_parameters[f"{name}.out.weight"] = FlatParameter(
             ShardSpec((HIDDEN, HIDDEN), (even_range(HIDDEN, tp, index),), dim=1)
         )
-        found[f"{name}.gated.weight"] = FlatParameter(
+        flat_parameters[f"{name}.gated.weight"] = FlatParameter(
             ShardSpec((2 * FFN, HIDDEN), gated_ranges(FFN, tp, index))
         )
-        found[f"{name}.scale"] = FlatParameter(
+        flat_parameters[f"{name}.scale"] = FlatParameter(
             replicated_spec(torch.empty(()), index, partial=True)
         )
     if mesh.pp.is_last:
-        found["model.final_norm.weight"] = FlatParameter(
+        flat_parameters["model.final_norm.weight"] = FlatParameter(
             replicated_spec(torch.empty(HIDDEN), index)
         )
         if mesh.pp.size > 1:
-            found[HEAD] = FlatParameter(word.spec.tied("embedding.word.weight"), rows)
-    return found
+            flat_parameters[HEAD] = FlatParameter(word.spec.tied("embedding.word.weight"), rows)
+    return flat_parameters
 
 
 def full_tensor(
@@ -91,37 +91,37 @@ def full_parameters(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 def parameters(
     mesh: ParallelMesh, dtype: torch.dtype = torch.float64, device: str = "cpu"
 ) -> dict[str, nn.Parameter]:
-    """Build this rank's parameters, equal in every layout; padding rows hold a value that nobody
-    may count or save.
+    """Build this rank's parameters, whose full values are the same in every layout; padding rows hold
+    a value that must be neither counted nor saved.
     """
-    found = {}
+    named = {}
     for name, piece in pieces(mesh).items():
         full = full_tensor("value", WORD if name == HEAD else name, piece.spec.full_shape)
         local = piece.spec.shard(full, piece.local_size)
         if piece.local_size is not None:
             local[piece.spec.local_extent :] = 1000.0
-        found[name] = set_shard_spec(nn.Parameter(local.to(device, dtype)), piece.spec)
-    return found
+        named[name] = set_shard_spec(nn.Parameter(local.to(device, dtype)), piece.spec)
+    return named
 
 
 def full_gradients(num_data_ranks: int) -> dict[str, Tensor]:
-    """Compute the mean over data ranks of the full gradients, both uses of the tied embedding
-    added.
+    """Return the mean over data ranks of the full gradients, where the gradient of the tied embedding
+    is the sum of both uses.
     """
     shapes = {name: piece.spec.full_shape for name, piece in pieces(ParallelMesh.single()).items()}
-    found = {
+    gradients = {
         name: sum(_gradient(name, rank, shape) for rank in range(num_data_ranks)) / num_data_ranks
         for name, shape in shapes.items()
     }
-    found[WORD] += (
+    gradients[WORD] += (
         sum(_gradient(HEAD, rank, shapes[WORD]) for rank in range(num_data_ranks)) / num_data_ranks
     )
-    return found
+    return gradients
 
 
 def set_gradients(named: dict[str, nn.Parameter], mesh: ParallelMesh) -> None:
-    """Give every parameter the gradient that this rank's backward would leave: parts of it where
-    copies are partial.
+    """Set the gradient that this rank's backward pass would leave in each parameter, which is only a
+    part of the sum where copies are partial.
     """
     for name, piece in pieces(mesh).items():
         full = _gradient(name, mesh.data.rank, piece.spec.full_shape)

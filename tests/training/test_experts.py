@@ -1,5 +1,5 @@
-"""Gradients of experts are summed over the ranks that hold the same ones, in every expert grid, as
-on one process.
+"""Gradients of experts are summed over the ranks that hold the same experts, in every expert grid,
+and match one process.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ SHAPES = {"dense": (7, 5), "experts.up": (4, 6, 3), "norm": (5,), "experts.down"
 STEPS, MAX_NORM = 3, 0.5
 
 
-def draw(*what: object, shape: tuple[int, ...]) -> Tensor:
-    """Draw the same values on every rank, such that float32 holds them."""
-    generator = torch.Generator().manual_seed(derive_seed(*map(str, what)))
+def draw(*seeds: object, shape: tuple[int, ...]) -> Tensor:
+    """Draw the same values on every rank, which float32 holds exactly."""
+    generator = torch.Generator().manual_seed(derive_seed(*map(str, seeds)))
     return torch.randn(shape, generator=generator).double()
 
 
 def gradient_of(name: str, rank: int, step: int, mesh: ParallelMesh) -> Tensor:
-    """Return what a rank's own tokens add to the full gradient of its loss."""
+    """Return what the tokens of a rank add to the full gradient of its loss."""
     if name.startswith("experts"):
         return draw(name, rank, step, shape=SHAPES[name])
-    # Ranks of one tensor-parallel group have one loss together, and the same gradients of what they
-    # hold whole.
+    # Ranks of a tensor-parallel group share one loss, and have the same gradients of the parameters
+    # that they hold in full.
     data_rank = mesh.layout.coordinates(rank)["dp"]
     return draw(name, "data", data_rank, step, shape=SHAPES[name])
 
@@ -65,7 +65,7 @@ def true_gradient(name: str, step: int, mesh: ParallelMesh) -> Tensor:
 
 
 def parameters(mesh: ParallelMesh, dtype: torch.dtype) -> dict[str, nn.Parameter]:
-    found = {}
+    named = {}
     for name, shape in SHAPES.items():
         full = draw(name, shape=shape)
         spec = replicated_spec(full, mesh.tp.rank)
@@ -73,22 +73,22 @@ def parameters(mesh: ParallelMesh, dtype: torch.dtype) -> dict[str, nn.Parameter
             spec = ShardSpec(
                 shape, (even_range(shape[0], mesh.ep.size, mesh.ep.rank),), is_expert=True
             )
-        found[name] = set_shard_spec(nn.Parameter(spec.shard(full).to(dtype)), spec)
-    return found
+        named[name] = set_shard_spec(nn.Parameter(spec.shard(full).to(dtype)), spec)
+    return named
 
 
 def local_gradients(mesh: ParallelMesh, step: int) -> dict[str, Tensor]:
-    """Return what a rank's backward pass leaves: of its experts, for the tokens of all ranks that
-    send theirs.
+    """Return the gradients that a rank's backward pass leaves; those of its experts cover the tokens of
+    all ranks of its expert-parallel group.
     """
-    found = {}
+    gradients = {}
     for name, parameter in parameters(mesh, torch.float64).items():
         if name.startswith("experts"):
             full = sum(gradient_of(name, rank, step, mesh) for rank in mesh.ep.ranks)
-            found[name] = parameter.shard_spec.shard(full)  # type: ignore[attr-defined]
+            gradients[name] = parameter.shard_spec.shard(full)  # type: ignore[attr-defined]
         else:
-            found[name] = gradient_of(name, mesh.rank, step, mesh)
-    return found
+            gradients[name] = gradient_of(name, mesh.rank, step, mesh)
+    return gradients
 
 
 def adamw(named: Any) -> torch.optim.Optimizer:
@@ -98,47 +98,52 @@ def adamw(named: Any) -> torch.optim.Optimizer:
 def errors_of_layout(
     mesh: ParallelMesh, division: DistributedOptimizerConfig, folder: str
 ) -> dict[str, float]:
-    """Train, and return how far everything is from one process that holds all experts."""
-    half = torch.float32 if division.main_dtype == torch.float64 else torch.float64
-    run = Run(parameters(mesh, half), mesh, division, adamw)
+    """Train, and return the largest differences from one process that holds all experts."""
+    model_dtype = torch.float32 if division.main_dtype == torch.float64 else torch.float64
+    run = Run(parameters(mesh, model_dtype), mesh, division, adamw)
     twins = {name: nn.Parameter(draw(name, shape=shape)) for name, shape in SHAPES.items()}
-    twin_optimizer, found = (
+    twin_optimizer, errors = (
         adamw(twins.values()),
         {"norm": 0.0, "parameters": 0.0, "checkpoint": 0.0},
     )
     for step in range(STEPS):
         run.zero_grad()
         run.backward(
-            {name: gradient.to(half) for name, gradient in local_gradients(mesh, step).items()}
+            {
+                name: gradient.to(model_dtype)
+                for name, gradient in local_gradients(mesh, step).items()
+            }
         )
         run.finish()
         for name, twin in twins.items():
             twin.grad = true_gradient(name, step, mesh)
         expected = float(nn.utils.clip_grad_norm_(twins.values(), MAX_NORM))
-        found["norm"] = max(found["norm"], abs(float(clip_by_norm_(run.main, MAX_NORM)) - expected))
-        found["norm after"] = abs(float(grad_norm(run.main)) - MAX_NORM)
+        errors["norm"] = max(
+            errors["norm"], abs(float(clip_by_norm_(run.main, MAX_NORM)) - expected)
+        )
+        errors["norm after"] = abs(float(grad_norm(run.main)) - MAX_NORM)
         run.step()
         twin_optimizer.step()
     for name, twin in twins.items():
-        want = run.main.spec(name).shard(twin.detach()).to(half)
-        found["parameters"] = max(
-            found["parameters"], float((run.main.parameter(name) - want).abs().max())
+        expected_shard = run.main.spec(name).shard(twin.detach()).to(model_dtype)
+        errors["parameters"] = max(
+            errors["parameters"], float((run.main.parameter(name) - expected_shard).abs().max())
         )
     entries = {
-        name: Entry(one.main, one.placement, one.is_exclusive)
-        for name, one in run.main.slices.items()
+        name: Entry(main_slice.main, main_slice.placement, main_slice.is_exclusive)
+        for name, main_slice in run.main.slices.items()
     }
     writer = CheckpointWriter(mesh)
     writer.save(folder, entries, {}, {})
     writer.close()
     for name, saved in read_full(folder).items():
-        found["checkpoint"] = max(found["checkpoint"], float((saved - twins[name]).abs().max()))
-    return found
+        errors["checkpoint"] = max(errors["checkpoint"], float((saved - twins[name]).abs().max()))
+    return errors
 
 
 def unused_experts(mesh: ParallelMesh) -> dict[str, Any]:
-    """Leave out gradients of experts that no token was sent to: on one rank, or on all that hold
-    them.
+    """Return which slices have gradients if experts get no tokens on one rank, or on all ranks that
+    hold them.
     """
     run = Run(parameters(mesh, torch.float64), mesh)
     gradients = local_gradients(mesh, 0)
@@ -148,52 +153,52 @@ def unused_experts(mesh: ParallelMesh) -> dict[str, Any]:
         del gradients["experts.down"]
     run.backward(gradients)
     run.finish()
-    return {name: one.main.grad is not None for name, one in run.main.slices.items()}
+    return {name: main_slice.main.grad is not None for name, main_slice in run.main.slices.items()}
 
 
-def world(rank: int, size: int, folder: str) -> dict[str, Any]:
+def _train_in_every_layout(rank: int, size: int, folder: str) -> dict[str, Any]:
     torch.set_num_threads(1)
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     for layout_name, sizes in LAYOUTS.items():
         mesh = ParallelMesh.create(ParallelLayout(size, **sizes))
         for name, division in DIVISIONS.items():
-            place = f"{folder}/{layout_name} {name}".replace(" ", "_")
-            found[f"{layout_name}, {name}"] = errors_of_layout(mesh, division, place)
+            checkpoint = f"{folder}/{layout_name} {name}".replace(" ", "_")
+            outcomes[f"{layout_name}, {name}"] = errors_of_layout(mesh, division, checkpoint)
         if layout_name == "ep2 edp2":
-            found["unused"] = unused_experts(mesh)
+            outcomes["unused"] = unused_experts(mesh)
         mesh.destroy()
-    return found
+    return outcomes
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_world(world, 4, str(tmp_path_factory.mktemp("experts")))
+    return run_world(_train_in_every_layout, 4, str(tmp_path_factory.mktemp("experts")))
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_steps_equal_those_of_one_process(
+def test_expert_training_steps_match_one_process(
     results: list[dict[str, Any]], layout: str, division: str
 ) -> None:
-    for rank, found in enumerate(results):
-        for what, error in found[f"{layout}, {division}"].items():
+    for rank, outcomes in enumerate(results):
+        for quantity, error in outcomes[f"{layout}, {division}"].items():
             # Mixed: gradients and the model's parameters are rounded to float32.
             limit = 1e-5 if division == "mixed" else 1e-10
             # The norm after clipping is as far below the limit as torch's own.
-            assert error < (1e-5 if what == "norm after" else limit), (
-                f"rank {rank}: {what} differs by {error}"
+            assert error < (1e-5 if quantity == "norm after" else limit), (
+                f"rank {rank}: {quantity} differs by {error}"
             )
 
 
-def test_experts_without_tokens_do_not_hang_and_are_left_alone(
+def test_experts_without_tokens_do_not_hang_and_get_no_gradient(
     results: list[dict[str, Any]],
 ) -> None:
-    for rank, found in enumerate(results):
-        has = found["unused"]
-        # ep rank 1 is on ranks 1 and 3: nobody who holds its experts has a gradient of `up`.
-        assert has.get("experts.up", rank not in (1, 3)) == (rank not in (1, 3))
-        assert has.get("experts.down", True)
-        assert has.get("dense", True)
+    for rank, outcomes in enumerate(results):
+        has_gradient = outcomes["unused"]
+        # Ranks 1 and 3 hold the experts of ep rank 1, and neither has a gradient of `up`.
+        assert has_gradient.get("experts.up", rank not in (1, 3)) == (rank not in (1, 3))
+        assert has_gradient.get("experts.down", True)
+        assert has_gradient.get("dense", True)
 
 
 def order_of_starts(mesh: ParallelMesh) -> list[tuple[str, ...]]:
@@ -205,31 +210,31 @@ def order_of_starts(mesh: ParallelMesh) -> list[tuple[str, ...]]:
         set_shard_spec(parameter, replace(spec, is_expert=name.startswith("experts")))
     run = Run(named, mesh, DistributedOptimizerConfig(bucket_size=128))
     started: list[tuple[str, ...]] = []
-    seen: list[tuple[str, ...]] = []
+    started_before_last: list[tuple[str, ...]] = []
     start = GradientBucket.start
 
-    def noted(bucket: GradientBucket, *args: Any) -> None:
+    def record_start(bucket: GradientBucket, *args: Any) -> None:
         started.append(bucket.names)
         start(bucket, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GradientBucket, "start", noted)
+        patch.setattr(GradientBucket, "start", record_start)
         for _ in range(2):
             run.zero_grad()
             started.clear()
             run.reducer.begin_last_backward(0)
             for name in reversed(order):
-                seen = list(started)
+                started_before_last = list(started)
                 (run.main.parameter(name) * 2.0).sum().backward()
             run.reducer.start_reduction(0)
             run.finish()
-    return seen
+    return started_before_last
 
 
-def _order(rank: int, size: int) -> list[tuple[str, ...]]:
+def _order_on_rank(rank: int, size: int) -> list[tuple[str, ...]]:
     return order_of_starts(ParallelMesh.create(ParallelLayout(size)))
 
 
-def test_buckets_of_experts_do_not_wait_for_those_of_parameters_used_earlier() -> None:
-    for seen in run_world(_order, 2):
-        assert seen == [("experts.1",), ("dense",), ("experts.0",)]
+def test_expert_buckets_do_not_wait_for_buckets_of_parameters_used_earlier() -> None:
+    for started in run_world(_order_on_rank, 2):
+        assert started == [("experts.1",), ("dense",), ("experts.0",)]

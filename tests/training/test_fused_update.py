@@ -1,4 +1,4 @@
-"""Fits that clip, update and round in one kernel equal those on torch's own steps."""
+"""Training with clipping, update and rounding in one kernel matches torch's own optimizer steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> type[PlainKernel]:
 
 
 @pytest.mark.parametrize("name", FITS)
-def test_losses_weights_and_states_equal_those_of_torch(
+def test_fused_kernel_gives_losses_weights_and_states_of_torch(
     name: str, kernel: type[PlainKernel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_equal(FITS[name], monkeypatch, "cpu", 1e-3 if FITS[name].precision != "32-true" else 1e-6)
@@ -40,13 +40,15 @@ def test_losses_weights_and_states_equal_those_of_torch(
     ],
     ids=["not fused", "amsgrad", "SGD"],
 )
-def test_other_optimizers_step_by_themselves(make: Any, kernel: type[PlainKernel]) -> None:
+def test_optimizers_without_fused_kernel_use_their_own_step(
+    make: Any, kernel: type[PlainKernel]
+) -> None:
     module, _ = run(Fit(make=make))
     assert kernel.num_calls == 0
     assert module.losses[-1] < module.losses[0]
 
 
-def test_moments_of_another_type_need_the_kernel() -> None:
+def test_moments_dtype_without_fused_kernel_is_refused() -> None:
     strategy = MegatronStrategy(moments_dtype="bfloat16")
     trainer = Trainer(
         accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, logger=False, barebones=True
@@ -55,7 +57,7 @@ def test_moments_of_another_type_need_the_kernel() -> None:
         trainer.fit(TinyLM(), loader())
 
 
-def test_moments_are_kept_in_their_type(kernel: type[PlainKernel]) -> None:
+def test_moments_are_stored_in_moments_dtype(kernel: type[PlainKernel]) -> None:
     strategy = MegatronStrategy(moments_dtype="bfloat16")
     trainer = Trainer(
         accelerator="cpu",
@@ -74,23 +76,25 @@ def test_moments_are_kept_in_their_type(kernel: type[PlainKernel]) -> None:
     assert module.losses[-1] < module.losses[0]
 
 
-def test_parameters_are_gathered_while_others_are_updated() -> None:
-    for num_started, kept, one_piece, many_pieces in run_world(_two_ranks, 2):
-        # Of the gathers of a step some start before the last piece is updated.
+def test_gathers_of_updated_parameters_start_before_the_last_update() -> None:
+    for num_started, hooked, one_piece, many_pieces in run_world(_train_with_piece_sizes, 2):
+        # Some gathers of a step start before the last piece is updated.
         assert num_started == {
             "one piece": 0,
             "hooked": 0,
             "many pieces": num_started["many pieces"],
         }
         assert num_started["many pieces"] > 2
-        assert many_pieces == one_piece == kept
+        assert many_pieces == one_piece == hooked
 
 
-def _two_ranks(rank: int, size: int) -> tuple[dict[str, int], *tuple[list[float], ...]]:
+def _train_with_piece_sizes(
+    rank: int, size: int
+) -> tuple[dict[str, int], *tuple[list[float], ...]]:
     num_started, losses = {}, []
     for name, piece in {"hooked": 1, "one piece": 10**9, "many pieces": 1}.items():
         fused_update._PIECE = piece
-        module = _Watched(is_hooked=name == "hooked")
+        module = _CountingLM(is_hooked=name == "hooked")
         fused_update._find_kernel = lambda device, module=module: (module.make_kernel, "")
         trainer = Trainer(
             accelerator="cpu",
@@ -102,13 +106,13 @@ def _two_ranks(rank: int, size: int) -> tuple[dict[str, int], *tuple[list[float]
             barebones=True,
         )
         trainer.fit(module, loader(batch_size=2))
-        num_started[name] = max(one[-1] - one[0] for one in module.started)
+        num_started[name] = max(counts[-1] - counts[0] for counts in module.started)
         losses.append(module.losses)
     return num_started, *losses
 
 
-class _Watched(FusedLM):
-    """Count the collectives that have started at each call of the kernel, step by step."""
+class _CountingLM(FusedLM):
+    """Record, for each step, the number of started collectives at each call of the kernel."""
 
     def __init__(self, is_hooked: bool) -> None:
         super().__init__()
@@ -119,10 +123,10 @@ class _Watched(FusedLM):
         self.started.append([])
 
     def configure_optimizers(self) -> Any:
-        found = super().configure_optimizers()
+        configuration = super().configure_optimizers()
         if self.is_hooked:
-            found["optimizer"].register_step_post_hook(lambda *_: None)
-        return found
+            configuration["optimizer"].register_step_post_hook(lambda *_: None)
+        return configuration
 
     def make_kernel(self) -> Any:
         kernel = PlainKernel()
@@ -134,13 +138,13 @@ class _Watched(FusedLM):
         return call
 
 
-def test_weights_in_eight_bits_are_gathered_when_all_their_scales_are_known() -> None:
-    for fused, plain in run_world(_in_eight_bits, 2):
+def test_fp8_weights_gathered_after_fused_updates_give_the_losses_of_torch() -> None:
+    for fused, plain in run_world(_train_fp8_weights, 2):
         assert len(fused) == 8
         assert fused == pytest.approx(plain, abs=1e-3)
 
 
-def _in_eight_bits(rank: int, size: int) -> list[list[float]]:
+def _train_fp8_weights(rank: int, size: int) -> list[list[float]]:
     losses = []
     fused_update._PIECE = 1
     for kernel in (PlainKernel, None):

@@ -1,4 +1,4 @@
-"""Sums and clipping of gradients over every kind of layout, against one process that holds the full
+"""Sums and clipping of gradients in every kind of layout match one process that holds the full
 tensors.
 """
 
@@ -26,7 +26,7 @@ from lightning_megatron.training.shared_gradients import (
     resolve_ties,
 )
 from lightning_megatron.training.ties import TiedCopies, check_ties
-from tests.training.logs import recorded
+from tests.training.logs import recorded_messages
 from tests.training.runs import Run
 from tests.training.synthetic import HEAD, WORD, full_gradients, parameters, pieces, set_gradients
 from tests.world import run_world
@@ -41,11 +41,11 @@ DIVISIONS = (
 
 
 def distance(run: Run, truth: dict[str, Tensor]) -> float:
-    """Return how far this rank's finished gradients are from the full ones."""
+    """Return the largest difference of this rank's finished gradients from the full gradients."""
     largest = 0.0
-    for name, one in run.main.slices.items():
-        assert one.main.grad is not None, f"{name} has a gradient"
-        for box, view in one.placement.local_views(one.main.grad):
+    for name, main_slice in run.main.slices.items():
+        assert main_slice.main.grad is not None, f"{name} has a gradient"
+        for box, view in main_slice.placement.local_views(main_slice.main.grad):
             full = truth[WORD if name == HEAD else name]
             for dim, (start, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
                 full = full.narrow(dim, start, size)
@@ -58,52 +58,54 @@ def errors_of_layout(mesh: ParallelMesh, division: DistributedOptimizerConfig) -
     named = dict(parameters(mesh))
     set_gradients(named, mesh)
     halves = {name: p.grad / 2 for name, p in named.items() if p.grad is not None}
-    truth, found = full_gradients(mesh.data.size), {}
+    truth, errors = full_gradients(mesh.data.size), {}
     # The second step starts its sums inside the backward pass.
     for step in range(2):
         run.zero_grad()
         run.backward(halves, is_last=False)
         run.backward(halves)
         run.finish()
-        found[f"gradient {step}"] = distance(run, truth)
+        errors[f"gradient {step}"] = distance(run, truth)
     twins = [nn.Parameter(torch.zeros_like(full)) for full in truth.values()]
     for twin, full in zip(twins, truth.values(), strict=True):
         twin.grad = full.clone()
-    want_norm = torch.nn.utils.clip_grad_norm_(twins, 0.5)
-    found["norm"] = abs(clip_by_norm_(run.main, 0.5).item() - want_norm.item())
+    expected_norm = torch.nn.utils.clip_grad_norm_(twins, 0.5)
+    errors["norm"] = abs(clip_by_norm_(run.main, 0.5).item() - expected_norm.item())
     clipped = {
         name: twin.grad for name, twin in zip(truth, twins, strict=True) if twin.grad is not None
     }
-    found["clip"] = distance(run, clipped)
+    errors["clip"] = distance(run, clipped)
     # A norm below the limit must leave the gradients bitwise as they are.
-    kept = [gradient.clone() for gradient in run.main.gradients()]
+    before = [gradient.clone() for gradient in run.main.gradients()]
     clip_by_norm_(run.main, 100.0)
-    changes = [(a - b).abs().max().item() for a, b in zip(run.main.gradients(), kept, strict=True)]
-    found["clip below the limit"] = max(changes, default=0.0)
-    found |= update_error(run, mesh, clipped)
-    return found
+    changes = [
+        (a - b).abs().max().item() for a, b in zip(run.main.gradients(), before, strict=True)
+    ]
+    errors["clip below the limit"] = max(changes, default=0.0)
+    errors |= update_error(run, mesh, clipped)
+    return errors
 
 
 def update_error(run: Run, mesh: ParallelMesh, gradients: dict[str, Tensor]) -> dict[str, float]:
-    """Step, gather, and compare the whole local parameters of this rank with one process's."""
+    """Step, gather, and compare the parameters of this rank with those of one process."""
     before = {name: run.main.parameter(name).detach().clone() for name in run.main.names}
     run.optimizer.step()
     run.main.publish()
     largest = 0.0
     for name, piece in pieces(mesh).items():
         gradient = piece.spec.shard(gradients[WORD if name == HEAD else name], piece.local_size)
-        want = before[name] - 0.1 * gradient
-        largest = max(largest, (run.main.parameter(name) - want).abs().max().item())
+        expected = before[name] - 0.1 * gradient
+        largest = max(largest, (run.main.parameter(name) - expected).abs().max().item())
     return {"update": largest}
 
 
 def unused_gradients(rank: int, mesh: ParallelMesh) -> dict[str, Any]:
-    """Leave gradients out on some ranks and on all ranks of a data-parallel group."""
+    """Return gradients and messages if some, or all, ranks of a data-parallel group leave gradients out."""
     run = Run(
         {name: nn.Parameter(torch.ones(200)) for name in ("everywhere", "somewhere", "nowhere")},
         mesh,
     )
-    with recorded() as records:
+    with recorded_messages() as records:
         for _ in range(2):
             run.zero_grad()
             gradients = {"everywhere": torch.full((200,), float(rank))}
@@ -111,18 +113,22 @@ def unused_gradients(rank: int, mesh: ParallelMesh) -> dict[str, Any]:
                 gradients["somewhere"] = torch.full((200,), 8.0)
             run.backward(gradients)
             run.finish()
-    grads = {name: one.main.grad for name, one in run.main.slices.items()}
-    found = {
+    grads = {name: main_slice.main.grad for name, main_slice in run.main.slices.items()}
+    values = {
         name: None if grad is None else sorted(set(grad.tolist())) for name, grad in grads.items()
     }
     run.backward({"nowhere": torch.full((200,), 4.0 * rank)})
     run.finish()
-    return {"grads": found, "records": records, "later": _value(run, "nowhere")}
+    return {"grads": values, "records": records, "later": _value(run, "nowhere")}
 
 
 def _value(run: Run, name: str) -> float | None:
-    one = run.main.slices.get(name)
-    return None if one is None or one.main.grad is None else one.main.grad[0].item()
+    main_slice = run.main.slices.get(name)
+    return (
+        None
+        if main_slice is None or main_slice.main.grad is None
+        else main_slice.main.grad[0].item()
+    )
 
 
 def late_gradient(mesh: ParallelMesh) -> str:
@@ -142,83 +148,92 @@ def late_gradient(mesh: ParallelMesh) -> str:
 
 
 def tie_errors(mesh: ParallelMesh) -> list[str]:
-    """Check optimizers that treat the embedding and its copy alike, and differently."""
-    found = []
+    """Return the errors of optimizers that have the embedding and its copy in one group, and in two."""
+    messages = []
     for split in (False, True):
         named = parameters(mesh)
-        rest = [parameter for name, parameter in named.items() if name != HEAD or not split]
-        head = [parameter for name, parameter in named.items() if name == HEAD and split]
+        first_group = [parameter for name, parameter in named.items() if name != HEAD or not split]
+        second_group = [parameter for name, parameter in named.items() if name == HEAD and split]
         main = MainParameters(named, mesh)
         optimizer = torch.optim.SGD(
-            [{"params": rest}, {"params": head, "weight_decay": 0.1}], lr=0.1
+            [{"params": first_group}, {"params": second_group, "weight_decay": 0.1}], lr=0.1
         )
         main.attach(optimizer)
         try:
             check_ties(optimizer, main)
         except UnsupportedError as error:
-            found.append(str(error))
-    return found
+            messages.append(str(error))
+    return messages
 
 
-def followed(mesh: ParallelMesh) -> dict[str, Any]:
-    """Let a copy follow its original into a group, into none, and into being frozen."""
+def follow_original(mesh: ParallelMesh) -> dict[str, Any]:
+    """Let a copy follow its original into a group, out of all groups, and into being frozen."""
     named = parameters(mesh)
     main = MainParameters(named, mesh)
     word = [parameter for name, parameter in named.items() if name == WORD]
-    rest = [parameter for name, parameter in named.items() if name != WORD]
-    groups: list[dict[str, Any]] = [{"params": rest}, {"params": word, "weight_decay": 0.1}]
-    together = torch.optim.SGD(groups, lr=0.1)
-    without = torch.optim.SGD(rest, lr=0.1)
-    copies, found = TiedCopies(main), dict[str, Any]()
-    copies.follow([together, without])
-    found["group"] = [[name in names for name in (WORD, HEAD)] for names in main.names_of(together)]
-    found["left out"] = HEAD in main.names_of(without)[0]
-    main.attach(together)
-    check_ties(together, main)
+    other_parameters = [parameter for name, parameter in named.items() if name != WORD]
+    groups: list[dict[str, Any]] = [
+        {"params": other_parameters},
+        {"params": word, "weight_decay": 0.1},
+    ]
+    optimizer_with_word = torch.optim.SGD(groups, lr=0.1)
+    optimizer_without_word = torch.optim.SGD(other_parameters, lr=0.1)
+    copies, outcome = TiedCopies(main), dict[str, Any]()
+    copies.follow([optimizer_with_word, optimizer_without_word])
+    outcome["group"] = [
+        [name in names for name in (WORD, HEAD)] for names in main.names_of(optimizer_with_word)
+    ]
+    outcome["left out"] = HEAD in main.names_of(optimizer_without_word)[0]
+    main.attach(optimizer_with_word)
+    check_ties(optimizer_with_word, main)
     for parameter in word:
         parameter.requires_grad_(False)
     try:
         copies.check()
     except UnsupportedError as error:
-        found["message"] = str(error)
-    copies.follow([together, without])
+        outcome["message"] = str(error)
+    copies.follow([optimizer_with_word, optimizer_without_word])
     copies.check()
-    found["frozen"] = [not named[name].requires_grad for name in (WORD, HEAD) if name in named]
-    return found
+    outcome["frozen"] = [not named[name].requires_grad for name in (WORD, HEAD) if name in named]
+    return outcome
 
 
-def world(rank: int, size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _check_every_layout(rank: int, size: int) -> dict[str, Any]:
+    outcomes: dict[str, Any] = {}
     for sizes in LAYOUTS:
         mesh = ParallelMesh.create(ParallelLayout(size, **sizes))
-        found[str(sizes)] = [errors_of_layout(mesh, division) for division in DIVISIONS]
+        outcomes[str(sizes)] = [errors_of_layout(mesh, division) for division in DIVISIONS]
         if not sizes:
-            found["unused"] = unused_gradients(rank, mesh)
-            found["late"] = late_gradient(mesh)
-            half = Run({"weight": nn.Parameter(torch.zeros(512, dtype=torch.bfloat16))}, mesh)
-            half.backward({"weight": torch.full((512,), float(rank), dtype=torch.bfloat16)})
-            half.finish()
-            (gradient,) = half.main.gradients()
-            found["bf16"] = (str(gradient.dtype), gradient.shape, sorted(set(gradient.tolist())))
+            outcomes["unused"] = unused_gradients(rank, mesh)
+            outcomes["late"] = late_gradient(mesh)
+            bfloat16_run = Run(
+                {"weight": nn.Parameter(torch.zeros(512, dtype=torch.bfloat16))}, mesh
+            )
+            bfloat16_run.backward({"weight": torch.full((512,), float(rank), dtype=torch.bfloat16)})
+            bfloat16_run.finish()
+            (gradient,) = bfloat16_run.main.gradients()
+            outcomes["bf16"] = (str(gradient.dtype), gradient.shape, sorted(set(gradient.tolist())))
         if sizes == {"pp": 2}:
             try:
                 Run({"outside.weight": nn.Parameter(torch.ones(1))}, mesh)
             except UnsupportedError as error:
-                found["on several stages"] = str(error)
-            found["ties"] = tie_errors(mesh)
-            found["followed"] = followed(mesh)
+                outcomes["on several stages"] = str(error)
+            outcomes["ties"] = tie_errors(mesh)
+            outcomes["followed"] = follow_original(mesh)
         mesh.destroy()
-    return found
+    return outcomes
 
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
-    return run_world(world, 4)
+    return run_world(_check_every_layout, 4)
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-@pytest.mark.parametrize("index", range(len(DIVISIONS)), ids=[str(one) for one in DIVISIONS])
-def test_sums_norm_clipping_and_update_equal_one_process(
+@pytest.mark.parametrize(
+    "index", range(len(DIVISIONS)), ids=[str(division) for division in DIVISIONS]
+)
+def test_gradient_sums_norm_clipping_and_update_match_one_process(
     results: list[dict[str, Any]], sizes: dict[str, int], index: int
 ) -> None:
     for rank, result in enumerate(results):
@@ -227,13 +242,13 @@ def test_sums_norm_clipping_and_update_equal_one_process(
         assert errors["clip below the limit"] == 0
 
 
-def test_a_parameter_that_no_rank_uses_is_left_alone_until_one_does(
+def test_parameter_that_no_rank_uses_has_no_gradient_until_a_rank_uses_it(
     results: list[dict[str, Any]],
 ) -> None:
-    together: dict[str, Any] = {}
+    gradients: dict[str, Any] = {}
     for result in results:
-        together |= result["unused"]["grads"]
-    assert together == {"everywhere": [1.5], "somewhere": [2.0], "nowhere": None}
+        gradients |= result["unused"]["grads"]
+    assert gradients == {"everywhere": [1.5], "somewhere": [2.0], "nowhere": None}
     assert {result["unused"]["later"] for result in results} - {None} == {6.0}
 
 
@@ -247,13 +262,15 @@ def test_unused_parameters_are_named_once_in_the_log(results: list[dict[str, Any
         assert not any("everywhere" in record for record in records[:2])
 
 
-def test_a_gradient_after_its_sum_has_started_is_an_error(results: list[dict[str, Any]]) -> None:
+def test_gradient_that_arrives_after_its_sum_has_started_is_refused(
+    results: list[dict[str, Any]],
+) -> None:
     for result in results:
         assert "'weight' received a second gradient afterwards" in result["late"]
         assert "overlap_gradients=False" in result["late"]
 
 
-def test_half_precision_gradients_without_mains_are_averaged_in_their_dtype(
+def test_bfloat16_gradients_without_main_parameters_are_averaged_in_bfloat16(
     results: list[dict[str, Any]],
 ) -> None:
     for result in results:
@@ -274,21 +291,21 @@ def test_a_tied_embedding_in_different_groups_is_refused_on_every_stage(
         assert f"its copy {HEAD!r} in group 1" in message
 
 
-def test_a_tied_copy_follows_its_original_into_groups_and_into_being_frozen(
+def test_tied_copy_follows_its_original_into_groups_and_when_it_is_frozen(
     results: list[dict[str, Any]],
 ) -> None:
     for rank, result in enumerate(results):
-        found, is_first = result["followed"], rank < 2
-        assert found["group"] == [[False, False], [is_first, not is_first]]
-        assert not found["left out"]
-        assert found["frozen"] == [True]
-        assert ("message" in found) == is_first
-        assert f"{WORD!r} has requires_grad=False now" in found.get(
+        outcome, is_first = result["followed"], rank < 2
+        assert outcome["group"] == [[False, False], [is_first, not is_first]]
+        assert not outcome["left out"]
+        assert outcome["frozen"] == [True]
+        assert ("message" in outcome) == is_first
+        assert f"{WORD!r} has requires_grad=False now" in outcome.get(
             "message", f"{WORD!r} has requires_grad=False now"
         )
 
 
-def test_norm_is_float32_and_zero_without_gradients() -> None:
+def test_norm_without_gradients_is_a_float32_zero() -> None:
     run = Run({"weight": nn.Parameter(torch.ones(2))}, ParallelMesh.single())
     norm = grad_norm(run.main)
     assert norm.dtype == torch.float32
@@ -307,7 +324,7 @@ def test_norm_of_half_precision_gradients_is_summed_in_float32() -> None:
     assert grad_norm(run.main).item() == pytest.approx(gradient.double().norm().item(), rel=1e-5)
 
 
-def test_norm_is_of_the_gradients_that_are_there_now() -> None:
+def test_norm_follows_replaced_and_changed_gradients() -> None:
     run = Run({name: nn.Parameter(torch.ones(2)) for name in "abc"}, ParallelMesh.single())
     for step in (1, 2):
         run.backward({name: torch.full((2,), float(step)) for name in "abc"})
@@ -339,9 +356,9 @@ def test_clip_by_value_equals_torch() -> None:
     assert run.main.main("weight").grad.tolist() == [-0.75, -0.5, 0.0, 0.5, 0.75]
 
 
-def test_gradients_start_from_zero_after_a_step_even_without_zero_grad() -> None:
+def test_gradients_start_from_zero_after_a_step_without_zero_grad() -> None:
     run = Run({"weight": nn.Parameter(torch.ones(1))}, ParallelMesh.single())
-    with recorded() as records:
+    with recorded_messages() as records:
         for _ in range(3):
             run.backward({"weight": torch.tensor([4.0])})
             run.finish()
@@ -357,7 +374,7 @@ def test_sparse_gradients_are_refused() -> None:
         out.sum().backward()
 
 
-def test_only_rows_of_several_ranks_are_pieces() -> None:
+def test_overlapping_pieces_are_the_ranges_of_several_ranks() -> None:
     assert overlapping_pieces([[(0, 4), (8, 10)], [(4, 8), (8, 10)]]) == [(8, 10)]
     assert overlapping_pieces([[(0, 4)], [(0, 4)]]) == [(0, 4)]
     assert overlapping_pieces([[(0, 4)], [(2, 6)]]) == [(2, 4)]

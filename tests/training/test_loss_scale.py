@@ -1,4 +1,4 @@
-"""The transitions of the dynamic loss scale, and that all ranks agree on an overflow."""
+"""The dynamic loss scale changes as documented, and all ranks agree on an overflow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_megatron.training import DynamicLossScale
 from tests.training.runs import Run, single
 from tests.world import run_world
 
-# Each row: what happened step by step (x overflow, . clean), and the scale after every step, with
+# Each row: the steps (x overflow, . clean), and the scale after every step, with
 # growth_interval 2, hysteresis 2, minimum 2 and initial scale 8.
 TRANSITIONS = [
     ("..", [8, 16]),
@@ -23,28 +23,32 @@ TRANSITIONS = [
     ("xx", [8, 4]),
     ("xxx", [8, 4, 2]),
     ("xxxx", [8, 4, 2, 2]),
-    ("x.x", [8, 8, 4]),  # a clean step does not bring the hysteresis back
+    ("x.x", [8, 8, 4]),  # a clean step does not restore the hysteresis
     ("x..x", [8, 8, 16, 16]),  # growth does
-    (".x..", [8, 8, 8, 16]),  # an overflow starts the count of clean steps again
+    (".x..", [8, 8, 8, 16]),  # an overflow restarts the count of clean steps
     ("xx..x", [8, 4, 4, 8, 8]),
 ]
 
 
-@pytest.mark.parametrize(("steps", "want"), TRANSITIONS, ids=[steps for steps, _ in TRANSITIONS])
-def test_scale_after_every_step(steps: str, want: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("steps", "expected"), TRANSITIONS, ids=[steps for steps, _ in TRANSITIONS]
+)
+def test_scale_after_every_step_follows_overflows_and_clean_steps(
+    steps: str, expected: list[float]
+) -> None:
     scale = DynamicLossScale(8, growth_interval=2, hysteresis=2, minimum=2)
-    found = []
+    actual = []
     for step in steps:
         scale.update(step == "x")
-        found.append(scale.scale)
-    assert found == want
+        actual.append(scale.scale)
+    assert actual == expected
 
 
-def test_a_restored_scale_continues_as_if_never_stopped() -> None:
+def test_restored_scale_continues_like_an_uninterrupted_one() -> None:
     steps = "x..xx.x...xx"
-    whole = DynamicLossScale(64, growth_interval=2)
+    uninterrupted = DynamicLossScale(64, growth_interval=2)
     for cut in range(len(steps)):
-        whole, first = (
+        uninterrupted, first = (
             DynamicLossScale(64, growth_interval=2),
             DynamicLossScale(64, growth_interval=2),
         )
@@ -55,11 +59,11 @@ def test_a_restored_scale_continues_as_if_never_stopped() -> None:
         for step in steps[cut:]:
             second.update(step == "x")
         for step in steps:
-            whole.update(step == "x")
-        assert second.state_dict() == whole.state_dict()
+            uninterrupted.update(step == "x")
+        assert second.state_dict() == uninterrupted.state_dict()
 
 
-def test_overflows_that_go_on_at_the_lowest_scale_end_the_run() -> None:
+def test_repeated_overflows_at_the_lowest_scale_raise() -> None:
     scale = DynamicLossScale(1, floor_patience=3)
     for step in "xx.xx":
         scale.update(step == "x")
@@ -70,7 +74,7 @@ def test_overflows_that_go_on_at_the_lowest_scale_end_the_run() -> None:
 @pytest.mark.parametrize(
     "arguments", [{"initial": 0.5}, {"minimum": 0}, {"growth_interval": 0}, {"hysteresis": 0}]
 )
-def test_numbers_out_of_range_are_refused(arguments: dict[str, Any]) -> None:
+def test_arguments_out_of_range_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ParallelPlanError):
         DynamicLossScale(**arguments)
 
@@ -83,7 +87,7 @@ def test_unscaling_divides_by_the_scale() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "found"),
+    ("value", "overflows"),
     [
         (1.0, False),
         (65504.0, False),
@@ -94,25 +98,25 @@ def test_unscaling_divides_by_the_scale() -> None:
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_only_values_that_are_not_finite_count_as_overflow(
-    value: float, found: bool, dtype: torch.dtype
+    value: float, overflows: bool, dtype: torch.dtype
 ) -> None:
     run = single({"weight": nn.Parameter(torch.ones(3, dtype=dtype))})
     run.give("weight", torch.tensor([1.0, value, 2.0], dtype=dtype))
-    assert DynamicLossScale().found_nonfinite(run.main) is found
+    assert DynamicLossScale().found_nonfinite(run.main) is overflows
 
 
-def world(rank: int, size: int) -> list[bool]:
+def _overflow_on_the_last_rank(rank: int, size: int) -> list[bool]:
     mesh = ParallelMesh.create(ParallelLayout(size, pp=2))
     run = Run({f"weight{rank}": nn.Parameter(torch.ones(1))}, mesh)
-    found = []
+    overflows = []
     for value in (1.0, float("nan")):
         # The last rank alone has a value that is not finite, and rank 0 has no gradient at all.
         if rank:
             run.give(f"weight{rank}", torch.tensor([value if rank == size - 1 else 1.0]))
-        found.append(DynamicLossScale().found_nonfinite(run.main))
+        overflows.append(DynamicLossScale().found_nonfinite(run.main))
     mesh.destroy()
-    return found
+    return overflows
 
 
 def test_all_ranks_agree_on_an_overflow() -> None:
-    assert run_world(world, 2) == [[False, True]] * 2
+    assert run_world(_overflow_on_the_last_rank, 2) == [[False, True]] * 2

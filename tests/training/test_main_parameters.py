@@ -1,5 +1,5 @@
-"""Main parameters: fp32 accumulation, and any torch optimizer with its schedulers after they are
-attached.
+"""Main parameters accumulate gradients in float32, and serve any attached torch optimizer and its
+schedulers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def loss_of(module: nn.Module, step: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_attached_optimizer_trains_fp32_mains_and_its_scheduler_keeps_working(name: str) -> None:
+def test_attached_optimizer_trains_float32_main_parameters_and_keeps_its_scheduler(
+    name: str,
+) -> None:
     module = model(torch.bfloat16)
     run = single(
         dict(module.named_parameters()),
@@ -61,8 +63,7 @@ def test_an_attached_optimizer_trains_fp32_mains_and_its_scheduler_keeps_working
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     assert main.attach(optimizer) == []
 
-    # The twin keeps its weights in float32 and computes with their rounded values, written out by
-    # hand.
+    # The twin keeps its weights in float32 and computes with their rounded values.
     rounded = copy.deepcopy(module)
     twin = model(torch.bfloat16).float()
     twin_optimizer = OPTIMIZERS[name](groups_of(twin))
@@ -82,9 +83,9 @@ def test_an_attached_optimizer_trains_fp32_mains_and_its_scheduler_keeps_working
             half.data.copy_(full.data)
         twin_scheduler.step()
         assert optimizer.param_groups[1]["lr"] == pytest.approx(0.05 / (2 + step))
-    for key, want in twin.named_parameters():
-        torch.testing.assert_close(main.main(key), want, rtol=0, atol=0)
-        assert torch.equal(main.parameter(key), want.to(torch.bfloat16))
+    for key, expected in twin.named_parameters():
+        torch.testing.assert_close(main.main(key), expected, rtol=0, atol=0)
+        assert torch.equal(main.parameter(key), expected.to(torch.bfloat16))
     state = optimizer.state[main.main("0.weight")]
     assert all(
         value.dtype == torch.float32 for value in state.values() if isinstance(value, Tensor)
@@ -105,7 +106,7 @@ def test_half_precision_gradients_accumulate_in_float32() -> None:
     assert run.main.main("weight").grad is None
 
 
-def test_gradients_may_be_summed_in_bfloat16_for_float32_mains() -> None:
+def test_gradients_of_float32_main_parameters_may_be_summed_in_bfloat16() -> None:
     weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     division = DistributedOptimizerConfig(main_dtype=torch.float32, gradient_dtype=torch.bfloat16)
     run = Run({"weight": weight}, ParallelMesh.single(), division)
@@ -117,7 +118,7 @@ def test_gradients_may_be_summed_in_bfloat16_for_float32_mains() -> None:
     assert run.main.main("weight").tolist() == [pytest.approx(0.8)] * 4
 
 
-def test_mains_of_full_precision_are_the_models_memory() -> None:
+def test_main_parameters_of_a_float32_model_share_its_memory() -> None:
     module = model(torch.float32)
     run = single(dict(module.named_parameters()), torch.float32)
     assert run.main.memory()["main_parameters"] == 0
@@ -129,7 +130,7 @@ def test_mains_of_full_precision_are_the_models_memory() -> None:
     assert torch.equal(module[0].weight, run.main.main("0.weight"))
 
 
-def test_a_shared_parameter_is_kept_once_under_its_first_name() -> None:
+def test_shared_parameter_is_listed_once_under_its_first_name() -> None:
     weight = nn.Parameter(torch.ones(2))
     main = MainParameters(
         {"embedding": weight, "head": weight, "other": nn.Parameter(torch.ones(1))},
@@ -138,9 +139,7 @@ def test_a_shared_parameter_is_kept_once_under_its_first_name() -> None:
     assert main.names == ("embedding", "other")
 
 
-def test_frozen_parameters_take_no_memory_and_are_trained_once_they_are_not_frozen_any_more() -> (
-    None
-):
+def test_frozen_parameters_take_no_memory_and_are_trained_after_unfreezing() -> None:
     named = {
         name: nn.Parameter(torch.ones(300, dtype=torch.bfloat16)) for name in ("first", "second")
     }
@@ -170,7 +169,7 @@ def test_a_parameter_that_is_frozen_later_keeps_its_value() -> None:
 def test_gradients_of_a_toggled_optimizer_are_dropped() -> None:
     weight = nn.Parameter(torch.ones(2))
     run = single({"weight": weight})
-    # Lightning freezes what the groups of the other optimizers hold.
+    # Lightning freezes the parameters of other optimizers.
     run.optimizer.param_groups[0]["params"][0].requires_grad_(False)
     run.backward({"weight": torch.ones(2)}, is_last=False)
     run.optimizer.param_groups[0]["params"][0].requires_grad_(True)
@@ -179,13 +178,13 @@ def test_gradients_of_a_toggled_optimizer_are_dropped() -> None:
     assert run.main.gradients()[0].tolist() == [4.0, 4.0]
 
 
-def test_an_optimizer_of_other_parameters_is_refused() -> None:
+def test_optimizer_of_foreign_parameters_is_refused() -> None:
     main = MainParameters({"weight": nn.Parameter(torch.ones(2))}, ParallelMesh.single())
     with pytest.raises(UnsupportedError, match="group 0 of SGD"):
         main.attach(torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1))
 
 
-def test_mains_keep_the_spec_and_more_digits_than_the_model() -> None:
+def test_main_parameters_keep_the_shard_spec_and_higher_precision_than_the_model() -> None:
     spec = ShardSpec((4,), (ShardRange(0, 2),))
     weight = set_shard_spec(nn.Parameter(torch.ones(2, dtype=torch.bfloat16)), spec)
     main = single({"weight": weight}, torch.float32).main
@@ -196,7 +195,7 @@ def test_mains_keep_the_spec_and_more_digits_than_the_model() -> None:
     assert weight.tolist() == [1.0, 2.0]
 
 
-def test_mains_go_on_where_the_model_still_has_their_rounded_values() -> None:
+def test_main_parameters_continue_if_the_model_still_has_their_rounded_values() -> None:
     named = {
         name: nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for name in ("kept", "changed")
     }
@@ -211,7 +210,7 @@ def test_mains_go_on_where_the_model_still_has_their_rounded_values() -> None:
     assert second.main("changed")[0].item() == 2.0
 
 
-def test_names_of_an_optimizer_are_found_before_and_after_attaching() -> None:
+def test_parameter_names_of_an_optimizer_are_the_same_before_and_after_attaching() -> None:
     module = model(torch.bfloat16)
     optimizer = OPTIMIZERS["AdamW"](groups_of(module))
     main = MainParameters(
@@ -219,13 +218,13 @@ def test_names_of_an_optimizer_are_found_before_and_after_attaching() -> None:
         ParallelMesh.single(),
         DistributedOptimizerConfig(torch.float32),
     )
-    want = [["0.weight", "2.weight"], ["0.bias", "2.bias"]]
-    assert main.names_of(optimizer) == want
+    expected = [["0.weight", "2.weight"], ["0.bias", "2.bias"]]
+    assert main.names_of(optimizer) == expected
     main.attach(optimizer)
-    assert main.names_of(optimizer) == want
+    assert main.names_of(optimizer) == expected
 
 
-def test_gradients_stay_with_the_model_once_they_are_released() -> None:
+def test_released_parameters_accumulate_their_own_gradients() -> None:
     weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     single({"weight": weight}, torch.float32).reducer.release()
     weight.sum().backward()
@@ -233,7 +232,7 @@ def test_gradients_stay_with_the_model_once_they_are_released() -> None:
 
 
 class Lamb(torch.optim.Optimizer):
-    """Scale updates by the norms of whole parameters, like LAMB."""
+    """Scale updates by the norms of full parameters, like LAMB."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -246,7 +245,7 @@ class Lamb(torch.optim.Optimizer):
                         p.sub_(p.grad * (group["lr"] * p.norm() / p.grad.norm()))
 
 
-class Together(Lamb):
+class GlobalNorm(Lamb):
     """Scale all updates by the norm of all gradients."""
 
     def step(self, closure: Any = None) -> None:
@@ -269,18 +268,20 @@ class Together(Lamb):
         (lambda p: torch.optim.NAdam(p), "elements"),
         (lambda p: torch.optim.Adafactor(p), "parameters"),
         (lambda p: Lamb(p), "parameters"),
-        (lambda p: Blocks(p), "parameters"),
-        (lambda p: Together(p), "model"),
+        (lambda p: BlockwiseMoments(p), "parameters"),
+        (lambda p: GlobalNorm(p), "model"),
         (lambda p: torch.optim.LBFGS(p), "model"),
     ],
 )
-def test_the_smallest_unit_of_an_optimizer_is_found_by_trying(make: Any, granularity: str) -> None:
+def test_finest_granularity_of_an_optimizer_is_found_by_trial_steps(
+    make: Any, granularity: str
+) -> None:
     assert finest_granularity(make([nn.Parameter(torch.ones(3, 2))])) == granularity
 
 
-class Blocks(Lamb):
-    """Follow the gradient, and keep a number for every eight elements, as optimizers with 8-bit
-    moments do.
+class BlockwiseMoments(Lamb):
+    """Follow the gradient, and keep one number for every eight elements, like optimizers with 8-bit
+    moments.
     """
 
     def step(self, closure: Any = None) -> None:
@@ -293,32 +294,36 @@ class Blocks(Lamb):
                     p.sub_(p.grad * group["lr"])
 
 
-class Mixed(Lamb):
-    """Scale updates in the groups that say so, and follow the gradient in others, as Muon with Adam
-    beside it does.
+class MixedGroups(Lamb):
+    """Normalize the updates of groups that set ``normalizes``, and follow the gradient in other groups, like
+    Muon combined with Adam.
     """
 
-    def __init__(self, params: Any, lr: float = 0.1, whole: bool = False) -> None:
-        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "whole": whole})
+    def __init__(self, params: Any, lr: float = 0.1, normalizes: bool = False) -> None:
+        torch.optim.Optimizer.__init__(self, params, {"lr": lr, "normalizes": normalizes})
 
     def step(self, closure: Any = None) -> None:
         with torch.no_grad():
             for group in self.param_groups:
                 for p in (p for p in group["params"] if p.grad is not None):
-                    p.sub_(p.grad * group["lr"] / (p.grad.norm() if group["whole"] else 1.0))
+                    p.sub_(p.grad * group["lr"] / (p.grad.norm() if group["normalizes"] else 1.0))
 
 
-@pytest.mark.parametrize(("whole", "granularity"), [(True, "parameters"), (False, "elements")])
-def test_every_group_of_an_optimizer_is_tried_with_its_own_settings(
-    whole: bool, granularity: str
+@pytest.mark.parametrize(("normalizes", "granularity"), [(True, "parameters"), (False, "elements")])
+def test_granularity_is_tried_with_the_settings_of_every_group(
+    normalizes: bool, granularity: str
 ) -> None:
     matrix, bias = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3))
-    optimizer = Mixed([{"params": [bias]}, {"params": [matrix], "whole": whole, "lr": 0.3}])
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)  # its first rate is zero
+    optimizer = MixedGroups(
+        [{"params": [bias]}, {"params": [matrix], "normalizes": normalizes, "lr": 0.3}]
+    )
+    torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: step / 10
+    )  # the first learning rate is zero
     assert finest_granularity(optimizer) == granularity
 
 
-def test_an_optimizer_that_looks_at_whole_parameters_needs_them() -> None:
+def test_optimizer_that_uses_full_parameters_refuses_cut_parameters() -> None:
     lamb = Lamb([nn.Parameter(torch.ones(1))])
     check_granularity(lamb, "parameters", cut=False)
     with pytest.raises(UnsupportedError, match="Lamb uses whole parameters"):

@@ -1,4 +1,4 @@
-"""Updated parameters are whole when they are read, whoever reads them."""
+"""Updated parameters are fully gathered before any module, graph replay or user reads them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from lightning_megatron.training import DistributedOptimizerConfig, MainParamete
 from tests.world import run_world
 
 
-def test_what_no_module_waits_for_is_whole_when_publishing_returns() -> None:
-    for seen in run_world(_publish_late, 2):
-        assert seen == {"waiting": 1.0, "outside": 1.0}
+def test_parameters_without_a_waiting_module_are_gathered_when_publish_returns() -> None:
+    for minima in run_world(_publish_late, 2):
+        assert minima == {"waiting": 1.0, "outside": 1.0}
 
 
 def _publish_late(rank: int, size: int) -> dict[str, float]:
@@ -28,50 +28,50 @@ def _publish_late(rank: int, size: int) -> dict[str, float]:
     main.attach(torch.optim.SGD(named.values(), lr=0.1))
     main.gather.wait_before([waiting], main.buffers)
     with torch.no_grad():
-        for one in main.slices.values():
-            one.main.fill_(1.0)
-    # The parts of the last rank come late; who does not wait for them sees old values.
+        for main_slice in main.slices.values():
+            main_slice.main.fill_(1.0)
+    # The parts of the last rank come late; a reader that does not wait for them sees old values.
     time.sleep(0.5 * rank)
     main.publish(wait=False)
-    least = {"outside": float(outside.weight.min())}
+    minima = {"outside": float(outside.weight.min())}
     waiting(torch.zeros(1, 2))
-    least["waiting"] = float(waiting.weight.min())
+    minima["waiting"] = float(waiting.weight.min())
     main.wait()
-    return least
+    return minima
 
 
-def test_a_replay_that_runs_no_hooks_waits_for_the_parameters_that_it_reads() -> None:
-    for seen in run_world(_wait_for, 2):
-        assert seen == {"read": 1.0, "pending before": 2, "pending after": 1, "frozen": 1}
+def test_wait_for_finishes_only_the_gathers_of_the_named_parameters() -> None:
+    for outcome in run_world(_wait_for, 2):
+        assert outcome == {"read": 1.0, "pending before": 2, "pending after": 1, "frozen": 1}
 
 
 def _wait_for(rank: int, size: int) -> dict[str, float]:
     mesh = ParallelMesh.create(ParallelLayout(size), device="cpu")
-    read, other = nn.Linear(2, 3, bias=False), nn.Linear(2, 3, bias=False)
+    read, unread = nn.Linear(2, 3, bias=False), nn.Linear(2, 3, bias=False)
     frozen = nn.Parameter(torch.ones(1), requires_grad=False)
-    named = {"read.weight": read.weight, "other.weight": other.weight, "frozen": frozen}
+    named = {"read.weight": read.weight, "other.weight": unread.weight, "frozen": frozen}
     main = MainParameters(named, mesh, DistributedOptimizerConfig(bucket_size=6))
-    main.attach(torch.optim.SGD([read.weight, other.weight], lr=0.1))
-    main.gather.wait_before([read, other], main.buffers)
+    main.attach(torch.optim.SGD([read.weight, unread.weight], lr=0.1))
+    main.gather.wait_before([read, unread], main.buffers)
     with torch.no_grad():
-        for one in main.slices.values():
-            one.main.fill_(1.0)
-    # The parts of the last rank come late; who does not wait for them sees old values.
+        for main_slice in main.slices.values():
+            main_slice.main.fill_(1.0)
+    # The parts of the last rank come late; a reader that does not wait for them sees old values.
     time.sleep(0.5 * rank)
     main.publish(wait=False)
-    found: dict[str, float] = {"pending before": len(main.gather._pending)}
-    # The forward pass of the module does not run, and its hooks neither.
+    outcome: dict[str, float] = {"pending before": len(main.gather._pending)}
+    # Neither the forward pass of the module nor its hooks run.
     main.gather.wait_for([read.weight])
-    found |= {"read": float(read.weight.min()), "pending after": len(main.gather._pending)}
+    outcome |= {"read": float(read.weight.min()), "pending after": len(main.gather._pending)}
     main.gather.wait_for([frozen])
-    found["frozen"] = len(main.gather._pending)
+    outcome["frozen"] = len(main.gather._pending)
     main.wait()
-    return found
+    return outcome
 
 
-def test_deferred_gathers_start_with_the_first_reader_and_a_recording_leaves_them() -> None:
-    for seen in run_world(_defer, 2):
-        assert seen == {
+def test_deferred_gathers_start_with_the_first_reader_and_not_in_a_recording() -> None:
+    for outcome in run_world(_defer, 2):
+        assert outcome == {
             "deferred": (True, 0),
             "recorded": (True, True, 0),
             "read": (False, 1.0, 2),
@@ -82,46 +82,46 @@ def test_deferred_gathers_start_with_the_first_reader_and_a_recording_leaves_the
 
 def _defer(rank: int, size: int) -> dict[str, Any]:
     mesh = ParallelMesh.create(ParallelLayout(size), device="cpu")
-    read, other = nn.Linear(2, 3, bias=False), nn.Linear(2, 3, bias=False)
-    named = {"read.weight": read.weight, "other.weight": other.weight}
+    read, unread = nn.Linear(2, 3, bias=False), nn.Linear(2, 3, bias=False)
+    named = {"read.weight": read.weight, "other.weight": unread.weight}
     main = MainParameters(named, mesh, DistributedOptimizerConfig(bucket_size=6))
     main.attach(torch.optim.SGD(named.values(), lr=0.1))
     gather = main.gather
-    gather.wait_before([read, other], main.buffers)
+    gather.wait_before([read, unread], main.buffers)
     gather.defers = True
     with torch.no_grad():
-        for one in main.slices.values():
-            one.main.fill_(1.0)
+        for main_slice in main.slices.values():
+            main_slice.main.fill_(1.0)
     before = sum(mesh.journal.counts.values())
 
     def started() -> int:
         return sum(mesh.journal.counts.values()) - before
 
     main.publish(wait=False)
-    found: dict[str, Any] = {"deferred": (gather.is_deferred, started())}
-    # What runs on the tape of a graph is undone after the capture.
+    outcome: dict[str, Any] = {"deferred": (gather.is_deferred, started())}
+    # The capture undoes everything that runs on the tape of a graph.
     launcher = TapeBackend(mesh.launcher)
     with mesh.journal.recording(), gather.recording() as recorded:
         launcher.capture(main.wait, launcher.make_pool())
-    found["recorded"] = recorded.gathers, gather.is_deferred, started()
+    outcome["recorded"] = recorded.gathers, gather.is_deferred, started()
     read(torch.zeros(1, 2))
-    found["read"] = gather.is_deferred, float(read.weight.min()), started()
+    outcome["read"] = gather.is_deferred, float(read.weight.min()), started()
     main.wait()
-    others = {
+    configs = {
         "trained": DistributedOptimizerConfig(),
         "divided": DistributedOptimizerConfig(zero=0),
     }
-    for name, config in others.items():
+    for name, config in configs.items():
         main = MainParameters({}, mesh, config)
         main.gather.defers = True
         main.publish(wait=False)
-        found[f"nothing is {name}"] = main.gather.is_deferred
-    return found
+        outcome[f"nothing is {name}"] = main.gather.is_deferred
+    return outcome
 
 
-def test_gathers_start_in_one_order_as_soon_as_their_parameters_are_updated() -> None:
-    for seen in run_world(_update, 2):
-        assert seen == {
+def test_gathers_start_in_a_fixed_order_once_their_parameters_are_updated() -> None:
+    for outcome in run_world(_update, 2):
+        assert outcome == {
             "second": 0,
             "first": 2,
             "published": 3,
@@ -140,39 +140,39 @@ def _update(rank: int, size: int) -> dict[str, Any]:
     main.attach(torch.optim.SGD(named.values(), lr=0.1))
     main.gather.wait_before(layers, main.buffers)
 
-    def started(from_: int) -> int:
-        return sum(mesh.journal.counts.values()) - from_
+    def started(offset: int) -> int:
+        return sum(mesh.journal.counts.values()) - offset
 
-    found: dict[str, Any] = {}
+    outcome: dict[str, Any] = {}
     before = started(0)
     main.gather.start_during_update(main.buffers, mesh, set(named))
     with torch.no_grad():
         for name, number in {"second": 1, "first": 0}.items():
             layers[number].weight.fill_(1.0)
             main.gather.mark_updated([f"{number}.weight"])
-            # The second bucket waits for the first one, as on all ranks.
-            found[name] = started(before)
+            # The second bucket waits for the first bucket on all ranks.
+            outcome[name] = started(before)
         layers[2].weight.fill_(1.0)
     main.publish(wait=False, stored=True)
-    found["published"] = started(before)
+    outcome["published"] = started(before)
     main.wait()
-    found["whole"] = [float(layer.weight.detach().min()) for layer in layers]
+    outcome["whole"] = [float(layer.weight.detach().min()) for layer in layers]
     before = started(0)
     main.publish()
-    found["again"] = started(before)
+    outcome["again"] = started(before)
     main.gather.defers = True
     before = started(0)
     main.gather.start_during_update(main.buffers, mesh, set(named))
     main.gather.mark_updated(list(named))
     main.publish(wait=False, stored=True)
-    found["deferred"] = started(before)
+    outcome["deferred"] = started(before)
     main.wait()
-    return found
+    return outcome
 
 
 def test_buckets_of_several_buffers_are_gathered_in_the_order_of_use() -> None:
-    for found in run_world(_order_of_use, 2):
-        assert found == [f"{number}.weight" for number in range(4)]
+    for names in run_world(_order_of_use, 2):
+        assert names == [f"{number}.weight" for number in range(4)]
 
 
 def _order_of_use(rank: int, size: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Gradients of recorded backward passes: repeated notices start the same sums as live ones."""
+"""Notices repeated after replays of recorded backward passes start the gradient sums of live passes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Events = list[Any]
 
 
 class Training:
-    """Steps of a GPT whose bucket starts are noted."""
+    """Train a GPT and record the starts of gradient buckets."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
         self.model = GPT(CONFIG, mesh, seed=1)
@@ -48,16 +48,16 @@ class Training:
         return self.model(tokens, tokens.roll(1, 1)).mean()
 
     def train(self, backward: Callable[[Training, int, int], None]) -> tuple[Events, list[Tensor]]:
-        """Run some steps, and return starts of buckets and the gradients of every step."""
-        found: list[Tensor] = []
+        """Run all steps, and return the starts of buckets and the gradients of every step."""
+        gradients: list[Tensor] = []
         with pytest.MonkeyPatch.context() as patch:
             start = GradientBucket.start
 
-            def noted(bucket: GradientBucket, *args: Any) -> None:
+            def record_start(bucket: GradientBucket, *args: Any) -> None:
                 self.events.append(bucket.names)
                 start(bucket, *args)
 
-            patch.setattr(GradientBucket, "start", noted)
+            patch.setattr(GradientBucket, "start", record_start)
             for step in range(NUM_STEPS):
                 self.run.zero_grad()
                 for number in range(NUM_MICROBATCHES):
@@ -65,9 +65,9 @@ class Training:
                 self.events.append("the last backward pass has ended")
                 self.reducer.start_reduction(0)
                 self.run.finish()
-                found += [one.clone() for one in self.run.main.gradients()]
+                gradients += [gradient.clone() for gradient in self.run.main.gradients()]
                 self.run.step()
-        return self.events, found
+        return self.events, gradients
 
 
 def is_last(number: int) -> bool:
@@ -81,8 +81,8 @@ def live(training: Training, step: int, number: int) -> None:
     loss.backward()
 
 
-def repeat(training: Training, recorded: RecordedGradients) -> None:
-    """Do what the code that replays a graph does after the replay."""
+def repeat_notices(training: Training, recorded: RecordedGradients) -> None:
+    """Mark slots and gradients, as the code that replays a graph does after each replay."""
     mark_filled(recorded.slots, recorded.rows)
     for group in recorded.groups:
         training.reducer.mark_arrived(group)
@@ -99,10 +99,12 @@ def replayed(training: Training, step: int, number: int) -> None:
     assert len(training.events) == before, "nothing starts while gradients are recorded"
     assert flags == {name: slot.is_empty for name, slot in training.reducer._slots.items()}
     assert recorder.recorded.is_first == (number == 0)
-    words = [name for group in recorder.recorded.groups for name in group if "word" in name]
-    assert len(words) == 2, "the tied table gets two gradients"
+    table_gradients = [
+        name for group in recorder.recorded.groups for name in group if "word" in name
+    ]
+    assert len(table_gradients) == 2, "the tied table gets two gradients"
     assert len(recorder.recorded.additions) == len(recorder.recorded.slots) + 1
-    repeat(training, recorder.recorded)
+    repeat_notices(training, recorder.recorded)
 
 
 def live_halves(training: Training, step: int, number: int) -> None:
@@ -122,17 +124,17 @@ def replayed_halves(training: Training, step: int, number: int) -> None:
         loss.backward()
     mark_filled(inputs.recorded.slots, inputs.recorded.rows)
     captured = queue.count_left("captured")
-    # The input half has added to the tied table and the weight half adds again, so that its slots
-    # are mixed: the recording of the first microbatch says so.
+    # The input half has added to the tied table and the weight half adds again, so that slots are
+    # mixed in the first microbatch.
     left = list(captured)
     assert state_of(left) == ("mixed" if number == 0 else "filled")
     fill_empty(left)
     with reducer.recording() as weights:
         queue.run("captured")
-    repeat(training, inputs.recorded)
+    repeat_notices(training, inputs.recorded)
 
     def replay() -> Callable[[], None]:
-        return lambda: repeat(training, weights.recorded)
+        return lambda: repeat_notices(training, weights.recorded)
 
     with queue.open(number):
         queue.put(replay, weights.recorded.additions)
@@ -164,48 +166,50 @@ def forgotten_marks(training: Training, step: int, number: int) -> None:
 WAYS = (live, replayed, live_halves, replayed_halves, forgotten_notices, forgotten_marks)
 
 
-def world(rank: int, size: int) -> dict[str, tuple[Events, list[Tensor]]]:
+def _train_in_every_way(rank: int, size: int) -> dict[str, tuple[Events, list[Tensor]]]:
     torch.set_default_dtype(torch.float64)
     mesh = ParallelMesh.create(ParallelLayout(size))
-    found = {way.__name__: Training(mesh).train(way) for way in WAYS}
+    outcomes = {way.__name__: Training(mesh).train(way) for way in WAYS}
     mesh.destroy()
-    return found
+    return outcomes
 
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, tuple[Events, list[Tensor]]]]:
-    return run_world(world, 2)
+    return run_world(_train_in_every_way, 2)
 
 
-def are_equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
+def all_equal(actual: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(actual) == len(expected) and all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.parametrize("kind", ["", "_halves"])
-def test_repeated_notices_start_the_same_buckets_with_the_same_gradients(
+def test_notices_repeated_after_a_replay_start_the_same_buckets_and_gradients(
     results: list[Any], kind: str
 ) -> None:
-    for found in results:
-        events, gradients = found[f"live{kind}"]
+    for outcomes in results:
+        events, gradients = outcomes[f"live{kind}"]
         assert isinstance(events[-1], str), "all sums start inside the last backward pass"
-        assert found[f"replayed{kind}"][0] == events
-        assert are_equal(found[f"replayed{kind}"][1], gradients)
+        assert outcomes[f"replayed{kind}"][0] == events
+        assert all_equal(outcomes[f"replayed{kind}"][1], gradients)
 
 
-def test_forgotten_notices_and_marks_are_noticed(results: list[Any]) -> None:
-    for found in results:
-        events, gradients = found["live"]
+def test_forgotten_notices_delay_sums_and_forgotten_marks_change_gradients(
+    results: list[Any],
+) -> None:
+    for outcomes in results:
+        events, gradients = outcomes["live"]
         # Sums start late, but are right.
-        assert found["forgotten_notices"][0] != events
-        assert are_equal(found["forgotten_notices"][1], gradients)
-        assert not are_equal(found["forgotten_marks"][1], gradients)
+        assert outcomes["forgotten_notices"][0] != events
+        assert all_equal(outcomes["forgotten_notices"][1], gradients)
+        assert not all_equal(outcomes["forgotten_marks"][1], gradients)
 
 
 def single_training() -> Run:
     return Run({name: nn.Parameter(torch.ones(2)) for name in "ab"}, ParallelMesh.single())
 
 
-def test_nothing_is_reduced_inside_a_recording() -> None:
+def test_reductions_and_nested_recordings_inside_a_recording_are_refused() -> None:
     run = single_training()
     with (
         pytest.raises(RuntimeError, match="no gradient sum over the ranks may start"),
@@ -225,7 +229,7 @@ def test_nothing_is_reduced_inside_a_recording() -> None:
 
 
 @pytest.mark.parametrize("state", ["empty", "filled"])
-def test_the_variant_of_a_recording_does_not_depend_on_the_step(state: Any) -> None:
+def test_recording_in_a_requested_state_does_not_depend_on_the_slots(state: Any) -> None:
     run = single_training()
     run.backward({"a": torch.ones(2)}, is_last=False)
     slots = run.reducer._slots

@@ -1,4 +1,4 @@
-"""Gradients of embeddings exchanged by rows, compared with reductions of whole tables."""
+"""Gradients of embeddings that ranks exchange by rows match reductions of the full tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_megatron.training import DistributedOptimizerConfig, row_sums
 from tests.training.runs import Run
 from tests.world import run_world
 
-#: Rows of each rank: none, repetitions, all the same, and rows that others have, too.
+#: Rows of each rank: none, repeated rows, one row only, and rows that other ranks have too.
 ROWS = ([], [3, 3, 0], [7, 7, 7], [0, 5, 3])
 CONFIG = GPTConfig.llama(
     vocab_size=400,
@@ -37,40 +37,40 @@ NUM_STEPS = 3
 
 @contextmanager
 def counted_exchanges() -> Iterator[list[int]]:
-    """Note the number of rows of each exchange."""
-    found: list[int] = []
+    """Record the number of rows of each exchange."""
+    row_counts: list[int] = []
     start = row_sums.start_row_sum
 
-    def noted(gradient: Tensor, rows: Tensor, axis: Any) -> Any:
-        found.append(len(rows))
+    def record_exchange(gradient: Tensor, rows: Tensor, axis: Any) -> Any:
+        row_counts.append(len(rows))
         return start(gradient, rows, axis)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_sums, "start_row_sum", noted)
-        yield found
+        patch.setattr(row_sums, "start_row_sum", record_exchange)
+        yield row_counts
 
 
 def errors_of_sums(mesh: ParallelMesh) -> dict[str, float]:
     """Return the largest differences between an exchange of rows and an all-reduce."""
-    own = ROWS[mesh.data.rank]
-    found = {}
+    local_rows = ROWS[mesh.data.rank]
+    errors = {}
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         generator = torch.Generator().manual_seed(mesh.data.rank)
         gradient = torch.zeros(9, 4, dtype=dtype, device=mesh.device)
-        gradient[own] = torch.randn(len(own), 4, generator=generator).to(gradient)
+        gradient[local_rows] = torch.randn(len(local_rows), 4, generator=generator).to(gradient)
         expected = gradient.to(torch.float64, copy=True)
         start_all_reduce(expected, mesh.data, "mean").wait()
-        rows = torch.tensor([*own, *[0] * (3 - len(own))], device=mesh.device)
+        rows = torch.tensor([*local_rows, *[0] * (3 - len(local_rows))], device=mesh.device)
         row_sums.start_row_sum(gradient, rows, mesh.data).wait()
-        found[str(dtype)] = (gradient - expected).abs().max().item()
-        first = gradient.clone()
-        torch.distributed.broadcast(first, 0)
-        found[f"{dtype} beside rank 0"] = (gradient - first).abs().max().item()
-    return found
+        errors[str(dtype)] = (gradient - expected).abs().max().item()
+        rank_0_gradient = gradient.clone()
+        torch.distributed.broadcast(rank_0_gradient, 0)
+        errors[f"{dtype} beside rank 0"] = (gradient - rank_0_gradient).abs().max().item()
+    return errors
 
 
 class Training:
-    """Steps of a small Llama with microbatches of given lengths."""
+    """Train a small Llama on microbatches of given lengths."""
 
     def __init__(self, mesh: ParallelMesh, division: DistributedOptimizerConfig) -> None:
         self.mesh = mesh
@@ -96,9 +96,9 @@ class Training:
                 loss.backward()
             mark_filled(recorder.recorded.slots, recorder.recorded.rows)
             for rows in recorder.recorded.rows.values():
-                # The next replay overwrites the memory of these.
-                for one in rows:
-                    one.fill_(399)
+                # The next replay overwrites the memory of the indices.
+                for indices in rows:
+                    indices.fill_(399)
             for group in recorder.recorded.groups:
                 reducer.mark_arrived(group)
         reducer.start_reduction(0)
@@ -118,7 +118,7 @@ def lengths_of(kind: str, rank: int, step: int) -> list[int]:
 def weights_after(
     mesh: ParallelMesh, division: DistributedOptimizerConfig, kind: str
 ) -> tuple[dict[str, Tensor], list[int]]:
-    """Train, and return the whole weights and the numbers of exchanged rows."""
+    """Train, and return the full weights and the numbers of exchanged rows."""
     training = Training(mesh, division)
     with counted_exchanges() as exchanges:
         for step in range(NUM_STEPS):
@@ -138,7 +138,8 @@ def weights_after(
             else:
                 training.step(lengths, seed, kind == "replayed")
     return {
-        name: one.detach().to("cpu", copy=True) for name, one in training.model.named_parameters()
+        name: parameter.detach().to("cpu", copy=True)
+        for name, parameter in training.model.named_parameters()
     }, exchanges
 
 
@@ -154,7 +155,7 @@ def weights_of_twin(kind: str, num_ranks: int, device: str = "cpu") -> dict[str,
                 (loss / num_ranks).backward()
         training.run.finish()
         training.run.step()
-    return {name: one.detach().cpu() for name, one in training.model.named_parameters()}
+    return {name: parameter.detach().cpu() for name, parameter in training.model.named_parameters()}
 
 
 KINDS = ("equal", "unequal", "many", "replayed", "exposed")
@@ -164,25 +165,25 @@ DIVISIONS = {
 }
 
 
-def _world(rank: int, size: int) -> dict[str, Any]:
+def _train_every_kind(rank: int, size: int) -> dict[str, Any]:
     mesh = ParallelMesh.create(ParallelLayout(size), device=torch.device("cpu"))
-    found: dict[str, Any] = {"sums": errors_of_sums(mesh)}
+    outcomes: dict[str, Any] = {"sums": errors_of_sums(mesh)}
     for kind in KINDS:
         for name, division in DIVISIONS.items():
-            found[f"{kind}, {name}"] = weights_after(mesh, division, kind)
-    found["default buckets"] = weights_after(mesh, DistributedOptimizerConfig(), "equal")
-    return found
+            outcomes[f"{kind}, {name}"] = weights_after(mesh, division, kind)
+    outcomes["default buckets"] = weights_after(mesh, DistributedOptimizerConfig(), "equal")
+    return outcomes
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_exchanged_rows_give_the_gradients_of_whole_tables(size: int) -> None:
-    found = run_world(_world, size)
+def test_row_exchanges_match_reductions_of_full_embedding_tables(size: int) -> None:
+    outcomes = run_world(_train_every_kind, size)
     twins = {kind: weights_of_twin(kind, size) for kind in KINDS}
-    for rank, of_rank in enumerate(found):
+    for rank, outcome in enumerate(outcomes):
         limits = {"torch.float64": 1e-15, "torch.float32": 1e-6, "torch.bfloat16": 0.02}
-        for name, error in of_rank.pop("sums").items():
+        for name, error in outcome.pop("sums").items():
             assert error <= limits.get(name, 0.0), (rank, name)
-        for name, (weights, exchanges) in of_rank.items():
+        for name, (weights, exchanges) in outcome.items():
             kind, _, _ = name.partition(", ")
             twin = twins[kind if kind in twins else "equal"]
             for key, weight in weights.items():
@@ -192,8 +193,8 @@ def test_exchanged_rows_give_the_gradients_of_whole_tables(size: int) -> None:
             assert exchanges == EXPECTED[kind](size), (rank, name)
 
 
-#: Exchanges of all steps. Rows that are too many, and gradients that users have seen, are reduced
-#: as whole tables; that does not end the exchange.
+#: Exchanges of all steps. Too many rows, and gradients exposed to users, are reduced as full tables;
+#: later steps exchange rows again.
 EXPECTED: dict[str, Any] = {
     "equal": lambda size: [8] * NUM_STEPS,
     "replayed": lambda size: [8] * NUM_STEPS,

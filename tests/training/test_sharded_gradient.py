@@ -1,5 +1,5 @@
-"""Numbers of a gradient in parts are those of the whole one, and what works element by element
-stays with the part.
+"""Reductions of a sharded gradient match the full gradient, and other operations act on the local
+shard.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def full() -> Tensor:
     return torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def two_ranks(rank: int, size: int) -> dict[str, Any]:
+def _measure_on_two_ranks(rank: int, size: int) -> dict[str, Any]:
     mesh = ParallelMesh.create(ParallelLayout(2, tp=2), device=torch.device("cpu"), seed=1)
     cut = ShardSpec((6, 3), (ShardRange(3 * rank, 3 * rank + 3, 0),))
     copied = ShardSpec((6, 3), (ShardRange(0, 6, rank),))
@@ -50,14 +50,14 @@ def two_ranks(rank: int, size: int) -> dict[str, Any]:
         "copied": (copied, full()),
         "padded": (padded, torch.cat([full()[4:], padding]) if rank else full()[:4]),
     }
-    found: dict[str, Any] = {}
-    for how, (spec, local) in locals_.items():
-        parted = ShardedGradient.of(local.clone(), spec, mesh)
-        found[how] = {name: float(number(parted)) for name, number in NUMBERS.items()}
-        assert type(parted.sum(0)) is Tensor
-        torch.testing.assert_close(parted.sum(0), local.sum(0))
-        parted.mul_(2)
-        torch.testing.assert_close(parted.as_subclass(Tensor), local * 2)
+    outcome: dict[str, Any] = {}
+    for sharding, (spec, local) in locals_.items():
+        sharded = ShardedGradient.of(local.clone(), spec, mesh)
+        outcome[sharding] = {name: float(number(sharded)) for name, number in NUMBERS.items()}
+        assert type(sharded.sum(0)) is Tensor
+        torch.testing.assert_close(sharded.sum(0), local.sum(0))
+        sharded.mul_(2)
+        torch.testing.assert_close(sharded.as_subclass(Tensor), local * 2)
     mesh.destroy()
     mesh = ParallelMesh.create(ParallelLayout(2, pp=2), device=torch.device("cpu"), seed=1)
     parameter = torch.nn.Parameter(full())
@@ -65,13 +65,13 @@ def two_ranks(rank: int, size: int) -> dict[str, Any]:
     with pytest.raises(UnsupportedError) as raised:
         torch.nn.utils.clip_grad_norm_([parameter], 1.0)
     mesh.destroy()
-    return {**found, "message": str(raised.value)}
+    return {**outcome, "message": str(raised.value)}
 
 
-def test_numbers_of_a_gradient_in_parts_are_those_of_the_whole_one() -> None:
+def test_reductions_of_a_sharded_gradient_match_the_full_gradient() -> None:
     expected = {name: float(number(full())) for name, number in NUMBERS.items()}
-    for found in run_world(two_ranks, 2):
-        message = found.pop("message")
+    for outcome in run_world(_measure_on_two_ranks, 2):
+        message = outcome.pop("message")
         assert message.startswith("torch.nn.utils.clip_grad_norm_ cannot be used with pp (2)")
-        for how, numbers in found.items():
-            assert numbers == pytest.approx(expected), how
+        for sharding, numbers in outcome.items():
+            assert numbers == pytest.approx(expected), sharding

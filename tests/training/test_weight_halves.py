@@ -1,5 +1,5 @@
-"""Sums over the data-parallel ranks start when the last weight half of a chunk has added what they
-need.
+"""Gradient sums over the data-parallel ranks start when the last weight half of a chunk has added
+their last terms.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.world import run_world
 NUM_STEPS = 2
 
 
-def started(run: Run) -> set[str]:
+def started_parameters(run: Run) -> set[str]:
     """Return the parameters whose sums over the ranks have started."""
     return {
         name
@@ -41,32 +41,36 @@ def check_sums(rank: int, size: int) -> None:
     queue = run.reducer.weight_gradients
     inputs = torch.randn(size, 3, 1, 4, generator=torch.Generator().manual_seed(3))
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    truth = {name: weight.requires_grad_() for name, weight in weights.items()}
-    hidden = inputs @ truth["first.weight"].t() + truth["first.bias"]
-    (hidden.tanh() @ truth["last.weight"].t() + truth["last.bias"]).sin().sum().backward()
+    references = {name: weight.requires_grad_() for name, weight in weights.items()}
+    hidden = inputs @ references["first.weight"].t() + references["first.bias"]
+    (hidden.tanh() @ references["last.weight"].t() + references["last.bias"]).sin().sum().backward()
     for step in range(NUM_STEPS):
         run.zero_grad()
         with queue.open(step):
             model["last"](model["first"](inputs[rank]).tanh()).sin().sum().backward()
-        assert not started(run)
+        assert not started_parameters(run)
         run.reducer.begin_last_weight_half(0, queue.count_left(step))
-        # In the order of the buffers, up to the first bucket that lacks a product.
-        assert "last.weight" not in started(run)
-        assert "first.weight" not in started(run)
+        # Sums start in the order of the buffers, up to the first bucket that lacks a product.
+        assert "last.weight" not in started_parameters(run)
+        assert "first.weight" not in started_parameters(run)
         queue.run(step)
-        assert started(run) == set(truth)
+        assert started_parameters(run) == set(references)
         run.reducer.start_reduction(0)
         run.finish()
-        for name, one in run.main.slices.items():
-            assert (one.main.grad is None) == (name == "unused.weight")
-            views = () if one.main.grad is None else one.placement.local_views(one.main.grad)
+        for name, main_slice in run.main.slices.items():
+            assert (main_slice.main.grad is None) == (name == "unused.weight")
+            views = (
+                ()
+                if main_slice.main.grad is None
+                else main_slice.placement.local_views(main_slice.main.grad)
+            )
             for box, view in views:
-                full = truth[name].grad / size
+                full = references[name].grad / size
                 for dim, (start, length) in enumerate(zip(box.offsets, box.sizes, strict=True)):
                     full = full.narrow(dim, start, length)
                 assert_equal(view, full, f"step {step}: {name}", 1e-12)
     mesh.destroy()
 
 
-def test_sums_start_in_the_last_weight_half() -> None:
+def test_gradient_sums_start_in_the_last_weight_half() -> None:
     run_world(check_sums, 2)
