@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-#: A template that marks answers, and the same one without marks.
+#: A template that marks answers, and the same template without marks.
 MARKED = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}"

@@ -1,4 +1,4 @@
-"""Annotations of shapes: which functions have them, and that the tests check them."""
+"""Tests of shape annotations: public functions have them, and every test process checks them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OF_ANY_TENSOR = {
     "models/cut_blocks.py": "parameters and results of blocks",
     "models/stored_tensors.py": "tensors that blocks store as attributes",
 }
-# The same for functions.
+# Functions whose tensors may have any shape.
 OF_ANY_PARAMETER = {
     "layers/choose_kernels.py": {"fused_kernels", "is_served"},
     "layers/gradient_slot.py": {
@@ -54,8 +54,13 @@ def test_functions_with_tensors_name_their_dimensions() -> None:
         for name, function in public_functions(ast.parse(path.read_text(encoding="utf-8"))):
             if name in OF_ANY_PARAMETER.get(place, ()):
                 continue
-            given = function.args
-            arguments = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs]
+            signature = function.args
+            arguments = [
+                *signature.posonlyargs,
+                *signature.args,
+                signature.vararg,
+                *signature.kwonlyargs,
+            ]
             wrong += [
                 f"{place}:{annotation.lineno} {name}: {ast.unparse(annotation)}"
                 for annotation in [a.annotation for a in arguments if a] + [function.returns]
@@ -80,7 +85,7 @@ def public_functions(
 
 
 def has_bare_tensor(annotation: ast.expr) -> bool:
-    """Return whether an annotation has a tensor without dimensions; those of callables may."""
+    """Return whether an annotation has a tensor without dimensions, except inside callables."""
     if isinstance(annotation, ast.Name):
         return annotation.id == "Tensor"
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) in {
@@ -126,7 +131,7 @@ def test_a_tensor_of_a_wrong_shape_is_refused() -> None:
 
 
 @needs_checks
-def test_shapes_that_have_passed_make_no_others_pass() -> None:
+def test_a_shape_that_has_passed_does_not_let_other_shapes_pass() -> None:
     results = [torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(2, 4)]
 
     def rows(
@@ -193,7 +198,7 @@ def test_programs_that_tests_start_check_shapes_too() -> None:
     assert run_python(program) == "True"
 
 
-def test_without_the_tests_annotations_need_no_package_and_check_nothing() -> None:
+def test_disabled_annotations_need_no_jaxtyping_and_check_nothing() -> None:
     program = (
         "import sys, torch; from lightning_megatron.layers.mlp import activate\n"
         "activate(torch.zeros(2, 3, dtype=torch.float64), 'relu')\n"
