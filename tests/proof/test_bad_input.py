@@ -1,5 +1,5 @@
-"""What a user can get wrong is refused with rule, values, reason and remedy; before any process
-exists, if possible.
+"""Tests that wrong input is refused with rule, values, reason and remedy, if possible before any
+process starts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SIZES = {
 
 
 class Windows(Dataset):
-    """Give windows of one token."""
+    """Windows that repeat a single token."""
 
     def __init__(self, num_samples: int = 12, token: int = 1, seq_length: int = 8) -> None:
         self.num_samples = num_samples
@@ -55,7 +55,7 @@ class Windows(Dataset):
 
 
 class ManualLM(CausalLM):
-    """Step by itself."""
+    """Module with manual optimization."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
@@ -223,7 +223,7 @@ def test_validation_refuses_a_layout_as_training_does() -> None:
         ),
     ],
 )
-def test_axes_that_experts_do_not_divide_by_are_refused(
+def test_axes_that_do_not_divide_the_experts_are_refused(
     sizes: Any, experts: Any, message: str
 ) -> None:
     mixture = None if experts is None else {"top_k": 2, "ffn_hidden_size": 10, **experts}
@@ -232,7 +232,7 @@ def test_axes_that_experts_do_not_divide_by_are_refused(
 
 
 @pytest.mark.usefixtures("no_process")
-def test_a_folder_that_does_not_fit_is_refused_before_any_process_is_started(
+def test_a_hugging_face_folder_that_does_not_fit_is_refused_before_any_process(
     tmp_path: Path,
 ) -> None:
     transformers = pytest.importorskip("transformers")
@@ -310,7 +310,7 @@ def test_manual_optimization_is_refused_with_several_stages() -> None:
         "options of no group",
     ],
 )
-def test_the_strategy_refuses_its_own_arguments(
+def test_invalid_arguments_of_the_strategy_are_refused(
     sizes: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error) as caught:
@@ -352,7 +352,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
         trainer(1, MegatronStrategy()).fit(model(vocab_size=256), datamodule=data)
 
 
-def test_sequences_of_any_dataloader_are_refused_at_their_first_use() -> None:
+def test_too_long_sequences_of_a_dataloader_are_refused_at_their_first_use() -> None:
     with pytest.raises(
         ParallelPlanError, match=r"seq_length \(32\) must not exceed max_seq_length \(16\)"
     ):
@@ -363,7 +363,7 @@ ADD_UP = (
     "the lengths of the documents of a row must not exceed its 8 tokens: row 1 has [5, 4], which is 9. A document "
     "must end in its row. Use lengths with a sum of at most 8."
 )
-#: What a batch has beside tokens, with the error.
+#: Batch without labels, and class and message of the error.
 DOCUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "lengths": (
         {"tokens": torch.ones(2, 8, dtype=torch.int64), "lengths": torch.tensor([[3, 5], [5, 4]])},
@@ -421,7 +421,7 @@ def test_documents_that_do_not_fit_their_rows_are_refused_before_a_batch_moves(c
 
 
 @pytest.mark.usefixtures("no_process")
-def test_a_context_that_does_not_fit_the_rows_is_refused_before_any_process_is_started() -> None:
+def test_context_parallelism_that_does_not_fit_is_refused_before_any_process() -> None:
     data = TokenDataModule(train="none", seq_length=10, batch_size=4)
     message = re.escape("seq_length (10) must be a multiple of 2 cp (4)")
     with pytest.raises(ParallelPlanError, match=message):
@@ -438,11 +438,11 @@ def test_a_context_that_does_not_fit_the_rows_is_refused_before_any_process_is_s
 def test_a_truncated_index_is_refused(tmp_path: Path) -> None:
     prefix = corpus(tmp_path / "text")
     path = tmp_path / "text.idx"
-    whole = path.stat().st_size
+    num_bytes = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-5])
     message = (
-        f"text.idx is truncated: {whole} bytes expected for 8 sequences and 9 document entries, "
-        f"{whole - 5} found."
+        f"text.idx is truncated: {num_bytes} bytes expected for 8 sequences and 9 document entries, "
+        f"{num_bytes - 5} found."
     )
     with pytest.raises(CorruptDataError, match=re.escape(message)):
         trainer(1, MegatronStrategy()).fit(
@@ -464,89 +464,93 @@ def test_the_wrong_tokenizer_for_a_corpus_is_refused(tmp_path: Path) -> None:
         trainer(1, MegatronStrategy()).fit(model(), data)
 
 
-class Looking(CausalLM):
-    """Must not be asked for a model."""
+class NeverBuiltLM(CausalLM):
+    """Module whose model must not be built."""
 
     def configure_model(self) -> None:
         raise AssertionError("ranks that disagree must not build a model")
 
 
 class SlowerHeadLM(CausalLM):
-    """Train the output head, which is the embedding's copy on the last stage, in a group of its
-    own.
+    """Train the output head, the copy of the embedding on the last stage, in a separate parameter
+    group.
     """
 
     def configure_optimizers(self) -> Any:
         heads = [parameter for name, parameter in self.named_parameters() if "head" in name]
-        others = [parameter for name, parameter in self.named_parameters() if "head" not in name]
-        return torch.optim.SGD([{"params": others}, {"params": heads, "lr": 0.01}], lr=0.1)
+        bodies = [parameter for name, parameter in self.named_parameters() if "head" not in name]
+        return torch.optim.SGD([{"params": bodies}, {"params": heads, "lr": 0.01}], lr=0.1)
 
 
 class UnevenLM(CausalLM):
-    """Give the stage of the embedding a group that the stage of its copy does not have."""
+    """Give the stage of the embedding a parameter group that the stage of its copy does not have."""
 
     def configure_optimizers(self) -> Any:
         embeddings = [
             parameter for name, parameter in self.named_parameters() if "embedding" in name
         ]
-        others = [
+        bodies = [
             parameter for name, parameter in self.named_parameters() if "embedding" not in name
         ]
-        slower = [{"params": embeddings, "lr": 0.01}] if embeddings else []
-        return torch.optim.SGD([{"params": others}, *slower], lr=0.1)
+        slower_groups = [{"params": embeddings, "lr": 0.01}] if embeddings else []
+        return torch.optim.SGD([{"params": bodies}, *slower_groups], lr=0.1)
 
 
 class LateFrozenLM(CausalLM):
     """Freeze the embedding by its name when the fit starts."""
 
     def on_fit_start(self) -> None:
-        self.before = {name: one.detach().clone() for name, one in self.named_parameters()}
+        self.before = {
+            name: parameter.detach().clone() for name, parameter in self.named_parameters()
+        }
         for name, parameter in self.named_parameters():
             parameter.requires_grad_("embedding.word" not in name)
 
 
-def _an_embedding_that_is_frozen_late(rank: int, size: int) -> None:
+def _check_embedding_frozen_at_fit_start(rank: int, size: int) -> None:
     frozen = LateFrozenLM(GPTConfig.gpt2(**SIZES))
     trainer(2, MegatronStrategy(pp=2)).fit(frozen, windows())
     tied = "model.embedding.word.weight" if rank == 0 else "model.head.weight"
-    same = {
-        name for name, one in frozen.named_parameters() if torch.equal(one, frozen.before[name])
+    unchanged = {
+        name
+        for name, parameter in frozen.named_parameters()
+        if torch.equal(parameter, frozen.before[name])
     }
-    assert same == {tied}, "the copy on the last stage is trained as the embedding is"
+    assert unchanged == {tied}, "the copy on the last stage is trained as the embedding is"
 
 
-def _ranks_that_disagree(rank: int, size: int) -> None:
-    odd = rank == 1
+def _check_refusal_of_ranks_that_disagree(rank: int, size: int) -> None:
+    differs = rank == 1
     with pytest.raises(
         RankMismatchError, match=r"configuration, versions and data: rank 1 has tp=1, the others 2"
     ):
-        trainer(2, MegatronStrategy(tp=1 if odd else 2)).fit(
-            Looking(GPTConfig.gpt2(**SIZES)), windows()
+        trainer(2, MegatronStrategy(tp=1 if differs else 2)).fit(
+            NeverBuiltLM(GPTConfig.gpt2(**SIZES)), windows()
         )
     with pytest.raises(
         RankMismatchError, match=r"rank 1 has strategy.microbatch_size='2', the others '1'\."
     ):
-        trainer(2, MegatronStrategy(tp=2, microbatch_size=2 if odd else 1)).fit(
-            Looking(GPTConfig.gpt2(**SIZES)), windows()
+        trainer(2, MegatronStrategy(tp=2, microbatch_size=2 if differs else 1)).fit(
+            NeverBuiltLM(GPTConfig.gpt2(**SIZES)), windows()
         )
     with pytest.raises(
         RankMismatchError, match=r"rank 1 has trainer.gradient_clip_val='1.0', the others 'None'\."
     ):
-        trainer(2, MegatronStrategy(pp=2), gradient_clip_val=1.0 if odd else None).fit(
-            Looking(GPTConfig.gpt2(**SIZES)), windows()
+        trainer(2, MegatronStrategy(pp=2), gradient_clip_val=1.0 if differs else None).fit(
+            NeverBuiltLM(GPTConfig.gpt2(**SIZES)), windows()
         )
     with pytest.raises(
         RankMismatchError, match=r"rank 1 has train dataloader 0: batches='2', the others '3'"
     ):
-        trainer(2, MegatronStrategy(tp=2)).fit(model(), windows(num_samples=8 if odd else 12))
+        trainer(2, MegatronStrategy(tp=2)).fit(model(), windows(num_samples=8 if differs else 12))
     with pytest.raises(
         RankMismatchError,
         match="rank 1 has first training batch of its data-parallel rank=.*Call seed_everything",
     ):
-        trainer(2, MegatronStrategy(tp=2)).fit(model(), windows(token=2 if odd else 1))
+        trainer(2, MegatronStrategy(tp=2)).fit(model(), windows(token=2 if differs else 1))
 
 
-def _copies_that_drift_apart(rank: int, size: int) -> None:
+def _check_refusal_of_different_groups_of_tied_copies(rank: int, size: int) -> None:
     message = (
         "a tied embedding must be trained alike on the first and the last stage: 'model.embedding.word.weight' is in "
         "group 1 with"
@@ -557,7 +561,7 @@ def _copies_that_drift_apart(rank: int, size: int) -> None:
         trainer(2, MegatronStrategy(pp=2)).fit(UnevenLM(GPTConfig.gpt2(**SIZES)), windows())
 
 
-def _a_copy_in_a_group_of_its_own(rank: int, size: int) -> None:
+def _check_tied_head_in_a_separate_group(rank: int, size: int) -> None:
     module = SlowerHeadLM(GPTConfig.gpt2(**SIZES))
     fitted = trainer(2, MegatronStrategy(pp=2))
     fitted.fit(module, windows())
@@ -566,13 +570,13 @@ def _a_copy_in_a_group_of_its_own(rank: int, size: int) -> None:
 
 
 def _run_on_two_ranks(rank: int, size: int) -> None:
-    _ranks_that_disagree(rank, size)
-    _copies_that_drift_apart(rank, size)
-    _a_copy_in_a_group_of_its_own(rank, size)
-    _an_embedding_that_is_frozen_late(rank, size)
+    _check_refusal_of_ranks_that_disagree(rank, size)
+    _check_refusal_of_different_groups_of_tied_copies(rank, size)
+    _check_tied_head_in_a_separate_group(rank, size)
+    _check_embedding_frozen_at_fit_start(rank, size)
 
 
-def test_what_only_several_ranks_can_see_is_refused_on_all_of_them() -> None:
+def test_two_ranks_refuse_disagreements_and_train_tied_copies_together() -> None:
     run_world(_run_on_two_ranks, 2)
 
 
