@@ -1,4 +1,4 @@
-"""Training of Hugging Face models by their own code and under layouts, with equal weights."""
+"""Training of Hugging Face models by their own code and under layouts, and comparison of weights."""
 
 from __future__ import annotations
 

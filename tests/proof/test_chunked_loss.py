@@ -56,7 +56,7 @@ class SummedLM(TinyLM):
 
 
 def jobs() -> dict[str, Job]:
-    """Return every job of four processes by name; the last job ignores and counts labels."""
+    """Return every job of four processes by name; the last job ignores some labels and counts the rest."""
     runs = {
         name: Job(kind, layout=layout | {"loss_chunk": 7}, compares=False)
         for name, (kind, layout) in LAYOUTS.items()

@@ -63,7 +63,7 @@ def fit(strategy: Any, devices: int = 1) -> list[float]:
     return module.losses
 
 
-def _world(rank: int, size: int) -> dict[str, list[float]]:
+def _fit_on_two_processes(rank: int, size: int) -> dict[str, list[float]]:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with pytest.raises(UnsupportedError, match=r"'model.vision_model.encoder.layers': 'blocks'"):
@@ -81,6 +81,6 @@ def _world(rank: int, size: int) -> dict[str, list[float]]:
 
 def test_clip_with_the_plan_that_errors_name_trains_as_in_one_process() -> None:
     expected = fit("auto")
-    for report in run_world(_world, 2):
+    for report in run_world(_fit_on_two_processes, 2):
         for layout, losses in report.items():
             assert losses == pytest.approx(expected, abs=1e-10), layout

@@ -207,13 +207,13 @@ def _plain_reports(size: int) -> dict[str, Report]:
     return reports
 
 
-def _world(rank: int, size: int) -> tuple[dict[tuple[str, str], Report], dict[str, Report]]:
+def _train_all(rank: int, size: int) -> tuple[dict[tuple[str, str], Report], dict[str, Report]]:
     return {name: train(job, size, "cpu") for name, job in JOBS.items()}, _plain_reports(size)
 
 
 @pytest.fixture(scope="module")
 def reports() -> list[tuple[dict[tuple[str, str], Report], dict[str, Report]]]:
-    return run_world(_world, 4)
+    return run_world(_train_all, 4)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,5 @@
-"""Schedules that split backward passes keep the promise: losses, gradient norms and final weights
-are one process's.
+"""Tests that schedules that split backward passes train as one process: same losses, gradient norms
+and final weights.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def _add(schedule: str, kind: str, counts: bool = False, **options: Any) -> None
     shape = {"pp": 2} if schedule in ("zb-h1", "zb-h2") else V
     layout = {**shape, "schedule": schedule, **options}
     if schedule == "dualpipe-v":
-        # It needs two microbatches for each stage.
+        # This schedule needs two microbatches for each stage.
         layout["microbatch_size"] = 1
-    shown = ", ".join(f"{name}={value}" for name, value in layout.items() if name != "schedule")
+    label = ", ".join(f"{name}={value}" for name, value in layout.items() if name != "schedule")
     # The first job of a schedule makes the trial of its microbatches.
     compares = not any(job.layout and job.layout["schedule"] == schedule for job in JOBS.values())
-    JOBS[f"{schedule}, {kind}, {shown}"] = Job(
+    JOBS[f"{schedule}, {kind}, {label}"] = Job(
         kind, layout=layout, counts=counts, compares=compares
     )
 
@@ -82,16 +82,16 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Report]]
 @pytest.fixture(scope="module")
 def twins() -> dict[tuple[str, bool], Report]:
     """Train every kind in this one process."""
-    found = {}
+    reports = {}
     for job in JOBS.values():
-        # The router's bias is the strategy's to change, and counted steps have its microbatches.
+        # Only the strategy changes the router's bias, and counted steps have its microbatches.
         layout: dict[str, Any] | None = {} if job.kind == "experts, whole step" else None
         if job.counts:
             layout = {"microbatch_size": 1}
-        if (job.kind, job.counts) not in found:
+        if (job.kind, job.counts) not in reports:
             twin = Job(job.kind, layout=layout, counts=job.counts)
-            found[job.kind, job.counts] = train(twin, 1, "cpu")
-    return found
+            reports[job.kind, job.counts] = train(twin, 1, "cpu")
+    return reports
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -76,8 +76,8 @@ class Job:
     """Training run: a kind of model, a precision, and the strategy's arguments (None: ordinary
     Lightning).
 
-    A step of a job that ``counts`` ignores some labels and returns the number of the others. Only a
-    job that ``compares`` makes the trial of microbatches against the full batch.
+    A step of a job that ``counts`` ignores some labels and returns the number of remaining labels.
+    Only a job that ``compares`` makes the trial of microbatches against the full batch.
     """
 
     kind: str
