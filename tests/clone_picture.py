@@ -43,7 +43,7 @@ class Planned:
 
 @cache
 def planned(name: str, places: int) -> Planned:
-    """Plan clones for Qwen3-30B-A3B's shape under a popularity; without places there are no clones."""
+    """Plan clones for Qwen3-30B-A3B's shape under a popularity; 0 places give no clones."""
     experts = SHAPES["qwen3_12"].experts
     assert experts is not None
     plans = []

@@ -1,4 +1,4 @@
-"""The table in `docs/experts.md` of the tensors that a mixture of experts keeps for the backward pass."""
+"""The table in `docs/experts.md` of the tensors that experts keep for the backward pass."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PARTS = (
 )
 
 
-def kept(expert_rows: float | None, sends_again: bool = False) -> MixtureActivations:
+def kept_activations(expert_rows: float | None, sends_again: bool = False) -> MixtureActivations:
     """Return the tensors that a layer of Qwen3-30B-A3B's shape keeps for one sequence with ep 4."""
     shape = SHAPES["qwen3_48"].memory_shape()
     batch = MicrobatchShape(num_tokens=4096, ep=4, transport="one_sided", expert_rows=expert_rows)
@@ -47,12 +47,12 @@ def table() -> str:
         "|---|---|---|---|---|",
     ]
     limits = (None, 1.25, 1.0)
-    costs = [kept(rows) for rows in limits]
+    costs = [kept_activations(rows) for rows in limits]
     for part, name, why in PARTS:
         cells = [f"{getattr(cost, part) // 4096:,}" for cost in costs]
         lines.append(f"| {name} | {' | '.join(cells)} | {why} |")
     for name, sends_again in (("total", False), ('with `recompute="expert_inputs"`', True)):
-        totals = [f"{kept(rows, sends_again).total // 4096:,}" for rows in limits]
+        totals = [f"{kept_activations(rows, sends_again).total // 4096:,}" for rows in limits]
         lines.append(f"| {name} | {' | '.join(totals)} | |")
     return "\n".join(lines) + "\n"
 

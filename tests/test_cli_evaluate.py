@@ -56,7 +56,7 @@ def read_json(capsys: pytest.CaptureFixture[str], *args: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def trained(module: pl.LightningModule, path: Path, strategy: Any) -> pl.LightningModule:
+def train_and_save(module: pl.LightningModule, path: Path, strategy: Any) -> pl.LightningModule:
     """Train one step, save, and return the module."""
     rows = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(2))
     data = DataLoader([{"tokens": row, "labels": row} for row in rows], batch_size=2)
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_a_causal_lm_has_the_perplexity_of_its_module(
     strategy: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "last.ckpt"
-    module = trained(
+    module = train_and_save(
         small_causal_lm(), path, MegatronStrategy() if strategy == "megatron" else "auto"
     )
     assert path.is_dir() == (strategy == "megatron")
@@ -141,7 +141,7 @@ def test_a_checkpoint_of_a_hugging_face_model_has_its_trained_weights(
         pytest.importorskip("peft")
     path = tmp_path / "last.ckpt"
     module = HuggingFaceCausalLM(str(folder), learning_rate=0.1, lora=lora)
-    trained(module, path, MegatronStrategy())
+    train_and_save(module, path, MegatronStrategy())
     actual = read_json(capsys, *arguments(path, folder, *WINDOWS))
     expected = perplexity(module.model.eval(), encode(folder, detokenize(oracle.TEXT)))
     assert actual["token_perplexity"] == pytest.approx(expected, rel=1e-7)
@@ -153,8 +153,8 @@ def test_unsupported_models_and_options_are_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     causal_lm, tiny_lm = tmp_path / "own.ckpt", tmp_path / "other.ckpt"
-    trained(small_causal_lm(), causal_lm, "auto")
-    trained(TinyLM(), tiny_lm, MegatronStrategy())
+    train_and_save(small_causal_lm(), causal_lm, "auto")
+    train_and_save(TinyLM(), tiny_lm, MegatronStrategy())
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "one two"}\n{"text": "one"}\n')
     passages = ["--task", "lambada", "--data", str(bad)]

@@ -17,7 +17,7 @@ from lightning_megatron.cli.text_generation import seed_of_batch
 from lightning_megatron.data.tokenizer import load_tokenizer
 from tests.forked_script import run_python
 from tests.sweeps import chosen
-from tests.test_cli_evaluate import small_causal_lm, trained
+from tests.test_cli_evaluate import small_causal_lm, train_and_save
 from tests.tiny_llama import save_tiny_llama
 
 PRECISE = ("--precision", "64-true", "--accelerator", "cpu")
@@ -104,12 +104,12 @@ def test_a_checkpoint_generates_the_tokens_of_its_module(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     causal_lm, hugging_face = tmp_path / "own.ckpt", tmp_path / "other.ckpt"
-    module = trained(small_causal_lm(), causal_lm, "auto")
+    module = train_and_save(small_causal_lm(), causal_lm, "auto")
     tokens = [list(prompt.encode()) for prompt in PROMPTS]
     expected = generate(module, tokens, GenerationSettings(MAX_NEW_TOKENS, stop_tokens=(256,)))
     actual = rows_of(capsys, *arguments(causal_lm, "--tokenizer", "bytes"))
     assert [row["tokens"] for row in actual] == expected
-    module = trained(
+    module = train_and_save(
         HuggingFaceCausalLM(str(folder), learning_rate=0.1), hugging_face, MegatronStrategy()
     )
     tokens = [load_tokenizer(folder).encode(prompt) for prompt in PROMPTS]
@@ -169,7 +169,7 @@ def test_unsupported_prompts_and_options_are_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     causal_lm = tmp_path / "own.ckpt"
-    trained(small_causal_lm(), causal_lm, "auto")
+    train_and_save(small_causal_lm(), causal_lm, "auto")
     lines = tmp_path / "prompts.jsonl"
     lines.write_text('{"prompt": "one"}\n{"text": "two"}\n')
     file = ["generate", "--ckpt", str(folder), "--prompts"]

@@ -121,7 +121,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_legal_values() -> None:
         (["--png", "nowhere/map.png"], "folder 'nowhere' does not exist"),
     ],
 )
-def test_bad_arguments_end_the_command(
+def test_invalid_arguments_end_the_command_with_a_message(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

@@ -108,7 +108,9 @@ def test_reason_of_a_failure_comes_from_output_or_exit_code(
     assert reason_in(text, code) == reason
 
 
-def test_a_study_runs_real_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_runs_its_jobs_and_writes_their_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main([*TINY, "--devices", "2", "--studies", "strong", "--output", str(tmp_path)])
     study = json.loads((tmp_path / "study.json").read_text())
     rows = study["rows"]

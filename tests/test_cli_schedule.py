@@ -39,7 +39,7 @@ def rows_of(text: str) -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for cells in lines if len(cells) > 5}
 
 
-def test_one_schedule_is_printed_rank_by_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schedule_is_printed_rank_by_rank(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--name", "1f1b", *SIZES)
     assert text.startswith(
         "schedule 1f1b: pp 4, 8 microbatches, 1 chunk\n"
@@ -188,7 +188,9 @@ def test_a_custom_schedule_is_written_and_read_and_checked_after_an_edit(
         main(["--name", str(path)])
 
 
-def test_the_timelines_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_timelines_are_drawn_as_svg_png_and_pdf(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "all.svg"
     text = printed(capsys, "--compare", "--pp", "2", "--microbatches", "4", "--png", str(path))
@@ -237,7 +239,7 @@ def test_a_picture_has_a_box_with_a_number_for_every_action(
     assert len(numbers) == len(expected) + schedule.num_stages
 
 
-def test_a_picture_has_at_most_the_largest_number_of_pixels(
+def test_the_longer_side_of_a_picture_has_at_most_max_pixels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -270,7 +272,7 @@ def test_error_without_matplotlib_names_the_extra(
         (["--compare", *SIZES, "--memory", "nan"], "must be a number above 0: it is 'nan'"),
     ],
 )
-def test_bad_arguments_end_the_command(
+def test_invalid_arguments_end_the_command_with_a_message(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):

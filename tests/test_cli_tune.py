@@ -34,7 +34,7 @@ def tried_values(machine: Machine, **changes: Any) -> dict[str, Sequence[Any]]:
     return {candidate.option: candidate.values for candidate in candidates}
 
 
-def test_options_are_tried_where_they_matter() -> None:
+def test_options_are_tried_only_where_they_have_an_effect() -> None:
     buckets = [10_000_000, 20_000_000, 80_000_000, 160_000_000]
     assert tried_values(Machine(False, 1)) == {}
     assert tried_values(Machine(True, 1)) == {"cuda_graphs": ["segments"]}
@@ -61,7 +61,7 @@ def test_tried_nccl_options_keep_the_other_settings() -> None:
 def tuning(
     folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[dict[str, Any]], float | str]
 ) -> Tuning:
-    """Return a tuning whose runs take the times, or fail for the reasons, that a function returns."""
+    """Return a tuning whose runs take times, or fail for reasons, that a function returns."""
 
     def run(command: Sequence[str], log: Path, timeout: int) -> str | None:
         start = "--trainer.strategy."

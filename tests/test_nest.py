@@ -1,4 +1,4 @@
-"""Tests of nested containers: leaves are listed with their paths, and containers keep their types."""
+"""Tests of nested containers: paths of leaves, and types of rebuilt containers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the README and `docs/`: code blocks run, paths exist, and generated texts are current."""
+"""Tests that code blocks of the README and `docs/` run, and that generated texts are current."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def command_of(block: Block) -> list[str] | None:
 @pytest.mark.parametrize(
     "block", [block for block in BLOCKS if block.runs], ids=lambda block: block.name
 )
-def test_block_runs(block: Block, folder: Path) -> None:
+def test_code_block_runs_and_prints_its_documented_output(block: Block, folder: Path) -> None:
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     environment["PATH"] = os.pathsep.join(
         [str(Path(sys.executable).parent), environment.get("PATH", "")]

@@ -48,11 +48,11 @@ needs_checks = pytest.mark.skipif(not are_on(), reason="JAXTYPING_DISABLE is set
 def test_functions_with_tensors_name_their_dimensions() -> None:
     wrong = []
     for path in FILES:
-        place = path.relative_to(PACKAGE).as_posix()
-        if place in OF_ANY_TENSOR:
+        file = path.relative_to(PACKAGE).as_posix()
+        if file in OF_ANY_TENSOR:
             continue
         for name, function in public_functions(ast.parse(path.read_text(encoding="utf-8"))):
-            if name in OF_ANY_PARAMETER.get(place, ()):
+            if name in OF_ANY_PARAMETER.get(file, ()):
                 continue
             signature = function.args
             arguments = [
@@ -62,7 +62,7 @@ def test_functions_with_tensors_name_their_dimensions() -> None:
                 *signature.kwonlyargs,
             ]
             wrong += [
-                f"{place}:{annotation.lineno} {name}: {ast.unparse(annotation)}"
+                f"{file}:{annotation.lineno} {name}: {ast.unparse(annotation)}"
                 for annotation in [a.annotation for a in arguments if a] + [function.returns]
                 if annotation is not None and has_bare_tensor(annotation)
             ]
@@ -73,15 +73,15 @@ def public_functions(
     node: ast.Module | ast.ClassDef, prefix: str = ""
 ) -> list[tuple[str, ast.FunctionDef]]:
     """Return the public functions and methods, and the constructors and calls, by name."""
-    found = []
+    functions = []
     for member in node.body:
         if isinstance(member, ast.ClassDef) and not member.name.startswith("_"):
-            found += public_functions(member, f"{prefix}{member.name}.")
+            functions += public_functions(member, f"{prefix}{member.name}.")
         elif isinstance(member, ast.FunctionDef) and (
             not member.name.startswith("_") or member.name in {"__init__", "__call__"}
         ):
-            found.append((prefix + member.name, member))
-    return found
+            functions.append((prefix + member.name, member))
+    return functions
 
 
 def has_bare_tensor(annotation: ast.expr) -> bool:
@@ -115,7 +115,7 @@ def test_the_legend_lists_every_name_of_a_dimension() -> None:
                 # Names in braces are those of arguments.
                 names = re.findall(r"[a-z]\w*", re.sub(r"\{.*?\}", "", text))
                 used |= dict.fromkeys(names, path.relative_to(PACKAGE).as_posix())
-    missing = {name: place for name, place in used.items() if name not in listed}
+    missing = {name: file for name, file in used.items() if name not in listed}
     assert not missing, f"the docstring of layers has to list {missing}"
     assert not listed - set(used), f"no annotation has {listed - set(used)}"
 

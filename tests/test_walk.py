@@ -80,7 +80,7 @@ def test_the_page_on_the_architecture_lists_the_files_of_the_walk_in_its_order(
 
 
 def test_a_walk_enters_functions_and_methods_that_get_a_part_of_the_value(tmp_path: Path) -> None:
-    result = walk("swap/apply.py", "parallelize", "module", package_of(tmp_path))
+    result = walk("swap/apply.py", "parallelize", "module", write_package(tmp_path))
     assert result.stays == [
         ("swap/apply.py", ["parallelize"]),
         ("swap/decide.py", ["find", "chosen"]),
@@ -92,12 +92,12 @@ def test_a_walk_enters_functions_and_methods_that_get_a_part_of_the_value(tmp_pa
 
 
 def test_a_walk_ends_at_functions_that_take_only_process_groups(tmp_path: Path) -> None:
-    result = walk("swap/apply.py", "parallelize", "mesh", package_of(tmp_path))
+    result = walk("swap/apply.py", "parallelize", "mesh", write_package(tmp_path))
     assert result.files == ["swap/apply.py"]
     assert result.num_returns == 0
 
 
-def package_of(folder: Path) -> Path:
+def write_package(folder: Path) -> Path:
     """Write a package of two rooms and return its folder."""
     package = folder / "package"
     files = {

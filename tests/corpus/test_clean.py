@@ -1,5 +1,5 @@
-"""Tests of cleaning: kept documents are the same byte for byte, duplicates are those of a comparison
-of all pairs, and errors are reported by line.
+"""Tests of cleaning: kept documents are the same byte for byte, duplicates are those of a
+comparison of all pairs, and errors are reported by line.
 """
 
 from __future__ import annotations

@@ -304,7 +304,7 @@ class CalledTwice(Train):
         )
 
 
-def loader(samples: int = SAMPLES) -> DataLoader:
+def make_loader(samples: int = SAMPLES) -> DataLoader:
     numbers = torch.randn(
         samples, D, dtype=torch.float64, generator=torch.Generator().manual_seed(7)
     )

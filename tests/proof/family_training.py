@@ -1,4 +1,4 @@
-"""Training of Hugging Face models by their own code and under layouts, and comparison of weights."""
+"""Training of Hugging Face models by their own code and in layouts, and comparison of weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def train_family(case: str, layout: dict[str, Any], size: int, expected: dict[st
     return outcome.losses
 
 
-def trained_by_theirs(cases: Iterable[str]) -> dict[str, FineTune]:
+def train_with_hugging_face(cases: Iterable[str]) -> dict[str, FineTune]:
     """Train Hugging Face's models in this process."""
     modules = {}
     for case in cases:

@@ -15,7 +15,7 @@ from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import split_batch
 from lightning_megatron.swap import parallelize
 from tests.proof import around_blocks
-from tests.proof.around_blocks import BLOCKS, loader
+from tests.proof.around_blocks import BLOCKS, make_loader
 from tests.proof.fine_tuning import trainer_of
 from tests.swap.parts import mesh_of
 from tests.sweeps import chosen
@@ -55,13 +55,13 @@ REFUSED = {
 def fit(
     kind: str, layout: dict[str, Any] | None, devices: int
 ) -> tuple[list[float], float, dict[str, Any]]:
-    """Train a kind; return the losses, the last validation loss, and the parameters of this rank."""
+    """Train a kind; return its losses, last validation loss, and parameters of this rank."""
     seed_everything(1, verbose=False)
     module_class = getattr(around_blocks, kind)
     is_module = issubclass(module_class, around_blocks.Train)
     module = module_class("ResidualAround") if is_module else around_blocks.Train(kind)
     trainer = trainer_of(layout, devices, 2, max_epochs=2, num_sanity_val_steps=0)
-    trainer.fit(module, loader(), loader(4))
+    trainer.fit(module, make_loader(), make_loader(4))
     weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     return module.losses, float(trainer.callback_metrics["val_loss"]), weights
 
@@ -134,6 +134,6 @@ def test_code_that_cannot_be_cut_into_stages_is_refused_on_every_stage(
     parallelize(module, mesh, None, BLOCKS)
     executor = PipelineExecutor(mesh, module.body.blocks)
     with pytest.raises(UnsupportedError) as caught:
-        executor.run(module.loss_of, split_batch(next(iter(loader())), 2), backward=True)
+        executor.run(module.loss_of, split_batch(next(iter(make_loader())), 2), backward=True)
     for part in REFUSED[kind]:
         assert part in str(caught.value)

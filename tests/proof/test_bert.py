@@ -129,7 +129,7 @@ def losses_of(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return tokens, (order * counts).sum() / counts.sum()
 
 
-def twin(order: str) -> Report:
+def train_in_plain_loop(order: str) -> Report:
     """Train transformers' model in a plain loop, from the same weights."""
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -207,6 +207,6 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Report]]
 def test_every_layout_trains_as_transformers_in_a_plain_loop(
     reports: list[dict[str, Report]], order: str
 ) -> None:
-    expected = twin(order)
+    expected = train_in_plain_loop(order)
     for rank_reports in reports:
         check_reports(rank_reports, expected, order)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.proof.test_bert import ORDERS, Report, check_reports, train_all, twin
+from tests.proof.test_bert import ORDERS, Report, check_reports, train_all, train_in_plain_loop
 from tests.sweeps import chosen
 from tests.world import run_world
 
@@ -48,10 +48,10 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Report]]
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_cut_over_cp_trains_as_transformers_in_a_plain_loop(
+def test_every_context_parallel_layout_trains_as_transformers_in_a_plain_loop(
     reports: list[dict[str, Report]], order: str
 ) -> None:
-    expected = twin(order)
+    expected = train_in_plain_loop(order)
     for rank_reports in reports:
         assert len(rank_reports) == len(LAYOUTS) + ("cp4 ring" in LAYOUTS)
         check_reports(rank_reports, expected, order)

@@ -1,4 +1,4 @@
-"""Tests that BERT trains on BERTDataModule in every layout as in one process: rows, losses, norms."""
+"""Tests that BERT trains on BERTDataModule in every layout as in one process."""
 
 from __future__ import annotations
 

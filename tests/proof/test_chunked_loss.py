@@ -1,4 +1,4 @@
-"""Tests that training with losses in chunks matches training with stored logits, in every layout."""
+"""Tests that training with losses in chunks matches training with stored logits."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SummedLM(TinyLM):
 
 
 def jobs() -> dict[str, Job]:
-    """Return every job of four processes by name; the last job ignores some labels and counts the rest."""
+    """Return jobs of four processes by name; the last one ignores labels and counts tokens."""
     runs = {
         name: Job(kind, layout=layout | {"loss_chunk": 7}, compares=False)
         for name, (kind, layout) in LAYOUTS.items()

@@ -1,4 +1,4 @@
-"""Tests of CLIP, whose contrastive loss couples the samples of a batch and which has two lists of blocks."""
+"""Tests of CLIP, whose loss couples the samples of a batch and which has two lists of blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests that fits with clones of experts match one process, and share checkpoints with other fits."""
+"""Tests that fits with clones of experts match one process, and share its checkpoints."""
 
 from __future__ import annotations
 
@@ -82,7 +82,9 @@ CHAIN: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def _runs(rank: int, size: int, folder: str) -> tuple[dict[str, Report], dict[str, int], Report]:
+def _run_jobs_and_chain(
+    rank: int, size: int, folder: str
+) -> tuple[dict[str, Report], dict[str, int], Report]:
     """Train every job, count the rows that clones take, and go through the chain."""
     place_clones, moved = cloning_dispatcher.place_clones, dict.fromkeys(jobs(), 0)
     reports = {}
@@ -115,7 +117,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[tuple[dict[str, Report], dict[str, int], Report]]:
-    return run_world(_runs, 4, str(folder))
+    return run_world(_run_jobs_and_chain, 4, str(folder))
 
 
 @pytest.fixture(scope="module")

@@ -33,8 +33,8 @@ from tests.world import run_world
 pytestmark = pytest.mark.slow
 
 B, S, V = 2, 16, 77
-#: Lengths of the documents of both rows, and the size of the groups for cp 2 and 4. The rest of a row
-#: is padding.
+#: Lengths of the documents of both rows, and the size of the groups for cp 2 and 4. The rest of a
+#: row is padding.
 DOCUMENTS: dict[str, tuple[list[list[int]], dict[int, int]]] = {
     "all short": ([[4, 4, 3, 1, 4], [2, 1, 1, 4, 4, 4]], {2: 1, 4: 1}),
     "one of half a row": ([[8, 3, 1, 4], [1, 3, 4, 0, 8]], {2: 1, 4: 2}),
@@ -71,13 +71,15 @@ LAYOUTS: dict[str, tuple[dict[str, Any], bool, str, str]] = chosen(
 
 
 @cache
-def alone(config: str, name: str) -> tuple[dict[str, Tensor], Tensor, Tensor, dict[str, Tensor]]:
+def train_in_one_process(
+    config: str, name: str
+) -> tuple[dict[str, Tensor], Tensor, Tensor, dict[str, Tensor]]:
     """Return weights, logits, losses and gradients in one process."""
     model = GPT(CONFIGS[config], ParallelMesh.single(), seed=1)
     parameters = model.named_parameters()
     weights = {key: draw(*p.shape, seed=i) for i, (key, p) in enumerate(parameters)}
     load_full_(model, weights)
-    tokens, labels, grad = rows(name)
+    tokens, labels, grad = rows_of(name)
     span = AttentionSpan.packed(DOCUMENTS[name][0], S)
     logits = model(tokens, span=span).detach()
     losses = model(tokens, labels, 0.1, span=span)
@@ -86,7 +88,7 @@ def alone(config: str, name: str) -> tuple[dict[str, Tensor], Tensor, Tensor, di
     return weights, logits, losses.detach(), gradients
 
 
-def rows(name: str) -> tuple[Tensor, Tensor, Tensor]:
+def rows_of(name: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens, labels, and the gradient of the losses, which is zero for padding."""
     tokens, labels = torch.randint(V, (2, B, S), generator=torch.Generator().manual_seed(1))
     counts = torch.arange(S) < torch.tensor([[sum(row)] for row in DOCUMENTS[name][0]])
@@ -105,11 +107,11 @@ def check_layouts(size: int) -> int:
         mesh = ParallelMesh.create(layout, seed=5, sequence_parallel=is_sharded, context=links)
         for name, (lengths, _) in DOCUMENTS.items():
             label = f"{config} {sizes} {transport}: {name}"
-            weights, logits, losses, gradients = alone(config, name)
+            weights, logits, losses, gradients = train_in_one_process(config, name)
             model = GPT(CONFIGS[config], mesh, seed=1)
             model.recompute = recompute
             load_full_(model, weights)
-            tokens, labels, grad = rows(name)
+            tokens, labels, grad = rows_of(name)
             span = AttentionSpan.packed(lengths, S)
             if mesh.pp.size > 1:
                 actual = run_pipeline(model, tokens, labels, grad, span=span)
@@ -242,7 +244,7 @@ def test_logits_losses_and_gradients_of_groups_match_one_process(ranks):
 
 
 @pytest.mark.parametrize("name", list(FITS))
-def test_groups_train_as_groups_of_all_ranks_and_as_one_process(name, ranks, twin):
+def test_groups_of_documents_train_as_the_full_cp_group_and_as_one_process(name, ranks, twin):
     close = {"rtol": 0, "atol": 1e-10}
     fits, full_fits = (
         [rank.fits[name, groups] for rank in ranks] for groups in ("documents", "all")

@@ -1,4 +1,4 @@
-"""Tests that context parallelism trains as one process, with every transport and other parallelism."""
+"""Tests that context parallelism trains as one process with every transport."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def forgets_the_last(rank: int, pp: int, num_microbatches: int, vpp: int) -> lis
     return list(build_schedule("1f1b", pp, min(num_microbatches, 3), vpp).actions(rank))
 
 
-def searched(
+def search_schedule(
     shape: PlacementShape, num_stages: int, num_chunks: int, num_microbatches: int
 ) -> Schedule:
     """Construct the rows for stages of unequal times."""
@@ -95,19 +95,38 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     return {
         "halves, tied": Job(
             "gpt2-tied",
-            layout={"pp": 2, "schedule": file("halves", searched("loop", 2, 1, 4)), **single},
+            layout={
+                "pp": 2,
+                "schedule": file("halves", search_schedule("loop", 2, 1, 4)),
+                **single,
+            },
         ),
         "a V": Job(
             "llama-tied",
-            layout={"tp": 2, "pp": 2, "vpp": 2, "schedule": file("v", searched("v", 2, 2, 4))},
+            layout={
+                "tp": 2,
+                "pp": 2,
+                "vpp": 2,
+                "schedule": file("v", search_schedule("v", 2, 2, 4)),
+            },
         ),
         "three chunks in a V": Job(
             "eight layers",
-            layout={"pp": 2, "vpp": 3, "schedule": file("v3", searched("v", 2, 3, 4)), **single},
+            layout={
+                "pp": 2,
+                "vpp": 3,
+                "schedule": file("v3", search_schedule("v", 2, 3, 4)),
+                **single,
+            },
         ),
         "experts": Job(
             "experts",
-            layout={"pp": 2, "ep": 2, "schedule": file("e", searched("loop", 2, 1, 4)), **single},
+            layout={
+                "pp": 2,
+                "ep": 2,
+                "schedule": file("e", search_schedule("loop", 2, 1, 4)),
+                **single,
+            },
         ),
         "function": Job("gpt2-tied", layout={"pp": 4, "schedule": halves_from_the_last, **single}),
         "function, chunks": Job(
@@ -181,7 +200,7 @@ def fit_and_disagree(rank: int, size: int, path: str) -> tuple[dict[str, float],
 
 def test_evaluation_and_refusals_are_the_same_on_all_ranks(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
-    path.write_text(format_schedule(searched("loop", 2, 1, 4)))
+    path.write_text(format_schedule(search_schedule("loop", 2, 1, 4)))
     ranks = run_world(fit_and_disagree, 2, str(path))
     expected = fit(None)
     for metrics, (rows, failure, illegal) in ranks:

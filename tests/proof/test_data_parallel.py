@@ -71,7 +71,7 @@ JOBS = chosen(
 
 
 class Part(nn.Module):
-    """Two layers, one of which may be left out."""
+    """Two layers, and a spare layer that may be left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,9 +83,7 @@ class Part(nn.Module):
 
 
 class Plain(pl.LightningModule):
-    """Train torch.nn layers of which one is used at the first batches only, with an optimizer of
-    the test's choice.
-    """
+    """Train torch.nn layers of which one may be unused, with a given optimizer."""
 
     def __init__(
         self, make: Callable[[Iterable[Any]], torch.optim.Optimizer], use_spare: bool = True
@@ -118,7 +116,7 @@ class Plain(pl.LightningModule):
 
 
 class TwoOptimizers(Plain):
-    """Step two optimizers in turn, by hand, each with the other's layers toggled off."""
+    """Step two optimizers in turn by manual optimization, each with the layers of the other off."""
 
     def __init__(self) -> None:
         super().__init__(torch.optim.SGD)

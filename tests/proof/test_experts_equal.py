@@ -45,13 +45,14 @@ GRIDS: dict[str, dict[str, Any]] = {
     "tp2 pp2 +sp, ep2": {"tp": 2, "pp": 2, "ep": 2, "etp": 1},
 }
 COMPARING = ("ep2 edp2", "tp4 +sp, ep4, all-to-all", "tp2, etp2 ep2, one-sided")
-#: Layouts of the twins: only the strategy changes the router's bias and the shares of the last step.
+#: Layouts of the twins: only the strategy changes the router's bias and the shares of the last
+#: step.
 KINDS = {"experts": None, "experts, some layers": None, "experts, whole step": {}}
 
 
 def jobs() -> dict[str, Job]:
     """Return every job of four processes by name."""
-    # Grids of each way in which rows travel make the trial of their microbatches.
+    # Grids of every transport of rows make the trial of their microbatches.
     runs = {
         f"experts, {name}": Job("experts", layout=options, compares=name in COMPARING)
         for name, options in GRIDS.items()
@@ -75,8 +76,7 @@ def jobs() -> dict[str, Job]:
     runs["experts, ep2 edp2, float32"] = Job(
         "experts", "32-true", GRIDS["ep2 edp2"], compares=False
     )
-    # The losses of routers weigh as much as the tokens that count, also on stages that do not count
-    # them.
+    # Losses of routers are weighted by the counted tokens, also on stages that do not count tokens.
     for name in ("pp2, ep2", "pp2 vpp2, edp2", "tp2 +sp, ep2"):
         options = GRIDS[name] | {"microbatch_size": 1}
         runs[f"experts, {name}, counted"] = Job("experts", layout=options, counts=True)
@@ -126,7 +126,7 @@ def test_every_expert_grid_trains_as_one_process(name, reports, twins):
     )
 
 
-def _unequal(rank: int, size: int) -> str:
+def _error_of_unequal_sequences(rank: int, size: int) -> str:
     mesh = ParallelMesh.create(ParallelLayout(size, ep=2))
     model = GPT(KINDS_OF_MODELS["experts"], mesh)
     try:
@@ -139,7 +139,7 @@ def _unequal(rank: int, size: int) -> str:
 
 
 def test_microbatches_of_unequal_sizes_are_refused_on_all_ranks():
-    for rank, error in enumerate(run_world(_unequal, 2)):
+    for rank, error in enumerate(run_world(_error_of_unequal_sequences, 2)):
         assert (
             f"this rank has {SEQUENCE - 4 * rank}, the others have {SEQUENCE - 4} to {SEQUENCE}"
             in error
@@ -147,7 +147,7 @@ def test_microbatches_of_unequal_sizes_are_refused_on_all_ranks():
 
 
 def test_one_process_under_the_strategy_trains_as_ordinary_lightning(twins, tmp_path: Path):
-    """One process under the strategy, in microbatches, equals ordinary Lightning with full batches."""
+    """One process under the strategy, in microbatches, equals ordinary Lightning."""
     for kind in ("experts", "experts, some layers"):
         job = Job(kind, layout={})
         check(job, [train(job, 1, "cpu", str(tmp_path / kind))], twins[kind, "64-true"])

@@ -63,7 +63,7 @@ class TrainAtRate(FineTune):
 
     def configure_model(self) -> None:
         super().configure_model()
-        # Losses of routers belong to training, and from_pretrained gives a model for evaluation.
+        # Router losses need training mode, and from_pretrained returns a model in evaluation mode.
         self.model.train()
 
     def configure_optimizers(self) -> Any:
@@ -123,7 +123,9 @@ def ranks(path: Path) -> list[dict[str, dict[str, list[float]]]]:
 
 
 @pytest.mark.parametrize("kind", TRAINED)
-def test_every_grid_trains_and_resumes_as_one_process(kind: str, path: Path, ranks: Any) -> None:
+def test_every_expert_grid_trains_and_resumes_as_one_process(
+    kind: str, path: Path, ranks: Any
+) -> None:
     expected = train(path / kind, {}, 1, 4)
     if "balanced" not in kind:
         plain = train(path / kind, None, 1, 4)

@@ -1,4 +1,4 @@
-"""Tests that training in 8 bits has the losses of one process with the same recipe in every layout."""
+"""Tests that every layout trains in 8 bits as one process with the same recipe."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ CONFIGS = {
     "fp8, gpt2": GPTConfig.gpt2(**_SIZES, hidden_size=64),
     "fp8, blocks": GPTConfig.llama(**_SIZES, hidden_size=256, num_kv_heads=4, ffn_hidden_size=256),
 }
-#: Every microbatch has one sample: scales belong to microbatches, and data ranks have different samples.
+#: Every microbatch has one sample: scales belong to microbatches, and data ranks have different
+#: samples.
 LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = chosen(
     {
         "tensorwise, tp2+sp dp2": ("fp8", "tensorwise", {"tp": 2}),
@@ -70,7 +71,7 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = chosen(
 )
 
 
-def settings(recipe: str) -> FP8:
+def fp8_settings(recipe: str) -> FP8:
     return FP8(recipe, emulate=True, last_bf16=1, keep=("layers.0.mlp.*",))  # type: ignore[arg-type]
 
 
@@ -79,7 +80,9 @@ def jobs() -> dict[str, Job]:
     training.KINDS.update(CONFIGS)
     return {
         name: Job(
-            kind, layout={**layout, "fp8": settings(recipe), "microbatch_size": 1}, compares=False
+            kind,
+            layout={**layout, "fp8": fp8_settings(recipe), "microbatch_size": 1},
+            compares=False,
         )
         for name, (kind, recipe, layout) in LAYOUTS.items()
     }
@@ -108,7 +111,10 @@ def twins() -> dict[tuple[str, str], Report]:
     jobs()
     return {
         (kind, recipe): train(
-            Job(kind, layout={"fp8": settings(recipe), "microbatch_size": 1}), 1, "cpu", steps=STEPS
+            Job(kind, layout={"fp8": fp8_settings(recipe), "microbatch_size": 1}),
+            1,
+            "cpu",
+            steps=STEPS,
         )
         for kind, recipe in {(kind, recipe) for kind, recipe, _ in LAYOUTS.values()}
     }

@@ -1,4 +1,4 @@
-"""Tests that training with weights stored and gathered in 8 bits matches one process with that option."""
+"""Tests that every layout with weights stored in 8 bits trains as one process."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ CASES: list[tuple[FP8Recipe, str]] = chosen(
 )
 
 
-def settings(recipe: FP8Recipe) -> FP8:
+def fp8_settings(recipe: FP8Recipe) -> FP8:
     keep = ("layers.0.mlp.*",)
     return FP8(recipe, emulate=True, last_bf16=1, keep=keep, parameters="fp8")
 
 
-def full(main: MainParameters, slices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def gather_full_tensors(main: MainParameters, slices: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return full tensors of this rank's stage from all ranks' slices.
 
     Args:
@@ -118,13 +118,13 @@ class CheckBytes(pl.Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
         main = strategy_of(trainer).run.state.main
         slices = {name: piece.main.grad for name, piece in main.slices.items()}
-        self.found.gradients = full(main, slices)  # type: ignore[arg-type]
+        self.found.gradients = gather_full_tensors(main, slices)  # type: ignore[arg-type]
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         main = strategy_of(trainer).run.state.main
         main.wait()
         values = {name: piece.main.detach() for name, piece in main.slices.items()}
-        full_values = full(main, values)
+        full_values = gather_full_tensors(main, values)
         for names in main.eight_bits.among(main.trained):
             stored = main.eight_bits.stored(names)
             assert stored is not None, names
@@ -169,7 +169,7 @@ def run(
     """Train; return the report, and the results of the callback."""
     training.KINDS.update(CONFIGS)
     check = CheckBytes()
-    options = {**layout, "fp8": settings(recipe), "microbatch_size": 1}
+    options = {**layout, "fp8": fp8_settings(recipe), "microbatch_size": 1}
     trainer = {"accumulate_grad_batches": options.pop("accumulated", 1)}
     job = Job(kind, layout=options, trainer=trainer, compares=False, callbacks=(check,))
     report = train(job, size, "cpu", folder, steps=STEPS)

@@ -1,4 +1,4 @@
-"""Tests that losses of a global batch depend neither on the data ranks nor on the step of a resume."""
+"""Tests that data ranks and resumes do not change the losses of a global batch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Counted(Module):
         return super().training_step(batch, batch_idx)
 
 
-def data(corpus: str, ramp_up: RampUp | None = RAMP, **options: Any) -> TokenDataModule:
+def make_data(corpus: str, ramp_up: RampUp | None = RAMP, **options: Any) -> TokenDataModule:
     return TokenDataModule(
         corpus, seq_length=LENGTH, global_batch_size=12, ramp_up=ramp_up, **options
     )
@@ -96,7 +96,7 @@ def fit(
     # A captured step must not change attributes.
     recorder, module = Recorder(saved), Module(CONFIG) if graphs else Counted()
     trainer = trainer_of(strategy, recorder, devices=devices)
-    trainer.fit(module, datamodule=data(corpus, **options), ckpt_path=resumed)
+    trainer.fit(module, datamodule=make_data(corpus, **options), ckpt_path=resumed)
     return recorder, getattr(module, "rows", [])
 
 
@@ -162,7 +162,8 @@ def test_graphs_are_captured_again_when_batches_grow(
 ) -> None:
     recorder, _ = fit(corpus, graphs=CudaGraphs(mode, warmup_steps=1))
     _assert_close(recorder.losses, expected_losses)
-    # One eager step at the start, and one wherever the batch grows. Graphs of full steps then warm up.
+    # One eager step at the start, and one wherever the batch grows. Graphs of full steps then warm
+    # up.
     growing_steps = [step for step in range(1, STEPS) if SIZES[step] > SIZES[step - 1]]
     eager_steps = {0, *growing_steps} | (
         {step + 1 for step in growing_steps} if mode == "full" else set()
@@ -211,7 +212,7 @@ def test_unsupported_global_batches_are_refused_before_processes_start(
 ) -> None:
     strategy = MegatronStrategy(**options)
     with pytest.raises(error, match=message):
-        trainer_of(strategy, **trainer).fit(Counted(), datamodule=data(corpus))
+        trainer_of(strategy, **trainer).fit(Counted(), datamodule=make_data(corpus))
     assert strategy._mesh is None
     with pytest.raises(UnsupportedError, match="optimizer step"):
-        trainer_of("auto", accumulate_grad_batches=2).fit(Counted(), datamodule=data(corpus))
+        trainer_of("auto", accumulate_grad_batches=2).fit(Counted(), datamodule=make_data(corpus))

@@ -1,5 +1,5 @@
-"""Tests that models with expert biases and attention sinks train as one process in every layout, and
-gpt-oss as Hugging Face's own code.
+"""Tests that models with expert biases and attention sinks train as one process in every layout,
+and gpt-oss as Hugging Face's own code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.proof.family_training import (
     STEPS,
     FineTune,
     train_family,
-    trained_by_theirs,
+    train_with_hugging_face,
     weights_by_name,
 )
 from tests.proof.test_layouts_equal import check
@@ -75,7 +75,7 @@ def train_everything(rank: int, size: int, folder: str, expected: Any) -> RankRe
 
 @pytest.fixture(scope="module")
 def theirs() -> dict[str, FineTune]:
-    return trained_by_theirs([CASE])
+    return train_with_hugging_face([CASE])
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp4": {},
-    # Without stages two microbatches a step show as much as four, in half of the messages.
+    # Without stages, two microbatches per step test as much as four, with half of the messages.
     "tp4+sp": {"tp": 4, "microbatch_size": 4},
     "tp2 dp2": {"tp": 2, "sequence_parallel": False},
     "tp2+sp pp2": {"tp": 2, "pp": 2},
@@ -77,8 +77,9 @@ TRAINED = chosen(
 )
 
 
-#: Layouts of all cases except the two that train in every layout: with ranks that share every layer,
-#: with stages, and with several stages on each rank. A body has a head of the user, and no stages.
+#: Layouts of all cases except the two that train in every layout: with ranks that share every
+#: layer, with stages, and with several stages on each rank. A body has a head of the user, and no
+#: stages.
 LAYOUTS_OF_TASKS = {"body": ("dp4", "tp4+sp", "tp2+sp dp2, recomputed")}
 DEFAULT_LAYOUTS = ("tp4+sp", "tp2+sp pp2", "pp2 vpp2 dp2")
 CASES_WITH_ALL_LAYOUTS = {("llama", "tokens"), ("bert", "masked")}

@@ -1,4 +1,4 @@
-"""Tests that models with latent attention train as one process in every layout, and as Hugging Face's."""
+"""Tests that models with latent attention train as one process, and as Hugging Face's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.proof.family_training import (
     STEPS,
     FineTune,
     train_family,
-    trained_by_theirs,
+    train_with_hugging_face,
     weights_by_name,
 )
 from tests.proof.test_layouts_equal import check
@@ -74,7 +74,7 @@ def train_everything(rank: int, size: int, folder: str, expected: Any) -> RankRe
 
 @pytest.fixture(scope="module")
 def theirs() -> dict[str, FineTune]:
-    return trained_by_theirs(FAMILIES)
+    return train_with_hugging_face(FAMILIES)
 
 
 @pytest.fixture(scope="module")

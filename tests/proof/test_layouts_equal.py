@@ -14,7 +14,7 @@ from tests.world import run_world
 pytestmark = pytest.mark.slow
 
 LAYOUTS = {
-    # Without stages two microbatches a step show as much as four, in half of the messages.
+    # Without stages, two microbatches per step test as much as four, with half of the messages.
     "tp4": {"tp": 4, "sequence_parallel": False, "microbatch_size": 4},
     "tp4+sp": {"tp": 4, "sequence_parallel": True, "microbatch_size": 4},
     "pp4": {"pp": 4},

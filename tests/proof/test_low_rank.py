@@ -1,5 +1,5 @@
-"""Tests that a LightningModule around peft's LoRA trains in every layout as without this library, and
-that its adapter is exported.
+"""Tests that a LightningModule around peft's LoRA trains in every layout as without this library,
+and that its adapter is exported.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Adapt(FineTune):
         self.log("val_loss", self.model(**batch).loss, sync_dist=True)
 
 
-class Data(InOrder):
+class ValidatedInOrder(InOrder):
     """Validate on the training data."""
 
     def val_dataloader(self) -> Any:
@@ -67,13 +67,13 @@ def train(
     """Return the losses of all steps."""
     seed_everything(1, verbose=False)
     module, trainer = Adapt(folder, adapter), trainer_of(layout, devices, 1, **OPTIONS)
-    trainer.fit(module, Data())
+    trainer.fit(module, ValidatedInOrder())
     if layout is not None:
         assert isinstance(module.model.get_base_model(), ReplacedModel)
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         main_parameters = trainer.strategy.run.state.main
         held = sum(piece.main.numel() for piece in main_parameters.slices.values())
-        assert 0 < held <= trained, "what is frozen has no main parameter and no state"
+        assert 0 < held <= trained, "frozen parameters have no main parameter and no state"
     if out:
         trainer.save_checkpoint(out)
     return module.losses
@@ -84,7 +84,7 @@ def evaluate(
 ) -> float:
     module = Adapt(folder, adapter)
     (metrics,) = trainer_of(layout, devices, 1, **OPTIONS).validate(
-        module, Data(), ckpt_path=path, verbose=False
+        module, ValidatedInOrder(), ckpt_path=path, verbose=False
     )
     return float(metrics["val_loss"])
 
@@ -102,7 +102,7 @@ def train_all(
     return losses, evaluate(layouts[names[-1]], size, folder, adapter, out)
 
 
-def save(kind: str, path: Path) -> tuple[str, str]:
+def save_model_and_adapter(kind: str, path: Path) -> tuple[str, str]:
     """Save a small model and an adapter of random numbers."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(
@@ -122,7 +122,7 @@ def save(kind: str, path: Path) -> tuple[str, str]:
 
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_every_layout_trains_as_peft_and_exports_the_adapter(kind: str, tmp_path: Path) -> None:
-    base, initial = save(kind, tmp_path)
+    base, initial = save_model_and_adapter(kind, tmp_path)
     plain, out = train(None, 1, base, initial), str(tmp_path / "trained.ckpt")
     assert plain[-1] < plain[0]
     for rank, (losses, val_loss) in enumerate(run_world(train_all, 4, kind, base, initial, out)):

@@ -38,7 +38,7 @@ LAYOUTS: dict[str, Callable[[], Any]] = {
 }
 
 
-def corpora(folder: Path) -> dict[str, Any]:
+def write_corpora(folder: Path) -> dict[str, Any]:
     """Write corpora whose sets have different sizes and texts."""
     return {
         "train": write_corpus(folder / "train", 100),
@@ -78,18 +78,18 @@ def fit(
         strategy, devices, folder, max_steps=4, val_check_interval=2, callbacks=[best]
     )
     trainer.fit(module, data)
-    logged = {"fit": numbers(trainer), "best": float(best.best_model_score or math.nan)}
+    logged = {"fit": logged_numbers(trainer), "best": float(best.best_model_score or math.nan)}
     limited = trainer_of(strategy, devices, folder / "two", max_steps=4, limit_val_batches=1)
     limited.fit(module, data, ckpt_path=folder / "step=2.ckpt")
-    logged["limited"] = numbers(limited)
+    logged["limited"] = logged_numbers(limited)
     trainer.test(module, data, verbose=False)
-    logged["test"] = numbers(trainer)
+    logged["test"] = logged_numbers(trainer)
     if trainer.is_global_zero:
         logged["rows"] = (folder / "csv" / "version_0" / "metrics.csv").read_text().splitlines()[0]
     return logged
 
 
-def numbers(trainer: Trainer) -> dict[str, float]:
+def logged_numbers(trainer: Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
@@ -103,7 +103,7 @@ def fit_all(rank: int, size: int, folder: Path, paths: dict[str, Any]) -> dict[s
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return corpora(tmp_path_factory.mktemp("corpora"))
+    return write_corpora(tmp_path_factory.mktemp("corpora"))
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_losses_are_means_over_the_tokens_of_each_set_and_of_all_sets(
         "low": 49,
         "high": 38,
     }
-    metrics = numbers(trainer)
+    metrics = logged_numbers(trainer)
     for name, token_losses in losses_by_set.items():
         assert metrics[f"val_loss/{name}"] == pytest.approx(token_losses.mean().item(), rel=1e-10)
     assert metrics["val_loss"] == pytest.approx(
@@ -170,7 +170,7 @@ def test_monitors_and_loggers_get_the_loss_of_all_sets(alone: dict[str, Any]) ->
 
 
 class Loaders(LightningModule):
-    """A user's module with several loaders, whose steps log different names and metrics for each."""
+    """A user's module with several loaders, whose steps log different names and metrics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def evaluate(
     options: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 2, "num_sanity_val_steps": 1}
     trainer = trainer_of(strategy, devices, folder, enable_checkpointing=False, **options)
     trainer.fit(module, loader(16, 0), [loader(12, 1), loader(4, 2)])
-    logged = {"fit": numbers(trainer), "seen": list(module.seen)}
+    logged = {"fit": logged_numbers(trainer), "seen": list(module.seen)}
     logged["tests"] = trainer.test(module, [loader(12, 1), loader(8, 2)], verbose=False)
     return logged
 

@@ -45,9 +45,7 @@ LAYOUTS: dict[str, dict[str, dict[str, int]]] = chosen(
 
 
 class Texts(Dataset):
-    """Give the same four texts to every step, because Lightning's own strategies start an epoch
-    again.
-    """
+    """The same four texts in every step, because Lightning's own strategies restart an epoch."""
 
     def __len__(self) -> int:
         return 4 * STEPS
@@ -104,7 +102,7 @@ class FineTune(LightningModule):
         return torch.optim.AdamW(groups, lr=1e-2)
 
 
-def trained(
+def train(
     case: str, layout: dict[str, int] | None, devices: int, steps: int, path: Path | None = None
 ) -> Trainer:
     """Return the trainer of a run, from its start or from a checkpoint."""
@@ -135,9 +133,9 @@ def train_in_parts(rank: int, size: int, folder: Path) -> dict[tuple[str, str], 
     losses = {}
     for case, layouts in LAYOUTS.items():
         for name, layout in layouts.items():
-            trained(case, layout, size, SAVED_AFTER).save_checkpoint(folder / f"{case}.{name}")
+            train(case, layout, size, SAVED_AFTER).save_checkpoint(folder / f"{case}.{name}")
             losses[case, name] = losses_of(
-                trained(case, layout, size, STEPS, folder / f"{case}.ckpt")
+                train(case, layout, size, STEPS, folder / f"{case}.ckpt")
             )
     return losses
 
@@ -147,7 +145,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save the first steps of every case in one process."""
     path = tmp_path_factory.mktemp("states")
     for case in LAYOUTS:
-        trained(case, None, 1, SAVED_AFTER).save_checkpoint(path / f"{case}.ckpt")
+        train(case, None, 1, SAVED_AFTER).save_checkpoint(path / f"{case}.ckpt")
     return path
 
 
@@ -160,12 +158,12 @@ def ranks(folder: Path) -> list[dict[tuple[str, str], list[float]]]:
 def test_a_training_continues_in_one_process_and_from_one_process(
     case: str, folder: Path, ranks: Any
 ) -> None:
-    uninterrupted = losses_of(trained(case, None, 1, STEPS))
+    uninterrupted = losses_of(train(case, None, 1, STEPS))
     assert uninterrupted[0] > uninterrupted[-1]
     for name in LAYOUTS[case]:
         file = folder / f"{case}.{name}.ckpt"
         consolidate(folder / f"{case}.{name}", file)
-        continued = losses_of(trained(case, None, 1, STEPS, file))
+        continued = losses_of(train(case, None, 1, STEPS, file))
         assert continued == pytest.approx(uninterrupted[SAVED_AFTER:], abs=1e-9), (
             f"{name} to one process"
         )

@@ -1,4 +1,4 @@
-"""Tests that models without a table in this package train in pipeline stages as without the package."""
+"""Tests that models without a table in this package train in pipeline stages."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Train(FineTune):
 
 
 def train(kind: str, layout: dict[str, Any] | None, devices: int) -> Train:
-    """Train on a few batches with any number of ranks; without a layout, with ordinary Lightning."""
+    """Train on a few batches with any number of ranks; no layout means ordinary Lightning."""
     seed_everything(1, verbose=False)
     module = Train(kind)
     if kind == "Plain" and layout is not None:

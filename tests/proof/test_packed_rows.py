@@ -51,7 +51,7 @@ GENERATING = chosen(
 
 @dataclass
 class Report:
-    """Results of a run: losses of steps, validation losses after them, and the rows of the steps."""
+    """Losses of steps, validation losses after them, and the rows of the steps of a run."""
 
     losses: list[float] = field(default_factory=list)
     validated: list[float] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Tests that losses, norms and weights match one process for any division of layers among stages."""
+"""Tests that every division of layers among stages trains as one process."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ class TrainOutsideModel(FineTune):
         return loss
 
     def of_answers(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the arguments of a model that finds an answer in its row, or chooses one of two rows."""
+        """Return arguments to find an answer in a row, or to choose one of two rows."""
         tokens, mask = batch["input_ids"], batch["attention_mask"]
         if self.kind.endswith("ForQuestionAnswering"):
             spans = {"start_positions": tokens[:, 0] % 4, "end_positions": tokens[:, 1] % 4}

@@ -1,5 +1,5 @@
-"""Tests that a checkpoint of one layout continues in every other layout with the losses and norms of
-one process.
+"""Tests that a checkpoint of one layout continues in every other layout with the losses and norms
+of one process.
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Report]]
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_steps_in_halves_train_as_one_process(name: str, reports: list[dict[str, Report]]) -> None:
+def test_steps_with_split_backward_passes_train_as_one_process(
+    name: str, reports: list[dict[str, Report]]
+) -> None:
     job = JOBS[name]
     twin = train(Job(job.kind), 1, "cpu")
     check(job, [ranks[name] for ranks in reports], twin)

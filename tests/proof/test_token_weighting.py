@@ -146,8 +146,8 @@ class Texts(Dataset):
 
 
 def optimizer_of(parameters: Any) -> tuple[torch.optim.Optimizer, Any]:
-    """Return AdamW and its schedule; a large eps keeps gradients that are zero but for rounding
-    from whole steps.
+    """Return AdamW and its schedule; a large eps keeps gradients that are zero except for
+    rounding from becoming full steps.
     """
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
@@ -273,7 +273,7 @@ def train(job: Job, size: int) -> Report:
     return record.report
 
 
-def twin(parts: int) -> Report:
+def train_in_plain_loop(parts: int) -> Report:
     """Train in a plain loop; report the losses of each of the ``parts`` of a global batch."""
     report, model = Report(), GPT(CONFIG, seed=1234).double()
     optimizer, schedule = optimizer_of(model.parameters())
@@ -310,20 +310,20 @@ def token_losses(model: GPT, tokens: Tensor, labels: Tensor) -> Tensor:
     return flat.view_as(labels)
 
 
-def _world(rank: int, size: int) -> dict[str, Report]:
+def _train_all(rank: int, size: int) -> dict[str, Report]:
     return {name: train(job, size) for name, job in JOBS.items()}
 
 
 @pytest.fixture(scope="module")
 def reports() -> list[dict[str, Report]]:
     """Train every job on four processes."""
-    return run_world(_world, 4)
+    return run_world(_train_all, 4)
 
 
 @pytest.fixture(scope="module")
 def twins() -> dict[int, Report]:
     """Train in one process."""
-    return {parts: twin(parts) for parts in (1, 2)}
+    return {parts: train_in_plain_loop(parts) for parts in (1, 2)}
 
 
 @pytest.mark.parametrize("name", list(JOBS))

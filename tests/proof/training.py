@@ -1,4 +1,4 @@
-"""Training of a tiny GPT under any layout, with a report of all results that must not depend on it."""
+"""Training of a tiny GPT under any layout, with a report of the results."""
 
 from __future__ import annotations
 

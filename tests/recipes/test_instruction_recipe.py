@@ -1,5 +1,5 @@
-"""Tests that recipes for conversations and preference pairs train a small folder on two processes as
-on one, also on streams.
+"""Tests that recipes for conversations and preference pairs train a small folder on two processes
+as on one, also on streams.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 
 from lightning_megatron.cli.main import main
 from tests.chat_folder import conversations, preferences, save_chat_llama, write_lines
-from tests.recipes.test_recipes import losses
+from tests.recipes.test_recipes import run_recipe
 from tests.sweeps import chosen
 
 #: Options with which recipes read their training files as a stream, and no options.
@@ -45,9 +45,9 @@ def check_two_processes_match_one(
 ) -> dict[str, list[float]]:
     """Compare the losses of two processes, which share an axis, with those of one; return them."""
     layout = ["--trainer.devices=2", f"--trainer.strategy.{axis}=2"]
-    two_processes = losses(tmp_path / "two", recipe, options=[*options, *layout])
+    two_processes = run_recipe(tmp_path / "two", recipe, options=[*options, *layout])
     alone = [*options, "--trainer.devices=1"]
-    one_process = losses(tmp_path / "one", recipe, options=alone, starts=False)
+    one_process = run_recipe(tmp_path / "one", recipe, options=alone, starts=False)
     assert (len(two_processes["train_loss"]), len(two_processes["val_loss"])) == (3, 1)
     for name in ("train_loss", "val_loss"):
         assert two_processes[name] == pytest.approx(one_process[name], abs=2e-4), name

@@ -1,4 +1,4 @@
-"""Tests that each recipe parses, has consistent values, and trains on several processes as on one."""
+"""Tests that recipes parse, have consistent values, and train in layouts as on one process."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def _speeches() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_speeches")
 def test_four_processes_train_as_one(tmp_path: Path) -> None:
-    four_processes = losses(tmp_path, "gpt_speeches_cpu.yaml")
-    one_process = losses(
+    four_processes = run_recipe(tmp_path, "gpt_speeches_cpu.yaml")
+    one_process = run_recipe(
         tmp_path, "gpt_speeches_cpu.yaml", "gpt_speeches_1process.yaml", starts=False
     )
     assert len(four_processes["train_loss"]) == 3
@@ -116,10 +116,12 @@ def test_four_processes_train_as_one(tmp_path: Path) -> None:
 def test_experts_train_on_several_processes_as_on_one(devices: int, tmp_path: Path) -> None:
     data = f"--data.data_dir={tmp_path / 'data'}"
     options = [data, f"--trainer.devices={devices}", f"--data.batch_size={32 // devices}"]
-    several_processes = losses(tmp_path / "several", "moe_speeches_cpu.yaml", options=options)
+    several_processes = run_recipe(tmp_path / "several", "moe_speeches_cpu.yaml", options=options)
     options = [f"--trainer.strategy.{name}=1" for name in ("tp", "ep")]
     options += [data, "--trainer.devices=1", "--data.batch_size=16"]
-    one_process = losses(tmp_path / "one", "moe_speeches_cpu.yaml", options=options, starts=False)
+    one_process = run_recipe(
+        tmp_path / "one", "moe_speeches_cpu.yaml", options=options, starts=False
+    )
     assert len(several_processes["train_loss"]) == 3
     for name, values in one_process.items():
         assert several_processes[name] == pytest.approx(values, abs=2e-4), name
@@ -132,9 +134,9 @@ def test_experts_train_on_several_processes_as_on_one(devices: int, tmp_path: Pa
 def test_bert_trains_on_several_processes_as_on_one(tp: int, tmp_path: Path) -> None:
     data = f"--data.data_dir={tmp_path / 'data'}"
     options = [data, f"--trainer.strategy.tp={tp}", f"--trainer.devices={2 * tp}"]
-    several_processes = losses(tmp_path / "several", "bert_speeches_cpu.yaml", options=options)
+    several_processes = run_recipe(tmp_path / "several", "bert_speeches_cpu.yaml", options=options)
     layout = ["--trainer.strategy.tp=1", "--trainer.strategy.pp=1", "--trainer.devices=1"]
-    one_process = losses(
+    one_process = run_recipe(
         tmp_path / "one", "bert_speeches_cpu.yaml", options=[data, *layout], starts=False
     )
     assert (len(several_processes["train_loss"]), len(several_processes["val_loss"])) == (3, 1)
@@ -143,8 +145,8 @@ def test_bert_trains_on_several_processes_as_on_one(tp: int, tmp_path: Path) -> 
 
 
 def options_of(model: Path, folder: Path) -> list[str]:
-    """Write a few texts in the tokens of a Hugging Face folder, and return the options that train the
-    folder on them.
+    """Write a few texts in the tokens of a Hugging Face folder, and return the options that train
+    the folder on them.
     """
     texts = [f"In {year} our fathers brought forth a new nation." for year in range(1960, 2000)]
     write_documents(str(folder / "text"), texts, load_tokenizer(model))
@@ -169,9 +171,9 @@ def test_a_hugging_face_folder_trains_on_four_processes_as_on_one(tmp_path: Path
     save_tiny_llama(model)
     options = options_of(model, tmp_path)
     layout = ["--trainer.devices=4", "--trainer.strategy.tp=2", "--trainer.strategy.pp=2"]
-    four_processes = losses(tmp_path / "four", FINETUNE, options=[*options, *layout])
+    four_processes = run_recipe(tmp_path / "four", FINETUNE, options=[*options, *layout])
     options += ["--trainer.devices=1"]
-    one_process = losses(tmp_path / "one", FINETUNE, options=options, starts=False)
+    one_process = run_recipe(tmp_path / "one", FINETUNE, options=options, starts=False)
     assert len(four_processes["train_loss"]) == 3
     assert len(four_processes["val_loss"]) == len(four_processes["val_bits_per_byte"]) == 1
     for name, values in one_process.items():
@@ -194,9 +196,9 @@ def test_a_folder_with_experts_trains_on_expert_ranks_and_is_exported(
     options = options_of(model, tmp_path)
     options += ['--model.expert_settings={"aux_loss": 0.02, "aux_loss_scope": "global"}']
     layout = ["--trainer.devices=2", "--trainer.strategy.ep=2", "--data.batch_size=2"]
-    two_processes = losses(tmp_path / "two", FINETUNE, options=[*options, *layout])
+    two_processes = run_recipe(tmp_path / "two", FINETUNE, options=[*options, *layout])
     options += ["--trainer.devices=1"]
-    one_process = losses(tmp_path / "one", FINETUNE, options=options, starts=False)
+    one_process = run_recipe(tmp_path / "one", FINETUNE, options=options, starts=False)
     assert len(two_processes["train_loss"]) == 3
     assert len(two_processes["val_loss"]) == len(two_processes["val_bits_per_byte"]) == 1
     for name, values in one_process.items():
@@ -216,7 +218,7 @@ def test_a_folder_with_experts_trains_on_expert_ranks_and_is_exported(
     )
 
 
-def losses(
+def run_recipe(
     folder: Path, *recipes: str, options: Sequence[str] = (), starts: bool = True
 ) -> dict[str, list[float]]:
     """Run a few steps and return the losses in the metrics file, by name.
