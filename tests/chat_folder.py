@@ -19,7 +19,9 @@ PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", ""
 
 
 def save_chat_llama(folder: Path, template: str = MARKED) -> str:
-    """Write a small Llama whose tokenizer has a template; an end of a message is one token."""
+    """Write a small Llama whose tokenizer has a template; the end of a message is a single
+    token.
+    """
     from tests.tiny_llama import save_tiny_llama
 
     save_tiny_llama(folder)

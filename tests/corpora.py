@@ -1,5 +1,5 @@
-"""Find real texts, vocabularies and weights that optional packages hold, or skip with the command
-that installs them.
+"""Real texts, vocabularies and weights of optional packages. Without a package, tests are skipped
+with the command that installs it.
 
 Nothing is imported from those packages. Files with a known hash are compared with it.
 """

@@ -1,5 +1,5 @@
-"""Run a Python script, and the ranks that it starts, in processes that are forked from one with the
-slow imports done.
+"""Run a Python script, and the ranks that it starts, in processes that are forked from a process
+with the slow imports done.
 """
 
 from __future__ import annotations

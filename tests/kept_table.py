@@ -34,7 +34,7 @@ PARTS = (
 
 
 def kept_activations(expert_rows: float | None, sends_again: bool = False) -> MixtureActivations:
-    """Return the tensors that a layer of Qwen3-30B-A3B's shape keeps for one sequence with ep 4."""
+    """Return the bytes that a layer of Qwen3-30B-A3B's shape keeps for one sequence with ep 4."""
     shape = SHAPES["qwen3_48"].memory_shape()
     batch = MicrobatchShape(num_tokens=4096, ep=4, transport="one_sided", expert_rows=expert_rows)
     return mixture_activations(shape, fused_activations(shape), batch, sends_again)

@@ -1,4 +1,4 @@
-"""Bring sharded tensors together, so that tests can compare them with one-process twins."""
+"""Functions that gather sharded tensors and compare them with tensors of one process."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def _gather_all(
 
 
 def load_full_(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Write this rank's shards of full weights into the parameters of ``module``; every parameter
-    must be given.
+    """Write this rank's shards of full weights into the parameters of ``module``; ``weights`` must
+    have every parameter.
     """
     with torch.no_grad():
         for name, parameter in module.named_parameters():

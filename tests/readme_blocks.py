@@ -45,7 +45,7 @@ PRINTS = re.compile(
 )
 MAP = re.compile(r"(?<=<!-- rooms -->\n```text\n).*?(?=```)", re.DOTALL)
 SUB_ROOM_TABLE = re.compile(r"(?<=<!-- sub-rooms -->\n)(?:\|.*\n)+")
-#: Rooms in the order of their imports; those after them stand apart.
+#: Rooms in the order of their imports. ROOMS_APART are the rooms outside of this order.
 ROOMS = (
     "plan kernels groups layers experts models swap training pipeline graphs generation checkpoint "
     "strategy"

@@ -127,7 +127,7 @@ def test_activations_are_printed_in_the_unit_of_the_costs_file(
     sizes = ["--pp", "2", "--microbatches", "4", "--costs", str(path)]
     rows = rows_of(printed(capsys, "--name", "1f1b", *sizes))
     assert [rows["0"][-1], rows["1"][-1]] == ["500", "150"]
-    # The last stage of zb-h1 has one microbatch, and another whose weight half waits.
+    # The last stage of zb-h1 keeps a microbatch, and a second one whose weight half waits.
     rows = rows_of(printed(capsys, "--name", "zb-h1", *sizes))
     assert [rows["0"][-1], rows["1"][-1]] == ["500", "225"]
     with pytest.raises(
@@ -159,7 +159,7 @@ def test_auto_prints_the_schedules_that_it_was_compared_with(
     step = re.search(r"step (\d+) ticks", text)
     assert step is not None
     assert int(step[1]) < ticks[1]
-    # The default limit is what 1f1b needs.
+    # The default limit is the memory of 1f1b.
     assert max(float(cells[-1]) for rank, cells in rows_of(text).items() if rank != "rank") <= 4
 
 

@@ -112,7 +112,7 @@ def test_the_legend_lists_every_name_of_a_dimension() -> None:
             if isinstance(node, ast.Subscript) and ast.unparse(node.value) in TYPES:
                 assert isinstance(node.slice, ast.Tuple), ast.unparse(node)
                 text = ast.literal_eval(node.slice.elts[1])
-                # Names in braces are those of arguments.
+                # Names in braces are names of arguments.
                 names = re.findall(r"[a-z]\w*", re.sub(r"\{.*?\}", "", text))
                 used |= dict.fromkeys(names, path.relative_to(PACKAGE).as_posix())
     missing = {name: file for name, file in used.items() if name not in listed}
@@ -181,7 +181,7 @@ def test_processes_of_a_world_check_shapes_too() -> None:
 
 
 def run_python(program: str, **variables: str) -> str:
-    """Return what a program prints in a new process."""
+    """Return the output of a program in a new process."""
     result = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, **variables},

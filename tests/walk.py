@@ -80,7 +80,7 @@ class Sources:
         }
 
     def definition(self, file: str, name: str) -> Definition | None:
-        """Find the function or class of the room that has a name in a file; None without one."""
+        """Find the function or class of the room by its name in a file; None if there is none."""
         for node in self.trees[file].body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
                 return Definition(file, node)
@@ -177,7 +177,7 @@ class Walk:
                     self._through(child.body, followed)
 
     def _calls_in(self, node: ast.AST, followed: Followed) -> None:
-        """Enter what an expression calls, inner calls first."""
+        """Enter the functions that an expression calls, inner calls first."""
         if isinstance(node, ast.Lambda):
             return
         if isinstance(node, COMPREHENSIONS):
@@ -286,7 +286,9 @@ class Followed:
         return self.sources.class_in(returns) if can_hold_parts(returns) else None
 
     def callee(self, function: ast.expr) -> Definition | None:
-        """Return what a call enters; None if the running program chooses it."""
+        """Return the function or class that a call enters; None if the running program chooses
+        it.
+        """
         if isinstance(function, ast.Name):
             return self.sources.definition(self.file, function.id)
         owner = self.part(function.value) if isinstance(function, ast.Attribute) else None

@@ -32,9 +32,9 @@ def run_world(fn: Callable[..., Any], size: int, *args: Any, backend: str = "glo
     rank.
 
     ``fn`` must be a function of a module. The first rank that raises ends the others, and its
-    traceback is raised here. With ``nccl`` each process has the GPU of its rank, or all have the
-    first one: see ``tests/gpu/shared_gpu.py``. The variables that a launcher would set are there,
-    so that a Trainer in ``fn`` takes these processes for its own.
+    traceback is raised here. With ``nccl`` each process has the GPU of its rank, or all
+    processes have the first GPU: see ``tests/gpu/shared_gpu.py``. The environment has the variables
+    of a launcher, so that a Trainer in ``fn`` uses these processes.
     """
     context = preloaded_context()
     results: Any = context.SimpleQueue()

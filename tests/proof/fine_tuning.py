@@ -110,7 +110,7 @@ class InOrder(LightningDataModule):
 def trainer_of(
     layout: dict[str, Any] | None, devices: int, microbatch_size: int, **options: Any
 ) -> Trainer:
-    """Return a Trainer on CPUs under a layout; without one, as ordinary Lightning trains."""
+    """Return a Trainer on CPUs with a layout; without a layout, with ordinary Lightning."""
     return Trainer(
         accelerator="cpu",
         devices=devices,

@@ -1,5 +1,5 @@
 """Tests that code around blocks in stages trains as on one process, or is refused with the name of
-the tensor or module and the line.
+the module and the line.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Train(LightningModule):
 
 
 class Preference(Train):
-    """Prefer answers to answers of another length, as DPO does."""
+    """Prefer chosen answers to rejected answers of another length, as DPO does."""
 
     def log_probability(self, tokens: Tensor) -> Tensor:
         logits = self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits[:, :-1]
@@ -113,7 +113,7 @@ class Contrast(Train):
 
 
 class Answers(Train):
-    """Call a model that keeps its own code twice; Hugging Face's norms and loss are computed in float32."""
+    """Call a model with Hugging Face's code twice; its norms and loss are computed in float32."""
 
     tolerance = 1e-6
     model_class, extra = "Olmo2ForCausalLM", {"intermediate_size": 24, "hidden_act": "tanh"}

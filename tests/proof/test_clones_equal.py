@@ -1,4 +1,4 @@
-"""Tests that fits with clones of experts match one process, and share its checkpoints."""
+"""Tests that fits with clones of experts match one process and exchange checkpoints."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def ranks(folder: Path) -> list[tuple[dict[str, Report], dict[str, int], Report]
 
 @pytest.fixture(scope="module")
 def twins() -> dict[str, Report]:
-    """Train every kind in this one process."""
+    """Train every kind in this process."""
     kinds = {kind: Job(kind) for kind in ("experts", "experts, some layers")}
     kinds["experts, whole step"] = Job("experts, whole step", layout={})
     # Without the strategy, losses of routers are not divided by the number of batches.

@@ -134,7 +134,7 @@ def check_layouts(size: int) -> int:
     return checked
 
 
-#: Lengths of the documents of the rows of successive steps; those of a step have equal groups.
+#: Lengths of the documents of the rows of successive steps; all rows of a step have the same.
 STEPS = ([3, 1, 4, 4, 4], [8, 4, 3], [4, 9, 1], [2, 2, 4, 5], [7, 1, 8])
 
 

@@ -164,7 +164,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, models: Path) -> list[RankRe
 
 @pytest.fixture(scope="module")
 def twins() -> dict[tuple[str, bool], Report]:
-    """Train every kind in this process; the load of whole steps is the strategy's."""
+    """Train every kind in this process; only the strategy measures the load of full steps."""
     return {
         (kind, counts): train(Job(kind, layout={"microbatch_size": 8}, counts=counts), 1, "cpu")
         for kind, counts in {(job.kind, job.counts) for job in jobs().values()}

@@ -98,7 +98,7 @@ def jobs() -> dict[str, Job]:
 
 @pytest.fixture(scope="module")
 def twins() -> dict[tuple[str, str], Report]:
-    """Train every kind in this one process."""
+    """Train every kind in this process."""
     reports = {
         (kind, "64-true"): train(Job(kind, layout=layout), 1, "cpu")
         for kind, layout in KINDS.items()

@@ -1,5 +1,5 @@
 """Tests that models with expert biases and attention sinks train as one process in every layout,
-and gpt-oss as Hugging Face's own code.
+and gpt-oss as the code of Hugging Face.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def ranks(folder: Path, theirs: dict[str, FineTune]) -> list[RankReport]:
 
 @pytest.fixture(scope="module")
 def twin() -> Report:
-    """Train in this one process."""
+    """Train in this process."""
     return train(Job(KIND, layout={}), 1, "cpu", steps=STEPS)
 
 

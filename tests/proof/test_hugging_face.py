@@ -88,7 +88,7 @@ CASES_WITH_ALL_LAYOUTS = {("llama", "tokens"), ("bert", "masked")}
 def layouts_of(kind: str, task: str) -> Iterable[str]:
     """Return the names of the layouts under which a case trains."""
     if kind in ("gemma3", "olmo2"):
-        # Other tests prove how they are cut; this test is for the steps of the optimizer.
+        # Other tests check how these models are cut; here they check the optimizer steps.
         return ("tp2+sp pp2",)
     return (
         LAYOUTS

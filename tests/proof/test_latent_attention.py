@@ -90,7 +90,7 @@ def ranks(folder: Path, theirs: dict[str, FineTune]) -> list[RankReport]:
 
 @pytest.fixture(scope="module")
 def twin() -> Report:
-    """Train in this one process."""
+    """Train in this process."""
     return train(Job(KIND, layout={}), 1, "cpu", steps=STEPS)
 
 

@@ -163,7 +163,8 @@ def test_monitors_and_loggers_get_the_loss_of_all_sets(alone: dict[str, Any]) ->
         names
     )
     assert not [name for name in names if "_tokens" in name or "dataloader" in name]
-    # The resumed run validates the first batch of each set only, which has the row of one token.
+    # The resumed run validates only the first batch of each set, which has the row of a single
+    # token.
     assert alone["limited"]["val_tokens/low"] == 25.0
     assert alone["fit"]["val_tokens/low"] == 49.0
     assert alone["fit"]["val_tokens/high"] == 38.0

@@ -55,7 +55,7 @@ class Texts(Dataset):
 
 
 class FineTune(LightningModule):
-    """Train with and without weight decay, by names as scripts for Hugging Face models do."""
+    """Train with weight decay for some parameters, chosen by name as in Hugging Face's scripts."""
 
     def __init__(self, case: str) -> None:
         super().__init__()

@@ -77,7 +77,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Report]]
 
 @pytest.fixture(scope="module")
 def twins() -> dict[str, Report]:
-    """Train every kind in this one process, with plain Lightning."""
+    """Train every kind in this process, with plain Lightning."""
     return {kind: train(Job(kind), 1, "cpu") for kind in KINDS}
 
 
@@ -130,7 +130,7 @@ MODELS = {
     "BertForSequenceClassification": ("classes", BERT),
     "BertForQuestionAnswering": ("classes", {**BERT, "num_labels": 2}),
     "RobertaForMultipleChoice": ("classes", BERT),
-    # These keep their own code.
+    # These models keep their own code.
     "Starcoder2ForCausalLM": (
         "tokens",
         {

@@ -81,7 +81,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Report]]
 
 @pytest.fixture(scope="module")
 def twins() -> dict[tuple[str, bool], Report]:
-    """Train every kind in this one process."""
+    """Train every kind in this process."""
     reports = {}
     for job in JOBS.values():
         # Only the strategy changes the router's bias, and counted steps have its microbatches.

@@ -50,7 +50,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 dp2": {"pp": 2},
     "pp2 vpp2 dp2": {"pp": 2, "vpp": 2},
     "pp2 zb-v dp2": {"pp": 2, "vpp": 2, "schedule": "zb-v"},
-    # Ranks that share rows count each token once, also where one of them has no label: Megatron-LM
+    # Ranks that share rows count each token once, also if a rank has no label: Megatron-LM
     # scaled losses and gradients by cp (issues 673 and 906), or took the mean of nothing (1764).
     "cp2 dp2": {"cp": 2},
     "cp2 tp2+sp ring": {"cp": 2, "tp": 2, "cp_transport": "ring"},

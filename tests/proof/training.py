@@ -234,7 +234,7 @@ def train(
 def train_all(
     rank: int, size: int, cases: dict[str, Job], folder: str, steps: int = STEPS
 ) -> dict[str, Report]:
-    """Run jobs one after the other on all ranks, each with a checkpoint of its own."""
+    """Run jobs one after the other on all ranks, each with a separate checkpoint."""
     return {
         name: train(job, size, "cpu", os.path.join(folder, str(number)), steps=steps)
         for number, (name, job) in enumerate(cases.items())

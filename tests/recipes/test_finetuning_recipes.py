@@ -106,7 +106,7 @@ def test_several_seeds_have_a_median_and_an_ensemble(
         if all_run() or (self.seed, name) == (1, "fit"):
             start(self, name, options)
             return
-        # One process shows as much as four.
+        # One process tests as much as four.
         with redirect_stdout(sys.stderr):
             main([name, *options])
 
@@ -131,7 +131,7 @@ def test_several_seeds_have_a_median_and_an_ensemble(
         assert report["median"][name] == pytest.approx(sum(values) / 2)
     worst = min(seeds, key=lambda name: seeds[name]["accuracy"])
     assert report["median_run"] == worst
-    # The test set has the rows of the validation set here, and the model is the best one.
+    # The test set has the rows of the validation set here, and the model is the best checkpoint.
     assert report["test"]["of_the_median_run"] == pytest.approx(seeds[worst])
     assert report["test"]["ensemble"] == pytest.approx(report["ensemble"])
     tables = []

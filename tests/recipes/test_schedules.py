@@ -50,7 +50,7 @@ def test_schedules_of_a_recipe_set_learning_rate_and_weight_decay(
     monkeypatch.setattr(sys, "argv", ["lightning-megatron"])
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
-    # The fit ends in the middle of the schedules, which follow the whole run's number of steps.
+    # The fit ends in the middle of the schedules, which span the number of steps in the recipe.
     options = ["--trainer.limit_train_batches=3", "--trainer.max_epochs=2"]
     options.append(f"--trainer.default_root_dir={tmp_path}")
     cli = MegatronCLI(args=["fit", "-c", str(recipe), *options])
