@@ -13,7 +13,7 @@ VOCABULARY = 61
 
 
 def write_vocabulary(path: Path) -> str:
-    """Write a vocab.txt: the special tokens, 36 words, and 20 pieces that continue one."""
+    """Write a vocab.txt: the special tokens, 36 words, and 20 pieces that continue a word."""
     pieces = [f"word{number}" for number in range(36)] + [f"##s{number}" for number in range(20)]
     path.write_text("".join(f"{piece}\n" for piece in (*BERT_TOKENS, *pieces)))
     return str(path)

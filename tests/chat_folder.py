@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-#: A template that marks answers, and the same one without marks.
+#: A template that marks answers, and the same template without marks.
 MARKED = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}"
@@ -19,7 +19,9 @@ PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", ""
 
 
 def save_chat_llama(folder: Path, template: str = MARKED) -> str:
-    """Write a small Llama whose tokenizer has a template; an end of a message is one token."""
+    """Write a small Llama whose tokenizer has a template; the end of a message is a single
+    token.
+    """
     from tests.tiny_llama import save_tiny_llama
 
     save_tiny_llama(folder)

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Line(LightningModule):
-    """Fit a line; made only in `configure_model`, as large models are."""
+    """Fit of a line, whose layer is built only in `configure_model`, as in large models."""
 
     def __init__(self, width: int = 4, context: int = 8) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Line(LightningModule):
         self.log("val_loss", self.layer(batch[0]).square().mean())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Descend."""
+        """Return SGD."""
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 

@@ -15,7 +15,7 @@ from tests.readme_blocks import DOCS
 PAGE = DOCS / "experts.md"
 PICTURE = DOCS / "clones.svg"
 TABLE = re.compile(r"(?<=<!-- planned clones -->\n)(?:\|.*\n)+")
-#: Ranks, tokens of each of them, and layers, each with tokens of its own.
+#: Number of ranks, tokens per rank, and layers; every layer routes its own tokens.
 RANKS, TOKENS, DRAWS = 4, 4096, 12
 PLACES = (0, 1, 2)
 #: Names of popularities in the table, the exponent 1.0 or 0.6, and whether busy experts are neighbours.
@@ -43,10 +43,10 @@ class Planned:
 
 @cache
 def planned(name: str, places: int) -> Planned:
-    """Plan clones for Qwen3-30B-A3B's shape under a popularity; no places are no clones."""
+    """Plan clones for Qwen3-30B-A3B's shape under a popularity; 0 places give no clones."""
     experts = SHAPES["qwen3_12"].experts
     assert experts is not None
-    found = []
+    plans = []
     for layer in range(DRAWS):
         counts = _counts(name, layer)
         homes = len(counts[0]) // RANKS
@@ -59,12 +59,12 @@ def planned(name: str, places: int) -> Planned:
         saved = CLONE_COST.seconds_saved(max(before) - max(plan.rows), away, parameters)
         rows = tuple(number / mean for number in plan.rows)
         clones = sum(owner >= 0 for owner in plan.owners)
-        found.append(Planned(rows, max(rows), sum(plan.amounts) / sum(before), clones, saved * 1e3))
+        plans.append(Planned(rows, max(rows), sum(plan.amounts) / sum(before), clones, saved * 1e3))
     means = {
-        figure: sum(getattr(one, figure) for one in found) / DRAWS
+        figure: sum(getattr(layer_plan, figure) for layer_plan in plans) / DRAWS
         for figure in ("max_over_mean", "moved", "clones", "saved_ms")
     }
-    return Planned(found[0].rows, **means)
+    return Planned(plans[0].rows, **means)
 
 
 @cache
@@ -91,10 +91,10 @@ def table() -> str:
     ]
     for name in POPULARITIES:
         for places in PLACES:
-            one = planned(name, places)
-            cells = [name, str(places), f"{one.max_over_mean:.2f}", "", "", ""]
+            plan = planned(name, places)
+            cells = [name, str(places), f"{plan.max_over_mean:.2f}", "", "", ""]
             if places:
-                cells[3:] = f"{one.moved:.1%}", f"{one.clones:.1f}", f"{one.saved_ms:.2f} ms"
+                cells[3:] = f"{plan.moved:.1%}", f"{plan.clones:.1f}", f"{plan.saved_ms:.2f} ms"
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -136,7 +136,7 @@ def picture() -> str:
 
 def numbers_of(text: str) -> list[float]:
     """Return all numbers of a text."""
-    return [float(one) for one in re.findall(r"-?\d+(?:\.\d+)?", text)]
+    return [float(number) for number in re.findall(r"-?\d+(?:\.\d+)?", text)]
 
 
 def write() -> None:

@@ -1,7 +1,7 @@
-"""Find real texts, vocabularies and weights that optional packages hold, or skip with the command
-that installs them.
+"""Real texts, vocabularies and weights of optional packages. Without a package, tests are skipped
+with the command that installs it.
 
-Nothing is imported from those packages, and what has a known hash is compared with it.
+Nothing is imported from those packages. Files with a known hash are compared with it.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def find(package: Package) -> Path | None:
         return None
     directory = Path(str(distribution.locate_file(package.path)))
     for name, expected in package.sha256:
-        found = hashlib.sha256((directory / name).read_bytes()).hexdigest()
-        assert found == expected, (
-            f"{directory / name} has sha256 {found}, {expected} expected: {package.command}"
+        actual = hashlib.sha256((directory / name).read_bytes()).hexdigest()
+        assert actual == expected, (
+            f"{directory / name} has sha256 {actual}, {expected} expected: {package.command}"
         )
     return directory
 

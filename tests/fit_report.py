@@ -1,4 +1,4 @@
-"""What a fit under a layout computed, for a comparison with the same training in a plain loop."""
+"""Record of the results of a fit, for a comparison with the same training in a plain loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_megatron.training.clip import grad_norm
 
 @dataclass
 class Report:
-    """Hold what a run computed."""
+    """Hold the results of a run."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)

@@ -1,5 +1,5 @@
-"""Run a Python script, and the ranks that it starts, in processes that are forked from one with the
-slow imports done.
+"""Run a Python script, and the ranks that it starts, in processes that are forked from a process
+with the slow imports done.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from tests.world import preloaded_context
 
-#: Ranks beside the first one that scripts start; those of more ranks start the others as users do.
+#: Ranks beside the first rank that scripts start; scripts start further ranks as users do.
 NUM_SPARES = 3
 
 
@@ -35,10 +35,10 @@ def run_python(
     """Run ``python ARGUMENTS`` in a folder, without the seconds of its imports.
 
     Args:
-        arguments: A script or ``-m`` and a module, with what they are given.
+        arguments: A script, or ``-m`` and a module, and their arguments.
         folder: Working directory.
         variables: Environment.
-        timeout: Limit of its time (s).
+        timeout: Time limit (s).
     """
     with tempfile.TemporaryDirectory() as outputs:
         process = preloaded_context().Process(
@@ -64,13 +64,13 @@ def _enter(arguments: list[str], folder: str, variables: dict[str, str], outputs
     ranks: list[subprocess.Popen] = []
 
     class Rank(subprocess.Popen):
-        """Process that is a spare one, if it is to run a program of Python."""
+        """Process that takes a spare process if it runs a Python program."""
 
-        def _execute_child(self, args: Any, *others: Any) -> None:
-            # The environment is the sixth of the arguments after the command.
-            environment = others[5]
+        def _execute_child(self, args: Any, *options: Any) -> None:
+            # The environment is the sixth argument after the command.
+            environment = options[5]
             if not spares or environment is None or args[0] != sys.executable or args[1] == "-c":
-                super()._execute_child(args, *others)  # type: ignore[misc]
+                super()._execute_child(args, *options)  # type: ignore[misc]
                 return
             self.pid, pipe = spares.pop(0)
             self._child_created = True
@@ -85,7 +85,7 @@ def _enter(arguments: list[str], folder: str, variables: dict[str, str], outputs
         raise SystemExit(f"ranks ended with {failed}")
 
 
-def _spare(*others: tuple[int, int]) -> tuple[int, int]:
+def _spare(*spares: tuple[int, int]) -> tuple[int, int]:
     """Fork a process that waits for a program and its environment, runs it and ends.
 
     Returns:
@@ -94,21 +94,21 @@ def _spare(*others: tuple[int, int]) -> tuple[int, int]:
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        for pipe in (writing, *(pipe for _, pipe in others)):
+        for pipe in (writing, *(pipe for _, pipe in spares)):
             os.close(pipe)
         with os.fdopen(reading, "rb") as file:
-            sent = file.read()
-        _run_and_end(sent)
+            program = file.read()
+        _run_and_end(program)
     os.close(reading)
     return pid, writing
 
 
-def _run_and_end(sent: bytes) -> NoReturn:
-    """Run a program; without one, no more ranks were needed."""
+def _run_and_end(program: bytes) -> NoReturn:
+    """Run a program, if there is one, and end the process."""
     code = 1
     try:
-        if sent:
-            _run(*pickle.loads(sent))
+        if program:
+            _run(*pickle.loads(program))
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -1,4 +1,4 @@
-"""The table of `docs/experts.md` of what a mixture of experts keeps for the backward pass."""
+"""The table in `docs/experts.md` of the tensors that experts keep for the backward pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.readme_blocks import DOCS
 
 PAGE = DOCS / "experts.md"
 TABLE = re.compile(r"(?<=<!-- kept bytes -->\n)(?:\|.*\n)+")
-#: Part, its name in the table, and what needs it.
+#: Part, its name in the table, and the step that needs it.
 PARTS = (
     (
         "inputs",
@@ -33,8 +33,8 @@ PARTS = (
 )
 
 
-def kept(expert_rows: float | None, sends_again: bool = False) -> MixtureActivations:
-    """Return what a layer of Qwen3-30B-A3B's shape keeps for one sequence with ep 4."""
+def kept_activations(expert_rows: float | None, sends_again: bool = False) -> MixtureActivations:
+    """Return the bytes that a layer of Qwen3-30B-A3B's shape keeps for one sequence with ep 4."""
     shape = SHAPES["qwen3_48"].memory_shape()
     batch = MicrobatchShape(num_tokens=4096, ep=4, transport="one_sided", expert_rows=expert_rows)
     return mixture_activations(shape, fused_activations(shape), batch, sends_again)
@@ -47,12 +47,12 @@ def table() -> str:
         "|---|---|---|---|---|",
     ]
     limits = (None, 1.25, 1.0)
-    costs = [kept(rows) for rows in limits]
+    costs = [kept_activations(rows) for rows in limits]
     for part, name, why in PARTS:
-        cells = [f"{getattr(one, part) // 4096:,}" for one in costs]
+        cells = [f"{getattr(cost, part) // 4096:,}" for cost in costs]
         lines.append(f"| {name} | {' | '.join(cells)} | {why} |")
     for name, sends_again in (("total", False), ('with `recompute="expert_inputs"`', True)):
-        totals = [f"{kept(rows, sends_again).total // 4096:,}" for rows in limits]
+        totals = [f"{kept_activations(rows, sends_again).total // 4096:,}" for rows in limits]
         lines.append(f"| {name} | {' | '.join(totals)} | |")
     return "\n".join(lines) + "\n"
 

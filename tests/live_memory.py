@@ -1,4 +1,4 @@
-"""The memory of tensors that live, followed from operator to operator."""
+"""The memory of live tensors, followed from operator to operator."""
 
 from __future__ import annotations
 

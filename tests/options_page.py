@@ -40,8 +40,8 @@ def _legal(kind: Any) -> list[str]:
     """Return the legal values of an annotation, in words."""
     origin = get_origin(kind)
     if origin in {Union, types.UnionType}:
-        found = [word for part in get_args(kind) for word in _legal(part)]
-        return list(dict.fromkeys(found))
+        words = [word for part in get_args(kind) for word in _legal(part)]
+        return list(dict.fromkeys(words))
     if origin is Literal:
         return [f"`{value!r}`" for value in get_args(kind)]
     if origin is Annotated:

@@ -1,4 +1,4 @@
-"""Bring sharded tensors together, so that tests can compare them with one-process twins."""
+"""Functions that gather sharded tensors and compare them with tensors of one process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lightning_megatron.groups.shard_spec import ShardSpec, shard_spec_of
 
 @contextmanager
 def float32_as_float64() -> Iterator[None]:
-    """Let Hugging Face's routers compute in float64, although they round to float32 whatever they
-    are given.
+    """Let Hugging Face's routers compute in float64, although they convert every
+    input to float32.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "float", Tensor.double)
@@ -33,7 +33,7 @@ def gather_full(
 
     Args:
         local: This rank's tensor.
-        spec: How it lies in the full tensor.
+        spec: Position of ``local`` in the full tensor.
         mesh: The groups of this rank.
         sum_copies: Whether copies hold parts of a sum (gradients of ``partial`` parameters);
             otherwise copy 0 counts.
@@ -52,8 +52,8 @@ def full_weights(module: nn.Module, mesh: ParallelMesh) -> dict[str, Tensor]:
 
 
 def full_gradients(module: nn.Module, mesh: ParallelMesh) -> dict[str, Tensor]:
-    """Return every full gradient of this rank's layers by name, copies added where they are parts
-    of a sum.
+    """Return every full gradient of this rank's layers by name, with copies added where they are
+    parts of a sum.
     """
     placed = {}
     for name, parameter in module.named_parameters():
@@ -65,7 +65,7 @@ def full_gradients(module: nn.Module, mesh: ParallelMesh) -> dict[str, Tensor]:
 def _gather_all(
     placed: Mapping[str, tuple[Tensor, ShardSpec]], mesh: ParallelMesh, *, sum_copies: bool
 ) -> dict[str, Tensor]:
-    # One sum for all of them: on few cores its price is that of waking up every rank.
+    # One all-reduce for all tensors: on few cores, waking up every rank is the main cost.
     fulls = {name: local.new_zeros(spec.full_shape) for name, (local, spec) in placed.items()}
     for name, (local, spec) in placed.items():
         spec.copy_to_full(local, fulls[name], counted_only=not (sum_copies and spec.partial))
@@ -77,8 +77,8 @@ def _gather_all(
 
 
 def load_full_(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Write this rank's shards of full weights into the parameters of ``module``; every parameter
-    must be given.
+    """Write this rank's shards of full weights into the parameters of ``module``; ``weights`` must
+    have every parameter.
     """
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -107,7 +107,7 @@ def assert_same_gradients(
     module: nn.Module, mesh: ParallelMesh, expected: Mapping[str, Tensor], what: str
 ) -> None:
     """Check every full gradient of ``module`` against its twin's, by name."""
-    found = full_gradients(module, mesh)
-    assert found.keys() == expected.keys(), f"{what}: {sorted(found.keys() ^ expected.keys())}"
-    for name, gradient in found.items():
+    actual = full_gradients(module, mesh)
+    assert actual.keys() == expected.keys(), f"{what}: {sorted(actual.keys() ^ expected.keys())}"
+    for name, gradient in actual.items():
         assert_equal(gradient, expected[name], f"{what}: gradient of {name}")

@@ -1,5 +1,5 @@
-"""What processes of a world are forked from: the imports that each would spend seven seconds on,
-and nothing else.
+"""Imports that the fork server of test worlds preloads, because each process would spend seven
+seconds on them.
 """
 
 import contextlib
@@ -14,21 +14,21 @@ import pytest
 import lightning_megatron
 
 with contextlib.suppress(ImportError):
-    # What Hugging Face's models load at their first use, as every fit of the strategy does to know
-    # them.
+    # Hugging Face's models load these modules at their first use, and every fit of the strategy
+    # loads them to recognize such models.
     import transformers.modeling_utils
     import transformers.models.auto.modeling_auto  # noqa: F401
 
 __all__ = ["beartype", "jaxtyping", "lightning", "lightning_megatron", "omegaconf", "pytest"]
 
 with contextlib.suppress(ImportError):
-    # Of the processes that tests start: see startup/sitecustomize.py.
+    # Shape checks of the processes that tests start: see startup/sitecustomize.py.
     from shape_checks import prepare
 
     prepare()
 
-# Collections in the forked processes need not look at all of this, nor copy its memory.
+# Garbage collections in forked processes skip these objects and do not copy their memory.
 gc.freeze()
-# Every fit asks for their number, and to count them takes longer than a step of the tests.
+# Every fit asks for the number of frozen objects, and counting takes longer than a test step.
 NUM_FROZEN = gc.get_freeze_count()
 gc.get_freeze_count = lambda: NUM_FROZEN

@@ -5,17 +5,19 @@ first the README's blocks, then those of the pages in the order of the site's na
 (`mkdocs.yml`). A block that stands on several pages runs once. A comment before a block names it
 and may state how the test runs it on a small machine:
 
-    <!-- block: NAME before: tests/FILE.py       python: this file's text comes first (names that
-    are the reader's own) replace: OLD => NEW         this text is replaced append: ARGUMENTS
-    bash: these arguments are added to the last line run: no                     the block is not
-    run: test_readme.py lists these blocks with the reasons -->
+    <!-- block: NAME
+    before: tests/FILE.py   python: the text of this file, with names of the reader, comes first
+    replace: OLD => NEW     this text is replaced
+    append: ARGUMENTS       bash: these arguments are added to the last line
+    run: no                 the block is not run: test_readme.py lists such blocks with reasons
+    -->
 
 A block ```text after <!-- prints: NAME --> is what the block NAME prints. `pip install ... &&` at
 the start of a bash block is left out: the package is installed when its tests run. Run as a program
 (`python -m tests.readme_blocks`), it writes the generated texts again: the map of the rooms in the
 README and in `docs/architecture.md`, the table of their sub-rooms, the picture of their imports, the
-picture of measured times, the page of options, and of the page of schedules the picture and the list
-of those that a training runs.
+picture of measured times, the page of options, and the picture and the list of trained schedules of
+the page of schedules.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ PRINTS = re.compile(
 )
 MAP = re.compile(r"(?<=<!-- rooms -->\n```text\n).*?(?=```)", re.DOTALL)
 SUB_ROOM_TABLE = re.compile(r"(?<=<!-- sub-rooms -->\n)(?:\|.*\n)+")
-#: Rooms in the order of their imports; those after them stand apart.
+#: Rooms in the order of their imports. ROOMS_APART are the rooms outside of this order.
 ROOMS = (
     "plan kernels groups layers experts models swap training pipeline graphs generation checkpoint "
     "strategy"
@@ -95,8 +97,8 @@ def pages() -> list[Path]:
 
 
 def read_blocks() -> list[Block]:
-    """Return the blocks of all pages that are programs, in order; one that stands on several pages
-    only once.
+    """Return the blocks of all pages that are programs, in order; a block that stands on several
+    pages comes once.
     """
     blocks: dict[str, Block] = {}
     for page in pages():
@@ -164,14 +166,14 @@ def _description_of(room: str) -> str:
 
 def sub_rooms() -> list[str]:
     """Return the sub-rooms of all rooms, such as "swap/decide", in the order of their imports."""
-    found: list[str] = []
+    names: list[str] = []
     for room in rooms():
         folders = {
             path.parent.name for path in (ROOT / "lightning_megatron" / room).glob("*/__init__.py")
         }
         order = SUB_ROOMS.get(room, tuple(sorted(folders)))
-        found += [f"{room}/{name}" for name in order if name in folders]
-    return found
+        names += [f"{room}/{name}" for name in order if name in folders]
+    return names
 
 
 def sub_room_table() -> str:

@@ -1,4 +1,4 @@
-"""What the README's first example leaves to its reader: a module and data."""
+"""Names that the README's first example leaves to its reader: a module and data."""
 
 import lightning as L
 import torch

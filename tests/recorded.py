@@ -1,4 +1,4 @@
-"""Collectives that tell when they start and when they are waited for."""
+"""Collectives that record when they start and when a rank has waited for them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def record_starts(
     events.
 
     Args:
-        patch: Takes the recording away again.
-        module: Where ``start_NAME`` are looked up.
-        names: Of the collectives.
-        events: What has happened, in order.
+        patch: Removes the recording after the test.
+        module: Module in which ``start_NAME`` is replaced.
+        names: Names of the collectives.
+        events: List to which the events are appended.
     """
     for name in names:
         patch.setattr(

@@ -16,8 +16,8 @@ _STYLE = "font-family='sans-serif' font-size='14' fill='#333'"
 
 
 def imports_of(room: str) -> set[str]:
-    """Return the rooms that the files of a room import, without itself."""
-    found: set[str] = set()
+    """Return the other rooms that the files of a room import."""
+    imported: set[str] = set()
     for path in (ROOT / "lightning_megatron" / room).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = []
@@ -26,10 +26,10 @@ def imports_of(room: str) -> set[str]:
             elif isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             parts = [name.split(".") for name in names]
-            found |= {
+            imported |= {
                 part[1] for part in parts if part[0] == "lightning_megatron" and len(part) > 1
             }
-    return found & set(rooms()) - {room}
+    return imported & set(rooms()) - {room}
 
 
 def room_picture() -> str:
@@ -53,10 +53,10 @@ def room_picture() -> str:
             f"{_STYLE}>{room}</text>"
         )
         imported = imports_of(room)
-        for column, other in enumerate(names):
-            if other == room:
+        for column, column_room in enumerate(names):
+            if column_room == room:
                 color = "#bbb"
-            elif other in imported:
+            elif column_room in imported:
                 color = "#3949ab"
             else:
                 color = "#f2f2f2"

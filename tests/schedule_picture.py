@@ -44,7 +44,7 @@ def write_picture() -> None:
 
 
 def picture_text() -> str:
-    """Return the text inside the picture: what the command has printed about its schedules."""
+    """Return the text inside the picture: the output of the command."""
     from PIL import Image
 
     drawn: Any = Image.open(PICTURE)

@@ -53,24 +53,24 @@ def save_smollm2(folder: Path) -> Path:
 
 
 def _weights(gguf: object, path: Path) -> list[tuple[str, Tensor]]:
-    found = []
+    weights = []
     for tensor in gguf.GGUFReader(path).tensors:  # type: ignore[attr-defined]
         values = gguf.dequantize(tensor.data, tensor.tensor_type)  # type: ignore[attr-defined]
-        kind, *rest = tensor.name.removesuffix(".weight").split(".")
+        kind, *parts = tensor.name.removesuffix(".weight").split(".")
         weight = torch.from_numpy(np.array(values, dtype=np.float32))
         if kind != "blk":
-            found.append((f"{_NAMES[kind]}.weight", weight))
+            weights.append((f"{_NAMES[kind]}.weight", weight))
             continue
-        layer, part = rest
+        layer, part = parts
         if part in ("attn_q", "attn_k"):
-            # There the two numbers that are rotated together are neighbours, here they are half a
-            # head apart.
+            # The two numbers that are rotated together are neighbours in the file, and half a head
+            # apart in a Hugging Face model.
             heads = HEADS if part == "attn_q" else KV_HEADS
             weight = (
                 weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
             )
-        found.append((f"model.layers.{layer}.{_NAMES[part]}.weight", weight))
-    return found
+        weights.append((f"model.layers.{layer}.{_NAMES[part]}.weight", weight))
+    return weights
 
 
 def _write_tokenizer(gguf: object, path: Path, folder: Path) -> None:

@@ -1,7 +1,7 @@
-"""Which cases of a sweep run: a few that together meet every axis, or all by ``pytest --sweeps``.
+"""Choice of the cases of a sweep: a few that together meet every axis, or all with ``--sweeps``.
 
-A sweep is a list of cases, such as layouts, that check one rule. The few find a broken rule; the
-others find the layout or the model in which alone it breaks.
+A sweep is a list of cases, such as layouts, that check one rule. The few cases find a broken rule;
+the other cases find a rule that breaks in a single layout or model.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-#: Variable that tells worlds of several processes, too, that all cases run.
+#: Environment variable with which worlds of several processes also run all cases.
 VARIABLE = "LIGHTNING_MEGATRON_SWEEPS"
 Cases = TypeVar("Cases", Mapping[str, Any], Sequence[Any])
 
@@ -27,7 +27,7 @@ def chosen(cases: Cases, *few: Any) -> Any:
         cases: All cases, by name or as a list.
         few: Names, or cases of a list, that always run.
     """
-    unknown = [one for one in few if one not in cases]
+    unknown = [case for case in few if case not in cases]
     assert few, "a sweep needs a case that always runs"
     assert not unknown, f"no case of the sweep: {unknown}"
     if all_run():

@@ -1,4 +1,4 @@
-"""The command line: its help, its errors, and configurations that say the same after overrides."""
+"""Tests of the command line: help, errors, and interpolation in configurations with overrides."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_help_lists_every_command_without_loading_lightning() -> None:
     assert "'lightning'" not in run.stdout
 
 
-def test_the_module_is_the_command() -> None:
+def test_python_m_lightning_megatron_runs_the_command() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "lightning_megatron", "--version"],
         capture_output=True,
@@ -78,14 +78,18 @@ def test_the_module_is_the_command() -> None:
     assert run.stdout.startswith("lightning-megatron ")
 
 
-def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_of_an_unknown_command_names_the_known_commands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["train"])
     assert stopped.value.code == 2
     assert "'fit'" in capsys.readouterr().err
 
 
-def test_our_errors_are_one_message_without_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_the_package_print_one_message_without_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["preprocess", "--input", "/no/such/file.txt", "--output", "x"])
     assert stopped.value.code == 2
@@ -94,7 +98,9 @@ def test_our_errors_are_one_message_without_traceback(capsys: pytest.CaptureFixt
     assert "Traceback" not in message
 
 
-def test_a_setting_that_a_module_refuses_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_setting_that_a_module_refuses_prints_one_message(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(
             ["fit", "--model", "lightning_megatron.HuggingFaceCausalLM", "--model.path", "nowhere"]
@@ -122,7 +128,9 @@ def test_preprocess_writes_a_token_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert "18 tokens" in capsys.readouterr().out
 
 
-def test_interpolation_follows_the_recipe(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interpolation_takes_values_of_the_recipe(
+    base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert data_arguments(printed_config(capsys, "-c", str(base))) == {
         "context": 8,
         "batch_size": 1,
@@ -130,14 +138,18 @@ def test_interpolation_follows_the_recipe(base: Path, capsys: pytest.CaptureFixt
     }
 
 
-def test_interpolation_follows_an_override(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interpolation_takes_overridden_values(
+    base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = printed_config(
         capsys, "-c", str(base), "--trainer.devices", "4", "--model.init_args.context", "16"
     )
     assert data_arguments(config) == {"context": 16, "batch_size": 4, "width": 4}
 
 
-def test_interpolation_reaches_across_files(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_interpolation_takes_values_of_several_files(
+    base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     second = base.with_name("second.yaml")
     second.write_text(
         "trainer: {devices: 2}\ndata: {init_args: {width: '${model.init_args.width}'}}\n"
@@ -146,7 +158,9 @@ def test_interpolation_reaches_across_files(base: Path, capsys: pytest.CaptureFi
     assert data_arguments(config) == {"context": 8, "batch_size": 2, "width": 6}
 
 
-def test_a_typo_is_refused_with_its_name(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelled_option_is_refused_by_name(
+    base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         MegatronCLI(args=["fit", "-c", str(base), "--model.init_args.contex", "16"])
     assert stopped.value.code == 2
@@ -175,7 +189,7 @@ def test_fit_runs_again_from_its_saved_configuration(base: Path) -> None:
     MegatronCLI(args=["fit", "-c", str(saved), *options])
 
 
-def test_model_and_data_are_ours_unless_others_are_given(
+def test_model_and_data_default_to_classes_of_the_package(
     base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = printed_config(capsys, "--model.config.num_layers", "3", "--data.seq_length", "12")
@@ -184,32 +198,32 @@ def test_model_and_data_are_ours_unless_others_are_given(
     assert config["data"]["init_args"]["seq_length"] == 12
 
 
-def test_layout_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_layout_command_prints_the_axes(capsys: pytest.CaptureFixture[str]) -> None:
     main(["layout", "--world-size", "4", "--tp", "2"])
     assert "tp" in capsys.readouterr().out
 
 
-def test_a_layout_that_does_not_fit_is_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_layout_prints_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["layout", "--world-size", "4", "--tp", "3"])
     assert stopped.value.code == 2
     assert capsys.readouterr().err.startswith("lightning-megatron layout: error: ")
 
 
-def test_a_recipe_names_a_schedule_by_its_file(base: Path) -> None:
+def test_schedule_option_takes_a_file_and_refuses_the_name_of_a_function(base: Path) -> None:
     (base.parent / "mine.csv").write_text("0F0,0I0,0W0\n")
     strategy = ["--trainer.strategy=lightning_megatron.MegatronStrategy"]
     file = f"--trainer.strategy.schedule={base.parent / 'mine.csv'}"
     command = MegatronCLI(args=["fit", "-c", str(base), *strategy, file])
     assert command.trainer.global_step == 3
-    # A text is a name or a path, and never a function to be imported.
+    # The text is a name or a path, never a function to import.
     with pytest.raises(ValueError, match=r"it is 'json\.dumps'\. A YAML file cannot name"):
         MegatronCLI(
             args=["fit", "-c", str(base), *strategy, "--trainer.strategy.schedule=json.dumps"]
         )
 
 
-def test_devices_that_do_not_fit_the_layout_are_one_message(
+def test_devices_that_do_not_fit_the_layout_print_one_message(
     base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     strategy = ["--trainer.strategy", "lightning_megatron.MegatronStrategy"]
@@ -237,16 +251,16 @@ def test_help_lists_the_options_of_the_strategy(
 
 
 @pytest.mark.parametrize(
-    "given",
+    "options",
     [
         ["--trainer.strategy.cuda_graphs.mode", "full"],
         ["--trainer.strategy.init_args.cuda_graphs", "{mode: full, warmup_steps: 4}"],
     ],
 )
-def test_cuda_graphs_are_asked_for_by_a_mode_or_a_mapping(
-    base: Path, capsys: pytest.CaptureFixture[str], given: list[str]
+def test_cuda_graphs_option_takes_a_mode_or_a_mapping(
+    base: Path, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
-    strategy = ["--trainer.strategy", "lightning_megatron.MegatronStrategy", *given]
+    strategy = ["--trainer.strategy", "lightning_megatron.MegatronStrategy", *options]
     config = printed_config(capsys, "-c", str(base), *strategy)
     assert config["trainer"]["strategy"]["init_args"]["cuda_graphs"]["mode"] == "full"
     with pytest.raises(ValueError, match="trainer: cuda_graphs .full. needs GPUs: .* is 'cpu'"):
@@ -254,7 +268,7 @@ def test_cuda_graphs_are_asked_for_by_a_mode_or_a_mapping(
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("options", "expected"),
     [
         (["--trainer.strategy.expert_clones", "2"], 2),
         (
@@ -264,17 +278,19 @@ def test_cuda_graphs_are_asked_for_by_a_mode_or_a_mapping(
         (["--trainer.strategy.expert_clones.places", "3"], {"places": 3, "min_rows": None}),
     ],
 )
-def test_clones_of_experts_are_asked_for_by_a_number_or_a_mapping(
-    base: Path, capsys: pytest.CaptureFixture[str], given: list[str], expected: object
+def test_expert_clones_option_takes_a_number_or_a_mapping(
+    base: Path, capsys: pytest.CaptureFixture[str], options: list[str], expected: object
 ) -> None:
-    strategy = ["--trainer.strategy", "lightning_megatron.MegatronStrategy", *given]
+    strategy = ["--trainer.strategy", "lightning_megatron.MegatronStrategy", *options]
     config = printed_config(capsys, "-c", str(base), *strategy)
     assert config["trainer"]["strategy"]["init_args"]["expert_clones"] == expected
     with pytest.raises(ValueError, match=r"expert_clones \(\d\) needs ep above 1"):
         MegatronCLI(args=["fit", "-c", str(base), *strategy])
 
 
-def test_a_typo_in_the_strategy_is_refused(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelled_option_of_the_strategy_is_refused_by_name(
+    base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     strategy = [
         "--trainer.strategy",
         "lightning_megatron.MegatronStrategy",

@@ -1,4 +1,4 @@
-"""The subcommand `checkpoint`: what it prints, writes and refuses."""
+"""Tests of the subcommand `checkpoint`: its output, its files and its errors."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_verify_names_the_damaged_file_and_ends_with_1(
     file.write_bytes(content)
 
 
-def test_a_consolidated_file_is_verified_shown_and_read_by_lightning(
+def test_a_consolidated_file_is_verified_shown_and_loaded(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plain.ckpt"
@@ -74,8 +74,8 @@ def test_a_consolidated_file_is_verified_shown_and_read_by_lightning(
     main(["checkpoint", "verify", str(out)])
     main(["checkpoint", "show", str(out)])
     assert "a file of another strategy" in capsys.readouterr().out
-    found = torch.load(out, weights_only=True)
-    assert found["state_dict"]["model.embedding.word.weight"].shape == (384, 32)
+    checkpoint = torch.load(out, weights_only=True)
+    assert checkpoint["state_dict"]["model.embedding.word.weight"].shape == (384, 32)
     assert [path.name for path in tmp_path.iterdir()] == ["plain.ckpt"]
     with pytest.raises(SystemExit):
         main(["checkpoint", "consolidate", str(saved), str(out)])
@@ -92,23 +92,23 @@ def test_a_consolidated_file_is_verified_shown_and_read_by_lightning(
             "bfloat16",
         ]
     )
-    found = torch.load(out, weights_only=True)
-    assert {tensor.dtype for tensor in found["state_dict"].values()} == {torch.bfloat16}
-    assert "optimizer_states" not in found
-    assert "lr_schedulers" not in found
+    checkpoint = torch.load(out, weights_only=True)
+    assert {tensor.dtype for tensor in checkpoint["state_dict"].values()} == {torch.bfloat16}
+    assert "optimizer_states" not in checkpoint
+    assert "lr_schedulers" not in checkpoint
 
 
-def test_a_resharded_checkpoint_continues_like_the_first(saved: Path, tmp_path: Path) -> None:
+def test_a_resharded_checkpoint_continues_like_the_original(saved: Path, tmp_path: Path) -> None:
     main(["checkpoint", "reshard", str(saved), str(tmp_path / "three"), "--files", "3"])
     verify_checkpoint(tmp_path / "three")
     assert len(list((tmp_path / "three").glob("*.distcp"))) == 3
     assert saved_tensors(tmp_path / "three") == saved_tensors(saved)
-    again, first = read_full(tmp_path / "three"), read_full(saved)
-    assert all(torch.equal(again[name], first[name]) for name in first)
+    resharded, original = read_full(tmp_path / "three"), read_full(saved)
+    assert all(torch.equal(resharded[name], original[name]) for name in original)
     assert train({}, 1, 4, resume=tmp_path / "three").losses == train({}, 1, 4, resume=saved).losses
 
 
-def test_weights_alone_are_written_in_another_dtype(saved: Path, tmp_path: Path) -> None:
+def test_reshard_writes_only_weights_in_another_dtype(saved: Path, tmp_path: Path) -> None:
     out = tmp_path / "weights"
     main(
         [
@@ -123,7 +123,7 @@ def test_weights_alone_are_written_in_another_dtype(saved: Path, tmp_path: Path)
             "2",
         ]
     )
-    assert {one.dtype for one in saved_tensors(out).values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in saved_tensors(out).values()} == {torch.bfloat16}
     assert read_header(out).global_step == 2
     assert "megatron_optimizers" not in load_metadata(out)
     assert "hyper_parameters" not in load_metadata(out)
@@ -132,7 +132,7 @@ def test_weights_alone_are_written_in_another_dtype(saved: Path, tmp_path: Path)
     assert not (tmp_path / "other").exists()
 
 
-def test_paths_that_are_not_checkpoints_are_refused_in_a_sentence(
+def test_a_folder_without_checkpoint_is_refused_with_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -144,14 +144,16 @@ def test_paths_that_are_not_checkpoints_are_refused_in_a_sentence(
     )
 
 
-def test_objects_are_refused_unless_allowed(
+def test_python_objects_are_refused_without_the_unsafe_option(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Keeps(ModelCheckpoint):
+    class CheckpointWithPath(ModelCheckpoint):
         def state_dict(self) -> dict[str, object]:
             return {**super().state_dict(), "where": tmp_path}
 
-    trainer = trainer_of({}, 1, 1, callbacks=[Keeps(tmp_path / "folder", save_top_k=0)])
+    trainer = trainer_of(
+        {}, 1, 1, callbacks=[CheckpointWithPath(tmp_path / "folder", save_top_k=0)]
+    )
     trainer.fit(Trained(), DataLoader(Tokens(), batch_size=2))
     trainer.save_checkpoint(tmp_path / "objects")
     with pytest.raises(SystemExit):
@@ -169,7 +171,7 @@ def test_objects_are_refused_unless_allowed(
     assert (tmp_path / "out.ckpt").is_file()
 
 
-def test_the_command_needs_no_lightning(saved: Path) -> None:
+def test_checkpoint_command_does_not_import_lightning(saved: Path) -> None:
     code = (
         "import sys\n"
         "from lightning_megatron.cli.main import main\n"
@@ -181,7 +183,7 @@ def test_the_command_needs_no_lightning(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["show", "verify"])
-def test_a_file_that_is_not_a_checkpoint_ends_every_command_that_reads_it_with_1(
+def test_show_and_verify_of_a_damaged_file_end_with_1(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "notes.ckpt"
@@ -195,7 +197,7 @@ def test_a_file_that_is_not_a_checkpoint_ends_every_command_that_reads_it_with_1
 
 
 @pytest.mark.parametrize("command", ["consolidate", "reshard"])
-def test_single_files_need_no_conversion(
+def test_conversion_of_a_single_file_is_refused(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.save({"state_dict": {}}, tmp_path / "plain.ckpt")

@@ -1,4 +1,4 @@
-"""The command `kernels`: what it builds, what it prints, what it refuses."""
+"""Tests of the command `kernels`: its builds, its output and its errors."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeKit:
     return kit
 
 
-def test_build_says_where_the_library_is_and_show_finds_it(
+def test_build_prints_the_path_of_the_library_and_show_finds_it(
     kit: FakeKit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CUDA_HOME", str(kit.home))
-    where = ["--cutlass", str(kit.folder / "cutlass"), "--cache", str(kit.folder / "cache")]
-    main(["build", *where, "--jobs", "2"])
+    options = ["--cutlass", str(kit.folder / "cutlass"), "--cache", str(kit.folder / "cache")]
+    main(["build", *options, "--jobs", "2"])
     printed = capsys.readouterr().out
-    (made,) = (kit.folder / "cache").glob("*/*.so")
+    (built,) = (kit.folder / "cache").glob("*/*.so")
     assert "compiling 7 files, 2 at once: about 4 min" in printed
-    assert printed.splitlines()[-1].startswith(f"{made}: 0.0 MB, built in ")
+    assert printed.splitlines()[-1].startswith(f"{built}: 0.0 MB, built in ")
     assert printed.endswith("with nvcc 13.0.88, CUTLASS 4.2.0\n")
-    main(["show", *where])
+    main(["show", *options])
     shown = capsys.readouterr().out
     assert f"nvcc       {kit.home}/bin/nvcc (13.0.88)" in shown
-    assert f"library    {made} (nvcc 13.0.88, CUTLASS 4.2.0), from the cache" in shown
+    assert f"library    {built} (nvcc 13.0.88, CUTLASS 4.2.0), from the cache" in shown
     assert "  forward_pingpong_128x192_1x2\n" in shown
     with pytest.raises(UnsupportedError, match="the library must be loadable"):
         main(["check", "--cache", str(kit.folder / "cache")])
 
 
-def test_wheel_builds_once_and_says_how_to_install(
+def test_wheel_builds_once_and_prints_the_install_command(
     kit: FakeKit, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compilers = ["--cuda-home", str(kit.home), "--cutlass", str(kit.folder / "cutlass")]
-    where = ["--cache", str(kit.folder / "cache"), "--out", str(kit.folder / "dist")]
-    main(["wheel", *where, *compilers])
+    options = ["--cache", str(kit.folder / "cache"), "--out", str(kit.folder / "dist")]
+    main(["wheel", *options, *compilers])
     (wheel,) = (kit.folder / "dist").iterdir()
     printed = capsys.readouterr().out
     assert f"{wheel}: 0.0 MB, holds {kit.folder}/cache/" in printed
     assert printed.endswith(f"pip install --no-deps {wheel}\n")
-    made = len(kit.journal)
-    main(["wheel", *where, "--cuda-home", "/nowhere"])
-    assert len(kit.journal) == made
+    num_commands = len(kit.journal)
+    main(["wheel", *options, "--cuda-home", "/nowhere"])
+    assert len(kit.journal) == num_commands
 
 
-def test_kernels_that_were_never_run_are_built_on_demand_only(
+def test_kernels_that_were_never_run_are_built_only_with_the_arch_option(
     kit: FakeKit, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    where = [
+    options = [
         "--cuda-home",
         str(kit.home),
         "--cutlass",
@@ -70,17 +70,19 @@ def test_kernels_that_were_never_run_are_built_on_demand_only(
         "--cache",
         str(kit.folder / "c"),
     ]
-    main(["build", *where, "--arch", "sm_100a"])
+    main(["build", *options, "--arch", "sm_100a"])
     printed = capsys.readouterr().out
     assert "were compiled and have never been run, so no choice takes them" in printed
     assert "forward_sm100a_256x256_2x1" in printed
-    main(["show", *where])
+    main(["show", *options])
     shown = capsys.readouterr().out
     assert "library    none" in shown
     assert "sm100a" not in shown
 
 
-def test_show_says_what_is_missing(kit: FakeKit, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_reports_missing_compilers_and_libraries(
+    kit: FakeKit, capsys: pytest.CaptureFixture[str]
+) -> None:
     main(["show", "--cuda-home", "/nowhere", "--cache", str(kit.folder / "cache")])
     shown = capsys.readouterr().out
     assert f"sources    {read_sources().folder} ({read_sources().key})" in shown
@@ -91,7 +93,7 @@ def test_show_says_what_is_missing(kit: FakeKit, capsys: pytest.CaptureFixture[s
     ) in shown
 
 
-def test_show_gives_the_choice_for_a_shape_with_its_reason(
+def test_show_prints_the_kernels_chosen_for_a_shape_and_the_reasons(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     main(["show", "--rows", "32768", "--groups", "32", "--n", "1536", "--k", "2048"])
@@ -110,7 +112,7 @@ def test_show_gives_the_choice_for_a_shape_with_its_reason(
         main(["show", "--rows", "5"])
 
 
-def test_commands_that_cannot_be_done_say_why(
+def test_build_without_nvcc_and_check_without_library_are_refused(
     kit: FakeKit, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(MissingExtraError, match="nvcc is not in /nowhere/bin"):
@@ -125,7 +127,9 @@ def test_commands_that_cannot_be_done_say_why(
     assert "must be a whole number of at least 1: it is '0'" in capsys.readouterr().err
 
 
-def test_a_gpu_of_another_kind_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_gpu_is_reported_with_its_compute_capability(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert reason_not_runnable() == "torch sees no GPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,4 +1,4 @@
-"""The command `layout`: what it prints, what it draws, what it refuses."""
+"""Tests of the command `layout`: its output, its picture and its errors."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def test_without_experts_only_the_dense_grid_is_printed(capsys: pytest.CaptureFi
     assert "[8 9] [10 11] [12 13] [14 15]" in printed
 
 
-@pytest.mark.parametrize("asked", ["0,3,2,1", "[0, 3, 2, 1]", "E|(t*3|)tt|tL"])
+@pytest.mark.parametrize("stage_layers", ["0,3,2,1", "[0, 3, 2, 1]", "E|(t*3|)tt|tL"])
 def test_the_layers_of_every_stage_are_printed(
-    asked: str, capsys: pytest.CaptureFixture[str]
+    stage_layers: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["--world-size", "2", "--pp", "2", "--vpp", "2", "--stage-layers", asked])
+    main(["--world-size", "2", "--pp", "2", "--vpp", "2", "--stage-layers", stage_layers])
     printed = capsys.readouterr().out
     assert (
         "layers of each virtual stage: 0, 3, 2, 1\n"
@@ -83,7 +83,7 @@ def test_the_layers_of_every_stage_are_printed(
     ) in printed
 
 
-def test_a_bad_string_of_stages_is_refused() -> None:
+def test_an_unknown_letter_in_stage_layers_is_refused() -> None:
     with pytest.raises(ParallelPlanError, match="'Et|xL' has 'x' at position 4"):
         main(["--world-size", "2", "--pp", "2", "--stage-layers", "Et|xL"])
 
@@ -101,7 +101,7 @@ def test_groups_that_cross_nodes_are_marked() -> None:
     assert "[0 1 2 3] [4 5 6 7]* [8 9 10 11]" in uneven
 
 
-def test_no_line_is_wider_than_asked() -> None:
+def test_no_line_is_wider_than_the_given_width() -> None:
     text = describe_layout(
         ParallelLayout(64, tp=4, pp=4, ep=8, etp=1), experts=True, gpus_per_node=8, width=90
     )
@@ -121,7 +121,7 @@ def test_sizes_that_do_not_fit_are_refused_with_the_legal_values() -> None:
         (["--png", "nowhere/map.png"], "folder 'nowhere' does not exist"),
     ],
 )
-def test_bad_arguments_end_the_command(
+def test_invalid_arguments_end_the_command_with_a_message(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -139,7 +139,7 @@ def test_the_rank_map_is_drawn(world_size: int, tmp_path: Path) -> None:
     assert height > 300
 
 
-def test_the_command_says_where_the_picture_is(
+def test_the_command_prints_the_path_of_the_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -148,7 +148,7 @@ def test_the_command_says_where_the_picture_is(
     assert capsys.readouterr().out.endswith(f"rank map, nodes of 8: {tmp_path / 'map.svg'}\n")
 
 
-def test_a_missing_matplotlib_names_the_extra(
+def test_error_without_matplotlib_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:

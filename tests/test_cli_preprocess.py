@@ -1,5 +1,5 @@
-"""`preprocess` writes every document in order whatever the number of workers, and names the line
-that is wrong.
+"""Tests of `preprocess`: it writes all documents in order with any number of workers, and reports
+invalid lines by number.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_json_lines_become_documents_in_order(
     assert "MB/s" in printed.out
 
 
-def test_the_result_does_not_depend_on_the_number_of_workers(
+def test_output_files_do_not_depend_on_the_number_of_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_megatron.data.preprocess.CHUNK_BYTES", 200)
@@ -86,7 +86,7 @@ def test_the_result_does_not_depend_on_the_number_of_workers(
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_an_invalid_line_is_named_and_nothing_is_written(tmp_path: Path, workers: int) -> None:
+def test_an_invalid_line_is_reported_and_nothing_is_written(tmp_path: Path, workers: int) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "a"}\n\n{"text": "b"\n')
     with pytest.raises(CorruptDataError, match=r"in\.jsonl:3 is not valid JSON"):
         main(
@@ -102,7 +102,7 @@ def test_an_invalid_line_is_named_and_nothing_is_written(tmp_path: Path, workers
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_a_missing_key_is_named_with_those_that_exist(tmp_path: Path) -> None:
+def test_a_missing_key_is_reported_with_the_existing_keys(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "in.jsonl", ["a"], key="content")
     with pytest.raises(
         CorruptDataError, match=r"in\.jsonl:1 has no text under the key 'text': \['content'\]"
@@ -130,7 +130,7 @@ def test_a_missing_key_is_named_with_those_that_exist(tmp_path: Path) -> None:
     assert documents(tmp_path / "out") == ["a"]
 
 
-def test_text_that_is_not_utf8_is_named(tmp_path: Path) -> None:
+def test_text_that_is_not_utf8_is_reported_by_line(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_bytes(b"good\nb\xe9d\n")
     with pytest.raises(CorruptDataError, match=r"in\.txt:2 is not UTF-8"):
         main(
@@ -176,12 +176,12 @@ def test_plain_text_is_cut_by_file_line_or_paragraph(
     assert documents(tmp_path / "out") == expected
 
 
-def test_an_input_that_names_nothing_is_refused(tmp_path: Path) -> None:
+def test_an_input_pattern_without_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="no input was found"):
         main(["--input", str(tmp_path / "*.jsonl"), "--output", str(tmp_path / "out")])
 
 
-def test_the_speeches_are_written_by_name(
+def test_speeches_option_writes_a_token_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     need(SPEECHES)
@@ -190,7 +190,7 @@ def test_the_speeches_are_written_by_name(
     assert TokenFile(tmp_path / "heldout").num_tokens > 855_614
 
 
-def test_the_command_line_says_what_is_wrong_and_exits_with_2(
+def test_the_command_line_prints_the_error_and_exits_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "in.jsonl").write_text("not json\n")
@@ -213,7 +213,7 @@ def test_the_command_line_says_what_is_wrong_and_exits_with_2(
         ),
     ],
 )
-def test_hostile_lines_are_named(tmp_path: Path, line: str, reason: str) -> None:
+def test_malformed_lines_are_reported_by_number(tmp_path: Path, line: str, reason: str) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text(f'{{"text": "first"}}\n{line}\n', encoding="utf-8")
     with pytest.raises(CorruptDataError) as caught:
@@ -232,15 +232,15 @@ def test_hostile_lines_are_named(tmp_path: Path, line: str, reason: str) -> None
     assert sorted(tmp_path.iterdir()) == [path]
 
 
-def test_a_damaged_packed_file_is_named(tmp_path: Path) -> None:
+def test_a_damaged_gzip_file_is_reported_by_name(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl.gz"
-    whole = gzip.compress(b"".join(b'{"text": "line %d"}\n' % n for n in range(500)))
+    packed = gzip.compress(b"".join(b'{"text": "line %d"}\n' % n for n in range(500)))
     for content in (
-        whole[:-9],
-        whole[: len(whole) // 2],
-        whole[:40] + bytes(40) + whole[80:],
+        packed[:-9],
+        packed[: len(packed) // 2],
+        packed[:40] + bytes(40) + packed[80:],
         b"no gzip",
-        whole[:3],
+        packed[:3],
     ):
         path.write_bytes(content)
         with pytest.raises(CorruptDataError, match=r"in\.jsonl\.gz cannot be read to its end"):

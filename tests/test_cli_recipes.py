@@ -1,4 +1,4 @@
-"""Recipes by name: their list, and configurations that are read from any folder."""
+"""Tests of recipes by name: their list, and configurations that are read from any folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_first_comment_line_of_a_recipe_is_one_sentence(name: str) -> None:
     assert len(summary) <= 98
 
 
-def test_the_list_needs_neither_torch_nor_lightning() -> None:
+def test_recipes_command_needs_neither_torch_nor_lightning() -> None:
     program = (
         "import sys, lightning_megatron.cli.main as c; c.main(['recipes']); "
         "assert not {'torch', 'lightning'} & set(sys.modules)"
@@ -44,9 +44,9 @@ def test_the_list_needs_neither_torch_nor_lightning() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.parametrize("given", [["-c", "recipe:{}"], ["--config=recipe:{}.yaml"]])
+@pytest.mark.parametrize("options", [["-c", "recipe:{}"], ["--config=recipe:{}.yaml"]])
 def test_a_recipe_is_read_by_name_from_any_folder(
-    given: list[str],
+    options: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -55,7 +55,7 @@ def test_a_recipe_is_read_by_name_from_any_folder(
     configs = []
     path = str(RECIPES / "gpt_speeches_cpu.yaml")
     for arguments in (
-        [part.format("gpt_speeches_cpu") for part in given],
+        [part.format("gpt_speeches_cpu") for part in options],
         ["-c", path],
     ):
         monkeypatch.setattr(
@@ -69,7 +69,7 @@ def test_a_recipe_is_read_by_name_from_any_folder(
     assert configs[0]["trainer"]["strategy"]["init_args"]["pp"] == 2
 
 
-def test_an_unknown_recipe_names_the_known_ones(
+def test_error_of_an_unknown_recipe_names_the_known_recipes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-megatron", "fit", "-c", "recipe:gpt"])
@@ -84,8 +84,8 @@ def test_an_unknown_recipe_names_the_known_ones(
         recipe_path("../pyproject")
 
 
-def test_only_values_of_the_option_for_files_name_recipes() -> None:
-    given = [
+def test_recipe_names_are_replaced_only_in_the_config_option() -> None:
+    arguments = [
         "fit",
         "--model.text",
         "recipe:gpt_speeches_cpu",
@@ -93,4 +93,4 @@ def test_only_values_of_the_option_for_files_name_recipes() -> None:
         "-c",
         "a.yaml",
     ]
-    assert with_recipe_paths(given) == given
+    assert with_recipe_paths(arguments) == arguments

@@ -1,4 +1,4 @@
-"""The subcommand `scaling-study`: the models of the paper, real jobs, and failures that are rows."""
+"""Tests of the subcommand `scaling-study`: models of the paper, real jobs, and rows of failures."""
 
 from __future__ import annotations
 
@@ -19,28 +19,34 @@ from tests.sweeps import chosen
 TINY = ("scaling-study", "--size", "tiny", "--steps", "2", "--warmup", "1")
 
 
-def test_models_are_those_of_table_1() -> None:
+def test_models_match_table_1_of_the_paper() -> None:
     cases = cases_of("model+data", "paper", 64, 8)
-    found = [
-        (one.hidden_size, one.num_heads, one.num_layers, round(one.parameters / 1e9, 1), one.tp)
-        for one in cases[1:]
+    actual = [
+        (
+            case.hidden_size,
+            case.num_heads,
+            case.num_layers,
+            round(case.parameters / 1e9, 1),
+            case.tp,
+        )
+        for case in cases[1:]
     ]
-    assert found == [
+    assert actual == [
         (1536, 16, 40, 1.2, 1),
         (1920, 20, 54, 2.5, 2),
         (2304, 24, 64, 4.2, 4),
         (3072, 32, 72, 8.3, 8),
     ]
-    assert [one.devices for one in cases] == [1, 64, 128, 256, 512]
-    assert {one.batch_size for one in cases[1:]} == {512}
-    assert {one.hidden_size // one.num_heads for one in cases} == {96}
+    assert [case.devices for case in cases] == [1, 64, 128, 256, 512]
+    assert {case.batch_size for case in cases[1:]} == {512}
+    assert {case.hidden_size // case.num_heads for case in cases} == {96}
     heads = [
-        (one.num_heads, one.hidden_size // one.num_heads)
-        for one in cases_of("heads", "paper", 2, 8)
+        (case.num_heads, case.hidden_size // case.num_heads)
+        for case in cases_of("heads", "paper", 2, 8)
     ]
     assert heads == [(16, 96), (16, 192), (24, 128), (32, 96)]
     strong = cases_of("strong", "paper", 2, 8)
-    assert [found_in_paper("strong", one) for one in strong] == [
+    assert [found_in_paper("strong", case) for case in strong] == [
         "1.0 x",
         "1.64 x",
         "2.34 x",
@@ -56,12 +62,14 @@ def test_every_layout_divides_heads_and_widths(size: str) -> None:
             assert case.hidden_size % case.num_heads == case.batch_size % case.dp == 0
 
 
-def test_parameters_are_those_of_the_model() -> None:
+def test_parameter_counts_match_the_model() -> None:
     for case in cases_of("model", "tiny", 2, 8)[:2]:
-        assert case.parameters == sum(one.numel() for one in GPT(case.config).parameters())
+        assert case.parameters == sum(
+            parameter.numel() for parameter in GPT(case.config).parameters()
+        )
 
 
-def test_rows_are_compared_with_the_first_of_their_study() -> None:
+def test_efficiency_and_speedup_compare_with_the_first_row() -> None:
     first, second, third, _ = cases_of("model", "tiny", 2, 8)
     rows = [
         ScalingRow("model", first, 0.5, None, 6.0, ""),
@@ -70,12 +78,12 @@ def test_rows_are_compared_with_the_first_of_their_study() -> None:
     ]
     records = records_of(rows)
     tokens = 8 * 64
-    assert [one["tokens_per_second"] for one in records] == [tokens / 0.5, tokens, None]
+    assert [record["tokens_per_second"] for record in records] == [tokens / 0.5, tokens, None]
     rates = [
         tokens / 0.5 * flops_per_token(first.config, 64) / 1e12,
         tokens * flops_per_token(second.config, 64) / 2 / 1e12,
     ]
-    assert [one["tflops_per_device"] for one in records] == [*map(pytest.approx, rates), None]
+    assert [record["tflops_per_device"] for record in records] == [*map(pytest.approx, rates), None]
     assert records[1]["efficiency"] == pytest.approx(rates[1] / rates[0])
     assert records[1]["speedup"] == 0.5
     assert records[2]["efficiency"] is None
@@ -94,26 +102,32 @@ def test_rows_are_compared_with_the_first_of_their_study() -> None:
         ("", 1, "exit code 1: no output"),
     ],
 )
-def test_a_failure_has_a_reason(text: str, code: int, reason: str) -> None:
+def test_reason_of_a_failure_comes_from_output_or_exit_code(
+    text: str, code: int, reason: str
+) -> None:
     assert reason_in(text, code) == reason
 
 
-def test_a_study_runs_real_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_runs_its_jobs_and_writes_their_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main([*TINY, "--devices", "2", "--studies", "strong", "--output", str(tmp_path)])
-    found = json.loads((tmp_path / "study.json").read_text())
-    rows = found["rows"]
+    study = json.loads((tmp_path / "study.json").read_text())
+    rows = study["rows"]
     assert [row["devices"] for row in rows] == [1, 2, 4, 8]
     assert [row["failure"] for row in rows[2:]] == [
         "needs 4 devices: there are 2",
         "needs 8 devices: there are 2",
     ]
-    one, two = rows[:2]
-    assert one["efficiency"] == one["speedup"] == 1.0
-    assert two["tokens_per_second"] == pytest.approx(512 / two["seconds_per_step"])
-    assert two["speedup"] == pytest.approx(one["seconds_per_step"] / two["seconds_per_step"])
-    # The same training, in float32.
-    assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
-    assert found["flop_rule"].startswith("model FLOPs of forward and backward")
+    one_device, two_devices = rows[:2]
+    assert one_device["efficiency"] == one_device["speedup"] == 1.0
+    assert two_devices["tokens_per_second"] == pytest.approx(512 / two_devices["seconds_per_step"])
+    assert two_devices["speedup"] == pytest.approx(
+        one_device["seconds_per_step"] / two_devices["seconds_per_step"]
+    )
+    # Both jobs run the same training in float32.
+    assert two_devices["loss"] == pytest.approx(one_device["loss"], rel=1e-4)
+    assert study["flop_rule"].startswith("model FLOPs of forward and backward")
     with (tmp_path / "study.csv").open(newline="") as file:
         read = list(csv.DictReader(file))
     assert [float(row["seconds_per_step"]) for row in read[:2]] == [
@@ -131,7 +145,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("options", "reason"), chosen(FAILURES, FAILURES[1]))
-def test_a_failed_job_is_a_row(
+def test_a_failed_job_becomes_a_row_with_its_reason(
     tmp_path: Path, options: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main([*TINY, "--devices", "1", "--studies", "strong", *options, "--output", str(tmp_path)])
@@ -141,7 +155,7 @@ def test_a_failed_job_is_a_row(
     assert reason in capsys.readouterr().out
 
 
-def test_one_replica_is_no_data_parallel(
+def test_fewer_than_two_replicas_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -157,7 +171,7 @@ def test_one_replica_is_no_data_parallel(
         ("[1]", "--strategy must hold a JSON object"),
     ],
 )
-def test_options_of_the_strategy_are_checked(
+def test_invalid_options_of_the_strategy_are_refused(
     tmp_path: Path, text: str, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -165,13 +179,13 @@ def test_options_of_the_strategy_are_checked(
     assert reason in capsys.readouterr().err
 
 
-def test_options_reach_the_strategy(tmp_path: Path) -> None:
-    given = '{"zero": 0, "sequence_parallel": true}'
-    options = ["--devices", "2", "--studies", "strong", "--strategy", given]
+def test_options_reach_the_strategy_of_the_jobs(tmp_path: Path) -> None:
+    settings = '{"zero": 0, "sequence_parallel": true}'
+    options = ["--devices", "2", "--studies", "strong", "--strategy", settings]
     main([*TINY, *options, "--output", str(tmp_path)])
-    found = json.loads((tmp_path / "study.json").read_text())
-    assert found["strategy"] == json.loads(given)
+    study = json.loads((tmp_path / "study.json").read_text())
+    assert study["strategy"] == json.loads(settings)
     # One device has no tokens to divide: the strategy refuses sequence parallelism there.
-    failure = found["rows"][0]["failure"]
+    failure = study["rows"][0]["failure"]
     assert "sequence_parallel" in failure
-    assert found["rows"][1]["failure"] == ""
+    assert study["rows"][1]["failure"] == ""

@@ -1,4 +1,4 @@
-"""The command `schedule`: what it prints, compares, draws, writes and refuses."""
+"""Tests of the command `schedule`: its tables, comparisons, pictures, files and errors."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def rows_of(text: str) -> dict[str, list[str]]:
-    """Return the cells of the table in a text, by the first one; two blanks divide cells."""
+    """Return the rows of the table in a text by their first cell; two blanks divide cells."""
     lines = [re.split(r"\s{2,}", line) for line in text.splitlines()]
     return {cells[0]: cells[1:] for cells in lines if len(cells) > 5}
 
 
-def test_one_schedule_is_printed_rank_by_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schedule_is_printed_rank_by_rank(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "--name", "1f1b", *SIZES)
     assert text.startswith(
         "schedule 1f1b: pp 4, 8 microbatches, 1 chunk\n"
@@ -59,7 +59,7 @@ def test_one_schedule_is_printed_rank_by_rank(capsys: pytest.CaptureFixture[str]
     assert rows_of(text)["0"] == ["96", "9", "9", "19", "4.75"]
 
 
-def test_the_command_is_one_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_runs_the_schedule_command(capsys: pytest.CaptureFixture[str]) -> None:
     run_command(["schedule", "--name", "zb-h1", *SIZES])
     assert "schedule zb-h1" in capsys.readouterr().out
     with pytest.raises(SystemExit):
@@ -76,7 +76,7 @@ def test_a_comparison_gives_every_schedule_the_same_work(
     rows = rows_of(printed(capsys, "--compare", *SIZES))
     assert list(rows) == ["schedule", *NAMES[:-1], "auto (zb-v)"]
     ticks = {name: int(cells[1]) for name, cells in rows.items() if name != "schedule"}
-    # Twice those of a stage that takes one tick, because chunks of two per stage take one.
+    # A stage takes two ticks, because each of its two chunks takes one.
     for name in ("gpipe", "1f1b", "zb-h1", "zb-h2"):
         assert ticks[name] == 2 * simulate(build_schedule(name, 4, 8)).length
     for name in ("interleaved", "zb-v", "dualpipe-v"):
@@ -103,22 +103,22 @@ def test_schedules_that_cannot_run_are_listed_with_the_reason(
     assert "interleaved" in rows_of(text)
 
 
-def test_costs_of_parts_are_added_up_for_larger_chunks(
+def test_costs_of_small_chunks_are_summed_for_larger_chunks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(UNEVEN))
-    whole = StageCosts((23, 20, 20, 24), (24, 24, 24, 30), (16, 16, 16, 19), 1)
-    parts = StageCosts(*(tuple(UNEVEN[name]) for name in list(UNEVEN)[:3]), 1)  # type: ignore[arg-type]
+    per_stage = StageCosts((23, 20, 20, 24), (24, 24, 24, 30), (16, 16, 16, 19), 1)
+    per_chunk = StageCosts(*(tuple(UNEVEN[name]) for name in list(UNEVEN)[:3]), 1)  # type: ignore[arg-type]
     rows = rows_of(printed(capsys, "--compare", "--costs", str(path), *SIZES))
-    assert rows["1f1b"][1] == str(simulate(build_schedule("1f1b", 4, 8), whole).length)
-    assert rows["zb-v"][1] == str(simulate(build_schedule("zb-v", 4, 8, 2), parts).length)
+    assert rows["1f1b"][1] == str(simulate(build_schedule("1f1b", 4, 8), per_stage).length)
+    assert rows["zb-v"][1] == str(simulate(build_schedule("zb-v", 4, 8, 2), per_chunk).length)
     text = printed(capsys, "--name", "zb-h1", "--costs", str(path), *SIZES)
-    assert f"step {simulate(build_schedule('zb-h1', 4, 8), whole).length} ticks" in text
+    assert f"step {simulate(build_schedule('zb-h1', 4, 8), per_stage).length} ticks" in text
     assert f"times of {path}" in text
 
 
-def test_activations_are_in_the_unit_of_the_file(
+def test_activations_are_printed_in_the_unit_of_the_costs_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "costs.yaml"
@@ -127,7 +127,7 @@ def test_activations_are_in_the_unit_of_the_file(
     sizes = ["--pp", "2", "--microbatches", "4", "--costs", str(path)]
     rows = rows_of(printed(capsys, "--name", "1f1b", *sizes))
     assert [rows["0"][-1], rows["1"][-1]] == ["500", "150"]
-    # The last stage of zb-h1 has one microbatch, and another whose weight half waits.
+    # The last stage of zb-h1 keeps a microbatch, and a second one whose weight half waits.
     rows = rows_of(printed(capsys, "--name", "zb-h1", *sizes))
     assert [rows["0"][-1], rows["1"][-1]] == ["500", "225"]
     with pytest.raises(
@@ -141,7 +141,7 @@ def test_activations_are_in_the_unit_of_the_file(
     assert "* more than the limit of 1.9" in text
 
 
-def test_auto_names_the_schedules_that_it_was_compared_with(
+def test_auto_prints_the_schedules_that_it_was_compared_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "costs.json"
@@ -159,11 +159,11 @@ def test_auto_names_the_schedules_that_it_was_compared_with(
     step = re.search(r"step (\d+) ticks", text)
     assert step is not None
     assert int(step[1]) < ticks[1]
-    # The default limit is what 1f1b needs.
+    # The default limit is the memory of 1f1b.
     assert max(float(cells[-1]) for rank, cells in rows_of(text).items() if rank != "rank") <= 4
 
 
-def test_an_own_schedule_is_written_edited_and_read(
+def test_a_custom_schedule_is_written_and_read_and_checked_after_an_edit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "mine.csv"
@@ -188,7 +188,9 @@ def test_an_own_schedule_is_written_edited_and_read(
         main(["--name", str(path)])
 
 
-def test_the_timelines_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_timelines_are_drawn_as_svg_png_and_pdf(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "all.svg"
     text = printed(capsys, "--compare", "--pp", "2", "--microbatches", "4", "--png", str(path))
@@ -215,13 +217,13 @@ def test_a_picture_has_a_box_with_a_number_for_every_action(
     numbers: list[tuple[float, float, str]] = []
     draw_boxes, draw_text = axes_module.Axes.broken_barh, axes_module.Axes.text
 
-    def broken_barh(self: object, spans: list, band: tuple, **rest: object) -> object:
+    def broken_barh(self: object, spans: list, band: tuple, **options: object) -> object:
         boxes.extend((start, start + length, band[0] + band[1] / 2) for start, length in spans)
-        return draw_boxes(self, spans, band, **rest)
+        return draw_boxes(self, spans, band, **options)
 
-    def text(self: object, x: float, y: float, words: str, **rest: object) -> object:
+    def text(self: object, x: float, y: float, words: str, **options: object) -> object:
         numbers.append((x, y, words))
-        return draw_text(self, x, y, words, **rest)
+        return draw_text(self, x, y, words, **options)
 
     monkeypatch.setattr(axes_module.Axes, "broken_barh", broken_barh)
     monkeypatch.setattr(axes_module.Axes, "text", text)
@@ -237,7 +239,7 @@ def test_a_picture_has_a_box_with_a_number_for_every_action(
     assert len(numbers) == len(expected) + schedule.num_stages
 
 
-def test_a_picture_has_at_most_the_largest_number_of_pixels(
+def test_the_longer_side_of_a_picture_has_at_most_max_pixels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -247,7 +249,7 @@ def test_a_picture_has_at_most_the_largest_number_of_pixels(
     assert 390 < max(png_size(tmp_path / "x.png")) <= 400
 
 
-def test_a_missing_matplotlib_names_the_extra(
+def test_error_without_matplotlib_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
@@ -270,7 +272,7 @@ def test_a_missing_matplotlib_names_the_extra(
         (["--compare", *SIZES, "--memory", "nan"], "must be a number above 0: it is 'nan'"),
     ],
 )
-def test_bad_arguments_end_the_command(
+def test_invalid_arguments_end_the_command_with_a_message(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -297,7 +299,7 @@ def test_bad_arguments_end_the_command(
         ),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(arguments: list[str], message: str) -> None:
+def test_impossible_sizes_are_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(ParallelPlanError) as error:
         main(arguments)
     assert message in str(error.value)
@@ -307,7 +309,7 @@ LISTS = "forward: [1, 1]\ninput_half: [1, 1]\nweight_half: [1, 1]\n"
 REMEDY = "Use lists of whole numbers, forward, input_half and weight_half, with one for each virtual stage."
 
 
-def costs_of(tmp_path: Path, name: str, text: str | bytes) -> None:
+def write_and_read_costs(tmp_path: Path, name: str, text: str | bytes) -> None:
     path = tmp_path / name
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     read_costs(path, 2)
@@ -361,9 +363,9 @@ def costs_of(tmp_path: Path, name: str, text: str | bytes) -> None:
         ),
     ],
 )
-def test_costs_that_cannot_be_are_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_costs_are_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ParallelPlanError) as error:
-        costs_of(tmp_path, "costs.yaml", text)
+        write_and_read_costs(tmp_path, "costs.yaml", text)
     assert str(error.value).startswith(f"{tmp_path / 'costs.yaml'}: ")
     assert message in str(error.value)
 
@@ -398,15 +400,15 @@ def test_costs_that_cannot_be_are_refused(tmp_path: Path, text: str, message: st
         ("costs.yaml", "# long\n" * 20000, "has more than 131072 bytes"),
     ],
 )
-def test_files_that_are_damaged_are_refused(
+def test_damaged_costs_files_are_refused(
     tmp_path: Path, name: str, text: str | bytes, message: str
 ) -> None:
     with pytest.raises(CorruptDataError) as error:
-        costs_of(tmp_path, name, text)
+        write_and_read_costs(tmp_path, name, text)
     assert message in str(error.value)
 
 
-def test_numbers_of_yaml_are_those_of_json(tmp_path: Path) -> None:
+def test_costs_in_yaml_and_json_are_the_same(tmp_path: Path) -> None:
     (tmp_path / "costs.json").write_text(json.dumps({**UNEVEN, "kept": [0.5] * 8}))
     lines = [f"{name}: {value}" for name, value in UNEVEN.items()]
     (tmp_path / "costs.yml").write_text("\n".join(["# measured", *lines, f"kept: {[5e-1] * 8}"]))
@@ -415,7 +417,7 @@ def test_numbers_of_yaml_are_those_of_json(tmp_path: Path) -> None:
     assert read_costs(tmp_path / "costs.yml", 2).kept == (0.25,) * 8
 
 
-def test_costs_of_other_virtual_stages_are_refused() -> None:
+def test_costs_for_another_number_of_virtual_stages_are_refused() -> None:
     with pytest.raises(
         ParallelPlanError,
         match=r"they have 8, and the schedule has 12 virtual stages\. Use 12 times in each list",

@@ -1,4 +1,4 @@
-"""The subcommand `tune`: the search, the options that it tries, and real runs of a recipe."""
+"""Tests of the subcommand `tune`: the search, the options that it tries, and runs of a recipe."""
 
 from __future__ import annotations
 
@@ -29,45 +29,48 @@ STRATEGY: dict[str, Any] = {
 }
 
 
-def tried(machine: Machine, **changed: Any) -> dict[str, Sequence[Any]]:
-    found = candidates_of({**STRATEGY, **changed}, machine)
-    return {one.option: one.values for one in found}
+def tried_values(machine: Machine, **changes: Any) -> dict[str, Sequence[Any]]:
+    candidates = candidates_of({**STRATEGY, **changes}, machine)
+    return {candidate.option: candidate.values for candidate in candidates}
 
 
-def test_options_are_tried_where_they_matter() -> None:
+def test_options_are_tried_only_where_they_have_an_effect() -> None:
     buckets = [10_000_000, 20_000_000, 80_000_000, 160_000_000]
-    assert tried(Machine(False, 1)) == {}
-    assert tried(Machine(True, 1)) == {"cuda_graphs": ["segments"]}
-    assert tried(Machine(False, 4)) == {"bucket_size": buckets, "overlap_parameters": [True, False]}
-    assert tried(Machine(False, 4), zero=0) == {}
-    assert tried(Machine(False, 4), tp=2, pp=2) == {"overlap_tensor_parallel": [True]}
-    assert tried(Machine(False, 4), tp=4, sequence_parallel=False) == {}
+    assert tried_values(Machine(False, 1)) == {}
+    assert tried_values(Machine(True, 1)) == {"cuda_graphs": ["segments"]}
+    assert tried_values(Machine(False, 4)) == {
+        "bucket_size": buckets,
+        "overlap_parameters": [True, False],
+    }
+    assert tried_values(Machine(False, 4), zero=0) == {}
+    assert tried_values(Machine(False, 4), tp=2, pp=2) == {"overlap_tensor_parallel": [True]}
+    assert tried_values(Machine(False, 4), tp=4, sequence_parallel=False) == {}
 
 
-def test_nccl_keeps_the_other_settings() -> None:
-    given = {"tp": {"max_ctas": 2}, "data": {"high_priority": True, "max_ctas": 8}}
-    found = tried(Machine(True, 2), nccl_options=given)["nccl_options"]
-    assert [one["data"] for one in found] == [
+def test_tried_nccl_options_keep_the_other_settings() -> None:
+    settings = {"tp": {"max_ctas": 2}, "data": {"high_priority": True, "max_ctas": 8}}
+    actual = tried_values(Machine(True, 2), nccl_options=settings)["nccl_options"]
+    assert [options["data"] for options in actual] == [
         {"high_priority": True, "max_ctas": 4},
         {"high_priority": True, "max_ctas": 16},
     ]
-    assert all(one["tp"] == {"max_ctas": 2} for one in found)
-    assert "nccl_options" not in tried(Machine(True, 2), nccl_options="settings.yaml")
+    assert all(options["tp"] == {"max_ctas": 2} for options in actual)
+    assert "nccl_options" not in tried_values(Machine(True, 2), nccl_options="settings.yaml")
 
 
 def tuning(
     folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[dict[str, Any]], float | str]
 ) -> Tuning:
-    """A tuning whose runs take times that a function gives, or fail for a reason that it gives."""
+    """Return a tuning whose runs take times, or fail for reasons, that a function returns."""
 
     def run(command: Sequence[str], log: Path, timeout: int) -> str | None:
         start = "--trainer.strategy."
         texts = (text[len(start) :].split("=") for text in command if text.startswith(start))
         settings = {name: yaml.safe_load(value) for name, value in texts}
-        found = seconds(settings)
-        if isinstance(found, str):
-            return found
-        content = {"seconds_per_step": found, "peak_gib": None, "num_ranks": 4}
+        result = seconds(settings)
+        if isinstance(result, str):
+            return result
+        content = {"seconds_per_step": result, "peak_gib": None, "num_ranks": 4}
         log.with_suffix(".json").write_text(json.dumps(content))
         return None
 
@@ -82,9 +85,9 @@ def test_the_search_keeps_the_best_values_so_far(
         bucket = settings.get("bucket_size", 40_000_000)
         if bucket == 160_000_000:
             return "out of memory"
-        found = 1.0 if bucket == 40_000_000 else 0.9 if bucket == 80_000_000 else 1.1
-        # Less than the gain that counts.
-        return found * (0.995 if settings.get("overlap_parameters") else 1.0)
+        duration = 1.0 if bucket == 40_000_000 else 0.9 if bucket == 80_000_000 else 1.1
+        # This gain is below the threshold.
+        return duration * (0.995 if settings.get("overlap_parameters") else 1.0)
 
     search = tuning(tmp_path, monkeypatch, seconds)
     best = search.search(STRATEGY)
@@ -103,13 +106,13 @@ def test_the_search_keeps_the_best_values_so_far(
     }
 
 
-def test_a_recipe_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_recipe_raises_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     search = tuning(tmp_path, monkeypatch, lambda settings: "out of memory")
     with pytest.raises(UnsupportedError, match="recipe must run .* out of memory"):
         search.search(STRATEGY)
 
 
-def test_the_recipe_itself_may_be_the_fastest() -> None:
+def test_advice_says_when_the_recipe_is_the_fastest() -> None:
     assert advice_of(TunedRun({}, 1.0, 2.0, "", 1)) == "No setting is faster than the recipe's own."
 
 
@@ -120,7 +123,7 @@ def test_the_recipe_itself_may_be_the_fastest() -> None:
         ({"strategy": "ddp"}, "its strategy is 'ddp'"),
     ],
 )
-def test_other_jobs_are_refused(
+def test_jobs_with_invalid_options_or_another_strategy_are_refused(
     tmp_path: Path, trainer: dict[str, Any], reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "job.yaml"
@@ -139,7 +142,7 @@ def test_a_recipe_is_tuned_with_real_runs(
     main(["tune", "--steps=2", "--warmup=1", "--output", str(tmp_path / "tune"), *job])
     printed = capsys.readouterr().out
     results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("tune/*.json"))]
-    assert [one["num_ranks"] for one in results] == [2, 2]
+    assert [result["num_ranks"] for result in results] == [2, 2]
     # The overlap does not change the training.
     assert results[0]["loss"] == pytest.approx(results[1]["loss"], rel=1e-5)
     assert f"| the recipe's | {results[0]['seconds_per_step'] * 1e3:.1f} | 1.000 |" in printed

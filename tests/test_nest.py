@@ -1,4 +1,4 @@
-"""Nests of containers: their leaves are found with their paths, and containers keep their types."""
+"""Tests of nested containers: paths of leaves, and types of rebuilt containers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_leaves_come_in_order_with_their_paths() -> None:
 
 
 @pytest.mark.parametrize("leaf", [None, 3, "abc", b"ab", {1, 2}, range(2), Sample, object()])
-def test_anything_else_is_a_leaf(leaf: Any) -> None:
+def test_objects_that_are_not_containers_are_leaves(leaf: Any) -> None:
     assert children(leaf) is None
     assert list(leaves(leaf, "x")) == [("x", leaf)]
     assert rebuild(leaf, lambda value: pytest.fail("a leaf has no values")) is leaf
@@ -71,7 +71,7 @@ def test_a_nest_is_rebuilt_with_the_types_of_its_containers() -> None:
     assert NEST["a"] == [1, (2, None)], "the nest itself is unchanged"
 
 
-def test_mappings_keep_what_is_not_among_their_items() -> None:
+def test_mappings_keep_their_type_order_and_default_factory() -> None:
     default = doubled(defaultdict(list, a=1))
     assert default == {"a": 2}
     assert default["new"] == []
@@ -83,12 +83,12 @@ def test_mappings_keep_what_is_not_among_their_items() -> None:
     assert user["a"] == [2]
 
 
-def test_mappings_that_cannot_be_written_are_rebuilt() -> None:
+def test_read_only_mappings_are_rebuilt() -> None:
     rebuilt = doubled(MappingProxyType({"a": 1}))
     assert isinstance(rebuilt, Mapping)
     assert dict(rebuilt) == {"a": 2}
 
 
-def test_fields_that_a_constructor_does_not_take_stay() -> None:
+def test_fields_outside_the_constructor_keep_their_values() -> None:
     assert doubled(Sample(1, mask=2)) == Sample(2, mask=4)
     assert doubled(Sample(1)).size == 7

@@ -1,4 +1,4 @@
-"""What `import lightning_megatron` gives, and what it costs."""
+"""Tests of the names that `import lightning_megatron` gives and of the packages that it imports."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def run(program: str) -> str:
 
 
 @pytest.mark.parametrize("name", lightning_megatron.__all__)
-def test_public_name_is_there(name: str) -> None:
+def test_public_name_can_be_imported(name: str) -> None:
     assert getattr(lightning_megatron, name).__name__ == name
 
 
-def test_type_checkers_see_the_same_names() -> None:
+def test_type_checkers_see_all_public_names() -> None:
     tree = ast.parse(Path(lightning_megatron.__file__).read_text())
     (checked,) = [
         node
@@ -40,7 +40,7 @@ def test_type_checkers_see_the_same_names() -> None:
     )
 
 
-def test_an_unknown_name_lists_the_known_ones() -> None:
+def test_error_of_an_unknown_name_lists_the_public_names() -> None:
     with pytest.raises(AttributeError, match="MegatronStrategy"):
         lightning_megatron.MegatronStrateg  # noqa: B018
 
@@ -52,14 +52,14 @@ def test_a_layout_needs_neither_torch_nor_lightning() -> None:
     assert run(program) == "False"
 
 
-def test_strategy_is_known_by_name_after_lightning() -> None:
+def test_trainer_knows_the_strategy_by_name_if_lightning_is_imported_first() -> None:
     assert (
         run(f"import lightning as L, lightning_megatron; {STRATEGY}").splitlines()[-1]
         == "MegatronStrategy"
     )
 
 
-def test_strategy_is_known_by_name_after_its_import() -> None:
+def test_trainer_knows_the_strategy_by_name_if_it_is_imported_first() -> None:
     assert (
         run(f"import lightning_megatron.strategy, lightning as L; {STRATEGY}").splitlines()[-1]
         == "MegatronStrategy"

@@ -1,6 +1,4 @@
-"""The README and `docs/` are true: every code block is run, paths exist, generated texts are
-current.
-"""
+"""Tests that code blocks of the README and `docs/` run, and that generated texts are current."""
 
 from __future__ import annotations
 
@@ -61,9 +59,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command_of(block: Block) -> list[str] | None:
-    """Return the arguments of a block of one command of this package, which need no shell.
+    """Return the arguments of a block that is one command of this package and needs no shell.
 
-    Those of the README run as they stand.
+    Blocks of the README return None, because they run as they stand.
     """
     text = block.program.replace("\\\n", " ").strip()
     words = shlex.split(text) if block.language == "bash" else []
@@ -74,7 +72,7 @@ def command_of(block: Block) -> list[str] | None:
 @pytest.mark.parametrize(
     "block", [block for block in BLOCKS if block.runs], ids=lambda block: block.name
 )
-def test_block_runs(block: Block, folder: Path) -> None:
+def test_code_block_runs_and_prints_its_documented_output(block: Block, folder: Path) -> None:
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     environment["PATH"] = os.pathsep.join(
         [str(Path(sys.executable).parent), environment.get("PATH", "")]
@@ -119,17 +117,17 @@ def test_readme_has_at_most_200_lines() -> None:
 
 @pytest.mark.parametrize("page", [README, DOCS / "architecture.md"], ids=lambda page: page.name)
 def test_map_of_the_rooms_is_current(page: Path) -> None:
-    found = MAP.search(page.read_text())
-    assert found is not None
-    assert found.group() == room_map(), (
+    match = MAP.search(page.read_text())
+    assert match is not None
+    assert match.group() == room_map(), (
         "the map is old. Write it again: python -m tests.readme_blocks"
     )
 
 
 def test_table_of_the_sub_rooms_is_current() -> None:
-    found = SUB_ROOM_TABLE.search((DOCS / "architecture.md").read_text())
-    assert found is not None
-    assert found.group() == sub_room_table(), (
+    match = SUB_ROOM_TABLE.search((DOCS / "architecture.md").read_text())
+    assert match is not None
+    assert match.group() == sub_room_table(), (
         "the table is old. Write it again: python -m tests.readme_blocks"
     )
 
@@ -144,7 +142,7 @@ def test_page_of_options_is_current() -> None:
     assert current, "docs/options.md is old. Write it again: python -m tests.readme_blocks"
 
 
-def test_family_in_the_docs_is_the_one_that_is_tested() -> None:
+def test_family_in_the_docs_is_the_tested_family() -> None:
     (block,) = [block for block in BLOCKS if block.name == "family"]
     assert block.code in (ROOT / "tests" / "swap" / "stablelm.py").read_text()
 
@@ -183,25 +181,25 @@ def test_picture_and_table_of_planned_clones_are_current() -> None:
     table = clone_picture.TABLE.search(clone_picture.PAGE.read_text())
     assert table is not None
     # Generators of random numbers may differ between processors.
-    for what, old, new, tolerance in (
+    for file, old, new, tolerance in (
         ("docs/experts.md", table.group(), clone_picture.table(), 0.05),
         ("docs/clones.svg", clone_picture.PICTURE.read_text(), clone_picture.picture(), 3),
     ):
-        found = clone_picture.numbers_of(old)
-        wanted = clone_picture.numbers_of(new)
-        is_current = found == pytest.approx(wanted, abs=tolerance, rel=0.03)
-        assert is_current, f"{what} is old. Write it again: python -m tests.readme_blocks"
+        actual = clone_picture.numbers_of(old)
+        expected = clone_picture.numbers_of(new)
+        is_current = actual == pytest.approx(expected, abs=tolerance, rel=0.03)
+        assert is_current, f"{file} is old. Write it again: python -m tests.readme_blocks"
 
 
 def test_table_of_kept_bytes_is_current() -> None:
-    found = kept_table.TABLE.search(kept_table.PAGE.read_text())
-    assert found is not None
-    assert found.group() == kept_table.table(), (
+    match = kept_table.TABLE.search(kept_table.PAGE.read_text())
+    assert match is not None
+    assert match.group() == kept_table.table(), (
         "the table is old. Write it again: python -m tests.readme_blocks"
     )
 
 
-def test_picture_of_the_schedules_is_that_of_the_printed_table() -> None:
+def test_picture_of_the_schedules_matches_the_printed_table() -> None:
     pytest.importorskip("PIL")
     printed = f"{schedule_picture.picture_text()}\n\ntimelines: schedules.png\n"
     current = printed == PRINTED["compare schedules"]
@@ -209,10 +207,10 @@ def test_picture_of_the_schedules_is_that_of_the_printed_table() -> None:
     assert schedule_picture.PICTURE.stat().st_size < 150_000
 
 
-def test_page_of_schedules_lists_those_that_a_training_runs() -> None:
-    found = schedule_picture.TRAINED.search(schedule_picture.PAGE.read_text())
-    assert found is not None
-    assert found.group() == schedule_picture.trained_schedules(), (
+def test_page_of_schedules_lists_the_trained_schedules() -> None:
+    match = schedule_picture.TRAINED.search(schedule_picture.PAGE.read_text())
+    assert match is not None
+    assert match.group() == schedule_picture.trained_schedules(), (
         "the list is old. Write it again: python -m tests.readme_blocks"
     )
 

@@ -1,4 +1,4 @@
-"""Annotations of shapes: which functions have them, and that the tests check them."""
+"""Tests of shape annotations: public functions have them, and every test process checks them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OF_ANY_TENSOR = {
     "models/cut_blocks.py": "parameters and results of blocks",
     "models/stored_tensors.py": "tensors that blocks store as attributes",
 }
-# The same for functions.
+# Functions whose tensors may have any shape.
 OF_ANY_PARAMETER = {
     "layers/choose_kernels.py": {"fused_kernels", "is_served"},
     "layers/gradient_slot.py": {
@@ -48,16 +48,21 @@ needs_checks = pytest.mark.skipif(not are_on(), reason="JAXTYPING_DISABLE is set
 def test_functions_with_tensors_name_their_dimensions() -> None:
     wrong = []
     for path in FILES:
-        place = path.relative_to(PACKAGE).as_posix()
-        if place in OF_ANY_TENSOR:
+        file = path.relative_to(PACKAGE).as_posix()
+        if file in OF_ANY_TENSOR:
             continue
         for name, function in public_functions(ast.parse(path.read_text(encoding="utf-8"))):
-            if name in OF_ANY_PARAMETER.get(place, ()):
+            if name in OF_ANY_PARAMETER.get(file, ()):
                 continue
-            given = function.args
-            arguments = [*given.posonlyargs, *given.args, given.vararg, *given.kwonlyargs]
+            signature = function.args
+            arguments = [
+                *signature.posonlyargs,
+                *signature.args,
+                signature.vararg,
+                *signature.kwonlyargs,
+            ]
             wrong += [
-                f"{place}:{annotation.lineno} {name}: {ast.unparse(annotation)}"
+                f"{file}:{annotation.lineno} {name}: {ast.unparse(annotation)}"
                 for annotation in [a.annotation for a in arguments if a] + [function.returns]
                 if annotation is not None and has_bare_tensor(annotation)
             ]
@@ -68,19 +73,19 @@ def public_functions(
     node: ast.Module | ast.ClassDef, prefix: str = ""
 ) -> list[tuple[str, ast.FunctionDef]]:
     """Return the public functions and methods, and the constructors and calls, by name."""
-    found = []
+    functions = []
     for member in node.body:
         if isinstance(member, ast.ClassDef) and not member.name.startswith("_"):
-            found += public_functions(member, f"{prefix}{member.name}.")
+            functions += public_functions(member, f"{prefix}{member.name}.")
         elif isinstance(member, ast.FunctionDef) and (
             not member.name.startswith("_") or member.name in {"__init__", "__call__"}
         ):
-            found.append((prefix + member.name, member))
-    return found
+            functions.append((prefix + member.name, member))
+    return functions
 
 
 def has_bare_tensor(annotation: ast.expr) -> bool:
-    """Return whether an annotation has a tensor without dimensions; those of callables may."""
+    """Return whether an annotation has a tensor without dimensions, except inside callables."""
     if isinstance(annotation, ast.Name):
         return annotation.id == "Tensor"
     if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) in {
@@ -107,10 +112,10 @@ def test_the_legend_lists_every_name_of_a_dimension() -> None:
             if isinstance(node, ast.Subscript) and ast.unparse(node.value) in TYPES:
                 assert isinstance(node.slice, ast.Tuple), ast.unparse(node)
                 text = ast.literal_eval(node.slice.elts[1])
-                # Names in braces are those of arguments.
+                # Names in braces are names of arguments.
                 names = re.findall(r"[a-z]\w*", re.sub(r"\{.*?\}", "", text))
                 used |= dict.fromkeys(names, path.relative_to(PACKAGE).as_posix())
-    missing = {name: place for name, place in used.items() if name not in listed}
+    missing = {name: file for name, file in used.items() if name not in listed}
     assert not missing, f"the docstring of layers has to list {missing}"
     assert not listed - set(used), f"no annotation has {listed - set(used)}"
 
@@ -126,7 +131,7 @@ def test_a_tensor_of_a_wrong_shape_is_refused() -> None:
 
 
 @needs_checks
-def test_shapes_that_have_passed_make_no_others_pass() -> None:
+def test_a_shape_that_has_passed_does_not_let_other_shapes_pass() -> None:
     results = [torch.zeros(2, 3), torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(2, 4)]
 
     def rows(
@@ -176,7 +181,7 @@ def test_processes_of_a_world_check_shapes_too() -> None:
 
 
 def run_python(program: str, **variables: str) -> str:
-    """Return what a program prints in a new process."""
+    """Return the output of a program in a new process."""
     result = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, **variables},
@@ -193,7 +198,7 @@ def test_programs_that_tests_start_check_shapes_too() -> None:
     assert run_python(program) == "True"
 
 
-def test_without_the_tests_annotations_need_no_package_and_check_nothing() -> None:
+def test_disabled_annotations_need_no_jaxtyping_and_check_nothing() -> None:
     program = (
         "import sys, torch; from lightning_megatron.layers.mlp import activate\n"
         "activate(torch.zeros(2, 3, dtype=torch.float64), 'relu')\n"

@@ -1,4 +1,4 @@
-"""Strict JSON: one value per file, and every fault is an error of this package that names the file."""
+"""Tests of strict JSON: one value per file, and every fault raises an error that names the file."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def test_faults_are_named_with_file_and_remedy(content: bytes, reason: str) -> N
     assert str(caught.value).endswith(" Write it again.")
 
 
-def test_levels_are_counted() -> None:
+def test_nesting_is_accepted_up_to_the_largest_depth() -> None:
     deepest = b'{"a":' * MAX_DEPTH + b"1" + b"}" * MAX_DEPTH
     assert parse_json(deepest, "x.json", "") == json.loads(deepest)
     with pytest.raises(CorruptDataError, match="nested too deeply"):
         parse_json(b"[" + deepest + b"]", "x.json", "")
 
 
-def test_another_value_than_an_object_is_refused() -> None:
+def test_values_other_than_objects_are_refused() -> None:
     assert parse_object(b'{"a": 1}', "x.json", "") == {"a": 1}
     with pytest.raises(
         CorruptDataError,
@@ -62,7 +62,7 @@ def test_another_value_than_an_object_is_refused() -> None:
         parse_object(b"[1]", "x.json", "Write it again.")
 
 
-def test_what_is_not_a_small_regular_file_is_refused_without_waiting(tmp_path: Path) -> None:
+def test_irregular_and_large_files_are_refused_without_waiting(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "large").write_text(" " * 101)
@@ -78,11 +78,11 @@ def test_what_is_not_a_small_regular_file_is_refused_without_waiting(tmp_path: P
             read_json(tmp_path / name, "Write it again.", max_bytes=100)
 
 
-def test_damaged_json_gives_a_value_or_the_error_and_nothing_else() -> None:
-    whole = json.dumps({"a": [1, 2.5, {"b": "text"}], "c": None, "d": -3}).encode()
+def test_damaged_json_gives_a_value_or_a_corrupt_data_error() -> None:
+    document = json.dumps({"a": [1, 2.5, {"b": "text"}], "c": None, "d": -3}).encode()
     chance = random.Random(15)
     for _ in range(2000):
-        content = bytearray(whole)
+        content = bytearray(document)
         for _ in range(chance.randint(1, 4)):
             content[chance.randrange(len(content))] = chance.randrange(256)
         with contextlib.suppress(CorruptDataError):

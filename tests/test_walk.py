@@ -1,4 +1,4 @@
-"""The walk of `parallelize` stays short, and the documentation names the files on it."""
+"""Tests of the walk of `parallelize`: it stays short, and the documentation lists its files."""
 
 from __future__ import annotations
 
@@ -59,43 +59,45 @@ def choose(site: Site) -> Replacement:
 
 
 @pytest.fixture(scope="module")
-def of_parallelize() -> Walk:
+def parallelize_walk() -> Walk:
     return walk("swap/apply.py", "parallelize", "module")
 
 
-def test_the_walk_of_parallelize_has_at_most_12_files_and_10_returns(of_parallelize: Walk) -> None:
-    found = of_parallelize
-    assert len(found.files) <= 12, "\n".join(found.files)
-    assert found.num_returns <= 10, "\n".join(file for file, _ in found.stays)
+def test_the_walk_of_parallelize_has_at_most_12_files_and_10_returns(
+    parallelize_walk: Walk,
+) -> None:
+    result = parallelize_walk
+    assert len(result.files) <= 12, "\n".join(result.files)
+    assert result.num_returns <= 10, "\n".join(file for file, _ in result.stays)
 
 
 def test_the_page_on_the_architecture_lists_the_files_of_the_walk_in_its_order(
-    of_parallelize: Walk,
+    parallelize_walk: Walk,
 ) -> None:
     section = PAGE.read_text(encoding="utf-8").partition("## Path of a module")[2]
     listed = re.findall(r"^\| `(\S+\.py)` \|", section.partition("\n## ")[0], re.MULTILINE)
-    assert [f"swap/{file}" for file in listed] == of_parallelize.files
+    assert [f"swap/{file}" for file in listed] == parallelize_walk.files
 
 
 def test_a_walk_enters_functions_and_methods_that_get_a_part_of_the_value(tmp_path: Path) -> None:
-    found = walk("swap/apply.py", "parallelize", "module", package_of(tmp_path))
-    assert found.stays == [
+    result = walk("swap/apply.py", "parallelize", "module", write_package(tmp_path))
+    assert result.stays == [
         ("swap/apply.py", ["parallelize"]),
         ("swap/decide.py", ["find", "chosen"]),
         ("swap/choice.py", ["choose"]),
         ("swap/apply.py", ["install"]),
         ("swap/decide.py", ["find"]),
     ]
-    assert found.num_returns == 2
+    assert result.num_returns == 2
 
 
-def test_a_walk_of_process_groups_ends_where_a_function_takes_only_those(tmp_path: Path) -> None:
-    found = walk("swap/apply.py", "parallelize", "mesh", package_of(tmp_path))
-    assert found.files == ["swap/apply.py"]
-    assert found.num_returns == 0
+def test_a_walk_ends_at_functions_that_take_only_process_groups(tmp_path: Path) -> None:
+    result = walk("swap/apply.py", "parallelize", "mesh", write_package(tmp_path))
+    assert result.files == ["swap/apply.py"]
+    assert result.num_returns == 0
 
 
-def package_of(folder: Path) -> Path:
+def write_package(folder: Path) -> Path:
     """Write a package of two rooms and return its folder."""
     package = folder / "package"
     files = {

@@ -27,7 +27,7 @@ def save_tiny_llama(folder: Path) -> None:
 
 
 def save_tiny_mixtral(folder: Path) -> None:
-    """Write those of a Mixtral with four experts."""
+    """Write the same files of a Mixtral with four experts."""
     _save(
         MixtralConfig(**{**_SIZES, "num_hidden_layers": 2}, **_TOKENS, num_local_experts=4), folder
     )

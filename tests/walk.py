@@ -25,7 +25,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "lightning_megatron"
 
-#: Words of the annotations of what only asks or answers.
+#: Words of the annotations of answers: numbers, texts, and yes or no.
 ANSWERS = frozenset({"str", "int", "float", "bool", "None"})
 #: Words of the annotations of values that hold no part of a module.
 PLAIN = ANSWERS | {
@@ -33,7 +33,7 @@ PLAIN = ANSWERS | {
     *("Mapping", "Sequence", "Iterable", "Collection", "Set", "set", "frozenset", "dict"),
     *("list", "tuple", "ParallelMesh", "ParallelLayout", "MeshAxis"),
 }
-#: Functions of Python that only ask.
+#: Built-in functions that only answer a question.
 QUESTIONS = {
     *("all", "any", "bool", "hasattr", "id", "isinstance", "issubclass", "len", "repr", "str"),
     *("sum", "type"),
@@ -80,7 +80,7 @@ class Sources:
         }
 
     def definition(self, file: str, name: str) -> Definition | None:
-        """Find the function or class of the room that has a name in a file; None without one."""
+        """Find the function or class of the room by its name in a file; None if there is none."""
         for node in self.trees[file].body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
                 return Definition(file, node)
@@ -90,19 +90,19 @@ class Sources:
             path = "/".join(parts)
             for alias in node.names if root == self.package.name else ():
                 if (alias.asname or alias.name) == name:
-                    found = {f"{path}.py", f"{path}/__init__.py"} & set(self.trees)
-                    return self.definition(found.pop(), alias.name) if found else None
+                    files = {f"{path}.py", f"{path}/__init__.py"} & set(self.trees)
+                    return self.definition(files.pop(), alias.name) if files else None
         return None
 
     def members(self, owner: str) -> dict[str, ast.FunctionDef | ast.AnnAssign]:
         """Return the methods and fields of a class, by name."""
-        found: dict[str, ast.FunctionDef | ast.AnnAssign] = {}
+        members: dict[str, ast.FunctionDef | ast.AnnAssign] = {}
         for node in self.classes[owner].node.body:
             if isinstance(node, ast.FunctionDef):
-                found[node.name] = node
+                members[node.name] = node
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                found[node.target.id] = node
-        return found
+                members[node.target.id] = node
+        return members
 
     def is_protocol(self, owner: str) -> bool:
         """Return whether a class is a Protocol."""
@@ -177,7 +177,7 @@ class Walk:
                     self._through(child.body, followed)
 
     def _calls_in(self, node: ast.AST, followed: Followed) -> None:
-        """Enter what an expression calls, inner calls first."""
+        """Enter the functions that an expression calls, inner calls first."""
         if isinstance(node, ast.Lambda):
             return
         if isinstance(node, COMPREHENSIONS):
@@ -191,24 +191,26 @@ class Walk:
             self._call(node, followed)
 
     def _call(self, call: ast.Call, followed: Followed) -> None:
-        found = followed.callee(call.func)
-        if found is None or isinstance(found.node, ast.ClassDef) or is_question(found.node):
+        callee = followed.callee(call.func)
+        if callee is None or isinstance(callee.node, ast.ClassDef) or is_question(callee.node):
             return
-        function = found.node
+        function = callee.node
         parameters = [*function.args.posonlyargs, *function.args.args]
-        given: list[tuple[ast.arg, ast.expr]] = []
+        arguments: list[tuple[ast.arg, ast.expr]] = []
         if isinstance(call.func, ast.Attribute):
-            given.append((parameters.pop(0), call.func.value))
-        given += zip(parameters, call.args, strict=False)
-        named = {one.arg: one for one in (*parameters, *function.args.kwonlyargs)}
-        given += [(named[one.arg], one.value) for one in call.keywords if one.arg in named]
+            arguments.append((parameters.pop(0), call.func.value))
+        arguments += zip(parameters, call.args, strict=False)
+        named = {argument.arg: argument for argument in (*parameters, *function.args.kwonlyargs)}
+        arguments += [
+            (named[keyword.arg], keyword.value) for keyword in call.keywords if keyword.arg in named
+        ]
         parts: dict[str, str] = {}
-        for parameter, value in given:
+        for parameter, value in arguments:
             part = followed.part(value)
             if part is not None and can_hold_parts(parameter.annotation):
                 parts[parameter.arg] = self.sources.class_in(parameter.annotation) or part
         if parts:
-            self.enter(found, parts)
+            self.enter(callee, parts)
 
 
 @dataclass
@@ -272,27 +274,29 @@ class Followed:
     def _part_of_result(self, call: ast.Call) -> str | None:
         if isinstance(call.func, ast.Name) and call.func.id in QUESTIONS:
             return None
-        given = [*call.args, *(keyword.value for keyword in call.keywords)]
-        given += [call.func.value] if isinstance(call.func, ast.Attribute) else []
-        part = first_of(map(self.part, given))
-        found = self.callee(call.func)
-        if part is None or found is None:
+        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+        arguments += [call.func.value] if isinstance(call.func, ast.Attribute) else []
+        part = first_of(map(self.part, arguments))
+        callee = self.callee(call.func)
+        if part is None or callee is None:
             return part
-        if isinstance(found.node, ast.ClassDef):
-            return found.node.name
-        returns = found.node.returns
+        if isinstance(callee.node, ast.ClassDef):
+            return callee.node.name
+        returns = callee.node.returns
         return self.sources.class_in(returns) if can_hold_parts(returns) else None
 
     def callee(self, function: ast.expr) -> Definition | None:
-        """Return what a call enters; None if the running program chooses it."""
+        """Return the function or class that a call enters; None if the running program chooses
+        it.
+        """
         if isinstance(function, ast.Name):
             return self.sources.definition(self.file, function.id)
         owner = self.part(function.value) if isinstance(function, ast.Attribute) else None
         if not owner or self.sources.is_protocol(owner):
             return None
         method = self.sources.members(owner).get(function.attr)  # type: ignore[attr-defined]
-        found = self.sources.classes[owner].file
-        return Definition(found, method) if isinstance(method, ast.FunctionDef) else None
+        file = self.sources.classes[owner].file
+        return Definition(file, method) if isinstance(method, ast.FunctionDef) else None
 
 
 def results_of(node: ast.expr) -> list[ast.expr]:
@@ -302,8 +306,8 @@ def results_of(node: ast.expr) -> list[ast.expr]:
 
 def first_of(parts: Iterable[str | None]) -> str | None:
     """Return the first known class; "" if there are only unknown ones; None if there is none."""
-    found = [part for part in parts if part is not None]
-    return next(filter(None, found), "") if found else None
+    known = [part for part in parts if part is not None]
+    return next(filter(None, known), "") if known else None
 
 
 def words_of(annotation: ast.expr | None) -> list[str]:
@@ -334,9 +338,9 @@ def walk(file: str, function: str, parameter: str, package: Path = PACKAGE) -> W
     sources = Sources(package, file.partition("/")[0])
     start = sources.definition(file, function)
     assert start is not None, f"{file} has no {function}"
-    found = Walk(sources)
-    found.enter(start, {parameter: ""})
-    return found
+    result = Walk(sources)
+    result.enter(start, {parameter: ""})
+    return result
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ def run_world(fn: Callable[..., Any], size: int, *args: Any, backend: str = "glo
     rank.
 
     ``fn`` must be a function of a module. The first rank that raises ends the others, and its
-    traceback is raised here. With ``nccl`` each process has the GPU of its rank, or all have the
-    first one: see ``tests/gpu/shared_gpu.py``. The variables that a launcher would set are there,
-    so that a Trainer in ``fn`` takes these processes for its own.
+    traceback is raised here. With ``nccl`` each process has the GPU of its rank, or all
+    processes have the first GPU: see ``tests/gpu/shared_gpu.py``. The environment has the variables
+    of a launcher, so that a Trainer in ``fn`` uses these processes.
     """
     context = preloaded_context()
     results: Any = context.SimpleQueue()
@@ -59,8 +59,8 @@ def run_world(fn: Callable[..., Any], size: int, *args: Any, backend: str = "glo
 
 
 def _collect(results: Any, processes: list[Any], size: int) -> list[Any]:
-    found: dict[int, Any] = {}
-    while len(found) < size:
+    values: dict[int, Any] = {}
+    while len(values) < size:
         while results.empty():
             dead = [p.exitcode for p in processes if p.exitcode not in (None, 0)]
             if dead and results.empty():
@@ -68,13 +68,13 @@ def _collect(results: Any, processes: list[Any], size: int) -> list[Any]:
             processes[0].join(0.02)
         rank, error, value = results.get()
         if error is not None:
-            # Often the error is that another rank was gone.
+            # The error is often only that another rank has ended.
             ends = [
                 f"rank {n} exited with {p.exitcode}" for n, p in enumerate(processes) if p.exitcode
             ]
             raise AssertionError("\n".join([f"rank {rank} failed:", error, *ends]))
-        found[rank] = pickle.loads(value)
-    return [found[rank] for rank in range(size)]
+        values[rank] = pickle.loads(value)
+    return [values[rank] for rank in range(size)]
 
 
 def _enter(
@@ -115,9 +115,9 @@ def _enter(
         # By value: a tensor's shared memory would be gone with this process.
         results.put((rank, None, pickle.dumps(value)))
     except BaseException:
-        # Whatever ended this rank must reach the parent, or the test would wait for it.
+        # The parent must receive every error of this rank, or the test would wait for the rank.
         results.put((rank, traceback.format_exc(), None))
         raise SystemExit(1) from None
-    # Leaving before the others are done would reset their connections.
+    # Leaving before the other ranks are done would reset their connections.
     dist.barrier()
     dist.destroy_process_group()

@@ -1,5 +1,5 @@
-"""Cleaning keeps what it must, byte for byte, finds the duplicates that a comparison of all pairs
-finds, and names what is wrong.
+"""Tests of cleaning: kept documents are the same byte for byte, duplicates are those of a
+comparison of all pairs, and errors are reported by line.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def text_of(seed: int, words: int = 200) -> str:
 def changed(text: str, seed: int, times: int) -> str:
     draw = random.Random(seed)
     words = text.split()
-    for place in draw.sample(range(len(words)), times):
-        words[place] = f"new{place}"
+    for position in draw.sample(range(len(words)), times):
+        words[position] = f"new{position}"
     return " ".join(words)
 
 
@@ -49,7 +49,7 @@ def clean_to(folder: Path, *options: str, output: str = "out.jsonl") -> tuple[li
     return (folder / output).read_text().splitlines(), json.loads(report.read_text())
 
 
-def test_handmade_documents(tmp_path: Path) -> None:
+def test_broken_short_test_and_duplicate_documents_are_removed(tmp_path: Path) -> None:
     first = text_of(1)
     test = text_of(9)
     mojibake = "schÃ¶n " + text_of(3)
@@ -64,29 +64,33 @@ def test_handmade_documents(tmp_path: Path) -> None:
     ]
     (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
     (tmp_path / "test.jsonl").write_text(json.dumps({"text": test}) + "\n")
-    kept, report = clean_to(
+    lines_written, report = clean_to(
         tmp_path, "--skip-broken", "--workers", "1", "--test", str(tmp_path / "test.jsonl")
     )
     repaired = json.dumps("schön " + text_of(3), ensure_ascii=False)
-    assert kept == [lines[0], f'{{"big": 1E400, "text":  {repaired} , "n": 1.10}}', lines[6]]
+    assert lines_written == [
+        lines[0],
+        f'{{"big": 1E400, "text":  {repaired} , "n": 1.10}}',
+        lines[6],
+    ]
     assert [report[name] for name in ("read", "kept", "fixed")] == [7, 3, 1]
     assert report["removed"] == {"broken": 1, "short": 1, "test": 1, "duplicate": 1}
-    place = str(tmp_path / "in.jsonl")
-    assert report["clusters"] == [{"kept": f"{place}:1", "removed": [f"{place}:4"]}]
+    path = str(tmp_path / "in.jsonl")
+    assert report["clusters"] == [{"kept": f"{path}:1", "removed": [f"{path}:4"]}]
     assert report["test_matches"] == [
-        {"document": f"{place}:6", "test": f"{tmp_path / 'test.jsonl'}:1"}
+        {"document": f"{path}:6", "test": f"{tmp_path / 'test.jsonl'}:1"}
     ]
-    assert f"{place}:3 is not valid JSON" in report["broken_lines"][0]
+    assert f"{path}:3 is not valid JSON" in report["broken_lines"][0]
 
 
-def test_the_number_of_processes_changes_no_byte(
+def test_the_output_does_not_depend_on_the_number_of_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightning_megatron.corpus.clean.CHUNK_BYTES", 4000)
     texts = [changed(text_of(n % 20), n, n % 3) for n in range(60)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     (tmp_path / "test.txt").write_text(text_of(3)[:500])
-    found = [
+    outputs = [
         clean_to(
             tmp_path,
             *("--workers", str(workers), "--test", str(tmp_path / "test.txt")),
@@ -94,8 +98,8 @@ def test_the_number_of_processes_changes_no_byte(
         )
         for workers in (1, 3)
     ]
-    assert found[0] == found[1]
-    assert found[0][1]["removed"]["duplicate"] > 20
+    assert outputs[0] == outputs[1]
+    assert outputs[0][1]["removed"]["duplicate"] > 20
 
 
 def test_overlap_equals_a_search_for_every_8_gram(tmp_path: Path) -> None:
@@ -106,15 +110,18 @@ def test_overlap_equals_a_search_for_every_8_gram(tmp_path: Path) -> None:
     _, report = clean_to(tmp_path, "--workers", "1", "--test", str(tmp_path / "test.jsonl"))
     words = test.split()
     grams = [" ".join(words[i : i + 8]) for i in range(len(words) - 7)]
-    found = [gram for gram in grams if any(f" {gram} " in f" {text} " for text in corpus)]
+    overlapping = [gram for gram in grams if any(f" {gram} " in f" {text} " for text in corpus)]
     overlap = report["overlap"][0]
-    assert 0 < len(found) < len(grams)
-    assert (overlap["eight_grams"], overlap["num_found"]) == (len(grams), len(found))
-    assert (overlap["distinct"], overlap["distinct_found"]) == (len(set(grams)), len(set(found)))
+    assert 0 < len(overlapping) < len(grams)
+    assert (overlap["eight_grams"], overlap["num_found"]) == (len(grams), len(overlapping))
+    assert (overlap["distinct"], overlap["distinct_found"]) == (
+        len(set(grams)),
+        len(set(overlapping)),
+    )
 
 
 @given(st.text(max_size=300))
-def test_signatures_are_those_of_datasketch(text: str) -> None:
+def test_signatures_match_datasketch(text: str) -> None:
     oracle = MinHash(128, scheme="affine32")
     for gram in shingles_of(text, 3):
         oracle.update(gram.encode())
@@ -125,18 +132,18 @@ def test_signatures_are_those_of_datasketch(text: str) -> None:
 def test_estimates_are_near_the_exact_similarity(changes: int) -> None:
     errors = []
     for seed in range(20):
-        one = text_of(seed, 400)
-        other = changed(one, seed, changes)
-        a, b = shingles_of(one, 5), shingles_of(other, 5)
+        text = text_of(seed, 400)
+        near_copy = changed(text, seed, changes)
+        a, b = shingles_of(text, 5), shingles_of(near_copy, 5)
         exact = len(a & b) / len(a | b)
-        errors.append((signature_of(one, 5) == signature_of(other, 5)).mean() - exact)
+        errors.append((signature_of(text, 5) == signature_of(near_copy, 5)).mean() - exact)
     # The standard error of one estimate is at most 0.044.
     assert max(map(abs, errors)) < 0.18
     assert abs(np.mean(errors)) < 0.04
 
 
 @given(st.integers(0, 10_000), st.sampled_from([0.55, 0.7, 0.8, 1.0]))
-def test_clusters_and_matches_equal_those_of_all_pairs(seed: int, threshold: float) -> None:
+def test_clusters_and_matches_equal_a_comparison_of_all_pairs(seed: int, threshold: float) -> None:
     draw = np.random.default_rng(seed)
     bases = draw.integers(0, 2**32, (6, 128), dtype=np.uint32)
     rows = bases[draw.integers(0, 6, 40)]
@@ -153,7 +160,9 @@ def test_clusters_and_matches_equal_those_of_all_pairs(seed: int, threshold: flo
     assert np.array_equal(find_matches(rows, rows[:5], threshold), best)
 
 
-def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_lines_paths_and_thresholds_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"text": "a"}\nbroken\n')
     with pytest.raises(CorruptDataError, match=r"in\.jsonl:2 is not valid JSON"):

@@ -1,6 +1,4 @@
-"""Modules whose own code does something around a list of blocks, or calls a model more than once in
-a step.
-"""
+"""Modules that run code around a list of blocks, or call a model more than once in a step."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ BLOCKS = {"body.blocks": "blocks"}
 
 
 class Body(nn.Module):
-    """Hold four blocks between a layer and a head; a subclass says what runs."""
+    """Four blocks between a layer and a head; a subclass defines the code around the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,11 +58,11 @@ class SkipFromInput(Body):
 
 class SkipsBetween(Body):
     def middle(self, x: Tensor) -> Tensor:
-        kept: list[Tensor] = []
+        hiddens: list[Tensor] = []
         for number, block in enumerate(self.blocks):
-            x = block(x + kept[NUM_BLOCKS - 1 - number] if number >= NUM_BLOCKS // 2 else x)
-            kept.append(x)
-        return torch.stack(kept).sum(0)
+            x = block(x + hiddens[NUM_BLOCKS - 1 - number] if number >= NUM_BLOCKS // 2 else x)
+            hiddens.append(x)
+        return torch.stack(hiddens).sum(0)
 
 
 class TwoInputs(nn.Module):
@@ -126,46 +124,46 @@ class Reentrant(Body):
 
 
 @dataclass(frozen=True)
-class Both:
-    """Hold a hidden and a loss term."""
+class HiddenAndTerm:
+    """Hidden state and loss term."""
 
     hidden: Tensor
     term: Tensor
 
 
-class Leaving(nn.Module):
-    """Return a dataclass, and leave a loss term behind."""
+class BlockWithTerm(nn.Module):
+    """Block that returns a dataclass, and stores a loss term in its layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(D, D)
 
-    def forward(self, both: Both) -> Both:
-        hidden = self.inner(both.hidden).tanh()
+    def forward(self, inputs: HiddenAndTerm) -> HiddenAndTerm:
+        hidden = self.inner(inputs.hidden).tanh()
         self.inner.term = hidden.pow(2).mean()
-        return Both(hidden, both.term + hidden.mean())
+        return HiddenAndTerm(hidden, inputs.term + hidden.mean())
 
 
 class TermsOfBlocks(Body):
-    """Read loss terms of blocks, a list of parameters, and a weight of the first stage behind the
+    """Read loss terms of blocks, a list of parameters, and a weight of the first stage after the
     blocks.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Leaving() for _ in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(BlockWithTerm() for _ in range(NUM_BLOCKS))
         self.scales = nn.ParameterList(nn.Parameter(torch.full((D,), 1.5)) for _ in range(2))
 
     def middle(self, x: Tensor) -> Tensor:
-        both = Both(x, x.mean())
+        state = HiddenAndTerm(x, x.mean())
         for block in self.blocks:
-            both = block(both)
+            state = block(state)
         self.penalty = (
-            both.term + sum(block.inner.term for block in self.blocks) + self.enter.weight.norm()
+            state.term + sum(block.inner.term for block in self.blocks) + self.enter.weight.norm()
         )
         for scale in self.scales:
             self.penalty = self.penalty + scale.pow(2).sum()
-        return both.hidden * self.scales[-1]
+        return state.hidden * self.scales[-1]
 
 
 class TermsOfModules(TermsOfBlocks):
@@ -182,7 +180,7 @@ class WeightsOfBlocks(Body):
         return x
 
 
-class Collecting(nn.Linear):
+class AppendingLinear(nn.Linear):
     def forward(self, x: Tensor, terms: list[Tensor]) -> Tensor:
         terms.append(x.pow(2).mean())
         return super().forward(x)
@@ -191,7 +189,7 @@ class Collecting(nn.Linear):
 class TermsInAList(Body):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Collecting(D, D) for _ in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(AppendingLinear(D, D) for _ in range(NUM_BLOCKS))
 
     def middle(self, x: Tensor) -> Tensor:
         terms: list[Tensor] = []
@@ -215,8 +213,8 @@ class InnerLists(Body):
 
 
 class BlocksInPlace(Body):
-    """Have blocks that write into what they are given; what comes from another stage is a leaf of
-    the graph.
+    """Body whose blocks write into their inputs; an input from another stage is a leaf of the
+    graph.
     """
 
     def __init__(self) -> None:
@@ -294,9 +292,7 @@ class Train(LightningModule):
 
 
 class CalledTwice(Train):
-    """Compare what a body makes of two inputs of different lengths, and of one that comes by
-    chance.
-    """
+    """Compare the outputs of a body for inputs of different lengths and scales."""
 
     def loss_of(self, batch: Tensor) -> Tensor:
         near, far = self.body(batch), self.body(torch.cat([batch, batch[:1] * 2], 0))
@@ -308,7 +304,7 @@ class CalledTwice(Train):
         )
 
 
-def loader(samples: int = SAMPLES) -> DataLoader:
+def make_loader(samples: int = SAMPLES) -> DataLoader:
     numbers = torch.randn(
         samples, D, dtype=torch.float64, generator=torch.Generator().manual_seed(7)
     )

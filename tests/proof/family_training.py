@@ -1,4 +1,4 @@
-"""Hugging Face models trained by their own code and under layouts, and what comes out compared."""
+"""Training of Hugging Face models by their own code and in layouts, and comparison of weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 4
 
 
 class FineTune(Predict):
-    """Train a Hugging Face model, and keep this rank's parts of what comes out."""
+    """Train a Hugging Face model, and keep this rank's parts of the trained weights."""
 
     def __init__(self, case: str) -> None:
         super().__init__(lambda: exact_twin_of(case, vocab_size=V))
@@ -44,29 +44,29 @@ def train_family(case: str, layout: dict[str, Any], size: int, expected: dict[st
     assert isinstance(module.net, HuggingFaceLM)
     weights = expected_gradients(module.net, expected)
     for name, parameter in module.net.named_parameters():
-        spec, found = module.parts[name]
+        spec, actual = module.parts[name]
         full = weights[name_of_values(name, parameter)]
-        part = spec.shard(full, found.shape[spec.dim])
-        assert_equal(found, part, f"{case}, {layout}: {name}", 1e-8)
+        expected_part = spec.shard(full, actual.shape[spec.dim])
+        assert_equal(actual, expected_part, f"{case}, {layout}: {name}", 1e-8)
     return outcome.losses
 
 
-def trained_by_theirs(cases: Iterable[str]) -> dict[str, FineTune]:
+def train_with_hugging_face(cases: Iterable[str]) -> dict[str, FineTune]:
     """Train Hugging Face's models in this process."""
-    found = {}
+    modules = {}
     for case in cases:
         with float32_as_float64():
             module = FineTune(case)
             outcome = run(module, steps=STEPS)
         assert not outcome.error, outcome.error
         assert not isinstance(module.net, HuggingFaceLM)
-        found[case] = module
-    return found
+        modules[case] = module
+    return modules
 
 
 def weights_by_name(theirs: dict[str, FineTune]) -> dict[str, dict[str, Tensor]]:
-    """Return the weights that training by Hugging Face's code left, by model."""
+    """Return the weights after training by Hugging Face's code, by model."""
     return {
-        case: {name.removeprefix("net."): one for name, one in module.weights.items()}
+        case: {name.removeprefix("net."): tensor for name, tensor in module.weights.items()}
         for case, module in theirs.items()
     }

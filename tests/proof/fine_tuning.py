@@ -1,4 +1,4 @@
-"""Fine-tune local Hugging Face models under any layout, by a LightningModule that knows nothing of
+"""Fine-tuning of local Hugging Face models under any layout, by a LightningModule without code for
 this library.
 """
 
@@ -18,7 +18,7 @@ from lightning_megatron import MegatronStrategy
 transformers = pytest.importorskip("transformers")
 
 V, STEPS, BATCH, LENGTH, LABELS = 61, 4, 8, 12, 3
-#: What is built of a folder; an encoder's body alone has a head of the user's own.
+#: Class that loads a folder, by task; the body of an encoder gets a head of the user's module.
 BUILDERS = {
     "tokens": "AutoModelForCausalLM",
     "masked": "AutoModelForMaskedLM",
@@ -28,8 +28,8 @@ BUILDERS = {
 
 
 class Texts(Dataset):
-    """Give tokens with two of padding, on either side; every sample has as many labels, and every
-    step the same.
+    """Tokens with two tokens of padding at one end; all samples have equally many labels, and all
+    steps have the same samples.
     """
 
     def __init__(self, task: str) -> None:
@@ -42,25 +42,25 @@ class Texts(Dataset):
         tokens = torch.randint(
             2, V, (LENGTH,), generator=torch.Generator().manual_seed(index % BATCH)
         )
-        places = torch.arange(LENGTH)
-        mask = (places < LENGTH - 2 if index % 2 else places > 1).long()
-        found = {
-            "input_ids": tokens.masked_fill((mask == 0) | (places == 4), 1),
+        positions = torch.arange(LENGTH)
+        mask = (positions < LENGTH - 2 if index % 2 else positions > 1).long()
+        sample = {
+            "input_ids": tokens.masked_fill((mask == 0) | (positions == 4), 1),
             "attention_mask": mask,
         }
         if self.task in ("classes", "body"):
-            return {**found, "labels": torch.tensor(index % LABELS)}
-        # A decoder predicts from nothing what follows padding.
-        seen = (
-            (places != 2) | (mask[0] == 1)
+            return {**sample, "labels": torch.tensor(index % LABELS)}
+        # A decoder has no context for the first token after padding.
+        is_label = (
+            (positions != 2) | (mask[0] == 1)
             if self.task == "tokens"
-            else (places % 3 == 0) & (places % 9 != 0)
+            else (positions % 3 == 0) & (positions % 9 != 0)
         )
-        return {**found, "labels": tokens.masked_fill((mask == 0) | ~seen, -100)}
+        return {**sample, "labels": tokens.masked_fill((mask == 0) | ~is_label, -100)}
 
 
 class FineTune(LightningModule):
-    """Fine-tune a local folder; nothing in it knows of this library."""
+    """Fine-tune a local folder, without code for this library."""
 
     def __init__(self, folder: str, task: str = "tokens") -> None:
         super().__init__()
@@ -78,8 +78,8 @@ class FineTune(LightningModule):
         if self.task == "body":
             labels = batch.pop("labels")
             states = self.model(**batch)
-            seen = batch["attention_mask"].unsqueeze(-1)
-            mean = (states.last_hidden_state * seen).sum(1) / seen.sum(1)
+            mask = batch["attention_mask"].unsqueeze(-1)
+            mean = (states.last_hidden_state * mask).sum(1) / mask.sum(1)
             loss = F.cross_entropy(self.own(torch.cat([mean, states.pooler_output], -1)), labels)
         else:
             loss = self.model(**batch).loss
@@ -94,7 +94,7 @@ class FineTune(LightningModule):
 
 
 class InOrder(LightningDataModule):
-    """Deal the samples out in order; what Lightning puts in shuffles them."""
+    """Give the samples in order; the sampler that Lightning inserts shuffles them."""
 
     def __init__(self, task: str = "tokens") -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class InOrder(LightningDataModule):
 def trainer_of(
     layout: dict[str, Any] | None, devices: int, microbatch_size: int, **options: Any
 ) -> Trainer:
-    """Return a Trainer on CPUs under a layout; without one, as ordinary Lightning trains."""
+    """Return a Trainer on CPUs with a layout; without a layout, with ordinary Lightning."""
     return Trainer(
         accelerator="cpu",
         devices=devices,

@@ -1,5 +1,5 @@
-"""Code around blocks that are cut into stages trains as on one process, or is refused with the name
-and the line.
+"""Tests that code around blocks in stages trains as on one process, or is refused with the name of
+the module and the line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lightning_megatron.pipeline.executor import PipelineExecutor
 from lightning_megatron.pipeline.microbatch import split_batch
 from lightning_megatron.swap import parallelize
 from tests.proof import around_blocks
-from tests.proof.around_blocks import BLOCKS, loader
+from tests.proof.around_blocks import BLOCKS, make_loader
 from tests.proof.fine_tuning import trainer_of
 from tests.swap.parts import mesh_of
 from tests.sweeps import chosen
@@ -55,29 +55,29 @@ REFUSED = {
 def fit(
     kind: str, layout: dict[str, Any] | None, devices: int
 ) -> tuple[list[float], float, dict[str, Any]]:
-    """Train a kind; return the losses, the last of validation, and the parameters that are here."""
+    """Train a kind; return its losses, last validation loss, and parameters of this rank."""
     seed_everything(1, verbose=False)
-    known = getattr(around_blocks, kind)
-    is_module = issubclass(known, around_blocks.Train)
-    module = known("ResidualAround") if is_module else around_blocks.Train(kind)
+    module_class = getattr(around_blocks, kind)
+    is_module = issubclass(module_class, around_blocks.Train)
+    module = module_class("ResidualAround") if is_module else around_blocks.Train(kind)
     trainer = trainer_of(layout, devices, 2, max_epochs=2, num_sanity_val_steps=0)
-    trainer.fit(module, loader(), loader(4))
+    trainer.fit(module, make_loader(), make_loader(4))
     weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     return module.losses, float(trainer.callback_metrics["val_loss"]), weights
 
 
 def fit_all(rank: int, size: int) -> dict[tuple[str, str], Any]:
-    found: dict[tuple[str, str], Any] = {}
+    results: dict[tuple[str, str], Any] = {}
     for kind, name in FITS:
-        found[kind, name] = fit(kind, {**LAYOUTS[name], "pipeline_plan": BLOCKS}, size)
+        results[kind, name] = fit(kind, {**LAYOUTS[name], "pipeline_plan": BLOCKS}, size)
     with pytest.raises(UnsupportedError, match="'body.norms.0' is called between the blocks"):
         fit("NormsBetween", {"pp": 2, "pipeline_plan": BLOCKS}, size)
-    here = ("enter", "head")[rank]
+    layer = ("enter", "head")[rank]
     with pytest.raises(
-        UnsupportedError, match=f"training_step must not write weights.*'body.{here}.weight'"
+        UnsupportedError, match=f"training_step must not write weights.*'body.{layer}.weight'"
     ):
         fit("WritesWeights", {"pp": 2, "pipeline_plan": BLOCKS}, size)
-    return found
+    return results
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -85,7 +85,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 vpp2": {"pp": 2, "vpp": 2},
     "pp2 zb-v": {"pp": 2, "vpp": 2, "schedule": "zb-v"},
 }
-#: The few have every kind and every layout.
+#: The few cases contain every kind and every layout.
 FITS = chosen(
     [(kind, name) for kind in EQUAL for name in LAYOUTS],
     ("ResidualInLoop", "pp2"),
@@ -107,7 +107,7 @@ def reports() -> list[dict[tuple[str, str], Any]]:
 
 
 @pytest.mark.parametrize("kind", EQUAL)
-def test_code_around_blocks_trains_as_one_process_does(
+def test_code_around_blocks_trains_as_on_one_process(
     kind: str, reports: list[dict[tuple[str, str], Any]]
 ) -> None:
     losses, val_loss, weights = fit(kind, None, 1)
@@ -116,22 +116,24 @@ def test_code_around_blocks_trains_as_one_process_does(
     assert names
     for report in reports:
         for name in names:
-            found, val_found, here = report[kind, name]
-            assert found == pytest.approx(losses, abs=1e-12), name
-            assert val_found == pytest.approx(val_loss, abs=1e-12), name
-            for key, value in here.items():
+            actual, val_actual, parameters = report[kind, name]
+            assert actual == pytest.approx(losses, abs=1e-12), name
+            assert val_actual == pytest.approx(val_loss, abs=1e-12), name
+            for key, value in parameters.items():
                 torch.testing.assert_close(value, weights[key], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 @pytest.mark.parametrize("pp_rank", [0, 1])
-def test_what_cannot_travel_is_refused_on_every_stage(kind: str, pp_rank: int) -> None:
+def test_code_that_cannot_be_cut_into_stages_is_refused_on_every_stage(
+    kind: str, pp_rank: int
+) -> None:
     module = around_blocks.Train(kind)
     module.configure_model()
     mesh = mesh_of(pp=2, pp_rank=pp_rank)
     parallelize(module, mesh, None, BLOCKS)
     executor = PipelineExecutor(mesh, module.body.blocks)
     with pytest.raises(UnsupportedError) as caught:
-        executor.run(module.loss_of, split_batch(next(iter(loader())), 2), backward=True)
+        executor.run(module.loss_of, split_batch(next(iter(make_loader())), 2), backward=True)
     for part in REFUSED[kind]:
         assert part in str(caught.value)

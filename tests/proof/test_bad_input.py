@@ -1,5 +1,5 @@
-"""What a user can get wrong is refused with rule, values, reason and remedy; before any process
-exists, if possible.
+"""Tests that wrong input is refused with rule, values, reason and remedy, if possible before any
+process starts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SIZES = {
 
 
 class Windows(Dataset):
-    """Give windows of one token."""
+    """Windows that repeat a single token."""
 
     def __init__(self, num_samples: int = 12, token: int = 1, seq_length: int = 8) -> None:
         self.num_samples = num_samples
@@ -55,22 +55,22 @@ class Windows(Dataset):
 
 
 class ManualLM(CausalLM):
-    """Step by itself."""
+    """Module with manual optimization."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
         self.automatic_optimization = False
 
 
-def model(**sizes: Any) -> CausalLM:
+def make_model(**sizes: Any) -> CausalLM:
     return CausalLM(GPTConfig.gpt2(**(SIZES | sizes)), schedule="constant")
 
 
-def windows(batch_size: int = 4, **options: Any) -> DataLoader:
+def make_loader(batch_size: int = 4, **options: Any) -> DataLoader:
     return DataLoader(Windows(**options), batch_size=batch_size)
 
 
-def trainer(devices: int, strategy: MegatronStrategy, **options: Any) -> Trainer:
+def make_trainer(devices: int, strategy: MegatronStrategy, **options: Any) -> Trainer:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     quiet |= {"enable_model_summary": False, "max_steps": 1}
     return Trainer(accelerator="cpu", devices=devices, strategy=strategy, **(quiet | options))
@@ -87,7 +87,7 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
 
 
-def corpus(prefix: Path) -> str:
+def write_corpus(prefix: Path) -> str:
     with TokenFileWriter(prefix, tokenizer=ByteTokenizer()) as writer:
         for _ in range(8):
             writer.add_document(list(b"we the people of the united states"), num_bytes=34)
@@ -101,36 +101,36 @@ NINE_HEADS = (
 
 #: devices, strategy, model, data, message
 SIZES_THAT_DO_NOT_FIT = {
-    "heads": (4, {"tp": 2}, model(num_heads=9), windows(), NINE_HEADS),
+    "heads": (4, {"tp": 2}, make_model(num_heads=9), make_loader(), NINE_HEADS),
     "inner features": (
         2,
         {"tp": 2},
-        model(ffn_hidden_size=15),
-        windows(),
+        make_model(ffn_hidden_size=15),
+        make_loader(),
         "ffn_hidden_size (15) must be a multiple of tp (2), because each rank holds an equal part. "
         "Use tp of 1, 3, 5 or 15.",
     ),
     "layers": (
         4,
         {"pp": 4},
-        model(),
-        windows(),
+        make_model(),
+        make_loader(),
         "num_layers (2) must be at least pp x vpp (4 x 1 = 4), because every virtual stage holds at least one layer. "
         "Use pp of 1 or 2 with vpp 1.",
     ),
     "layers of virtual stages": (
         2,
         {"pp": 2, "vpp": 2},
-        model(num_layers=3),
-        windows(),
+        make_model(num_layers=3),
+        make_loader(),
         "num_layers (3) must be at least pp x vpp (2 x 2 = 4), because every virtual stage holds at least one layer. "
         "Use pp of 1 with vpp 2, or vpp of 1 with pp 2.",
     ),
     "batch": (
         2,
         {"tp": 2, "microbatch_size": 2},
-        model(),
-        windows(batch_size=3),
+        make_model(),
+        make_loader(batch_size=3),
         "batch_size (3) of the training dataloader must be a multiple of microbatch_size (2), because a step is cut "
         "into equal microbatches; only the last batch of an epoch may be smaller. Use a microbatch_size of 1, 3, or a "
         "batch_size of 4.",
@@ -138,7 +138,7 @@ SIZES_THAT_DO_NOT_FIT = {
     "batch of token files": (
         2,
         {"tp": 2, "microbatch_size": 2},
-        model(),
+        make_model(),
         TokenDataModule(train="none", seq_length=8, batch_size=3),
         "batch_size (3) of the training dataloader must be a multiple of microbatch_size (2), because a step is cut "
         "into equal microbatches; only the last batch of an epoch may be smaller. Use a microbatch_size of 1, 3, or a "
@@ -147,8 +147,8 @@ SIZES_THAT_DO_NOT_FIT = {
     "microbatches": (
         4,
         {"pp": 4, "vpp": 2, "microbatch_size": 2},
-        model(num_layers=8),
-        windows(batch_size=4),
+        make_model(num_layers=8),
+        make_loader(batch_size=4),
         "schedule 'interleaved' needs at least as many microbatches as stages: num_microbatches is 2, pp is 4. A "
         "chunk would run its next microbatches before their inputs exist. Use 4 microbatches or more, or schedule "
         "'1f1b' with vpp of 1.",
@@ -156,16 +156,16 @@ SIZES_THAT_DO_NOT_FIT = {
     "microbatches of a V": (
         4,
         {"pp": 4, "vpp": 2, "schedule": "dualpipe-v"},
-        model(num_layers=8),
-        windows(batch_size=6),
+        make_model(num_layers=8),
+        make_loader(batch_size=6),
         "schedule 'dualpipe-v' needs at least two microbatches per stage: num_microbatches is 6, pp is 4. With fewer, "
         "the two directions of the V would not overlap. Use 8 microbatches or more, or schedule 'zb-v'.",
     ),
     "groups of microbatches": (
         2,
         {"pp": 2, "vpp": 2, "microbatch_group_size": 5},
-        model(num_layers=4),
-        windows(batch_size=4),
+        make_model(num_layers=4),
+        make_loader(batch_size=4),
         "microbatch groups must have at least pp microbatches and at most all: microbatch_group_size is 5, pp is 2, "
         "num_microbatches is 4; a smaller group would wait for its own output, and a larger one would never fill. Use "
         "microbatch_group_size of 2 or 4, or 4 microbatches.",
@@ -173,7 +173,7 @@ SIZES_THAT_DO_NOT_FIT = {
     "sequence under sequence parallelism": (
         2,
         {"tp": 2},
-        model(),
+        make_model(),
         TokenDataModule(train="none", seq_length=9, batch_size=4),
         "seq_length (9) must be a multiple of tp (2) under sequence parallelism, because each rank holds an equal part "
         "of the sequence. Use 8 or 10, or sequence_parallel=False.",
@@ -181,7 +181,7 @@ SIZES_THAT_DO_NOT_FIT = {
     "sequence": (
         2,
         {"tp": 2},
-        model(),
+        make_model(),
         TokenDataModule(train="none", seq_length=32, batch_size=4),
         "seq_length (32) must not exceed max_seq_length (16), because the model has no later positions. Use at most "
         "16 tokens or a larger max_seq_length.",
@@ -193,16 +193,16 @@ SIZES_THAT_DO_NOT_FIT = {
 @pytest.mark.parametrize("case", SIZES_THAT_DO_NOT_FIT)
 def test_sizes_that_do_not_fit_are_refused_before_any_process_is_started(case: str) -> None:
     devices, sizes, module, data, message = SIZES_THAT_DO_NOT_FIT[case]
-    run = trainer(devices, MegatronStrategy(**sizes))
+    trainer = make_trainer(devices, MegatronStrategy(**sizes))
     with pytest.raises(ParallelPlanError) as caught:
-        run.fit(module, data)
+        trainer.fit(module, data)
     assert str(caught.value) == message
 
 
 @pytest.mark.usefixtures("no_process")
 def test_validation_refuses_a_layout_as_training_does() -> None:
     with pytest.raises(ParallelPlanError, match=re.escape(NINE_HEADS)):
-        trainer(4, MegatronStrategy(tp=2)).validate(model(num_heads=9), windows())
+        make_trainer(4, MegatronStrategy(tp=2)).validate(make_model(num_heads=9), make_loader())
 
 
 @pytest.mark.usefixtures("no_process")
@@ -223,16 +223,18 @@ def test_validation_refuses_a_layout_as_training_does() -> None:
         ),
     ],
 )
-def test_axes_that_experts_do_not_divide_by_are_refused(
+def test_axes_that_do_not_divide_the_experts_are_refused(
     sizes: Any, experts: Any, message: str
 ) -> None:
     mixture = None if experts is None else {"top_k": 2, "ffn_hidden_size": 10, **experts}
     with pytest.raises(ParallelPlanError, match=re.escape(message)):
-        trainer(4, MegatronStrategy(**sizes)).fit(model(bias=False, experts=mixture), windows())
+        make_trainer(4, MegatronStrategy(**sizes)).fit(
+            make_model(bias=False, experts=mixture), make_loader()
+        )
 
 
 @pytest.mark.usefixtures("no_process")
-def test_a_folder_that_does_not_fit_is_refused_before_any_process_is_started(
+def test_a_hugging_face_folder_that_does_not_fit_is_refused_before_any_process(
     tmp_path: Path,
 ) -> None:
     transformers = pytest.importorskip("transformers")
@@ -241,12 +243,12 @@ def test_a_folder_that_does_not_fit_is_refused_before_any_process_is_started(
     ).save_pretrained(tmp_path)
     module = HuggingFaceCausalLM(str(tmp_path), from_scratch=True)
     with pytest.raises(ParallelPlanError, match=re.escape(NINE_HEADS)):
-        trainer(4, MegatronStrategy(tp=2)).fit(module, windows())
+        make_trainer(4, MegatronStrategy(tp=2)).fit(module, make_loader())
     data = TokenDataModule(train="none", seq_length=17, batch_size=4)
     with pytest.raises(
         ParallelPlanError, match=re.escape("seq_length (17) must not exceed max_seq_length (16)")
     ):
-        trainer(3, MegatronStrategy(tp=3)).fit(module, data)
+        make_trainer(3, MegatronStrategy(tp=3)).fit(module, data)
 
 
 @pytest.mark.usefixtures("no_process")
@@ -256,7 +258,9 @@ def test_manual_optimization_is_refused_with_several_stages() -> None:
         "between forward passes. Use automatic optimization, or pp=1."
     )
     with pytest.raises(UnsupportedError, match=re.escape(message)):
-        trainer(2, MegatronStrategy(pp=2)).fit(ManualLM(GPTConfig.gpt2(**SIZES)), windows())
+        make_trainer(2, MegatronStrategy(pp=2)).fit(
+            ManualLM(GPTConfig.gpt2(**SIZES)), make_loader()
+        )
 
 
 @pytest.mark.usefixtures("no_process")
@@ -310,7 +314,7 @@ def test_manual_optimization_is_refused_with_several_stages() -> None:
         "options of no group",
     ],
 )
-def test_the_strategy_refuses_its_own_arguments(
+def test_invalid_arguments_of_the_strategy_are_refused(
     sizes: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error) as caught:
@@ -325,7 +329,7 @@ def test_a_world_that_the_layout_does_not_divide_is_refused_by_the_trainer() -> 
         "takes that many ranks. Use tp of 1, 2 or 4, or a multiple of 3 ranks (devices x num_nodes of the Trainer)."
     )
     with pytest.raises(ParallelPlanError) as caught:
-        trainer(4, MegatronStrategy(tp=3))
+        make_trainer(4, MegatronStrategy(tp=3))
     assert str(caught.value) == message
 
 
@@ -339,31 +343,31 @@ def test_a_layout_whose_grids_disagree_on_stages_is_refused() -> None:
 
 def test_token_ids_outside_of_the_vocabulary_are_refused() -> None:
     with pytest.raises(IndexError, match=re.escape("[0, 257): an id is 257")):
-        trainer(1, MegatronStrategy()).fit(model(), windows(token=257))
+        make_trainer(1, MegatronStrategy()).fit(make_model(), make_loader(token=257))
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
-    data = TokenDataModule(train=corpus(tmp_path / "text"), seq_length=8, batch_size=4)
+    data = TokenDataModule(train=write_corpus(tmp_path / "text"), seq_length=8, batch_size=4)
     message = (
         "vocab_size (256) of the model must be at least the vocab_size of the data (257), because every token id "
         "selects a row of the embedding. Use a vocab_size of 257 or more, or the tokenizer of the model."
     )
     with pytest.raises(ParallelPlanError, match=re.escape(message)):
-        trainer(1, MegatronStrategy()).fit(model(vocab_size=256), datamodule=data)
+        make_trainer(1, MegatronStrategy()).fit(make_model(vocab_size=256), datamodule=data)
 
 
-def test_sequences_of_any_dataloader_are_refused_at_their_first_use() -> None:
+def test_too_long_sequences_of_a_dataloader_are_refused_at_their_first_use() -> None:
     with pytest.raises(
         ParallelPlanError, match=r"seq_length \(32\) must not exceed max_seq_length \(16\)"
     ):
-        trainer(1, MegatronStrategy()).fit(model(), windows(seq_length=32))
+        make_trainer(1, MegatronStrategy()).fit(make_model(), make_loader(seq_length=32))
 
 
 ADD_UP = (
     "the lengths of the documents of a row must not exceed its 8 tokens: row 1 has [5, 4], which is 9. A document "
     "must end in its row. Use lengths with a sum of at most 8."
 )
-#: What a batch has beside tokens, with the error.
+#: Batch without labels, and class and message of the error.
 DOCUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "lengths": (
         {"tokens": torch.ones(2, 8, dtype=torch.int64), "lengths": torch.tensor([[3, 5], [5, 4]])},
@@ -415,38 +419,38 @@ def test_documents_that_do_not_fit_their_rows_are_refused_before_a_batch_moves(c
     batch, error, message = DOCUMENTS[case]
     labels = torch.ones(len(next(iter(batch.values()))), 8, dtype=torch.int64)
     with pytest.raises(error, match=re.escape(message)):
-        trainer(1, MegatronStrategy()).fit(
-            model(), DataLoader([batch | {"labels": labels}], batch_size=None)
+        make_trainer(1, MegatronStrategy()).fit(
+            make_model(), DataLoader([batch | {"labels": labels}], batch_size=None)
         )
 
 
 @pytest.mark.usefixtures("no_process")
-def test_a_context_that_does_not_fit_the_rows_is_refused_before_any_process_is_started() -> None:
+def test_context_parallelism_that_does_not_fit_is_refused_before_any_process() -> None:
     data = TokenDataModule(train="none", seq_length=10, batch_size=4)
     message = re.escape("seq_length (10) must be a multiple of 2 cp (4)")
     with pytest.raises(ParallelPlanError, match=message):
-        trainer(2, MegatronStrategy(cp=2)).fit(model(), data)
+        make_trainer(2, MegatronStrategy(cp=2)).fit(make_model(), data)
     with pytest.raises(UnsupportedError, match="cannot be used with attention dropout"):
-        trainer(2, MegatronStrategy(cp=2, cp_transport="ring")).fit(
-            model(attention_dropout=0.1), windows()
+        make_trainer(2, MegatronStrategy(cp=2, cp_transport="ring")).fit(
+            make_model(attention_dropout=0.1), make_loader()
         )
     # Any transport shares any number of heads over cp, after tp has cut them.
     with pytest.raises(ParallelPlanError, match=re.escape(NINE_HEADS)):
-        trainer(4, MegatronStrategy(tp=2, cp=2)).fit(model(num_heads=9), windows())
+        make_trainer(4, MegatronStrategy(tp=2, cp=2)).fit(make_model(num_heads=9), make_loader())
 
 
 def test_a_truncated_index_is_refused(tmp_path: Path) -> None:
-    prefix = corpus(tmp_path / "text")
+    prefix = write_corpus(tmp_path / "text")
     path = tmp_path / "text.idx"
-    whole = path.stat().st_size
+    num_bytes = path.stat().st_size
     path.write_bytes(path.read_bytes()[:-5])
     message = (
-        f"text.idx is truncated: {whole} bytes expected for 8 sequences and 9 document entries, "
-        f"{whole - 5} found."
+        f"text.idx is truncated: {num_bytes} bytes expected for 8 sequences and 9 document entries, "
+        f"{num_bytes - 5} found."
     )
     with pytest.raises(CorruptDataError, match=re.escape(message)):
-        trainer(1, MegatronStrategy()).fit(
-            model(), TokenDataModule(train=prefix, seq_length=8, batch_size=4)
+        make_trainer(1, MegatronStrategy()).fit(
+            make_model(), TokenDataModule(train=prefix, seq_length=8, batch_size=4)
         )
 
 
@@ -454,99 +458,107 @@ def test_the_wrong_tokenizer_for_a_corpus_is_refused(tmp_path: Path) -> None:
     class OtherBytes(ByteTokenizer):
         name, fingerprint = "other", "0123456789abcdef"
 
-    data = TokenDataModule(train=corpus(tmp_path / "text"), seq_length=8, batch_size=4)
+    data = TokenDataModule(train=write_corpus(tmp_path / "text"), seq_length=8, batch_size=4)
     data.tokenizer = OtherBytes()
     message = r"the tokenizer of a run must be the one with which the corpus was written, .*'bytes' .* but 'other' \(0123456789ab\) was "
     with pytest.raises(
         CorruptDataError,
         match=message + r"given\..* Use tokenizer 'bytes' or write the corpus again",
     ):
-        trainer(1, MegatronStrategy()).fit(model(), data)
+        make_trainer(1, MegatronStrategy()).fit(make_model(), data)
 
 
-class Looking(CausalLM):
-    """Must not be asked for a model."""
+class NeverBuiltLM(CausalLM):
+    """Module whose model must not be built."""
 
     def configure_model(self) -> None:
         raise AssertionError("ranks that disagree must not build a model")
 
 
 class SlowerHeadLM(CausalLM):
-    """Train the output head, which is the embedding's copy on the last stage, in a group of its
-    own.
+    """Train the output head, the copy of the embedding on the last stage, in a separate parameter
+    group.
     """
 
     def configure_optimizers(self) -> Any:
         heads = [parameter for name, parameter in self.named_parameters() if "head" in name]
-        others = [parameter for name, parameter in self.named_parameters() if "head" not in name]
-        return torch.optim.SGD([{"params": others}, {"params": heads, "lr": 0.01}], lr=0.1)
+        bodies = [parameter for name, parameter in self.named_parameters() if "head" not in name]
+        return torch.optim.SGD([{"params": bodies}, {"params": heads, "lr": 0.01}], lr=0.1)
 
 
 class UnevenLM(CausalLM):
-    """Give the stage of the embedding a group that the stage of its copy does not have."""
+    """Give the embedding's stage a parameter group that the stage of its copy does not have."""
 
     def configure_optimizers(self) -> Any:
         embeddings = [
             parameter for name, parameter in self.named_parameters() if "embedding" in name
         ]
-        others = [
+        bodies = [
             parameter for name, parameter in self.named_parameters() if "embedding" not in name
         ]
-        slower = [{"params": embeddings, "lr": 0.01}] if embeddings else []
-        return torch.optim.SGD([{"params": others}, *slower], lr=0.1)
+        slower_groups = [{"params": embeddings, "lr": 0.01}] if embeddings else []
+        return torch.optim.SGD([{"params": bodies}, *slower_groups], lr=0.1)
 
 
 class LateFrozenLM(CausalLM):
     """Freeze the embedding by its name when the fit starts."""
 
     def on_fit_start(self) -> None:
-        self.before = {name: one.detach().clone() for name, one in self.named_parameters()}
+        self.before = {
+            name: parameter.detach().clone() for name, parameter in self.named_parameters()
+        }
         for name, parameter in self.named_parameters():
             parameter.requires_grad_("embedding.word" not in name)
 
 
-def _an_embedding_that_is_frozen_late(rank: int, size: int) -> None:
+def _check_embedding_frozen_at_fit_start(rank: int, size: int) -> None:
     frozen = LateFrozenLM(GPTConfig.gpt2(**SIZES))
-    trainer(2, MegatronStrategy(pp=2)).fit(frozen, windows())
+    make_trainer(2, MegatronStrategy(pp=2)).fit(frozen, make_loader())
     tied = "model.embedding.word.weight" if rank == 0 else "model.head.weight"
-    same = {
-        name for name, one in frozen.named_parameters() if torch.equal(one, frozen.before[name])
+    unchanged = {
+        name
+        for name, parameter in frozen.named_parameters()
+        if torch.equal(parameter, frozen.before[name])
     }
-    assert same == {tied}, "the copy on the last stage is trained as the embedding is"
+    assert unchanged == {tied}, "the copy on the last stage is trained as the embedding is"
 
 
-def _ranks_that_disagree(rank: int, size: int) -> None:
-    odd = rank == 1
+def _check_refusal_of_ranks_that_disagree(rank: int, size: int) -> None:
+    differs = rank == 1
     with pytest.raises(
         RankMismatchError, match=r"configuration, versions and data: rank 1 has tp=1, the others 2"
     ):
-        trainer(2, MegatronStrategy(tp=1 if odd else 2)).fit(
-            Looking(GPTConfig.gpt2(**SIZES)), windows()
+        make_trainer(2, MegatronStrategy(tp=1 if differs else 2)).fit(
+            NeverBuiltLM(GPTConfig.gpt2(**SIZES)), make_loader()
         )
     with pytest.raises(
         RankMismatchError, match=r"rank 1 has strategy.microbatch_size='2', the others '1'\."
     ):
-        trainer(2, MegatronStrategy(tp=2, microbatch_size=2 if odd else 1)).fit(
-            Looking(GPTConfig.gpt2(**SIZES)), windows()
+        make_trainer(2, MegatronStrategy(tp=2, microbatch_size=2 if differs else 1)).fit(
+            NeverBuiltLM(GPTConfig.gpt2(**SIZES)), make_loader()
         )
     with pytest.raises(
         RankMismatchError, match=r"rank 1 has trainer.gradient_clip_val='1.0', the others 'None'\."
     ):
-        trainer(2, MegatronStrategy(pp=2), gradient_clip_val=1.0 if odd else None).fit(
-            Looking(GPTConfig.gpt2(**SIZES)), windows()
+        make_trainer(2, MegatronStrategy(pp=2), gradient_clip_val=1.0 if differs else None).fit(
+            NeverBuiltLM(GPTConfig.gpt2(**SIZES)), make_loader()
         )
     with pytest.raises(
         RankMismatchError, match=r"rank 1 has train dataloader 0: batches='2', the others '3'"
     ):
-        trainer(2, MegatronStrategy(tp=2)).fit(model(), windows(num_samples=8 if odd else 12))
+        make_trainer(2, MegatronStrategy(tp=2)).fit(
+            make_model(), make_loader(num_samples=8 if differs else 12)
+        )
     with pytest.raises(
         RankMismatchError,
         match="rank 1 has first training batch of its data-parallel rank=.*Call seed_everything",
     ):
-        trainer(2, MegatronStrategy(tp=2)).fit(model(), windows(token=2 if odd else 1))
+        make_trainer(2, MegatronStrategy(tp=2)).fit(
+            make_model(), make_loader(token=2 if differs else 1)
+        )
 
 
-def _copies_that_drift_apart(rank: int, size: int) -> None:
+def _check_refusal_of_different_groups_of_tied_copies(rank: int, size: int) -> None:
     message = (
         "a tied embedding must be trained alike on the first and the last stage: 'model.embedding.word.weight' is in "
         "group 1 with"
@@ -554,25 +566,27 @@ def _copies_that_drift_apart(rank: int, size: int) -> None:
     with pytest.raises(
         UnsupportedError, match=re.escape(message) + r".*Build the same number of groups"
     ):
-        trainer(2, MegatronStrategy(pp=2)).fit(UnevenLM(GPTConfig.gpt2(**SIZES)), windows())
+        make_trainer(2, MegatronStrategy(pp=2)).fit(
+            UnevenLM(GPTConfig.gpt2(**SIZES)), make_loader()
+        )
 
 
-def _a_copy_in_a_group_of_its_own(rank: int, size: int) -> None:
+def _check_tied_head_in_a_separate_group(rank: int, size: int) -> None:
     module = SlowerHeadLM(GPTConfig.gpt2(**SIZES))
-    fitted = trainer(2, MegatronStrategy(pp=2))
-    fitted.fit(module, windows())
+    fitted = make_trainer(2, MegatronStrategy(pp=2))
+    fitted.fit(module, make_loader())
     slower = [len(group["params"]) for group in fitted.optimizers[0].param_groups][1]
     assert slower == 0, "one process has no head of its own to train more slowly"
 
 
 def _run_on_two_ranks(rank: int, size: int) -> None:
-    _ranks_that_disagree(rank, size)
-    _copies_that_drift_apart(rank, size)
-    _a_copy_in_a_group_of_its_own(rank, size)
-    _an_embedding_that_is_frozen_late(rank, size)
+    _check_refusal_of_ranks_that_disagree(rank, size)
+    _check_refusal_of_different_groups_of_tied_copies(rank, size)
+    _check_tied_head_in_a_separate_group(rank, size)
+    _check_embedding_frozen_at_fit_start(rank, size)
 
 
-def test_what_only_several_ranks_can_see_is_refused_on_all_of_them() -> None:
+def test_two_ranks_refuse_disagreements_and_train_tied_copies_together() -> None:
     run_world(_run_on_two_ranks, 2)
 
 

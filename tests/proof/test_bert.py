@@ -1,5 +1,5 @@
-"""A BERT trains in every layout as transformers' model does in a plain loop: same losses, same
-gradient norms and same weights after several steps, with padding and uneven numbers of masks.
+"""Tests that BERT trains in every layout as transformers' model in a plain loop: same losses,
+gradient norms and weights after several steps, with padding and uneven numbers of masks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def config_of(order: str) -> EncoderConfig:
 
 
 class Pairs(Dataset):
-    """Repeatable pairs of different lengths, some of them without any mask."""
+    """Repeatable pairs of sentences of different lengths, some of them without masked tokens."""
 
     def __len__(self) -> int:
         return STEPS * GLOBAL_BATCH
@@ -86,13 +86,15 @@ def train(order: str, layout: dict[str, Any], size: int, checkpoint: str) -> Rep
         gradient_clip_val=1.0, num_sanity_val_steps=0, callbacks=[record],
     )  # fmt: skip
     grid = ParallelLayout(size, **{axis: layout.get(axis, 1) for axis in ("tp", "pp", "cp")})
-    place = grid.coordinates(trainer.global_rank)["dp"]
-    sampler = DistributedSampler(Pairs(), shuffle=False, num_replicas=grid.dp, rank=place)
+    data_rank = grid.coordinates(trainer.global_rank)["dp"]
+    sampler = DistributedSampler(Pairs(), shuffle=False, num_replicas=grid.dp, rank=data_rank)
     loader = DataLoader(Pairs(), batch_size=GLOBAL_BATCH // grid.dp, sampler=sampler)
     module = module_of(order)
     trainer.fit(module, loader)
-    [found] = trainer.validate(module, loader, verbose=False)
-    record.report.val_losses = [found[f"val_{name}"] for name in ("loss", "lm_loss", "order_loss")]
+    [metrics] = trainer.validate(module, loader, verbose=False)
+    record.report.val_losses = [
+        metrics[f"val_{name}"] for name in ("loss", "lm_loss", "order_loss")
+    ]
     trainer.save_checkpoint(checkpoint)
     trainer.strategy.barrier()
     saved = OpenCheckpoint.open(checkpoint)
@@ -116,7 +118,7 @@ def train_all(
 
 
 def losses_of(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the two means over masked tokens by transformers' logits."""
+    """Return the mean losses of masked tokens and of sentence order from transformers' logits."""
     result = model(
         input_ids=batch["tokens"], attention_mask=batch["valid"].long(),
         token_type_ids=batch["token_types"],
@@ -127,14 +129,14 @@ def losses_of(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return tokens, (order * counts).sum() / counts.sum()
 
 
-def twin(order: str) -> Report:
+def train_in_plain_loop(order: str) -> Report:
     """Train transformers' model in a plain loop, from the same weights."""
-    before = torch.get_default_dtype()
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         ours = Encoder(config_of(order), seed=1234)
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(default_dtype)
     model = theirs(order)
     with torch.no_grad():
         start = renamed(dict(model.named_parameters()), order)
@@ -144,14 +146,16 @@ def twin(order: str) -> Report:
                 layer = name.split(".")[1]
                 kind = name.split(".")[-1]
                 part = model.get_submodule(f"bert.encoder.layer.{layer}.attention.self")
-                for piece, one in zip(value.chunk(3), ("query", "key", "value"), strict=True):
-                    getattr(getattr(part, one), kind).copy_(piece)
+                for piece, projection in zip(
+                    value.chunk(3), ("query", "key", "value"), strict=True
+                ):
+                    getattr(getattr(part, projection), kind).copy_(piece)
             else:
                 target.copy_(value[: len(target)])
-    decayed = [one for one in model.parameters() if one.dim() > 1]
-    others = [one for one in model.parameters() if one.dim() <= 1]
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    undecayed = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}],
+        [{"params": decayed, "weight_decay": 0.01}, {"params": undecayed, "weight_decay": 0.0}],
         lr=0.01, betas=(0.9, 0.999),
     )  # fmt: skip
     report = Report()
@@ -167,24 +171,26 @@ def twin(order: str) -> Report:
         report.losses.append(float(loss.detach()))
         report.norms.append(float(norm.detach()))
     with torch.no_grad():
-        whole = next(iter(DataLoader(Pairs(), batch_size=len(Pairs()))))
-        tokens, of_order = losses_of(model, whole)
+        full_batch = next(iter(DataLoader(Pairs(), batch_size=len(Pairs()))))
+        tokens, of_order = losses_of(model, full_batch)
     report.val_losses = [float(tokens + of_order), float(tokens), float(of_order)]
     report.weights = renamed({n: p.detach() for n, p in model.named_parameters()}, order)
     return report
 
 
-def check_reports(found: dict[str, Report], expected: Report, order: str) -> None:
-    """Compare what one rank reports of every layout of an order with a plain loop's report."""
+def check_reports(rank_reports: dict[str, Report], expected: Report, order: str) -> None:
+    """Compare one rank's reports of every layout of an order with the report of a plain loop."""
     assert len(expected.losses) == STEPS
-    own = {name: one for name, one in found.items() if name.startswith(f"{order}, ")}
-    assert own
-    for name, report in own.items():
+    selected = {
+        name: report for name, report in rank_reports.items() if name.startswith(f"{order}, ")
+    }
+    assert selected
+    for name, report in selected.items():
         close = {"rel": 0, "abs": 1e-10}
         assert report.losses == pytest.approx(expected.losses, **close), name
         assert report.norms == pytest.approx(expected.norms, **close), name
         assert report.val_losses == pytest.approx(expected.val_losses, **close), name
-        weights = {key: one for key, one in report.weights.items() if key != "head.weight"}
+        weights = {key: tensor for key, tensor in report.weights.items() if key != "head.weight"}
         assert weights.keys() == expected.weights.keys(), name
         for key, value in expected.weights.items():
             torch.testing.assert_close(
@@ -198,7 +204,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Report]]
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_layout_trains_as_transformers(reports: list[dict[str, Report]], order: str) -> None:
-    expected = twin(order)
-    for found in reports:
-        check_reports(found, expected, order)
+def test_every_layout_trains_as_transformers_in_a_plain_loop(
+    reports: list[dict[str, Report]], order: str
+) -> None:
+    expected = train_in_plain_loop(order)
+    for rank_reports in reports:
+        check_reports(rank_reports, expected, order)

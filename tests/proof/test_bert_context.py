@@ -1,5 +1,5 @@
-"""A BERT whose sequences are cut over cp trains as transformers' model does in a plain loop: same
-losses, same gradient norms and same weights, by every transport, with padding.
+"""Tests that BERT with sequences cut over cp trains as transformers' model in a plain loop: same
+losses, gradient norms and weights, with every transport and with padding.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.proof.test_bert import ORDERS, Report, check_reports, train_all, twin
+from tests.proof.test_bert import ORDERS, Report, check_reports, train_all, train_in_plain_loop
 from tests.sweeps import chosen
 from tests.world import run_world
 
 pytestmark = pytest.mark.slow
 
-#: Arguments of the strategy, and the order of norms in the layers; without it both orders.
+#: Arguments of the strategy, and the order of norms in the layers; without an order, both orders.
 LAYOUTS: dict[str, dict[str, Any]] = chosen(
     {
         "cp4 ring": {"cp": 4, "cp_transport": "ring"},
@@ -48,8 +48,10 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Report]]
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_cut_trains_as_transformers(reports: list[dict[str, Report]], order: str) -> None:
-    expected = twin(order)
-    for found in reports:
-        assert len(found) == len(LAYOUTS) + ("cp4 ring" in LAYOUTS)
-        check_reports(found, expected, order)
+def test_every_context_parallel_layout_trains_as_transformers_in_a_plain_loop(
+    reports: list[dict[str, Report]], order: str
+) -> None:
+    expected = train_in_plain_loop(order)
+    for rank_reports in reports:
+        assert len(rank_reports) == len(LAYOUTS) + ("cp4 ring" in LAYOUTS)
+        check_reports(rank_reports, expected, order)

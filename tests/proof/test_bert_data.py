@@ -1,4 +1,4 @@
-"""BERT trains on BERTDataModule in every layout as in one process: same rows, losses and norms."""
+"""Tests that BERT trains on BERTDataModule in every layout as in one process."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def train(folder: str, layout: dict[str, Any], size: int, workers: int) -> list[
     )  # fmt: skip
     trainer.fit(module, data)
     trainer.limit_val_batches = 1.0
-    [found] = trainer.validate(module, data, verbose=False)
-    record.val_losses = [found[f"val_{name}"] for name in ("loss", "lm_loss", "order_loss")]
+    [metrics] = trainer.validate(module, data, verbose=False)
+    record.val_losses = [metrics[f"val_{name}"] for name in ("loss", "lm_loss", "order_loss")]
     return [record.losses, record.norms, record.val_losses]
 
 
@@ -80,12 +80,12 @@ def train_alone(rank: int, size: int, folder: str) -> list[list[float]]:
     return train(folder, {"microbatch_size": 8}, 1, workers=0)
 
 
-def test_every_layout_trains_on_the_same_rows(tmp_path: Path) -> None:
+def test_every_layout_has_the_losses_and_norms_of_one_process(tmp_path: Path) -> None:
     write_sentences(tmp_path / "corpus", write_vocabulary(tmp_path / "vocab.txt"))
     [expected] = run_world(train_alone, 1, str(tmp_path))
     assert [len(values) for values in expected] == [STEPS, STEPS, 3]
     assert len(set(expected[0])) == STEPS
-    for found in run_world(train_all, 2, str(tmp_path)):
+    for reports in run_world(train_all, 2, str(tmp_path)):
         for name in LAYOUTS:
-            for values, wanted in zip(found[name], expected, strict=True):
-                assert values == pytest.approx(wanted, rel=0, abs=1e-10), name
+            for values, expected_values in zip(reports[name], expected, strict=True):
+                assert values == pytest.approx(expected_values, rel=0, abs=1e-10), name

@@ -1,4 +1,4 @@
-"""A model that is called several times in a step trains in pipeline stages as on one process."""
+"""Tests that a model called several times in a step trains in pipeline stages as on one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SIZES |= {"pad_token_id": 0, "max_position_embeddings": 16}
 
 
 class Train(LightningModule):
-    """Call a model in a way of a subclass."""
+    """Train a model that a subclass calls in its own way."""
 
     tolerance = 1e-9
     model_class, extra = "LlamaForCausalLM", {"intermediate_size": 24}
@@ -45,8 +45,8 @@ class Train(LightningModule):
         if hasattr(self, "model"):
             return
         torch.manual_seed(3)
-        known = getattr(transformers, self.model_class)
-        self.model: Any = known(known.config_class(**SIZES, **self.extra)).double()
+        model_class = getattr(transformers, self.model_class)
+        self.model: Any = model_class(model_class.config_class(**SIZES, **self.extra)).double()
 
     def loss_of(self, tokens: Tensor) -> Tensor:
         raise NotImplementedError
@@ -67,12 +67,12 @@ class Train(LightningModule):
 
 
 class Preference(Train):
-    """Prefer some answers to others of another length, as DPO does."""
+    """Prefer chosen answers to rejected answers of another length, as DPO does."""
 
     def log_probability(self, tokens: Tensor) -> Tensor:
         logits = self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits[:, :-1]
-        found = torch.gather(logits.log_softmax(-1), 2, tokens[:, 1:, None])
-        return found.squeeze(2).sum(-1)
+        log_probabilities = torch.gather(logits.log_softmax(-1), 2, tokens[:, 1:, None])
+        return log_probabilities.squeeze(2).sum(-1)
 
     def loss_of(self, tokens: Tensor) -> Tensor:
         chosen, rejected = self.log_probability(tokens), self.log_probability(tokens[:, :4].flip(1))
@@ -97,7 +97,7 @@ class InALoop(Train):
 
 
 class Contrast(Train):
-    """Compare what an encoder makes of two texts."""
+    """Compare the outputs of an encoder for two texts."""
 
     model_class = "BertModel"
     extra = {
@@ -113,7 +113,7 @@ class Contrast(Train):
 
 
 class Answers(Train):
-    """Call a model that keeps its own code twice; Hugging Face's norms and loss are computed in float32."""
+    """Call a model with Hugging Face's code twice; its norms and loss are computed in float32."""
 
     tolerance = 1e-6
     model_class, extra = "Olmo2ForCausalLM", {"intermediate_size": 24, "hidden_act": "tanh"}
@@ -133,13 +133,13 @@ class Masked(Train):
 
     def loss_of(self, tokens: Tensor) -> Tensor:
         first, second = (
-            self.model(input_ids=one, labels=tokens) for one in (tokens, tokens.flip(1))
+            self.model(input_ids=text, labels=tokens) for text in (tokens, tokens.flip(1))
         )
         return first.loss + second.loss + (first.logits - second.logits).pow(2).mean()
 
 
 class Dropped(InALoop):
-    """Compare two runs of one text that drop other elements, as R-Drop does."""
+    """Compare two runs of a text with different dropout masks, as R-Drop does."""
 
     extra = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
 
@@ -171,12 +171,12 @@ def fit(
 
 
 def fit_all(rank: int, size: int) -> dict[str, Any]:
-    found = {kind.__name__: fit(kind, {"pp": 2}, size) for kind in EQUAL}
-    found |= {str(layout): fit(Dropped, layout, size) for layout in DROPPED}
-    return found
+    results = {kind.__name__: fit(kind, {"pp": 2}, size) for kind in EQUAL}
+    results |= {str(layout): fit(Dropped, layout, size) for layout in DROPPED}
+    return results
 
 
-#: With and without a run of every layer again in the backward pass.
+#: Layouts without and with recomputation of every layer in the backward pass.
 DROPPED: tuple[dict[str, Any], ...] = ({"pp": 2}, {"pp": 2, "recompute": "full"})
 
 
@@ -186,18 +186,18 @@ def reports() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", EQUAL)
-def test_calls_of_a_model_in_stages_train_as_one_process_does(
+def test_several_calls_of_a_model_in_stages_train_as_on_one_process(
     kind: type[Train], reports: list[Any]
 ) -> None:
     losses, val_loss = fit(kind, None, 1)
     assert losses[-1] < losses[0]
     for report in reports:
-        found, val_found = report[kind.__name__]
-        assert found == pytest.approx(losses, abs=kind.tolerance)
-        assert val_found == pytest.approx(val_loss, abs=kind.tolerance)
+        actual, val_actual = report[kind.__name__]
+        assert actual == pytest.approx(losses, abs=kind.tolerance)
+        assert val_actual == pytest.approx(val_loss, abs=kind.tolerance)
 
 
-def test_calls_of_one_text_drop_other_elements_alike_in_every_layout(reports: list[Any]) -> None:
+def test_dropout_masks_of_two_calls_are_the_same_in_every_layout(reports: list[Any]) -> None:
     losses, _ = fit(Dropped, {}, 1)
     assert losses[0] > 1e-3
     for report in reports:
@@ -205,7 +205,7 @@ def test_calls_of_one_text_drop_other_elements_alike_in_every_layout(reports: li
             assert report[str(layout)][0] == pytest.approx(losses, abs=1e-9), layout
 
 
-def test_other_calls_than_in_the_first_step_are_refused() -> None:
+def test_steps_with_another_number_of_calls_are_refused() -> None:
     config = GPTConfig(num_layers=2, hidden_size=16, num_heads=2, vocab_size=V, max_seq_length=8)
     model, tokens = GPT(config, mesh_of(pp=2, pp_rank=1)), torch.ones(2, 4, dtype=torch.long)
     hidden = torch.zeros(model.boundary(tokens)[0])

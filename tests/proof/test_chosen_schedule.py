@@ -1,5 +1,5 @@
-"""A schedule that measured times have chosen keeps the promise: losses, gradient norms and final
-weights are one process's.
+"""Tests that a schedule chosen by measured times trains as one process: same losses, gradient norms
+and final weights.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ Chosen = tuple[dict[str, Report], list[Schedule], list[MeasuredStages], list[str
 def train_and_choose(rank: int, size: int, folder: str) -> Chosen:
     """Run the jobs with a choice after two of their four steps.
 
-    Return the reports, what was chosen and measured, and what the log says. Transfers take
-    microseconds by the size of a message and the rank.
+    Return the reports, the chosen schedules, the measured times and the log messages. The time of a
+    transfer follows from the size of the message and the rank.
     """
     chosen: list[Schedule] = []
     measured: list[MeasuredStages] = []
-    said: list[str] = []
+    messages: list[str] = []
     search: Any = ScheduleChoice._search
 
-    def recorded(self: ScheduleChoice, *args: Any) -> Schedule:
+    def search_and_record(self: ScheduleChoice, *args: Any) -> Schedule:
         chosen.append(search(self, *args))
         assert self.measured is not None, "the choice follows the measurement"
         measured.append(self.measured)
@@ -60,10 +60,10 @@ def train_and_choose(rank: int, size: int, folder: str) -> Chosen:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule_choice, "WARMUP_STEPS", 1)
         patch.setattr(schedule_choice, "MEASURED_STEPS", 1)
-        patch.setattr(ScheduleChoice, "_search", recorded)
+        patch.setattr(ScheduleChoice, "_search", search_and_record)
         patch.setattr(schedule_choice, "measure_transfer", slow_transfer)
-        patch.setattr(schedule_choice, "rank_zero_info", said.append)
-        return train_all(rank, size, JOBS, folder), chosen, measured, said
+        patch.setattr(schedule_choice, "rank_zero_info", messages.append)
+        return train_all(rank, size, JOBS, folder), chosen, measured, messages
 
 
 def test_chosen_schedules_train_as_one_process(tmp_path: Path) -> None:
@@ -72,14 +72,16 @@ def test_chosen_schedules_train_as_one_process(tmp_path: Path) -> None:
         assert len(chosen) == len(JOBS)
         assert chosen == ranks[0][1], "all ranks choose the same order"
         assert measured == ranks[0][2], "all ranks have the same times"
-    assert [(one.num_stages, one.num_chunks, one.shape) for one in ranks[0][1]] == [
+    assert [
+        (schedule.num_stages, schedule.num_chunks, schedule.shape) for schedule in ranks[0][1]
+    ] == [
         (4, 1, "loop"),
         (2, 2, "v"),
         (2, 1, "loop"),
     ]
     # A message is one sample of 16 tokens with 32 features in float64, or with tp its half; with
     # experts the samples of a data-parallel rank are as large. The slowest rank counts.
-    transfers = [one.costs.transfer for one in ranks[0][2]]
+    transfers = [stages.costs.transfer for stages in ranks[0][2]]
     assert transfers == [4096 + 3, 2048 + 3, 4096 + 3]
     for transfer, line in zip(transfers, ranks[0][3], strict=True):
         assert f"and {transfer / 1e3:.3g} ms for a transfer between stages." in line
@@ -90,6 +92,6 @@ def test_chosen_schedules_train_as_one_process(tmp_path: Path) -> None:
         check(job, [reports[name] for reports, *_ in ranks], train(Job(job.kind), 1, "cpu"))
 
 
-def test_a_choice_has_no_microbatch_groups() -> None:
+def test_automatic_schedules_with_microbatch_groups_are_refused() -> None:
     with pytest.raises(ParallelPlanError, match=r"microbatch_group_size \(4\) must be None"):
         MegatronStrategy(pp=2, vpp=4, schedule="auto", microbatch_group_size=4)

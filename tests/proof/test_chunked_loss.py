@@ -1,4 +1,4 @@
-"""Trainings whose losses are computed in chunks are those that store all logits, in every layout."""
+"""Tests that training with losses in chunks matches training with stored logits."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ class SummedLM(TinyLM):
 
 
 def jobs() -> dict[str, Job]:
-    """Name every run of four processes; the last one ignores some labels and counts the others."""
-    found = {
+    """Return jobs of four processes by name; the last one ignores labels and counts tokens."""
+    runs = {
         name: Job(kind, layout=layout | {"loss_chunk": 7}, compares=False)
         for name, (kind, layout) in LAYOUTS.items()
     }
     for name, (kind, layout) in EARLY.items():
         early = layout | {"loss_chunk": "forward"}
-        found[name] = Job(kind, layout=early, counts=True, compares=False)
+        runs[name] = Job(kind, layout=early, counts=True, compares=False)
     counted = {"tp": 2, "loss_chunk": 7}
-    found["counted"] = Job("gpt2-tied", layout=counted, counts=True, compares=False)
+    runs["counted"] = Job("gpt2-tied", layout=counted, counts=True, compares=False)
     return chosen(
-        found,
+        runs,
         "tp4",
         "tp2+sp pp2",
         "cp2 pp2, recomputed",
@@ -79,23 +79,23 @@ def jobs() -> dict[str, Job]:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one rank of four reports."""
+class RankReport:
+    """Report of one rank of four."""
 
     reports: dict[str, Report]
     differences: dict[str, list[str]]
     fine_tuned: hugging_face.Report
 
 
-def run_all(rank: int, size: int, folder: Path, model: str) -> Found:
-    """Run everything on four processes."""
+def run_all(rank: int, size: int, folder: Path, model: str) -> RankReport:
+    """Run all jobs, graphs and fine-tuning on four processes."""
     differences = {}
     for name, (graphs, layout) in GRAPHS.items():
         by_graphs = fit(graphs, size, layout, module=SummedLM())
         assert all(by_graphs.num_graphs[4:]), by_graphs.num_graphs
         differences[name] = by_graphs.differences_from(fit(None, size, layout, module=SummedLM()))
     tuned = hugging_face.train(model, "tokens", {"tp": 2, "pp": 2, "loss_chunk": 7}, size)
-    return Found(train_all(rank, size, jobs(), str(folder), STEPS), differences, tuned)
+    return RankReport(train_all(rank, size, jobs(), str(folder), STEPS), differences, tuned)
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +111,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory, model: str) -> list[Found]:
-    """Run everything once."""
+def ranks(tmp_path_factory: pytest.TempPathFactory, model: str) -> list[RankReport]:
+    """Run four processes once for all tests."""
     return run_world(run_all, 4, tmp_path_factory.mktemp("four"), model)
 
 
@@ -132,8 +132,8 @@ def test_every_layout_trains_as_one_process_that_stores_logits(name, ranks, twin
     job = jobs()[name]
     twin = twins[job.kind, job.counts]
     assert twin.losses[-1] < twin.losses[0]
-    for found in ranks:
-        report = found.reports[name]
+    for rank in ranks:
+        report = rank.reports[name]
         assert report.losses == pytest.approx(twin.losses, abs=1e-12, rel=0)
         assert report.norms == pytest.approx(twin.norms, abs=1e-12, rel=0)
     weights = ranks[0].reports[name].weights
@@ -146,30 +146,30 @@ def test_every_layout_trains_as_one_process_that_stores_logits(name, ranks, twin
 
 @pytest.mark.parametrize("mode", list(GRAPHS))
 def test_graphs_equal_eager_steps(mode, ranks):
-    for found in ranks:
-        assert found.differences[mode] == []
+    for rank in ranks:
+        assert rank.differences[mode] == []
 
 
 def test_a_hugging_face_model_trains_as_with_stored_logits(model, ranks):
-    one = hugging_face.train(model, "tokens", {}, 1)
+    stored = hugging_face.train(model, "tokens", {}, 1)
     chunked = hugging_face.train(model, "tokens", {"loss_chunk": 7}, 1)
     early = hugging_face.train(model, "tokens", {"loss_chunk": "forward"}, 1)
     assert chunked.is_swapped
-    for report in (chunked, early, *(found.fine_tuned for found in ranks)):
-        assert report.losses == pytest.approx(one.losses, abs=1e-5)
+    for report in (chunked, early, *(rank.fine_tuned for rank in ranks)):
+        assert report.losses == pytest.approx(stored.losses, abs=1e-5)
 
 
 def test_logits_of_a_call_with_labels_are_computed_again_without_gradients(model):
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
-    class Reading(hugging_face.FineTune):
+    class ReadsLogits(hugging_face.FineTune):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             with pytest.raises(UnsupportedError, match="loss_chunk .7. stores no logits"):
                 _ = self._output(batch).logits
             output = self._output(batch)
             with torch.no_grad():
-                found["logits"] = output.logits
-                found["expected"] = self.model(input_ids=batch["input_ids"]).logits
+                results["logits"] = output.logits
+                results["expected"] = self.model(input_ids=batch["input_ids"]).logits
             self.log("loss", output.loss)
             return output.loss
 
@@ -179,5 +179,5 @@ def test_logits_of_a_call_with_labels_are_computed_again_without_gradients(model
     # The trial of the first batch has no gradients.
     layout = {"loss_chunk": 7, "check_microbatches": False}
     trainer = hugging_face.trainer_of(layout, 1, 2, max_steps=1)
-    trainer.fit(Reading(model, "tokens"), hugging_face.InOrder("tokens"))
-    assert torch.equal(found["logits"], found["expected"])
+    trainer.fit(ReadsLogits(model, "tokens"), hugging_face.InOrder("tokens"))
+    assert torch.equal(results["logits"], results["expected"])

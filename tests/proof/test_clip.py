@@ -1,4 +1,4 @@
-"""CLIP, whose contrastive loss couples the samples of a batch and which has two lists of blocks."""
+"""Tests of CLIP, whose loss couples the samples of a batch and which has two lists of blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STAGES = {"model.vision_model.encoder.layers": "blocks", "model.text_model": "la
 
 
 class Clip(L.LightningModule):
-    """Train a small CLIP as plain code does."""
+    """Train a small CLIP with plain Lightning code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def fit(strategy: Any, devices: int = 1) -> list[float]:
     return module.losses
 
 
-def _world(rank: int, size: int) -> dict[str, list[float]]:
+def _fit_on_two_processes(rank: int, size: int) -> dict[str, list[float]]:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with pytest.raises(UnsupportedError, match=r"'model.vision_model.encoder.layers': 'blocks'"):
@@ -79,8 +79,8 @@ def _world(rank: int, size: int) -> dict[str, list[float]]:
     }
 
 
-def test_clip_trains_as_in_one_process_by_the_plan_that_errors_lead_to() -> None:
+def test_clip_with_the_plan_that_errors_name_trains_as_in_one_process() -> None:
     expected = fit("auto")
-    for found in run_world(_world, 2):
-        for layout, losses in found.items():
+    for report in run_world(_fit_on_two_processes, 2):
+        for layout, losses in report.items():
             assert losses == pytest.approx(expected, abs=1e-10), layout

@@ -1,4 +1,4 @@
-"""Fits with clones of experts equal one process, save what fits without clones save, and load it."""
+"""Tests that fits with clones of experts match one process and exchange checkpoints."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ NEVER = {"places": 2, "min_rows": 10**6}
 
 
 def jobs() -> dict[str, Job]:
-    """Name every run of four processes."""
+    """Return every job of four processes by name."""
     # One grid makes the trial of its microbatches.
-    found = {
+    runs = {
         name: Job("experts", layout=layout, compares=name == "ep4, 2, experts recomputed")
         for name, layout in GRIDS.items()
     }
     grid = GRIDS["ep2 edp2, 1"]
-    found["accumulated"] = Job("experts", layout=grid, trainer=ACCUMULATED, compares=False)
-    found["shared expert"] = Job("experts, some layers", layout=GRIDS["ep4, 1"], compares=False)
-    whole = GRIDS["tp2, etp2 ep2, 1"]
-    found["whole step"] = Job("experts, whole step", layout=whole, compares=False)
+    runs["accumulated"] = Job("experts", layout=grid, trainer=ACCUMULATED, compares=False)
+    runs["shared expert"] = Job("experts, some layers", layout=GRIDS["ep4, 1"], compares=False)
+    tensor_grid = GRIDS["tp2, etp2 ep2, 1"]
+    runs["whole step"] = Job("experts, whole step", layout=tensor_grid, compares=False)
     for name, clones in (("nothing moves", NEVER), ("without", 0)):
-        found[name] = Job("experts", layout=grid | {"expert_clones": clones}, compares=False)
+        runs[name] = Job("experts", layout=grid | {"expert_clones": clones}, compares=False)
     return chosen(
-        found,
+        runs,
         "ep4, 2, experts recomputed",
         "ep2 edp2, 1",
         "ep2 edp2, 2, zero 0",
@@ -74,7 +74,7 @@ def jobs() -> dict[str, Job]:
     )
 
 
-#: Every fit goes on from the checkpoint of the one before it, up to a step.
+#: Every fit continues from the checkpoint of the fit before it, up to a step.
 CHAIN: dict[str, tuple[int, dict[str, Any]]] = {
     "clones": (2, GRIDS["ep4, 1"]),
     "no clones": (3, {"tp": 2, "ep": 2, "etp": 1}),
@@ -82,28 +82,32 @@ CHAIN: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def _runs(rank: int, size: int, folder: str) -> tuple[dict[str, Report], dict[str, int], Report]:
+def _run_jobs_and_chain(
+    rank: int, size: int, folder: str
+) -> tuple[dict[str, Report], dict[str, int], Report]:
     """Train every job, count the rows that clones take, and go through the chain."""
-    place, moved = cloning_dispatcher.place_clones, dict.fromkeys(jobs(), 0)
+    place_clones, moved = cloning_dispatcher.place_clones, dict.fromkeys(jobs(), 0)
     reports = {}
     with pytest.MonkeyPatch.context() as patch:
         for name, job in jobs().items():
 
             def counted(*sizes: Any, name: str = name) -> Any:
-                clones = place(*sizes)
+                clones = place_clones(*sizes)
                 moved[name] += int(clones.amounts.sum())
                 return clones
 
             patch.setattr(cloning_dispatcher, "place_clones", counted)
             reports |= train_all(rank, size, {name: job}, f"{folder}/{name}", STEPS)
-    whole, before = Report(), None
+    chain, last_saved = Report(), None
     for number, (step, layout) in enumerate(CHAIN.values()):
         saved = f"{folder}/chain/{number}"
         job = Job("experts", layout=layout, compares=False)
-        found = train(job, size, "cpu", saved, steps=step, resume_from=before)
-        whole = replace(found, losses=whole.losses + found.losses, norms=whole.norms + found.norms)
-        before = saved
-    return reports, moved, whole
+        report = train(job, size, "cpu", saved, steps=step, resume_from=last_saved)
+        chain = replace(
+            report, losses=chain.losses + report.losses, norms=chain.norms + report.norms
+        )
+        last_saved = saved
+    return reports, moved, chain
 
 
 @pytest.fixture(scope="module")
@@ -113,17 +117,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[tuple[dict[str, Report], dict[str, int], Report]]:
-    return run_world(_runs, 4, str(folder))
+    return run_world(_run_jobs_and_chain, 4, str(folder))
 
 
 @pytest.fixture(scope="module")
 def twins() -> dict[str, Report]:
-    """Train every kind in this one process."""
-    found = {kind: Job(kind) for kind in ("experts", "experts, some layers")}
-    found["experts, whole step"] = Job("experts, whole step", layout={})
+    """Train every kind in this process."""
+    kinds = {kind: Job(kind) for kind in ("experts", "experts, some layers")}
+    kinds["experts, whole step"] = Job("experts, whole step", layout={})
     # Without the strategy, losses of routers are not divided by the number of batches.
-    found["accumulated"] = Job("experts", layout={}, trainer=ACCUMULATED)
-    return {name: train(job, 1, "cpu", steps=STEPS) for name, job in found.items()}
+    kinds["accumulated"] = Job("experts", layout={}, trainer=ACCUMULATED)
+    return {name: train(job, 1, "cpu", steps=STEPS) for name, job in kinds.items()}
 
 
 @pytest.mark.parametrize("name", list(jobs()))
@@ -133,10 +137,12 @@ def test_every_fit_with_clones_trains_as_one_process(name: str, ranks: Any, twin
     assert all((moved[name] > 0) == moves for _, moved, _ in ranks)
     is_accumulated = name == "accumulated"
     twin = twins["accumulated" if is_accumulated else job.kind]
-    check(job, [found[name] for found, _, _ in ranks], twin, STEPS * (2 if is_accumulated else 1))
+    check(
+        job, [reports[name] for reports, _, _ in ranks], twin, STEPS * (2 if is_accumulated else 1)
+    )
 
 
-def test_layouts_with_and_without_clones_load_the_checkpoints_of_each_other(
+def test_layouts_with_and_without_clones_load_each_others_checkpoints(
     ranks: Any, twins: Any
 ) -> None:
     check(Job("experts"), [chain for _, _, chain in ranks], twins["experts"], STEPS)
@@ -144,22 +150,26 @@ def test_layouts_with_and_without_clones_load_the_checkpoints_of_each_other(
 
 def files_of(checkpoint: Path) -> dict[str, bytes]:
     """Return the content of every file, without the time of the save."""
-    found = {
+    contents = {
         str(path.relative_to(checkpoint)): path.read_bytes()
         for path in checkpoint.rglob("*")
         if path.is_file()
     }
-    record = json.loads(found["checkpoint.json"])
-    untimed = {name: one for name, one in record.items() if name not in ("saved_at", "checksum")}
-    return found | {"checkpoint.json": json.dumps(untimed).encode()}
+    record = json.loads(contents["checkpoint.json"])
+    untimed = {
+        name: value for name, value in record.items() if name not in ("saved_at", "checksum")
+    }
+    return contents | {"checkpoint.json": json.dumps(untimed).encode()}
 
 
-def test_checkpoints_do_not_know_of_clones(folder: Path, ranks: Any) -> None:
+def test_checkpoints_with_clones_have_the_files_of_checkpoints_without(
+    folder: Path, ranks: Any
+) -> None:
     without = files_of(folder / "without" / "0")
     assert files_of(folder / "nothing moves" / "0") == without
-    # Other orders of sums change the last bits of numbers, and nothing else.
+    # A different order of sums changes only the last bits of numbers.
     moved = files_of(folder / "ep2 edp2, 1" / "0")
-    assert {name: len(one) for name, one in moved.items()} == {
-        name: len(one) for name, one in without.items()
+    assert {name: len(content) for name, content in moved.items()} == {
+        name: len(content) for name, content in without.items()
     }
     assert moved != without

@@ -1,5 +1,5 @@
-"""Compiled blocks keep the promise under schedules that split backward passes: losses, gradient
-norms and final weights are one eager process's.
+"""Tests that compiled blocks under schedules that split backward passes train as one eager process:
+same losses, gradient norms and final weights.
 """
 
 from __future__ import annotations
@@ -45,42 +45,42 @@ def compile_blocks(module: Module) -> None:
 def train_compiled(rank: int, size: int, folder: str) -> Compiled:
     """Run the jobs with blocks that are compiled when the fit starts.
 
-    Return the reports, how many products each job left to weight halves, and what the log says.
+    Return the reports, the number of products that each job left to weight halves, and the log.
     """
     # The compiler would trace the checks of shapes.
     config.update("jaxtyping_disable", True)
-    left: list[int] = []
-    said: list[str] = []
+    counts: list[int] = []
+    messages: list[str] = []
     put = WeightGradientQueue.put
 
-    def counted(self, start, slots):  # type: ignore[no-untyped-def]
-        left[-1] += 1
+    def put_and_count(self, start, slots):  # type: ignore[no-untyped-def]
+        counts[-1] += 1
         put(self, start, slots)
 
-    def started(module: Module) -> None:
-        left.append(0)
+    def start_and_compile(module: Module) -> None:
+        counts.append(0)
         compile_blocks(module)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Module, "on_fit_start", started)
-        patch.setattr(WeightGradientQueue, "put", counted)
-        patch.setattr(compiled_blocks, "rank_zero_info", said.append)
+        patch.setattr(Module, "on_fit_start", start_and_compile)
+        patch.setattr(WeightGradientQueue, "put", put_and_count)
+        patch.setattr(compiled_blocks, "rank_zero_info", messages.append)
         reports = train_all(rank, size, JOBS, folder)
     assert counters["stats"]["unique_graphs"], "blocks are compiled"
-    return reports, left, said
+    return reports, counts, messages
 
 
 def test_compiled_blocks_train_as_one_process(tmp_path: Path) -> None:
     ranks = run_world(train_compiled, 2, str(tmp_path))
     for name, job in JOBS.items():
         check(job, [reports[name] for reports, *_ in ranks], train(Job(job.kind), 1, "cpu"))
-    for number, (name, of_block) in enumerate(LEFT.items()):
-        # Four blocks and the head, which a stage has once.
-        expected = (4 * of_block + 1) * NUM_MICROBATCHES
-        assert sum(left[number] for _, left, _ in ranks) == expected, name
+    for number, (name, num_products) in enumerate(LEFT.items()):
+        # Four blocks and one head.
+        expected = (4 * num_products + 1) * NUM_MICROBATCHES
+        assert sum(counts[number] for _, counts, _ in ranks) == expected, name
     note = (
         "backward of model.layers.0.mlp.experts and 3 others: not split into halves, because "
         "compiled experts and fused weights compute the gradients of their inputs and weights at "
         "once, unless they are recomputed"
     )
-    assert [said for *_, said in ranks] == [[note]] * 2, "dense layers split"
+    assert [messages for *_, messages in ranks] == [[note]] * 2, "dense layers split"

@@ -1,5 +1,5 @@
-"""Groups of cp ranks that documents choose: logits, losses, gradients and training are those of one
-process and of whole rows, whatever the groups of a step are.
+"""Tests of groups of cp ranks that are chosen by documents: logits, losses, gradients and training
+match one process and groups of all ranks, for any groups of a step.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from tests.world import run_world
 pytestmark = pytest.mark.slow
 
 B, S, V = 2, 16, 77
-#: Lengths of the documents of both rows, and the size of the groups for cp 2 and 4. What is left of
-#: a row is padding.
+#: Lengths of the documents of both rows, and the size of the groups for cp 2 and 4. The rest of a
+#: row is padding.
 DOCUMENTS: dict[str, tuple[list[list[int]], dict[int, int]]] = {
     "all short": ([[4, 4, 3, 1, 4], [2, 1, 1, 4, 4, 4]], {2: 1, 4: 1}),
     "one of half a row": ([[8, 3, 1, 4], [1, 3, 4, 0, 8]], {2: 1, 4: 2}),
@@ -71,13 +71,15 @@ LAYOUTS: dict[str, tuple[dict[str, Any], bool, str, str]] = chosen(
 
 
 @cache
-def alone(config: str, name: str) -> tuple[dict[str, Tensor], Tensor, Tensor, dict[str, Tensor]]:
+def train_in_one_process(
+    config: str, name: str
+) -> tuple[dict[str, Tensor], Tensor, Tensor, dict[str, Tensor]]:
     """Return weights, logits, losses and gradients in one process."""
     model = GPT(CONFIGS[config], ParallelMesh.single(), seed=1)
-    own = model.named_parameters()
-    weights = {key: draw(*p.shape, seed=i) for i, (key, p) in enumerate(own)}
+    parameters = model.named_parameters()
+    weights = {key: draw(*p.shape, seed=i) for i, (key, p) in enumerate(parameters)}
     load_full_(model, weights)
-    tokens, labels, grad = rows(name)
+    tokens, labels, grad = rows_of(name)
     span = AttentionSpan.packed(DOCUMENTS[name][0], S)
     logits = model(tokens, span=span).detach()
     losses = model(tokens, labels, 0.1, span=span)
@@ -86,8 +88,8 @@ def alone(config: str, name: str) -> tuple[dict[str, Tensor], Tensor, Tensor, di
     return weights, logits, losses.detach(), gradients
 
 
-def rows(name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens, labels, and the gradient of the losses, which padding has none of."""
+def rows_of(name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, labels, and the gradient of the losses, which is zero for padding."""
     tokens, labels = torch.randint(V, (2, B, S), generator=torch.Generator().manual_seed(1))
     counts = torch.arange(S) < torch.tensor([[sum(row)] for row in DOCUMENTS[name][0]])
     return tokens, labels, draw(B, S, seed=2) * counts
@@ -104,35 +106,35 @@ def check_layouts(size: int) -> int:
         links = ContextLinks.of(transport, layout, size, "documents")
         mesh = ParallelMesh.create(layout, seed=5, sequence_parallel=is_sharded, context=links)
         for name, (lengths, _) in DOCUMENTS.items():
-            what = f"{config} {sizes} {transport}: {name}"
-            weights, logits, losses, gradients = alone(config, name)
+            label = f"{config} {sizes} {transport}: {name}"
+            weights, logits, losses, gradients = train_in_one_process(config, name)
             model = GPT(CONFIGS[config], mesh, seed=1)
             model.recompute = recompute
             load_full_(model, weights)
-            tokens, labels, grad = rows(name)
+            tokens, labels, grad = rows_of(name)
             span = AttentionSpan.packed(lengths, S)
             if mesh.pp.size > 1:
-                found = run_pipeline(model, tokens, labels, grad, span=span)
+                actual = run_pipeline(model, tokens, labels, grad, span=span)
             else:
-                assert_equal(model(tokens, span=span), logits, f"{what}: logits")
-                found = model(tokens, labels, 0.1, span=span)
-                found.backward(grad)
-            assert_equal(found, losses, f"{what}: losses")
+                assert_equal(model(tokens, span=span), logits, f"{label}: logits")
+                actual = model(tokens, labels, 0.1, span=span)
+                actual.backward(grad)
+            assert_equal(actual, losses, f"{label}: losses")
             for p in model.parameters():
                 # The mean over cp, whose ranks are data ranks.
                 if p.grad is not None:
                     dist.all_reduce(p.grad, group=mesh.cp.group)
                     p.grad /= mesh.cp.size
             names = {key for key, _ in model.named_parameters()}
-            own = {key: one for key, one in gradients.items() if key in names}
-            assert_same_gradients(model, mesh, own, what)
+            stage_gradients = {key: gradient for key, gradient in gradients.items() if key in names}
+            assert_same_gradients(model, mesh, stage_gradients, label)
             checked += 1
         mesh.destroy()
     torch.set_default_dtype(torch.float32)
     return checked
 
 
-#: Lengths of the documents of the rows of successive steps; those of a step have equal groups.
+#: Lengths of the documents of the rows of successive steps; all rows of a step have the same.
 STEPS = ([3, 1, 4, 4, 4], [8, 4, 3], [4, 9, 1], [2, 2, 4, 5], [7, 1, 8])
 
 
@@ -174,7 +176,7 @@ FITS: dict[str, dict[str, Any]] = chosen(
 def train(devices: int, layout: dict[str, Any]) -> Fit:
     """Train for five steps of 4 rows, in microbatches of 1 row."""
     seed_everything(3, verbose=False)
-    found = Fit("")
+    record = Fit("")
     replicas = devices // (layout.get("cp", 1) * layout.get("pp", 1) * layout.get("tp", 1))
     config = GPTConfig.llama(
         vocab_size=V, max_seq_length=S, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2,
@@ -183,35 +185,35 @@ def train(devices: int, layout: dict[str, Any]) -> Fit:
     Trainer(
         accelerator="cpu", devices=devices, strategy=MegatronStrategy(microbatch_size=1, check_microbatches=False, **layout),
         precision="64-true", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[Watch(found)], max_steps=5,
+        enable_model_summary=False, callbacks=[Watch(record)], max_steps=5,
     ).fit(
         CausalLM(config, learning_rate=0.01, warmup_steps=0),
         DataLoader(Packed(4), batch_size=4 // replicas),
     )  # fmt: skip
-    return found
+    return record
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one rank of four reports."""
+class RankReport:
+    """Report of one rank of four."""
 
     num_checked: int
     fits: dict[tuple[str, str], Fit]
 
 
-def run_all(rank: int, size: int) -> Found:
-    """Run everything on four processes."""
+def run_all(rank: int, size: int) -> RankReport:
+    """Train with both kinds of groups, and check all layouts, on four processes."""
     fits = {
         (name, groups): train(size, {**layout, "cp_groups": groups})
         for name, layout in FITS.items()
         for groups in ("all", "documents")
     }
-    return Found(check_layouts(size), fits)
+    return RankReport(check_layouts(size), fits)
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[Found]:
-    """Run everything once."""
+def ranks() -> list[RankReport]:
+    """Run four processes once for all tests."""
     return run_world(run_all, 4)
 
 
@@ -222,36 +224,41 @@ def twin() -> Fit:
 
 
 @pytest.mark.parametrize("name", list(DOCUMENTS))
-def test_documents_choose_the_groups_that_the_cases_name(name):
+def test_group_sizes_follow_from_the_lengths_of_documents(name):
     lengths, sizes = DOCUMENTS[name]
     of_rows = [[*row, S - sum(row)] for row in lengths]
     borders = [0, *accumulate(sum(of_rows, []))]
     assert {cp: ContextGroups.of(borders, S, cp).size for cp in sizes} == sizes
 
 
-def test_steps_choose_different_groups():
-    found = [ContextGroups.of([0, *accumulate([*one, S - sum(one)])], S, 4).size for one in STEPS]
-    assert found == [1, 2, 4, 2, 2]
+def test_groups_of_successive_steps_differ_in_size():
+    sizes = [
+        ContextGroups.of([0, *accumulate([*lengths, S - sum(lengths)])], S, 4).size
+        for lengths in STEPS
+    ]
+    assert sizes == [1, 2, 4, 2, 2]
 
 
-def test_groups_compute_what_one_process_does(ranks):
-    assert [one.num_checked for one in ranks] == [len(LAYOUTS) * len(DOCUMENTS)] * 4
+def test_logits_losses_and_gradients_of_groups_match_one_process(ranks):
+    assert [rank.num_checked for rank in ranks] == [len(LAYOUTS) * len(DOCUMENTS)] * 4
 
 
 @pytest.mark.parametrize("name", list(FITS))
-def test_groups_train_as_whole_rows_and_as_one_process(name, ranks, twin):
+def test_groups_of_documents_train_as_the_full_cp_group_and_as_one_process(name, ranks, twin):
     close = {"rtol": 0, "atol": 1e-10}
-    fits, wholes = ([one.fits[name, groups] for one in ranks] for groups in ("documents", "all"))
-    for fit, whole in zip(fits, wholes, strict=True):
-        assert len(fit.losses) == len(whole.losses)
-        losses = torch.tensor(fit.losses), torch.tensor(whole.losses)
+    fits, full_fits = (
+        [rank.fits[name, groups] for rank in ranks] for groups in ("documents", "all")
+    )
+    for fit, full_fit in zip(fits, full_fits, strict=True):
+        assert len(fit.losses) == len(full_fit.losses)
+        losses = torch.tensor(fit.losses), torch.tensor(full_fit.losses)
         torch.testing.assert_close(*losses, **close)
         for key, weight in fit.weights.items():
-            torch.testing.assert_close(weight, whole.weights[key], **close)
+            torch.testing.assert_close(weight, full_fit.weights[key], **close)
             if has_rows_of_twin(name):
                 torch.testing.assert_close(weight, twin.weights[key], **close)
-        # Documents within the tokens of a rank need no keys of others.
-        assert counts_over_cp(fit) < counts_over_cp(whole)
+        # Documents within the tokens of a rank need no keys of other ranks.
+        assert counts_over_cp(fit) < counts_over_cp(full_fit)
         axes = {axis.split()[0] for axis in fit.counts}
         assert ("cp_of_2" in axes) == (FITS[name]["cp"] == 4)
         if fit.losses and has_rows_of_twin(name):
@@ -261,9 +268,9 @@ def test_groups_train_as_whole_rows_and_as_one_process(name, ranks, twin):
 
 
 def has_rows_of_twin(name: str) -> bool:
-    """Return whether a step has the rows that it has in one process: samplers of data ranks shuffle.
+    """Return whether a step has the same rows as in one process: samplers of data ranks shuffle.
 
-    Their ranks choose groups by different rows.
+    Data ranks choose groups by different rows.
     """
     return "dp2" not in name
 

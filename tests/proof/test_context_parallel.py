@@ -1,4 +1,4 @@
-"""Context parallelism trains as one process: every transport, beside every other parallelism."""
+"""Tests that context parallelism trains as one process with every transport."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ COMPARING = ("gpt2-tied", "experts")
 
 
 def jobs() -> dict[str, Job]:
-    """Name every run of four processes."""
+    """Return every job of four processes by name."""
     # Two kinds make the trials of their microbatches.
     runs = {
         f"{kind}, {name}": Job(kind, layout=LAYOUTS[name], compares=kind in COMPARING)
@@ -71,8 +71,8 @@ def jobs() -> dict[str, Job]:
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one rank of four reports."""
+class RankReport:
+    """Report of one rank of four."""
 
     reports: dict[str, Report]
     continued: dict[str, Report]
@@ -81,7 +81,7 @@ class Found:
     packed: dict[str, Fit]
 
 
-#: Checkpoints of one layout that another one continues.
+#: Layout that saves a checkpoint, and layout that continues from it.
 WAYS = {
     "cp2 tp2+sp to dp4": ("cp2 tp2+sp ring", {}),
     "pp2 dp2 to cp4": ("pp2 dp2", LAYOUTS["cp4"]),
@@ -118,8 +118,8 @@ PACKED: dict[str, tuple[CudaGraphs | None, dict[str, Any]]] = chosen(
 )
 
 
-def run_all(rank: int, size: int, folder: Path, models: Path) -> Found:
-    """Run everything on four processes."""
+def run_all(rank: int, size: int, folder: Path, models: Path) -> RankReport:
+    """Run all jobs, continued and packed trainings, and graphs on four processes."""
     continued = {}
     for way, (before, after) in WAYS.items():
         saved = os.path.join(folder, f"saved {before}")
@@ -140,7 +140,7 @@ def run_all(rank: int, size: int, folder: Path, models: Path) -> Found:
         name: trained(graphs, "none", size, layout) for name, (graphs, layout) in PACKED.items()
     }
     reports = train_all(rank, size, jobs(), str(folder))
-    return Found(reports, continued, tuned, differences, packed)
+    return RankReport(reports, continued, tuned, differences, packed)
 
 
 @pytest.fixture(scope="module")
@@ -157,14 +157,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory, models: Path) -> list[Found]:
-    """Run everything once."""
+def ranks(tmp_path_factory: pytest.TempPathFactory, models: Path) -> list[RankReport]:
+    """Run four processes once for all tests."""
     return run_world(run_all, 4, tmp_path_factory.mktemp("four"), models)
 
 
 @pytest.fixture(scope="module")
 def twins() -> dict[tuple[str, bool], Report]:
-    """Train every kind in this process; the load of whole steps is the strategy's."""
+    """Train every kind in this process; only the strategy measures the load of full steps."""
     return {
         (kind, counts): train(Job(kind, layout={"microbatch_size": 8}, counts=counts), 1, "cpu")
         for kind, counts in {(job.kind, job.counts) for job in jobs().values()}
@@ -174,14 +174,14 @@ def twins() -> dict[tuple[str, bool], Report]:
 @pytest.mark.parametrize("name", list(jobs()))
 def test_every_layout_trains_as_one_process(name, ranks, twins):
     job = jobs()[name]
-    check(job, [found.reports[name] for found in ranks], twins[job.kind, job.counts])
+    check(job, [rank.reports[name] for rank in ranks], twins[job.kind, job.counts])
 
 
 @pytest.mark.parametrize("way", list(WAYS))
 def test_checkpoints_continue_with_and_without_context_parallelism(way, ranks, twins):
     twin = twins["gpt2-tied", False]
-    for found in ranks:
-        losses = torch.tensor(found.continued[way].losses)
+    for rank in ranks:
+        losses = torch.tensor(rank.continued[way].losses)
         assert len(losses) == STEPS - 2
         torch.testing.assert_close(losses, torch.tensor(twin.losses[2:]), rtol=0, atol=1e-10)
 
@@ -189,16 +189,16 @@ def test_checkpoints_continue_with_and_without_context_parallelism(way, ranks, t
 @pytest.mark.parametrize("name", list(TUNED))
 def test_an_unchanged_hugging_face_module_trains_as_one_process(name, ranks, models):
     twin = hugging_face.train(str(models / "llama" / "tokens"), "tokens", None, 1)
-    for found in ranks:
-        report = found.fine_tuned[name]
+    for rank in ranks:
+        report = rank.fine_tuned[name]
         assert report.is_swapped
         losses = torch.tensor(report.losses)
         torch.testing.assert_close(losses, torch.tensor(twin.losses), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", list(GRAPHS))
-def test_graphs_compute_the_bits_of_eager_steps(name, ranks):
-    assert [found.differences[name] for found in ranks] == [[]] * 4
+def test_graphs_are_bitwise_equal_to_eager_steps(name, ranks):
+    assert [rank.differences[name] for rank in ranks] == [[]] * 4
 
 
 @pytest.fixture(scope="module")
@@ -210,8 +210,8 @@ def packed_twin() -> Fit:
 @pytest.mark.parametrize("name", list(PACKED))
 def test_rows_of_documents_train_as_in_one_process(name, ranks, packed_twin):
     close = {"rtol": 0, "atol": 1e-10}
-    for found in ranks:
-        fit = found.packed[name]
+    for rank in ranks:
+        fit = rank.packed[name]
         assert PACKED[name][0] is None or fit.num_graphs[-1] > 0
         if fit.losses:
             losses = torch.tensor(fit.losses), torch.tensor(packed_twin.losses)

@@ -1,5 +1,5 @@
-"""Documents that the data module puts into windows need no keys of other ranks, and train as in one
-process.
+"""Tests that documents in windows of the data module need no keys of other ranks, and train as in
+one process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ V, S = 77, 16
 def train(folder: Path, devices: int, context_windows: int, layout: dict[str, Any]) -> Fit:
     """Train for four steps of 3 rows, in microbatches of 1 row."""
     seed_everything(3, verbose=False)
-    found = Fit("")
+    record = Fit("")
     config = GPTConfig.llama(
         vocab_size=V, max_seq_length=S, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2,
         ffn_hidden_size=24, vocab_multiple=1,
@@ -33,9 +33,9 @@ def train(folder: Path, devices: int, context_windows: int, layout: dict[str, An
     Trainer(
         accelerator="cpu", devices=devices, strategy=MegatronStrategy(microbatch_size=1, **layout),
         precision="64-true", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[Watch(found)], max_steps=4,
+        enable_model_summary=False, callbacks=[Watch(record)], max_steps=4,
     ).fit(CausalLM(config, learning_rate=0.01, warmup_steps=0), data)  # fmt: skip
-    return found
+    return record
 
 
 def run_all(rank: int, size: int, folder: Path) -> list[Fit]:
@@ -54,16 +54,16 @@ def counts_over_cp(fit: Fit) -> int:
 
 def test_rows_with_windows_train_as_in_one_process(tmp_path: Path) -> None:
     lengths = [7, 3, 6, 5, 8, 4, 2, 5, 7, 3, 6, 8]
-    with_tokens = write(tmp_path / "corpus", lengths)
-    assert int(with_tokens.tokens.max()) < V
+    corpus = write(tmp_path / "corpus", lengths)
+    assert int(corpus.tokens.max()) < V
     twin = train(tmp_path, 1, 2, {})
-    for windows, whole, crossing in run_world(run_all, 2, tmp_path):
-        for fit in (windows, whole):
+    for windows, all_ranks, crossing in run_world(run_all, 2, tmp_path):
+        for fit in (windows, all_ranks):
             for key, weight in fit.weights.items():
                 torch.testing.assert_close(weight, twin.weights[key], rtol=0, atol=1e-10)
             if fit.losses:
                 losses = torch.tensor(fit.losses), torch.tensor(twin.losses)
                 torch.testing.assert_close(*losses, rtol=0, atol=1e-10)
         # Only rows without windows have documents that ranks must share.
-        assert counts_over_cp(windows) < counts_over_cp(crossing) <= counts_over_cp(whole)
+        assert counts_over_cp(windows) < counts_over_cp(crossing) <= counts_over_cp(all_ranks)
     assert len(set(twin.losses)) == 4

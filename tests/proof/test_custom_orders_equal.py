@@ -1,5 +1,5 @@
-"""Schedules of the user's own keep the promise: losses, gradient norms and final weights are one
-process's, and evaluation is, too.
+"""Tests that custom schedules train and evaluate as one process: same losses, gradient norms and
+final weights.
 """
 
 from __future__ import annotations
@@ -41,17 +41,19 @@ def halves_from_the_last(rank: int, pp: int, num_microbatches: int, vpp: int) ->
 
 
 def chunk_after_chunk(rank: int, pp: int, num_microbatches: int, vpp: int) -> list[Action]:
-    """Whole backwards, one microbatch after the other, chunk after chunk."""
+    """Full backward passes, one microbatch after the other, chunk after chunk."""
     chunks = range(vpp)
     numbers = range(num_microbatches)
     forwards = [Action("F", chunk, number) for chunk in chunks for number in numbers]
-    return forwards + [Action("B", one.chunk, one.microbatch) for one in reversed(forwards)]
+    return forwards + [
+        Action("B", action.chunk, action.microbatch) for action in reversed(forwards)
+    ]
 
 
 def other_rows_on_each_rank(rank: int, pp: int, num_microbatches: int, vpp: int) -> list[Action]:
-    """Rows that are legal, but of another schedule on every process from four microbatches on."""
-    is_other = num_microbatches > 3 and os.environ["LOCAL_RANK"] == "1"
-    name = "gpipe" if is_other else "1f1b"
+    """Rows that are legal, but of a different schedule on process 1 from four microbatches on."""
+    is_different = num_microbatches > 3 and os.environ["LOCAL_RANK"] == "1"
+    name = "gpipe" if is_different else "1f1b"
     return list(build_schedule(name, pp, num_microbatches, vpp).actions(rank))
 
 
@@ -67,7 +69,7 @@ def forgets_the_last(rank: int, pp: int, num_microbatches: int, vpp: int) -> lis
     return list(build_schedule("1f1b", pp, min(num_microbatches, 3), vpp).actions(rank))
 
 
-def searched(
+def search_schedule(
     shape: PlacementShape, num_stages: int, num_chunks: int, num_microbatches: int
 ) -> Schedule:
     """Construct the rows for stages of unequal times."""
@@ -89,25 +91,44 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
         path.write_text(format_schedule(schedule))
         return str(path)
 
-    ones: dict[str, Any] = {"microbatch_size": 1}
+    single: dict[str, Any] = {"microbatch_size": 1}
     return {
         "halves, tied": Job(
             "gpt2-tied",
-            layout={"pp": 2, "schedule": file("halves", searched("loop", 2, 1, 4)), **ones},
+            layout={
+                "pp": 2,
+                "schedule": file("halves", search_schedule("loop", 2, 1, 4)),
+                **single,
+            },
         ),
         "a V": Job(
             "llama-tied",
-            layout={"tp": 2, "pp": 2, "vpp": 2, "schedule": file("v", searched("v", 2, 2, 4))},
+            layout={
+                "tp": 2,
+                "pp": 2,
+                "vpp": 2,
+                "schedule": file("v", search_schedule("v", 2, 2, 4)),
+            },
         ),
         "three chunks in a V": Job(
             "eight layers",
-            layout={"pp": 2, "vpp": 3, "schedule": file("v3", searched("v", 2, 3, 4)), **ones},
+            layout={
+                "pp": 2,
+                "vpp": 3,
+                "schedule": file("v3", search_schedule("v", 2, 3, 4)),
+                **single,
+            },
         ),
         "experts": Job(
             "experts",
-            layout={"pp": 2, "ep": 2, "schedule": file("e", searched("loop", 2, 1, 4)), **ones},
+            layout={
+                "pp": 2,
+                "ep": 2,
+                "schedule": file("e", search_schedule("loop", 2, 1, 4)),
+                **single,
+            },
         ),
-        "function": Job("gpt2-tied", layout={"pp": 4, "schedule": halves_from_the_last, **ones}),
+        "function": Job("gpt2-tied", layout={"pp": 4, "schedule": halves_from_the_last, **single}),
         "function, chunks": Job(
             "llama-untied", layout={"pp": 2, "vpp": 2, "schedule": chunk_after_chunk}
         ),
@@ -153,14 +174,14 @@ def fit(schedule: Any) -> dict[str, float]:
     trainer.fit(module, loader(16), loader(5, batch_size=3))
     # The largest loss of microbatches is not that of batches.
     logged = trainer.callback_metrics.items()
-    found = {name: float(value) for name, value in logged if name != "largest"}
+    metrics = {name: float(value) for name, value in logged if name != "largest"}
     (tested,) = trainer.test(module, loader(6, batch_size=2), verbose=False)
-    return {**found, **tested}
+    return {**metrics, **tested}
 
 
 def fit_and_disagree(rank: int, size: int, path: str) -> tuple[dict[str, float], list[str]]:
-    """Fit with a file; return what was logged, and errors about functions."""
-    found = fit(path)
+    """Fit with a file; return the logged metrics, and errors about functions."""
+    metrics = fit(path)
     mesh = ParallelMesh.create(ParallelLayout(size, pp=2))
     errors = []
     for function, error in (
@@ -174,16 +195,16 @@ def fit_and_disagree(rank: int, size: int, path: str) -> tuple[dict[str, float],
             check.check(4)
         errors.append(str(caught.value))
     mesh.destroy()
-    return found, errors
+    return metrics, errors
 
 
 def test_evaluation_and_refusals_are_the_same_on_all_ranks(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
-    path.write_text(format_schedule(searched("loop", 2, 1, 4)))
+    path.write_text(format_schedule(search_schedule("loop", 2, 1, 4)))
     ranks = run_world(fit_and_disagree, 2, str(path))
     expected = fit(None)
-    for found, (rows, failure, illegal) in ranks:
-        assert found == pytest.approx(expected, abs=1e-10)
+    for metrics, (rows, failure, illegal) in ranks:
+        assert metrics == pytest.approx(expected, abs=1e-10)
         assert "rank 1 has rows of other_rows_on_each_rank for 4 microbatches=" in rows
         assert rows.endswith("The function must return the same rows on every rank.")
         assert "rank 1 has rows of fails_on_one_rank for 4 microbatches=" in failure

@@ -1,4 +1,4 @@
-"""However gradients, mains and parameters are divided and moved, training is one process's."""
+"""Tests that any division of gradients, main parameters and parameters trains as one process."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ DIVISIONS: dict[str, dict[str, Any]] = {
     "tp2 pp2": SMALL | {"tp": 2, "pp": 2},
 }
 KINDS = ("gpt2-tied", "llama-untied")
-#: Divisions of both kinds: one of each way to divide. What else sets divisions apart does not see
-#: which parameters a model has.
+#: Divisions that train both kinds: one of each way to divide. Other options of divisions do not
+#: depend on the parameters of a model.
 OF_BOTH = {
     "dp4, gathered beside the forward pass",
     "dp4, zero 0",
@@ -71,7 +71,7 @@ JOBS = chosen(
 
 
 class Part(nn.Module):
-    """Two layers, one of which may be left out."""
+    """Two layers, and a spare layer that may be left out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,9 +83,7 @@ class Part(nn.Module):
 
 
 class Plain(pl.LightningModule):
-    """Train torch.nn layers of which one is used at the first batches only, with an optimizer of
-    the test's choice.
-    """
+    """Train torch.nn layers of which one may be unused, with a given optimizer."""
 
     def __init__(
         self, make: Callable[[Iterable[Any]], torch.optim.Optimizer], use_spare: bool = True
@@ -117,8 +115,8 @@ class Plain(pl.LightningModule):
         return self.make(self.part.parameters())
 
 
-class Two(Plain):
-    """Step two optimizers in turn, by hand, each with the other's layers toggled off."""
+class TwoOptimizers(Plain):
+    """Step two optimizers in turn by manual optimization, each with the layers of the other off."""
 
     def __init__(self) -> None:
         super().__init__(torch.optim.SGD)
@@ -196,22 +194,24 @@ def _plain_reports(size: int) -> dict[str, Report]:
     def strategy(**options: Any) -> Any:
         return MegatronStrategy(microbatch_size=2, **options) if size > 1 else "auto"
 
-    found = {name: _fit(Plain(make), size, strategy(**SMALL)) for name, make in OPTIMIZERS.items()}
-    found["adamw, zero 0"] = _fit(Plain(OPTIMIZERS["fused adamw"]), size, strategy(zero=0))
-    found["unused"] = _fit(Plain(OPTIMIZERS["fused adamw"], use_spare=False), size, strategy())
-    found["two optimizers"] = _fit(Two(), size, strategy())
-    first = Plain(lambda p: torch.optim.AdamW(list(p)[:4], lr=0.05))
-    found["unfrozen later"] = _fit(first, size, strategy(), Unfreeze(), epochs=3)
-    return found
+    reports = {
+        name: _fit(Plain(make), size, strategy(**SMALL)) for name, make in OPTIMIZERS.items()
+    }
+    reports["adamw, zero 0"] = _fit(Plain(OPTIMIZERS["fused adamw"]), size, strategy(zero=0))
+    reports["unused"] = _fit(Plain(OPTIMIZERS["fused adamw"], use_spare=False), size, strategy())
+    reports["two optimizers"] = _fit(TwoOptimizers(), size, strategy())
+    frozen = Plain(lambda p: torch.optim.AdamW(list(p)[:4], lr=0.05))
+    reports["unfrozen later"] = _fit(frozen, size, strategy(), Unfreeze(), epochs=3)
+    return reports
 
 
-def _world(rank: int, size: int) -> tuple[dict[tuple[str, str], Report], dict[str, Report]]:
+def _train_all(rank: int, size: int) -> tuple[dict[tuple[str, str], Report], dict[str, Report]]:
     return {name: train(job, size, "cpu") for name, job in JOBS.items()}, _plain_reports(size)
 
 
 @pytest.fixture(scope="module")
 def reports() -> list[tuple[dict[tuple[str, str], Report], dict[str, Report]]]:
-    return run_world(_world, 4)
+    return run_world(_train_all, 4)
 
 
 @pytest.fixture(scope="module")
@@ -229,8 +229,8 @@ def test_every_division_trains_as_one_process(
     name: str, kind: str, reports: Any, twins: dict[str, Report]
 ) -> None:
     assert twins[kind].losses[-1] < twins[kind].losses[0]
-    for transformers, _ in reports:
-        report = transformers[name, kind]
+    for trained, _ in reports:
+        report = trained[name, kind]
         torch.testing.assert_close(report.losses, twins[kind].losses, rtol=0, atol=1e-10)
         torch.testing.assert_close(report.norms, twins[kind].norms, rtol=0, atol=1e-10)
 
@@ -251,12 +251,12 @@ def test_every_optimizer_trains_as_one_process(
             )
 
 
-def _resumed(name: str) -> Job:
+def _resumed_job(name: str) -> Job:
     return Job("gpt2-tied", layout=DIVISIONS[name], compares=False)
 
 
 RESUMED = ("dp4, many buckets", "dp4, zero 0", "dp4, whole parameters", "pp2 dp2, many buckets")
-#: Each division that saves, with one that goes on; the few are a circle.
+#: Division that saves, and division that continues; the few cases form a cycle.
 WAYS = chosen(
     [(saver, name) for saver in RESUMED for name in RESUMED],
     ("dp4, many buckets", "pp2 dp2, many buckets"),
@@ -268,9 +268,11 @@ WAYS = chosen(
 
 def _save_and_load(rank: int, size: int, folder: str) -> dict[str, Report]:
     for saver in RESUMED:
-        train(_resumed(saver), size, "cpu", f"{folder}/{saver}", steps=2)
+        train(_resumed_job(saver), size, "cpu", f"{folder}/{saver}", steps=2)
     return {
-        f"{saver} -> {name}": train(_resumed(name), size, "cpu", resume_from=f"{folder}/{saver}")
+        f"{saver} -> {name}": train(
+            _resumed_job(name), size, "cpu", resume_from=f"{folder}/{saver}"
+        )
         for saver, name in WAYS
     }
 
@@ -278,7 +280,7 @@ def _save_and_load(rank: int, size: int, folder: str) -> dict[str, Report]:
 def test_a_checkpoint_of_any_division_continues_under_any_other(
     tmp_path: Path, twins: dict[str, Report]
 ) -> None:
-    for found in run_world(_save_and_load, 4, str(tmp_path)):
-        for name, report in found.items():
+    for reports in run_world(_save_and_load, 4, str(tmp_path)):
+        for name, report in reports.items():
             expected = twins["gpt2-tied"].losses[2:]
             torch.testing.assert_close(report.losses, expected, rtol=0, atol=1e-10, msg=name)

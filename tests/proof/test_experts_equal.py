@@ -1,5 +1,5 @@
-"""Experts keep the promise, too: losses, gradient norms and final weights are one process's in
-every expert grid.
+"""Tests that experts train as one process in every expert grid: same losses, gradient norms and
+final weights.
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ GRIDS: dict[str, dict[str, Any]] = {
     "tp2 pp2 +sp, ep2": {"tp": 2, "pp": 2, "ep": 2, "etp": 1},
 }
 COMPARING = ("ep2 edp2", "tp4 +sp, ep4, all-to-all", "tp2, etp2 ep2, one-sided")
-#: The router's bias and the shares of the last step are the strategy's to change.
+#: Layouts of the twins: only the strategy changes the router's bias and the shares of the last
+#: step.
 KINDS = {"experts": None, "experts, some layers": None, "experts, whole step": {}}
 
 
 def jobs() -> dict[str, Job]:
-    """Name every run of four processes."""
-    # Grids of each way in which rows travel make the trial of their microbatches.
-    found = {
+    """Return every job of four processes by name."""
+    # Grids of every transport of rows make the trial of their microbatches.
+    runs = {
         f"experts, {name}": Job("experts", layout=options, compares=name in COMPARING)
         for name, options in GRIDS.items()
     }
     for kind in ("experts, some layers", "experts, whole step"):
         for name in ("ep4", "tp2 +sp, ep2", "tp2, etp2 ep2", "pp2, ep2"):
-            found[f"{kind}, {name}"] = Job(kind, layout=GRIDS[name], compares=False)
+            runs[f"{kind}, {name}"] = Job(kind, layout=GRIDS[name], compares=False)
     special = [
         ("pp2, ep2", {"recompute": "full"}),
         ("tp2 +sp, ep2", {"recompute": "experts"}),
@@ -69,19 +70,18 @@ def jobs() -> dict[str, Job]:
         ("tp2, etp2 ep2", {"recompute": "expert_inputs"}),
     ]
     for name, option in special:
-        found[f"experts, {name}, {option}"] = Job(
+        runs[f"experts, {name}, {option}"] = Job(
             "experts", layout=GRIDS[name] | option, compares=False
         )
-    found["experts, ep2 edp2, float32"] = Job(
+    runs["experts, ep2 edp2, float32"] = Job(
         "experts", "32-true", GRIDS["ep2 edp2"], compares=False
     )
-    # The losses of routers weigh as much as the tokens that count, also on stages that do not count
-    # them.
+    # Losses of routers are weighted by the counted tokens, also on stages that do not count tokens.
     for name in ("pp2, ep2", "pp2 vpp2, edp2", "tp2 +sp, ep2"):
         options = GRIDS[name] | {"microbatch_size": 1}
-        found[f"experts, {name}, counted"] = Job("experts", layout=options, counts=True)
+        runs[f"experts, {name}, counted"] = Job("experts", layout=options, counts=True)
     return chosen(
-        found,
+        runs,
         "experts, tp4 +sp, ep4, all-to-all",
         "experts, tp4 +sp, ep2 edp2",
         "experts, tp2, etp2 ep2, one-sided",
@@ -98,16 +98,16 @@ def jobs() -> dict[str, Job]:
 
 @pytest.fixture(scope="module")
 def twins() -> dict[tuple[str, str], Report]:
-    """Train every kind in this one process."""
-    found = {
+    """Train every kind in this process."""
+    reports = {
         (kind, "64-true"): train(Job(kind, layout=layout), 1, "cpu")
         for kind, layout in KINDS.items()
     }
-    found["experts", "32-true"] = train(Job("experts", "32-true"), 1, "cpu")
-    found["experts", "counted"] = train(
+    reports["experts", "32-true"] = train(Job("experts", "32-true"), 1, "cpu")
+    reports["experts", "counted"] = train(
         Job("experts", layout={"microbatch_size": 1}, counts=True), 1, "cpu"
     )
-    return found
+    return reports
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ def test_every_expert_grid_trains_as_one_process(name, reports, twins):
     )
 
 
-def _unequal(rank: int, size: int) -> str:
+def _error_of_unequal_sequences(rank: int, size: int) -> str:
     mesh = ParallelMesh.create(ParallelLayout(size, ep=2))
     model = GPT(KINDS_OF_MODELS["experts"], mesh)
     try:
@@ -139,17 +139,15 @@ def _unequal(rank: int, size: int) -> str:
 
 
 def test_microbatches_of_unequal_sizes_are_refused_on_all_ranks():
-    for rank, error in enumerate(run_world(_unequal, 2)):
+    for rank, error in enumerate(run_world(_error_of_unequal_sequences, 2)):
         assert (
             f"this rank has {SEQUENCE - 4 * rank}, the others have {SEQUENCE - 4} to {SEQUENCE}"
             in error
         )
 
 
-def test_the_strategy_alone_changes_nothing(twins, tmp_path: Path):
-    """One process under the strategy, in microbatches, equals ordinary Lightning, which has the batch
-    as a whole.
-    """
+def test_one_process_under_the_strategy_trains_as_ordinary_lightning(twins, tmp_path: Path):
+    """One process under the strategy, in microbatches, equals ordinary Lightning."""
     for kind in ("experts", "experts, some layers"):
         job = Job(kind, layout={})
         check(job, [train(job, 1, "cpu", str(tmp_path / kind))], twins[kind, "64-true"])

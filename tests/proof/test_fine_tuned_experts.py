@@ -1,5 +1,5 @@
-"""Hugging Face models with experts are fine-tuned, saved, resumed in other layouts and written
-back, in every grid.
+"""Tests that Hugging Face models with experts are fine-tuned, saved, resumed in other layouts and
+converted back, in every grid.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.slow
 
-#: Each goes on from the checkpoint of the one before it.
+#: Each layout continues from the checkpoint of the layout before it.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ep4": {"ep": 4, "expert_transport": "all_to_all"},
     "tp2+sp ep2": {"tp": 2, "ep": 2, "etp": 1, "expert_clones": 1},
@@ -52,18 +52,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-#: Those that every grid trains.
+#: Models that every grid trains.
 TRAINED = chosen(CONFIGS, "mixtral, balanced", "qwen3_moe")
 
 
-class Kept(FineTune):
-    """Train with another rate; 0 changes no weight."""
+class TrainAtRate(FineTune):
+    """Train with a given learning rate; the rate 0 changes no weight."""
 
     rate = 3e-3
 
     def configure_model(self) -> None:
         super().configure_model()
-        # Losses of routers belong to training, and from_pretrained gives a model for evaluation.
+        # Router losses need training mode, and from_pretrained returns a model in evaluation mode.
         self.model.train()
 
     def configure_optimizers(self) -> Any:
@@ -75,36 +75,34 @@ def train(
     layout: dict[str, Any] | None,
     devices: int,
     steps: int,
-    to: Path | None = None,
+    save_path: Path | None = None,
     **options: Any,
 ) -> list[float]:
-    """Train to a step, from another checkpoint if there is one, and save; return the losses of the
-    steps.
-    """
+    """Train up to a step, if given from a checkpoint, and save; return the losses of the steps."""
     seed_everything(1, verbose=False)
-    module, trainer = Kept(str(folder)), trainer_of(layout, devices, 2, max_steps=steps)
+    module, trainer = TrainAtRate(str(folder)), trainer_of(layout, devices, 2, max_steps=steps)
     module.rate = options.pop("rate", module.rate)
     trainer.fit(module, InOrder("tokens"), **options)
     for model in layered_modules(module):
         for layer in model.mixtures().values():
             assert (layer.clones is not None) == ("expert_clones" in (layout or {}))
-    if to is not None:
-        trainer.save_checkpoint(to)
+    if save_path is not None:
+        trainer.save_checkpoint(save_path)
     return module.losses
 
 
 def train_all(rank: int, size: int, path: Path) -> dict[str, dict[str, list[float]]]:
-    found: dict[str, dict[str, list[float]]] = {}
+    reports: dict[str, dict[str, list[float]]] = {}
     for kind in TRAINED:
-        folder, before, losses = path / kind, None, {}
+        folder, last_saved, losses = path / kind, None, {}
         for steps, (name, layout) in enumerate(LAYOUTS.items(), 1):
             losses[name] = train(
-                folder, layout, size, steps, folder / f"{name}.ckpt", ckpt_path=before
+                folder, layout, size, steps, folder / f"{name}.ckpt", ckpt_path=last_saved
             )
-            before = folder / f"{name}.ckpt"
-        found[kind] = losses
+            last_saved = folder / f"{name}.ckpt"
+        reports[kind] = losses
     train(path / "mixtral", LAYOUTS["tp2 etp2 ep2"], size, 1, path / "kept.ckpt", rate=0.0)
-    return found
+    return reports
 
 
 @pytest.fixture(scope="module")
@@ -125,17 +123,17 @@ def ranks(path: Path) -> list[dict[str, dict[str, list[float]]]]:
 
 
 @pytest.mark.parametrize("kind", TRAINED)
-def test_every_grid_trains_and_resumes_as_one_process_does(
+def test_every_expert_grid_trains_and_resumes_as_one_process(
     kind: str, path: Path, ranks: Any
 ) -> None:
-    one = train(path / kind, {}, 1, 4)
+    expected = train(path / kind, {}, 1, 4)
     if "balanced" not in kind:
         plain = train(path / kind, None, 1, 4)
-        assert one == pytest.approx(plain, abs=1e-4)
-    assert one[-1] < one[0]
+        assert expected == pytest.approx(plain, abs=1e-4)
+    assert expected[-1] < expected[0]
     for losses in ranks:
         assert [loss for name in LAYOUTS for loss in losses[kind][name]] == pytest.approx(
-            one, abs=1e-4
+            expected, abs=1e-4
         )
 
 
@@ -143,20 +141,20 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return dict(transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict())
 
 
-def test_a_checkpoint_of_an_expert_grid_is_the_folder_that_it_came_from(
+def test_an_unchanged_checkpoint_is_converted_back_to_its_folder(
     path: Path, ranks: Any, tmp_path: Path
 ) -> None:
     import_model(path / "mixtral", tmp_path / "imported.ckpt")
     expected = tensors_of(path / "mixtral")
     for number, checkpoint in enumerate((path / "kept.ckpt", tmp_path / "imported.ckpt")):
         main(["convert", str(checkpoint), str(tmp_path / f"{number}"), "--verify"])
-        found = tensors_of(tmp_path / f"{number}")
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+        actual = tensors_of(tmp_path / f"{number}")
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
 
 
 @pytest.mark.parametrize("kind", TRAINED)
-def test_what_an_expert_grid_has_trained_is_what_transformers_loads(
+def test_transformers_loads_the_weights_that_an_expert_grid_has_trained(
     kind: str, path: Path, ranks: Any, tmp_path: Path
 ) -> None:
     main(["convert", str(path / kind / "tp2 etp2 ep2.ckpt"), str(tmp_path / "folder"), "--verify"])

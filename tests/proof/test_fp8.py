@@ -1,4 +1,4 @@
-"""Trainings in 8 bits have the losses of one process of the same recipe, in every layout."""
+"""Tests that every layout trains in 8 bits as one process with the same recipe."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ CONFIGS = {
     "fp8, gpt2": GPTConfig.gpt2(**_SIZES, hidden_size=64),
     "fp8, blocks": GPTConfig.llama(**_SIZES, hidden_size=256, num_kv_heads=4, ffn_hidden_size=256),
 }
-#: Every microbatch has one sample: scales belong to microbatches, and data ranks have other samples.
+#: Every microbatch has one sample: scales belong to microbatches, and data ranks have different
+#: samples.
 LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = chosen(
     {
         "tensorwise, tp2+sp dp2": ("fp8", "tensorwise", {"tp": 2}),
@@ -70,23 +71,25 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, Any]]] = chosen(
 )
 
 
-def settings(recipe: str) -> FP8:
+def fp8_settings(recipe: str) -> FP8:
     return FP8(recipe, emulate=True, last_bf16=1, keep=("layers.0.mlp.*",))  # type: ignore[arg-type]
 
 
 def jobs() -> dict[str, Job]:
-    """Name every run of four processes."""
+    """Return every job of four processes by name."""
     training.KINDS.update(CONFIGS)
     return {
         name: Job(
-            kind, layout={**layout, "fp8": settings(recipe), "microbatch_size": 1}, compares=False
+            kind,
+            layout={**layout, "fp8": fp8_settings(recipe), "microbatch_size": 1},
+            compares=False,
         )
         for name, (kind, recipe, layout) in LAYOUTS.items()
     }
 
 
 def run_all(rank: int, size: int, folder: Path) -> tuple[dict[str, Report], list[str]]:
-    """Run everything on four processes; also return how graphs differ from eager steps."""
+    """Train all jobs on four processes; also return the differences of graphs from eager steps."""
     differences = []
     for recipe in chosen(("rowwise", "delayed"), "delayed"):
         layout = {"pp": 2, "fp8": FP8(recipe, emulate=True)}
@@ -98,7 +101,7 @@ def run_all(rank: int, size: int, folder: Path) -> tuple[dict[str, Report], list
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Report], list[str]]]:
-    """Run everything once."""
+    """Run four processes once for all tests."""
     return run_world(run_all, 4, tmp_path_factory.mktemp("four"))
 
 
@@ -108,7 +111,10 @@ def twins() -> dict[tuple[str, str], Report]:
     jobs()
     return {
         (kind, recipe): train(
-            Job(kind, layout={"fp8": settings(recipe), "microbatch_size": 1}), 1, "cpu", steps=STEPS
+            Job(kind, layout={"fp8": fp8_settings(recipe), "microbatch_size": 1}),
+            1,
+            "cpu",
+            steps=STEPS,
         )
         for kind, recipe in {(kind, recipe) for kind, recipe, _ in LAYOUTS.values()}
     }
@@ -124,7 +130,7 @@ def test_every_layout_trains_as_one_process(name, ranks, twins):
         assert reports[name].norms == pytest.approx(twin.norms, abs=1e-10, rel=0)
 
 
-def test_rounding_changes_losses_little(twins):
+def test_rounding_changes_losses_by_less_than_half_a_percent(twins):
     exact = train(Job("fp8", layout={"microbatch_size": 1}), 1, "cpu", steps=STEPS)
     for recipe in ("tensorwise", "delayed", "rowwise"):
         losses = twins["fp8", recipe].losses
@@ -137,7 +143,7 @@ def test_graphs_equal_eager_steps(ranks):
         assert differences == []
 
 
-def test_a_device_without_such_products_is_refused_before_processes_start():
+def test_a_device_without_products_in_8_bits_is_refused_before_processes_start():
     with pytest.raises(ParallelPlanError, match="needs a GPU with matrix products in 8 bits: cpu"):
         train(Job("llama-tied", layout={"fp8": "tensorwise"}), 1, "cpu", steps=1)
 
@@ -151,12 +157,12 @@ def test_a_pattern_that_matches_no_layer_is_refused():
         train(Job("fp8", layout={"fp8": wrong}), 1, "cpu", steps=1)
 
 
-def test_sizes_that_do_not_divide_are_refused():
+def test_sizes_that_are_not_multiples_of_128_are_refused():
     with pytest.raises(ParallelPlanError, match="multiples of 128"):
         train(Job("llama-tied", layout={"fp8": FP8("blockwise", emulate=True)}), 1, "cpu", steps=1)
 
 
-def test_precisions_without_a_product_are_refused(monkeypatch):
+def test_precisions_other_than_bf16_are_refused(monkeypatch):
     monkeypatch.setattr(fp8_checks, "has_products", lambda device, is_blockwise: True)
     for precision, message in (
         ("16-mixed", "because its loss scale"),

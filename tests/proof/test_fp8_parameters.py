@@ -1,4 +1,4 @@
-"""Trainings whose weights are kept and gathered in 8 bits equal one process with the same option."""
+"""Tests that every layout with weights stored in 8 bits trains as one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 4
 #: Every microbatch has one sample: scales of inputs belong to microbatches. "accumulated" is the
-#: number of batches of a step.
+#: number of batches per step.
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dp4": ("fp8", {}),
     "dp4, late gathers": ("fp8", {"overlap_parameters": True}),
@@ -66,34 +66,34 @@ CASES: list[tuple[FP8Recipe, str]] = chosen(
 )
 
 
-def settings(recipe: FP8Recipe) -> FP8:
+def fp8_settings(recipe: FP8Recipe) -> FP8:
     keep = ("layers.0.mlp.*",)
     return FP8(recipe, emulate=True, last_bf16=1, keep=keep, parameters="fp8")
 
 
-def full(main: MainParameters, slices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def gather_full_tensors(main: MainParameters, slices: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return full tensors of this rank's stage from all ranks' slices.
 
     Args:
         main: Main parameters.
         slices: This rank's slice of each tensor, by name.
     """
-    found = {}
+    tensors = {}
     mesh = main.mesh
     for name in main.trained:
         spec = main.spec(name)
         if spec.tied_to is not None:
             continue
-        whole = torch.zeros(spec.full_shape, dtype=main.main(name).dtype, device=mesh.device)
+        full_tensor = torch.zeros(spec.full_shape, dtype=main.main(name).dtype, device=mesh.device)
         if name in slices:
-            main.slices[name].placement.copy_to_full(slices[name], whole, counted_only=True)
-        found[name] = all_reduce_(all_reduce_(whole, mesh.data), mesh.tp)
-    return found
+            main.slices[name].placement.copy_to_full(slices[name], full_tensor, counted_only=True)
+        tensors[name] = all_reduce_(all_reduce_(full_tensor, mesh.data), mesh.tp)
+    return tensors
 
 
 @dataclass
-class Found:
-    """What :class:`CheckBytes` has found on this rank.
+class CheckResults:
+    """Results of :class:`CheckBytes` on this rank.
 
     Args:
         gradients: Full gradients of the last step, by name.
@@ -113,27 +113,29 @@ class CheckBytes(pl.Callback):
     rounding = 0.0
 
     def __init__(self) -> None:
-        self.found = Found()
+        self.found = CheckResults()
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, *_: Any) -> None:
         main = strategy_of(trainer).run.state.main
-        slices = {name: one.main.grad for name, one in main.slices.items()}
-        self.found.gradients = full(main, slices)  # type: ignore[arg-type]
+        slices = {name: piece.main.grad for name, piece in main.slices.items()}
+        self.found.gradients = gather_full_tensors(main, slices)  # type: ignore[arg-type]
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         main = strategy_of(trainer).run.state.main
         main.wait()
-        values = {name: one.main.detach() for name, one in main.slices.items()}
-        whole = full(main, values)
+        values = {name: piece.main.detach() for name, piece in main.slices.items()}
+        full_values = gather_full_tensors(main, values)
         for names in main.eight_bits.among(main.trained):
             stored = main.eight_bits.stored(names)
             assert stored is not None, names
-            parts = torch_casts.magnitude_parts(torch.cat([whole[name] for name in names]))
-            for name, own in zip(names, stored.parts, strict=True):
-                expected = torch.zeros(own.shape, device=own.device)
-                values, scale = self.cast(whole[name], parts)
+            parts = torch_casts.magnitude_parts(torch.cat([full_values[name] for name in names]))
+            for name, stored_part in zip(names, stored.parts, strict=True):
+                expected = torch.zeros(stored_part.shape, device=stored_part.device)
+                values, scale = self.cast(full_values[name], parts)
                 main.spec(name).copy_from_full(expected, values.float())
-                torch.testing.assert_close(own.view(FORMAT).float(), expected, rtol=0.0, atol=0.0)
+                torch.testing.assert_close(
+                    stored_part.view(FORMAT).float(), expected, rtol=0.0, atol=0.0
+                )
                 torch.testing.assert_close(stored.scale, scale, rtol=self.rounding, atol=0.0)
                 self.found.num_checked += 1
 
@@ -141,8 +143,8 @@ class CheckBytes(pl.Callback):
         for model in layered_modules(module):
             scales = model.delayed_scales
             if scales is not None:
-                both = zip(scales.names, scales.history.clone(), strict=True)
-                self.found.histories |= dict(both)
+                pairs = zip(scales.names, scales.history.clone(), strict=True)
+                self.found.histories |= dict(pairs)
 
     def cast(self, matrix: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
         """Return the numbers of 8 bits of a matrix, and their scale."""
@@ -150,8 +152,10 @@ class CheckBytes(pl.Callback):
 
 
 def cast_whole(casts: Any, matrix: Tensor, parts: Tensor) -> tuple[Tensor, Tensor]:
-    found, _ = casts.cast_by_one_scale(matrix, parts, FORMAT, rows=True, columns=False, multiple=16)
-    return found
+    result, _ = casts.cast_by_one_scale(
+        matrix, parts, FORMAT, rows=True, columns=False, multiple=16
+    )
+    return result
 
 
 def strategy_of(trainer: pl.Trainer) -> MegatronStrategy:
@@ -161,11 +165,11 @@ def strategy_of(trainer: pl.Trainer) -> MegatronStrategy:
 
 def run(
     kind: str, recipe: FP8Recipe, layout: dict[str, Any], size: int, folder: str | None
-) -> tuple[Report, Found]:
-    """Train; return the report, and what the callback has found."""
+) -> tuple[Report, CheckResults]:
+    """Train; return the report, and the results of the callback."""
     training.KINDS.update(CONFIGS)
     check = CheckBytes()
-    options = {**layout, "fp8": settings(recipe), "microbatch_size": 1}
+    options = {**layout, "fp8": fp8_settings(recipe), "microbatch_size": 1}
     trainer = {"accumulate_grad_batches": options.pop("accumulated", 1)}
     job = Job(kind, layout=options, trainer=trainer, compares=False, callbacks=(check,))
     report = train(job, size, "cpu", folder, steps=STEPS)
@@ -173,14 +177,14 @@ def run(
 
 
 def run_all(rank: int, size: int, folder: Path) -> dict[Any, Any]:
-    """Run everything on four processes."""
-    found: dict[Any, Any] = {}
+    """Train all cases and resumed runs on four processes."""
+    results: dict[Any, Any] = {}
     for number, (recipe, name) in enumerate(CASES):
         kind, layout = LAYOUTS[name]
-        found[recipe, name] = run(kind, recipe, layout, size, str(folder / str(number)))
+        results[recipe, name] = run(kind, recipe, layout, size, str(folder / str(number)))
     for recipe in RECIPES:
-        found[recipe] = resumed(size, folder / recipe, settings_of_resume(recipe))
-    return found
+        results[recipe] = resumed(size, folder / recipe, settings_of_resume(recipe))
+    return results
 
 
 def settings_of_resume(recipe: FP8Recipe) -> FP8:
@@ -195,20 +199,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
-    """Run everything once."""
+    """Run four processes once for all tests."""
     return run_world(run_all, 4, folder)
 
 
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Train every kind in this process, with as many batches of a step."""
+    """Train every kind in this process, with equally many batches per step."""
     folder = tmp_path_factory.mktemp("one")
-    found = {}
+    reports = {}
     for kind, recipe, accumulated in {twin_of(*case) for case in CASES}:
         path = str(folder / f"{kind} {recipe} {accumulated}")
         options = {"accumulated": accumulated}
-        found[kind, recipe, accumulated] = run(kind, recipe, options, 1, path)
-    return found
+        reports[kind, recipe, accumulated] = run(kind, recipe, options, 1, path)
+    return reports
 
 
 def twin_of(recipe: FP8Recipe, name: str) -> tuple[str, FP8Recipe, int]:
@@ -226,23 +230,23 @@ def test_every_layout_trains_as_one_process(
     steps = STEPS * LAYOUTS[name][1].get("accumulated", 1)
     assert expected.num_checked == steps * _num_in_eight_bits(gradients)
     assert bool(expected.histories) == (recipe == "delayed")
-    seen = set()
+    names = set()
     histories: dict[str, Tensor] = {}
-    for found in ranks:
-        report, seen_here = found[recipe, name]
-        own = seen_here.gradients
-        for key, history in seen_here.histories.items():
+    for results in ranks:
+        report, checked = results[recipe, name]
+        rank_gradients = checked.gradients
+        for key, history in checked.histories.items():
             assert float(history[:STEPS].min()) > 0, key
             assert torch.equal(histories.setdefault(key, history), history), "ranks agree"
             # Gradients of a rank's microbatches are divided by their number after the casts.
-            both = history[:, :2], expected.histories[key][:, :2]
-            torch.testing.assert_close(*both, rtol=1e-6, atol=0.0)
+            pair = history[:, :2], expected.histories[key][:, :2]
+            torch.testing.assert_close(*pair, rtol=1e-6, atol=0.0)
         assert report.losses == pytest.approx(twin.losses, abs=1e-10, rel=0)
         assert report.norms == pytest.approx(twin.norms, abs=1e-10, rel=0)
-        for key, value in own.items():
+        for key, value in rank_gradients.items():
             assert_equal(value, gradients[key], f"gradient of {key}")
-        seen |= own.keys()
-    assert seen == gradients.keys()
+        names |= rank_gradients.keys()
+    assert names == gradients.keys()
     assert histories.keys() == expected.histories.keys()
     weights = ranks[0][recipe, name][0].weights
     assert weights.keys() == twin.weights.keys()
@@ -261,21 +265,21 @@ def _num_in_eight_bits(names: Iterable[str]) -> int:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_an_interrupted_fit_goes_on_with_the_same_bits(
+def test_an_interrupted_fit_continues_with_the_same_bits(
     recipe: FP8Recipe, ranks: Any, folder: Path
 ) -> None:
-    for found in ranks:
-        whole, interrupted = found[recipe]
-        assert interrupted == whole
+    for results in ranks:
+        uninterrupted, interrupted = results[recipe]
+        assert interrupted == uninterrupted
     saved = check_same_saved(folder / recipe)
     assert any(name.startswith("fp8.") for name in saved) == (recipe == "delayed")
 
 
-def test_without_rounding_of_parameters_both_ways_are_the_same(twins: Any) -> None:
+def test_storage_in_8_bits_does_not_change_losses_without_rounding(twins: Any) -> None:
     """In float64 the parameters are the main parameters: casts of them give the same bytes."""
     kind = "fp8"
     recipe = "tensorwise"
     options = {"fp8": FP8(emulate=True, last_bf16=1, keep=("layers.0.mlp.*",))}
     layout = {**options, "microbatch_size": 1}
-    other = train(Job(kind, layout=layout), 1, "cpu", steps=STEPS)
-    assert twins[kind, recipe, 1][0].losses == pytest.approx(other.losses, abs=1e-10, rel=0)
+    report = train(Job(kind, layout=layout), 1, "cpu", steps=STEPS)
+    assert twins[kind, recipe, 1][0].losses == pytest.approx(report.losses, abs=1e-10, rel=0)

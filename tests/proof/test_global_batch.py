@@ -1,4 +1,4 @@
-"""Losses of a global batch depend neither on the number of data ranks nor on where a run resumed."""
+"""Tests that data ranks and resumes do not change the losses of a global batch."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ CONFIG = GPTConfig.gpt2(
 )
 
 
-class Note(pl.Callback):
-    """Note losses, microbatches and graphs of all steps, and save after some."""
+class Recorder(pl.Callback):
+    """Record losses and graphs of all steps, and save a checkpoint after some steps."""
 
     def __init__(self, path: str | None = None) -> None:
         self.path = path
@@ -47,7 +47,7 @@ class Note(pl.Callback):
 
 
 class Counted(Module):
-    """Module that notes the samples of each microbatch."""
+    """Module that records the samples of each microbatch."""
 
     def __init__(self) -> None:
         super().__init__(CONFIG)
@@ -58,7 +58,7 @@ class Counted(Module):
         return super().training_step(batch, batch_idx)
 
 
-def data(corpus: str, ramp_up: RampUp | None = RAMP, **options: Any) -> TokenDataModule:
+def make_data(corpus: str, ramp_up: RampUp | None = RAMP, **options: Any) -> TokenDataModule:
     return TokenDataModule(
         corpus, seq_length=LENGTH, global_batch_size=12, ramp_up=ramp_up, **options
     )
@@ -87,17 +87,17 @@ def fit(
     resumed: str | None = None,
     graphs: CudaGraphs | None = None,
     **options: Any,
-) -> tuple[Note, list[int]]:
+) -> tuple[Recorder, list[int]]:
     strategy = MegatronStrategy(
         **{"microbatch_size": 2, "check_microbatches": False, **(layout or {})}, cuda_graphs=graphs
     )
     if graphs is not None:
         strategy._make_backend = lambda mesh: TapeBackend(mesh.launcher)
     # A captured step must not change attributes.
-    note, module = Note(saved), Module(CONFIG) if graphs else Counted()
-    trainer = trainer_of(strategy, note, devices=devices)
-    trainer.fit(module, datamodule=data(corpus, **options), ckpt_path=resumed)
-    return note, getattr(module, "rows", [])
+    recorder, module = Recorder(saved), Module(CONFIG) if graphs else Counted()
+    trainer = trainer_of(strategy, recorder, devices=devices)
+    trainer.fit(module, datamodule=make_data(corpus, **options), ckpt_path=resumed)
+    return recorder, getattr(module, "rows", [])
 
 
 @pytest.fixture(scope="module")
@@ -111,58 +111,69 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def whole(corpus: str) -> list[float]:
-    """Losses of ordinary Lightning, fed with batches of the sizes that stand above."""
+def expected_losses(corpus: str) -> list[float]:
+    """Return losses of ordinary Lightning with batches of SIZES."""
     source = TokenDataModule(corpus, seq_length=LENGTH, train_samples=sum(SIZES))
     rows = list(source.train_dataloader())
     batches = []
     for size in SIZES:
-        taken, rows = rows[:size], rows[size:]
-        batches.append({name: torch.cat([row[name] for row in taken]) for name in taken[0]})
-    note = Note()
-    trainer_of("auto", note).fit(Counted(), DataLoader(batches, batch_size=None))
-    return note.losses
+        samples, rows = rows[:size], rows[size:]
+        batches.append({name: torch.cat([row[name] for row in samples]) for name in samples[0]})
+    recorder = Recorder()
+    trainer_of("auto", recorder).fit(Counted(), DataLoader(batches, batch_size=None))
+    return recorder.losses
 
 
-def _in_two(rank: int, size: int, corpus: str, folder: str, from_one: str) -> dict[str, Any]:
+def _fit_on_two_ranks(
+    rank: int, size: int, corpus: str, folder: str, checkpoint_of_one: str
+) -> dict[str, Any]:
     saved = os.path.join(folder, "two")
     return {
         "dp2": fit(corpus, 2, saved=saved)[0].losses,
-        "dp1 to dp2": fit(corpus, 2, resumed=from_one)[0].losses,
+        "dp1 to dp2": fit(corpus, 2, resumed=checkpoint_of_one)[0].losses,
         "pp2": fit(corpus, 2, {"pp": 2})[0].losses,
     }
 
 
-def _close(losses: list[float], expected: list[float]) -> None:
+def _assert_close(losses: list[float], expected: list[float]) -> None:
     assert len(losses) == len(expected) > 0
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=0, atol=1e-11)
 
 
-def test_losses_are_those_of_one_process(corpus: str, whole: list[float], tmp_path: Path) -> None:
-    one = str(tmp_path / "one")
-    note, rows = fit(corpus, saved=one)
-    _close(note.losses, whole)
+def test_losses_match_one_process_also_after_a_resume(
+    corpus: str, expected_losses: list[float], tmp_path: Path
+) -> None:
+    checkpoint_of_one = str(tmp_path / "one")
+    recorder, rows = fit(corpus, saved=checkpoint_of_one)
+    _assert_close(recorder.losses, expected_losses)
     assert rows == [2] * (sum(SIZES) // 2)
-    for found in run_world(_in_two, 2, corpus, str(tmp_path), one):
-        _close(found["dp2"], whole)
-        _close(found["pp2"], whole)
-        _close(found["dp1 to dp2"], whole[SAVED_AFTER:])
-    _close(fit(corpus, resumed=str(tmp_path / "two"))[0].losses, whole[SAVED_AFTER:])
+    for losses in run_world(_fit_on_two_ranks, 2, corpus, str(tmp_path), checkpoint_of_one):
+        _assert_close(losses["dp2"], expected_losses)
+        _assert_close(losses["pp2"], expected_losses)
+        _assert_close(losses["dp1 to dp2"], expected_losses[SAVED_AFTER:])
+    _assert_close(
+        fit(corpus, resumed=str(tmp_path / "two"))[0].losses, expected_losses[SAVED_AFTER:]
+    )
 
 
 @pytest.mark.parametrize("mode", ["segments", "full"])
 def test_graphs_are_captured_again_when_batches_grow(
-    corpus: str, whole: list[float], mode: Any
+    corpus: str, expected_losses: list[float], mode: Any
 ) -> None:
-    note, _ = fit(corpus, graphs=CudaGraphs(mode, warmup_steps=1))
-    _close(note.losses, whole)
-    # One eager step at the start, and one wherever the batch has grown. Whole steps then warm up.
-    grown = [at for at in range(1, STEPS) if SIZES[at] > SIZES[at - 1]]
-    eager = {0, *grown} | ({at + 1 for at in grown} if mode == "full" else set())
-    assert [at for at, number in enumerate(note.graphs) if not number] == sorted(eager)
+    recorder, _ = fit(corpus, graphs=CudaGraphs(mode, warmup_steps=1))
+    _assert_close(recorder.losses, expected_losses)
+    # One eager step at the start, and one wherever the batch grows. Graphs of full steps then warm
+    # up.
+    growing_steps = [step for step in range(1, STEPS) if SIZES[step] > SIZES[step - 1]]
+    eager_steps = {0, *growing_steps} | (
+        {step + 1 for step in growing_steps} if mode == "full" else set()
+    )
+    assert [step for step, number in enumerate(recorder.graphs) if not number] == sorted(
+        eager_steps
+    )
 
 
-def test_a_run_by_epochs_counts_samples_over_all_of_them(corpus: str) -> None:
+def test_the_ramp_up_counts_samples_over_all_epochs(corpus: str) -> None:
     class Sizes(Counted):
         validated = 0
 
@@ -182,7 +193,7 @@ def test_a_run_by_epochs_counts_samples_over_all_of_them(corpus: str) -> None:
         "auto", max_steps=-1, max_epochs=3, limit_val_batches=1, num_sanity_val_steps=0
     )
     trainer.fit(module, datamodule=source)
-    # Epochs begin at samples 0, 30 and 60; what is left of one is too little for a batch.
+    # Epochs begin at samples 0, 30 and 60; the rest of an epoch is too small for a batch.
     assert module.rows == [4, 4, 4, 8, 8] + [12, 12] + [12, 12]
     assert module.validated == 3
 
@@ -196,12 +207,12 @@ def test_a_run_by_epochs_counts_samples_over_all_of_them(corpus: str) -> None:
         ({}, {"devices": 8}, ParallelPlanError, "4 is not one of 8 x 1 = 8"),
     ],
 )
-def test_what_cannot_be_is_refused_before_processes_start(
+def test_unsupported_global_batches_are_refused_before_processes_start(
     corpus: str, options: Any, trainer: Any, error: type[Exception], message: str
 ) -> None:
     strategy = MegatronStrategy(**options)
     with pytest.raises(error, match=message):
-        trainer_of(strategy, **trainer).fit(Counted(), datamodule=data(corpus))
+        trainer_of(strategy, **trainer).fit(Counted(), datamodule=make_data(corpus))
     assert strategy._mesh is None
     with pytest.raises(UnsupportedError, match="optimizer step"):
-        trainer_of("auto", accumulate_grad_batches=2).fit(Counted(), datamodule=data(corpus))
+        trainer_of("auto", accumulate_grad_batches=2).fit(Counted(), datamodule=make_data(corpus))

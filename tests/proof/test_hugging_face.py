@@ -1,4 +1,4 @@
-"""A LightningModule around a Hugging Face model trains under every layout as it does without this
+"""Tests that a LightningModule around a Hugging Face model trains in every layout as without this
 library.
 """
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp4": {},
-    # Without stages two microbatches a step show as much as four, in half of the messages.
+    # Without stages, two microbatches per step test as much as four, with half of the messages.
     "tp4+sp": {"tp": 4, "microbatch_size": 4},
     "tp2 dp2": {"tp": 2, "sequence_parallel": False},
     "tp2+sp pp2": {"tp": 2, "pp": 2},
@@ -64,7 +64,7 @@ CASES = (
     ("roberta", "classes"),
     ("bert", "body"),
 )
-#: Those that train; all are built, one after the other from one seed.
+#: Cases that train. All cases are built, one after the other from one seed.
 TRAINED = chosen(
     CASES,
     ("llama", "tokens"),
@@ -77,22 +77,27 @@ TRAINED = chosen(
 )
 
 
-#: Layouts of the cases beside the two that train under all: with ranks that share every layer, with
-#: stages, and with several stages on each rank. A body has a head of the user's own, and no stages.
-CUTS = {"body": ("dp4", "tp4+sp", "tp2+sp dp2, recomputed")}
-OTHERS = ("tp4+sp", "tp2+sp pp2", "pp2 vpp2 dp2")
-WITH_ALL = {("llama", "tokens"), ("bert", "masked")}
+#: Layouts of all cases except the two that train in every layout: with ranks that share every
+#: layer, with stages, and with several stages on each rank. A body has a head of the user, and no
+#: stages.
+LAYOUTS_OF_TASKS = {"body": ("dp4", "tp4+sp", "tp2+sp dp2, recomputed")}
+DEFAULT_LAYOUTS = ("tp4+sp", "tp2+sp pp2", "pp2 vpp2 dp2")
+CASES_WITH_ALL_LAYOUTS = {("llama", "tokens"), ("bert", "masked")}
 
 
 def layouts_of(kind: str, task: str) -> Iterable[str]:
     """Return the names of the layouts under which a case trains."""
     if kind in ("gemma3", "olmo2"):
-        # Their cuts have proofs of their own; here the steps of the optimizer count.
+        # Other tests check how these models are cut; here they check the optimizer steps.
         return ("tp2+sp pp2",)
-    return LAYOUTS if (kind, task) in WITH_ALL else CUTS.get(task, OTHERS)
+    return (
+        LAYOUTS
+        if (kind, task) in CASES_WITH_ALL_LAYOUTS
+        else LAYOUTS_OF_TASKS.get(task, DEFAULT_LAYOUTS)
+    )
 
 
-#: The few have every case and every layout.
+#: The few fits contain every case and every layout.
 FITS = chosen(
     [(kind, task, name) for kind, task in TRAINED for name in layouts_of(kind, task)],
     ("llama", "tokens", "tp2+sp pp2"),
@@ -110,20 +115,18 @@ FITS = chosen(
 
 @dataclass(frozen=True)
 class Report:
-    """Hold what one training showed."""
+    """Results of a training."""
 
     losses: list[float]
     is_swapped: bool
-    held: int
+    num_parameters: int
 
 
 def train(folder: str, task: str, layout: dict[str, Any] | None, devices: int) -> Report:
-    """Train the steps of all data, however many ranks share it; without a layout as ordinary Lightning
-    does.
-    """
+    """Train on all data with any number of ranks; without a layout, with ordinary Lightning."""
     seed_everything(1, verbose=False)
     if layout is not None:
-        # Under the layout that all models with stages have, and of a body under all.
+        # Models with stages make the trial of microbatches in one layout, and a body in all.
         compares = task == "body" or layout == LAYOUTS["tp2+sp pp2"]
         layout = {**layout, "check_microbatches": compares}
     module = FineTune(folder, task)
@@ -165,15 +168,15 @@ def ranks(folder: Path) -> list[dict[tuple[str, str, str], Report]]:
 
 
 @pytest.mark.parametrize(("kind", "task"), TRAINED)
-def test_every_layout_trains_as_hugging_face_does(
+def test_every_layout_trains_as_the_code_of_hugging_face(
     kind: str, task: str, folder: Path, ranks: Any
 ) -> None:
-    given = str(folder / kind / task)
-    plain, one = train(given, task, None, 1), train(given, task, {}, 1)
+    path = str(folder / kind / task)
+    plain, single = train(path, task, None, 1), train(path, task, {}, 1)
     assert not plain.is_swapped
-    assert one.is_swapped
+    assert single.is_swapped
     assert plain.losses[-1] < plain.losses[0]
-    assert one.losses == pytest.approx(plain.losses, abs=1e-4)
+    assert single.losses == pytest.approx(plain.losses, abs=1e-4)
     layouts = [name for *case, name in FITS if case == [kind, task]]
     assert layouts
     for rank, reports in enumerate(ranks):
@@ -181,6 +184,6 @@ def test_every_layout_trains_as_hugging_face_does(
             report = reports[kind, task, layout]
             assert report.is_swapped
             assert report.losses == pytest.approx(plain.losses, abs=1e-4), f"{layout}, rank {rank}"
-            assert report.held < one.held or not LAYOUTS[layout], (
+            assert report.num_parameters < single.num_parameters or not LAYOUTS[layout], (
                 f"{layout} keeps a part on each rank"
             )

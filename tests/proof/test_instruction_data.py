@@ -1,5 +1,5 @@
-"""Packed conversations train as each of them alone: the loss is the mean over the answers' tokens
-of all conversations, in every layout.
+"""Tests that packed conversations train as single ones: in every layout the loss is the mean over
+the tokens of all answers.
 """
 
 from __future__ import annotations
@@ -43,58 +43,58 @@ def train(folder: str, rows: str, strategy: Any, devices: int, packing: bool = T
 
 
 def train_all(rank: int, size: int, folder: str, rows: str) -> dict[str, list[float]]:
-    found = {}
+    losses = {}
     for name, layout in LAYOUTS.items():
         strategy = MegatronStrategy(microbatch_size=1, **layout)
-        found[name] = train(folder, rows, strategy, size)
-    return found
+        losses[name] = train(folder, rows, strategy, size)
+    return losses
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Write a small Llama with a template, and conversations."""
     folder = tmp_path_factory.mktemp("chat")
     return save_chat_llama(folder / "model"), write_lines(folder / "a.jsonl", conversations(40))
 
 
 @pytest.fixture(scope="module")
-def whole(places: tuple[str, str]) -> list[float]:
+def expected(paths: tuple[str, str]) -> list[float]:
     """Train in this process under the strategy."""
-    return train(*places, MegatronStrategy(), 1)
+    return train(*paths, MegatronStrategy(), 1)
 
 
-def test_the_loss_of_packed_rows_is_that_of_single_conversations(places, whole):
-    folder, _ = places
+def test_the_loss_of_packed_rows_matches_single_conversations(paths, expected):
+    folder, _ = paths
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     total, count = 0.0, 0
     for row in conversations(40):
-        found = tokenizer.apply_chat_template(
+        encoding = tokenizer.apply_chat_template(
             row["messages"], return_dict=True, return_assistant_tokens_mask=True
         )
-        # A row has room for one more token than it predicts, as a label.
-        tokens = torch.tensor(found["input_ids"])[: LENGTH + 1]
-        wanted = torch.tensor(found["assistant_masks"])[: LENGTH + 1][1:].bool()
+        # A row has one more token than predictions, because the last token is only a label.
+        tokens = torch.tensor(encoding["input_ids"])[: LENGTH + 1]
+        is_answer = torch.tensor(encoding["assistant_masks"])[: LENGTH + 1][1:].bool()
         with torch.no_grad():
             logits = model(tokens[None, :-1]).logits[0]
-        total += float(F.cross_entropy(logits[wanted], tokens[1:][wanted], reduction="sum"))
-        count += int(wanted.sum())
+        total += float(F.cross_entropy(logits[is_answer], tokens[1:][is_answer], reduction="sum"))
+        count += int(is_answer.sum())
     # Hugging Face's norms compute in float32.
-    assert whole[0] == pytest.approx(total / count, rel=0, abs=1e-7)
-    assert whole[1] < whole[0] - 0.01
+    assert expected[0] == pytest.approx(total / count, rel=0, abs=1e-7)
+    assert expected[1] < expected[0] - 0.01
 
 
-def test_plain_transformers_keep_packed_conversations_apart_too(places, whole):
+def test_transformers_without_the_strategy_separates_packed_conversations(paths, expected):
     # Hugging Face's model computes losses in float32.
-    assert train(*places, "auto", 1) == pytest.approx(whole, rel=0, abs=1e-5)
+    assert train(*paths, "auto", 1) == pytest.approx(expected, rel=0, abs=1e-5)
 
 
-def test_rows_of_one_conversation_have_the_same_loss(places, whole):
-    alone = train(*places, MegatronStrategy(), 1, packing=False)
-    assert alone[0] == pytest.approx(whole[0], rel=0, abs=1e-10)
+def test_rows_of_one_conversation_have_the_loss_of_packed_rows(paths, expected):
+    unpacked = train(*paths, MegatronStrategy(), 1, packing=False)
+    assert unpacked[0] == pytest.approx(expected[0], rel=0, abs=1e-10)
 
 
-def test_layouts_train_alike(places, whole):
-    for found in run_world(train_all, 2, *places):
-        for name, losses in found.items():
-            assert losses == pytest.approx(whole, rel=0, abs=1e-10), name
+def test_every_layout_trains_as_one_process(paths, expected):
+    for reports in run_world(train_all, 2, *paths):
+        for name, losses in reports.items():
+            assert losses == pytest.approx(expected, rel=0, abs=1e-10), name

@@ -1,4 +1,4 @@
-"""Models with latent attention train as one process under every layout, and as Hugging Face's."""
+"""Tests that models with latent attention train as one process, and as Hugging Face's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.proof.family_training import (
     STEPS,
     FineTune,
     train_family,
-    trained_by_theirs,
+    train_with_hugging_face,
     weights_by_name,
 )
 from tests.proof.test_layouts_equal import check
@@ -49,14 +49,14 @@ FAMILY_LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a rank reports."""
+class RankReport:
+    """Report of a rank."""
 
     reports: dict[str, Report]
     losses: dict[tuple[str, str], list[float]]
 
 
-def train_everything(rank: int, size: int, folder: str, expected: Any) -> Found:
+def train_everything(rank: int, size: int, folder: str, expected: Any) -> RankReport:
     # The layouts with stages make the trial of their microbatches.
     jobs = {
         name: Job(KIND, layout=layout, compares="pp" in layout) for name, layout in CHOSEN.items()
@@ -69,12 +69,12 @@ def train_everything(rank: int, size: int, folder: str, expected: Any) -> Found:
         for case, names in FAMILIES.items()
         for name in names
     }
-    return Found(reports, losses)
+    return RankReport(reports, losses)
 
 
 @pytest.fixture(scope="module")
 def theirs() -> dict[str, FineTune]:
-    return trained_by_theirs(FAMILIES)
+    return train_with_hugging_face(FAMILIES)
 
 
 @pytest.fixture(scope="module")
@@ -83,42 +83,44 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path, theirs: dict[str, FineTune]) -> list[Found]:
+def ranks(folder: Path, theirs: dict[str, FineTune]) -> list[RankReport]:
     """Train under all layouts on two processes."""
     return run_world(train_everything, 2, str(folder), weights_by_name(theirs))
 
 
 @pytest.fixture(scope="module")
 def twin() -> Report:
-    """Train in this one process."""
+    """Train in this process."""
     return train(Job(KIND, layout={}), 1, "cpu", steps=STEPS)
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_every_layout_trains_as_one_process(name: str, ranks: list[Found], twin: Report) -> None:
-    check(Job(KIND), [found.reports[name] for found in ranks], twin, STEPS)
+def test_every_layout_trains_as_one_process(
+    name: str, ranks: list[RankReport], twin: Report
+) -> None:
+    check(Job(KIND), [rank.reports[name] for rank in ranks], twin, STEPS)
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-def test_every_layout_trains_as_hugging_face_does(
-    case: str, ranks: list[Found], theirs: dict[str, FineTune]
+def test_every_layout_trains_as_the_code_of_hugging_face(
+    case: str, ranks: list[RankReport], theirs: dict[str, FineTune]
 ) -> None:
     losses = theirs[case].losses
     assert len(losses) == STEPS
-    for found in ranks:
+    for rank in ranks:
         for name in FAMILIES[case]:
             expected = torch.tensor(losses)
-            assert_equal(torch.tensor(found.losses[case, name]), expected, f"{case}, {name}", 1e-9)
+            assert_equal(torch.tensor(rank.losses[case, name]), expected, f"{case}, {name}", 1e-9)
 
 
-def test_one_process_continues_a_checkpoint_of_two(
-    ranks: list[Found], folder: Path, twin: Report, tmp_path: Path
+def test_one_process_continues_a_checkpoint_of_two_processes(
+    ranks: list[RankReport], folder: Path, twin: Report, tmp_path: Path
 ) -> None:
     saved = str(folder / "half")
     job = Job(KIND, layout={})
-    found = train(job, 1, "cpu", str(tmp_path / "end"), steps=STEPS, resume_from=saved)
-    assert found.losses == pytest.approx(twin.losses[2:], abs=1e-9)
-    assert found.weights.keys() == twin.weights.keys()
-    for name, weight in found.weights.items():
+    report = train(job, 1, "cpu", str(tmp_path / "end"), steps=STEPS, resume_from=saved)
+    assert report.losses == pytest.approx(twin.losses[2:], abs=1e-9)
+    assert report.weights.keys() == twin.weights.keys()
+    for name, weight in report.weights.items():
         expected = twin.weights[name].narrow(0, 0, weight.shape[0])
         assert_equal(weight, expected, name, 1e-8)

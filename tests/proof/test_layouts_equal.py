@@ -1,4 +1,4 @@
-"""The promise: losses, gradient norms and final weights are one process's, in every layout."""
+"""Tests that losses, gradient norms and final weights match one process in every layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.world import run_world
 pytestmark = pytest.mark.slow
 
 LAYOUTS = {
-    # Without stages two microbatches a step show as much as four, in half of the messages.
+    # Without stages, two microbatches per step test as much as four, with half of the messages.
     "tp4": {"tp": 4, "sequence_parallel": False, "microbatch_size": 4},
     "tp4+sp": {"tp": 4, "sequence_parallel": True, "microbatch_size": 4},
     "pp4": {"pp": 4},
@@ -27,25 +27,27 @@ TOLERANCE = {"64-true": 1e-10, "32-true": 1e-5}
 
 
 def jobs() -> dict[str, Job]:
-    """Name every run of four processes."""
+    """Return every job of four processes by name."""
     plain = [(kind, layout) for layout in LAYOUTS for kind in ("gpt2-tied", "llama-untied")]
-    others = ("gpt2-untied", "llama-tied", "post-norm")
-    plain += [(kind, layout) for layout in ("tp4+sp", "pp2 vpp2 dp2", "tp2 pp2") for kind in others]
+    further_kinds = ("gpt2-untied", "llama-tied", "post-norm")
+    plain += [
+        (kind, layout) for layout in ("tp4+sp", "pp2 vpp2 dp2", "tp2 pp2") for kind in further_kinds
+    ]
     plain += [("gemma-tied", layout) for layout in ("tp4", "tp2 pp2 +sp")]
-    found = {
+    runs = {
         f"{kind}, {layout}": Job(kind, layout=LAYOUTS[layout], compares=kind == "gpt2-tied")
         for kind, layout in plain
     }
-    # Masks are one process's where every rank draws the replicated stream, not under sequence or
-    # data parallelism, and where the microbatches are the same.
+    # Dropout masks match one process where every rank draws from the replicated stream, which
+    # excludes sequence and data parallelism, and where the microbatches are the same.
     for layout in ("tp4", "pp4", "tp2 pp2"):
-        found[f"dropout, {layout}"] = Job(
+        runs[f"dropout, {layout}"] = Job(
             "dropout",
             layout=LAYOUTS[layout] | {"microbatch_size": 2},
             compares=layout == "tp2 pp2",
         )
     for layout in ("tp4+sp", "pp2 vpp2 dp2", "dp4", "tp2 pp2"):
-        found[f"gpt2-tied, {layout}, float32"] = Job(
+        runs[f"gpt2-tied, {layout}, float32"] = Job(
             "gpt2-tied", "32-true", LAYOUTS[layout], compares=layout == "tp2 pp2"
         )
     special = [
@@ -58,11 +60,11 @@ def jobs() -> dict[str, Job]:
         ("dropout", "pp4", {"recompute": {"offload": True}}),
     ]
     for kind, layout, option in special:
-        found[f"{kind}, {layout}, {option}"] = Job(
+        runs[f"{kind}, {layout}, {option}"] = Job(
             kind, layout=LAYOUTS[layout] | option, compares=False
         )
     return chosen(
-        found,
+        runs,
         "gpt2-tied, tp4",
         "gpt2-tied, dp4",
         "llama-tied, tp4+sp",
@@ -81,8 +83,8 @@ def jobs() -> dict[str, Job]:
 
 @pytest.fixture(scope="module")
 def twins() -> dict[tuple[str, str], Report]:
-    """Train every kind in this one process: with ordinary Lightning, and with the strategy where
-    dropout draws from it.
+    """Train every kind in this process: with ordinary Lightning, or with the strategy if dropout
+    draws random numbers from it.
     """
     return {
         (kind, precision): train(Job(kind, precision, {} if kind == "dropout" else None), 1, "cpu")
@@ -112,7 +114,7 @@ def test_tensor_pipeline_and_data_parallel_together_train_as_one_process(twins, 
 
 
 def check(job: Job, ranks: list[Report], twin: Report, steps: int = STEPS) -> None:
-    """Compare what every rank reports with the twin."""
+    """Compare the reports of all ranks with the report of one process."""
     close = {"rtol": 0.0, "atol": TOLERANCE[job.precision]}
     assert len(twin.losses) == steps
     assert twin.losses[-1] < twin.losses[0]

@@ -1,5 +1,5 @@
-"""A LightningModule around peft's LoRA trains under every layout as it does without this library,
-and comes back.
+"""Tests that a LightningModule around peft's LoRA trains in every layout as without this library,
+and that its adapter is exported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OPTIONS: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 1, "num_sanity_
 
 
 class Adapt(FineTune):
-    """Go on with an adapter; nothing in it knows of this library."""
+    """Fine-tune a given adapter, without code for this library."""
 
     def __init__(self, folder: str, adapter: str) -> None:
         super().__init__(folder)
@@ -54,8 +54,8 @@ class Adapt(FineTune):
         self.log("val_loss", self.model(**batch).loss, sync_dist=True)
 
 
-class Data(InOrder):
-    """Validate on what is trained on."""
+class ValidatedInOrder(InOrder):
+    """Validate on the training data."""
 
     def val_dataloader(self) -> Any:
         return self.train_dataloader()
@@ -67,13 +67,13 @@ def train(
     """Return the losses of all steps."""
     seed_everything(1, verbose=False)
     module, trainer = Adapt(folder, adapter), trainer_of(layout, devices, 1, **OPTIONS)
-    trainer.fit(module, Data())
+    trainer.fit(module, ValidatedInOrder())
     if layout is not None:
         assert isinstance(module.model.get_base_model(), ReplacedModel)
         trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
         main_parameters = trainer.strategy.run.state.main
         held = sum(piece.main.numel() for piece in main_parameters.slices.values())
-        assert 0 < held <= trained, "what is frozen has no main parameter and no state"
+        assert 0 < held <= trained, "frozen parameters have no main parameter and no state"
     if out:
         trainer.save_checkpoint(out)
     return module.losses
@@ -83,16 +83,16 @@ def evaluate(
     layout: dict[str, Any] | None, devices: int, folder: str, adapter: str, path: str | None
 ) -> float:
     module = Adapt(folder, adapter)
-    (found,) = trainer_of(layout, devices, 1, **OPTIONS).validate(
-        module, Data(), ckpt_path=path, verbose=False
+    (metrics,) = trainer_of(layout, devices, 1, **OPTIONS).validate(
+        module, ValidatedInOrder(), ckpt_path=path, verbose=False
     )
-    return float(found["val_loss"])
+    return float(metrics["val_loss"])
 
 
 def train_all(
     rank: int, size: int, kind: str, folder: str, adapter: str, out: str
 ) -> tuple[dict[str, list[float]], float]:
-    """Train under every layout; save what the first one has trained and load it in the last one."""
+    """Train in every layout; save the model of the first layout and load it in the last layout."""
     layouts = LAYOUTS[kind]
     names = list(layouts)
     losses = {
@@ -102,7 +102,7 @@ def train_all(
     return losses, evaluate(layouts[names[-1]], size, folder, adapter, out)
 
 
-def save(kind: str, path: Path) -> tuple[str, str]:
+def save_model_and_adapter(kind: str, path: Path) -> tuple[str, str]:
     """Save a small model and an adapter of random numbers."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(
@@ -121,36 +121,38 @@ def save(kind: str, path: Path) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_every_layout_trains_as_peft_does_and_gives_its_folder_back(
-    kind: str, tmp_path: Path
-) -> None:
-    base, given = save(kind, tmp_path)
-    plain, out = train(None, 1, base, given), str(tmp_path / "trained.ckpt")
+def test_every_layout_trains_as_peft_and_exports_the_adapter(kind: str, tmp_path: Path) -> None:
+    base, initial = save_model_and_adapter(kind, tmp_path)
+    plain, out = train(None, 1, base, initial), str(tmp_path / "trained.ckpt")
     assert plain[-1] < plain[0]
-    for rank, (losses, found) in enumerate(run_world(train_all, 4, kind, base, given, out)):
-        for layout, of_layout in losses.items():
-            assert of_layout == pytest.approx(plain, abs=1e-4), f"{layout}, rank {rank}"
-        first = found
-    again, merged, file = tmp_path / "adapter", tmp_path / "merged", tmp_path / "file.ckpt"
+    for rank, (losses, val_loss) in enumerate(run_world(train_all, 4, kind, base, initial, out)):
+        for layout, layout_losses in losses.items():
+            assert layout_losses == pytest.approx(plain, abs=1e-4), f"{layout}, rank {rank}"
+        expected = val_loss
+    exported, merged, file = tmp_path / "adapter", tmp_path / "merged", tmp_path / "file.ckpt"
     with pytest.raises(SystemExit):
-        main(["convert", out, str(again), "--verify"])
-    main(["convert", out, str(again)])
+        main(["convert", out, str(exported), "--verify"])
+    main(["convert", out, str(exported)])
     main(["convert", out, str(merged), "--merge", "--verify"])
     consolidate(out, file, weights_only=True)
     before, after = (
-        safetensors.load_file(Path(one, "adapter_model.safetensors")) for one in (given, again)
+        safetensors.load_file(Path(folder, "adapter_model.safetensors"))
+        for folder in (initial, exported)
     )
     assert before.keys() == after.keys()
     assert not any(torch.equal(after[name], before[name]) for name in before)
-    assert peft.LoraConfig.from_pretrained(again) == peft.LoraConfig.from_pretrained(given)
-    read = peft.PeftModel.from_pretrained(
-        transformers.AutoModelForCausalLM.from_pretrained(base), again
+    assert peft.LoraConfig.from_pretrained(exported) == peft.LoraConfig.from_pretrained(initial)
+    reloaded = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(base), exported
     )
-    theirs = peft.get_peft_model_state_dict(read)
+    theirs = peft.get_peft_model_state_dict(reloaded)
     assert all(torch.equal(theirs[name], tensor) for name, tensor in after.items())
-    losses = [evaluate(None, 1, base, str(again), None), evaluate(None, 1, base, given, str(file))]
-    losses += [evaluate({}, 1, base, given, str(file)), evaluate({}, 1, base, given, out)]
-    assert losses == pytest.approx([first] * 4, abs=1e-5)
+    losses = [
+        evaluate(None, 1, base, str(exported), None),
+        evaluate(None, 1, base, initial, str(file)),
+    ]
+    losses += [evaluate({}, 1, base, initial, str(file)), evaluate({}, 1, base, initial, out)]
+    assert losses == pytest.approx([expected] * 4, abs=1e-5)
 
 
 class Classify(LightningModule):
@@ -173,7 +175,7 @@ class Classify(LightningModule):
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-2)
 
 
-def test_heads_that_are_trained_as_a_whole_come_back_with_the_adapter(tmp_path: Path) -> None:
+def test_fully_trained_heads_are_exported_with_the_adapter(tmp_path: Path) -> None:
     base = encoder_of("bert classes")
     base.save_pretrained(tmp_path / "base")
     tokens, labels = torch.arange(48).view(4, 12), torch.arange(4)
@@ -181,9 +183,11 @@ def test_heads_that_are_trained_as_a_whole_come_back_with_the_adapter(tmp_path: 
     trainer.fit(module, DataLoader(TensorDataset(tokens, labels), batch_size=2))
     trainer.save_checkpoint(tmp_path / "trained.ckpt")
     main(["convert", str(tmp_path / "trained.ckpt"), str(tmp_path / "adapter")])
-    read = peft.PeftModel.from_pretrained(base.eval(), tmp_path / "adapter")
+    reloaded = peft.PeftModel.from_pretrained(base.eval(), tmp_path / "adapter")
     with torch.no_grad():
-        assert torch.allclose(read(tokens).logits, module.model.eval()(tokens).logits, atol=1e-5)
+        assert torch.allclose(
+            reloaded(tokens).logits, module.model.eval()(tokens).logits, atol=1e-5
+        )
         with (
             pytest.raises(UnsupportedError, match="modules_to_save cannot be switched off"),
             module.model.disable_adapter(),

@@ -1,5 +1,5 @@
-"""Named validation and test sets: each has the loss of its own tokens, all have that of all tokens,
-in every layout.
+"""Tests of named validation and test sets: each set has the mean loss of its tokens, and all sets
+together that of all tokens, in every layout.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ LAYOUTS: dict[str, Callable[[], Any]] = {
 }
 
 
-def corpora(folder: Path) -> dict[str, Any]:
-    """Write corpora whose sets have unequal sizes and other texts."""
+def write_corpora(folder: Path) -> dict[str, Any]:
+    """Write corpora whose sets have different sizes and texts."""
     return {
         "train": write_corpus(folder / "train", 100),
         "val": {
@@ -70,7 +70,7 @@ def trainer_of(strategy: Callable[[], Any], devices: int, folder: Path, **option
 def fit(
     paths: dict[str, Any], strategy: Callable[[], Any], devices: int, folder: Path
 ) -> dict[str, Any]:
-    """Fit with a check after every second step, test, and return what was logged."""
+    """Fit with validation after every second step, test, and return the logged metrics."""
     module = CausalLM(CONFIG, learning_rate=1e-2, max_steps=9)
     data = TokenDataModule(**paths, seq_length=8, global_batch_size=4)
     best = ModelCheckpoint(folder, "{step}", "val_loss", save_top_k=-1)
@@ -78,32 +78,32 @@ def fit(
         strategy, devices, folder, max_steps=4, val_check_interval=2, callbacks=[best]
     )
     trainer.fit(module, data)
-    found = {"fit": numbers(trainer), "best": float(best.best_model_score or math.nan)}
+    logged = {"fit": logged_numbers(trainer), "best": float(best.best_model_score or math.nan)}
     limited = trainer_of(strategy, devices, folder / "two", max_steps=4, limit_val_batches=1)
     limited.fit(module, data, ckpt_path=folder / "step=2.ckpt")
-    found["limited"] = numbers(limited)
+    logged["limited"] = logged_numbers(limited)
     trainer.test(module, data, verbose=False)
-    found["test"] = numbers(trainer)
+    logged["test"] = logged_numbers(trainer)
     if trainer.is_global_zero:
-        found["rows"] = (folder / "csv" / "version_0" / "metrics.csv").read_text().splitlines()[0]
-    return found
+        logged["rows"] = (folder / "csv" / "version_0" / "metrics.csv").read_text().splitlines()[0]
+    return logged
 
 
-def numbers(trainer: Trainer) -> dict[str, float]:
+def logged_numbers(trainer: Trainer) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def worlds(rank: int, size: int, folder: Path, paths: dict[str, Any]) -> dict[str, Any]:
-    found = {}
+def fit_all(rank: int, size: int, folder: Path, paths: dict[str, Any]) -> dict[str, Any]:
+    logged = {}
     for name, strategy in LAYOUTS.items():
-        found[name] = fit(paths, strategy, size, folder / name)
+        logged[name] = fit(paths, strategy, size, folder / name)
         dist.barrier()
-    return found
+    return logged
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return corpora(tmp_path_factory.mktemp("corpora"))
+    return write_corpora(tmp_path_factory.mktemp("corpora"))
 
 
 @pytest.fixture(scope="module")
@@ -113,27 +113,27 @@ def alone(tmp_path_factory: pytest.TempPathFactory, paths: dict[str, Any]) -> di
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory, paths: dict[str, Any]) -> list[dict[str, Any]]:
-    return run_world(worlds, 2, tmp_path_factory.mktemp("two"), paths)
+    return run_world(fit_all, 2, tmp_path_factory.mktemp("two"), paths)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_losses_of_sets_are_those_of_one_process(
+def test_losses_of_sets_match_one_process(
     alone: dict[str, Any], ranks: list[dict[str, Any]], layout: str
 ) -> None:
-    for found in ranks:
-        for what in ("fit", "limited", "test"):
-            assert found[layout][what] == pytest.approx(alone[what], rel=1e-10)
-        assert found[layout]["best"] == pytest.approx(alone["best"], rel=1e-10)
+    for logged in ranks:
+        for phase in ("fit", "limited", "test"):
+            assert logged[layout][phase] == pytest.approx(alone[phase], rel=1e-10)
+        assert logged[layout]["best"] == pytest.approx(alone["best"], rel=1e-10)
 
 
-def test_losses_are_means_over_the_tokens_of_each_set_and_of_all(
+def test_losses_are_means_over_the_tokens_of_each_set_and_of_all_sets(
     tmp_path: Path, paths: dict[str, Any]
 ) -> None:
     module = CausalLM(CONFIG)
     data = TokenDataModule(**paths, seq_length=8, batch_size=3)
     trainer = trainer_of(lambda: "auto", 1, tmp_path)
     trainer.validate(module, data, verbose=False)
-    sums = {}
+    losses_by_set = {}
     for name, loader in zip(("low", "high"), data.val_dataloader(), strict=True):
         losses = []
         for batch in loader:
@@ -142,30 +142,36 @@ def test_losses_are_means_over_the_tokens_of_each_set_and_of_all(
             losses.append(
                 F.cross_entropy(logits[labels != -100], labels[labels != -100], reduction="none")
             )
-        sums[name] = torch.cat(losses)
-    assert {name: len(one) for name, one in sums.items()} == {"low": 49, "high": 38}
-    found = numbers(trainer)
-    for name, one in sums.items():
-        assert found[f"val_loss/{name}"] == pytest.approx(one.mean().item(), rel=1e-10)
-    assert found["val_loss"] == pytest.approx(torch.cat([*sums.values()]).mean().item(), rel=1e-10)
-    assert abs(found["val_loss/low"] - found["val_loss/high"]) > 1e-4
+        losses_by_set[name] = torch.cat(losses)
+    assert {name: len(token_losses) for name, token_losses in losses_by_set.items()} == {
+        "low": 49,
+        "high": 38,
+    }
+    metrics = logged_numbers(trainer)
+    for name, token_losses in losses_by_set.items():
+        assert metrics[f"val_loss/{name}"] == pytest.approx(token_losses.mean().item(), rel=1e-10)
+    assert metrics["val_loss"] == pytest.approx(
+        torch.cat([*losses_by_set.values()]).mean().item(), rel=1e-10
+    )
+    assert abs(metrics["val_loss/low"] - metrics["val_loss/high"]) > 1e-4
 
 
-def test_monitors_and_loggers_have_the_loss_of_all_sets(alone: dict[str, Any]) -> None:
+def test_monitors_and_loggers_get_the_loss_of_all_sets(alone: dict[str, Any]) -> None:
     assert alone["best"] == pytest.approx(alone["fit"]["val_loss"])
     names = alone["rows"].split(",")
     assert {"val_loss", "val_loss/low", "val_loss/high", "test_loss", "test_loss/only"} <= set(
         names
     )
     assert not [name for name in names if "_tokens" in name or "dataloader" in name]
-    # The resumed run validates the first batch of each set only, which has the row of one token.
+    # The resumed run validates only the first batch of each set, which has the row of a single
+    # token.
     assert alone["limited"]["val_tokens/low"] == 25.0
     assert alone["fit"]["val_tokens/low"] == 49.0
     assert alone["fit"]["val_tokens/high"] == 38.0
 
 
 class Loaders(LightningModule):
-    """A user's module with several loaders, whose steps log other names and metrics for each."""
+    """A user's module with several loaders, whose steps log different names and metrics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,34 +213,34 @@ class Loaders(LightningModule):
 
 
 def evaluate(
-    strategy: Callable[[], Any], devices: int, place: tuple[int, int], folder: Path
+    strategy: Callable[[], Any], devices: int, replica: tuple[int, int], folder: Path
 ) -> dict[str, Any]:
     def loader(num: int, seed: int) -> DataLoader:
         rows = torch.randn(num, 4, generator=torch.Generator().manual_seed(seed)).double()
-        order = torch.arange(num).view(-1, place[1], 4 // place[1])[:, place[0]].flatten()
-        return DataLoader(rows[order], 4 // place[1])  # type: ignore[arg-type]
+        order = torch.arange(num).view(-1, replica[1], 4 // replica[1])[:, replica[0]].flatten()
+        return DataLoader(rows[order], 4 // replica[1])  # type: ignore[arg-type]
 
     module = Loaders()
     options: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 2, "num_sanity_val_steps": 1}
     trainer = trainer_of(strategy, devices, folder, enable_checkpointing=False, **options)
     trainer.fit(module, loader(16, 0), [loader(12, 1), loader(4, 2)])
-    found = {"fit": numbers(trainer), "seen": list(module.seen)}
-    found["tests"] = trainer.test(module, [loader(12, 1), loader(8, 2)], verbose=False)
-    return found
+    logged = {"fit": logged_numbers(trainer), "seen": list(module.seen)}
+    logged["tests"] = trainer.test(module, [loader(12, 1), loader(8, 2)], verbose=False)
+    return logged
 
 
 def by_blocks() -> MegatronStrategy:
     return MegatronStrategy(pp=2, pipeline_plan={"blocks": "blocks"}, microbatch_size=2)
 
 
-def two(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    found = {}
+def evaluate_all(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    logged = {}
     for name, strategy in LAYOUTS.items():
         chosen = by_blocks if name == "pp2" else strategy
-        place = (rank, size) if name in ("ddp", "dp2") else (0, 1)
-        found[name] = evaluate(chosen, size, place, folder / name)
+        replica = (rank, size) if name in ("ddp", "dp2") else (0, 1)
+        logged[name] = evaluate(chosen, size, replica, folder / name)
         dist.barrier()
-    return found
+    return logged
 
 
 def test_loaders_of_a_users_module_have_the_semantics_of_lightning(tmp_path: Path) -> None:
@@ -243,9 +249,11 @@ def test_loaders_of_a_users_module_have_the_semantics_of_lightning(tmp_path: Pat
     names = {"both/dataloader_idx_0", "both/dataloader_idx_1", "own/0", "own/1"}
     names |= {"metric/dataloader_idx_0", "metric/dataloader_idx_1", "second_epoch/dataloader_idx_1"}
     assert names <= expected["fit"].keys()
-    for found in run_world(two, 2, tmp_path):
+    for logged in run_world(evaluate_all, 2, tmp_path):
         for layout in LAYOUTS:
-            assert found[layout]["seen"] == expected["seen"], layout
-            assert found[layout]["fit"] == pytest.approx(expected["fit"], rel=1e-6), layout
-            for one, other in zip(found[layout]["tests"], expected["tests"], strict=True):
-                assert one == pytest.approx(other, rel=1e-6), layout
+            assert logged[layout]["seen"] == expected["seen"], layout
+            assert logged[layout]["fit"] == pytest.approx(expected["fit"], rel=1e-6), layout
+            for actual_metrics, expected_metrics in zip(
+                logged[layout]["tests"], expected["tests"], strict=True
+            ):
+                assert actual_metrics == pytest.approx(expected_metrics, rel=1e-6), layout

@@ -1,5 +1,5 @@
-"""Optimizer states of replaced Hugging Face models go to one process of ordinary Lightning, and come
-from there.
+"""Tests that optimizer states of replaced Hugging Face models are exchanged with one process of
+ordinary Lightning.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ peft = pytest.importorskip("peft")
 
 V, STEPS, SAVED_AFTER = 53, 4, 2
 TP, PP = {"tp": 2}, {"pp": 2, "microbatch_size": 2}
-#: Each case with the layouts that it is trained in; ``gpt2`` stores projections transposed,
-#: ``gpt_neox`` rows of one head after the other, and ``mixtral`` all experts of a layer in one
-#: tensor.
+#: Cases and the layouts in which each case trains; ``gpt2`` stores projections transposed,
+#: ``gpt_neox`` stores rows of one head after the other, and ``mixtral`` all experts of a layer in
+#: one tensor.
 LAYOUTS: dict[str, dict[str, dict[str, int]]] = chosen(
     {
         "llama": {"tp": TP, "pp": PP},
@@ -45,9 +45,7 @@ LAYOUTS: dict[str, dict[str, dict[str, int]]] = chosen(
 
 
 class Texts(Dataset):
-    """Give the same four texts to every step, because Lightning's own strategies start an epoch
-    again.
-    """
+    """The same four texts in every step, because Lightning's own strategies restart an epoch."""
 
     def __len__(self) -> int:
         return 4 * STEPS
@@ -57,7 +55,7 @@ class Texts(Dataset):
 
 
 class FineTune(LightningModule):
-    """Train with and without weight decay, by names as scripts for Hugging Face models do."""
+    """Train with weight decay for some parameters, chosen by name as in Hugging Face's scripts."""
 
     def __init__(self, case: str) -> None:
         super().__init__()
@@ -89,17 +87,22 @@ class FineTune(LightningModule):
         self.losses.append(float(self.trainer.callback_metrics["loss"]))
 
     def configure_optimizers(self) -> Any:
-        small = [
+        undecayed = [
             p
             for name, p in self.named_parameters()
             if "norm" in name or "bias" in name or "ln_" in name
         ]
-        others = [p for p in self.parameters() if all(p is not one for one in small)]
-        groups = [{"params": others, "weight_decay": 0.3}, {"params": small, "weight_decay": 0.0}]
+        decayed = [
+            p for p in self.parameters() if all(p is not parameter for parameter in undecayed)
+        ]
+        groups = [
+            {"params": decayed, "weight_decay": 0.3},
+            {"params": undecayed, "weight_decay": 0.0},
+        ]
         return torch.optim.AdamW(groups, lr=1e-2)
 
 
-def trained(
+def train(
     case: str, layout: dict[str, int] | None, devices: int, steps: int, path: Path | None = None
 ) -> Trainer:
     """Return the trainer of a run, from its start or from a checkpoint."""
@@ -124,17 +127,17 @@ def losses_of(trainer: Trainer) -> list[float]:
 
 
 def train_in_parts(rank: int, size: int, folder: Path) -> dict[tuple[str, str], list[float]]:
-    """Save a training of every case and layout, and return the losses of one that goes on from one
-    process's file.
+    """Save a training of every case and layout, and return the losses of trainings that continue
+    from a file of one process.
     """
-    found = {}
+    losses = {}
     for case, layouts in LAYOUTS.items():
         for name, layout in layouts.items():
-            trained(case, layout, size, SAVED_AFTER).save_checkpoint(folder / f"{case}.{name}")
-            found[case, name] = losses_of(
-                trained(case, layout, size, STEPS, folder / f"{case}.ckpt")
+            train(case, layout, size, SAVED_AFTER).save_checkpoint(folder / f"{case}.{name}")
+            losses[case, name] = losses_of(
+                train(case, layout, size, STEPS, folder / f"{case}.ckpt")
             )
-    return found
+    return losses
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +145,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save the first steps of every case in one process."""
     path = tmp_path_factory.mktemp("states")
     for case in LAYOUTS:
-        trained(case, None, 1, SAVED_AFTER).save_checkpoint(path / f"{case}.ckpt")
+        train(case, None, 1, SAVED_AFTER).save_checkpoint(path / f"{case}.ckpt")
     return path
 
 
@@ -152,15 +155,19 @@ def ranks(folder: Path) -> list[dict[tuple[str, str], list[float]]]:
 
 
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_a_training_continues_in_one_process_and_back(case: str, folder: Path, ranks: Any) -> None:
-    whole = losses_of(trained(case, None, 1, STEPS))
-    assert whole[0] > whole[-1]
+def test_a_training_continues_in_one_process_and_from_one_process(
+    case: str, folder: Path, ranks: Any
+) -> None:
+    uninterrupted = losses_of(train(case, None, 1, STEPS))
+    assert uninterrupted[0] > uninterrupted[-1]
     for name in LAYOUTS[case]:
         file = folder / f"{case}.{name}.ckpt"
         consolidate(folder / f"{case}.{name}", file)
-        found = losses_of(trained(case, None, 1, STEPS, file))
-        assert found == pytest.approx(whole[SAVED_AFTER:], abs=1e-9), f"{name} to one process"
+        continued = losses_of(train(case, None, 1, STEPS, file))
+        assert continued == pytest.approx(uninterrupted[SAVED_AFTER:], abs=1e-9), (
+            f"{name} to one process"
+        )
         for losses in ranks:
-            assert losses[case, name] == pytest.approx(whole[SAVED_AFTER:], abs=1e-9), (
+            assert losses[case, name] == pytest.approx(uninterrupted[SAVED_AFTER:], abs=1e-9), (
                 f"one process to {name}"
             )

@@ -1,4 +1,4 @@
-"""Models that this package has no table for train in pipeline stages as they do without it."""
+"""Tests that models without a table in this package train in pipeline stages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 class Block(nn.Module):
-    """Give the hidden and something else, as blocks of older models do."""
+    """Return the hidden state and a second value, as blocks of older models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class Body(nn.Module):
-    """Hold blocks between an embedding with a parameter of its own and a norm."""
+    """Blocks between an embedding with an additional parameter and a norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Body(nn.Module):
 
 
 class Plain(nn.Module):
-    """Predict tokens with nothing that a table could know; the head shares the embedding's weight."""
+    """Language model that no table describes; the head shares the embedding's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,14 +95,14 @@ class Train(FineTune):
 
     def configure_model(self) -> None:
         torch.manual_seed(0)
-        known = getattr(transformers, self.kind, None)
-        self.model = Plain() if known is None else known(known.config_class(**SIZES))
+        model_class = getattr(transformers, self.kind, None)
+        self.model = (
+            Plain() if model_class is None else model_class(model_class.config_class(**SIZES))
+        )
 
 
 def train(kind: str, layout: dict[str, Any] | None, devices: int) -> Train:
-    """Train the steps of a few batches, however many ranks share it; without a layout as ordinary
-    Lightning does.
-    """
+    """Train on a few batches with any number of ranks; no layout means ordinary Lightning."""
     seed_everything(1, verbose=False)
     module = Train(kind)
     if kind == "Plain" and layout is not None:
@@ -114,14 +114,14 @@ def train(kind: str, layout: dict[str, Any] | None, devices: int) -> Train:
 
 def train_all(rank: int, size: int) -> dict[tuple[str, str], tuple[list[float], bool]]:
     """Train every model under its layouts."""
-    found = {}
+    results = {}
     for kind, name in FITS:
         module = train(kind, LAYOUTS[name], size)
-        found[kind, name] = (
+        results[kind, name] = (
             module.losses,
             any(isinstance(part, StagedBlocks) for part in module.modules()),
         )
-    return found
+    return results
 
 
 KINDS = ("Starcoder2ForCausalLM", "Olmo2ForCausalLM", "Plain")
@@ -140,7 +140,7 @@ FITS = chosen(
 )
 
 
-def test_stages_of_any_list_of_blocks_train_as_one_process_does() -> None:
+def test_stages_of_any_list_of_blocks_train_as_one_process() -> None:
     plain = {kind: train(kind, None, 1).losses for kind in KINDS}
     for rank, reports in enumerate(run_world(train_all, 4)):
         for (kind, layout), (losses, is_staged) in reports.items():

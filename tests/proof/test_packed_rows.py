@@ -1,5 +1,5 @@
-"""Rows of documents under context parallelism: validation, checkpoints, generation and balanced
-assignment give what one process gives.
+"""Tests of rows of documents under context parallelism: validation, checkpoints, generation and
+balanced assignment match one process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp4 all_to_all": {"cp": 4, "cp_transport": "all_to_all"},
     "cp4 all_gather": {"cp": 4, "cp_transport": "all_gather"},
 }
-#: Layout that saves, and those that continue from it.
+#: Layout that saves, and layouts that continue from its checkpoint.
 WAYS = chosen(
     {
         "cp2 ring": ("cp1", "cp2 all_to_all, pp2", "cp2 all_gather, tp2", "cp4 ring"),
@@ -51,7 +51,7 @@ GENERATING = chosen(
 
 @dataclass
 class Report:
-    """What a run computed: losses of steps, validation losses after them, and the rows it took."""
+    """Losses of steps, validation losses after them, and the rows of the steps of a run."""
 
     losses: list[float] = field(default_factory=list)
     validated: list[float] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Report:
 
 
 class Watch(Callback):
-    """Note losses."""
+    """Record losses and rows."""
 
     def __init__(self) -> None:
         self.report = Report()
@@ -156,13 +156,13 @@ def generate(folder: str, strategy: Any, devices: int) -> tuple[float, list[list
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     module = Generating(folder)
-    [found] = trainer.validate(module, DataLoader(rows, batch_size=1), verbose=False)
-    return found["val_loss"], module.continued, isinstance(module.model, ReplacedModel)
+    [metrics] = trainer.validate(module, DataLoader(rows, batch_size=1), verbose=False)
+    return metrics["val_loss"], module.continued, isinstance(module.model, ReplacedModel)
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one rank of four reports, by name."""
+class RankReport:
+    """Report of one rank of four, by name."""
 
     begun: dict[str, Report]
     continued: dict[str, Report]
@@ -170,8 +170,8 @@ class Found:
     generated: dict[str, tuple[float, list[list[int]], bool]]
 
 
-def run_all(rank: int, size: int, corpus: str, model: str, folder: Path) -> Found:
-    """Run everything on four processes."""
+def run_all(rank: int, size: int, corpus: str, model: str, folder: Path) -> RankReport:
+    """Run all trainings and generations on four processes."""
     begun, continued = {}, {}
     for before, afters in WAYS.items():
         saved = os.path.join(folder, before)
@@ -186,11 +186,11 @@ def run_all(rank: int, size: int, corpus: str, model: str, folder: Path) -> Foun
     generated = {
         name: generate(model, MegatronStrategy(**LAYOUTS[name]), size) for name in GENERATING
     }
-    return Found(begun, continued, balanced, generated)
+    return RankReport(begun, continued, balanced, generated)
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
+def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
     """Write the corpus and a small Llama."""
     folder = tmp_path_factory.mktemp("packed")
     torch.manual_seed(0)
@@ -203,63 +203,70 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
 
 
 @pytest.fixture(scope="module")
-def whole(places: tuple[str, str, Path]) -> Report:
+def uninterrupted(paths: tuple[str, str, Path]) -> Report:
     """Train in this process, without interruption."""
-    return train(places[0], {}, 1)
+    return train(paths[0], {}, 1)
 
 
 @pytest.fixture(scope="module")
-def ranks(places: tuple[str, str, Path], whole: Report) -> list[Found]:
-    """Run everything once."""
-    return run_world(run_all, 4, *places)
+def ranks(paths: tuple[str, str, Path], uninterrupted: Report) -> list[RankReport]:
+    """Run four processes once for all tests."""
+    return run_world(run_all, 4, *paths)
 
 
-def check(report: Report, whole: Report, steps: slice) -> None:
-    for own, twin in ((report.losses, whole.losses), (report.validated, whole.validated)):
-        assert len(own) == len(twin[steps])
-        torch.testing.assert_close(torch.tensor(own), torch.tensor(twin[steps]), **CLOSE)
+def check(report: Report, uninterrupted: Report, steps: slice) -> None:
+    for actual, expected in (
+        (report.losses, uninterrupted.losses),
+        (report.validated, uninterrupted.validated),
+    ):
+        assert len(actual) == len(expected[steps])
+        torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected[steps]), **CLOSE)
 
 
 @pytest.mark.parametrize("name", list(WAYS))
-def test_validation_under_context_parallelism_is_that_of_one_process(name, ranks, whole):
-    assert len(set(whole.losses)) == len(set(whole.validated)) == STEPS
-    for found in ranks:
-        check(found.begun[name], whole, slice(SAVED_AFTER))
+def test_validation_under_context_parallelism_matches_one_process(name, ranks, uninterrupted):
+    assert len(set(uninterrupted.losses)) == len(set(uninterrupted.validated)) == STEPS
+    for rank in ranks:
+        check(rank.begun[name], uninterrupted, slice(SAVED_AFTER))
 
 
 @pytest.mark.parametrize(
     "way", [f"{before} to {after}" for before, afters in WAYS.items() for after in afters]
 )
-def test_checkpoints_continue_under_other_context_parallelism(way, ranks, whole):
-    for found in ranks:
-        check(found.continued[way], whole, slice(SAVED_AFTER, None))
+def test_checkpoints_continue_under_other_context_parallelism(way, ranks, uninterrupted):
+    for rank in ranks:
+        check(rank.continued[way], uninterrupted, slice(SAVED_AFTER, None))
 
 
 @pytest.mark.parametrize("saved", list(WAYS))
-def test_checkpoints_continue_in_one_process(saved, ranks, whole, places):
-    report = train(places[0], {}, 1, resume_from=str(places[2] / saved))
-    check(report, whole, slice(SAVED_AFTER, None))
+def test_checkpoints_continue_in_one_process(saved, ranks, uninterrupted, paths):
+    report = train(paths[0], {}, 1, resume_from=str(paths[2] / saved))
+    check(report, uninterrupted, slice(SAVED_AFTER, None))
 
 
 def test_balanced_rows_train_as_rows_in_order(ranks):
-    in_order, balanced = ([found.balanced[on].rows for found in ranks] for on in (False, True))
+    in_order, balanced = ([rank.balanced[on].rows for rank in ranks] for on in (False, True))
     assert balanced != in_order
-    for rows, twins in zip(zip(*balanced, strict=True), zip(*in_order, strict=True), strict=True):
-        assert sorted(sum(rows, [])) == sorted(sum(twins, []))
-    for found in ranks:
+    for rows, rows_in_order in zip(
+        zip(*balanced, strict=True), zip(*in_order, strict=True), strict=True
+    ):
+        assert sorted(sum(rows, [])) == sorted(sum(rows_in_order, []))
+    for rank in ranks:
         close = {"rtol": 0.0, "atol": 1e-12}
         for name in ("losses", "validated"):
-            own, twin = (torch.tensor(getattr(found.balanced[on], name)) for on in (True, False))
-            torch.testing.assert_close(own, twin, **close)
+            actual, expected = (
+                torch.tensor(getattr(rank.balanced[on], name)) for on in (True, False)
+            )
+            torch.testing.assert_close(actual, expected, **close)
 
 
 @pytest.mark.parametrize("name", GENERATING)
-def test_generation_under_context_parallelism_is_that_of_one_process(name, ranks, places):
-    whole = generate(places[1], MegatronStrategy(), 1)
-    loss, continued, is_replaced = generate(places[1], "auto", 1)
+def test_generation_under_context_parallelism_matches_one_process(name, ranks, paths):
+    single = generate(paths[1], MegatronStrategy(), 1)
+    loss, continued, is_replaced = generate(paths[1], "auto", 1)
     # Hugging Face's model computes losses in float32.
-    assert (whole[0], is_replaced) == (pytest.approx(loss, rel=0, abs=1e-5), False)
-    for found in ranks:
-        own = found.generated[name]
-        assert own[0] == pytest.approx(whole[0], rel=0, abs=1e-10)
-        assert own[1:] == (continued, True)
+    assert (single[0], is_replaced) == (pytest.approx(loss, rel=0, abs=1e-5), False)
+    for rank in ranks:
+        generated = rank.generated[name]
+        assert generated[0] == pytest.approx(single[0], rel=0, abs=1e-10)
+        assert generated[1:] == (continued, True)

@@ -1,4 +1,4 @@
-"""Losses, gradient norms and weights are one process's, whichever virtual stage has which layers."""
+"""Tests that every division of layers among stages trains as one process."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ WAYS = chosen(
 
 
 def train_all(rank: int, size: int, folder: str) -> dict[str, Report]:
-    """Run all jobs, and each way from one partition to another."""
-    found = {
+    """Run all jobs, and each change from one partition to another."""
+    reports = {
         name: train(job, size, "cpu", os.path.join(folder, str(number)))
         for number, (name, job) in enumerate(JOBS.items())
     }
@@ -65,19 +65,19 @@ def train_all(rank: int, size: int, folder: str) -> dict[str, Report]:
         job = Job(KINDS[0], layout=PARTITIONS[before], compares=False)
         train(job, size, "cpu", saved, steps=SAVED_AFTER)
         job = Job(KINDS[0], layout=PARTITIONS[after], compares=False)
-        found[way] = train(job, size, "cpu", resume_from=saved)
-    return found
+        reports[way] = train(job, size, "cpu", resume_from=saved)
+    return reports
 
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Report]]:
-    """Collect what each of four processes reports."""
+    """Train on four processes, and return their reports."""
     return run_world(train_all, 4, str(tmp_path_factory.mktemp("partitions")))
 
 
 @pytest.fixture(scope="module")
 def twins() -> dict[str, Report]:
-    """Train every kind in this one process, with plain Lightning."""
+    """Train every kind in this process, with plain Lightning."""
     return {kind: train(Job(kind), 1, "cpu") for kind in KINDS}
 
 
@@ -89,12 +89,12 @@ def test_every_partition_trains_as_one_process(name, reports, twins):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_checkpoint_of_one_partition_continues_under_another(way, reports, twins):
     close = {"rtol": 0.0, "atol": 1e-10}
-    whole = twins[KINDS[0]]
+    twin = twins[KINDS[0]]
     for ranks in reports:
         assert len(ranks[way].losses) == STEPS - SAVED_AFTER
-        for found, expected in ((ranks[way].losses, whole.losses), (ranks[way].norms, whole.norms)):
+        for actual, expected in ((ranks[way].losses, twin.losses), (ranks[way].norms, twin.norms)):
             torch.testing.assert_close(
-                torch.tensor(found), torch.tensor(expected[SAVED_AFTER:]), **close
+                torch.tensor(actual), torch.tensor(expected[SAVED_AFTER:]), **close
             )
 
 
@@ -130,7 +130,7 @@ MODELS = {
     "BertForSequenceClassification": ("classes", BERT),
     "BertForQuestionAnswering": ("classes", {**BERT, "num_labels": 2}),
     "RobertaForMultipleChoice": ("classes", BERT),
-    # These keep their own code.
+    # These models keep their own code.
     "Starcoder2ForCausalLM": (
         "tokens",
         {
@@ -161,8 +161,8 @@ PARTED = chosen(
 )
 
 
-class FromOutside(FineTune):
-    """Train a model of random weights that knows nothing of this package."""
+class TrainOutsideModel(FineTune):
+    """Train a model of random weights, without code for this package."""
 
     def __init__(self, kind: str) -> None:
         super().__init__("", MODELS[kind][0])
@@ -192,20 +192,20 @@ class FromOutside(FineTune):
         return loss
 
     def of_answers(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the call of a model that finds an answer in its row, or chooses one of two rows."""
+        """Return arguments to find an answer in a row, or to choose one of two rows."""
         tokens, mask = batch["input_ids"], batch["attention_mask"]
         if self.kind.endswith("ForQuestionAnswering"):
-            places = {"start_positions": tokens[:, 0] % 4, "end_positions": tokens[:, 1] % 4}
-            return {"input_ids": tokens, "attention_mask": mask, **places}
-        both = {"input_ids": (tokens, tokens.flip(1)), "attention_mask": (mask, mask.flip(1))}
-        call = {name: torch.stack(pair, 1) for name, pair in both.items()}
+            spans = {"start_positions": tokens[:, 0] % 4, "end_positions": tokens[:, 1] % 4}
+            return {"input_ids": tokens, "attention_mask": mask, **spans}
+        pairs = {"input_ids": (tokens, tokens.flip(1)), "attention_mask": (mask, mask.flip(1))}
+        call = {name: torch.stack(pair, 1) for name, pair in pairs.items()}
         return {**call, "labels": tokens[:, 0] % 2}
 
 
 def train_from_outside(kind: str, layout: dict[str, Any] | None, devices: int) -> list[float]:
-    """Return the losses of some steps."""
+    """Return the losses of all steps."""
     seed_everything(1, verbose=False)
-    module = FromOutside(kind)
+    module = TrainOutsideModel(kind)
     if kind == "Plain" and layout is not None:
         layout = {**layout, "pipeline_plan": PLANS["pipeline_plan"]}
     if layout is not None:
@@ -223,7 +223,7 @@ def train_all_from_outside(rank: int, size: int) -> dict[tuple[str, str], list[f
     return {(kind, name): train_from_outside(kind, PARTITIONS[name], size) for kind, name in PARTED}
 
 
-def test_models_from_outside_train_as_one_process() -> None:
+def test_models_without_code_for_this_package_train_as_one_process() -> None:
     plain = {kind: train_from_outside(kind, None, 1) for kind in MODELS}
     assert all(len(set(losses)) == STEPS for losses in plain.values())
     for rank, reports in enumerate(run_world(train_all_from_outside, 4)):

@@ -1,5 +1,5 @@
-"""A checkpoint of one layout continues under every other with the losses that one process would
-have had.
+"""Tests that a checkpoint of one layout continues in every other layout with the losses and norms
+of one process.
 """
 
 from __future__ import annotations
@@ -23,36 +23,40 @@ def _job(layout: dict[str, Any] | None) -> Job:
     return Job(KIND, layout=layout, compares=False)
 
 
-def _save_and_go_on(rank: int, size: int, folder: str, from_one: str) -> dict[str, Report]:
+def _save_and_continue(
+    rank: int, size: int, folder: str, checkpoint_of_one: str
+) -> dict[str, Report]:
     saved = os.path.join(folder, "tp2 pp2")
     train(_job(LAYOUTS["tp2 pp2"]), size, "cpu", saved, steps=SAVED_AFTER)
-    found = {
+    reports = {
         f"tp2 pp2 to {name}": train(_job(WAYS[name]), size, "cpu", resume_from=saved)
         for name in ("tp4+sp", "pp4", "pp2 vpp2 dp2", "pp2 zb-v dp2", "dp4", "tp2 pp2")
     }
-    v = os.path.join(folder, "v")
-    train(_job(WAYS["pp2 zb-v dp2"]), size, "cpu", v, steps=SAVED_AFTER)
-    found["pp2 zb-v dp2 to pp2 vpp2 dp2"] = train(
-        _job(WAYS["pp2 vpp2 dp2"]), size, "cpu", resume_from=v
+    saved_v = os.path.join(folder, "v")
+    train(_job(WAYS["pp2 zb-v dp2"]), size, "cpu", saved_v, steps=SAVED_AFTER)
+    reports["pp2 zb-v dp2 to pp2 vpp2 dp2"] = train(
+        _job(WAYS["pp2 vpp2 dp2"]), size, "cpu", resume_from=saved_v
     )
-    found["one to tp2 pp2"] = train(_job(LAYOUTS["tp2 pp2"]), size, "cpu", resume_from=from_one)
-    return found
+    reports["one to tp2 pp2"] = train(
+        _job(LAYOUTS["tp2 pp2"]), size, "cpu", resume_from=checkpoint_of_one
+    )
+    return reports
 
 
 @pytest.fixture(scope="module")
 def continued(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Report]]:
-    """Collect what each rank reports of the steps after the save."""
+    """Return the reports of each rank of the steps after the save."""
     folder = tmp_path_factory.mktemp("resume")
-    one = str(folder / "one")
-    train(_job({}), 1, "cpu", one, steps=SAVED_AFTER)
-    ranks = run_world(_save_and_go_on, 4, str(folder), one)
-    found = {name: [reports[name] for reports in ranks] for name in ranks[0]}
-    found["tp2 pp2 to one"] = [train(_job({}), 1, "cpu", resume_from=str(folder / "tp2 pp2"))]
-    return found
+    checkpoint_of_one = str(folder / "one")
+    train(_job({}), 1, "cpu", checkpoint_of_one, steps=SAVED_AFTER)
+    ranks = run_world(_save_and_continue, 4, str(folder), checkpoint_of_one)
+    by_way = {name: [reports[name] for reports in ranks] for name in ranks[0]}
+    by_way["tp2 pp2 to one"] = [train(_job({}), 1, "cpu", resume_from=str(folder / "tp2 pp2"))]
+    return by_way
 
 
 @pytest.fixture(scope="module")
-def whole() -> Report:
+def uninterrupted() -> Report:
     """Train without interruption, in one process of ordinary Lightning."""
     return train(_job(None), 1, "cpu")
 
@@ -69,14 +73,14 @@ def whole() -> Report:
     ],
 )
 def test_training_continues_under_another_layout(
-    way: str, continued: dict[str, list[Report]], whole: Report
+    way: str, continued: dict[str, list[Report]], uninterrupted: Report
 ) -> None:
     for report in continued[way]:
         assert len(report.losses) == STEPS - SAVED_AFTER
         close = {"rtol": 0.0, "atol": TOLERANCE["64-true"]}
         torch.testing.assert_close(
-            torch.tensor(report.losses), torch.tensor(whole.losses[SAVED_AFTER:]), **close
+            torch.tensor(report.losses), torch.tensor(uninterrupted.losses[SAVED_AFTER:]), **close
         )
         torch.testing.assert_close(
-            torch.tensor(report.norms), torch.tensor(whole.norms[SAVED_AFTER:]), **close
+            torch.tensor(report.norms), torch.tensor(uninterrupted.norms[SAVED_AFTER:]), **close
         )

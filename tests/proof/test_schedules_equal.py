@@ -1,5 +1,5 @@
-"""Schedules that split backward passes keep the promise: losses, gradient norms and final weights
-are one process's.
+"""Tests that schedules that split backward passes train as one process: same losses, gradient norms
+and final weights.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ V = {"pp": 2, "vpp": 2}
 JOBS: dict[str, Job] = {}
 
 
-def _add(schedule: str, kind: str, counts: bool = False, **options: Any) -> None:
+def _add_job(schedule: str, kind: str, counts: bool = False, **options: Any) -> None:
     shape = {"pp": 2} if schedule in ("zb-h1", "zb-h2") else V
     layout = {**shape, "schedule": schedule, **options}
     if schedule == "dualpipe-v":
-        # It needs two microbatches for each stage.
+        # This schedule needs two microbatches for each stage.
         layout["microbatch_size"] = 1
-    shown = ", ".join(f"{name}={value}" for name, value in layout.items() if name != "schedule")
+    label = ", ".join(f"{name}={value}" for name, value in layout.items() if name != "schedule")
     # The first job of a schedule makes the trial of its microbatches.
     compares = not any(job.layout and job.layout["schedule"] == schedule for job in JOBS.values())
-    JOBS[f"{schedule}, {kind}, {shown}"] = Job(
+    JOBS[f"{schedule}, {kind}, {label}"] = Job(
         kind, layout=layout, counts=counts, compares=compares
     )
 
 
 for name in ("zb-h1", "zb-h2"):
-    _add(name, "gpt2-tied", pp=4)
-    _add(name, "llama-untied", pp=4, recompute="full", microbatch_size=1)
-_add("zb-v", "eight layers", pp=4)
-_add("zb-v", "eight layers", pp=4, microbatch_size=1, recompute="selective")
-_add("dualpipe-v", "eight layers", pp=4)
-_add("zb-h1", "llama-tied", tp=2)
-_add("zb-h1", "llama-untied", tp=2, overlap_tensor_parallel=True)
-_add("zb-h1", "experts", ep=2)
-_add("zb-h1", "gpt2-untied", zero=0)
-_add("zb-h2", "gpt2-tied", tp=2, sequence_parallel=False)
-_add("zb-h2", "experts, some layers", ep=2, microbatch_size=1)
-_add("zb-v", "llama-tied", tp=2)
-_add("zb-v", "gpt2-tied", tp=2, sequence_parallel=False, recompute="full")
-_add("zb-v", "llama-untied", tp=2, recompute="selective")
-_add("zb-v", "gpt2-tied", recompute={"parts": ["norms", "activations", "selective"]})
-_add("zb-v", "llama-tied", zero=0, overlap_gradients=False)
-_add("zb-v", "experts, whole step", ep=2)
-_add("zb-v", "experts", ep=2, recompute="experts", microbatch_size=1, counts=True)
-_add("zb-v", "gpt2-untied", tp=2, overlap_tensor_parallel=True)
-_add("dualpipe-v", "gemma-tied", tp=2)
-_add("dualpipe-v", "gpt2-untied", optimizer_slices="parameters")
-_add("dualpipe-v", "post-norm", recompute="full")
-_add("dualpipe-v", "experts, some layers", tp=2, ep=2, etp=1)
+    _add_job(name, "gpt2-tied", pp=4)
+    _add_job(name, "llama-untied", pp=4, recompute="full", microbatch_size=1)
+_add_job("zb-v", "eight layers", pp=4)
+_add_job("zb-v", "eight layers", pp=4, microbatch_size=1, recompute="selective")
+_add_job("dualpipe-v", "eight layers", pp=4)
+_add_job("zb-h1", "llama-tied", tp=2)
+_add_job("zb-h1", "llama-untied", tp=2, overlap_tensor_parallel=True)
+_add_job("zb-h1", "experts", ep=2)
+_add_job("zb-h1", "gpt2-untied", zero=0)
+_add_job("zb-h2", "gpt2-tied", tp=2, sequence_parallel=False)
+_add_job("zb-h2", "experts, some layers", ep=2, microbatch_size=1)
+_add_job("zb-v", "llama-tied", tp=2)
+_add_job("zb-v", "gpt2-tied", tp=2, sequence_parallel=False, recompute="full")
+_add_job("zb-v", "llama-untied", tp=2, recompute="selective")
+_add_job("zb-v", "gpt2-tied", recompute={"parts": ["norms", "activations", "selective"]})
+_add_job("zb-v", "llama-tied", zero=0, overlap_gradients=False)
+_add_job("zb-v", "experts, whole step", ep=2)
+_add_job("zb-v", "experts", ep=2, recompute="experts", microbatch_size=1, counts=True)
+_add_job("zb-v", "gpt2-untied", tp=2, overlap_tensor_parallel=True)
+_add_job("dualpipe-v", "gemma-tied", tp=2)
+_add_job("dualpipe-v", "gpt2-untied", optimizer_slices="parameters")
+_add_job("dualpipe-v", "post-norm", recompute="full")
+_add_job("dualpipe-v", "experts, some layers", tp=2, ep=2, etp=1)
 JOBS = chosen(
     JOBS,
     "zb-h1, gpt2-tied, pp=4",
@@ -81,17 +81,17 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Report]]
 
 @pytest.fixture(scope="module")
 def twins() -> dict[tuple[str, bool], Report]:
-    """Train every kind in this one process."""
-    found = {}
+    """Train every kind in this process."""
+    reports = {}
     for job in JOBS.values():
-        # The router's bias is the strategy's to change, and counted steps have its microbatches.
+        # Only the strategy changes the router's bias, and counted steps have its microbatches.
         layout: dict[str, Any] | None = {} if job.kind == "experts, whole step" else None
         if job.counts:
             layout = {"microbatch_size": 1}
-        if (job.kind, job.counts) not in found:
+        if (job.kind, job.counts) not in reports:
             twin = Job(job.kind, layout=layout, counts=job.counts)
-            found[job.kind, job.counts] = train(twin, 1, "cpu")
-    return found
+            reports[job.kind, job.counts] = train(twin, 1, "cpu")
+    return reports
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -102,7 +102,9 @@ def test_every_schedule_trains_as_one_process(
     check(job, [ranks[name] for ranks in reports], twins[job.kind, job.counts])
 
 
-def test_a_v_with_tensor_and_data_parallel_ranks_trains_as_one_process(tmp_path: Path) -> None:
+def test_v_schedules_with_tensor_and_data_parallel_ranks_train_as_one_process(
+    tmp_path: Path,
+) -> None:
     jobs = chosen(
         {
             "zb-v": Job("llama-tied", layout={**V, "tp": 2, "schedule": "zb-v"}),

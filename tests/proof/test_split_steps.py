@@ -1,5 +1,5 @@
-"""Backward passes in halves keep the promise: losses, gradient norms and final weights are one
-process's.
+"""Tests that backward passes in halves train as one process: same losses, gradient norms and final
+weights.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ JOBS = {
 
 def train_in_halves(rank: int, size: int, folder: str) -> dict[str, Report]:
     """Run the jobs with schedules whose weight halves wait for two input halves."""
-    whole: Any = PipelineExecutor._build_schedule
+    build_schedule: Any = PipelineExecutor._build_schedule
 
     def split(self: PipelineExecutor, number: int, forward_only: bool) -> Schedule:
-        return with_halves(whole(self, number, forward_only), 2)
+        return with_halves(build_schedule(self, number, forward_only), 2)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PipelineExecutor, "_build_schedule", split)
@@ -49,7 +49,9 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Report]]
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_steps_in_halves_train_as_one_process(name: str, reports: list[dict[str, Report]]) -> None:
+def test_steps_with_split_backward_passes_train_as_one_process(
+    name: str, reports: list[dict[str, Report]]
+) -> None:
     job = JOBS[name]
     twin = train(Job(job.kind), 1, "cpu")
     check(job, [ranks[name] for ranks in reports], twin)

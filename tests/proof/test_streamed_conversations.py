@@ -1,5 +1,5 @@
-"""A training on streamed conversations is the same in every layout, also when it goes on in another
-one in the middle of a file.
+"""Tests that training on streamed conversations is the same in every layout, also when it continues
+in another layout in the middle of a file.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ pytest.importorskip("transformers")
 LAYOUTS: dict[str, dict[str, Any]] = {"tp2": {"tp": 2}, "dp2": {}, "pp2": {"pp": 2}}
 BY_STEPS = {"max_steps": 5, "max_epochs": -1}
 BY_PASSES = {"max_epochs": 2}
-#: Layouts that write a checkpoint, and that go on from it.
+#: Layout that writes a checkpoint, and layout that continues from it.
 CHANGES = chosen(
-    [(one, other) for one in LAYOUTS for other in LAYOUTS if one != other],
+    [(saver, follower) for saver in LAYOUTS for follower in LAYOUTS if saver != follower],
     ("dp2", "pp2"),
 )
 PASSES = chosen(list(LAYOUTS), "pp2")
@@ -34,12 +34,12 @@ class Losses(Callback):
     """Losses of all steps, and a checkpoint after some of them."""
 
     def __init__(self, save_after: int | None, path: Path) -> None:
-        self.found: list[float] = []
+        self.values: list[float] = []
         self.save_after, self.path = save_after, path
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        self.found.append(float(trainer.callback_metrics["train_loss"]))
-        if len(self.found) == self.save_after:
+        self.values.append(float(trainer.callback_metrics["train_loss"]))
+        if len(self.values) == self.save_after:
             trainer.save_checkpoint(self.path)
 
 
@@ -69,38 +69,38 @@ def train(
         # Lightning recommends workers, and asks for `weights_only` of its own checkpoints.
         warnings.simplefilter("ignore")
         trainer.fit(module, data, ckpt_path=root / resume if resume else None)
-    return losses.found
+    return losses.values
 
 
 def train_all(rank: int, size: int, folder: str, root: Path) -> dict[str, list[float]]:
-    found = {}
+    losses = {}
 
     def run(name: str, limits: dict[str, int], **options: Any) -> list[float]:
         strategy = MegatronStrategy(microbatch_size=1, **LAYOUTS[name])
         return train(folder, root, strategy, size, limits, **options)
 
-    for name in dict.fromkeys(one for one, _ in CHANGES):
-        found[name] = run(name, BY_STEPS, save=(2, f"{name}.ckpt"))
-    for one, other in CHANGES:
-        rest = run(other, BY_STEPS, resume=f"{one}.ckpt")
-        found[f"{one} goes on as {other}"] = found[one][:2] + rest
+    for name in dict.fromkeys(saver for saver, _ in CHANGES):
+        losses[name] = run(name, BY_STEPS, save=(2, f"{name}.ckpt"))
+    for saver, follower in CHANGES:
+        later = run(follower, BY_STEPS, resume=f"{saver}.ckpt")
+        losses[f"{saver} goes on as {follower}"] = losses[saver][:2] + later
     for name in PASSES:
-        found[f"{name} by passes"] = run(name, BY_PASSES)
-    return found
+        losses[f"{name} by passes"] = run(name, BY_PASSES)
+    return losses
 
 
-def test_layouts_train_alike_and_go_on_in_each_other(tmp_path: Path) -> None:
+def test_layouts_train_as_one_process_and_continue_each_others_checkpoints(tmp_path: Path) -> None:
     folder = save_chat_llama(tmp_path / "model")
     rows = conversations(40)
     write_lines(tmp_path / "a.jsonl", rows[:17])
     write_lines(tmp_path / "b.jsonl", rows[17:])
-    wanted = train(folder, tmp_path, MegatronStrategy(), 1, BY_STEPS)
+    by_steps = train(folder, tmp_path, MegatronStrategy(), 1, BY_STEPS)
     by_passes = train(folder, tmp_path, MegatronStrategy(), 1, BY_PASSES)
-    assert len(wanted) == 5
-    assert by_passes[:5] == wanted
+    assert len(by_steps) == 5
+    assert by_passes[:5] == by_steps
     assert len(by_passes) > 5
-    for found in run_world(train_all, 2, folder, tmp_path):
-        assert len(found) >= 3
-        for name, losses in found.items():
-            expected = by_passes if name.endswith("passes") else wanted
+    for reports in run_world(train_all, 2, folder, tmp_path):
+        assert len(reports) >= 3
+        for name, losses in reports.items():
+            expected = by_passes if name.endswith("passes") else by_steps
             assert losses == pytest.approx(expected, rel=0, abs=1e-10), name

@@ -1,6 +1,4 @@
-"""The pipeline_plan that a refusal names trains as one process does, whoever follows refusals step
-by step.
-"""
+"""Tests that the pipeline_plan to which refusals lead step by step trains as one process."""
 
 from __future__ import annotations
 
@@ -56,25 +54,25 @@ T5 = {
 }
 
 
-def built(kind: str) -> nn.Module:
+def build_model(kind: str) -> nn.Module:
     """Return a model of random weights."""
     torch.manual_seed(0)
     if kind == "Transformer":
         return Transformer(vocab_size=V, ninp=16, nhead=2, nhid=24, nlayers=2, dropout=0.0)
-    known = getattr(transformers, kind)
+    model_class = getattr(transformers, kind)
     if kind == "CLIPModel":
         vision = {**VISION, "image_size": 8, "patch_size": 4}
-        return known(
-            known.config_class(text_config={**SIZES, "eos_token_id": 2}, vision_config=vision)
+        return model_class(
+            model_class.config_class(text_config={**SIZES, "eos_token_id": 2}, vision_config=vision)
         )
     if kind == "T5ForConditionalGeneration":
-        return known(known.config_class(**T5, decoder_start_token_id=0))
+        return model_class(model_class.config_class(**T5, decoder_start_token_id=0))
     extra = (
         {**RELATIVE, "norm_rel_ebd": "layer_norm", "pooler_hidden_size": 16}
         if "Deberta" in kind
         else {}
     )
-    return known(known.config_class(**SIZES, **UNDROPPED, **extra))
+    return model_class(model_class.config_class(**SIZES, **UNDROPPED, **extra))
 
 
 class Train(LightningModule):
@@ -86,15 +84,15 @@ class Train(LightningModule):
 
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
-            self.model: Any = built(self.kind).train()
+            self.model: Any = build_model(self.kind).train()
 
     def loss_of(self, tokens: Tensor) -> Tensor:
         if self.kind == "Transformer":
             return F.nll_loss(self.model(tokens, tokens.flip(1)), tokens.flatten())
         if self.kind == "CLIPModel":
             pixels = (tokens[:, :1, None, None] / 40).sin().expand(-1, 3, 8, 8)
-            found = self.model(input_ids=tokens, pixel_values=pixels)
-            return (found.text_embeds * found.image_embeds).sum(-1).mean()
+            output = self.model(input_ids=tokens, pixel_values=pixels)
+            return (output.text_embeds * output.image_embeds).sum(-1).mean()
         if self.kind == "ElectraForQuestionAnswering":
             return self.model(
                 tokens, start_positions=tokens[:, 0] % 4, end_positions=tokens[:, 1] % 4
@@ -120,8 +118,8 @@ KINDS = (
 )  # fmt: skip
 
 
-def followed(kind: str) -> dict[str, str]:
-    """Return the plan that refusals lead to."""
+def plan_of_refusals(kind: str) -> dict[str, str]:
+    """Return the plan to which refusals lead."""
     plan: dict[str, str] | None = None
     for _ in range(5):
         module, mesh = Train(kind), mesh_of(pp=2)
@@ -152,8 +150,8 @@ def fit_all(rank: int, size: int, plans: dict[str, dict[str, str]]) -> dict[str,
     return {kind: fit(kind, {"pp": 2, "pipeline_plan": plan}, size) for kind, plan in plans.items()}
 
 
-def test_plans_that_refusals_name_train_as_one_process_does() -> None:
-    plans = {kind: followed(kind) for kind in KINDS}
+def test_plans_that_refusals_name_train_as_one_process() -> None:
+    plans = {kind: plan_of_refusals(kind) for kind in KINDS}
     assert plans["CLIPModel"] == {
         "model.vision_model.encoder.layers": "blocks",
         "model.text_model": "last",
@@ -166,7 +164,7 @@ def test_plans_that_refusals_name_train_as_one_process_does() -> None:
             assert report[kind] == pytest.approx(losses, abs=2e-6), kind
 
 
-def test_the_error_for_a_module_without_blocks_says_that_no_plan_helps() -> None:
+def test_the_error_for_a_module_without_blocks_asks_for_blocks_of_one_kind() -> None:
     with pytest.raises(
         UnsupportedError, match="at least 2 blocks of one kind, and this module has none"
     ):

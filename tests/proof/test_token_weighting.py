@@ -1,7 +1,7 @@
-"""Where a step counts its tokens, every layout takes the mean over all of them, wherever they are.
+"""Tests that steps that count tokens take the mean over the tokens of all ranks in every layout.
 
-Each step has other labels that are ignored: those of whole ranks, of whole microbatches and once
-all of them. The twin is a plain loop in one process without Lightning.
+Each step ignores different labels: those of complete ranks, of complete microbatches and once all
+labels. The twin is a plain loop in one process without Lightning.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2 dp2": {"pp": 2},
     "pp2 vpp2 dp2": {"pp": 2, "vpp": 2},
     "pp2 zb-v dp2": {"pp": 2, "vpp": 2, "schedule": "zb-v"},
-    # Ranks that share rows count each token once, also where one of them has no label: Megatron-LM
+    # Ranks that share rows count each token once, also if a rank has no label: Megatron-LM
     # scaled losses and gradients by cp (issues 673 and 906), or took the mean of nothing (1764).
     "cp2 dp2": {"cp": 2},
     "cp2 tp2+sp ring": {"cp": 2, "tp": 2, "cp_transport": "ring"},
@@ -60,9 +60,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """Name a run: arguments of the strategy, batches whose gradients are accumulated, and the
-    module.
-    """
+    """Training run: arguments of the strategy, number of accumulated batches, and the module."""
 
     layout: dict[str, Any]
     accumulate: int = 1
@@ -99,7 +97,7 @@ JOBS = chosen(
 
 @dataclass
 class Report:
-    """Hold what a run computed: losses by batch, gradient norms by step."""
+    """Results of a run: losses by batch, gradient norms by step, and weights."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -109,7 +107,7 @@ class Report:
     pieces: dict[str, tuple[tuple[int, ...], list[Any]]] = field(default_factory=dict)
 
 
-def whole(ranks: list[Report]) -> dict[str, Tensor]:
+def join_weights(ranks: list[Report]) -> dict[str, Tensor]:
     """Put the weights of all ranks together; copies must be equal."""
     weights: dict[str, Tensor] = {}
     for report in ranks:
@@ -128,8 +126,8 @@ def whole(ranks: list[Report]) -> dict[str, Tensor]:
 
 
 class Texts(Dataset):
-    """Sequences of different lengths, padded; some labels inside are ignored, too, and some samples
-    have none.
+    """Padded sequences of different lengths; some labels inside are ignored as well, and some
+    samples have no label.
     """
 
     def __len__(self) -> int:
@@ -148,15 +146,15 @@ class Texts(Dataset):
 
 
 def optimizer_of(parameters: Any) -> tuple[torch.optim.Optimizer, Any]:
-    """Return AdamW and its schedule; a large eps keeps gradients that are zero but for rounding
-    from whole steps.
+    """Return AdamW and its schedule; a large eps keeps gradients that are zero except for
+    rounding from becoming full steps.
     """
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, weight_decay=0.1)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
 
 
 class Counting(pl.LightningModule):
-    """Take the mean without a thought for microbatches that have no label: it is NaN there."""
+    """Return means over tokens, which are NaN for microbatches without labels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +188,7 @@ class Counting(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class Ready(CausalLM):
+class SeededCausalLM(CausalLM):
     """The package's own module with the same optimizer and initial weights."""
 
     def __init__(self) -> None:
@@ -204,7 +202,7 @@ class Ready(CausalLM):
 
 
 class Record(pl.Callback):
-    """Write down losses and norms."""
+    """Record losses and norms."""
 
     def __init__(self) -> None:
         self.report = Report()
@@ -257,7 +255,7 @@ def train(job: Job, size: int) -> Report:
     loader = DataLoader(
         Texts(), batch_size=GLOBAL_BATCH // grid.dp // job.accumulate, sampler=sampler
     )
-    module = Ready() if job.is_causal_lm else Counting()
+    module = SeededCausalLM() if job.is_causal_lm else Counting()
     trainer.fit(module, loader)
     metrics = trainer.callback_metrics
     if not job.is_causal_lm:
@@ -275,7 +273,7 @@ def train(job: Job, size: int) -> Report:
     return record.report
 
 
-def twin(parts: int) -> Report:
+def train_in_plain_loop(parts: int) -> Report:
     """Train in a plain loop; report the losses of each of the ``parts`` of a global batch."""
     report, model = Report(), GPT(CONFIG, seed=1234).double()
     optimizer, schedule = optimizer_of(model.parameters())
@@ -312,20 +310,20 @@ def token_losses(model: GPT, tokens: Tensor, labels: Tensor) -> Tensor:
     return flat.view_as(labels)
 
 
-def _world(rank: int, size: int) -> dict[str, Report]:
+def _train_all(rank: int, size: int) -> dict[str, Report]:
     return {name: train(job, size) for name, job in JOBS.items()}
 
 
 @pytest.fixture(scope="module")
 def reports() -> list[dict[str, Report]]:
     """Train every job on four processes."""
-    return run_world(_world, 4)
+    return run_world(_train_all, 4)
 
 
 @pytest.fixture(scope="module")
 def twins() -> dict[int, Report]:
     """Train in one process."""
-    return {parts: twin(parts) for parts in (1, 2)}
+    return {parts: train_in_plain_loop(parts) for parts in (1, 2)}
 
 
 @pytest.mark.parametrize("name", list(JOBS))
@@ -334,19 +332,21 @@ def test_every_layout_takes_the_mean_over_all_tokens(name, reports, twins):
     expected = twins[job.accumulate]
     assert expected.norms[2] == 0.0
     for ranks in reports:
-        found = ranks[name]
+        report = ranks[name]
         torch.testing.assert_close(
-            torch.tensor(found.losses), torch.tensor(expected.losses), **close
+            torch.tensor(report.losses), torch.tensor(expected.losses), **close
         )
-        torch.testing.assert_close(torch.tensor(found.norms), torch.tensor(expected.norms), **close)
-        assert found.val_loss == pytest.approx(expected.val_loss, abs=1e-10)
+        torch.testing.assert_close(
+            torch.tensor(report.norms), torch.tensor(expected.norms), **close
+        )
+        assert report.val_loss == pytest.approx(expected.val_loss, abs=1e-10)
         if not job.is_causal_lm:
-            assert found.epoch_loss == pytest.approx(expected.epoch_loss, abs=1e-10)
-    weights = whole([ranks[name] for ranks in reports])
+            assert report.epoch_loss == pytest.approx(expected.epoch_loss, abs=1e-10)
+    weights = join_weights([ranks[name] for ranks in reports])
     assert set(weights) == set(expected.weights)
     for key, weight in weights.items():
         # The vocabulary's padding belongs to no full tensor.
-        want = expected.weights[key].narrow(0, 0, weight.shape[0])
+        expected_weight = expected.weights[key].narrow(0, 0, weight.shape[0])
         torch.testing.assert_close(
-            weight, want, **close, msg=f"{key}: {(weight - want).abs().max()}"
+            weight, expected_weight, **close, msg=f"{key}: {(weight - expected_weight).abs().max()}"
         )

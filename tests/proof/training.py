@@ -1,4 +1,4 @@
-"""Train a tiny GPT under any layout and report everything that must not depend on it."""
+"""Training of a tiny GPT under any layout, with a report of the results."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _SIZES = {
     "num_heads": 4,
 }
 _LLAMA = {**_SIZES, "num_kv_heads": 2, "ffn_hidden_size": 48}
-#: Losses of sequences do not depend on how a batch is cut into microbatches; those of a whole step
-#: neither.
+#: Auxiliary losses of sequences do not depend on how a batch is cut into microbatches; losses of a
+#: full step do not either.
 _EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 16, "aux_loss": 0.1, "z_loss": 0.01}
 KINDS = {
     "gpt2-tied": GPTConfig.gpt2(**_SIZES),
@@ -73,12 +73,11 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Job:
-    """Name a training run: a kind of model, a precision, and the strategy's arguments (None: ordinary
+    """Training run: a kind of model, a precision, and the strategy's arguments (None: ordinary
     Lightning).
 
-    A step that ``counts`` ignores some labels and returns how many are left. Unless it ``compares``,
-    the trial of microbatches against the whole batch is left out, which another job of its layout
-    makes.
+    A step of a job that ``counts`` ignores some labels and returns the number of remaining labels.
+    Only a job that ``compares`` makes the trial of microbatches against the full batch.
     """
 
     kind: str
@@ -92,7 +91,7 @@ class Job:
 
 @dataclass
 class Report:
-    """Hold what a run computed."""
+    """Results of a run."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -139,14 +138,14 @@ class Module(pl.LightningModule):
         return {"loss": loss, "num_tokens": num_tokens}
 
     def configure_optimizers(self) -> dict[str, Any]:
-        # A large eps keeps gradients that are zero but for rounding from becoming whole steps.
+        # A large eps keeps gradients that are zero except for rounding from becoming full steps.
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class Record(pl.Callback):
-    """Write down the loss and the gradient norm of every step."""
+    """Record the loss and the gradient norm of every step."""
 
     def __init__(self) -> None:
         self.report = Report()
@@ -178,8 +177,8 @@ def train(
 ) -> Report:
     """Run a job in this process up to ``steps``.
 
-    With a checkpoint path, save there and read the final weights back from it; with
-    ``resume_from``, go on from there.
+    With a path ``checkpoint``, save there and read the final weights from it; with ``resume_from``,
+    continue from that checkpoint.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
@@ -204,13 +203,15 @@ def train(
         callbacks=[record, *job.callbacks],
         **job.trainer,
     )
-    place = (
+    replica = (
         {"num_replicas": 1, "rank": 0}
         if job.layout is None
         else _place(job.layout, size, trainer.global_rank)
     )
-    sampler = DistributedSampler(Tokens(), shuffle=False, **place)
-    loader = DataLoader(Tokens(), batch_size=GLOBAL_BATCH // place["num_replicas"], sampler=sampler)
+    sampler = DistributedSampler(Tokens(), shuffle=False, **replica)
+    loader = DataLoader(
+        Tokens(), batch_size=GLOBAL_BATCH // replica["num_replicas"], sampler=sampler
+    )
     module = Module(KINDS[job.kind], job.counts)
     trainer.fit(module, loader, ckpt_path=resume_from)
     if checkpoint is not None:
@@ -233,7 +234,7 @@ def train(
 def train_all(
     rank: int, size: int, cases: dict[str, Job], folder: str, steps: int = STEPS
 ) -> dict[str, Report]:
-    """Run jobs one after the other on all ranks, each with a checkpoint of its own."""
+    """Run jobs one after the other on all ranks, each with a separate checkpoint."""
     return {
         name: train(job, size, "cpu", os.path.join(folder, str(number)), steps=steps)
         for number, (name, job) in enumerate(cases.items())

@@ -1,4 +1,4 @@
-"""Recipes of fine-tuning have the settings of the paper, and several seeds make an ensemble."""
+"""Tests of fine-tuning recipes: settings of the paper, and ensembles of several seeds."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def test_recipe_has_the_settings_of_the_paper(
     assert stopped.value.code == 0
     config = yaml.safe_load(capsys.readouterr().out)
     data, model, trainer = (config[name] for name in ("data", "model", "trainer"))
-    found = (
+    settings = (
         data["init_args"]["global_batch_size"],
         model["init_args"]["learning_rate"],
         trainer["max_epochs"],
     )
-    assert found == TABLE_6[task]
+    assert settings == TABLE_6[task]
     assert data["init_args"]["tokenizer"] == model["init_args"]["path"]
-    # Eight GPUs have whole microbatches.
-    assert found[0] // 8 % trainer["strategy"]["init_args"]["microbatch_size"] == 0
+    # Batches of eight GPUs are multiples of the microbatch.
+    assert settings[0] // 8 % trainer["strategy"]["init_args"]["microbatch_size"] == 0
     [monitored] = [
-        one["init_args"]["monitor"]
-        for one in trainer["callbacks"]
-        if one["class_path"].endswith("ModelCheckpoint")
+        callback["init_args"]["monitor"]
+        for callback in trainer["callbacks"]
+        if callback["class_path"].endswith("ModelCheckpoint")
     ]
     assert monitored == MONITORED.get(task, "val_accuracy")
 
@@ -81,14 +81,14 @@ def test_a_folder_with_another_fit_is_refused(tmp_path: Path) -> None:
         run.fit(["b"])
 
 
-def test_the_best_scores_of_a_fit_are_those_of_its_best_result(tmp_path: Path) -> None:
+def test_best_scores_of_a_fit_belong_to_its_best_result(tmp_path: Path) -> None:
     is_seen = torch.ones(3, dtype=torch.bool)
     for step, accuracy in ((5, 0.5), (10, 0.75), (15, 0.25)):
         scores = torch.full((3, 2), float(step))
         SavedScores(scores, is_seen, {"accuracy": accuracy}).write(tmp_path, "val", step)
-    found = best_scores(tmp_path, "val", "accuracy")
-    assert found.results == {"accuracy": 0.75}
-    assert torch.equal(found.scores, torch.full((3, 2), 10.0))
+    scores_of_best = best_scores(tmp_path, "val", "accuracy")
+    assert scores_of_best.results == {"accuracy": 0.75}
+    assert torch.equal(scores_of_best.scores, torch.full((3, 2), 10.0))
     with pytest.raises(CheckpointMismatchError, match="must be one of accuracy: it is 'f1'"):
         best_scores(tmp_path, "val", "f1")
     with pytest.raises(CheckpointMismatchError, match="must have scores of the part 'test'"):
@@ -106,7 +106,7 @@ def test_several_seeds_have_a_median_and_an_ensemble(
         if all_run() or (self.seed, name) == (1, "fit"):
             start(self, name, options)
             return
-        # One process shows as much as four.
+        # One process tests as much as four.
         with redirect_stdout(sys.stderr):
             main([name, *options])
 
@@ -127,23 +127,25 @@ def test_several_seeds_have_a_median_and_an_ensemble(
     seeds = report["seeds"]
     assert list(seeds) == ["seed1", "seed2"]
     for name in ("accuracy", "f1"):
-        values = [one[name] for one in seeds.values()]
+        values = [scores[name] for scores in seeds.values()]
         assert report["median"][name] == pytest.approx(sum(values) / 2)
-    worst = min(seeds, key=lambda one: seeds[one]["accuracy"])
+    worst = min(seeds, key=lambda name: seeds[name]["accuracy"])
     assert report["median_run"] == worst
-    # The test set has the rows of the validation set here, and the model is the best one.
+    # The test set has the rows of the validation set here, and the model is the best checkpoint.
     assert report["test"]["of_the_median_run"] == pytest.approx(seeds[worst])
     assert report["test"]["ensemble"] == pytest.approx(report["ensemble"])
     tables = []
     for seed in seeds:
         folder = tmp_path / "runs" / seed / "scores"
-        assert sorted(one.name for one in folder.iterdir())[-2:] == [
+        assert sorted(path.name for path in folder.iterdir())[-2:] == [
             "val-step3.npz",
             "val-step6.npz",
         ]
-        found = [SavedScores.read(one) for one in sorted(folder.glob("val-*.npz"))]
-        tables.append(max(found, key=lambda one: one.results["accuracy"]).scores.softmax(1))
-    chosen = (tables[0] + tables[1]).argmax(1).tolist()
+        saved = [SavedScores.read(path) for path in sorted(folder.glob("val-*.npz"))]
+        tables.append(max(saved, key=lambda scores: scores.results["accuracy"]).scores.softmax(1))
+    predicted = (tables[0] + tables[1]).argmax(1).tolist()
     lines = (files / "dev.tsv").read_text().splitlines()[1:]
-    right = [int(line.split("\t")[-1]) == one for line, one in zip(lines, chosen, strict=True)]
-    assert report["ensemble"]["accuracy"] == pytest.approx(sum(right) / 15)
+    is_right = [
+        int(line.split("\t")[-1]) == label for line, label in zip(lines, predicted, strict=True)
+    ]
+    assert report["ensemble"]["accuracy"] == pytest.approx(sum(is_right) / 15)

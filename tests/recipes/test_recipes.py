@@ -1,4 +1,4 @@
-"""Each recipe is whole: it parses, its values agree, and layouts of it train alike."""
+"""Tests that recipes parse, have consistent values, and train in layouts as on one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.sweeps import all_run, chosen
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 OVERLAYS = {"gpt_speeches_1process.yaml": ["gpt_speeches_cpu.yaml"]}
-#: Tested in test_finetuning_recipes.py: their epochs have the tasks' own sizes.
+#: Recipes tested in test_finetuning_recipes.py: the tasks set the sizes of their epochs.
 TASKS = {f"bert_{task}.yaml" for task in ("mnli", "qqp", "race", "squad")}
 COMPLETE = [
     [*OVERLAYS.get(path.name, []), path.name]
@@ -33,7 +33,7 @@ COMPLETE = [
     if path.name not in TASKS
 ]
 FINETUNE = "finetune_hf.yaml"
-#: Models that are described by a folder.
+#: Classes of models that a folder describes.
 FOLDERS = (".HuggingFaceCausalLM", ".DPO")
 
 
@@ -52,7 +52,7 @@ def config(
     return yaml.safe_load(capsys.readouterr().out)
 
 
-def test_recipe_describes_a_model_that_can_be_cut(config: dict) -> None:
+def test_model_of_a_recipe_has_the_sequence_length_of_its_data(config: dict) -> None:
     if config["model"]["class_path"].endswith(FOLDERS):
         pytest.skip("its folder describes the model")
     is_bert = config["model"]["class_path"].endswith(".BERTPretraining")
@@ -61,7 +61,7 @@ def test_recipe_describes_a_model_that_can_be_cut(config: dict) -> None:
     assert shape.max_seq_length == config["data"]["init_args"]["seq_length"]
 
 
-def test_recipe_has_room_for_every_token(config: dict) -> None:
+def test_model_of_a_recipe_has_the_vocabulary_of_its_tokenizer(config: dict) -> None:
     if config["model"]["class_path"].endswith(FOLDERS):
         assert config["data"]["init_args"]["tokenizer"] == config["model"]["init_args"]["path"]
         return
@@ -72,17 +72,17 @@ def test_recipe_has_room_for_every_token(config: dict) -> None:
     assert config["model"]["init_args"]["config"]["vocab_size"] == tokenizer.vocab_size
 
 
-def test_learning_rate_ends_with_the_training(config: dict) -> None:
+def test_learning_rate_schedule_has_the_steps_of_the_training(config: dict) -> None:
     assert config["model"]["init_args"]["max_steps"] == config["trainer"]["max_steps"]
 
 
-def test_batches_are_whole_microbatches(config: dict) -> None:
+def test_batch_size_is_a_multiple_of_the_microbatch_size(config: dict) -> None:
     microbatch = config["trainer"]["strategy"]["init_args"]["microbatch_size"]
     data = config["data"]["init_args"]
     assert (data["batch_size"] or data["global_batch_size"]) % microbatch == 0
 
 
-def test_callbacks_show_the_rate_and_draw_the_loss(config: dict) -> None:
+def test_callbacks_show_progress_and_draw_the_loss_curve(config: dict) -> None:
     classes = [
         callback["class_path"].rpartition(".")[2] for callback in config["trainer"]["callbacks"]
     ]
@@ -99,48 +99,54 @@ def _speeches() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_speeches")
-def test_four_processes_train_like_one(tmp_path: Path) -> None:
-    four = losses(tmp_path, "gpt_speeches_cpu.yaml")
-    one = losses(tmp_path, "gpt_speeches_cpu.yaml", "gpt_speeches_1process.yaml", starts=False)
-    assert len(four["train_loss"]) == 3
-    assert len(four["val_loss"]) == len(four["val_bits_per_byte"]) == 1
-    for name, values in one.items():
-        assert four[name] == pytest.approx(values, abs=2e-4), name
+def test_four_processes_train_as_one(tmp_path: Path) -> None:
+    four_processes = run_recipe(tmp_path, "gpt_speeches_cpu.yaml")
+    one_process = run_recipe(
+        tmp_path, "gpt_speeches_cpu.yaml", "gpt_speeches_1process.yaml", starts=False
+    )
+    assert len(four_processes["train_loss"]) == 3
+    assert len(four_processes["val_loss"]) == len(four_processes["val_bits_per_byte"]) == 1
+    for name, values in one_process.items():
+        assert four_processes[name] == pytest.approx(values, abs=2e-4), name
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_speeches")
 @pytest.mark.parametrize("devices", chosen([4, 2], 2))
-def test_experts_train_on_several_processes_like_on_one(devices: int, tmp_path: Path) -> None:
+def test_experts_train_on_several_processes_as_on_one(devices: int, tmp_path: Path) -> None:
     data = f"--data.data_dir={tmp_path / 'data'}"
     options = [data, f"--trainer.devices={devices}", f"--data.batch_size={32 // devices}"]
-    several = losses(tmp_path / "several", "moe_speeches_cpu.yaml", options=options)
+    several_processes = run_recipe(tmp_path / "several", "moe_speeches_cpu.yaml", options=options)
     options = [f"--trainer.strategy.{name}=1" for name in ("tp", "ep")]
     options += [data, "--trainer.devices=1", "--data.batch_size=16"]
-    one = losses(tmp_path / "one", "moe_speeches_cpu.yaml", options=options, starts=False)
-    assert len(several["train_loss"]) == 3
-    for name, values in one.items():
-        assert several[name] == pytest.approx(values, abs=2e-4), name
+    one_process = run_recipe(
+        tmp_path / "one", "moe_speeches_cpu.yaml", options=options, starts=False
+    )
+    assert len(several_processes["train_loss"]) == 3
+    for name, values in one_process.items():
+        assert several_processes[name] == pytest.approx(values, abs=2e-4), name
     assert (tmp_path / "several/moe_speeches_cpu/version_0/expert_load.png").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_speeches")
 @pytest.mark.parametrize("tp", chosen([2, 1], 1))
-def test_a_bert_trains_on_several_processes_like_on_one(tp: int, tmp_path: Path) -> None:
+def test_bert_trains_on_several_processes_as_on_one(tp: int, tmp_path: Path) -> None:
     data = f"--data.data_dir={tmp_path / 'data'}"
     options = [data, f"--trainer.strategy.tp={tp}", f"--trainer.devices={2 * tp}"]
-    several = losses(tmp_path / "several", "bert_speeches_cpu.yaml", options=options)
+    several_processes = run_recipe(tmp_path / "several", "bert_speeches_cpu.yaml", options=options)
     layout = ["--trainer.strategy.tp=1", "--trainer.strategy.pp=1", "--trainer.devices=1"]
-    one = losses(tmp_path / "one", "bert_speeches_cpu.yaml", options=[data, *layout], starts=False)
-    assert (len(several["train_loss"]), len(several["val_loss"])) == (3, 1)
+    one_process = run_recipe(
+        tmp_path / "one", "bert_speeches_cpu.yaml", options=[data, *layout], starts=False
+    )
+    assert (len(several_processes["train_loss"]), len(several_processes["val_loss"])) == (3, 1)
     for name in ("train_loss", "val_loss"):
-        assert several[name] == pytest.approx(one[name], abs=2e-4), name
+        assert several_processes[name] == pytest.approx(one_process[name], abs=2e-4), name
 
 
 def options_of(model: Path, folder: Path) -> list[str]:
-    """Write a few texts in the tokens of a Hugging Face folder, and return what trains that folder
-    on them.
+    """Write a few texts in the tokens of a Hugging Face folder, and return the options that train
+    the folder on them.
     """
     texts = [f"In {year} our fathers brought forth a new nation." for year in range(1960, 2000)]
     write_documents(str(folder / "text"), texts, load_tokenizer(model))
@@ -156,7 +162,7 @@ def options_of(model: Path, folder: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not all_run(), reason="a sweep: pytest --sweeps")
-def test_a_hugging_face_folder_trains_on_four_processes_like_on_one(tmp_path: Path) -> None:
+def test_a_hugging_face_folder_trains_on_four_processes_as_on_one(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("tokenizers")
     from tests.tiny_llama import save_tiny_llama
@@ -165,20 +171,20 @@ def test_a_hugging_face_folder_trains_on_four_processes_like_on_one(tmp_path: Pa
     save_tiny_llama(model)
     options = options_of(model, tmp_path)
     layout = ["--trainer.devices=4", "--trainer.strategy.tp=2", "--trainer.strategy.pp=2"]
-    four = losses(tmp_path / "four", FINETUNE, options=[*options, *layout])
+    four_processes = run_recipe(tmp_path / "four", FINETUNE, options=[*options, *layout])
     options += ["--trainer.devices=1"]
-    one = losses(tmp_path / "one", FINETUNE, options=options, starts=False)
-    assert len(four["train_loss"]) == 3
-    assert len(four["val_loss"]) == len(four["val_bits_per_byte"]) == 1
-    for name, values in one.items():
+    one_process = run_recipe(tmp_path / "one", FINETUNE, options=options, starts=False)
+    assert len(four_processes["train_loss"]) == 3
+    assert len(four_processes["val_loss"]) == len(four_processes["val_bits_per_byte"]) == 1
+    for name, values in one_process.items():
         assert all(math.isfinite(value) for value in values), name
-        assert four[name] == pytest.approx(values, abs=2e-4), name
+        assert four_processes[name] == pytest.approx(values, abs=2e-4), name
     (checkpoint,) = (tmp_path / "four").glob("finetune_hf/version_0/checkpoints/step3-*.ckpt")
     assert checkpoint.is_dir()
 
 
 @pytest.mark.slow
-def test_a_folder_with_experts_trains_on_ranks_that_share_them_and_becomes_one_again(
+def test_a_folder_with_experts_trains_on_expert_ranks_and_is_exported(
     tmp_path: Path,
 ) -> None:
     transformers = pytest.importorskip("transformers")
@@ -190,39 +196,40 @@ def test_a_folder_with_experts_trains_on_ranks_that_share_them_and_becomes_one_a
     options = options_of(model, tmp_path)
     options += ['--model.expert_settings={"aux_loss": 0.02, "aux_loss_scope": "global"}']
     layout = ["--trainer.devices=2", "--trainer.strategy.ep=2", "--data.batch_size=2"]
-    two = losses(tmp_path / "two", FINETUNE, options=[*options, *layout])
+    two_processes = run_recipe(tmp_path / "two", FINETUNE, options=[*options, *layout])
     options += ["--trainer.devices=1"]
-    one = losses(tmp_path / "one", FINETUNE, options=options, starts=False)
-    assert len(two["train_loss"]) == 3
-    assert len(two["val_loss"]) == len(two["val_bits_per_byte"]) == 1
-    for name, values in one.items():
+    one_process = run_recipe(tmp_path / "one", FINETUNE, options=options, starts=False)
+    assert len(two_processes["train_loss"]) == 3
+    assert len(two_processes["val_loss"]) == len(two_processes["val_bits_per_byte"]) == 1
+    for name, values in one_process.items():
         assert all(math.isfinite(value) for value in values), name
-        assert two[name] == pytest.approx(values, abs=2e-4), name
+        assert two_processes[name] == pytest.approx(values, abs=2e-4), name
     (checkpoint,) = (tmp_path / "two").glob("finetune_hf/version_0/checkpoints/step3-*.ckpt")
     main(["convert", str(checkpoint), str(tmp_path / "exported"), "--verify"])
-    again, report = transformers.AutoModelForCausalLM.from_pretrained(
+    exported, report = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "exported", output_loading_info=True
     )
     assert not any(report.values()), report
-    before = transformers.AutoModelForCausalLM.from_pretrained(model).state_dict()
+    initial = transformers.AutoModelForCausalLM.from_pretrained(model).state_dict()
     assert not any(
-        torch.equal(tensor, before[name])
-        for name, tensor in again.state_dict().items()
+        torch.equal(tensor, initial[name])
+        for name, tensor in exported.state_dict().items()
         if "mlp" in name
     )
 
 
-def losses(
+def run_recipe(
     folder: Path, *recipes: str, options: Sequence[str] = (), starts: bool = True
 ) -> dict[str, list[float]]:
-    """Run a few steps and return what the metrics file says, by name.
+    """Run a few steps and return the losses in the metrics file, by name.
 
     Args:
-        folder: Where.
-        recipes: Their files.
+        folder: Root folder of the run.
+        recipes: File names of recipes.
         options: Further options of the command.
-        starts: Whether the command has processes of its own, or else runs here, as the last one of
-            a test: a Trainer leaves variables that the next command would read.
+        starts: Whether the command starts its own processes. Otherwise it runs in this process, and
+            must be the last command of a test: a Trainer leaves variables that the next command
+            would read.
     """
     folder.mkdir(exist_ok=True)
     files = [option for name in recipes for option in ("-c", str(RECIPES / name))]
@@ -232,8 +239,8 @@ def losses(
         "limit_val_batches": 2,
         "log_every_n_steps": 1,
     }
-    given = [f"--trainer.{name}={value}" for name, value in steps.items()]
-    command = ["fit", *files, *given, *options, f"--trainer.default_root_dir={folder}"]
+    limits = [f"--trainer.{name}={value}" for name, value in steps.items()]
+    command = ["fit", *files, *limits, *options, f"--trainer.default_root_dir={folder}"]
     if starts:
         program = ["-m", "lightning_megatron", *command]
         run = run_python(program, folder, dict(os.environ, OMP_NUM_THREADS="1"), timeout=280)
@@ -241,10 +248,10 @@ def losses(
     else:
         assert not main(command)
     (metrics,) = folder.glob(f"{recipes[-1].removesuffix('.yaml')}/version_0/metrics.csv")
-    found: dict[str, list[float]] = {"train_loss": [], "val_loss": [], "val_bits_per_byte": []}
+    columns: dict[str, list[float]] = {"train_loss": [], "val_loss": [], "val_bits_per_byte": []}
     with metrics.open(newline="") as file:
         for row in csv.DictReader(file):
-            for name, values in found.items():
+            for name, values in columns.items():
                 if row.get(name):
                     values.append(float(row[name]))
-    return found
+    return columns

@@ -1,4 +1,4 @@
-"""A recipe names the schedules of the learning rate and of the weight decay."""
+"""Tests that recipes set the schedules of the learning rate and of the weight decay."""
 
 from __future__ import annotations
 
@@ -44,11 +44,13 @@ data:
 """
 
 
-def test_a_recipe_names_its_schedules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedules_of_a_recipe_set_learning_rate_and_weight_decay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-megatron"])
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RECIPE)
-    # The fit ends in the middle of the schedules, which follow the whole run's number of steps.
+    # The fit ends in the middle of the schedules, which span the number of steps in the recipe.
     options = ["--trainer.limit_train_batches=3", "--trainer.max_epochs=2"]
     options.append(f"--trainer.default_root_dir={tmp_path}")
     cli = MegatronCLI(args=["fit", "-c", str(recipe), *options])
@@ -56,9 +58,9 @@ def test_a_recipe_names_its_schedules(tmp_path: Path, monkeypatch: pytest.Monkey
     matrices, vectors = cli.trainer.optimizers[0].param_groups
     assert (matrices["lr"], matrices["weight_decay"]) == pytest.approx((0.005, 0.3))
     assert (vectors["lr"], vectors["weight_decay"]) == pytest.approx((0.005, 0.0))
-    given = yaml.safe_load(RECIPE)["model"]["init_args"]["lr_schedule"]["init_args"]
+    arguments = yaml.safe_load(RECIPE)["model"]["init_args"]["lr_schedule"]["init_args"]
     settings = cli.model.hparams["lr_schedule"]["init_args"]
-    assert {name: settings[name] for name in given} == given | {"num_steps": 8}
+    assert {name: settings[name] for name in arguments} == arguments | {"num_steps": 8}
 
 
 SCHEDULES = """
@@ -98,22 +100,22 @@ def test_every_model_takes_every_schedule_from_a_recipe(
     for name, arguments in yaml.safe_load(SCHEDULES).items():
         config = yaml.safe_load(RECIPE)
         rate = {"class_path": f"lightning_megatron.{name}", "init_args": arguments}
-        given = config["model"]["init_args"]
-        given = {key: given[key] for key in ("learning_rate", "weight_decay_schedule")}
-        chosen = {**settings, **given, "lr_schedule": rate}
-        config["model"] = {"class_path": f"lightning_megatron.{model}", "init_args": chosen}
+        shared = config["model"]["init_args"]
+        shared = {key: shared[key] for key in ("learning_rate", "weight_decay_schedule")}
+        init_args = {**settings, **shared, "lr_schedule": rate}
+        config["model"] = {"class_path": f"lightning_megatron.{model}", "init_args": init_args}
         recipe = tmp_path / f"{name}.yaml"
         recipe.write_text(yaml.safe_dump(config))
         module = MegatronCLI(TokenModule, args=["-c", str(recipe)], run=False).model
         (optimizer,), (rates, decays) = _optimizers_of(module)
-        found = []
+        values = []
         for _ in range(3):
-            found.append(optimizer.param_groups[0]["lr"])
+            values.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             rates["scheduler"].step()
             decays["scheduler"].step()
         # The warm-up of two steps rises to the peak.
-        assert found == pytest.approx([0.0, 0.005, 0.01])
+        assert values == pytest.approx([0.0, 0.005, 0.01])
         assert type(rates["scheduler"]).__name__ == name
         assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(0.4 * 3 / 8)
 

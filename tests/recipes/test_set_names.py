@@ -1,4 +1,4 @@
-"""A recipe names validation and test sets, which a fit logs by their names."""
+"""Tests that a fit logs the validation sets of a recipe by their names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.data.recorder import write_corpus
 from tests.recipes.test_schedules import RECIPE
 
 
-def test_a_recipe_names_its_validation_sets(
+def test_validation_sets_of_a_recipe_are_logged_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-megatron"])
@@ -48,7 +48,7 @@ def test_a_recipe_names_its_validation_sets(
         ]
     )
     assert cli.datamodule.set_names == {"val": ("news", "code"), "test": ("only",)}
-    found = {name: float(value) for name, value in cli.trainer.callback_metrics.items()}
-    assert (found["val_tokens/news"], found["val_tokens/code"]) == (19.0, 38.0)
-    mean = (19 * found["val_loss/news"] + 38 * found["val_loss/code"]) / 57
-    assert found["val_loss"] == pytest.approx(mean)
+    metrics = {name: float(value) for name, value in cli.trainer.callback_metrics.items()}
+    assert (metrics["val_tokens/news"], metrics["val_tokens/code"]) == (19.0, 38.0)
+    mean = (19 * metrics["val_loss/news"] + 38 * metrics["val_loss/code"]) / 57
+    assert metrics["val_loss"] == pytest.approx(mean)

@@ -1,5 +1,5 @@
-"""A recipe, or a module that recipes name, with a setting of a wrong type or size ends with the
-setting's name.
+"""Tests that wrong types and sizes of settings are refused by name, in recipes and in modules that
+recipes name.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ RECIPE: dict[str, Any] = {
     "model": {"class_path": "lightning_megatron.CausalLM", "init_args": {"config": SIZES}},
     "data": {"class_path": "lightning_megatron.TokenDataModule", "init_args": {"train": "text"}},
 }
-#: What takes settings, the function whose annotations say which, and the other arguments that it
-#: needs.
+#: Class that takes settings, class whose constructor declares them, and the required arguments.
 OWNERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "training": (CausalLM, TokenModule, {"config": SIZES}),
     "model": (CausalLM, CausalLM, {"config": SIZES}),
@@ -61,13 +60,13 @@ ARGUMENTS = [
 @pytest.mark.parametrize(("owner", "name"), ARGUMENTS)
 @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(value=ANY)
-def test_any_argument_of_a_module_is_taken_or_refused_by_name(
+def test_any_argument_of_a_module_is_accepted_or_refused_by_name(
     owner: str, name: str, value: Any
 ) -> None:
-    make, _, needed = OWNERS[owner]
+    make, _, required = OWNERS[owner]
     refusal = None
     try:
-        make(**(needed | {name: value}))
+        make(**(required | {name: value}))
     except (ParallelPlanError, UnsupportedError) as error:
         refusal = str(error)
     if refusal is None:
@@ -82,8 +81,10 @@ def test_any_argument_of_a_module_is_taken_or_refused_by_name(
 
 
 @pytest.mark.parametrize(("owner", "name"), ARGUMENTS)
-def test_numbers_that_are_none_are_refused_for_every_argument(owner: str, name: str) -> None:
-    make, kind, needed = OWNERS[owner]
+def test_values_that_are_not_finite_or_of_a_wrong_type_are_refused_by_name(
+    owner: str, name: str
+) -> None:
+    make, kind, required = OWNERS[owner]
     hint = str(get_type_hints(kind.__init__)[name])
     for value in [
         math.nan,
@@ -95,10 +96,10 @@ def test_numbers_that_are_none_are_refused_for_every_argument(owner: str, name: 
         *([] if "None" in hint or "Optional" in hint else [None]),
     ]:
         with pytest.raises(ParallelPlanError, match=name):
-            make(**(needed | {name: value}))
+            make(**(required | {name: value}))
 
 
-def test_checked_values_are_what_the_modules_hold() -> None:
+def test_modules_hold_the_converted_values_of_arguments() -> None:
     module = CausalLM(SIZES, learning_rate=1, betas=[0.5, 0.6])  # type: ignore[arg-type]
     assert (module.learning_rate, module.betas, module.config) == (
         1.0,
@@ -111,13 +112,13 @@ def test_checked_values_are_what_the_modules_hold() -> None:
 
 
 def set_in(recipe: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    changed = yaml.safe_load(yaml.safe_dump(recipe))
+    copied = yaml.safe_load(yaml.safe_dump(recipe))
     *folders, last = path.split(".")
-    place = changed
+    node = copied
     for folder in folders:
-        place = place[folder]
-    place[last] = value
-    return changed
+        node = node[folder]
+    node[last] = value
+    return copied
 
 
 STRATEGY = "trainer.strategy.init_args"
@@ -165,7 +166,7 @@ STRATEGY = "trainer.strategy.init_args"
         ("data.init_args.num_workers", None, "num_workers"),
     ],
 )
-def test_a_wrong_setting_in_a_recipe_is_named(
+def test_a_wrong_setting_in_a_recipe_is_reported_by_name(
     path: str,
     value: Any,
     words: str,
