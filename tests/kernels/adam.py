@@ -189,7 +189,7 @@ def check_narrow_steps(sizes: Sequence[int], device: str) -> None:
 
 
 def check_new_addresses(device: str) -> None:
-    """Check that the kernel follows slices that move to new addresses, and slices that are left out."""
+    """Check that the kernel follows slices that move to new addresses or are left out."""
     ours = Slices([700, 33], CASES[0], device)
     twin = Slices([700, 33], CASES[0], device)
     for number, gradients in enumerate(ours.gradients(4)):

@@ -1,8 +1,7 @@
-"""Run the checks of Adam's kernel in Triton's interpreter, on the CPU; printed is what failed, as
-JSON.
+"""Run the checks of Adam's kernel in Triton's interpreter on the CPU, and print failures as JSON.
 
-A program of its own, because Triton decides between interpreter and compiler when a kernel is
-defined.
+This is a separate program, because Triton decides between interpreter and compiler when a kernel
+is defined.
 """
 
 from __future__ import annotations
