@@ -4,7 +4,7 @@ NCCL refuses two ranks on one GPU. After :meth:`StagedCollectives.install` the g
 requests from NCCL are groups of gloo, and the collectives of ``torch.distributed`` copy their
 tensors to the host, run there, and copy the results back when their handles are waited for. Groups
 remain torch's own, so that symmetric memory finds their stores. ``get_backend`` returns ``nccl``
-for them, so that callers take their paths for GPUs, such as means by the backend and results in place.
+for them, so that callers take their GPU paths, such as means by the backend and results in place.
 """
 
 from __future__ import annotations
