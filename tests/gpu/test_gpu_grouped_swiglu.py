@@ -130,7 +130,7 @@ def test_every_variant_of_the_fused_product_equals_float64(
 
 @pytest.mark.parametrize("variant", SWIGLU)
 def test_a_launch_of_the_last_groups_equals_their_part_of_a_full_launch(variant: str) -> None:
-    """Check that a launch with the weights of the last groups writes the rows of these groups only."""
+    """Check that a launch with the weights of the last groups writes only the rows of these."""
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     for name, (sizes, n, k) in CASES.items():
         num_rows, bounds = sum(sizes) + TAIL, [0, *torch.tensor(sizes).cumsum(0).tolist()]

@@ -1,5 +1,5 @@
-"""Tests that replaced Hugging Face models on GPUs agree with the original models, for full, padded and
-packed rows, and for windows.
+"""Tests that replaced Hugging Face models on GPUs agree with the original models, for full, padded
+and packed rows, and for windows.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def make_calls(device: torch.device) -> dict[str, dict[str, Tensor]]:
     left[2, :70], right[1, 200:] = 0, 0
     packed = torch.cat([torch.arange(96), torch.arange(160)]).expand(B, S)
     # The first token after padding has no predecessor.
-    has_predecessor = left.roll(1, 1) * left
-    has_predecessor[:, 0] = left[:, 0]
+    follows_token = left.roll(1, 1) * left
+    follows_token[:, 0] = left[:, 0]
     calls = {
         "whole": {"input_ids": tokens, "labels": tokens},
         "padded right": {
             "input_ids": tokens, "attention_mask": right, "labels": tokens.masked_fill(right == 0, -100),
         },
         "padded left": {
-            "input_ids": tokens, "attention_mask": left, "labels": tokens.masked_fill(has_predecessor == 0, -100),
+            "input_ids": tokens, "attention_mask": left, "labels": tokens.masked_fill(follows_token == 0, -100),
             "position_ids": (left.cumsum(-1) - 1).clamp(min=0),
         },
         "packed": {"input_ids": tokens, "position_ids": packed, "labels": tokens},
