@@ -127,10 +127,10 @@ def test_a_mixture_of_experts_on_kernels_agrees_with_operators_of_torch(
 ) -> None:
     config = ExpertsConfig(num_experts=16, top_k=4, ffn_hidden_size=128, **SETTINGS[name])
     hidden = Draw(DEVICE, torch.bfloat16)(LENGTH, BATCH, SIZE)
-    fused, again = mixture(config, hidden), mixture(config, hidden)
-    assert all(map(torch.equal, fused, again)), "a second run has other bits"
-    again = mixture(config, hidden, keeps_rows=False)
-    assert all(map(torch.equal, fused, again)), "rows that are sorted again have other bits"
+    fused, repeated = mixture(config, hidden), mixture(config, hidden)
+    assert all(map(torch.equal, fused, repeated)), "a second run has other bits"
+    repeated = mixture(config, hidden, keeps_rows=False)
+    assert all(map(torch.equal, fused, repeated)), "rows that are sorted again have other bits"
     monkeypatch.setattr(choose_kernels, "is_served", lambda tensor: False)
     for number, (actual, expected) in enumerate(zip(fused, mixture(config, hidden), strict=True)):
         distance = float(

@@ -150,7 +150,7 @@ def compare_adapters(mesh: ParallelMesh) -> None:
             mesh,
             torch.float32,
             f"{case} with adapters",
-            lambda _, found=gradients: found(),
+            lambda _, compute=gradients: compute(),
         )
 
 

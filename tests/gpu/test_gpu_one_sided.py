@@ -24,8 +24,8 @@ from tests.proof.training import Job, Report, train
 from tests.world import run_world
 
 NUM_EXPERTS, TOP_K, WIDTH, INNER = 16, 3, 256, 128
-#: Tokens per rank of consecutive microbatches: the shared memory grows, and shorter microbatches use
-#: a part of it.
+#: Tokens per rank of consecutive microbatches: the shared memory grows, and shorter microbatches
+#: use a part of it.
 LENGTHS = (200, 64, 333, 1, 200)
 ROUTINGS = ("random", "all to the last rank", "some nowhere", "all nowhere")
 

@@ -1,4 +1,4 @@
-"""Tests that CUDA graphs of products overlapped with tensor-parallel communication have eager bits."""
+"""Tests that CUDA graphs of products overlapped with tensor-parallel transfers have eager bits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 
 def replay_products(rank: int, size: int) -> int:
-    """Return how many replays equal eager products, before and after their shared memory grows."""
+    """Count replayed products that equal eager ones, before and after their shared memory grows."""
     mesh = ParallelMesh.create(
         ParallelLayout(size, tp=size),
         device=gpu_of(rank),

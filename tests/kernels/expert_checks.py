@@ -309,7 +309,7 @@ def check_weighted_activation(
 
 
 def logits_of(draw: Draw, tokens: int, num_experts: int, kind: str) -> Tensor:
-    """Draw logits; ties are between numbers that float32 holds."""
+    """Draw logits; ties are between numbers that float32 represents exactly."""
     logits = 2 * torch.randn(tokens, num_experts, generator=draw.generator, device=draw.device)
     if kind == "ties":
         return logits.round()
@@ -361,7 +361,7 @@ def check_routed(
     torch.autograd.backward(results, outer, retain_graph=True)
     torch.autograd.backward(twins, [grad.double() for grad in outer], retain_graph=True)
     check_grad(logits.grad, slow.grad, f"{what}: gradient", noise=2e-5)
-    # Of probabilities alone, as in evaluation or without losses.
+    # The gradient of the probabilities alone, as in evaluation or without losses.
     alone = torch.autograd.grad(results[0], logits, outer[0])[0]
     check_grad(
         alone,

@@ -75,9 +75,9 @@ def _dot_of_bfloat16(
 interpreter._patch_lang_tensor = _patch_for_new_numpy
 interpreter.InterpreterBuilder.create_splat = _splat_truth
 interpreter.InterpreterBuilder.create_dot = _dot_of_bfloat16
-# The interpreter cuts bfloat16 off instead of rounding it.
+# The interpreter truncates bfloat16 instead of rounding it.
 ROUNDOFF[torch.bfloat16] = 2.0**-7
-# Few programs, so that each has several rows.
+# Few programs, so that each program has several rows.
 norm._PROGRAMS = 4
 normed_rotary._PROGRAMS = 3
 

@@ -16,11 +16,11 @@ from tests.kernels import interpreted  # noqa: F401  mends the interpreter
 from tests.kernels.program import report_checks
 
 FORMAT = torch.float8_e4m3fn
-#: Start in the numbers, start in the bytes, size and weight of each slice (elements).
+#: Start in the numbers, start in the bytes, size (elements), and weight of each slice.
 SLICES = [(64, 0, 2000, 1), (2064, 3000, 900, 0), (3000, 2048, 5, 1), (3100, 5000, 800, 3)]
-#: Slices at multiples of 16, which the kernels read and write by several elements.
+#: Slices at multiples of 16, of which the kernels read and write several elements at once.
 ALIGNED = [(64, 0, 2000, 1), (2064, 3008, 912, 0), (3008, 2048, 16, 1), (3104, 5008, 800, 3)]
-# Small programs, so that a slice has several.
+# Small programs, so that a slice has several programs.
 weight_slices._BLOCK = 256
 
 

@@ -97,12 +97,12 @@ def compare_model(
     labels[0, :3] = -100
     with deterministic():
         fused = run(model, tokens[:, :-1], labels, smoothing)
-        again = run(model, tokens[:, :-1], labels, smoothing)
+        repeated = run(model, tokens[:, :-1], labels, smoothing)
     with eager():
         expected = run(model, tokens[:, :-1], labels, smoothing)
     assert fused.keys() == expected.keys()
     for name, value in fused.items():
-        assert torch.equal(value, again[name]), f"{name}: two runs differ"
+        assert torch.equal(value, repeated[name]), f"{name}: two runs differ"
         check(value, expected[name], name)
     model.eval()
     with torch.inference_mode():

@@ -66,6 +66,6 @@ def check_one_shot(
             reduce_(actual, op)
             expected = reduced(size, case, device)
             if not torch.equal(actual, expected):
-                # Triton's interpreter cuts bfloat16 off instead of rounding it.
+                # Triton's interpreter truncates bfloat16 instead of rounding it.
                 torch.testing.assert_close(actual, expected, rtol=2.0**-7, atol=0.0)
                 assert device == "cpu", f"repeat {repeat}, case {CASES[case]}"

@@ -50,8 +50,10 @@ def test_names_of_variants_match_their_template_arguments() -> None:
     )
     for name, kind, schedule, tile_m, tile_n, cluster_m, cluster_n, store in types:
         words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower()
-        how = {"ReduceAdd": "_reduce", "ReadC": "_read", "": ""}[store]
-        assert name == f"{words}{how}_{schedule.lower()}_{tile_m}x{tile_n}_{cluster_m}x{cluster_n}"
+        suffix = {"ReduceAdd": "_reduce", "ReadC": "_read", "": ""}[store]
+        assert (
+            name == f"{words}{suffix}_{schedule.lower()}_{tile_m}x{tile_n}_{cluster_m}x{cluster_n}"
+        )
     assert len(types) == len(VARIANTS)
 
 
