@@ -44,7 +44,7 @@ def test_a_fit_by_graphs_has_the_bits_of_an_eager_fit(model: str) -> None:
     modes: tuple[GraphMode, ...] = ("segments", "full")
     for mode in modes:
         by_graphs = fit_on_gpu(CudaGraphs(mode, on_failure="error"), model)
-        assert torch.cuda.current_stream() == before, "the run has restored the current stream"
+        assert torch.cuda.current_stream() == before, "the run has not restored the current stream"
         assert by_graphs.num_graphs[-1] > 0, mode
         assert set(by_graphs.differences_from(eager)) <= set(repeated), mode
 
