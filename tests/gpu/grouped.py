@@ -1,4 +1,4 @@
-"""Rows of groups on a GPU, and what must be true of results for them."""
+"""Helpers for tests of grouped rows on a GPU: inputs, comparisons and captures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 Results = TypeVar("Results")
 
-#: Sizes of six groups of at most 700 rows: uneven, some empty, all, all but one, few rows.
+#: Sizes of six groups of at most 700 rows: uneven, some empty, all empty, one full, few rows.
 SIZES = (
     [100, 0, 333, 1, 127, 139],
     [0, 128, 256, 64, 200, 0],
@@ -18,9 +18,9 @@ SIZES = (
     [0, 0, 700, 0, 0, 0],
     [1, 2, 3, 4, 5, 6],
 )
-#: Rows behind the last group: of no group, and left as they are.
+#: Number of rows behind the last group, which belong to no group and stay unchanged.
 TAIL = 37
-#: What rows of no group hold in results, a number: what was computed for them would be none.
+#: Initial value of result rows that belong to no group; results computed for them would be NaN.
 UNTOUCHED = 5.0
 
 
@@ -35,23 +35,24 @@ def ends_of(sizes: Sequence[int]) -> Tensor:
 
 
 def poisoned(rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return rows of which those of no group are not numbers: whoever reads one spoils a sum."""
+    """Return the rows with NaN in rows of no group, so that a read of them spoils sums."""
     rows = rows.clone()
     rows[sum(sizes) :] = torch.nan
     return rows
 
 
-def assert_close(found: Tensor, wanted: Tensor, limit: float, what: str) -> None:
-    """Compare whole results: the norm of their difference beside that of what is wanted."""
+def assert_close(actual: Tensor, expected: Tensor, limit: float, what: str) -> None:
+    """Assert that the norm of the difference is below a limit, relative to that of ``expected``."""
     error = float(
-        (found.detach().double() - wanted.detach()).norm() / wanted.detach().norm().clamp_min(1e-30)
+        (actual.detach().double() - expected.detach()).norm()
+        / expected.detach().norm().clamp_min(1e-30)
     )
     assert error < limit, f"{what}: relative error {error:.1e}"
 
 
 def captured(step: Callable[[], Results]) -> tuple[torch.cuda.CUDAGraph, Results]:
-    """Run a step once on a stream of its own, as graphs want it, and capture it; return what
-    replays fill as well.
+    """Run a step once on a separate stream, as graphs require, and capture it; return the graph
+    and the results that replays fill.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

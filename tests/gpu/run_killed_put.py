@@ -17,11 +17,11 @@ from lightning_megatron.experts.transport import peer_transfer
 from tests.gpu.shared_gpu import is_shared, share
 from tests.strategy.tiny import TinyLM, loader
 
-#: Rank that is killed, and the put in which that happens: four of a step of two layers' tokens.
+#: Rank that is killed, and the number of its last put (a step of two layers has four puts).
 RANK, PUT = 1, 10
-#: Time that the put takes at least, in which the rank is gone (cycles).
+#: Minimum time of the put in which the rank is killed (cycles).
 CYCLES = 2_000_000_000
-#: Modules and names of the functions that put.
+#: Module and name of the function that puts, by accelerator and payload.
 PUTS = {
     ("cuda", "tokens"): ("lightning_megatron.kernels.triton", "put_tokens"),
     ("cuda", "weights"): ("lightning_megatron.kernels.triton", "put_weights"),
@@ -35,20 +35,20 @@ class KilledLM(TinyLM):
 
     Args:
         accelerator: Where the ranks compute.
-        what: What is put: ``tokens``, or ``weights`` of clones.
+        payload: Payload of the puts: ``tokens``, or ``weights`` of clones.
     """
 
-    def __init__(self, accelerator: str, what: str) -> None:
+    def __init__(self, accelerator: str, payload: str) -> None:
         super().__init__(experts=EXPERTS, mlp_bias=False, hidden_size=64)
-        self.where = PUTS[accelerator, what]
+        self.put_function = PUTS[accelerator, payload]
 
     def on_train_start(self) -> None:
         if self.global_rank != RANK:
             return
-        module, name = importlib.import_module(self.where[0]), self.where[1]
+        module, name = importlib.import_module(self.put_function[0]), self.put_function[1]
         put, calls = getattr(module, name), iter(range(PUT + 1))
 
-        def killed(*args: Any) -> Any:
+        def put_and_die(*args: Any) -> Any:
             if next(calls) < PUT:
                 return put(*args)
             if self.device.type == "cuda":
@@ -57,19 +57,19 @@ class KilledLM(TinyLM):
             os.kill(os.getpid(), signal.SIGKILL)
             raise AssertionError("a killed process goes on")
 
-        setattr(module, name, killed)
+        setattr(module, name, put_and_die)
 
 
 def main() -> None:
     """Train until a rank is killed."""
-    accelerator, what = sys.argv[1:]
+    accelerator, payload = sys.argv[1:]
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if is_shared():
         share(2)
     clones: dict[str, Any] = {"expert_clones": {"places": 1, "min_rows": 1}}
     strategy = MegatronStrategy(
-        ep=2, expert_transport="one_sided", timeout=60.0, **(clones if what == "weights" else {})
+        ep=2, expert_transport="one_sided", timeout=60.0, **(clones if payload == "weights" else {})
     )
     trainer = Trainer(
         accelerator=accelerator,
@@ -82,7 +82,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(KilledLM(accelerator, what), loader(64, 4))
+    trainer.fit(KilledLM(accelerator, payload), loader(64, 4))
     print("the training has ended", flush=True)
 
 

@@ -1,9 +1,9 @@
-"""Run the tests of several GPUs on one that all ranks share, each part with a limit of time.
+"""Run the tests of several GPUs on one GPU that all ranks share, each part with a time limit.
 
     python -m tests.gpu.run_shared --out runs/shared_gpu
 
-A part that hangs is ended at its limit, with the stacks of its processes in its log. One line follows
-each part at once; logs and junit files of all parts are packed at the end.
+A part that hangs is stopped at its limit, and its log has the stacks of its processes. The result
+of a part is printed when the part ends; logs and junit files of all parts are packed at the end.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Part:
 
     @property
     def label(self) -> str:
-        """Return the name, and which tests."""
+        """Return the name and the expression of the tests."""
         return f"{self.name} {self.only}".strip().replace(" ", "_")
 
 
-#: The most telling parts first. Ranks that wait on the device for each other keep the GPU busy, so
-#: that such parts stand beside others.
+#: The most important parts come first. Ranks that wait on the device for each other keep the GPU
+#: busy, so such parts stand next to parts that do not wait.
 PARTS = (
     Part("clones", 120),
     Part("layouts", 240, "layouts_of_two"),
@@ -70,21 +70,30 @@ PARTS = (
 
 
 def run_part(part: Part, out: Path, deadline: float) -> str:
-    """Run a part, and return the line that says how it went."""
+    """Run a part, and return its outcome and the results of its tests."""
     limit = min(float(part.seconds), deadline - time.monotonic())
     if limit < 20:
         return f"{part.label}: not run, no time is left"
     log, junit = out / f"{part.label}.log", out / f"{part.label}.xml"
-    line = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", "--tb=short"]
-    # Without capturing, the stacks of ranks come into the log.
-    line += ["-q", "-s", "-rA", f"--junitxml={junit}", f"tests/gpu/test_gpu_{part.name}.py"]
-    line += ["-k", part.only] if part.only else []
-    # A test that hangs must leave its stack before the part ends.
-    line += [f"--timeout={max(10, limit - 10):.0f}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "ignore",
+        "--tb=short",
+    ]
+    # Without capturing by pytest, the stacks of ranks reach the log.
+    command += ["-q", "-s", "-rA", f"--junitxml={junit}", f"tests/gpu/test_gpu_{part.name}.py"]
+    command += ["-k", part.only] if part.only else []
+    # A test that hangs must print its stack before the part is stopped.
+    command += [f"--timeout={max(10, limit - 10):.0f}"]
     start = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
-            line,
+            command,
             cwd=ROOT,
             env={**os.environ, "SHARED_GPU": "1", "PYTHONFAULTHANDLER": "1"},
             stdout=file,
@@ -93,20 +102,22 @@ def run_part(part: Part, out: Path, deadline: float) -> str:
         )
         try:
             process.wait(limit)
-            how = f"exit {process.returncode}"
+            outcome = f"exit {process.returncode}"
         except subprocess.TimeoutExpired:
-            how = "stopped at its limit"
+            outcome = "stopped at its limit"
         finally:
-            end_all(process)
+            kill_processes(process)
     lines = log.read_text(errors="replace").splitlines()
     kinds = ("PASSED", "FAILED", "ERROR", "SKIPPED")
     results = [text[:300] for text in lines if text.startswith(kinds)]
     seconds = time.monotonic() - start
-    return "\n  ".join([f"{part.label}: {how}, {seconds:.0f} s; {(lines or [''])[-1]}", *results])
+    return "\n  ".join(
+        [f"{part.label}: {outcome}, {seconds:.0f} s; {(lines or [''])[-1]}", *results]
+    )
 
 
-def end_all(process: subprocess.Popen[bytes]) -> None:
-    """End the processes that a part has left."""
+def kill_processes(process: subprocess.Popen[bytes]) -> None:
+    """Kill all processes of a part."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -115,7 +126,7 @@ def end_all(process: subprocess.Popen[bytes]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run all parts, a few at a time, and pack what they wrote."""
+    """Run all parts, a few at a time, and pack their logs."""
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -126,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--only", nargs="*", default=[], help="names of files to run")
     args = options.parse_args(arguments)
     deadline = time.monotonic() + args.seconds
-    parts = [one for one in PARTS[args.skip :] if not args.only or one.name in args.only]
+    parts = [part for part in PARTS[args.skip :] if not args.only or part.name in args.only]
     out = Path(args.out)
     logs = out / "logs"
     logs.mkdir(parents=True, exist_ok=True)

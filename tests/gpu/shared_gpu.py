@@ -1,8 +1,8 @@
-"""One GPU for all ranks of a test, where a machine has fewer GPUs than ranks.
+"""Share one GPU among all ranks of a test, where a machine has fewer GPUs than ranks.
 
 With the environment variable SHARED_GPU=1 all ranks compute on the first GPU. Their collectives go
-through the host; puts into each other's memory, kernels and replayed graphs are those of several
-GPUs. Captured collectives, and NCCL itself, are not there.
+through the host; puts into each other's memory, kernels and replayed graphs run as on several GPUs.
+Captured collectives and NCCL itself are not available.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 #: Number of ranks that may share the GPU.
 MOST_RANKS = 4
-#: Time after which a process prints where it is, for the log of ranks that wait for each other (s).
+#: Time after which a process prints its stack, for the log of ranks that wait for each other (s).
 _TIMEOUT = 75.0
 _VARIABLES = {
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
@@ -31,7 +31,7 @@ def is_shared() -> bool:
 
 
 def num_ranks_at_most() -> int:
-    """Return how many ranks can have a GPU."""
+    """Return the largest number of ranks that can have a GPU."""
     return MOST_RANKS if is_shared() else torch.cuda.device_count()
 
 
@@ -41,11 +41,11 @@ def gpu_of(rank: int) -> torch.device:
 
 
 def require_gpus(size: int, *, needs_nccl: str = "") -> None:
-    """Skip a test unless that many ranks can have a GPU.
+    """Skip a test unless each of its ranks can have a GPU.
 
     Args:
         size: Number of ranks.
-        needs_nccl: Why the ranks cannot share one; empty if they can.
+        needs_nccl: Reason why the ranks cannot share a GPU; empty if they can.
     """
     if num_ranks_at_most() < size:
         pytest.skip(f"needs {size} GPUs, found {torch.cuda.device_count()}")
@@ -54,7 +54,7 @@ def require_gpus(size: int, *, needs_nccl: str = "") -> None:
 
 
 def share(size: int) -> None:
-    """Let this process, one of the ranks, use the first GPU as if it were that of its rank.
+    """Make this process, one of the ranks, use the first GPU in place of the GPU of its rank.
 
     Args:
         size: Number of ranks.
@@ -65,9 +65,9 @@ def share(size: int) -> None:
     from tests.gpu.staged_collectives import StagedCollectives
 
     os.environ.update(_VARIABLES)
-    later = threading.Timer(_TIMEOUT, print_stack, [threading.main_thread().ident])
-    later.daemon = True
-    later.start()
+    timer = threading.Timer(_TIMEOUT, print_stack, [threading.main_thread().ident])
+    timer.daemon = True
+    timer.start()
     for accelerator in (fabric.CUDAAccelerator, pytorch.CUDAAccelerator):
         accelerator.get_parallel_devices = staticmethod(
             lambda devices: [torch.device("cuda", 0)] * len(devices)
@@ -79,7 +79,7 @@ def share(size: int) -> None:
 def print_stack(thread: int) -> None:
     """Print the stack of a thread.
 
-    Not by faulthandler, which reads the frames of running threads and can end the process by that.
+    faulthandler is not used: it reads the frames of running threads, which can end the process.
     """
     frame = sys._current_frames().get(thread)
     if frame is not None:

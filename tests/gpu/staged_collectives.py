@@ -1,10 +1,10 @@
 """Collectives of GPU tensors that go through the memory of the host and gloo.
 
 NCCL refuses two ranks on one GPU. After :meth:`StagedCollectives.install` the groups that a process
-asks NCCL for are groups of gloo, and the collectives of ``torch.distributed`` copy their tensors to
-the host, run there, and copy the results back when their handles are waited for. Groups stay
-torch's own, so that symmetric memory finds their stores. Code that asks for the backend is told
-``nccl``, so that it takes its ways for GPUs, such as means by the backend and results in place.
+requests from NCCL are groups of gloo, and the collectives of ``torch.distributed`` copy their
+tensors to the host, run there, and copy the results back when their handles are waited for. Groups
+remain torch's own, so that symmetric memory finds their stores. ``get_backend`` returns ``nccl``
+for them, so that callers take their GPU paths, such as means by the backend and results in place.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _USERS = ("lightning_megatron", "benchmarks", "tests")
 
 
 class StagedWork:
-    """Handle of a collective on the host whose results come to the GPU when it is waited for.
+    """Handle of a collective on the host; waiting for it copies the results to the GPU.
 
     Args:
         work: Handle of the collective on the host.
         arrive: Function that copies the results to the GPU; None if there are none.
-        keep: Tensors of the host to keep alive until then.
+        keep: Host tensors to keep alive until the results are copied.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class StagedWork:
         self._keep = tuple(keep)
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait on the host; the current stream has the results then."""
+        """Wait on the host, and copy the results on the current stream."""
         work, arrive = self._work, self._arrive
         self._work = self._arrive = None
         if work is not None:
@@ -57,13 +57,13 @@ class StagedCollectives:
     """Replacements of collectives of ``torch.distributed``.
 
     Args:
-        stages: Function that says whether a tensor goes through the host; the collectives of others
-            run as they are.
+        stages: Function that returns whether a tensor goes through the host; the collectives of
+            all other tensors run unchanged.
     """
 
     def __init__(self, stages: Callable[[Tensor], bool] = lambda tensor: tensor.is_cuda) -> None:
         self._stages = stages
-        #: Names of the groups that were asked of NCCL.
+        #: Names of the groups that were requested from NCCL.
         self._names: set[str] = set()
         self._torch = {
             name: getattr(dist, name)
@@ -76,7 +76,7 @@ class StagedCollectives:
                 "broadcast",
                 "all_to_all_single",
                 "batch_isend_irecv",
-                # Newer versions of torch have other names for two of them, and keep the old ones.
+                # Newer versions of torch rename two collectives, and keep the old names.
                 "all_gather_into_tensor",
                 "all_gather_single",
                 "reduce_scatter_tensor",
@@ -86,20 +86,20 @@ class StagedCollectives:
         }
 
     def install(self) -> None:
-        """Replace the functions in torch and wherever they were imported already."""
+        """Replace the functions in torch and in modules that have imported them."""
         for name, function in self._torch.items():
-            own = getattr(self, name)
-            setattr(dist, name, own)
+            replacement = getattr(self, name)
+            setattr(dist, name, replacement)
             for user, module in list(sys.modules.items()):
                 if user.startswith(_USERS):
-                    held = [key for key, value in vars(module).items() if value is function]
-                    for key in held:
-                        setattr(module, key, own)
+                    keys = [key for key, value in vars(module).items() if value is function]
+                    for key in keys:
+                        setattr(module, key, replacement)
 
     # ---- groups
 
     def init_process_group(self, backend: str | None = None, *args: Any, **options: Any) -> None:
-        """Initialise the default group, of gloo if NCCL is asked for."""
+        """Initialise the default group, by gloo if NCCL is requested."""
         self._names.clear()
         if backend == "nccl":
             options |= {"device_id": None, "pg_options": None}
@@ -115,7 +115,7 @@ class StagedCollectives:
         pg_options: Any = None,
         **options: Any,
     ) -> Any:
-        """Create a group, of gloo if NCCL is asked for."""
+        """Create a group, by gloo if NCCL is requested."""
         backend = backend or self.get_backend()
         if backend == "nccl":
             options["device_id"] = pg_options = None
@@ -125,10 +125,10 @@ class StagedCollectives:
         return group
 
     def get_backend(self, group: Any = None) -> str:
-        """Return the name of the backend that a group was asked of."""
-        found = self._torch["get_backend"](group)
+        """Return the name of the backend from which a group was requested."""
+        backend = self._torch["get_backend"](group)
         name = (dist.group.WORLD if group is None else group).group_name
-        return "nccl" if name in self._names else str(found)
+        return "nccl" if name in self._names else str(backend)
 
     # ---- collectives
 
@@ -178,7 +178,7 @@ class StagedCollectives:
                 host.div_(dist.get_world_size(group))
             _to_device(host[part] if host.dim() else host, out)
 
-        return _begun(work, arrive, [host], async_op)
+        return _start_or_wait(work, arrive, [host], async_op)
 
     def broadcast(
         self,
@@ -193,7 +193,7 @@ class StagedCollectives:
             return self._torch["broadcast"](tensor, src, group, async_op, group_src)
         host = _to_host(tensor)
         work = self._torch["broadcast"](host, src, group, True, group_src)
-        return _begun(work, lambda: _to_device(host, tensor), [host], async_op)
+        return _start_or_wait(work, lambda: _to_device(host, tensor), [host], async_op)
 
     def all_gather_into_tensor(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
@@ -209,7 +209,7 @@ class StagedCollectives:
         def arrive() -> None:
             _to_device(torch.stack(parts).view(output_tensor.shape), output_tensor)
 
-        return _begun(work, arrive, [host, *parts], async_op)
+        return _start_or_wait(work, arrive, [host, *parts], async_op)
 
     all_gather_single = all_gather_into_tensor
 
@@ -222,24 +222,28 @@ class StagedCollectives:
         group: Any = None,
         async_op: bool = False,
     ) -> Any:
-        """Send rows to every rank, and join those that come."""
+        """Send rows to every rank, and join the received rows."""
         run, sizes = self._torch["all_to_all_single"], (output_split_sizes, input_split_sizes)
         if not self._stages(output):
             return run(output, input, *sizes, group, async_op)
-        host, found = _to_host(input), torch.empty(output.shape, dtype=output.dtype)
-        work = run(found, host, *sizes, group, True)
-        return _begun(work, lambda: _to_device(found, output), [host, found], async_op)
+        host, received = _to_host(input), torch.empty(output.shape, dtype=output.dtype)
+        work = run(received, host, *sizes, group, True)
+        return _start_or_wait(
+            work, lambda: _to_device(received, output), [host, received], async_op
+        )
 
     def batch_isend_irecv(self, p2p_op_list: Sequence[Any]) -> list[Any]:
-        """Start sends and receives; each has a handle of its own."""
+        """Start sends and receives, each with its own handle."""
         run = self._torch["batch_isend_irecv"]
         if not self._stages(p2p_op_list[0].tensor):
             return list(run(p2p_op_list))
         works: list[Any] = []
-        for one in p2p_op_list:
-            host = _to_host(one.tensor)
-            (work,) = run([dist.P2POp(one.op, host, one.peer, one.group, one.tag)])
-            arrive = None if one.op is dist.isend else _arrival(host, one.tensor)
+        for transfer in p2p_op_list:
+            host = _to_host(transfer.tensor)
+            (work,) = run(
+                [dist.P2POp(transfer.op, host, transfer.peer, transfer.group, transfer.tag)]
+            )
+            arrive = None if transfer.op is dist.isend else _copy_to(host, transfer.tensor)
             works.append(StagedWork(work, arrive, [host]))
         return works
 
@@ -261,16 +265,18 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def _to_device(host: Tensor, out: Tensor) -> None:
-    """Copy a result, unseen by autograd as the writes of NCCL are."""
+    """Copy a result without autograd noticing, as with the writes of NCCL."""
     with torch.inference_mode(out.is_inference()):
         out.data.copy_(host)
 
 
-def _arrival(host: Tensor, out: Tensor) -> Callable[[], None]:
+def _copy_to(host: Tensor, out: Tensor) -> Callable[[], None]:
     return lambda: _to_device(host, out)
 
 
-def _begun(work: Any, arrive: Callable[[], None], keep: Sequence[Tensor], async_op: bool) -> Any:
+def _start_or_wait(
+    work: Any, arrive: Callable[[], None], keep: Sequence[Tensor], async_op: bool
+) -> Any:
     staged = StagedWork(work, arrive, keep)
     if async_op:
         return staged

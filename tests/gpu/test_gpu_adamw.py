@@ -1,4 +1,4 @@
-"""Adam's kernel, compiled, against torch's steps in float64 on the same GPU."""
+"""Tests of Adam's compiled kernel against torch's steps in float64 on the same GPU."""
 
 from __future__ import annotations
 
@@ -22,33 +22,35 @@ from tests.training.fused_fits import FITS, check_equal  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
-#: Slices of one element, between the borders of vectors and of programs, and of several programs.
+#: Sizes of one element, between multiples of vectors and of programs, and for several programs.
 SIZES = (1, 15, 4096, 100_003, 1_000_000)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_steps_equal_those_of_torch(case: Case) -> None:
+def test_steps_of_adams_kernel_equal_torch_steps_in_float64(case: Case) -> None:
     check_case(case, SIZES, "cuda")
 
 
-def test_moments_in_bfloat16_fall_as_they_must() -> None:
+def test_bfloat16_moments_decay_at_the_expected_rate() -> None:
     check_narrow_moments(SIZES, "cuda")
 
 
-def test_steps_with_moments_in_bfloat16_are_near_those_in_float32() -> None:
+def test_steps_with_bfloat16_moments_are_near_steps_with_float32_moments() -> None:
     check_narrow_steps(SIZES, "cuda")
 
 
-def test_slices_that_moved_are_followed() -> None:
+def test_the_kernel_follows_slices_at_new_addresses() -> None:
     check_new_addresses("cuda")
 
 
 @pytest.mark.parametrize("name", FITS)
-def test_fits_equal_those_on_torchs_own_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fits_on_the_kernel_equal_fits_on_torch_steps(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_equal(FITS[name], monkeypatch, "gpu", 1e-2 if FITS[name].precision != "32-true" else 1e-4)
 
 
-def test_the_host_does_not_wait_from_the_second_step_on() -> None:
+def test_the_host_does_not_wait_for_the_gpu_after_the_first_step() -> None:
     slices = Slices([1000, 3000], CASES[0], "cuda")
     coefficient = torch.tensor(0.3, device="cuda")
     group = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

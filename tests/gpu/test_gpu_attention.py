@@ -1,5 +1,5 @@
-"""On a GPU flash attention computes documents, windows and sinks, and FlexAttention soft caps,
-slopes and prefixes, like the formula, eagerly and in a replayed graph whose lengths change.
+"""Tests that flash attention with documents, windows and sinks, and FlexAttention with soft caps,
+slopes and prefixes, equal the formula on a GPU, also in replayed graphs with changed lengths.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def flex_spans() -> dict[str, AttentionSpan]:
     }
 
 
-def drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def draw_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator("cuda").manual_seed(0)
     query, key, value = (
         torch.randn(S, B, heads, K, device="cuda", dtype=dtype, generator=generator)
@@ -62,44 +62,47 @@ def drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", list(spans()) if torch.cuda.is_available() else ["documents"])
-def test_flash_attention_is_the_formula(kind: str, dtype: torch.dtype) -> None:
+def test_flash_attention_equals_the_formula(kind: str, dtype: torch.dtype) -> None:
     check_core("flash", spans()[kind], dtype, 0.02)
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 0.02), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("kind", list(flex_spans()) if torch.cuda.is_available() else ["prefix"])
-def test_flex_attention_is_the_formula(kind: str, dtype: torch.dtype, bound: float) -> None:
+def test_flex_attention_equals_the_formula(kind: str, dtype: torch.dtype, bound: float) -> None:
     check_core("flex", flex_spans()[kind], dtype, bound)
 
 
 def check_core(core: str, span: AttentionSpan, dtype: torch.dtype, bound: float) -> None:
     """Compare outputs and all gradients with the formula in float64."""
-    inputs = drawn(dtype)
+    inputs = draw_inputs(dtype)
     assert choose_core(inputs[0].device, dtype, span, S, head_dim=K).core == core
     ready = span.over(prepared(span, B, S, dtype=dtype, device=inputs[0].device))
-    wide = tuple(one.detach().double().requires_grad_() for one in inputs)
+    wide = tuple(tensor.detach().double().requires_grad_() for tensor in inputs)
     sinks = () if span.sinks is None else (span.sinks,)
-    found = attend(*inputs, ready)
-    expected = attend_by_operators(*wide, span.laid_out(B, S, inputs[0].device)).flatten(2)
-    outer = torch.randn_like(expected)
-    ours = [found, *torch.autograd.grad(found, (*inputs, *sinks), outer.to(dtype))]
-    theirs = [expected, *torch.autograd.grad(expected, (*wide, *sinks), outer)]
-    for place, (one, wanted) in enumerate(zip(ours, theirs, strict=True)):
-        error = float((one.double() - wanted.double()).norm() / wanted.double().norm())
-        assert error < bound, f"{place}: off by {error:.2g} of its norm"
+    output = attend(*inputs, ready)
+    expected_output = attend_by_operators(*wide, span.laid_out(B, S, inputs[0].device)).flatten(2)
+    outer = torch.randn_like(expected_output)
+    actual_tensors = [output, *torch.autograd.grad(output, (*inputs, *sinks), outer.to(dtype))]
+    expected_tensors = [
+        expected_output,
+        *torch.autograd.grad(expected_output, (*wide, *sinks), outer),
+    ]
+    for number, (actual, expected) in enumerate(zip(actual_tensors, expected_tensors, strict=True)):
+        error = float((actual.double() - expected.double()).norm() / expected.double().norm())
+        assert error < bound, f"{number}: off by {error:.2g} of its norm"
 
 
 @pytest.mark.parametrize("soft_cap", [None, 0.7])
-def test_a_graph_follows_other_lengths_of_the_same_number(soft_cap: float | None) -> None:
-    query, key, value = (one.detach() for one in drawn(torch.bfloat16))
+def test_a_replayed_graph_follows_changed_lengths_of_documents(soft_cap: float | None) -> None:
+    query, key, value = (tensor.detach() for tensor in draw_inputs(torch.bfloat16))
     lengths = torch.tensor(LENGTHS, device="cuda")
     span = AttentionSpan(lengths, soft_cap=soft_cap)
     attend(query, key, value, span)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = attend(query, key, value, span)
+        replayed = attend(query, key, value, span)
     for changed in (LENGTHS, [[1, 2, 300], [200, 184, 0]]):
         lengths.copy_(torch.tensor(changed))
         graph.replay()
-        assert torch.equal(found, attend(query, key, value, span)), changed
+        assert torch.equal(replayed, attend(query, key, value, span)), changed

@@ -1,4 +1,4 @@
-"""Kernels of torch that benchmarks call compute on a GPU what their stand-ins compute on the CPU."""
+"""Tests of the torch kernels that benchmarks call on a GPU and replace on the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("which", PASSES)
 @pytest.mark.parametrize("sizes", [[256] * 4, [16, 400, 32, 576]], ids=["equal", "skewed"])
-def test_products_of_experts_in_8_bits_are_those_of_bfloat16_up_to_rounding(
+def test_8_bit_products_of_experts_equal_exact_products_up_to_rounding(
     sizes: list[int], which: Pass, fast: bool
 ) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
@@ -29,7 +29,7 @@ def test_products_of_experts_in_8_bits_are_those_of_bfloat16_up_to_rounding(
     assert relative_error(problem, which, lambda: bits.product_with_casts(which)) < 6e-2
 
 
-def test_transformers_computes_documents_by_torch_flash_as_by_a_dense_mask() -> None:
+def test_torch_flash_documents_in_transformers_equal_a_dense_mask() -> None:
     register()
     device = torch.device("cuda")
     tokens = torch.randint(64, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
@@ -38,10 +38,12 @@ def test_transformers_computes_documents_by_torch_flash_as_by_a_dense_mask() -> 
     exact = exact.float()
     flash = flash.bfloat16()
     expected = exact(tokens.cuda(), use_cache=False, **inputs).logits
-    found = flash(tokens.cuda(), use_cache=False, **inputs).logits
-    torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.02)
+    actual = flash(tokens.cuda(), use_cache=False, **inputs).logits
+    torch.testing.assert_close(actual.float(), expected, rtol=0.05, atol=0.02)
     expected.square().sum().backward()
-    found.float().square().sum().backward()
-    for one, other in zip(flash.parameters(), exact.parameters(), strict=True):
-        distance = (one.grad.float() - other.grad).norm() / other.grad.norm()
+    actual.float().square().sum().backward()
+    for parameter, expected_parameter in zip(flash.parameters(), exact.parameters(), strict=True):
+        distance = (
+            parameter.grad.float() - expected_parameter.grad
+        ).norm() / expected_parameter.grad.norm()
         assert float(distance) < 0.05

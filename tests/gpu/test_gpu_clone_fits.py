@@ -1,4 +1,4 @@
-"""Long trainings with clones of experts lose what those without do, as near as rounding lets them."""
+"""Tests that clones of experts change losses of long trainings by no more than rounding does."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from tests.gpu.shared_gpu import require_gpus
 from tests.proof.training import Job, train
 from tests.world import run_world
 
-#: Clones of every size, so that as much as possible is moved.
+#: Clones of every size, so that as many rows as possible move.
 CLONES = {"expert_clones": {"places": 2, "min_rows": 1}}
 ONE_SIDED: dict[str, Any] = {"ep": 2, "expert_transport": "one_sided"}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "without": ONE_SIDED,
-    # Gradients of a step are summed in another order.
+    # The gradients of a step are summed in another order.
     "other order": {**ONE_SIDED, "microbatch_size": 1},
     "clones": {**ONE_SIDED, **CLONES},
 }
-#: By graphs, which captured collectives would hinder.
+#: Trainings by graphs, which captured collectives would prevent.
 BY_GRAPHS = {"clones by graphs": {**ONE_SIDED, **CLONES, "cuda_graphs": "segments"}}
 
 
 def _losses(
     rank: int, size: int, accelerator: str, layouts: dict[str, Any], steps: int
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Return the losses of all trainings, and how many rows moved to clones in eager steps."""
+    """Return the losses of all trainings, and how many rows eager steps moved to clones."""
     losses, moved = {}, dict.fromkeys(layouts, 0)
     for name, layout in layouts.items():
         with pytest.MonkeyPatch.context() as patch:
@@ -48,12 +48,12 @@ def _losses(
 
 
 def compare(accelerator: str, layouts: dict[str, Any], steps: int, backend: str) -> None:
-    """Demand that losses with clones stay within the spread of two orders of sums."""
+    """Assert that losses with clones stay within the spread of two orders of summation."""
     for losses, moved in run_world(_losses, 2, accelerator, layouts, steps, backend=backend):
         plain = losses["without"]
         gaps = {
-            name: sum(abs(a - b) for a, b in zip(found, plain, strict=True)) / steps
-            for name, found in losses.items()
+            name: sum(abs(a - b) for a, b in zip(layout_losses, plain, strict=True)) / steps
+            for name, layout_losses in losses.items()
         }
         assert len(plain) == steps
         assert plain[-1] < 0.95 * plain[0], "the training learns"
@@ -62,16 +62,16 @@ def compare(accelerator: str, layouts: dict[str, Any], steps: int, backend: str)
             has_clones = name.startswith("clones")
             assert (moved[name] > 0) == has_clones, (name, moved)
             if has_clones:
-                # Each is one draw of what rounding does.
+                # Both gaps are single samples of rounding errors.
                 assert gaps[name] <= 3 * gaps["other order"], gaps
 
 
 @pytest.mark.slow
-def test_collectives_for_clones_keep_the_losses() -> None:
+def test_clones_by_collectives_keep_the_losses_of_fits_without_clones() -> None:
     compare("cpu", LAYOUTS, 6, "gloo")
 
 
 @pytest.mark.gpu2
-def test_two_hundred_steps_with_clones_lose_what_those_without_do() -> None:
+def test_two_hundred_steps_with_clones_keep_the_losses_of_steps_without_clones() -> None:
     require_gpus(2)
     compare("gpu", LAYOUTS | BY_GRAPHS, 200, "nccl")

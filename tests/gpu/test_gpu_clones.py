@@ -1,4 +1,4 @@
-"""Clones of experts whose weights and gradients GPUs put into, and read from, each other's
+"""Tests of clones of experts whose weights and gradients GPUs write to, and read from, each other's
 memory.
 """
 
@@ -21,7 +21,7 @@ from tests.gpu.shared_gpu import gpu_of, require_gpus
 from tests.world import run_world
 
 SIZES = [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
-#: All sums are whole numbers below 256, which bfloat16 holds.
+#: All sums are integers below 256, which bfloat16 represents exactly.
 EXACT = Case("one_sided", 2, has_slots=True, size=16, inner=16, dtype=torch.bfloat16)
 CASES = {
     "slots": EXACT,
@@ -50,17 +50,17 @@ def _distances(rank: int, size: int) -> dict[str, tuple[float, int]]:
 
     mesh = mesh_of(rank, size)
     assert isinstance(ClonedLayer(mesh, EXACT).choice.dispatcher, PeerCloningDispatcher)
-    found = {}
+    distances = {}
     for name, case in CASES.items():
         with pytest.MonkeyPatch.context() as patch:
             if name == "any plan":
                 patch.setattr(peer_cloning, "place_clones", legal_plan)
             if name == "one rank late" and rank == 1:
                 delay(patch, kernels, lambda: torch.cuda._sleep(CYCLES))
-            found[name] = distance(mesh, case)
+            distances[name] = distance(mesh, case)
     torch.cuda.synchronize()
     mesh.destroy()
-    return found
+    return distances
 
 
 def legal_plan(counts: torch.Tensor, places: int, min_rows: int) -> Any:
@@ -71,42 +71,44 @@ def legal_plan(counts: torch.Tensor, places: int, min_rows: int) -> Any:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_clones_change_no_bit_of_exact_sums(size: int) -> None:
+def test_clones_change_no_bit_of_exact_sums_on_gpus(size: int) -> None:
     ranks = run_ranks(_distances, size)
     for name in CASES:
-        apart = max(found[name][0] for found in ranks)
-        assert all(found[name][1] > 0 for found in ranks), f"{name}: nothing moves"
-        assert apart <= (2e-2 if name == "swiglu" else 0.0), f"{name}: {apart}"
+        largest_distance = max(distances[name][0] for distances in ranks)
+        assert all(distances[name][1] > 0 for distances in ranks), f"{name}: nothing moves"
+        assert largest_distance <= (2e-2 if name == "swiglu" else 0.0), (
+            f"{name}: {largest_distance}"
+        )
 
 
 def _replay(rank: int, size: int) -> int:
     mesh = mesh_of(rank, size)
     layer, plain = ClonedLayer(mesh, EXACT), ClonedLayer(mesh, replace(EXACT, places=0))
-    given = layer.drawn(0)
+    inputs = layer.drawn(0)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        layer.train(*given)
+        layer.train(*inputs)
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     for slot in layer.slots.values():
         slot.clear()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-        found = layer.train(*given)
+        outputs = layer.train(*inputs)
     moved = 0
     for microbatch in range(1, 6):
         new = layer.drawn(microbatch)
         with torch.no_grad():
-            for old, value in zip(given, new, strict=True):
+            for old, value in zip(inputs, new, strict=True):
                 old.copy_(value)
         graph.replay()
         for slot in plain.slots.values():
             slot.clear()
-        wanted = plain.train(*new) | plain.gradients()
-        replayed = found | layer.gradients()
-        moved += int(found["moved"])
-        for name, value in wanted.items():
+        expected = plain.train(*new) | plain.gradients()
+        replayed = outputs | layer.gradients()
+        moved += int(outputs["moved"])
+        for name, value in expected.items():
             assert torch.equal(replayed[name], value), f"{microbatch}, rank {rank}: {name}"
     del graph
     torch.cuda.synchronize()
@@ -115,5 +117,5 @@ def _replay(rank: int, size: int) -> int:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_captured_layer_follows_new_plans(size: int) -> None:
+def test_a_captured_layer_follows_new_plans_of_clones(size: int) -> None:
     assert all(moved > 0 for moved in run_ranks(_replay, size))

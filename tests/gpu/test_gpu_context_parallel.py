@@ -1,4 +1,4 @@
-"""The blocks of context-parallel attention on a GPU, whose kernels return the logarithms."""
+"""Tests of the blocks of context-parallel attention on a GPU, whose kernels return log-sum-exps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SPANS = {
 
 
 def cut_over(span: AttentionSpan, rank: int) -> AttentionSpan:
-    """Return the span with the cut of its documents."""
+    """Return the span with the cut of its documents for a rank."""
     if span.borders is None:
         return span
     cut = DocumentCut.of(span.borders, B, S, CP, rank, longest=span.longest)
@@ -60,7 +60,7 @@ def cut_over(span: AttentionSpan, rank: int) -> AttentionSpan:
 def visits(
     span: AttentionSpan, rank: int, parts: list[Tensor], is_gathered: bool
 ) -> list[tuple[Tensor, list[Block]]]:
-    """Return the rows of the keys that a rank meets, with the blocks that they are in."""
+    """Return the positions of the keys that a rank visits, with the blocks of these keys."""
     if is_gathered:
         everywhere = torch.arange(S, device="cuda")[:, None].expand(S, B)
         return [(everywhere, gathered_blocks(span, S // CP, CP, rank, everywhere.device))]
@@ -70,8 +70,10 @@ def visits(
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 @pytest.mark.parametrize("name", list(SPANS))
 @pytest.mark.parametrize("is_gathered", [False, True])
-def test_blocks_in_half_precision_add_up(kv_heads: int, name: str, is_gathered: bool) -> None:
-    """The ring of four ranks, one rank after the other in this process, against float64."""
+def test_attention_by_blocks_in_half_precision_equals_float64(
+    kv_heads: int, name: str, is_gathered: bool
+) -> None:
+    """Compute the four ranks of a ring one after the other in this process."""
     span = SPANS[name].laid_out(B, S, torch.device("cuda"))
     # Some packages of flash attention have soft caps.
     cores = ("flex",) if span.slopes is not None else ("flash", "flex")
@@ -80,7 +82,7 @@ def test_blocks_in_half_precision_add_up(kv_heads: int, name: str, is_gathered: 
     torch.manual_seed(0)
     shapes = [(S, B, heads, D) for heads in (8, kv_heads, kv_heads)]
     full = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
-    exact = [one.double().requires_grad_() for one in full]
+    exact = [tensor.double().requires_grad_() for tensor in full]
     expected = attend(*exact, span)
     grad = torch.randn_like(expected)
     expected.backward(grad)
@@ -89,43 +91,47 @@ def test_blocks_in_half_precision_add_up(kv_heads: int, name: str, is_gathered: 
     index = torch.arange(S, device="cuda")[:, None].expand(S, B).contiguous()
     parts = list(in_rank_order(index, spans[0].cut or ContextCut(CP, S)).chunk(CP))
     sums = [torch.zeros(shape, device="cuda") for shape in shapes]
-    for rank, own in enumerate(parts):
-        query = taken(full[0], own.t())
-        met = visits(spans[rank], rank, parts, is_gathered)
+    for rank, positions in enumerate(parts):
+        query = taken(full[0], positions.t())
+        visited = visits(spans[rank], rank, parts, is_gathered)
         total = PartialSum(query)
-        for at, blocks in met:
-            keys, values = (taken(one, at.t()) for one in full[1:])
-            for one in blocks:
-                rows = taken(query, one.queries), taken(keys, one.keys), taken(values, one.keys)
-                core = core_of_part(rows[0], one.span, one.key_rows)
-                assert core in cores, "no scores are stored"
-                total.add(one.queries, *forward_part(*rows, one.span, one.key_rows))
-        out, lse = total.out.bfloat16(), total.log_sum
-        whole = taken(expected, own.t())
-        torch.testing.assert_close(out.flatten(2).double(), whole, rtol=0, atol=0.02)
-        own_grad = taken(grad, own.t()).bfloat16().unflatten(-1, (8, D))
-        of_query = torch.zeros(query.shape, device="cuda")
-        for at, blocks in met:
-            keys, values = (taken(one, at.t()) for one in full[1:])
-            shares = [torch.zeros(keys.shape, device="cuda") for _ in range(2)]
-            for one in blocks:
-                found = backward_part(
-                    taken(own_grad, one.queries),
-                    taken(query, one.queries),
-                    taken(keys, one.keys),
-                    taken(values, one.keys),
-                    taken(out, one.queries),
-                    taken(lse.permute(2, 0, 1), one.queries).permute(1, 2, 0),
-                    one.span,
-                    one.key_rows,
+        for at, blocks in visited:
+            keys, values = (taken(tensor, at.t()) for tensor in full[1:])
+            for block in blocks:
+                rows = (
+                    taken(query, block.queries),
+                    taken(keys, block.keys),
+                    taken(values, block.keys),
                 )
-                add_at(of_query, one.queries, found[0])
-                add_at(shares[0], one.keys, found[1])
-                add_at(shares[1], one.keys, found[2])
+                core = core_of_part(rows[0], block.span, block.key_rows)
+                assert core in cores, "no scores are stored"
+                total.add(block.queries, *forward_part(*rows, block.span, block.key_rows))
+        out, lse = total.out.bfloat16(), total.log_sum
+        expected_rows = taken(expected, positions.t())
+        torch.testing.assert_close(out.flatten(2).double(), expected_rows, rtol=0, atol=0.02)
+        rank_grad = taken(grad, positions.t()).bfloat16().unflatten(-1, (8, D))
+        query_grad = torch.zeros(query.shape, device="cuda")
+        for at, blocks in visited:
+            keys, values = (taken(tensor, at.t()) for tensor in full[1:])
+            shares = [torch.zeros(keys.shape, device="cuda") for _ in range(2)]
+            for block in blocks:
+                gradients = backward_part(
+                    taken(rank_grad, block.queries),
+                    taken(query, block.queries),
+                    taken(keys, block.keys),
+                    taken(values, block.keys),
+                    taken(out, block.queries),
+                    taken(lse.permute(2, 0, 1), block.queries).permute(1, 2, 0),
+                    block.span,
+                    block.key_rows,
+                )
+                add_at(query_grad, block.queries, gradients[0])
+                add_at(shares[0], block.keys, gradients[1])
+                add_at(shares[1], block.keys, gradients[2])
             add_at(sums[1], at.t(), shares[0])
             add_at(sums[2], at.t(), shares[1])
-        add_at(sums[0], own.t(), of_query)
-    for found, one in zip(sums, exact, strict=True):
-        assert one.grad is not None
-        error = (found - one.grad).norm() / one.grad.norm()
+        add_at(sums[0], positions.t(), query_grad)
+    for actual, expected_leaf in zip(sums, exact, strict=True):
+        assert expected_leaf.grad is not None
+        error = (actual - expected_leaf.grad).norm() / expected_leaf.grad.norm()
         assert float(error) < 0.01

@@ -1,4 +1,4 @@
-"""A replayed graph counts its parts in memory that the host reads while the graph runs."""
+"""Test that a replayed graph counts its parts in memory that the host reads meanwhile."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightning_megatron.groups.journal import Journal
 
 pytestmark = pytest.mark.gpu
 
-#: Cycles for which the device stays in a part; about half a second.
+#: Duration of the second part on the device, about half a second (cycles).
 _CYCLES = 10**9
 
 
-def test_the_host_sees_the_part_in_which_the_device_is() -> None:
+def test_the_host_reads_which_part_of_a_graph_the_device_runs() -> None:
     journal = Journal()
     device = torch.device("cuda", torch.cuda.current_device())
-    word = journal.device = DeviceCounter(device)
+    counter = journal.device = DeviceCounter(device)
     backend = CudaBackend()
 
     def step() -> None:
@@ -32,16 +32,16 @@ def test_the_host_sees_the_part_in_which_the_device_is() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         with journal.recording("a step"):
             graph, _ = backend.capture(step, backend.make_pool())
-        assert word.progress is None
+        assert counter.progress is None
         torch.cuda.synchronize()
         for number in (1, 2):
             journal.repeat([], "a step", journal.parts)
             graph.replay()
             inside = DeviceProgress(3 * number - 1, 3 * number, "second")
             limit = time.monotonic() + 5
-            while word.progress != inside and time.monotonic() < limit:
+            while counter.progress != inside and time.monotonic() < limit:
                 pass
-            assert word.progress == inside
+            assert counter.progress == inside
             torch.cuda.synchronize()
-            assert word.progress == DeviceProgress(3 * number, 3 * number, "third")
+            assert counter.progress == DeviceProgress(3 * number, 3 * number, "third")
         graph.release()

@@ -1,4 +1,4 @@
-"""On a GPU an encoder skips the padding of rows with lengths, by flash attention without a mask."""
+"""Tests that an encoder on a GPU skips the padding of rows with lengths, without a mask."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ LENGTHS = [256, 200, 64, 1, 0, 131]
 BOUND = 0.03
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
+def difference(actual: Tensor, expected: Tensor) -> float:
     """Return the norm of the difference, relative to that of the expected values."""
-    wide, wanted = found.detach().double(), expected.detach().double()
-    return float((wide - wanted).norm() / wanted.norm())
+    wide_actual, wide_expected = actual.detach().double(), expected.detach().double()
+    return float((wide_actual - wide_expected).norm() / wide_expected.norm())
 
 
-def built(dtype: torch.dtype, **changes: Any) -> Encoder:
+def build_encoder(dtype: torch.dtype, **changes: Any) -> Encoder:
     sizes: dict[str, Any] = {
         "vocab_size": 128, "num_positions": LENGTH, "num_layers": 3, "hidden_size": 256,
         "num_heads": 4, "ffn_hidden_size": 512, "hidden_dropout": 0.0, "attention_dropout": 0.0,
@@ -45,21 +45,21 @@ def built(dtype: torch.dtype, **changes: Any) -> Encoder:
     return Encoder(config, seed=3).to(device="cuda", dtype=dtype)
 
 
-def trained(model: Encoder, rows: EncoderInput, labels: Tensor) -> dict[str, Tensor]:
+def losses_and_gradients(model: Encoder, rows: EncoderInput, labels: Tensor) -> dict[str, Tensor]:
     """Return losses, logits and gradients."""
     result = model(rows, labels)
     assert result.losses is not None
     assert result.order_logits is not None
     (result.losses.mean() + result.order_logits.float().square().mean()).backward()
-    found = {"losses": result.losses, "order": result.order_logits}
-    for name, one in model.named_parameters():
-        assert one.grad is not None
-        found[name] = one.grad
-    return {name: one.detach() for name, one in found.items()}
+    tensors = {"losses": result.losses, "order": result.order_logits}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        tensors[name] = parameter.grad
+    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("order", ["pre", "post"])
-def test_rows_with_lengths_are_those_with_a_mask(
+def test_rows_with_lengths_equal_rows_with_a_mask(
     order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = torch.Generator().manual_seed(2)
@@ -68,43 +68,47 @@ def test_rows_with_lengths_are_those_with_a_mask(
     labels = tokens.masked_fill(~valid | (tokens % 3 > 0), -100)
     lengths = torch.tensor(LENGTHS, device="cuda")
     options = {"norm_position": order}
-    exact = trained(built(torch.float32, **options), EncoderInput(tokens, valid=valid), labels)
-    masked = trained(built(torch.bfloat16, **options), EncoderInput(tokens, valid=valid), labels)
-    model = built(torch.bfloat16, **options)
+    exact = losses_and_gradients(
+        build_encoder(torch.float32, **options), EncoderInput(tokens, valid=valid), labels
+    )
+    masked = losses_and_gradients(
+        build_encoder(torch.bfloat16, **options), EncoderInput(tokens, valid=valid), labels
+    )
+    model = build_encoder(torch.bfloat16, **options)
     shapes: list[torch.Size] = []
-    model.layers["1"].register_forward_hook(lambda layer, given, out: shapes.append(out.shape))
+    model.layers["1"].register_forward_hook(lambda layer, inputs, out: shapes.append(out.shape))
 
-    def refused(*given: Any, **options: Any) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
         raise AssertionError("rows with lengths need no mask")
 
-    monkeypatch.setattr(encoder_rows, "prepared", refused)
-    found = trained(model, EncoderInput(tokens, lengths=lengths), labels)
+    monkeypatch.setattr(encoder_rows, "prepared", refuse)
+    actual = losses_and_gradients(model, EncoderInput(tokens, lengths=lengths), labels)
     assert shapes == [(ROWS * LENGTH, 1, 256)]
-    for name, one in found.items():
-        assert torch.isfinite(one).all(), name
-        error, usual = difference(one, exact[name]), difference(masked[name], exact[name])
+    for name, tensor in actual.items():
+        assert torch.isfinite(tensor).all(), name
+        error, usual = difference(tensor, exact[name]), difference(masked[name], exact[name])
         assert error < max(1.5 * usual, BOUND), f"{name}: off by {error:.2g}, a mask by {usual:.2g}"
 
 
-def test_padding_gets_no_gradient_as_a_key() -> None:
+def test_keys_and_values_of_padding_get_no_gradients() -> None:
     query, key, value = (
         torch.randn(LENGTH, ROWS, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         for _ in range(3)
     )
     span = AttentionSpan.padded(torch.tensor(LENGTHS, device="cuda"), LENGTH)
     for dropout in (0.0, 0.2):
-        found = attend(query, key, value, span, dropout=dropout)
-        gradients = torch.autograd.grad(found.float().square().sum(), (query, key, value))
-        assert all(torch.isfinite(one).all() for one in (found, *gradients))
-        # A row of padding alone is taken as a row without padding.
-        whole = [LENGTH if one == 0 else one for one in LENGTHS]
-        hidden = ~padded_on_the_right(whole, LENGTH).cuda()
-        for one in gradients[1:]:
-            assert not one.transpose(0, 1)[hidden].any()
-            assert one.transpose(0, 1)[~hidden].any()
+        output = attend(query, key, value, span, dropout=dropout)
+        gradients = torch.autograd.grad(output.float().square().sum(), (query, key, value))
+        assert all(torch.isfinite(tensor).all() for tensor in (output, *gradients))
+        # A row that consists of padding counts as a row without padding.
+        attended = [LENGTH if length == 0 else length for length in LENGTHS]
+        hidden = ~padded_on_the_right(attended, LENGTH).cuda()
+        for gradient in gradients[1:]:
+            assert not gradient.transpose(0, 1)[hidden].any()
+            assert gradient.transpose(0, 1)[~hidden].any()
 
 
-def test_weights_are_dropped_alike_in_both_passes() -> None:
+def test_both_passes_drop_the_same_attention_weights() -> None:
     length, rows, heads, share = 64, 2, 3, 0.25
     draw = torch.Generator("cuda").manual_seed(1)
     query, key = (
@@ -113,35 +117,41 @@ def test_weights_are_dropped_alike_in_both_passes() -> None:
         ).requires_grad_()
         for _ in range(2)
     )
-    # Unit vectors as values make the output the weights that are not dropped. Scores with a variance
-    # of 1 keep all weights far above 0, so that only dropped weights and those of padding are 0.
-    eye = torch.eye(length, device="cuda", dtype=torch.bfloat16)
-    value = eye[:, None, None].expand(-1, rows, heads, -1).contiguous().requires_grad_()
+    # With unit vectors as values, the output consists of the weights that are not dropped. Scores
+    # with a variance of 1 keep all weights far above 0, so that only dropped weights and weights of
+    # padding are 0.
+    unit_vectors = torch.eye(length, device="cuda", dtype=torch.bfloat16)
+    value = unit_vectors[:, None, None].expand(-1, rows, heads, -1).contiguous().requires_grad_()
     span = AttentionSpan.padded(torch.tensor([length, 40], device="cuda"), length)
     choice = choose_core(query.device, query.dtype, span, length, dropout=share, head_dim=64)
     assert choice.core == "flash"
     torch.manual_seed(5)
-    found = attend(query, key, value, span, dropout=share)
-    again = attend(query, key, value, span, dropout=share)
+    output = attend(query, key, value, span, dropout=share)
+    second_output = attend(query, key, value, span, dropout=share)
     torch.manual_seed(5)
-    assert torch.equal(attend(query, key, value, span, dropout=share), found)
-    assert not torch.equal(again, found), "each call draws other weights"
-    wide = [one.detach().double().requires_grad_() for one in (query, key, value)]
+    assert torch.equal(attend(query, key, value, span, dropout=share), output)
+    assert not torch.equal(second_output, output), "both calls drop the same weights"
+    wide = [tensor.detach().double().requires_grad_() for tensor in (query, key, value)]
     scores = torch.einsum("sbhd,tbhd->bhst", wide[0], wide[1]) / 8.0
-    hidden = ~padded_on_the_right([length, 40], length).cuda()
-    weights = scores.masked_fill(hidden[:, None, None], -torch.inf).softmax(-1)
-    kept = (found.unflatten(-1, (heads, -1)) > 0).permute(1, 2, 0, 3)
-    seen = (~hidden)[:, None, None].expand_as(kept)
-    assert float(kept[seen].double().mean()) == pytest.approx(1 - share, abs=0.03)
-    expected = torch.einsum("bhst,tbhd->sbhd", weights * kept / (1 - share), wide[2]).flatten(2)
-    outer = torch.randn(found.shape, device="cuda", dtype=found.dtype, generator=draw)
-    ours = [found, *torch.autograd.grad(found, (query, key, value), outer)]
-    theirs = [expected, *torch.autograd.grad(expected, wide, outer.double())]
-    for place, (one, wanted) in enumerate(zip(ours, theirs, strict=True)):
-        assert difference(one, wanted) < BOUND, place
+    is_padding = ~padded_on_the_right([length, 40], length).cuda()
+    weights = scores.masked_fill(is_padding[:, None, None], -torch.inf).softmax(-1)
+    is_kept = (output.unflatten(-1, (heads, -1)) > 0).permute(1, 2, 0, 3)
+    is_attended = (~is_padding)[:, None, None].expand_as(is_kept)
+    assert float(is_kept[is_attended].double().mean()) == pytest.approx(1 - share, abs=0.03)
+    expected_output = torch.einsum(
+        "bhst,tbhd->sbhd", weights * is_kept / (1 - share), wide[2]
+    ).flatten(2)
+    outer = torch.randn(output.shape, device="cuda", dtype=output.dtype, generator=draw)
+    actual_tensors = [output, *torch.autograd.grad(output, (query, key, value), outer)]
+    expected_tensors = [
+        expected_output,
+        *torch.autograd.grad(expected_output, wide, outer.double()),
+    ]
+    for number, (actual, expected) in enumerate(zip(actual_tensors, expected_tensors, strict=True)):
+        assert difference(actual, expected) < BOUND, number
 
 
-def on_gpu(graphs: CudaGraphs | None, **options: Any) -> Fit:
+def fit_on_gpu(graphs: CudaGraphs | None, **options: Any) -> Fit:
     return bert_fit(graphs, accelerator="gpu", precision="bf16-mixed", **options)
 
 
@@ -151,19 +161,19 @@ def test_graphs_follow_the_lengths_of_each_batch(
     order: str, dropout: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"order": order, "dropout": dropout}
-    by_mask = on_gpu(None, has_lengths=False, **options)
+    by_mask = fit_on_gpu(None, has_lengths=False, **options)
 
-    def refused(*given: Any, **options: Any) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
         raise AssertionError("rows with lengths need no mask")
 
-    monkeypatch.setattr(encoder_rows, "prepared", refused)
-    eager = on_gpu(None, **options)
-    repeated = on_gpu(None, **options).differences_from(eager)
+    monkeypatch.setattr(encoder_rows, "prepared", refuse)
+    eager = fit_on_gpu(None, **options)
+    repeated = fit_on_gpu(None, **options).differences_from(eager)
     if not any(dropout):
         assert eager.losses == pytest.approx(by_mask.losses, rel=0.05)
     modes: tuple[GraphMode, ...] = ("segments", "full")
     for mode in modes:
         settings = CudaGraphs(mode, warmup_steps=2, on_failure="error")
-        found = on_gpu(settings, **options)
-        assert found.num_graphs[-1] > 0, mode
-        assert set(found.differences_from(eager)) <= set(repeated), mode
+        by_graphs = fit_on_gpu(settings, **options)
+        assert by_graphs.num_graphs[-1] > 0, mode
+        assert set(by_graphs.differences_from(eager)) <= set(repeated), mode

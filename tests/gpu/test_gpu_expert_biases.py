@@ -1,5 +1,5 @@
-"""On a GPU experts with biases and bounded SwiGLU give float64's results and gradients, by the bundled
-products and kernels.
+"""Tests that results and gradients of experts with biases and clamped SwiGLU equal float64, by the
+bundled products and kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.gpu
 
 E, D, F, R = 6, 320, 272, 700
 CONFIG = ExpertsConfig(num_experts=E, top_k=2, ffn_hidden_size=F, linear_bias=True)
-#: Relative errors of what is rounded to bfloat16 some times, and of gradients: rounded features come
-#: to the other side of a bound, where the gradient is another one.
+#: Relative errors of outputs, which are rounded to bfloat16 several times, and of gradients:
+#: rounding moves some features to the other side of a bound, where the gradient differs.
 HALF, ACROSS = 8e-3, 8e-2
 
 
@@ -62,36 +62,40 @@ def inputs_of(sizes: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("has_slots", [False, True], ids=["autograd", "slots"])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_outputs_and_all_gradients_equal_float64(sizes: list[int], has_slots: bool) -> None:
+def test_outputs_and_gradients_of_experts_with_biases_equal_float64(
+    sizes: list[int], has_slots: bool
+) -> None:
     torch.manual_seed(0)
     module, last = experts(), sum(sizes)
     twin = in_float64(module)
     sums = {}
     for name, parameter in module.named_parameters() if has_slots else ():
-        # Biases of all experts lie together in training; here each has memory of its own.
+        # In training the biases of all experts are adjacent; here each bias has separate memory.
         sums[name] = torch.full(parameter.shape, torch.nan, device="cuda")
         set_slot(parameter, GradientSlot(sums[name], lambda: None))
     rows, probabilities, ends, outer = inputs_of(sizes)
     output = module(rows, probabilities, ends)
     output.backward(outer)
-    given = [one.detach()[:last].double().cpu().requires_grad_() for one in (rows, probabilities)]
-    expected = twin(*given, ends.cpu())
-    expected.backward(outer[:last].double().cpu())
-    pairs = [(output[:last], expected, "output")]
+    exact_inputs = [
+        tensor.detach()[:last].double().cpu().requires_grad_() for tensor in (rows, probabilities)
+    ]
+    expected_output = twin(*exact_inputs, ends.cpu())
+    expected_output.backward(outer[:last].double().cpu())
+    pairs = [(output[:last], expected_output, "output")]
     assert rows.grad is not None
     assert probabilities.grad is not None
-    pairs += [(rows.grad[:last], given[0].grad, "rows")]
-    pairs += [(probabilities.grad[:last], given[1].grad, "probabilities")]
-    wanted = dict(twin.named_parameters())
+    pairs += [(rows.grad[:last], exact_inputs[0].grad, "rows")]
+    pairs += [(probabilities.grad[:last], exact_inputs[1].grad, "probabilities")]
+    twin_parameters = dict(twin.named_parameters())
     for name, parameter in module.named_parameters():
-        found = sums[name] if has_slots else parameter.grad
-        pairs.append((found, wanted[name].grad, name))
-    for found, want, what in pairs:
-        assert found.isfinite().all(), what
-        assert_close(found.cpu(), want, HALF if what == "output" else ACROSS, what)
+        gradient = sums[name] if has_slots else parameter.grad
+        pairs.append((gradient, twin_parameters[name].grad, name))
+    for actual, expected, what in pairs:
+        assert actual.isfinite().all(), what
+        assert_close(actual.cpu(), expected, HALF if what == "output" else ACROSS, what)
 
 
-def test_gradients_of_adjacent_biases_are_added_by_one_kernel() -> None:
+def test_gradients_of_adjacent_biases_are_summed_in_float32() -> None:
     torch.manual_seed(0)
     total = torch.full((E, 2 * F), torch.nan, device="cuda")
     biases = [torch.nn.Parameter(draw(2 * F)) for _ in range(E)]
@@ -106,15 +110,15 @@ def test_gradients_of_adjacent_biases_are_added_by_one_kernel() -> None:
         for number, stop in enumerate(ends.tolist()):
             expected[number] += 0.5 * outer[first:stop].double().sum(0)
             first = stop
-    # Sums of float32: nothing is rounded to bfloat16.
+    # Sums are in float32, without any rounding to bfloat16.
     assert_close(total, expected, 1e-6, "sums")
 
 
-def test_one_graph_serves_all_ends() -> None:
+def test_one_graph_serves_all_sizes_of_groups() -> None:
     torch.manual_seed(0)
     module = experts()
     twin = in_float64(module)
-    rows, probabilities, ends, _ = (one.detach() for one in inputs_of(SIZES[0]))
+    rows, probabilities, ends, _ = (tensor.detach() for tensor in inputs_of(SIZES[0]))
     with torch.no_grad():
         graph, output = captured(lambda: module(rows, probabilities, ends))
         for sizes in (*SIZES, *reversed(SIZES)):
@@ -123,5 +127,5 @@ def test_one_graph_serves_all_ends() -> None:
             probabilities.copy_(poisoned(torch.rand(R, device="cuda"), sizes))
             ends.copy_(ends_of(sizes))
             graph.replay()
-            given = [one[:last].double().cpu() for one in (rows, probabilities)]
-            assert_close(output[:last].cpu(), twin(*given, ends.cpu()), HALF, str(sizes))
+            exact_inputs = [tensor[:last].double().cpu() for tensor in (rows, probabilities)]
+            assert_close(output[:last].cpu(), twin(*exact_inputs, ends.cpu()), HALF, str(sizes))

@@ -1,5 +1,5 @@
-"""On a GPU the kernels of experts give float64's results, and a mixture on them that of torch's
-operators.
+"""Tests that the kernels of experts equal float64 on a GPU, and that mixtures of experts on them
+agree with torch's operators.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ SIZE, LENGTH, BATCH = 256, 64, 3
 )
 @pytest.mark.parametrize("sizes", [SMALL, REAL], ids=["small", "real"])
 @pytest.mark.parametrize("name", list(CHECKS))
-def test_kernels_equal_float64(name: str, sizes: ExpertSizes, dtype: torch.dtype) -> None:
+def test_kernels_of_experts_equal_float64(
+    name: str, sizes: ExpertSizes, dtype: torch.dtype
+) -> None:
     if name in ONLY_FLOAT32 and dtype != torch.float32:
         pytest.skip("has no half type")
     CHECKS[name](Draw(DEVICE, dtype), sizes)
@@ -48,27 +50,31 @@ def test_kernels_equal_float64(name: str, sizes: ExpertSizes, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_the_routers_product_is_that_of_float32(dtype: torch.dtype) -> None:
+def test_the_product_of_the_router_has_float32_precision(dtype: torch.dtype) -> None:
     draw = Draw(DEVICE, dtype)
     hidden, weight = (
         draw(1000, 2, 2048).requires_grad_(),
         draw(128, 2048, scale=0.02).requires_grad_(),
     )
     outer = torch.randn(1000, 2, 128, device=DEVICE)
-    # Rows whose sum is zero, as of a softmax's gradient: rounding them first would show.
+    # The sums of rows are zero, as in a gradient of softmax, so that early rounding shows.
     outer -= outer.mean(-1, keepdim=True)
     logits = exact_linear(hidden, weight)
     wide_hidden, wide_weight = (
         tensor.detach().double().requires_grad_() for tensor in (hidden, weight)
     )
-    expected = wide_hidden @ wide_weight.t()
+    expected_logits = wide_hidden @ wide_weight.t()
     assert logits.dtype == torch.float32
-    distance = (logits - expected).abs().max() / expected.abs().max()
+    distance = (logits - expected_logits).abs().max() / expected_logits.abs().max()
     assert distance.item() < 1e-5
-    found = torch.autograd.grad(logits, (hidden, weight), outer)
-    wanted = torch.autograd.grad(expected, (wide_hidden, wide_weight), outer.double())
-    for one, other, what in zip(found, wanted, ("hidden", "weight"), strict=True):
-        distance = float((one.double() - other).norm() / other.norm())
+    gradients = torch.autograd.grad(logits, (hidden, weight), outer)
+    expected_gradients = torch.autograd.grad(
+        expected_logits, (wide_hidden, wide_weight), outer.double()
+    )
+    for actual, expected, what in zip(
+        gradients, expected_gradients, ("hidden", "weight"), strict=True
+    ):
+        distance = float((actual.double() - expected).norm() / expected.norm())
         # One rounding to the dtype of the operand.
         assert distance < {torch.bfloat16: 2.5e-3, torch.float16: 3e-4}[dtype], what
 
@@ -88,8 +94,8 @@ def mixture(config: ExpertsConfig, hidden: Tensor, keeps_rows: bool = True) -> l
     dispatcher = choose_transport(config.num_experts, config.top_k, mesh).dispatcher
     prepared = dispatcher.prepare(hidden.flatten(0, 1), routing.probabilities, routing.experts)
     sent = dispatcher.receive(dispatcher.send(prepared))
-    again = None if keeps_rows else dispatcher.rows_recipe(sent)
-    outputs = experts(sent.rows, sent.probabilities, sent.ends, rows_recipe=again)
+    recipe = None if keeps_rows else dispatcher.rows_recipe(sent)
+    outputs = experts(sent.rows, sent.probabilities, sent.ends, rows_recipe=recipe)
     output = dispatcher.combine(dispatcher.send_back(outputs, sent))
     losses = [loss for loss in (routing.balance_loss, routing.z_loss) if loss is not None]
     outer = torch.randn(
@@ -116,24 +122,24 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))
-def test_a_mixture_agrees_with_that_on_the_operators_of_torch(
+def test_a_mixture_of_experts_on_kernels_agrees_with_operators_of_torch(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = ExpertsConfig(num_experts=16, top_k=4, ffn_hidden_size=128, **SETTINGS[name])
     hidden = Draw(DEVICE, torch.bfloat16)(LENGTH, BATCH, SIZE)
-    fused, again = mixture(config, hidden), mixture(config, hidden)
-    assert all(map(torch.equal, fused, again)), "other bits the second time"
-    again = mixture(config, hidden, keeps_rows=False)
-    assert all(map(torch.equal, fused, again)), "other bits by rows that are sorted again"
+    fused, repeated = mixture(config, hidden), mixture(config, hidden)
+    assert all(map(torch.equal, fused, repeated)), "a second run has other bits"
+    repeated = mixture(config, hidden, keeps_rows=False)
+    assert all(map(torch.equal, fused, repeated)), "rows that are sorted again have other bits"
     monkeypatch.setattr(choose_kernels, "is_served", lambda tensor: False)
-    for number, (one, other) in enumerate(zip(fused, mixture(config, hidden), strict=True)):
+    for number, (actual, expected) in enumerate(zip(fused, mixture(config, hidden), strict=True)):
         distance = float(
-            (one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-12)
+            (actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-12)
         )
         assert distance < 2e-2, f"{number}: {distance} from torch's operators"
 
 
-def test_a_captured_graph_follows_new_choices() -> None:
+def test_a_captured_graph_follows_new_choices_of_experts() -> None:
     config = ExpertsConfig(num_experts=16, top_k=4, ffn_hidden_size=128)
     mesh = ParallelMesh.single(DEVICE, seed=0)
     dispatcher = choose_transport(config.num_experts, config.top_k, mesh).dispatcher
@@ -149,11 +155,11 @@ def test_a_captured_graph_follows_new_choices() -> None:
 
     with torch.no_grad():
         graph, replayed = captured(step)
-        for new in (
+        for choices in (
             torch.rand(300, 16, device=DEVICE).topk(4).indices,
             torch.full_like(experts, -1),
         ):
-            experts.copy_(new)
+            experts.copy_(choices)
             graph.replay()
             assert torch.equal(replayed, step())
     assert not replayed.any()

@@ -1,4 +1,4 @@
-"""On two GPUs steps by graphs that need more rows than a limit are run again, with eager bits."""
+"""Test that graphs on two GPUs repeat steps that exceed a limit of rows, with eager bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.strategy.limited_fits import EXPERTS, Excess
 from tests.strategy.steered_fits import SteeredRecord, fit
 from tests.world import run_world
 
-#: The twelfth batch is captured already; the limit grows at the validation after it.
+#: The twelfth batch runs in a captured graph; the limit grows at the validation after it.
 EXCESS: Excess = {
     ("train", 11, 0, 0): -1,
     ("val", 1, 1, 0): 2,
@@ -22,11 +22,11 @@ EXCESS: Excess = {
 
 
 def modes() -> tuple[str, ...]:
-    """Return the modes of graphs whose captures can hold what the ranks do."""
+    """Return the modes of graphs that can capture the steps of these ranks."""
     return ("segments",) if is_shared() else ("segments", "full")
 
 
-def world_of_two(rank: int, size: int) -> dict[str, SteeredRecord]:
+def fit_in_all_modes(rank: int, size: int) -> dict[str, SteeredRecord]:
     options: dict[str, Any] = {
         "accelerator": "gpu",
         "precision": "bf16-mixed",
@@ -34,21 +34,21 @@ def world_of_two(rank: int, size: int) -> dict[str, SteeredRecord]:
         "val_check_interval": 12,
         "model": {"hidden_size": 64, "experts": {**EXPERTS, "ffn_hidden_size": 32}},
     }
-    found = {
+    records = {
         "without": fit(None, EXCESS, **options),
         "repeated": fit(None, EXCESS, **options),
         "eager": fit(1.0, EXCESS, **options),
     }
     for mode in modes():
         graphs = CudaGraphs(mode, evaluation=True, on_failure="error")  # type: ignore[arg-type]
-        found[mode] = fit(1.0, EXCESS, graphs, **options)
-    return found
+        records[mode] = fit(1.0, EXCESS, graphs, **options)
+    return records
 
 
 @pytest.mark.gpu2
-def test_a_limit_leaves_the_bits_of_a_fit_without_one() -> None:
+def test_fits_with_limited_rows_have_the_bits_of_a_fit_without_a_limit() -> None:
     require_gpus(2)
-    for ranks in run_world(world_of_two, 2, backend="nccl"):
+    for ranks in run_world(fit_in_all_modes, 2, backend="nccl"):
         without = ranks["without"]
         repeated = set(ranks["repeated"].differences_from(without))
         for name in ("eager", *modes()):

@@ -1,4 +1,4 @@
-"""On GPUs experts train as on one GPU, in every grid and by every way of tokens to them."""
+"""Tests that experts train on several GPUs as on one, in all layouts and by all transports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.gpu.test_gpu_layouts import compare
 from tests.proof.training import Job
 
-GRIDS: dict[int, dict[str, dict[str, Any]]] = {
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"one": {}, "experts again": {"recompute": "experts"}},
     2: {
         "ep2": {"ep": 2},
@@ -30,7 +30,7 @@ GRIDS: dict[int, dict[str, dict[str, Any]]] = {
         "tp2 pp2 +sp, ep2": {"tp": 2, "pp": 2, "ep": 2, "etp": 1},
     },
 }
-#: The router's bias and the shares of the last step are the strategy's to change.
+#: The reference jobs; only the strategy updates the router's bias and the shares of the last step.
 TWINS = {
     "experts": Job("experts", "32-true"),
     "experts, whole step": Job("experts, whole step", "32-true", {}),
@@ -38,15 +38,15 @@ TWINS = {
 
 
 @pytest.mark.gpu
-def test_one_gpu_trains_experts_as_ordinary_lightning():
-    compare(1, TWINS, GRIDS[1])
+def test_experts_on_one_gpu_match_ordinary_lightning():
+    compare(1, TWINS, LAYOUTS[1])
 
 
 @pytest.mark.gpu2
-def test_expert_grids_of_two_gpus_train_as_one():
-    compare(2, TWINS, GRIDS[2])
+def test_expert_layouts_of_two_gpus_match_one_gpu():
+    compare(2, TWINS, LAYOUTS[2])
 
 
 @pytest.mark.gpu4
-def test_expert_grids_of_four_gpus_train_as_one():
-    compare(4, TWINS, GRIDS[4])
+def test_expert_layouts_of_four_gpus_match_one_gpu():
+    compare(4, TWINS, LAYOUTS[4])

@@ -1,4 +1,4 @@
-"""On a GPU, installed packages of flash attention compute what torch's operators do."""
+"""Tests that installed packages of flash attention agree with torch's operators on a GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
-def test_a_package_computes_parts(
+def test_attention_parts_by_a_package_agree_with_operators_of_torch(
     package: object, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capability = torch.cuda.get_device_capability()[0]
@@ -48,14 +48,18 @@ def test_a_package_computes_parts(
     span = span.laid_out(B, S, torch.device("cuda"))
     query, grad = draw(S, B, H, D, seed=1), draw(S, B, H, D, seed=4)
     key, value = draw(S, B, K, D, seed=2), draw(S, B, K, D, seed=3)
-    wide = [one.double() for one in (query, key, value, grad)]
+    wide = [tensor.double() for tensor in (query, key, value, grad)]
     out, lse = forward_part(*wide[:3], span, keys)
-    expected = out, lse, *backward_part(wide[3], *wide[:3], out, lse, span, keys)
+    expected_tensors = out, lse, *backward_part(wide[3], *wide[:3], out, lse, span, keys)
     choice = FlashChoice(package.make(module), "", bounds_scores=True)  # type: ignore[attr-defined]
     monkeypatch.setattr(attention_parts, "core_of_part", lambda *values: "flash")
     monkeypatch.setattr(attention_parts, "choose_flash", lambda *values: choice)
-    own, sums = forward_part(query, key, value, span, keys)
-    found = own, sums, *backward_part(grad, query, key, value, own, sums, span, keys)
-    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-        distance = float((one.double() - other).norm() / other.norm())
+    package_out, package_lse = forward_part(query, key, value, span, keys)
+    actual_tensors = (
+        package_out,
+        package_lse,
+        *backward_part(grad, query, key, value, package_out, package_lse, span, keys),
+    )
+    for number, (actual, expected) in enumerate(zip(actual_tensors, expected_tensors, strict=True)):
+        distance = float((actual.double() - expected).norm() / expected.norm())
         assert distance < 0.01, f"result {number} is off by {distance:.3g}"

@@ -1,4 +1,4 @@
-"""On a GPU casts to 8 bits equal those of torch, and products and trainings those of emulation."""
+"""Tests on a GPU that 8-bit casts equal those of torch, and products and trainings emulation."""
 
 from __future__ import annotations
 
@@ -29,59 +29,66 @@ def matrix_of(sizes: tuple[int, int], seed: int = 0) -> Tensor:
     return draw(*sizes, seed=seed, dtype=torch.bfloat16).cuda()
 
 
-def near(found: Tensor, expected: Tensor, step: float) -> None:
-    """Compare numbers of 8 bits: divisions of scales may differ by a rounding, and then a number by a step."""
-    wrong = found.float() != expected.float()
+def assert_near(actual: Tensor, expected: Tensor, step: float) -> None:
+    """Compare 8-bit numbers: scales may differ by one rounding, and then a number by one step."""
+    wrong = actual.float() != expected.float()
     assert float(wrong.float().mean()) < 1e-3
-    torch.testing.assert_close(found.float(), expected.float(), rtol=step, atol=2.0**-9)
+    torch.testing.assert_close(actual.float(), expected.float(), rtol=step, atol=2.0**-9)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("form", ["e4m3", "hybrid"])
-@pytest.mark.parametrize("asked", [(True, True), (True, False), (False, True)], ids=str)
-def test_kernels_cast_as_torch(sizes, recipe, form, asked):
+@pytest.mark.parametrize("directions", [(True, True), (True, False), (False, True)], ids=str)
+def test_casts_of_kernels_equal_casts_of_torch(sizes, recipe, form, directions):
     matrix = matrix_of(sizes)
     assert fused_kernels(matrix) is not None
     ours = Scaling(FP8(recipe, format=form), emulate=False)
-    rows, columns = asked
-    found = ours.cast_gradient(matrix, rows=rows, columns=columns)
-    # Operators of torch serve float32.
-    expected = ours.cast_gradient(matrix.float(), rows=rows, columns=columns)
-    for one, other, is_asked in (
-        (found.rows, expected.rows, rows),
-        (found.columns, expected.columns, columns),
+    rows, columns = directions
+    actual_casts = ours.cast_gradient(matrix, rows=rows, columns=columns)
+    # Tensors in float32 are cast by operators of torch.
+    expected_casts = ours.cast_gradient(matrix.float(), rows=rows, columns=columns)
+    for actual, expected, is_requested in (
+        (actual_casts.rows, expected_casts.rows, rows),
+        (actual_casts.columns, expected_casts.columns, columns),
     ):
-        if not is_asked:
-            assert one is None
+        if not is_requested:
+            assert actual is None
             continue
-        torch.testing.assert_close(needed(one).scale, needed(other).scale, rtol=1e-6, atol=0.0)
-        if min(needed(one).scale.shape) > 1:
-            assert needed(one).scale.stride() == needed(other).scale.stride()
-        near(needed(one).values, needed(other).values, 0.25)
+        torch.testing.assert_close(
+            needed(actual).scale, needed(expected).scale, rtol=1e-6, atol=0.0
+        )
+        if min(needed(actual).scale.shape) > 1:
+            assert needed(actual).scale.stride() == needed(expected).scale.stride()
+        assert_near(needed(actual).values, needed(expected).values, 0.25)
 
 
-def test_square_blocks_are_those_of_torch():
+def test_casts_of_square_blocks_equal_casts_of_torch():
     matrix = matrix_of((384, 256))
     ours = Scaling(FP8("blockwise"), emulate=False)
-    found = ours.cast_weight(matrix, rows=True, columns=True)
-    expected = ours.cast_weight(matrix.float(), rows=True, columns=True)
-    for one, other in ((found.rows, expected.rows), (found.columns, expected.columns)):
-        torch.testing.assert_close(needed(one).scale, needed(other).scale, rtol=1e-6, atol=0.0)
-        near(needed(one).values, needed(other).values, 0.25)
+    actual_casts = ours.cast_weight(matrix, rows=True, columns=True)
+    expected_casts = ours.cast_weight(matrix.float(), rows=True, columns=True)
+    for actual, expected in (
+        (actual_casts.rows, expected_casts.rows),
+        (actual_casts.columns, expected_casts.columns),
+    ):
+        torch.testing.assert_close(
+            needed(actual).scale, needed(expected).scale, rtol=1e-6, atol=0.0
+        )
+        assert_near(needed(actual).values, needed(expected).values, 0.25)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_numbers_that_are_not_finite_reach_the_product(recipe, value):
+def test_numbers_that_are_not_finite_reach_the_product_on_a_gpu(recipe, value):
     left = matrix_of((64, 512))
     left[3, 5] = value
     ours = Scaling(FP8(recipe), emulate=False)
     rows = needed(ours.cast_input(left, rows=True, columns=False).rows)
     right = needed(ours.cast_weight(matrix_of((512, 512), 1), rows=True, columns=False).rows)
-    found = product(rows, right, torch.bfloat16, emulate=False)
-    assert bool(found[3].isnan().all())
-    assert bool(found[4].isfinite().all()) == (recipe != "tensorwise")
+    result = product(rows, right, torch.bfloat16, emulate=False)
+    assert bool(result[3].isnan().all())
+    assert bool(result[4].isfinite().all()) == (recipe != "tensorwise")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -100,16 +107,16 @@ def test_products_equal_float64_products_of_the_same_numbers(recipe, rows, form)
         "input gradient": (gradient.rows, matrix.columns, False),
         "weight gradient": (gradient.columns, inputs.columns, False),
     }
-    for name, (left, right, fast) in pairs.items():
-        one = needed(left)
-        other = needed(right)
+    for name, (left_or_none, right_or_none, fast) in pairs.items():
+        left = needed(left_or_none)
+        right = needed(right_or_none)
         dtype = torch.float32 if name == "weight gradient" else torch.bfloat16
         fast = fast and recipe != "blockwise"
-        found = product(one, other, dtype, emulate=False, fast=fast)
-        exact = one.numbers(torch.float64) @ other.numbers(torch.float64).t()
-        size = one.numbers(torch.float64).abs() @ other.numbers(torch.float64).abs().t()
-        # Tensor cores cut the 32 partial sums to about 14 bits; bfloat16 has 8.
-        error = found.double() - exact
+        actual = product(left, right, dtype, emulate=False, fast=fast)
+        exact = left.numbers(torch.float64) @ right.numbers(torch.float64).t()
+        size = left.numbers(torch.float64).abs() @ right.numbers(torch.float64).abs().t()
+        # Tensor cores truncate the 32 partial sums to about 14 bits; bfloat16 has 8 bits.
+        error = actual.double() - exact
         assert bool((error.abs() <= size * 2.0**-7).all()), name
         rounding = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-10
         assert float(error.norm() / exact.norm()) < rounding, name
@@ -118,7 +125,7 @@ def test_products_equal_float64_products_of_the_same_numbers(recipe, rows, form)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_weight_gradients_are_added_in_the_memory_of_the_sum(recipe, dtype, scale):
+def test_weight_gradients_are_added_to_their_sum_in_place(recipe, dtype, scale):
     ours = Scaling(FP8(recipe), emulate=False)
     sums = torch.full((256, 512), 7.0, device="cuda", dtype=dtype)
     slot = GradientSlot(sums, lambda: None, scale=scale)
@@ -137,7 +144,7 @@ def test_weight_gradients_are_added_in_the_memory_of_the_sum(recipe, dtype, scal
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("layer", [fp8_column_linear, fp8_row_linear])
 @pytest.mark.parametrize("has_slot", [False, True])
-def test_layers_equal_emulated_ones(recipe, layer, has_slot):
+def test_layers_in_8_bits_equal_emulated_layers(recipe, layer, has_slot):
     results = []
     for emulate in (False, True):
         hidden = matrix_of((94, 1024)).view(47, 2, 1024).requires_grad_()
@@ -153,52 +160,54 @@ def test_layers_equal_emulated_ones(recipe, layer, has_slot):
         assert hidden.grad is not None
         assert bias.grad is not None
         results.append((output.detach(), hidden.grad, grad, bias.grad))
-    for found, expected in zip(*results, strict=True):
-        error = (found.double() - expected.double()).norm() / expected.double().norm()
+    for actual, expected in zip(*results, strict=True):
+        error = (actual.double() - expected.double()).norm() / expected.double().norm()
         assert float(error) < 1e-2
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("asked", [(True, True), (True, False), (False, True)], ids=str)
-def test_casts_by_magnitudes_of_earlier_steps_are_those_of_torch(sizes, dtype, asked):
+@pytest.mark.parametrize("directions", [(True, True), (True, False), (False, True)], ids=str)
+def test_casts_by_magnitudes_of_earlier_steps_equal_casts_of_torch(sizes, dtype, directions):
     matrix = matrix_of(sizes)
     matrix[0, 3], matrix[0, 5], matrix[0, 7] = float("inf"), float("nan"), -1e30
     kernels = fused_kernels(matrix)
     assert kernels is not None
-    # A quarter of the numbers is beyond the range.
+    # A quarter of the numbers exceeds the range.
     limit = matrix.float().nan_to_num(posinf=0.0).abs().flatten()[:4096].quantile(0.75)
     parts = limit.reshape(1).view(torch.int32)
-    rows, columns = asked
+    rows, columns = directions
     results = []
-    for casts, given in ((kernels, matrix), (torch_casts, matrix.float())):
-        seen = torch.zeros((), dtype=torch.int32, device="cuda")
+    for casts, numbers in ((kernels, matrix), (torch_casts, matrix.float())):
+        magnitude = torch.zeros((), dtype=torch.int32, device="cuda")
         options = {"rows": rows, "columns": columns, "multiple": 16}
-        found = casts.cast_by_one_scale(given, parts, dtype, running_magnitude=seen, **options)
-        assert bool(seen.view(torch.float32).isnan())
-        finite = given.nan_to_num(0.0, 0.0, 0.0)
-        seen.fill_(torch.tensor(2.0).view(torch.int32))
-        casts.cast_by_one_scale(finite, parts, dtype, running_magnitude=seen, **options)
-        assert float(seen.view(torch.float32)) == max(2.0, float(finite.abs().max()))
-        results.append(found)
-    for one, other in zip(*results, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            torch.testing.assert_close(one[1], other[1], rtol=1e-6, atol=0.0)
-            values, expected = one[0].float(), other[0].float()
-            assert torch.equal(values.isnan(), expected.isnan())
-            assert float(values.nan_to_num(0.0).abs().max()) == torch.finfo(dtype).max
-            near(values.nan_to_num(0.0), expected.nan_to_num(0.0), 0.25)
+        cast = casts.cast_by_one_scale(
+            numbers, parts, dtype, running_magnitude=magnitude, **options
+        )
+        assert bool(magnitude.view(torch.float32).isnan())
+        finite = numbers.nan_to_num(0.0, 0.0, 0.0)
+        magnitude.fill_(torch.tensor(2.0).view(torch.int32))
+        casts.cast_by_one_scale(finite, parts, dtype, running_magnitude=magnitude, **options)
+        assert float(magnitude.view(torch.float32)) == max(2.0, float(finite.abs().max()))
+        results.append(cast)
+    for kernel_cast, torch_cast in zip(*results, strict=True):
+        assert (kernel_cast is None) == (torch_cast is None)
+        if kernel_cast is not None:
+            torch.testing.assert_close(kernel_cast[1], torch_cast[1], rtol=1e-6, atol=0.0)
+            actual, expected = kernel_cast[0].float(), torch_cast[0].float()
+            assert torch.equal(actual.isnan(), expected.isnan())
+            assert float(actual.nan_to_num(0.0).abs().max()) == torch.finfo(dtype).max
+            assert_near(actual.nan_to_num(0.0), expected.nan_to_num(0.0), 0.25)
 
 
-def test_steps_with_scales_of_earlier_ones_equal_emulated_steps():
+def test_steps_with_delayed_scales_equal_emulated_steps():
     results = []
     for emulate in (False, True):
         settings = FP8("delayed", history=2, margin=1)
         scales = DelayedScales(settings, ["one"], torch.device("cuda"))
         ours = Scaling(settings, emulate, scales.layer(0))
         weight = matrix_of((512, 1024), 1).requires_grad_()
-        found = []
+        tensors = []
         for step in range(4):
             hidden = (matrix_of((94, 1024), step) * (1.0 + step)).view(47, 2, 1024).requires_grad_()
             output = fp8_column_linear(hidden, weight, None, single_mesh(0), ours)
@@ -206,36 +215,36 @@ def test_steps_with_scales_of_earlier_ones_equal_emulated_steps():
             scales.end_step(single_mesh(0))
             assert hidden.grad is not None
             assert weight.grad is not None
-            found += [output.detach(), hidden.grad, weight.grad.clone()]
-        results.append((*found, scales.history))
-    for one, expected in zip(*results, strict=True):
-        error = (one.double() - expected.double()).norm() / expected.double().norm()
+            tensors += [output.detach(), hidden.grad, weight.grad.clone()]
+        results.append((*tensors, scales.history))
+    for actual, expected in zip(*results, strict=True):
+        error = (actual.double() - expected.double()).norm() / expected.double().norm()
         assert float(error) < 1e-2
     assert torch.equal(results[0][-1], results[1][-1])
 
 
 @pytest.mark.parametrize("mode", ["segments", "full"])
-def test_graphs_of_steps_with_scales_of_earlier_ones_equal_eager_steps(mode):
+def test_graphs_of_steps_with_delayed_scales_equal_eager_steps(mode):
     layout = {"fp8": FP8("delayed", history=3)}
     losses = []
     for graphs in (None, CudaGraphs(mode, warmup_steps=2)):
-        found = fit(
+        record = fit(
             *(graphs, 1, layout),
             module=TinyLM(hidden_size=64, num_heads=4),
             **{"accelerator": "gpu", "precision": "bf16-mixed", "max_steps": 8},
             num_samples=40,
         )
-        assert graphs is None or found.num_graphs[-1] > 0
-        losses.append(found.losses)
+        assert graphs is None or record.num_graphs[-1] > 0
+        losses.append(record.losses)
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert losses[0][-1] < losses[0][0]
 
 
-def test_torch_casts_serve_a_gpu_without_the_kernels():
+def test_torch_casts_run_on_a_gpu_without_the_kernels():
     matrix = matrix_of((64, 256)).float()
     parts = torch_casts.magnitude_parts(matrix)
-    found, _ = torch_casts.cast_by_one_scale(
+    cast, _ = torch_casts.cast_by_one_scale(
         matrix, parts, torch.float8_e4m3fn, rows=True, columns=False, multiple=16
     )
-    assert found is not None
-    assert found[0].is_cuda
+    assert cast is not None
+    assert cast[0].is_cuda

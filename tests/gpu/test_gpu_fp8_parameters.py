@@ -1,4 +1,4 @@
-"""On GPUs weights that are kept in 8 bits are the casts of the main parameters, and layouts agree."""
+"""Tests on GPUs that weights stored in 8 bits are casts of the main parameters in all layouts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.strategy.update_fits import UpdatedLM, differences
 from tests.strategy.update_fits import run as run_updates
 from tests.world import run_world
 
-#: Start in the numbers, start in the bytes, size and weight of each slice (elements).
+#: Start in the numbers, start in the bytes, size (elements), and weight of each slice.
 SLICES = [(64, 0, 20000, 1), (20064, 30000, 9000, 0), (30000, 20480, 5, 1), (31000, 50000, 800, 3)]
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"one": {}, "recomputed": {"recompute": "full"}},
@@ -59,7 +59,7 @@ STEPS = 4
 
 
 class CheckBytesOfKernels(CheckBytes):
-    """Compare with the casts of the kernels, which divide with another rounding than torch."""
+    """Compare weights with casts of the kernels, whose divisions round differently from torch."""
 
     rounding = 1e-6
 
@@ -70,36 +70,36 @@ class CheckBytesOfKernels(CheckBytes):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("strange", [None, float("inf"), float("nan")])
-def test_slices_are_cast_as_whole_weights(dtype: torch.dtype, strange: float | None) -> None:
+def test_slices_are_cast_like_full_weights(dtype: torch.dtype, strange: float | None) -> None:
     kernels = choose_kernels(torch.device("cuda", 0)).kernels
     assert kernels is not None
     main = draw(1, 40000, seed=3, dtype=dtype)[0].cuda()
     if strange is not None:
         main[100] = strange
-    found = []
+    results = []
     for make in (kernels.SliceCastKernel, torch_casts.SliceCasts):
         target = torch.full((60000,), 7, dtype=torch.uint8, device="cuda")
         magnitudes = torch.full((4,), 7, dtype=torch.int32, device="cuda")
         slices = make(main, target, SLICES)
         slices.find(magnitudes)
         slices.cast(magnitudes, FORMAT)
-        found.append((magnitudes, target))
+        results.append((magnitudes, target))
     # NaN has several bit patterns.
-    magnitudes = [one[0].view(torch.float32) for one in found]
+    magnitudes = [result[0].view(torch.float32) for result in results]
     torch.testing.assert_close(*magnitudes, rtol=0, atol=0, equal_nan=True)
-    # A weight of which this rank has nothing.
-    assert int(found[0][0][2]) == 0
+    # This rank has no slice of the third weight.
+    assert int(results[0][0][2]) == 0
     inside = torch.zeros(60000, dtype=torch.bool, device="cuda")
     for start, place, size, weight in SLICES:
         inside[place : place + size] = True
         matrix = main[start : start + size].view(1, size)
-        whole, _ = cast_whole(kernels, matrix, found[0][0][weight : weight + 1])
-        assert torch.equal(whole.view(torch.uint8)[0], found[0][1][place : place + size])
-    assert bool((found[0][1][~inside] == 7).all()), "nothing else is written"
-    ours, theirs = (one[1].view(FORMAT).float()[inside] for one in found)
-    assert torch.equal(ours.isnan(), theirs.isnan())
-    wrong = ours.nan_to_num(0.0) != theirs.nan_to_num(0.0)
-    # Divisions of scales may differ by a rounding, and then a number by a step.
+        full_cast, _ = cast_whole(kernels, matrix, results[0][0][weight : weight + 1])
+        assert torch.equal(full_cast.view(torch.uint8)[0], results[0][1][place : place + size])
+    assert bool((results[0][1][~inside] == 7).all()), "bytes outside of the slices were written"
+    by_kernel, by_torch = (result[1].view(FORMAT).float()[inside] for result in results)
+    assert torch.equal(by_kernel.isnan(), by_torch.isnan())
+    wrong = by_kernel.nan_to_num(0.0) != by_torch.nan_to_num(0.0)
+    # Scales may differ by one rounding, and then a number by one step.
     assert float(wrong.float().mean()) < 1e-3
 
 
@@ -119,19 +119,19 @@ def test_a_rank_without_slices_casts_nothing() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [(256, 512), (100, 250), (129, 128), (4096, 4096), (1, 16)])
 @pytest.mark.parametrize("multiple", [16, 128])
-def test_transposes_of_bytes_are_those_of_torch(sizes: tuple[int, int], multiple: int) -> None:
+def test_transposes_of_bytes_equal_those_of_torch(sizes: tuple[int, int], multiple: int) -> None:
     kernels = choose_kernels(torch.device("cuda", 0)).kernels
     assert kernels is not None
     generator = torch.Generator().manual_seed(5)
     matrix = torch.randint(0, 256, sizes, generator=generator, dtype=torch.uint8).cuda()
-    found = kernels.padded_transpose(matrix, multiple)
-    assert torch.equal(found, torch_casts.padded_transpose(matrix, multiple))
+    actual = kernels.padded_transpose(matrix, multiple)
+    assert torch.equal(actual, torch_casts.padded_transpose(matrix, multiple))
 
 
 def _train(
     layout: dict[str, Any], size: int, folder: str | None = None, **settings: Any
 ) -> tuple[Report, int]:
-    """Train with weights in 8 bits; return the report, and how many weights were compared."""
+    """Train with weights in 8 bits; return the report and the number of compared weights."""
     training.KINDS.update(CONFIGS)
     check = CheckBytesOfKernels()
     fp8 = FP8(**{"last_bf16": 1, "keep": ("layers.0.mlp.*",), "parameters": "fp8", **settings})
@@ -145,57 +145,57 @@ def _world(rank: int, size: int) -> dict[str, tuple[Report, int]]:
     return {name: _train(layout, size) for name, layout in LAYOUTS[size].items()}
 
 
-def _assert_near(found: list[float], expected: list[float], tolerance: float) -> None:
-    assert len(found) == len(expected) == STEPS
-    gaps = [abs(one - other) for one, other in zip(found, expected, strict=True)]
+def _assert_near(actual: list[float], expected: list[float], tolerance: float) -> None:
+    assert len(actual) == len(expected) == STEPS
+    gaps = [abs(a - b) for a, b in zip(actual, expected, strict=True)]
     assert max(gaps) < tolerance, gaps
 
 
 @pytest.mark.gpu
-def test_one_gpu_trains_as_its_emulation_and_as_with_casts() -> None:
-    one, num_checked = _train({}, 1)
+def test_training_with_8_bit_weights_is_near_emulation_and_near_casts() -> None:
+    stored, num_checked = _train({}, 1)
     assert num_checked > 0
-    assert one.losses[-1] < one.losses[0]
-    again, _ = _train({"recompute": "full"}, 1)
-    _assert_near(again.losses, one.losses, 3e-2)
+    assert stored.losses[-1] < stored.losses[0]
+    recomputed, _ = _train({"recompute": "full"}, 1)
+    _assert_near(recomputed.losses, stored.losses, 3e-2)
     # Casts of bfloat16 weights round twice; a bfloat16 number near 5.7 has steps of 0.03.
-    cast, none = _train({}, 1, parameters=None)
-    assert none == 0
-    _assert_near(cast.losses, one.losses, 3e-2)
+    cast, num_checked_casts = _train({}, 1, parameters=None)
+    assert num_checked_casts == 0
+    _assert_near(cast.losses, stored.losses, 3e-2)
     emulated, _ = _train({}, 1, emulate=True)
-    _assert_near(emulated.losses, one.losses, 3e-2)
+    _assert_near(emulated.losses, stored.losses, 3e-2)
 
 
 @pytest.mark.gpu
-def test_an_interrupted_fit_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_resumed_fit_has_the_bits_of_an_uninterrupted_fit(tmp_path: Path) -> None:
     training.KINDS.update(CONFIGS)
     options = {"fp8": FP8(parameters="fp8"), "microbatch_size": 1}
     job = Job("fp8", "bf16-mixed", layout=options, compares=False)
-    whole = train(job, 1, "gpu", str(tmp_path / "whole"), steps=STEPS)
+    uninterrupted = train(job, 1, "gpu", str(tmp_path / "whole"), steps=STEPS)
     train(job, 1, "gpu", str(tmp_path / "half"), steps=2)
-    later = train(
+    resumed = train(
         job, 1, "gpu", str(tmp_path / "later"), steps=STEPS, resume_from=str(tmp_path / "half")
     )
-    assert later.losses == whole.losses[2:]
-    for name, weight in later.weights.items():
-        assert torch.equal(weight, whole.weights[name]), name
+    assert resumed.losses == uninterrupted.losses[2:]
+    for name, weight in resumed.weights.items():
+        assert torch.equal(weight, uninterrupted.weights[name]), name
 
 
 @pytest.mark.parametrize(
     "size", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
 )
-def test_layouts_train_as_one_gpu(size: int) -> None:
+def test_layouts_match_one_gpu(size: int) -> None:
     require_gpus(size)
     twin, _ = _train({}, 1)
     for reports in run_world(_world, size, backend="nccl"):
         for name, (report, num_checked) in reports.items():
             assert num_checked > 0, name
-            # In four steps tp2+sp comes to differ by 0.038 from one GPU, and with casts in the
-            # place of weights in 8 bits by 0.028.
+            # After four steps tp2+sp differs from one GPU by 0.038, and by 0.028 with casts instead
+            # of weights in 8 bits.
             _assert_near(report.losses, twin.losses, 8e-2 if "tp" in name else 3e-2)
 
 
-def _on_gpu(
+def _fit_on_gpu(
     graphs: CudaGraphs | None, recipe: Any, size: int, layout: dict[str, Any]
 ) -> tuple[Fit, Stored]:
     """Train twelve steps with weights in 8 bits, eagerly or by graphs."""
@@ -211,25 +211,27 @@ def _on_gpu(
 
 
 def _compare_graphs(rank: int, size: int, recipe: Any, layouts: dict[str, dict[str, Any]]) -> int:
-    """Demand the bits of eager steps wherever two eager trainings agree; return the comparisons."""
-    number = 0
+    """Assert eager bits where two eager trainings agree; return the number of comparisons."""
+    num_comparisons = 0
     for name, layout in layouts.items():
-        eager, noted = _on_gpu(None, recipe, size, layout)
-        again, _ = _on_gpu(None, recipe, size, layout)
-        repeated = set(again.differences_from(eager))
+        eager, eager_weights = _fit_on_gpu(None, recipe, size, layout)
+        second_eager, _ = _fit_on_gpu(None, recipe, size, layout)
+        repeated = set(second_eager.differences_from(eager))
         for mode in ("segments", "full"):
             settings = CudaGraphs(mode, evaluation=True, on_failure="error")  # type: ignore[arg-type]
-            found, own = _on_gpu(settings, recipe, size, layout)
+            captured, captured_weights = _fit_on_gpu(settings, recipe, size, layout)
             what = f"{name}, {mode}"
-            assert found.num_graphs[-1] > 0, what
-            assert set(found.differences_from(eager)) <= repeated, what
-            assert own.addresses == own.addresses[:1] * len(own.addresses), what
-            assert own.addresses[0].keys() == noted.addresses[0].keys(), what
+            assert captured.num_graphs[-1] > 0, what
+            assert set(captured.differences_from(eager)) <= repeated, what
+            assert captured_weights.addresses == captured_weights.addresses[:1] * len(
+                captured_weights.addresses
+            ), what
+            assert captured_weights.addresses[0].keys() == eager_weights.addresses[0].keys(), what
             if not repeated:
-                pairs = zip(own.bytes[-1], noted.bytes[-1], strict=True)
-                assert all(torch.equal(*both) for both in pairs), what
-            number += 1
-    return number
+                pairs = zip(captured_weights.bytes[-1], eager_weights.bytes[-1], strict=True)
+                assert all(torch.equal(*pair) for pair in pairs), what
+            num_comparisons += 1
+    return num_comparisons
 
 
 @pytest.mark.gpu
@@ -240,7 +242,7 @@ def test_graphs_have_the_bits_of_eager_steps(recipe: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
-def test_captured_updates_are_followed_by_new_bytes(recipe: Any) -> None:
+def test_captured_updates_of_8_bit_weights_have_the_bits_of_eager_updates(recipe: Any) -> None:
     options: dict[str, Any] = {
         "accelerator": "gpu",
         "precision": "bf16-mixed",
@@ -253,9 +255,9 @@ def test_captured_updates_are_followed_by_new_bytes(recipe: Any) -> None:
     repeated = differences(run_updates(None, module=make(), **options), eager)
     for mode in ("segments", "full"):
         settings = CudaGraphs(mode, optimizer=True, on_failure="error")  # type: ignore[arg-type]
-        found = run_updates(settings, module=make(), **options)
-        assert found[0].num_graphs[-1] > 0, mode
-        assert set(differences(found, eager)) <= set(repeated), mode
+        captured = run_updates(settings, module=make(), **options)
+        assert captured[0].num_graphs[-1] > 0, mode
+        assert set(differences(captured, eager)) <= set(repeated), mode
 
 
 @pytest.mark.gpu2

@@ -1,4 +1,4 @@
-"""Captured passes of single tokens on GPUs have the logits and words of passes that are not."""
+"""Tests that captured passes of single tokens have the logits and tokens of eager passes."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ def model_of(case: str, dtype: torch.dtype, mesh: ParallelMesh | None = None) ->
     gpt = GPT(MODELS[case], mesh=mesh, seed=3).to(mesh.device, dtype)
     with torch.no_grad():
         for parameter in gpt.parameters():
-            # Logits that differ enough that no rounding changes the likeliest.
+            # Logits differ so much that no rounding changes the most likely token.
             parameter.mul_(3.0)
     assert reason_against_capture(gpt, 64) is None
     return gpt
 
 
 @pytest.mark.parametrize("case", MODELS)
-def test_words_are_those_of_passes_that_are_not_captured(case: str) -> None:
+def test_captured_passes_generate_the_tokens_of_eager_passes(case: str) -> None:
     gpt = model_of(case, torch.float32)
     for prompts in (PROMPTS, PROMPTS[:1]):
-        for drawn in ({}, {"sample": True, "top_k": 20, "seed": 5}):
-            settings = {"max_new_tokens": 80, **drawn}
-            found = generate(gpt, prompts, GenerationSettings(**settings))
+        for sampling in ({}, {"sample": True, "top_k": 20, "seed": 5}):
+            settings = {"max_new_tokens": 80, **sampling}
+            captured = generate(gpt, prompts, GenerationSettings(**settings))
             expected = generate(gpt, prompts, GenerationSettings(**settings, cuda_graph=False))
-            assert found == expected
-            assert len(set(found[0])) > 3
-            stop = {"stop_tokens": (found[0][30],), **settings}
+            assert captured == expected
+            assert len(set(captured[0])) > 3
+            stop = {"stop_tokens": (captured[0][30],), **settings}
             ended = generate(gpt, prompts, GenerationSettings(**stop))
             assert ended == generate(gpt, prompts, GenerationSettings(**stop, cuda_graph=False))
             assert len(ended[0]) <= 31
@@ -61,57 +61,59 @@ def test_words_are_those_of_passes_that_are_not_captured(case: str) -> None:
 
 @pytest.mark.parametrize("case", MODELS)
 @torch.no_grad()
-def test_logits_of_half_types(case: str) -> None:
+def test_captured_passes_in_bfloat16_have_the_logits_of_eager_passes(case: str) -> None:
     gpt = model_of(case, torch.bfloat16).eval()
     device = torch.device("cuda")
     length = max(map(len, PROMPTS))
-    how = {"num_rows": len(PROMPTS), "length": length}
-    new = torch.randint(1, 997, (60, len(PROMPTS)), device=device)
-    found = []
+    sizes = {"num_rows": len(PROMPTS), "length": length}
+    new_tokens = torch.randint(1, 997, (60, len(PROMPTS)), device=device)
+    results = []
     for is_captured in (True, False):
-        cache = KeyValueCache(length + len(new))
-        rows = PromptRows.of(PROMPTS, device, **how)
+        cache = KeyValueCache(length + len(new_tokens))
+        rows = PromptRows.of(PROMPTS, device, **sizes)
         tokens, span = rows.prefill_inputs(cache)
         gpt.logits_at(tokens, length - 1, span)
         cache.advance(length)
-        one = TokenPass(gpt, cache, rows.padding, len(PROMPTS))
+        token_pass_of_rows = TokenPass(gpt, cache, rows.padding, len(PROMPTS))
         logits = []
-        for tokens in new:
+        for tokens in new_tokens:
             rows = rows.appended(tokens)
             if is_captured:
-                logits.append(one(tokens).clone())
+                logits.append(token_pass_of_rows(tokens).clone())
             else:
                 last, span = rows.decode_inputs(cache)
                 logits.append(gpt.logits_at(last, 0, span))
             cache.advance(1)
-        found.append(torch.stack(logits).double())
-    distance = (found[0] - found[1]).norm() / found[1].norm()
+        results.append(torch.stack(logits).double())
+    distance = (results[0] - results[1]).norm() / results[1].norm()
     assert distance < 2e-2
 
 
-def count_equal_words(rank: int, size: int) -> int:
-    """Return the number of models whose captured passes have the words of eager ones."""
+def count_models_with_equal_tokens(rank: int, size: int) -> int:
+    """Return the number of models whose captured passes generate the tokens of eager passes."""
     mesh = ParallelMesh.create(ParallelLayout(size, tp=size), device=gpu_of(rank))
-    number = 0
+    num_equal = 0
     for case in MODELS:
         gpt = model_of(case, torch.float32, mesh)
         successes: list[bool] = []
 
-        # A graph that is kept would keep the communicator in it from its end.
-        def capture(*given: Any, successes: list[bool] = successes, **options: Any) -> Any:
-            result = CAPTURE(*given, **options)
+        # A graph that is kept would prevent the destruction of its communicator.
+        def capture(*args: Any, successes: list[bool] = successes, **options: Any) -> Any:
+            result = CAPTURE(*args, **options)
             successes.append(True)
             return result
 
         with mock.patch.object(token_pass.CudaBackend, "capture", capture):
-            words = generate(gpt, PROMPTS, GenerationSettings(80))
+            captured_tokens = generate(gpt, PROMPTS, GenerationSettings(80))
         assert successes == [True], "the capture has succeeded"
-        number += words == generate(gpt, PROMPTS, GenerationSettings(80, cuda_graph=False))
+        num_equal += captured_tokens == generate(
+            gpt, PROMPTS, GenerationSettings(80, cuda_graph=False)
+        )
     mesh.destroy()
-    return number
+    return num_equal
 
 
 @pytest.mark.gpu2
-def test_words_of_tensor_parallel_ranks_are_those_of_eager_passes() -> None:
+def test_captured_passes_of_tensor_parallel_ranks_generate_eager_tokens() -> None:
     require_gpus(2, needs_nccl="a capture on several ranks has collectives in it")
-    assert run_world(count_equal_words, 2, backend="nccl") == [len(MODELS)] * 2
+    assert run_world(count_models_with_equal_tokens, 2, backend="nccl") == [len(MODELS)] * 2

@@ -1,4 +1,4 @@
-"""Fits by CUDA graphs on a GPU equal eager fits where two eager fits are equal."""
+"""Tests that fits by CUDA graphs on a GPU equal eager fits where two eager fits are equal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def on_gpu(graphs: CudaGraphs | None, model: str, **options: Any) -> Fit:
+def fit_on_gpu(graphs: CudaGraphs | None, model: str, **options: Any) -> Fit:
     """Train twenty steps in bfloat16 on a GPU."""
     arguments = {
         "accelerator": "gpu",
@@ -37,21 +37,21 @@ def on_gpu(graphs: CudaGraphs | None, model: str, **options: Any) -> Fit:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", MODELS)
-def test_a_fit_by_graphs_has_the_bits_of_an_eager_one(model: str) -> None:
+def test_a_fit_by_graphs_has_the_bits_of_an_eager_fit(model: str) -> None:
     before = torch.cuda.current_stream()
-    eager = on_gpu(None, model)
-    repeated = on_gpu(None, model).differences_from(eager)
+    eager = fit_on_gpu(None, model)
+    repeated = fit_on_gpu(None, model).differences_from(eager)
     modes: tuple[GraphMode, ...] = ("segments", "full")
     for mode in modes:
-        found = on_gpu(CudaGraphs(mode, on_failure="error"), model)
-        assert torch.cuda.current_stream() == before, "the run has given its stream back"
-        assert found.num_graphs[-1] > 0, mode
-        assert set(found.differences_from(eager)) <= set(repeated), mode
+        by_graphs = fit_on_gpu(CudaGraphs(mode, on_failure="error"), model)
+        assert torch.cuda.current_stream() == before, "the run has not restored the current stream"
+        assert by_graphs.num_graphs[-1] > 0, mode
+        assert set(by_graphs.differences_from(eager)) <= set(repeated), mode
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", MODELS)
-def test_evaluation_and_each_shape_by_graphs_have_the_bits_of_eager_ones(model: str) -> None:
+def test_graphs_of_evaluation_and_several_shapes_have_the_bits_of_eager_steps(model: str) -> None:
     # The last batch of an epoch and of a validation has a microbatch of one sample.
     options: dict[str, Any] = {
         "num_samples": 19,
@@ -59,25 +59,25 @@ def test_evaluation_and_each_shape_by_graphs_have_the_bits_of_eager_ones(model: 
         "limit_val_batches": 1.0,
         "max_steps": 20,
     }
-    eager = on_gpu(None, model, **options)
-    repeated = on_gpu(None, model, **options).differences_from(eager)
+    eager = fit_on_gpu(None, model, **options)
+    repeated = fit_on_gpu(None, model, **options).differences_from(eager)
     settings = CudaGraphs("segments", evaluation=True, on_new_shape="capture", on_failure="error")
-    found = on_gpu(settings, model, **options)
-    assert found.replays["training"] > 0
-    assert found.replays["evaluation"] > 0
-    assert set(found.differences_from(eager)) <= set(repeated)
+    by_graphs = fit_on_gpu(settings, model, **options)
+    assert by_graphs.replays["training"] > 0
+    assert by_graphs.replays["evaluation"] > 0
+    assert set(by_graphs.differences_from(eager)) <= set(repeated)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", MODELS)
-def test_recomputed_layers_have_one_set_of_graphs_for_two_microbatches_in_flight(
+def test_two_microbatches_in_flight_share_one_set_of_graphs_of_recomputed_layers(
     model: str,
 ) -> None:
     layout = {"schedule": two_alive, "recompute": "full"}
-    eager = on_gpu(None, model, layout=layout)
-    repeated = on_gpu(None, model, layout=layout).differences_from(eager)
-    found = on_gpu(CudaGraphs("segments", on_failure="error"), model, layout=layout)
-    assert set(found.differences_from(eager)) <= set(repeated)
-    # Embedding, layers and head, forward and backward, of the first microbatch of a step and of
-    # the second: the layers have them in one slot.
-    assert found.num_graphs[-1] == 3 * 2 * 2
+    eager = fit_on_gpu(None, model, layout=layout)
+    repeated = fit_on_gpu(None, model, layout=layout).differences_from(eager)
+    by_graphs = fit_on_gpu(CudaGraphs("segments", on_failure="error"), model, layout=layout)
+    assert set(by_graphs.differences_from(eager)) <= set(repeated)
+    # Embedding, layers and head have forward and backward graphs for the first microbatch of a step
+    # and for the second; the layers have them in one slot.
+    assert by_graphs.num_graphs[-1] == 3 * 2 * 2

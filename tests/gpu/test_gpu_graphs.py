@@ -1,4 +1,4 @@
-"""CUDA graphs replay the bits of eager steps, and a failed capture leaves nothing behind."""
+"""Tests that CUDA graphs replay the bits of eager steps, and that captures may fail."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ LLAMA = GPTConfig.llama(**SIZES, num_kv_heads=2, ffn_hidden_size=24)
 @pytest.fixture(autouse=True)
 def stream() -> Iterator[torch.cuda.Stream]:
     """Run the test on a stream that can be captured."""
-    one = torch.cuda.Stream()
-    with torch.cuda.stream(one):
-        yield one
+    side_stream = torch.cuda.Stream()
+    with torch.cuda.stream(side_stream):
+        yield side_stream
     torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("name", ["gpt2 with dropout", "llama"])
-def test_replays_of_a_gpt_have_the_loss_and_the_gradients_of_eager_steps(name: str) -> None:
+def test_replays_of_a_gpt_have_the_loss_and_gradients_of_eager_steps(name: str) -> None:
     mesh = ParallelMesh.single("cuda")
     step = Step(GPT2 if name.startswith("gpt2") else LLAMA, mesh)
     with collection_paused():
@@ -60,11 +60,11 @@ def test_a_capture_runs_nothing_and_replays_follow_their_inputs() -> None:
 ERRORS: dict[str, Callable[[Tensor], object]] = {
     "of Python": lambda x: {}["missing"],
     "of CUDA": lambda x: x.sum().item(),
-    "of CUDA that the function catches": lambda x: _swallowed(x),
+    "of CUDA that the function catches": lambda x: _catch_error(x),
 }
 
 
-def _swallowed(x: Tensor) -> None:
+def _catch_error(x: Tensor) -> None:
     try:
         x.sum().item()
     except RuntimeError:
@@ -72,27 +72,27 @@ def _swallowed(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_eager_work_and_captures_follow_an_error_inside_a_capture(name: str) -> None:
+def test_eager_work_and_captures_succeed_after_an_error_inside_a_capture(name: str) -> None:
     device = torch.device("cuda")
     backend, x = CudaBackend(), torch.ones(64, device=device)
     pool, generators = backend.make_pool(), GeneratorPool(device, 1)
     (generator,) = generators.generators
 
-    def drawn() -> Tensor:
+    def draw() -> Tensor:
         with generators.draw_from(generator):
             return F.dropout(x, 0.5) + torch.rand(64, device=device)
 
-    def failing() -> Tensor:
-        result = drawn() + torch.rand(64, device=device)
+    def fail() -> Tensor:
+        result = draw() + torch.rand(64, device=device)
         ERRORS[name](result)
         return result
 
-    drawn()
-    kept_graph, kept = backend.capture(lambda: x * 3, pool)
+    draw()
+    first_graph, tripled = backend.capture(lambda: x * 3, pool)
     with pytest.raises((KeyError, RuntimeError)):
-        backend.capture(failing, pool, generators)
+        backend.capture(fail, pool, generators)
     assert not backend.is_capturing
-    # Eager work: memory, random numbers of both generators, a synchronisation, pinned memory.
+    # Eager work uses random numbers, a synchronisation, memory and pinned memory.
     torch.manual_seed(3)
     eager = torch.rand(64, device=device)
     torch.manual_seed(3)
@@ -101,13 +101,13 @@ def test_eager_work_and_captures_follow_an_error_inside_a_capture(name: str) -> 
     torch.cuda.empty_cache()
     assert torch.ones(4096, pin_memory=True).to(device, non_blocking=True).sum().item() == 4096
     generator.manual_seed(5)
-    expected = drawn()
-    graph, found = backend.capture(drawn, pool, generators)
+    expected = draw()
+    graph, replayed = backend.capture(draw, pool, generators)
     generator.manual_seed(5)
     graph.replay()
-    assert torch.equal(found, expected)
-    kept_graph.replay()
-    assert kept.tolist() == [3.0] * 64
+    assert torch.equal(replayed, expected)
+    first_graph.replay()
+    assert tripled.tolist() == [3.0] * 64
 
 
 def test_a_generator_that_is_seeded_between_replays_draws_the_eager_numbers() -> None:
@@ -115,34 +115,34 @@ def test_a_generator_that_is_seeded_between_replays_draws_the_eager_numbers() ->
     backend, generators = CudaBackend(), GeneratorPool(device, 2)
     x = torch.ones(1000, device=device)
 
-    def drawn() -> list[Tensor]:
-        found = []
+    def draw() -> list[Tensor]:
+        numbers = []
         for generator in generators.generators:
             with generators.draw_from(generator):
-                found += [F.dropout(x, 0.3), torch.randn(7, device=device), F.dropout(x, 0.3)]
-        return found
+                numbers += [F.dropout(x, 0.3), torch.randn(7, device=device), F.dropout(x, 0.3)]
+        return numbers
 
-    drawn()
-    graph, found = backend.capture(drawn, backend.make_pool(), generators)
+    draw()
+    graph, captured = backend.capture(draw, backend.make_pool(), generators)
     for seeds in ((1, 2), (3, 4), (1, 2)):
         for _ in range(2):
             for generator, seed in zip(generators.generators, seeds, strict=True):
                 generator.manual_seed(seed)
             outside = torch.cuda.get_rng_state()
             graph.replay()
-            replayed = [one.clone() for one in found]
+            replayed = [tensor.clone() for tensor in captured]
             assert torch.equal(torch.cuda.get_rng_state(), outside)
         for generator, seed in zip(generators.generators, seeds, strict=True):
             generator.manual_seed(seed)
-        assert all(torch.equal(*pair) for pair in zip(replayed, drawn(), strict=True))
+        assert all(torch.equal(*pair) for pair in zip(replayed, draw(), strict=True))
 
 
-def test_only_captures_of_the_same_pool_use_memory_that_is_given_up() -> None:
+def test_only_captures_of_the_same_pool_reuse_memory_that_is_given_up() -> None:
     backend, x = CudaBackend(), torch.ones(1 << 22, device="cuda")
     x * 2
-    pool, other = backend.make_pool(), backend.make_pool()
+    pool, other_pool = backend.make_pool(), backend.make_pool()
     first, doubled = backend.capture(lambda: x * 2, pool)
-    second, apart = backend.capture(lambda: x * 3, other)
+    second, tripled = backend.capture(lambda: x * 3, other_pool)
     first.replay()
     second.replay()
     address = doubled.data_ptr()
@@ -150,18 +150,18 @@ def test_only_captures_of_the_same_pool_use_memory_that_is_given_up() -> None:
     assert given_up.data_ptr() == address
     assert torch.equal(given_up, 2 * x)
     del doubled
-    third, apart_too = backend.capture(lambda: x * 4, other)
-    fourth, again = backend.capture(lambda: x * 5, pool)
-    assert again.data_ptr() == address
-    assert address not in (apart.data_ptr(), apart_too.data_ptr())
+    third, quadrupled = backend.capture(lambda: x * 4, other_pool)
+    fourth, quintupled = backend.capture(lambda: x * 5, pool)
+    assert quintupled.data_ptr() == address
+    assert address not in (tripled.data_ptr(), quadrupled.data_ptr())
     third.replay()
-    assert torch.equal(given_up, 2 * x), "a pool of its own"
+    assert torch.equal(given_up, 2 * x), "a capture of another pool wrote into the memory"
     fourth.replay()
-    assert torch.equal(given_up, 5 * x), "the memory is that of the later capture"
-    assert torch.equal(apart, 3 * x)
+    assert torch.equal(given_up, 5 * x), "the later capture does not use the memory"
+    assert torch.equal(tripled, 3 * x)
 
 
-def test_the_default_stream_is_refused() -> None:
+def test_a_capture_on_the_default_stream_is_refused() -> None:
     backend = CudaBackend()
     with (
         torch.cuda.stream(torch.cuda.default_stream()),

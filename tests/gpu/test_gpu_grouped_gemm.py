@@ -1,6 +1,4 @@
-"""On a GPU every variant of the grouped GEMM gives float64's results, whatever the sizes of groups
-are.
-"""
+"""Tests that every variant of the grouped GEMM equals float64 on a GPU, for all sizes of groups."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ pytestmark = pytest.mark.gpu
 
 PLAIN = [variant for variant in VARIANTS if pass_of(variant) is not Pass.FORWARD_SWIGLU]
 
-#: Sizes of groups, n and k: sizes that no tile divides, empty groups anywhere, many groups, one
-#: group, none filled.
+#: Sizes of groups, n and k: sizes that no tile divides, empty groups at all positions, many groups,
+#: one group, only empty groups.
 CASES = {
     "uneven": ([1, 700, 0, 3, 129, 64, 65, 0], 520, 320),
     "tiny": ([i % 7 for i in range(70)], 136, 264),
@@ -29,41 +27,41 @@ CASES = {
     "large": ([3000, 10, 1500, 257], 1024, 384),
     "empty": ([0, 0, 0, 0], 256, 128),
 }
-#: Largest relative error of a whole result: a rounding to bfloat16, or sums in float32.
+#: Largest relative error of a result: one rounding to bfloat16, or sums in float32.
 TOLERANCE = {torch.bfloat16: 3e-3, torch.float32: 5e-5}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def library() -> None:
     """Load the library, or skip where it is not built or cannot run."""
-    found, why = find_library(default_cache(), read_sources()), reason_not_runnable()
-    if found is None or why is not None:
-        pytest.skip(why or "needs the built kernels: lightning-megatron kernels build")
-    load_library(found.path)
+    built, reason = find_library(default_cache(), read_sources()), reason_not_runnable()
+    if built is None or reason is not None:
+        pytest.skip(reason or "needs the built kernels: lightning-megatron kernels build")
+    load_library(built.path)
 
 
 def reference(
     which: Pass, a: Tensor, b: Tensor, d: Tensor, sizes: list[int], alpha: float = 1.0
 ) -> Tensor:
-    """Compute in float64 what d must become; what no group reaches keeps what is there."""
-    full = d.double()
+    """Compute the expected d in float64; elements of no group keep their values."""
+    expected = d.double()
     if which is Pass.WEIGHT_GRAD_BF16 or which is Pass.WEIGHT_GRAD_FP32:
-        full.zero_()
+        expected.zero_()
     start = 0
     for group, size in enumerate(sizes):
         rows = slice(start, start + size)
         start += size
         if which is Pass.FORWARD:
-            full[rows] = a[rows].double() @ b[group].double().t()
+            expected[rows] = a[rows].double() @ b[group].double().t()
         elif which is Pass.DATA_GRAD:
-            full[rows] = a[rows].double() @ b[group].double()
+            expected[rows] = a[rows].double() @ b[group].double()
         else:
-            full[group] += alpha * (a[rows].double().t() @ b[rows].double())
-    return full
+            expected[group] += alpha * (a[rows].double().t() @ b[rows].double())
+    return expected
 
 
 def operands(which: Pass, sizes: list[int], n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw a, b and d: what must not be read or kept is not a number."""
+    """Draw a, b and d, with NaN in all elements that a launch must not read, or must overwrite."""
     rows = sum(sizes)
     x, dy = (torch.cat([draw(rows, width), draw(TAIL, width) * torch.nan]) for width in (k, n))
     w = draw(len(sizes), n, k)
@@ -81,7 +79,7 @@ def operands(which: Pass, sizes: list[int], n: int, k: int) -> tuple[Tensor, Ten
 @pytest.mark.parametrize(
     ("along_n", "band", "idle_sms"), [(False, 0, 0), (True, 3, 35)], ids=["plain", "banded"]
 )
-def test_every_variant_equals_float64(
+def test_every_variant_of_the_product_equals_float64(
     variant: str, along_n: bool, band: int, idle_sms: int
 ) -> None:
     which = pass_of(variant)
@@ -106,7 +104,7 @@ def test_every_variant_equals_float64(
 
 
 @pytest.mark.parametrize("variant", PLAIN)
-def test_a_launch_begins_at_any_group(variant: str) -> None:
+def test_a_launch_may_begin_at_any_group(variant: str) -> None:
     which = pass_of(variant)
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     for name, (sizes, n, k) in CASES.items():
@@ -116,30 +114,32 @@ def test_a_launch_begins_at_any_group(variant: str) -> None:
         workspace = torch.empty(
             workspace_bytes(len(sizes), num_sms), dtype=torch.uint8, device="cuda"
         )
-        run, order = torch.ops.lm_kernels.grouped_gemm, (variant, False, 0, num_sms, 1.0)
+        run, settings = torch.ops.lm_kernels.grouped_gemm, (variant, False, 0, num_sms, 1.0)
         is_operand = which in {Pass.FORWARD, Pass.DATA_GRAD}
         for first in {len(sizes) // 2, len(sizes) - 1} - {0}:
             start, rows = sum(sizes[:first]), sum(sizes)
-            result, wanted = (
+            result, expected_result = (
                 (d.clone(), expected) if is_operand else (d[first:].clone(), expected[first:])
             )
-            given = (a, b[first:]) if is_operand else (a, b)
-            run(result, *given, ends, workspace, *order, first)
+            operands_of_launch = (a, b[first:]) if is_operand else (a, b)
+            run(result, *operands_of_launch, ends, workspace, *settings, first)
             if is_operand:
-                own = slice(start, rows)
+                group_rows = slice(start, rows)
                 assert (result[:start] == UNTOUCHED).all(), f"{name}: rows before were written"
                 assert (result[rows:] == UNTOUCHED).all(), f"{name}: rows of no group were written"
-                result, wanted = result[own], wanted[own]
-            error = (result.double() - wanted).norm() / wanted.norm().clamp_min(1e-30)
+                result, expected_result = result[group_rows], expected_result[group_rows]
+            error = (result.double() - expected_result).norm() / expected_result.norm().clamp_min(
+                1e-30
+            )
             assert error < TOLERANCE[d.dtype], f"{name} from {first}: relative error {error:.1e}"
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_wrong_arguments_are_refused() -> None:
     a, b, d = operands(Pass.FORWARD, [8, 8], 64, 64)
     ends = torch.tensor([8, 16], device="cuda").int()
     workspace = torch.empty(workspace_bytes(2, 8), dtype=torch.uint8, device="cuda")
     run, variant = torch.ops.lm_kernels.grouped_gemm, "forward_pingpong_128x128_1x2"
-    for message, given in {
+    for message, arguments in {
         "has no variant nothing": (d, a, b, ends, workspace, "nothing"),
         "d has the wrong dtype": (d.float(), a, b, ends, workspace, variant),
         "b must have shape": (d, a, b, ends[:1].clone(), workspace, variant),
@@ -156,12 +156,12 @@ def test_what_does_not_fit_is_refused() -> None:
         ),
     }.items():
         with pytest.raises(RuntimeError, match=message):
-            run(*given, False, 0, 8)
+            run(*arguments, False, 0, 8)
     with pytest.raises(RuntimeError, match="only fp32 weight gradients are multiplied by alpha"):
         run(d, a, b, ends, workspace, variant, False, 0, 8, 0.5)
 
 
-def test_weights_and_results_may_lie_apart() -> None:
+def test_memory_of_weights_and_results_may_have_gaps() -> None:
     sizes, n, k, gap = [1, 70, 0, 129, 64], 136, 264, 2
     ends, num_groups = torch.tensor(sizes, device="cuda").cumsum(0).int(), len(sizes)
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
@@ -179,11 +179,11 @@ def test_weights_and_results_may_lie_apart() -> None:
         rows = slice(sum(sizes)) if is_operand else slice(None)
         error = (d[rows].double() - expected[rows]).norm() / expected[rows].norm()
         assert error < TOLERANCE[d.dtype], f"{variant}: relative error {error:.1e}"
-        assert (memory[:, n:] == 5).all(), f"{variant}: what lies between the weights was written"
+        assert (memory[:, n:] == 5).all(), f"{variant}: memory between the weights was written"
 
 
 @pytest.mark.parametrize("variant", [name for name in PLAIN if name.startswith("weight_grad")])
-def test_no_rows_at_all_give_zeros_or_leave_the_sums(variant: str) -> None:
+def test_weight_gradients_of_zero_rows_are_zero_or_leave_the_sums_unchanged(variant: str) -> None:
     which = pass_of(variant)
     a, b, d = (
         tensor[:0] if number < 2 else tensor
@@ -196,11 +196,11 @@ def test_no_rows_at_all_give_zeros_or_leave_the_sums(variant: str) -> None:
     assert torch.equal(d, before if which is Pass.WEIGHT_GRAD_ADD else torch.zeros_like(d))
 
 
-def test_the_schema_says_what_is_written() -> None:
+def test_the_operator_schema_declares_the_written_tensors() -> None:
     a, b, d = operands(Pass.FORWARD, [8, 16], 64, 64)
     ends = torch.tensor([8, 24], device="cuda").int()
     workspace = torch.zeros(workspace_bytes(2, 8), dtype=torch.uint8, device="cuda")
-    given = (
+    arguments = (
         d.zero_(),
         a.nan_to_num(),
         b,
@@ -212,5 +212,5 @@ def test_the_schema_says_what_is_written() -> None:
         8,
     )
     torch.library.opcheck(
-        torch.ops.lm_kernels.grouped_gemm.default, given, test_utils="test_schema"
+        torch.ops.lm_kernels.grouped_gemm.default, arguments, test_utils="test_schema"
     )

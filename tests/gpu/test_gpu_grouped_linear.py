@@ -1,5 +1,5 @@
-"""On a GPU the products of experts run on the bundled kernels: eager, compiled, in graphs, and
-straight into slots.
+"""Tests of the products of experts on the bundled kernels on a GPU: eager, compiled, in graphs, and
+with sums in gradient slots.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def _library() -> None:
         pytest.skip(choice.reason)
 
 
-def expected(
+def reference(
     rows: Tensor, weights: Tensor, outer: Tensor, sizes: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute output, gradient of rows and gradients of weights in float64, of the rows that are in
-    groups.
+    """Compute output, gradient of rows and gradients of weights in float64, for the rows of groups
+    only.
     """
     bounds = [0, *torch.tensor(sizes).cumsum(0).tolist()]
     outputs, grad_rows, grad_weights = [], [], []
@@ -55,21 +55,21 @@ def expected(
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("backend", ["bundled", "grouped_mm", "loop"])
-def test_autograd_equals_float64(backend: BackendName, sizes: list[int]) -> None:
+def test_outputs_and_gradients_equal_float64(backend: BackendName, sizes: list[int]) -> None:
     weights = [draw(N, K).requires_grad_() for _ in range(E)]
     rows, outer = poisoned(draw(R, K), sizes).requires_grad_(), poisoned(draw(R, N), sizes)
     output = grouped_linear(rows, weights, ends_of(sizes), backend)
     grads = torch.autograd.grad(output, (rows, *weights), outer)
-    wanted = expected(rows.detach(), stacked(weights).detach(), outer, sizes)
+    expected = reference(rows.detach(), stacked(weights).detach(), outer, sizes)
     last = sum(sizes)
-    assert_close(output[:last], wanted[0], HALF, "output")
-    assert_close(grads[0][:last], wanted[1], HALF, "gradient of rows")
-    assert_close(torch.stack(grads[1:]), wanted[2], HALF, "gradients of weights")
+    assert_close(output[:last], expected[0], HALF, "output")
+    assert_close(grads[0][:last], expected[1], HALF, "gradient of rows")
+    assert_close(torch.stack(grads[1:]), expected[2], HALF, "gradients of weights")
 
 
 @pytest.mark.parametrize("backend", ["bundled", "loop"])
 @pytest.mark.parametrize("gap", [0, 2 * K, 64, None], ids=["dense", "whole rows", "any", "apart"])
-def test_microbatches_are_summed_in_float32_where_the_slots_are(
+def test_weight_gradients_of_microbatches_are_summed_in_float32_slots(
     gap: int | None, backend: BackendName
 ) -> None:
     step = N * K + (gap or 0)
@@ -82,37 +82,37 @@ def test_microbatches_are_summed_in_float32_where_the_slots_are(
     arrived: list[int] = []
     for number, (weight, slot) in enumerate(zip(weights, slots, strict=True)):
         set_slot(weight, GradientSlot(slot, lambda number=number: arrived.append(number)))
-    wanted = torch.zeros(E, N, K, device="cuda", dtype=torch.float64)
+    expected = torch.zeros(E, N, K, device="cuda", dtype=torch.float64)
     for sizes in (SIZES[1], SIZES[0], SIZES[2], SIZES[3]):
         rows, outer = poisoned(draw(R, K), sizes), poisoned(draw(R, N), sizes)
         grouped_linear(rows, weights, ends_of(sizes), backend).backward(outer)
-        wanted += expected(rows, stacked(weights).detach(), outer, sizes)[2]
+        expected += reference(rows, stacked(weights).detach(), outer, sizes)[2]
     assert arrived == list(range(E)) * 4
     # Without a launch for all slots each product is rounded to bfloat16 before it is added.
     limit = HALF if gap is None and backend == "bundled" else SUM
-    assert_close(torch.stack(slots), wanted, limit, "sums")
+    assert_close(torch.stack(slots), expected, limit, "sums")
     if gap:
-        assert sums[:, N * K :].isnan().all(), "what lies between the slots was written"
+        assert sums[:, N * K :].isnan().all(), "memory between the slots was written"
 
 
-def test_one_graph_serves_all_ends() -> None:
+def test_one_graph_serves_all_sizes_of_groups() -> None:
     weights, ends = draw(E, N, K), ends_of(SIZES[0])
     rows, outer, sums = draw(R, K), draw(R, N), torch.zeros(E, N, K, device="cuda")
     slots = [GradientSlot(part, lambda: None) for part in sums]
     replaced = torch.zeros(E, N, K, device="cuda")
-    fresh = [GradientSlot(part, lambda: None) for part in replaced]
-    # Results that a graph allocates may lie where its workspaces were: here rows of no group are to
-    # stay as they are.
+    empty_slots = [GradientSlot(part, lambda: None) for part in replaced]
+    # A graph may allocate results in the memory of its workspaces; these results are allocated
+    # before, because rows of no group must stay unchanged.
     results = [torch.empty_like(outer), torch.empty_like(rows), torch.empty_like(weights)]
 
     def step() -> None:
-        for slot, other in zip(slots, fresh, strict=True):
-            slot.is_empty, other.is_empty = False, True
+        for slot, empty_slot in zip(slots, empty_slots, strict=True):
+            slot.is_empty, empty_slot.is_empty = False, True
         launch(Pass.FORWARD, results[0], rows, weights, ends)
         launch(Pass.DATA_GRAD, results[1], outer, weights, ends)
         launch(Pass.WEIGHT_GRAD_BF16, results[2], outer, rows, ends)
         Bundled.add_weight_gradients(outer, rows, ends, slots)
-        Bundled.add_weight_gradients(outer, rows, ends, fresh)
+        Bundled.add_weight_gradients(outer, rows, ends, empty_slots)
 
     graph, _ = captured(step)
     for sizes in (*SIZES, *reversed(SIZES)):
@@ -130,32 +130,35 @@ def test_one_graph_serves_all_ends() -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-        wanted = expected(rows, weights, outer, sizes)
-        assert_close(results[0][:last], wanted[0], HALF, "output")
-        assert_close(results[1][:last], wanted[1], HALF, "gradient of rows")
-        assert_close(results[2], wanted[2], HALF, "gradients of weights")
-        assert_close(sums, wanted[2] + 1, SUM, "sums")
-        assert_close(replaced, wanted[2], SUM, "replaced sums")
+        expected = reference(rows, weights, outer, sizes)
+        assert_close(results[0][:last], expected[0], HALF, "output")
+        assert_close(results[1][:last], expected[1], HALF, "gradient of rows")
+        assert_close(results[2], expected[2], HALF, "gradients of weights")
+        assert_close(sums, expected[2] + 1, SUM, "sums")
+        assert_close(replaced, expected[2], SUM, "replaced sums")
         assert all((result[last:] == UNTOUCHED).all() for result in results[:2]), (
             "rows of no group were written"
         )
 
 
-def test_two_streams_do_not_disturb_each_other() -> None:
+def test_products_on_two_streams_do_not_disturb_each_other() -> None:
     weights, ends = draw(E, N, K), ends_of(SIZES[0])
     pairs = [(draw(R, K), torch.cuda.Stream()) for _ in range(2)]
     alone = [Bundled.output(rows, weights.unbind(), ends)[: sum(SIZES[0])] for rows, _ in pairs]
     torch.cuda.synchronize()
     for _ in range(50):
-        found = []
+        concurrent = []
         for rows, stream in pairs:
             with torch.cuda.stream(stream):
-                found.append(Bundled.output(rows, weights.unbind(), ends)[: sum(SIZES[0])])
+                concurrent.append(Bundled.output(rows, weights.unbind(), ends)[: sum(SIZES[0])])
         torch.cuda.synchronize()
-        assert all(torch.equal(one, other) for one, other in zip(found, alone, strict=True))
+        assert all(
+            torch.equal(actual, expected)
+            for actual, expected in zip(concurrent, alone, strict=True)
+        )
 
 
-def test_torch_accepts_the_operators_on_a_gpu() -> None:
+def test_opcheck_of_torch_accepts_the_operators_on_a_gpu() -> None:
     sizes = [100, 0, 333, 1, 127, 139]
     rows, outer, ends = draw(R, K).requires_grad_(), draw(R, N), ends_of(sizes)
     weights: list[Any] = [draw(N, K).requires_grad_() for _ in range(E)]
@@ -172,7 +175,7 @@ def test_torch_accepts_the_operators_on_a_gpu() -> None:
     )
 
 
-def test_compiled_experts_equal_eager_ones_in_one_graph() -> None:
+def test_experts_compiled_to_one_graph_equal_eager_experts() -> None:
     config = ExpertsConfig(num_experts=E, top_k=2, ffn_hidden_size=128)
     wrapped = nn.ModuleDict({"experts": GroupedMLP(K, config, ParallelMesh.single()).bfloat16()})
     wrapped.to_empty(device="cuda")
@@ -189,5 +192,5 @@ def test_compiled_experts_equal_eager_ones_in_one_graph() -> None:
     for run in (module, torch.compile(module, fullgraph=True)):
         output = run(rows, probabilities, ends)
         results.append((output, *torch.autograd.grad(output.float().square().sum(), leaves)))
-    for one, other in zip(*results, strict=True):
-        assert_close(one, other.double(), 2e-2, "eager against compiled")
+    for eager, compiled in zip(*results, strict=True):
+        assert_close(eager, compiled.double(), 2e-2, "eager against compiled")

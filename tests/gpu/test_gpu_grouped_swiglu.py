@@ -1,5 +1,5 @@
-"""On a GPU the product with SwiGLU in its launch gives float64's results, and the gradients of the
-two one by one.
+"""Tests that the fused product with SwiGLU equals float64 on a GPU, and that its gradients equal
+those of separate launches.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from tests.gpu.grouped import (
 pytestmark = pytest.mark.gpu
 
 SWIGLU = [variant for variant in VARIANTS if pass_of(variant) is Pass.FORWARD_SWIGLU]
-#: Sizes of groups, n and k: features that no tile divides, empty groups anywhere, every small size,
-#: one group, none.
+#: Sizes of groups, n and k: features that no tile divides, empty groups at all positions, every
+#: small size, one group, only empty groups.
 CASES = {
     "uneven": ([1, 700, 0, 3, 129, 64, 65, 0], 528, 320),
     "small": (list(range(20)), 208, 136),
@@ -56,8 +56,8 @@ CASES = {
     "empty": ([0, 0, 0, 0], 256, 128),
 }
 E, N, K, R = 6, 272, 320, 700
-#: Relative errors: of what is rounded to bfloat16, and of what is rounded at other places in two
-#: computations.
+#: Relative errors of one rounding to bfloat16, and between two computations that round at different
+#: places.
 HALF, TWICE = 4e-3, 2e-3
 
 
@@ -93,7 +93,7 @@ def swiglu(gate_up: Tensor, probabilities: Tensor) -> Tensor:
     [(False, 0, 0, 0), (True, 3, 35, 2)],
     ids=["plain", "banded"],
 )
-def test_every_variant_equals_float64(
+def test_every_variant_of_the_fused_product_equals_float64(
     variant: str, along_n: bool, band: int, idle_sms: int, gap: int, keeps: bool
 ) -> None:
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count - idle_sms
@@ -116,21 +116,21 @@ def test_every_variant_equals_float64(
         torch.ops.lm_kernels.grouped_swiglu(*operands, variant, along_n, band, num_sms)
         assert (result[last:] == UNTOUCHED).all(), f"{name}: rows of no group were written"
         assert (kept[last if keeps else 0 :] == UNTOUCHED).all(), (
-            f"{name}: what is not kept was written"
+            f"{name}: a product that is not kept was written"
         )
         inner = product(rows, weights, sizes)
         if keeps:
             assert_close(kept[:last], inner, HALF, f"{name}: product")
             inner = kept[:last].double()
-        wanted = swiglu(inner.bfloat16(), probabilities[:last])
-        assert_close(result[:last], wanted, HALF, f"{name}: result")
-        if keeps:  # every element: one rounding, and the errors of exp and of a quotient in float32
-            assert ((result[:last] - wanted).abs() <= 5e-3 * wanted.abs() + 1e-30).all(), name
+        expected = swiglu(inner.bfloat16(), probabilities[:last])
+        assert_close(result[:last], expected, HALF, f"{name}: result")
+        if keeps:  # each element has one rounding, and float32 errors of exp and of a quotient
+            assert ((result[:last] - expected).abs() <= 5e-3 * expected.abs() + 1e-30).all(), name
 
 
 @pytest.mark.parametrize("variant", SWIGLU)
-def test_groups_behind_others_are_those_of_all_groups(variant: str) -> None:
-    """Weights of the last groups alone compute their rows as in one launch of all, and no others."""
+def test_a_launch_of_the_last_groups_equals_their_part_of_a_full_launch(variant: str) -> None:
+    """Check that a launch with the weights of the last groups writes only the rows of these."""
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     for name, (sizes, n, k) in CASES.items():
         num_rows, bounds = sum(sizes) + TAIL, [0, *torch.tensor(sizes).cumsum(0).tolist()]
@@ -138,7 +138,7 @@ def test_groups_behind_others_are_those_of_all_groups(variant: str) -> None:
         probabilities = poisoned(torch.rand(num_rows, device="cuda"), sizes)
         weights, ends = draw(len(sizes), n, k, scale=2 / k**0.5), ends_of(sizes)
         size = workspace_bytes(len(sizes), num_sms)
-        found = []
+        results = []
         for first in (0, len(sizes) // 2, len(sizes) - 1):
             result, kept = (
                 torch.full_like(draw(num_rows, width), UNTOUCHED) for width in (n // 2, n)
@@ -146,16 +146,20 @@ def test_groups_behind_others_are_those_of_all_groups(variant: str) -> None:
             workspace = torch.empty(size, dtype=torch.uint8, device="cuda")
             operands = (result, kept, rows, weights[first:], probabilities, ends, workspace)
             torch.ops.lm_kernels.grouped_swiglu(*operands, variant, False, 0, num_sms, first)
-            found.append((result, kept))
-            for one, whole in zip((result, kept), found[0], strict=True):
-                own = slice(bounds[first], bounds[-1])
+            results.append((result, kept))
+            for actual, full in zip((result, kept), results[0], strict=True):
+                group_rows = slice(bounds[first], bounds[-1])
                 what = f"{name}, from group {first}"
-                assert torch.equal(one[own], whole[own]), what
-                assert (one[: own.start] == UNTOUCHED).all(), f"{what}: rows before were written"
-                assert (one[own.stop :] == UNTOUCHED).all(), f"{what}: rows behind were written"
+                assert torch.equal(actual[group_rows], full[group_rows]), what
+                assert (actual[: group_rows.start] == UNTOUCHED).all(), (
+                    f"{what}: rows before were written"
+                )
+                assert (actual[group_rows.stop :] == UNTOUCHED).all(), (
+                    f"{what}: rows behind were written"
+                )
 
 
-def both(
+def product_and_swiglu(
     rows: Tensor, weights: Sequence[Tensor], probabilities: Tensor, ends: Tensor, fused: bool
 ) -> Tensor:
     if fused:
@@ -165,7 +169,7 @@ def both(
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_gradients_are_those_of_product_and_activation_one_by_one(sizes: list[int]) -> None:
+def test_gradients_equal_those_of_separate_product_and_activation(sizes: list[int]) -> None:
     last, ends = sum(sizes), ends_of(sizes)
     weights = [draw(N, K, scale=0.1).requires_grad_() for _ in range(E)]
     rows = poisoned(draw(R, K), sizes).requires_grad_()
@@ -173,24 +177,24 @@ def test_gradients_are_those_of_product_and_activation_one_by_one(sizes: list[in
     outer = poisoned(draw(R, N // 2), sizes)
     results = []
     for fused in (True, False):
-        output = both(rows, weights, probabilities, ends, fused)
-        grad_rows, grad_probabilities, *rest = torch.autograd.grad(
+        output = product_and_swiglu(rows, weights, probabilities, ends, fused)
+        grad_rows, grad_probabilities, *grad_weights = torch.autograd.grad(
             output, (rows, probabilities, *weights), outer
         )
         results.append(
-            [output[:last], grad_rows[:last], grad_probabilities[:last], torch.stack(rest)]
+            [output[:last], grad_rows[:last], grad_probabilities[:last], torch.stack(grad_weights)]
         )
-    for one, other, what in zip(
+    for actual, expected, what in zip(
         *results, ("output", "rows", "probabilities", "weights"), strict=True
     ):
-        assert one.isfinite().all(), what
-        assert_close(one, other.double(), TWICE, what)
+        assert actual.isfinite().all(), what
+        assert_close(actual, expected.double(), TWICE, what)
     if last == 0:
         assert not results[0][3].any()
 
 
 @pytest.mark.parametrize("gap", [0, 2 * K, 64], ids=["dense", "whole rows", "any"])
-def test_slots_get_the_same_sums(gap: int) -> None:
+def test_slots_get_the_same_sums_from_fused_and_separate_launches(gap: int) -> None:
     step, sums = N * K + gap, []
     memory = draw(E * step, scale=0.1)
     for fused in (True, False):
@@ -201,9 +205,11 @@ def test_slots_get_the_same_sums(gap: int) -> None:
         torch.manual_seed(0)
         for sizes in (SIZES[1], SIZES[0], SIZES[2], SIZES[3]):
             rows, outer = poisoned(draw(R, K), sizes), poisoned(draw(R, N // 2), sizes)
-            both(rows, weights, torch.rand(R, device="cuda"), ends_of(sizes), fused).backward(outer)
+            product_and_swiglu(
+                rows, weights, torch.rand(R, device="cuda"), ends_of(sizes), fused
+            ).backward(outer)
         sums.append(total[:, : N * K])
-        assert total[:, N * K :].isnan().all(), "what lies between the slots was written"
+        assert total[:, N * K :].isnan().all(), "memory between the slots was written"
     assert_close(sums[0], sums[1].double(), TWICE, "sums")
 
 
@@ -211,19 +217,19 @@ def test_without_gradients_the_product_is_not_stored() -> None:
     sizes, num_rows = [400, 0, 1332, 4, 508, 556], 2800
     rows, weights, ends = draw(num_rows, K), draw(E, N, K).unbind(), ends_of(sizes)
     probabilities = torch.rand(num_rows, device="cuda")
-    kept, _ = grouped_swiglu(
+    expected, _ = grouped_swiglu(
         rows, [weight.requires_grad_() for weight in weights], probabilities, ends
     )
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with torch.no_grad():
-        found, _ = grouped_swiglu(rows, weights, probabilities, ends)
+        actual, _ = grouped_swiglu(rows, weights, probabilities, ends)
     peak = torch.cuda.max_memory_allocated() - before
-    assert torch.equal(found, kept.detach())
+    assert torch.equal(actual, expected.detach())
     assert peak < num_rows * N * rows.itemsize, "the product was allocated"
 
 
-def test_one_graph_serves_all_ends() -> None:
+def test_one_graph_of_swiglu_serves_all_sizes_of_groups() -> None:
     weights, ends = draw(E, N, K, scale=0.1), ends_of(SIZES[0])
     rows, probabilities = draw(R, K), torch.rand(R, device="cuda")
 
@@ -245,7 +251,7 @@ def test_one_graph_serves_all_ends() -> None:
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_experts_take_one_launch_and_give_the_same(
+def test_experts_with_one_launch_equal_experts_with_two_launches(
     recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = ExpertsConfig(num_experts=E, top_k=2, ffn_hidden_size=N // 2)
@@ -267,10 +273,10 @@ def test_experts_take_one_launch_and_give_the_same(
         return launch(*args, keep=keep)
 
     monkeypatch.setattr(Bundled, "swiglu", staticmethod(counted))
-    apart = LayerBackends("bundled", "bundled", fuses_swiglu=False)
+    separate_launches = LayerBackends("bundled", "bundled", fuses_swiglu=False)
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr(GroupedMLP, "_backends", lambda *_: apart)
+            monkeypatch.setattr(GroupedMLP, "_backends", lambda *_: separate_launches)
         arguments = (rows, probabilities, ends)
         output = (
             checkpoint(module, *arguments, use_reentrant=True) if recompute else module(*arguments)
@@ -278,19 +284,19 @@ def test_experts_take_one_launch_and_give_the_same(
         output[: sum(sizes)].float().square().sum().backward()
         results.append([output.detach()[: sum(sizes)], *gradients_of(leaves)])
     assert launches == ([False, True] if recompute else [True])
-    for one, other in zip(*results, strict=True):
-        assert_close(one, other.double(), 2 * TWICE, "one launch against two")
+    for actual, expected in zip(*results, strict=True):
+        assert_close(actual, expected.double(), 2 * TWICE, "one launch against two")
 
 
 def gradients_of(leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Take the gradients away."""
-    found = [leaf.grad for leaf in leaves]
+    """Return the gradients of leaves, and reset them."""
+    gradients = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
-    return [gradient for gradient in found if gradient is not None]
+    return [gradient for gradient in gradients if gradient is not None]
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_wrong_arguments_of_swiglu_are_refused() -> None:
     ends, rows, weights, probabilities = (
         ends_of([8, 8]),
         draw(16, 64),
@@ -302,7 +308,7 @@ def test_what_does_not_fit_is_refused() -> None:
         torch.empty(workspace_bytes(2, 8), dtype=torch.uint8, device="cuda"),
         SWIGLU[0],
     )
-    given = (result, kept, rows, weights, probabilities, ends, workspace, variant)
+    arguments = (result, kept, rows, weights, probabilities, ends, workspace, variant)
     for message, number, wrong in (
         ("d must have shape", 0, kept),
         ("kept must have shape", 1, result),
@@ -318,7 +324,7 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(RuntimeError, match=message):
             torch.ops.lm_kernels.grouped_swiglu(
-                *given[:number], wrong, *given[number + 1 :], False, 0, 8
+                *arguments[:number], wrong, *arguments[number + 1 :], False, 0, 8
             )
     with pytest.raises(RuntimeError, match=r"n \(40\) must be a multiple of 16"):
         torch.ops.lm_kernels.grouped_swiglu(
@@ -337,14 +343,14 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "not stored"])
-def test_the_schema_says_what_is_written(keeps: bool) -> None:
+def test_the_schema_of_swiglu_declares_the_written_tensors(keeps: bool) -> None:
     sizes, num_sms = [8, 24], 8
     workspace = torch.zeros(workspace_bytes(2, num_sms), dtype=torch.uint8, device="cuda")
-    given = (
+    arguments = (
         *(torch.zeros(32, 32, device="cuda").bfloat16(), draw(32, 64).zero_() if keeps else None),
         *(draw(32, 64), draw(2, 64, 64), torch.rand(32, device="cuda"), ends_of(sizes), workspace),
         *(SWIGLU[0], False, 0, num_sms),
     )
     torch.library.opcheck(
-        torch.ops.lm_kernels.grouped_swiglu.default, given, test_utils="test_schema"
+        torch.ops.lm_kernels.grouped_swiglu.default, arguments, test_utils="test_schema"
     )

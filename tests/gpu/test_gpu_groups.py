@@ -1,5 +1,5 @@
-"""NCCL communicators have the settings of their axis, and parts of a job have communicators of
-their own.
+"""Tests that NCCL communicators have the settings of their axis, and that parts of a job have
+separate communicators.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def _read_back(rank: int, size: int, path: str) -> None:
             axis = getattr(mesh, name)
             total = all_reduce_(torch.ones(1 << 20, device=device), axis)
             assert total.min().item() == total.max().item() == size
-            found, given = _options_of(axis), (options or {})[name]
-            for setting, value in given.items():
-                place = found if setting == "high_priority" else found.config
+            actual, expected = _options_of(axis), (options or {})[name]
+            for setting, value in expected.items():
+                holder = actual if setting == "high_priority" else actual.config
                 assert (
                     getattr(
-                        place, {"high_priority": "is_high_priority_stream"}.get(setting, setting)
+                        holder, {"high_priority": "is_high_priority_stream"}.get(setting, setting)
                     )
                     == value
                 )
@@ -62,7 +62,7 @@ def _read_back(rank: int, size: int, path: str) -> None:
 
 
 @pytest.mark.gpu2
-def test_the_settings_of_a_file_are_read_back_from_the_communicator_of_each_axis(
+def test_the_communicator_of_each_axis_has_the_settings_of_a_file(
     tmp_path: Path,
 ) -> None:
     require_gpus(2, needs_nccl="the settings are those of NCCL")
@@ -85,7 +85,7 @@ def _parts(rank: int, size: int) -> None:
 
 
 @pytest.mark.gpu2
-def test_layouts_of_two_parts_of_a_job_have_communicators_of_their_own() -> None:
+def test_two_parts_of_a_job_have_separate_communicators() -> None:
     require_gpus(2)
     run_world(_parts, 4)
 
@@ -96,19 +96,19 @@ def _split_parts(rank: int, size: int) -> None:
         mesh = ParallelMesh.create(ParallelLayout(2, tp=2), device=device)
         assert all_reduce_(torch.ones(4, device=device), mesh.tp).tolist() == [2.0] * 4
         mesh.destroy()
-    whole = ParallelMesh.create(ParallelLayout(size, tp=2), device=device)
-    assert all_reduce_(torch.ones(4, device=device), whole.world).tolist() == [float(size)] * 4
-    whole.destroy()
+    full_mesh = ParallelMesh.create(ParallelLayout(size, tp=2), device=device)
+    assert all_reduce_(torch.ones(4, device=device), full_mesh.world).tolist() == [float(size)] * 4
+    full_mesh.destroy()
 
 
 @pytest.mark.gpu4
-def test_a_part_does_not_split_the_communicator_of_all_ranks() -> None:
+def test_a_mesh_of_some_ranks_does_not_split_the_communicator_of_all_ranks() -> None:
     require_gpus(4)
     run_world(_split_parts, 4, backend="nccl")
 
 
 @pytest.mark.gpu
-def test_every_setting_that_is_listed_exists_or_is_refused_by_name() -> None:
+def test_every_listed_setting_exists_or_is_refused_by_name() -> None:
     if not hasattr(dist, "ProcessGroupNCCL"):
         pytest.skip("needs a torch with NCCL")
     for setting, value in {

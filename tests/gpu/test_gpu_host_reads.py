@@ -1,4 +1,4 @@
-"""On a GPU no microbatch of a replaced Hugging Face model lets the host wait."""
+"""Test that no microbatch of a replaced Hugging Face model makes the host wait for the GPU."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.gpu
 S, BATCH, WARM = 16, 4, 2
 
 
-class Strict(LightningModule):
-    """Fine-tune a folder; from the third step on, a model that waits for the GPU is an error."""
+class StrictLM(LightningModule):
+    """Fine-tune a saved model; from the third batch on, waiting for the GPU raises an error."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -47,20 +47,23 @@ class Strict(LightningModule):
 
 
 @pytest.mark.parametrize("kind", ["padded", "packed"])
-def test_no_microbatch_waits_for_the_gpu(tmp_path: Path, kind: str) -> None:
+def test_no_microbatch_makes_the_host_wait_for_the_gpu(tmp_path: Path, kind: str) -> None:
     twin_of("llama").save_pretrained(tmp_path)
     rows = []
     for index in range(4 * BATCH):
         tokens = torch.randint(2, 50, (S,), generator=torch.Generator().manual_seed(index))
-        places = torch.arange(S)
+        positions = torch.arange(S)
         row = {"input_ids": tokens, "labels": tokens}
         if kind == "padded":
-            mask = (places >= index % 3).long()
-            row |= {"attention_mask": mask, "labels": tokens.masked_fill(places <= index % 3, -100)}
+            mask = (positions >= index % 3).long()
+            row |= {
+                "attention_mask": mask,
+                "labels": tokens.masked_fill(positions <= index % 3, -100),
+            }
         else:
             row["position_ids"] = torch.cat([torch.arange(6), torch.arange(S - 6)])
         rows.append(row)
-    module = Strict(tmp_path)
+    module = StrictLM(tmp_path)
     Trainer(
         accelerator="gpu", devices=1, strategy=MegatronStrategy(microbatch_size=1, check_microbatches=False),
         max_steps=4, logger=False, enable_checkpointing=False, enable_progress_bar=False,

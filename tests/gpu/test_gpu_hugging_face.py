@@ -1,5 +1,5 @@
-"""On GPUs replaced Hugging Face models compute what theirs do: whole, padded and packed rows,
-windows.
+"""Tests that replaced Hugging Face models on GPUs agree with the original models, for full, padded
+and packed rows, and for windows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SIZES = {"vocab_size": V, "hidden_size": 512, "intermediate_size": 768, "num_hi
 _SIZES |= {"num_attention_heads": 8, "max_position_embeddings": 512}
 _LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 _LONG |= {"short_factor": [1.5] * 16, "long_factor": [2.5] * 16}
-#: Heads of 64 elements, which every kernel takes; changes of the small cases.
+#: Changes of the small cases: heads of 64 elements, which every kernel supports.
 LARGER: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": V, "n_positions": 512, "n_embd": 512, "n_head": 8},
     "llama": {**_SIZES, "num_key_value_heads": 4},
@@ -40,41 +40,42 @@ LARGER: dict[str, dict[str, Any]] = {
     "phi3": {**_SIZES, "num_key_value_heads": 4, "rope_parameters": _LONG, "sliding_window": 60},
     "gpt_neox": _SIZES,
 }
-#: By name what was found and what is expected, given the gradients of Hugging Face's model.
+#: Function from the gradients of Hugging Face's model to actual and expected gradients by name.
 Gradients: TypeAlias = Callable[[Mapping[str, Tensor]], dict[str, tuple[Tensor, Tensor]]]
-#: Dtype: how far a tensor may be from float32's, relative to its length.
+#: Largest distance of a tensor from float32's by dtype, relative to the norm.
 TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 4e-2}
 
 
-def calls(device: torch.device) -> dict[str, dict[str, Tensor]]:
-    """Return calls of every kind."""
+def make_calls(device: torch.device) -> dict[str, dict[str, Tensor]]:
+    """Return arguments of a call for every kind of row."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, V, (B, S), generator=generator)
     left, right = torch.ones(B, S, dtype=torch.long), torch.ones(B, S, dtype=torch.long)
     left[2, :70], right[1, 200:] = 0, 0
     packed = torch.cat([torch.arange(96), torch.arange(160)]).expand(B, S)
-    # The first token after padding follows nothing.
-    seen = left.roll(1, 1) * left
-    seen[:, 0] = left[:, 0]
-    found = {
+    # The first token after padding has no predecessor.
+    follows_token = left.roll(1, 1) * left
+    follows_token[:, 0] = left[:, 0]
+    calls = {
         "whole": {"input_ids": tokens, "labels": tokens},
         "padded right": {
             "input_ids": tokens, "attention_mask": right, "labels": tokens.masked_fill(right == 0, -100),
         },
         "padded left": {
-            "input_ids": tokens, "attention_mask": left, "labels": tokens.masked_fill(seen == 0, -100),
+            "input_ids": tokens, "attention_mask": left, "labels": tokens.masked_fill(follows_token == 0, -100),
             "position_ids": (left.cumsum(-1) - 1).clamp(min=0),
         },
         "packed": {"input_ids": tokens, "position_ids": packed, "labels": tokens},
         "odd": {"input_ids": tokens[:, :193], "labels": tokens[:, :193]},
     }  # fmt: skip
     return {
-        kind: {name: one.to(device) for name, one in call.items()} for kind, call in found.items()
+        kind: {name: tensor.to(device) for name, tensor in call.items()}
+        for kind, call in calls.items()
     }
 
 
 def larger_twin(case: str, device: torch.device) -> nn.Module:
-    """Return Hugging Face's own model in float32, with values of the usual size."""
+    """Return Hugging Face's model in float32, with weights of the usual magnitude."""
     twin = twin_of(case, attn_implementation="sdpa", **LARGER[case]).eval().to(device)
     with torch.no_grad():
         for name, parameter in twin.named_parameters():
@@ -84,28 +85,30 @@ def larger_twin(case: str, device: torch.device) -> nn.Module:
     return twin
 
 
-def check_distance(found: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
-    found, expected = found.detach().double(), expected.detach().double()
-    distance = float((found - expected).norm() / expected.norm().clamp_min(1e-12))
-    assert distance < tolerance, f"{what}: {distance:.1e} of its length away"
+def check_distance(actual: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    actual, expected = actual.detach().double(), expected.detach().double()
+    distance = float((actual - expected).norm() / expected.norm().clamp_min(1e-12))
+    assert distance < tolerance, f"{what}: {distance:.1e} of its norm away"
 
 
 def check_calls(
     twin: Any, model: Any, mesh: ParallelMesh, dtype: torch.dtype, name: str, gradients: Gradients
 ) -> None:
-    """Compare logits, losses and gradients of calls of every kind."""
-    for kind, call in calls(mesh.device).items():
+    """Compare logits, losses and gradients for every kind of row."""
+    for kind, call in make_calls(mesh.device).items():
         what = f"{name}, {kind}, {dtype}, tp={mesh.tp.size} sp={mesh.sequence_parallel}"
         logits, loss, theirs = expected_of(twin, call)
         model.zero_grad()
         output = model(**call)
-        seen = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
-        check_distance(output.logits[seen], logits[seen], TOLERANCE[dtype], f"{what}: logits")
+        is_token = call.get("attention_mask", torch.ones_like(call["input_ids"])).bool()
+        check_distance(
+            output.logits[is_token], logits[is_token], TOLERANCE[dtype], f"{what}: logits"
+        )
         check_distance(output.loss, loss, TOLERANCE[dtype], f"{what}: loss")
         output.loss.backward()
-        for key, (found, expected) in gradients(theirs).items():
+        for key, (actual, expected) in gradients(theirs).items():
             check_distance(
-                found.cpu(), expected, 2 * TOLERANCE[dtype], f"{what}: gradient of {key}"
+                actual.cpu(), expected, 2 * TOLERANCE[dtype], f"{what}: gradient of {key}"
             )
 
 
@@ -115,18 +118,20 @@ def compare(case: str, mesh: ParallelMesh, dtype: torch.dtype) -> None:
     model: Any = root["model"]
 
     def gradients(theirs: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-        wanted = expected_gradients(
-            model, {name: one.double().cpu() for name, one in theirs.items()}
+        expected = expected_gradients(
+            model, {name: gradient.double().cpu() for name, gradient in theirs.items()}
         )
-        found = full_gradients(model, mesh)
-        assert found.keys() == wanted.keys(), f"{case}: {sorted(found.keys() ^ wanted.keys())}"
-        # Biases of keys change no softmax: their gradients are rounding alone.
+        actual = full_gradients(model, mesh)
+        assert actual.keys() == expected.keys(), (
+            f"{case}: {sorted(actual.keys() ^ expected.keys())}"
+        )
+        # Biases of keys do not change the softmax, so their gradients consist of rounding errors.
         large = [
             name
-            for name, one in found.items()
-            if one.double().norm().cpu() + wanted[name].norm() > 1e-4
+            for name, gradient in actual.items()
+            if gradient.double().norm().cpu() + expected[name].norm() > 1e-4
         ]
-        return {name: (found[name], wanted[name]) for name in large}
+        return {name: (actual[name], expected[name]) for name in large}
 
     check_calls(larger_twin(case, mesh.device), model, mesh, dtype, case, gradients)
 
@@ -145,23 +150,23 @@ def compare_adapters(mesh: ParallelMesh) -> None:
             mesh,
             torch.float32,
             f"{case} with adapters",
-            lambda _, found=gradients: found(),
+            lambda _, compute=gradients: compute(),
         )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("case", list(LARGER))
-def test_one_gpu_computes_what_hugging_face_does(case: str, dtype: torch.dtype):
+def test_models_on_one_gpu_agree_with_hugging_face(case: str, dtype: torch.dtype):
     compare(case, ParallelMesh.single("cuda", seed=0), dtype)
 
 
 @pytest.mark.gpu
-def test_one_gpu_trains_adapters_as_peft_does():
+def test_adapters_on_one_gpu_agree_with_peft():
     compare_adapters(ParallelMesh.single("cuda", seed=0))
 
 
-def _check_two(rank: int, size: int) -> None:
+def _compare_on_two_gpus(rank: int, size: int) -> None:
     for sequence_parallel in (False, True):
         mesh = ParallelMesh.create(
             ParallelLayout(size, tp=size),
@@ -176,5 +181,5 @@ def _check_two(rank: int, size: int) -> None:
 
 
 @pytest.mark.gpu2
-def test_two_gpus_compute_what_hugging_face_does():
-    run_world(_check_two, 2, backend="nccl")
+def test_models_on_two_gpus_agree_with_hugging_face():
+    run_world(_compare_on_two_gpus, 2, backend="nccl")

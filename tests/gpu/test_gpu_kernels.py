@@ -1,5 +1,5 @@
-"""On a GPU the fused kernels give float64's results, rounded once, and models on them those of
-torch's operators.
+"""Tests that the fused kernels return the float64 results rounded once on a GPU, and that models on
+them agree with torch's operators.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def test_kernels_equal_float64_rounded_once(name: str, sizes: Sizes, dtype: torc
     torch.cuda.empty_cache()
 
 
-def test_half_types_run_on_the_kernels_here():
+def test_this_gpu_gets_the_fused_kernels():
     choice = choose_kernels(torch.device("cuda", torch.cuda.current_device()))
     assert choice.kernels is not None, choice.reason
 
 
-def close(actual: Tensor, expected: Tensor, what: str) -> None:
-    # Both round to half at every step, in other places: gradients agree as vectors, losses to a few
-    # roundings.
+def assert_near(actual: Tensor, expected: Tensor, what: str) -> None:
+    # Kernels and operators round to half precision at different places: gradients agree as vectors,
+    # losses up to a few roundings.
     actual, expected = actual.double(), expected.double()
     assert torch.isfinite(actual).all(), f"{what}: not finite"
     distance = float((actual - expected).norm() / expected.norm().clamp_min(1e-12))
@@ -61,21 +61,21 @@ def close(actual: Tensor, expected: Tensor, what: str) -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_tiny_models_agree_with_those_on_the_operators_of_torch(
+def test_tiny_models_on_kernels_agree_with_operators_of_torch(
     dtype: torch.dtype, kind: str, recompute: str
 ):
     mesh = ParallelMesh.single(torch.device("cuda", torch.cuda.current_device()), seed=0)
-    compare_model(KINDS[kind], mesh, dtype, recompute, close, shape=(3, 16), smoothing=0.1)
+    compare_model(KINDS[kind], mesh, dtype, recompute, assert_near, shape=(3, 16), smoothing=0.1)
 
 
 @pytest.mark.parametrize(
     ("config", "shape"), [(LLAMA, (1, 4096)), (GPT2, (8, 1024))], ids=["llama", "gpt2"]
 )
-def test_layers_of_real_size_agree_with_those_on_the_operators_of_torch(
+def test_layers_of_real_size_on_kernels_agree_with_operators_of_torch(
     config: GPTConfig, shape: tuple[int, int]
 ):
     mesh = ParallelMesh.single(torch.device("cuda", torch.cuda.current_device()), seed=0)
-    compare_model(config, mesh, torch.bfloat16, "none", close, shape=shape)
+    compare_model(config, mesh, torch.bfloat16, "none", assert_near, shape=shape)
     torch.cuda.empty_cache()
 
 

@@ -1,4 +1,4 @@
-"""A rank that is killed while it puts rows into the memory of another ends the job with its name."""
+"""Tests that a rank that is killed while it writes to the memory of a peer ends the job by name."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from tests.gpu.shared_gpu import require_gpus
 
 ROOT = Path(__file__).parents[2]
-#: Time for imports and steps, and after the death of the rank (s).
+#: Time limit for imports, steps, and the end of the job after the rank is killed (s).
 PATIENCE = 120.0
 
 
-def killed(accelerator: str, what: str) -> None:
+def check_killed_job(accelerator: str, payload: str) -> None:
     start = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.run_killed_put", accelerator, what],
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.run_killed_put", accelerator, payload],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -28,21 +28,21 @@ def killed(accelerator: str, what: str) -> None:
         timeout=PATIENCE,
         check=False,
     )
-    assert "[rank 1] was ended by SIGKILL; the other ranks will be stopped." in done.stderr, (
-        done.stderr
+    assert "[rank 1] was ended by SIGKILL; the other ranks will be stopped." in process.stderr, (
+        process.stderr
     )
-    assert done.returncode != 0
-    assert "the training has ended" not in done.stdout
+    assert process.returncode != 0
+    assert "the training has ended" not in process.stdout
     # Long before the 60 s after which a collective gives up.
     assert time.monotonic() - start < PATIENCE
 
 
-def test_a_killed_rank_is_named_where_collectives_stand_for_puts() -> None:
-    killed("cpu", "tokens")
+def test_a_rank_that_is_killed_in_a_collective_on_the_cpu_is_named() -> None:
+    check_killed_job("cpu", "tokens")
 
 
 @pytest.mark.gpu2
-@pytest.mark.parametrize("what", ["tokens", "weights"])
-def test_a_rank_that_is_killed_inside_a_put_is_named(what: str) -> None:
+@pytest.mark.parametrize("payload", ["tokens", "weights"])
+def test_a_rank_that_is_killed_inside_a_put_is_named(payload: str) -> None:
     require_gpus(2)
-    killed("cuda", what)
+    check_killed_job("cuda", payload)

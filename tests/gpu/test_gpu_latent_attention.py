@@ -1,5 +1,5 @@
-"""On a GPU attention with values of another size than keys is its formula, with and without
-documents.
+"""Tests that attention whose values are smaller than its keys equals the formula on a GPU, with and
+without documents.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ S, B, H = 384, 2, 8
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (96, 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("has_documents", [False, True])
-def test_small_values_are_the_formula(
+def test_attention_with_values_smaller_than_keys_equals_the_formula(
     head_dim: int, value_dim: int, dtype: torch.dtype, has_documents: bool
 ) -> None:
     lengths = torch.tensor([[100, 7, 277], [384, 0, 0]], device="cuda") if has_documents else None
@@ -30,13 +30,15 @@ def test_small_values_are_the_formula(
         torch.randn(S, B, H, size, device="cuda", dtype=dtype, generator=generator)
         for size in sizes
     )
-    inputs = [one.requires_grad_() for one in inputs]
-    found = attend(*inputs, span)
-    gradients = torch.autograd.grad(found, inputs, weights.flatten(2))
-    wide = [one.detach().double().requires_grad_() for one in inputs]
-    expected = attend_by_operators(*wide, span).flatten(2)
-    their_gradients = torch.autograd.grad(expected, wide, weights.double().flatten(2))
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    output = attend(*inputs, span)
+    gradients = torch.autograd.grad(output, inputs, weights.flatten(2))
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    expected_output = attend_by_operators(*wide, span).flatten(2)
+    expected_gradients = torch.autograd.grad(expected_output, wide, weights.double().flatten(2))
     tolerance = 0.02 if dtype == torch.bfloat16 else 2e-3
-    for one, other in zip((found, *gradients), (expected, *their_gradients), strict=True):
-        scale = float(other.abs().max())
-        assert float((one.double() - other).abs().max()) <= tolerance * scale
+    for actual, expected in zip(
+        (output, *gradients), (expected_output, *expected_gradients), strict=True
+    ):
+        scale = float(expected.abs().max())
+        assert float((actual.double() - expected).abs().max()) <= tolerance * scale

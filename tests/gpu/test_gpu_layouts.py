@@ -1,4 +1,4 @@
-"""On GPUs every layout trains as one GPU does, in float32 and in the mixed precisions."""
+"""Tests that every layout of GPUs matches one GPU, in float32 and in the mixed precisions."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def _world(rank: int, size: int, jobs: dict[Case, Job]) -> dict[Case, Report]:
 
 
 def compare(size: int, twins: dict[str, Job], layouts: dict[str, dict[str, Any]]) -> None:
-    """Train every kind under every layout and in every precision, and compare with the kind's own
-    job on one GPU.
+    """Train every kind of model in every layout and precision, and compare with the job of this
+    kind on one GPU.
     """
     require_gpus(size)
     jobs = {
@@ -97,50 +97,52 @@ def compare(size: int, twins: dict[str, Job], layouts: dict[str, dict[str, Any]]
 
 
 @pytest.mark.gpu
-def test_one_gpu_trains_as_ordinary_lightning():
+def test_one_gpu_matches_ordinary_lightning():
     compare(1, TWINS, LAYOUTS[1])
 
 
 @pytest.mark.gpu2
-def test_layouts_of_two_gpus_train_as_one():
+def test_layouts_of_two_gpus_match_one_gpu():
     compare(2, TWINS, LAYOUTS[2])
 
 
 @pytest.mark.gpu4
-def test_layouts_of_four_gpus_train_as_one():
+def test_layouts_of_four_gpus_match_one_gpu():
     compare(4, TWINS, LAYOUTS[4])
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_ranks_that_share_sequences_train_as_one(size: int):
+def test_ranks_that_share_sequences_match_one_gpu(size: int):
     compare(size, TWINS, CONTEXT[size])
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_overlapped_layouts_train_as_one(size: int):
+def test_overlapped_layouts_match_one_gpu(size: int):
     compare(size, TWINS, OVERLAPPED[size])
 
 
-# Ranks: the layout that saves, and those that go on.
+# By number of ranks: the layout that saves, and the layouts that resume.
 CHANGES = {2: ("pp2", ("tp2+sp", "dp2", "pp2 vpp2")), 4: ("tp2 pp2", ("tp4+sp", "pp4", "dp4"))}
 
 
-def _save_and_go_on(rank: int, size: int, folder: str) -> dict[str, Report]:
-    first, others = CHANGES[size]
+def _save_and_resume(rank: int, size: int, folder: str) -> dict[str, Report]:
+    first, resuming = CHANGES[size]
     train(Job("gpt2-tied", "bf16-mixed", LAYOUTS[size][first]), size, "gpu", folder, steps=3)
     return {
         name: train(
             Job("gpt2-tied", "bf16-mixed", LAYOUTS[size][name]), size, "gpu", resume_from=folder
         )
-        for name in others
+        for name in resuming
     }
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_checkpoint_continues_under_other_layouts(size: int, tmp_path: Path):
     require_gpus(size)
-    whole = train(Job("gpt2-tied", "32-true"), 1, "gpu")
-    for reports in run_world(_save_and_go_on, size, str(tmp_path / "saved"), backend="nccl"):
+    uninterrupted = train(Job("gpt2-tied", "32-true"), 1, "gpu")
+    for reports in run_world(_save_and_resume, size, str(tmp_path / "saved"), backend="nccl"):
         for layout, report in reports.items():
-            gaps = [abs(a - b) for a, b in zip(report.losses, whole.losses[3:], strict=True)]
+            gaps = [
+                abs(a - b) for a, b in zip(report.losses, uninterrupted.losses[3:], strict=True)
+            ]
             assert max(gaps) < TOLERANCE["bf16-mixed"], f"{layout}: {gaps}"

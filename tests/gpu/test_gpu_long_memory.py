@@ -1,4 +1,4 @@
-"""On a GPU, chunks of the loss, parts that are computed again, and inputs on the host."""
+"""Tests of chunked losses, recomputation, and inputs stored on the host, with their GPU memory."""
 
 from __future__ import annotations
 
@@ -25,32 +25,35 @@ CONFIG = GPTConfig.llama(
 
 @pytest.fixture
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the same step have the same bits: cuDNN's backward pass of attention does not."""
+    """Make equal steps have equal bits, unlike cuDNN's backward pass of attention."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
-def built() -> GPT:
+def build_gpt() -> GPT:
     with torch.device("cuda"):
         return GPT(CONFIG, seed=1).bfloat16()
 
 
 def run(model: GPT, recompute: Any, loss_chunk: int | None = None) -> tuple[list[Tensor], int]:
-    """Return loss and gradients of two microbatches in flight, and the bytes kept for backward."""
+    """Return losses and gradients of two microbatches, and the bytes stored for backward passes."""
     model.recompute = recompute
     model.loss_chunk = loss_chunk
     model.zero_grad()
     tokens = torch.randint(0, CONFIG.vocab_size, (2, 2, LENGTH), device="cuda", generator=seeded())
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    losses = [model(one, labels=one).mean() for one in tokens]
+    losses = [model(sequence, labels=sequence).mean() for sequence in tokens]
     torch.cuda.synchronize()
-    kept = torch.cuda.memory_allocated() - before
+    num_stored = torch.cuda.memory_allocated() - before
     for loss in losses:
         loss.backward()
-    return [*(one.detach() for one in losses), *(one.grad for one in model.parameters())], kept
+    return [
+        *(loss.detach() for loss in losses),
+        *(parameter.grad for parameter in model.parameters()),
+    ], num_stored
 
 
 def seeded() -> torch.Generator:
@@ -59,12 +62,14 @@ def seeded() -> torch.Generator:
 
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("loss_chunk", [None, 512])
-def test_gradients_are_the_same_bits_and_fewer_bytes_are_kept(loss_chunk: int | None) -> None:
-    model = built()
+def test_recomputation_keeps_the_bits_of_gradients_and_stores_fewer_bytes(
+    loss_chunk: int | None,
+) -> None:
+    model = build_gpt()
     run(model, "none", loss_chunk)
     expected, most = run(model, "none", loss_chunk)
     stream = 2 * LENGTH * CONFIG.hidden_size * 2
-    kept = {}
+    stored = {}
     for name, settings in {
         "once more": Recomputation(("none",)),
         "cheap": Recomputation(("norms", "activations")),
@@ -72,21 +77,21 @@ def test_gradients_are_the_same_bits_and_fewer_bytes_are_kept(loss_chunk: int | 
         "full": Recomputation(("full",)),
         "host": Recomputation(("full",), offload=True),
     }.items():
-        found, kept[name] = run(model, settings, loss_chunk)
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert torch.equal(one, other), f"{name}: {number}"
-    assert most > kept["cheap"] > kept["full"] > kept["host"]
-    assert most > kept["some"] > kept["full"]
-    # Of the inputs of both microbatches, two are still on the device.
+        tensors, stored[name] = run(model, settings, loss_chunk)
+        for number, (actual, expected_tensor) in enumerate(zip(tensors, expected, strict=True)):
+            assert torch.equal(actual, expected_tensor), f"{name}: {number}"
+    assert most > stored["cheap"] > stored["full"] > stored["host"]
+    assert most > stored["some"] > stored["full"]
+    # Two of the inputs of both microbatches are still on the device.
     saved = (2 * CONFIG.num_layers - 2) * stream
-    assert kept["full"] - kept["host"] == pytest.approx(saved, rel=0.05)
+    assert stored["full"] - stored["host"] == pytest.approx(saved, rel=0.05)
 
 
-def test_chunks_of_the_loss_equal_stored_logits() -> None:
-    model = built()
+def test_a_chunked_loss_equals_stored_logits_with_less_memory() -> None:
+    model = build_gpt()
     expected, stored = run(model, "none")
-    found, chunked = run(model, "none", 300)
+    tensors, chunked = run(model, "none", 300)
     logits = 2 * 2 * LENGTH * 32_000 * 2
     assert stored - chunked == pytest.approx(logits, rel=0.05)
-    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert_equal(one.float(), other.float(), f"{number}", tolerance=2e-2)
+    for number, (actual, expected_tensor) in enumerate(zip(tensors, expected, strict=True)):
+        assert_equal(actual.float(), expected_tensor.float(), f"{number}", tolerance=2e-2)

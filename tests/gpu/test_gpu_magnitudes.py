@@ -1,5 +1,5 @@
-"""On GPUs the magnitudes that kernels of norms and SwiGLU find give the bits of those that layers
-find; ``test_gpu_kernels.py`` checks the kernels themselves.
+"""Tests that magnitudes from the kernels of norms and SwiGLU give the same bits as magnitudes that
+layers find, on GPUs; ``test_gpu_kernels.py`` checks the kernels themselves.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def expected_of(kind: str, num_layers: int = 2) -> tuple[list[bool], list[bool]]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", list(CONFIGS))
-def test_models_have_the_bits_of_models_without_hand_over(kind: str) -> None:
+def test_models_with_hand_over_of_magnitudes_have_the_bits_of_models_without(kind: str) -> None:
     mesh = ParallelMesh.single("cuda", seed=0)
     casts = compare_hand_over(CONFIGS[kind], mesh, dtype=torch.bfloat16, emulate=False)
     assert (given(casts, "input"), given(casts, "gradient")) == expected_of(kind)
@@ -44,7 +44,7 @@ def test_models_have_the_bits_of_models_without_hand_over(kind: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", ["selective", "full", "norms", "activations"])
-def test_recomputed_models_have_the_bits_of_models_without_hand_over(recompute: str) -> None:
+def test_recomputed_models_with_hand_over_have_the_bits_of_models_without(recompute: str) -> None:
     mesh = ParallelMesh.single("cuda", seed=0)
     options = {"dtype": torch.bfloat16, "emulate": False}
     casts = compare_hand_over(CONFIGS["llama"], mesh, recompute=recompute, **options)
@@ -55,7 +55,7 @@ def test_recomputed_models_have_the_bits_of_models_without_hand_over(recompute: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "batch", "length"), [("llama", 1, 4096), ("gpt2", 2, 1024)])
-def test_layers_of_real_size_have_the_bits_of_layers_without_hand_over(
+def test_layers_of_real_size_with_hand_over_have_the_bits_of_layers_without(
     kind: str, batch: int, length: int
 ) -> None:
     mesh = ParallelMesh.single("cuda", seed=0)
@@ -67,35 +67,35 @@ def test_layers_of_real_size_have_the_bits_of_layers_without_hand_over(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["segments", "full"])
-def test_graphs_with_magnitudes_that_are_handed_over_equal_eager_steps(mode: Any) -> None:
+def test_graphs_with_hand_over_of_magnitudes_equal_eager_steps(mode: Any) -> None:
     losses = []
     for graphs in (None, CudaGraphs(mode, warmup_steps=2)):
-        found = fit(
+        record = fit(
             *(graphs, 1, {"fp8": FP8("tensorwise")}),
             module=TinyLM(hidden_size=64, num_heads=4, activation="swiglu"),
             **{"accelerator": "gpu", "precision": "bf16-mixed", "max_steps": 8},
             num_samples=40,
         )
-        assert graphs is None or found.num_graphs[-1] > 0
-        losses.append(found.losses)
+        assert graphs is None or record.num_graphs[-1] > 0
+        losses.append(record.losses)
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert losses[0][-1] < losses[0][0]
 
 
 def _compare_in_world(rank: int, size: int) -> list[tuple[list[bool], list[bool]]]:
-    found = []
+    handed_over = []
     for shares in (False, True):
         layout = ParallelLayout(world_size=size, tp=size)
         mesh = ParallelMesh.create(layout, device=gpu_of(rank), seed=0, sequence_parallel=shares)
         options = {"dtype": torch.bfloat16, "emulate": False}
         casts = compare_hand_over(CONFIGS["llama"], mesh, **options)
-        found.append((given(casts, "input"), given(casts, "gradient")))
+        handed_over.append((given(casts, "input"), given(casts, "gradient")))
         mesh.destroy()
-    return found
+    return handed_over
 
 
 @pytest.mark.gpu2
-def test_ranks_of_the_tensor_axis_agree_on_the_magnitudes_that_they_hand_over() -> None:
+def test_ranks_of_the_tensor_axis_hand_over_the_expected_magnitudes() -> None:
     require_gpus(2)
-    for found in run_world(_compare_in_world, 2, backend="nccl"):
-        assert found == 2 * [expected_of("llama")]
+    for handed_over in run_world(_compare_in_world, 2, backend="nccl"):
+        assert handed_over == 2 * [expected_of("llama")]

@@ -1,4 +1,4 @@
-"""All-reduces of small tensors by one kernel, on GPUs that write into each other's memory."""
+"""Test of all-reduces of small tensors by one kernel, on GPUs that write to each other's memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.world import run_world
 NUM_REPLAYS = 40
 
 
-def reduce_by_case(x: Tensor, axis: MeshAxis, op: str) -> None:
+def reduce_by_operation(x: Tensor, axis: MeshAxis, op: str) -> None:
     if op == "max":
         one_shot_all_reduce_(x, axis, "max")
     else:
@@ -28,13 +28,13 @@ def reduce_by_case(x: Tensor, axis: MeshAxis, op: str) -> None:
 
 
 def check_replays(axis: MeshAxis, device: torch.device) -> None:
-    """Compare reductions in a replayed graph, whose inputs change and whose ranks are late."""
+    """Compare reductions in a replayed graph, with changing inputs and one late rank per replay."""
     inputs = [drawn(axis.rank, case, device) for case in range(len(CASES))]
 
     def run() -> list[Tensor]:
-        results = [one.clone() for one in inputs]
-        for one, (_, _, op) in zip(results, CASES, strict=True):
-            reduce_by_case(one, axis, op)
+        results = [tensor.clone() for tensor in inputs]
+        for result, (_, _, op) in zip(results, CASES, strict=True):
+            reduce_by_operation(result, axis, op)
         return results
 
     stream = torch.cuda.Stream()
@@ -46,20 +46,23 @@ def check_replays(axis: MeshAxis, device: torch.device) -> None:
         results = run()
     expected = [reduced(axis.size, case, device) for case in range(len(CASES))]
     for replay in range(NUM_REPLAYS):
-        for one, (_, _, op) in zip(inputs, CASES, strict=True):
-            # Powers of two change no rounding; maxima become other numbers.
+        for tensor, (_, _, op) in zip(inputs, CASES, strict=True):
+            # A change of the sign does not affect rounding; inputs of maxima become other numbers.
             if op == "sum":
-                one.mul_(-1)
+                tensor.mul_(-1)
             else:
-                one.bitwise_xor_(1)
+                tensor.bitwise_xor_(1)
         if replay % axis.size == axis.rank:
             torch.cuda._sleep(300_000)
         graph.replay()
-        for case, (one, wanted) in enumerate(zip(results, expected, strict=True)):
+        for case, (result, reference) in enumerate(zip(results, expected, strict=True)):
             if CASES[case][2] == "sum":
-                assert torch.equal(one, wanted if replay % 2 else -wanted), (replay, CASES[case])
+                assert torch.equal(result, reference if replay % 2 else -reference), (
+                    replay,
+                    CASES[case],
+                )
             elif replay % 2:
-                assert torch.equal(one, wanted), (replay, CASES[case])
+                assert torch.equal(result, reference), (replay, CASES[case])
 
 
 def check_ranks(rank: int, size: int) -> tuple[int, int]:
@@ -70,7 +73,7 @@ def check_ranks(rank: int, size: int) -> tuple[int, int]:
     with mock.patch.object(
         kernels, "reduce_one_shot_", side_effect=kernels.reduce_one_shot_
     ) as kernel:
-        check_one_shot(rank, size, lambda x, op: reduce_by_case(x, mesh.tp, op), device)
+        check_one_shot(rank, size, lambda x, op: reduce_by_operation(x, mesh.tp, op), device)
         num_kernels = kernel.call_count
         large = torch.ones(MAX_BYTES // 4 + 1, device=device)
         assert torch.equal(one_shot_all_reduce_(large, mesh.tp, "sum"), large)
@@ -86,6 +89,6 @@ def check_ranks(rank: int, size: int) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "size", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
 )
-def test_reductions_are_sums_in_the_order_of_ranks(size: int) -> None:
+def test_small_all_reduces_equal_reductions_in_the_order_of_ranks(size: int) -> None:
     require_gpus(size, needs_nccl="a late rank would hold up the only GPU")
     assert run_world(check_ranks, size, backend="nccl") == [(3 * len(CASES), 0)] * size

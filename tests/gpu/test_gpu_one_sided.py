@@ -1,4 +1,4 @@
-"""Tokens that GPUs put into each other's memory come to experts and back as by an all-gather."""
+"""Tests that puts of tokens into the memory of peer GPUs give the results of an all-gather."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from tests.proof.training import Job, Report, train
 from tests.world import run_world
 
 NUM_EXPERTS, TOP_K, WIDTH, INNER = 16, 3, 256, 128
-#: Tokens of a rank, one microbatch after the other: the memory that ranks share grows, and is used
-#: in part.
+#: Tokens per rank of consecutive microbatches: the shared memory grows, and shorter microbatches
+#: use a part of it.
 LENGTHS = (200, 64, 333, 1, 200)
 ROUTINGS = ("random", "all to the last rank", "some nowhere", "all nowhere")
 
 
 class Tokens:
-    """Tokens of one rank, what they chose, and the gradient of what comes back."""
+    """Tokens of one rank, the experts that they choose, and the gradient of their output."""
 
     def __init__(self, length: int, routing: str, seed: int, dtype: torch.dtype) -> None:
         self.generator = torch.Generator("cuda").manual_seed(seed)
         self.hidden = self.draw(length, WIDTH).to(dtype).requires_grad_()
         self.outer = self.draw(length, WIDTH).to(dtype)
         self.probabilities = self.draw(length, TOP_K).abs().requires_grad_()
-        self.experts = self.chosen(length, routing)
+        self.experts = self.choose(length, routing)
 
     def draw(self, *shape: int) -> Tensor:
         return torch.randn(shape, device="cuda", generator=self.generator)
 
-    def chosen(self, length: int, routing: str) -> Tensor:
+    def choose(self, length: int, routing: str) -> Tensor:
         scores = self.draw(length, NUM_EXPERTS)
         if routing == "all to the last rank":
             scores[:, -NUM_EXPERTS // 4 :] += 100.0
@@ -53,23 +53,23 @@ class Tokens:
         return torch.full_like(experts, -1) if routing == "all nowhere" else experts
 
 
-def passed(
+def output_and_gradients(
     tokens: Tokens, dispatcher: Dispatcher, experts: GroupedMLP, keeps_rows: bool = False
 ) -> list[Tensor]:
-    """Return the output and all gradients; the backward pass sends rows again or keeps them."""
+    """Return the output and all gradients; rows are kept for the backward pass, or sent again."""
     prepared = dispatcher.prepare(tokens.hidden, tokens.probabilities, tokens.experts)
     sent = dispatcher.receive(dispatcher.send(prepared))
     if keeps_rows:
         sent = replace(sent, tokens=None)
-    again = dispatcher.rows_recipe(sent)
-    assert (again is None) == keeps_rows
-    outputs = experts(sent.rows, sent.probabilities, sent.ends, rows_recipe=again)
+    recipe = dispatcher.rows_recipe(sent)
+    assert (recipe is None) == keeps_rows
+    outputs = experts(sent.rows, sent.probabilities, sent.ends, rows_recipe=recipe)
     output = dispatcher.combine(dispatcher.send_back(outputs, sent))
     leaves = tokens.hidden, tokens.probabilities, *experts.parameters()
     return [output.detach(), *torch.autograd.grad(output, leaves, tokens.outer)]
 
 
-def experts_on(mesh: ParallelMesh, dtype: torch.dtype) -> GroupedMLP:
+def make_experts(mesh: ParallelMesh, dtype: torch.dtype) -> GroupedMLP:
     config = ExpertsConfig(num_experts=NUM_EXPERTS, top_k=TOP_K, ffn_hidden_size=INNER)
     experts = GroupedMLP(WIDTH, config, mesh)
     initialize_(experts, mesh.device, 1)
@@ -81,56 +81,61 @@ def experts_on(mesh: ParallelMesh, dtype: torch.dtype) -> GroupedMLP:
 
 def _compare(rank: int, size: int) -> None:
     mesh = ParallelMesh.create(ParallelLayout(size, ep=size), device=gpu_of(rank))
-    ways: Any = ("one_sided", "all_gather")
-    one_sided, gather = (choose_transport(NUM_EXPERTS, TOP_K, mesh, way).dispatcher for way in ways)
+    transports: Any = ("one_sided", "all_gather")
+    one_sided, gather = (
+        choose_transport(NUM_EXPERTS, TOP_K, mesh, transport).dispatcher for transport in transports
+    )
     assert isinstance(one_sided, OneSidedDispatcher)
     assert choose_transport(NUM_EXPERTS, TOP_K, mesh).transport == (
         "one_sided" if size <= TOP_K else "all_to_all"
     )
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        experts = experts_on(mesh, dtype)
+        experts = make_experts(mesh, dtype)
         for number, length in enumerate(LENGTHS):
             for routing in ROUTINGS:
                 tokens = Tokens(length, routing, 10 * number + rank, dtype)
-                found, wanted = (
-                    passed(tokens, dispatcher, experts) for dispatcher in (one_sided, gather)
+                actual, expected = (
+                    output_and_gradients(tokens, dispatcher, experts)
+                    for dispatcher in (one_sided, gather)
                 )
                 what = f"{dtype}, {length} tokens, {routing}, rank {rank}"
-                _assert_alike(found, wanted, what, is_exact=size == 2 and dtype != torch.float32)
+                _assert_near(actual, expected, what, is_exact=size == 2 and dtype != torch.float32)
                 for keeps_rows in (False, True):
-                    again = passed(tokens, one_sided, experts, keeps_rows)
-                    assert all(map(torch.equal, found, again)), f"{what}, {keeps_rows}"
+                    repeated = output_and_gradients(tokens, one_sided, experts, keeps_rows)
+                    assert all(map(torch.equal, actual, repeated)), f"{what}, {keeps_rows}"
     mesh.destroy()
 
 
 def _limit(rank: int, size: int) -> None:
-    """With too few rows puts compute what an all-gather does with as many, and say what they need."""
+    """Check that puts with too few rows compute and report the same as an all-gather."""
     mesh = ParallelMesh.create(ParallelLayout(size, ep=size), device=gpu_of(rank))
     limits = [RowLimit(1.0, mesh), RowLimit(1.0, mesh)]
-    ways: Any = ("one_sided", "all_gather")
+    transports: Any = ("one_sided", "all_gather")
     one_sided, gather = (
-        choose_transport(NUM_EXPERTS, TOP_K, mesh, way, limit=LayerRows(limit, 0, size)).dispatcher
-        for way, limit in zip(ways, limits, strict=True)
+        choose_transport(
+            NUM_EXPERTS, TOP_K, mesh, transport, limit=LayerRows(limit, 0, size)
+        ).dispatcher
+        for transport, limit in zip(transports, limits, strict=True)
     )
-    experts = experts_on(mesh, torch.bfloat16)
+    experts = make_experts(mesh, torch.bfloat16)
     exceeding = 0
     for number, length in enumerate(LENGTHS):
         for routing in ROUTINGS:
             tokens = Tokens(length, routing, 10 * number + rank, torch.bfloat16)
             results, needs, were_small = [], [], []
-            for way, limit in zip((one_sided, gather), limits, strict=True):
+            for dispatcher, limit in zip((one_sided, gather), limits, strict=True):
                 with limit.limit_rows():
-                    results.append(passed(tokens, way, experts))
+                    results.append(output_and_gradients(tokens, dispatcher, experts))
                     limit.start_read()()
                 were_small.append(limit.was_too_small())
                 with limit.measure_rows() as measured:
-                    passed(tokens, way, experts)
+                    output_and_gradients(tokens, dispatcher, experts)
                 needs.append(measured.needs())
-            found, wanted = results
+            actual, expected = results
             what = f"{length} tokens, {routing}, rank {rank}"
-            _assert_alike(found, wanted, what, is_exact=size == 2)
+            _assert_near(actual, expected, what, is_exact=size == 2)
             assert needs[0] == needs[1], what
-            here = sum(one.rows > limited_rows(1.0, one.share) for one in needs[0])
+            here = sum(layer.rows > limited_rows(1.0, layer.share) for layer in needs[0])
             assert were_small[0] == were_small[1], what
             assert were_small[0] or not here, what
             exceeding += here
@@ -138,34 +143,41 @@ def _limit(rank: int, size: int) -> None:
     mesh.destroy()
 
 
-def _assert_alike(found: list[Tensor], wanted: list[Tensor], what: str, is_exact: bool) -> None:
-    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
+def _assert_near(
+    actual_tensors: list[Tensor], expected_tensors: list[Tensor], what: str, is_exact: bool
+) -> None:
+    for number, (actual, expected) in enumerate(zip(actual_tensors, expected_tensors, strict=True)):
         distance = float(
-            (one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-12)
+            (actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-12)
         )
-        # NCCL adds up in the type of the tensors, one rank after the other; with two ranks that is
-        # one rounding, too.
-        assert distance <= (0.0 if is_exact else 1e-2 if one.dtype.itemsize == 2 else 1e-5), (
+        # NCCL adds up in the dtype of the tensors, one rank after the other; with two ranks that is
+        # one rounding, as with puts.
+        assert distance <= (0.0 if is_exact else 1e-2 if actual.dtype.itemsize == 2 else 1e-5), (
             f"{what}: {number}"
         )
 
 
 def _replay(rank: int, size: int) -> None:
     mesh = ParallelMesh.create(ParallelLayout(size, ep=size), device=gpu_of(rank))
-    ways: Any = ("one_sided", "all_gather")
-    one_sided, gather = (choose_transport(NUM_EXPERTS, TOP_K, mesh, way).dispatcher for way in ways)
-    experts, tokens = experts_on(mesh, torch.bfloat16), Tokens(150, "random", rank, torch.bfloat16)
+    transports: Any = ("one_sided", "all_gather")
+    one_sided, gather = (
+        choose_transport(NUM_EXPERTS, TOP_K, mesh, transport).dispatcher for transport in transports
+    )
+    experts, tokens = (
+        make_experts(mesh, torch.bfloat16),
+        Tokens(150, "random", rank, torch.bfloat16),
+    )
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        passed(tokens, one_sided, experts)
+        output_and_gradients(tokens, one_sided, experts)
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-        captured = passed(tokens, one_sided, experts)
-    # More memory for eager tokens: that of the graph stays.
-    passed(Tokens(400, "random", rank, torch.bfloat16), one_sided, experts)
+        captured = output_and_gradients(tokens, one_sided, experts)
+    # Eager tokens need more memory; the memory of the graph remains.
+    output_and_gradients(Tokens(400, "random", rank, torch.bfloat16), one_sided, experts)
     for number, routing in enumerate((*ROUTINGS, "random")):
         new = Tokens(150, routing, 7 * number + rank, torch.bfloat16)
         with torch.no_grad():
@@ -177,8 +189,11 @@ def _replay(rank: int, size: int) -> None:
             tokens.experts.copy_(new.experts)
             tokens.outer.copy_(new.outer)
         graph.replay()
-        _assert_alike(
-            captured, passed(tokens, gather, experts), f"{routing}, rank {rank}", is_exact=size == 2
+        _assert_near(
+            captured,
+            output_and_gradients(tokens, gather, experts),
+            f"{routing}, rank {rank}",
+            is_exact=size == 2,
         )
     del graph
     torch.cuda.synchronize()
@@ -215,36 +230,36 @@ def _require(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_outputs_and_gradients_are_those_of_an_all_gather(size: int) -> None:
+def test_outputs_and_gradients_by_puts_equal_those_by_an_all_gather(size: int) -> None:
     _require(size)
     run_world(_compare, size, backend="nccl")
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_limited_rows_are_those_of_an_all_gather(size: int) -> None:
+def test_results_and_needs_of_limited_rows_equal_those_of_an_all_gather(size: int) -> None:
     _require(size)
     run_world(_limit, size, backend="nccl")
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_captured_graph_follows_new_choices(size: int) -> None:
+def test_a_captured_graph_of_puts_follows_new_choices_of_experts(size: int) -> None:
     _require(size)
     run_world(_replay, size, backend="nccl")
 
 
 @pytest.mark.gpu2
-def test_losses_are_those_of_an_all_gather() -> None:
+def test_losses_by_puts_equal_losses_by_an_all_gather() -> None:
     _require(2)
-    for put, gathered, chosen in run_world(
+    for put, gathered, automatic in run_world(
         _train, 2, ("one_sided", "all_gather", "auto"), backend="nccl"
     ):
         assert put.losses == gathered.losses
         assert put.norms == gathered.norms
-        assert chosen.losses == put.losses
+        assert automatic.losses == put.losses
 
 
 @pytest.mark.gpu2
-def test_memory_does_not_grow_while_a_graph_is_captured() -> None:
+def test_growth_of_shared_memory_is_refused_while_a_graph_is_captured() -> None:
     _require(2)
     for error in run_world(_grow_in_capture, 2, backend="nccl"):
         assert "65 bytes are needed" in error

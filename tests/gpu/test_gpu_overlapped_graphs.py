@@ -1,4 +1,4 @@
-"""CUDA graphs of products that overlap with tensor-parallel communication have eager bits."""
+"""Tests that CUDA graphs of products overlapped with tensor-parallel transfers have eager bits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 
 def replay_products(rank: int, size: int) -> int:
-    """Replay captured products before and after torch replaces their shared memory."""
+    """Count replayed products that equal eager ones, before and after their shared memory grows."""
     mesh = ParallelMesh.create(
         ParallelLayout(size, tp=size),
         device=gpu_of(rank),
@@ -52,7 +52,7 @@ def replay_products(rank: int, size: int) -> int:
         return product, matmul_reduce_scatter(y, matrix, mesh.tp)
 
     backend = CudaBackend()
-    number = 0
+    num_equal = 0
     with torch.cuda.stream(torch.cuda.Stream()), collection_paused():
         multiply()
         graph, results = backend.capture(multiply, backend.make_pool())
@@ -65,16 +65,16 @@ def replay_products(rank: int, size: int) -> int:
             gathered.copy_(draw(rows, 2, FEATURES, seed=100 * seed + rank))
             scattered.copy_(draw(size * rows, 2, FEATURES, seed=100 * seed + 20 + rank))
             graph.replay()
-            replayed = [one.clone() for one in results]
+            replayed = [product.clone() for product in results]
             eager = multiply()
-            number += sum(torch.equal(*both) for both in zip(replayed, eager, strict=True))
+            num_equal += sum(torch.equal(*pair) for pair in zip(replayed, eager, strict=True))
         graph.release()
     mesh.destroy()
-    return number
+    return num_equal
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_replayed_products_equal_eager_ones_when_their_shared_memory_has_grown(size: int) -> None:
+def test_replayed_products_equal_eager_products_after_their_shared_memory_grows(size: int) -> None:
     require_gpus(size, needs_nccl="products of several ranks transfer their pieces")
     assert run_world(replay_products, size, backend="nccl") == [8] * size
 
@@ -94,7 +94,7 @@ def train(graphs: CudaGraphs | None, size: int) -> Fit:
 
 
 def compare_trainings(rank: int, size: int) -> list[str]:
-    """Return the modes whose trainings differ from an eager one where two eager ones agree."""
+    """Return the modes of graphs whose trainings differ where two eager trainings agree."""
     eager = train(None, size)
     repeated = set(train(None, size).differences_from(eager))
     differing: list[str] = []
@@ -107,6 +107,6 @@ def compare_trainings(rank: int, size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_trainings_by_graphs_have_the_bits_of_eager_ones(size: int) -> None:
+def test_trainings_by_graphs_have_the_bits_of_eager_trainings(size: int) -> None:
     require_gpus(size, needs_nccl="a capture on several ranks has collectives in it")
     assert run_world(compare_trainings, size, backend="nccl") == [[]] * size

@@ -1,4 +1,4 @@
-"""Slots and pipelined products on GPUs, where their fast ways run."""
+"""Tests of gradient slots and pipelined products on GPUs, where their fast implementations run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _draw(*shape: int, seed: int) -> Tensor:
 
 
 @pytest.mark.gpu
-def test_float32_slots_sum_half_products_without_rounding_between() -> None:
+def test_float32_slots_sum_half_precision_products_without_rounding() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     mesh = ParallelMesh.single("cuda")
@@ -50,10 +50,10 @@ def test_float32_slots_sum_half_products_without_rounding_between() -> None:
 
 
 @pytest.mark.gpu
-def test_the_embedding_sums_its_gradient_alike_in_every_run() -> None:
+def test_the_gradient_of_the_embedding_has_the_same_bits_in_every_run() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    mesh, found = ParallelMesh.single("cuda"), []
+    mesh, slots = ParallelMesh.single("cuda"), []
     tokens = (
         (torch.rand(4, 2048, generator=torch.Generator().manual_seed(0)) ** 4 * 1000).long().cuda()
     )
@@ -69,12 +69,12 @@ def test_the_embedding_sums_its_gradient_alike_in_every_run() -> None:
             layer(tokens).backward(grad)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        found.append(slot)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+        slots.append(slot)
+    assert torch.equal(slots[0], slots[1])
+    assert torch.equal(slots[0], slots[2])
     expected = torch.zeros(1024, 512, dtype=torch.float64)
     expected.index_add_(0, tokens.t().flatten().cpu(), grad.flatten(0, 1).cpu().double())
-    assert_equal(found[0].cpu().double(), expected, "embedding", tolerance=1e-5)
+    assert_equal(slots[0].cpu().double(), expected, "embedding", tolerance=1e-5)
 
 
 def _products(rank: int, size: int) -> None:
@@ -87,14 +87,17 @@ def _products(rank: int, size: int) -> None:
         x, matrix = _draw(rows, 2, 512, seed=rank), _draw(768, 512, seed=9).t()
         full, product = all_gather_matmul(x, matrix, plain, keep=True)
         for keep in (True, False):
-            again, same = all_gather_matmul(x, matrix, pipelined, keep=keep)
+            gathered, pipelined_product = all_gather_matmul(x, matrix, pipelined, keep=keep)
             assert_equal(
-                same.float(), product.float(), f"gathered product, rank {rank}", tolerance=1e-2
+                pipelined_product.float(),
+                product.float(),
+                f"gathered product, rank {rank}",
+                tolerance=1e-2,
             )
             if keep:
-                assert again is not None
+                assert gathered is not None
                 assert full is not None
-                assert torch.equal(again, full)
+                assert torch.equal(gathered, full)
         y = _draw(size * rows, 2, 512, seed=20 + rank)
         expected, actual = (
             matmul_reduce_scatter(y, matrix, plain),
@@ -121,12 +124,16 @@ def _scaled_products(rank: int, size: int) -> None:
             axes = {"rows": True, "columns": False, "row_axes": (mesh.tp,)}
             local = needed(cast(_draw(rows, 512, seed=rank), **axes).rows)
             full, product = gathered_product(local, right, plain, torch.bfloat16, **options)
-            again, same = gathered_product(local, right, mesh, torch.bfloat16, **options)
-            assert torch.equal(again.values.view(torch.uint8), full.values.view(torch.uint8))
-            assert torch.equal(again.scale, full.scale)
+            gathered, pipelined_product = gathered_product(
+                local, right, mesh, torch.bfloat16, **options
+            )
+            assert torch.equal(gathered.values.view(torch.uint8), full.values.view(torch.uint8))
+            assert torch.equal(gathered.scale, full.scale)
             exact = full.numbers(torch.float64) @ right.numbers(torch.float64).t()
-            for found in (product, same):
-                assert_equal(found.double(), exact, f"gathered, rank {rank}", tolerance=1e-2)
+            for actual_product in (product, pipelined_product):
+                assert_equal(
+                    actual_product.double(), exact, f"gathered, rank {rank}", tolerance=1e-2
+                )
             left = needed(cast(_draw(size * rows, 512, seed=20 + rank), **axes).rows)
             expected = scattered_product(left, right, plain, torch.bfloat16, **options)
             actual = scattered_product(left, right, mesh, torch.bfloat16, **options)
@@ -142,7 +149,7 @@ def _scaled_products(rank: int, size: int) -> None:
 @pytest.mark.parametrize(
     "size", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
 )
-def test_pipelined_products_of_eight_bits_equal_plain_ones(size: int) -> None:
+def test_pipelined_products_in_eight_bits_equal_plain_products(size: int) -> None:
     require_gpus(size)
     run_world(_scaled_products, size, backend="nccl")
 
@@ -150,6 +157,6 @@ def test_pipelined_products_of_eight_bits_equal_plain_ones(size: int) -> None:
 @pytest.mark.parametrize(
     "size", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
 )
-def test_pipelined_products_equal_plain_ones(size: int) -> None:
+def test_pipelined_products_equal_plain_products(size: int) -> None:
     require_gpus(size)
     run_world(_products, size, backend="nccl")

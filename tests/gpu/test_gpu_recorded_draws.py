@@ -1,4 +1,4 @@
-"""CUDA graphs draw, at every replay, the numbers of the same computation without a graph."""
+"""Tests that every replay of a CUDA graph draws the random numbers of the eager computation."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def capture(
     return graph, result, recorder.recorded
 
 
-def test_replays_drop_the_elements_of_eager_passes_recomputed_ones_too() -> None:
+def test_replays_drop_the_same_elements_as_eager_passes_with_recomputation() -> None:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         step = Step()
         step.begin(1)
-        # An ordinary run counts the streams of each pass.
+        # An eager run counts the random streams of each pass.
         counts = []
         for function in (step.forward, step.backward):
             pool = GeneratorPool(step.device)
@@ -83,52 +83,52 @@ def test_replays_drop_the_elements_of_eager_passes_recomputed_ones_too() -> None
             counts.append(pool.num_taken)
         assert counts == [4, 2]
         shared = torch.cuda.graph_pool_handle()
-        forward, output, drawn = capture(step, step.forward, counts[0], shared)
-        backward, gradient, drawn_again = capture(step, step.backward, counts[1], shared)
+        forward, output, forward_draws = capture(step, step.forward, counts[0], shared)
+        backward, gradient, backward_draws = capture(step, step.backward, counts[1], shared)
         before = torch.cuda.get_rng_state()
         for number in (5, 6, 1):
             step.begin(number)
-            position = step.streams.seed_generators(drawn)
+            position = step.streams.seed_generators(forward_draws)
             forward.replay()
-            kept = output.clone()
+            replayed_output = output.clone()
             # Another microbatch moves the streams before the backward pass.
             step.streams.begin_microbatch(99, 99)
-            step.streams.seed_generators(drawn_again, position)
+            step.streams.seed_generators(backward_draws, position)
             backward.replay()
-            found = (kept, gradient.clone())
+            actual = (replayed_output, gradient.clone())
             step.begin(number)
             expected = (step.forward(), step.backward())
-            assert all(map(torch.equal, found, expected)), number
+            assert all(map(torch.equal, actual, expected)), number
             assert 0.3 < float((expected[0] == 0).float().mean()) < 0.9
         assert torch.equal(torch.cuda.get_rng_state(), before)
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def test_a_stream_continues_in_python_where_a_replay_has_ended() -> None:
+def test_a_random_stream_continues_in_python_where_a_replay_has_ended() -> None:
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step = Step()
         ones = torch.ones(512, device=step.device)
 
-        def entered() -> Tensor:
+        def seek_and_drop() -> Tensor:
             step.streams.seek(3)
-            return dropped()
+            return drop()
 
-        def dropped() -> Tensor:
+        def drop() -> Tensor:
             with step.streams.fork("replicated"):
                 return F.dropout(ones, 0.5)
 
         graphs = []
         step.begin(1)
-        for function in (entered, dropped):
+        for function in (seek_and_drop, drop):
             function()
             graphs.append(capture(step, function, 1, torch.cuda.graph_pool_handle()))
         step.begin(7)
-        found = []
-        for graph, result, drawn in graphs:
-            step.streams.seed_generators(drawn)
+        actual = []
+        for graph, result, draws in graphs:
+            step.streams.seed_generators(draws)
             graph.replay()
-            found += [result.clone(), dropped()]
+            actual += [result.clone(), drop()]
         step.begin(7)
-        expected = [entered(), dropped(), dropped(), dropped()]
-        assert all(map(torch.equal, found, expected))
+        expected = [seek_and_drop(), drop(), drop(), drop()]
+        assert all(map(torch.equal, actual, expected))

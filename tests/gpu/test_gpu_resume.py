@@ -1,5 +1,5 @@
-"""On a GPU, too, a resumed training has the bits of an uninterrupted one, if torch's operators
-repeat theirs.
+"""Test that a resumed training on a GPU has the bits of an uninterrupted training, if torch's
+operators are deterministic.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.training.fused_fits import FusedLM
 
 
 def train(precision: Any, folder: Path, resume_from: Path | None = None) -> FusedLM:
-    """Train two epochs with dropout, clipping and the fused update, saving after each."""
+    """Train two epochs with dropout, clipping and fused updates, and save after each epoch."""
     seed_everything(3, verbose=False)
     trainer = Trainer(
         accelerator="gpu",
@@ -41,14 +41,16 @@ def train(precision: Any, folder: Path, resume_from: Path | None = None) -> Fuse
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-def test_a_resumed_training_has_equal_bits(precision: str, tmp_path: Path) -> None:
+def test_a_resumed_training_has_the_bits_of_an_uninterrupted_training(
+    precision: str, tmp_path: Path
+) -> None:
     try:
-        whole = train(precision, tmp_path / "whole")
+        uninterrupted = train(precision, tmp_path / "whole")
         resumed = train(precision, tmp_path / "resumed", tmp_path / "whole" / "epoch=0.ckpt")
     finally:
         torch.use_deterministic_algorithms(False)
-    assert len(whole.losses) == 8
-    assert resumed.losses == whole.losses[4:]
-    weights: dict[str, Tensor] = whole.state_dict()
+    assert len(uninterrupted.losses) == 8
+    assert resumed.losses == uninterrupted.losses[4:]
+    weights: dict[str, Tensor] = uninterrupted.state_dict()
     for name, weight in resumed.state_dict().items():
         assert torch.equal(weight, weights[name]), name

@@ -1,4 +1,4 @@
-"""Embedding gradients exchanged by rows over GPUs, compared with one GPU."""
+"""Test that embedding gradients exchanged by rows over GPUs equal those of one GPU."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def _world(
 ) -> tuple[dict[str, float], dict[Any, tuple[dict[str, Tensor], Any]]]:
     mesh = ParallelMesh.create(ParallelLayout(size), device=torch.device("cuda", rank))
     cases = [(kind, name) for kind in KINDS for name in DIVISIONS]
-    found = {case: weights_after(mesh, DIVISIONS[case[1]], case[0]) for case in cases}
-    return errors_of_sums(mesh), found
+    weights_of_cases = {case: weights_after(mesh, DIVISIONS[case[1]], case[0]) for case in cases}
+    return errors_of_sums(mesh), weights_of_cases
 
 
 @pytest.mark.parametrize(
     "size", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
 )
-def test_exchanged_rows_give_the_gradients_of_whole_tables_on_gpus(size: int) -> None:
+def test_rows_exchanged_over_gpus_give_the_gradients_of_full_tables(size: int) -> None:
     require_gpus(size)
-    # Weights that a GPU draws are not those that a CPU draws.
+    # A GPU and a CPU draw different weights.
     twins = {kind: weights_of_twin(kind, size, "cuda") for kind in KINDS}
     limits = {"torch.float64": 1e-15, "torch.float32": 1e-6, "torch.bfloat16": 0.02}
-    for errors, found in run_world(_world, size, backend="nccl"):
+    for errors, weights_of_cases in run_world(_world, size, backend="nccl"):
         for name, error in errors.items():
             assert error <= limits.get(name, 0.0), name
-        for (kind, _), (weights, exchanges) in found.items():
+        for (kind, _), (weights, exchanges) in weights_of_cases.items():
             assert exchanges == EXPECTED[kind](size), kind
             for key, weight in weights.items():
                 torch.testing.assert_close(weight, twins[kind][key], rtol=0, atol=1e-11, msg=key)

@@ -1,4 +1,4 @@
-"""Graphs of segments compute the bits of eager steps on a GPU, wherever two eager trainings do."""
+"""Tests that graphs of segments on GPUs have eager bits where two eager trainings agree."""
 
 from __future__ import annotations
 
@@ -32,58 +32,58 @@ EXPERTS = replace(
 STEPS = (2, 2) + (3,) * 18
 
 
-def trained(case: Case, layout: ParallelLayout | None, graphs: bool, **mesh: Any) -> Trained:
+def train_on_gpu(case: Case, layout: ParallelLayout | None, graphs: bool, **mesh: Any) -> Trained:
     torch.cuda.set_device(torch.cuda.current_device())
     device = torch.device("cuda", torch.cuda.current_device())
     if layout is None:
-        made = ParallelMesh.single(device)
+        device_mesh = ParallelMesh.single(device)
     else:
-        made = ParallelMesh.create(layout, device=device, **mesh)
+        device_mesh = ParallelMesh.create(layout, device=device, **mesh)
     with torch.cuda.stream(torch.cuda.Stream()):
-        found = train(case, made, graphs=graphs)
+        result = train(case, device_mesh, graphs=graphs)
         torch.cuda.synchronize()
-        if found.runner is not None:
-            assert found.runner.failure is None, found.runner.failure
-            assert found.runner.num_graphs > 0
-            assert not found.runner.eager
-            found.runner.release()
-    return found
+        if result.runner is not None:
+            assert result.runner.failure is None, result.runner.failure
+            assert result.runner.num_graphs > 0
+            assert not result.runner.eager
+            result.runner.release()
+    return result
 
 
-def check(
+def compare_with_eager(
     case: Case, layout: ParallelLayout | None = None, what: str = "", **mesh: Any
 ) -> tuple[int, ...]:
-    """Compare a training by graphs with two eager ones, and return the slots of each chunk."""
-    expected = trained(case, layout, False, **mesh)
-    twin = trained(case, layout, False, **mesh)
-    found = trained(case, layout, True, **mesh)
-    for number, (one, other, again) in enumerate(
-        zip(found.losses, expected.losses, twin.losses, strict=True)
+    """Compare a training by graphs with two eager trainings, and return the slots of each chunk."""
+    eager = train_on_gpu(case, layout, False, **mesh)
+    second_eager = train_on_gpu(case, layout, False, **mesh)
+    by_graphs = train_on_gpu(case, layout, True, **mesh)
+    for number, (actual, expected, repeated) in enumerate(
+        zip(by_graphs.losses, eager.losses, second_eager.losses, strict=True)
     ):
-        where = f"{what}, loss {number}: {one} {other} {again}"
-        if torch.equal(other, again):
-            assert torch.equal(one, other), where
+        where = f"{what}, loss {number}: {actual} {expected} {repeated}"
+        if torch.equal(expected, repeated):
+            assert torch.equal(actual, expected), where
         else:
-            torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-3, msg=where)
-    both = zip(found.evaluated, expected.evaluated, twin.evaluated, strict=True)
-    for one, other, again in both:
-        if torch.equal(other, again):
-            assert torch.equal(one, other), f"{what}: evaluated {one} and {other}"
-    for name, one in found.parameters.items():
-        if torch.equal(expected.parameters[name], twin.parameters[name]):
-            assert torch.equal(one, expected.parameters[name]), f"{what}: {name}"
-    assert found.counts == expected.counts
-    return found.slots
+            torch.testing.assert_close(actual, expected, rtol=2e-2, atol=1e-3, msg=where)
+    evaluated = zip(by_graphs.evaluated, eager.evaluated, second_eager.evaluated, strict=True)
+    for actual, expected, repeated in evaluated:
+        if torch.equal(expected, repeated):
+            assert torch.equal(actual, expected), f"{what}: evaluated {actual} and {expected}"
+    for name, parameter in by_graphs.parameters.items():
+        if torch.equal(eager.parameters[name], second_eager.parameters[name]):
+            assert torch.equal(parameter, eager.parameters[name]), f"{what}: {name}"
+    assert by_graphs.counts == eager.counts
+    return by_graphs.slots
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("config", [GPT2, LLAMA, EXPERTS], ids=["gpt2", "llama", "experts"])
-def test_graphs_on_one_gpu(config: GPTConfig, recompute: str) -> None:
+def test_graphs_of_segments_on_one_gpu_have_eager_bits(config: GPTConfig, recompute: str) -> None:
     case = Case(
         config, "1f1b", STEPS, recompute, dtype=torch.bfloat16, length=lambda step, number: 128
     )
-    check(case, what=f"{recompute}")
+    compare_with_eager(case, what=f"{recompute}")
 
 
 @pytest.mark.gpu
@@ -92,14 +92,14 @@ def test_two_microbatches_in_flight_share_graphs_of_recomputed_layers_on_one_gpu
     config: GPTConfig,
 ) -> None:
     case = Case(config, two_in_flight, STEPS, "full", dtype=torch.bfloat16, length=_length)
-    slots = check(case, what="two in flight")
-    # Embedding and head have a slot for each microbatch in flight, and the layers one for all.
+    slots = compare_with_eager(case, what="two in flight")
+    # Embedding and head have a slot for each microbatch in flight, and the layers share one slot.
     assert slots == (2 + 1,)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
-def test_shapes_and_evaluation_share_the_memory_of_slots_on_one_gpu(config: GPTConfig) -> None:
+def test_graphs_of_several_shapes_and_of_evaluation_have_eager_bits(config: GPTConfig) -> None:
     case = Case(
         config,
         "1f1b",
@@ -110,17 +110,17 @@ def test_shapes_and_evaluation_share_the_memory_of_slots_on_one_gpu(config: GPTC
         evaluates=3,
     )
     with counted_replays() as replays:
-        check(case, what="shapes")
+        compare_with_eager(case, what="shapes")
     assert replays == {"training": sum(STEPS[2:12]), "evaluation": 11 * 3}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scope", ["embedding", "attention", "mlp", "head"])
-def test_graphs_of_one_scope_on_one_gpu(scope: str) -> None:
+def test_graphs_of_a_single_scope_on_one_gpu_have_eager_bits(scope: str) -> None:
     case = Case(
         LLAMA, "1f1b", STEPS[:8], scopes=(scope,), dtype=torch.bfloat16, length=lambda *_: 128
     )
-    check(case, what=scope)
+    compare_with_eager(case, what=scope)
 
 
 def check_two_ranks(rank: int, size: int) -> None:
@@ -130,14 +130,14 @@ def check_two_ranks(rank: int, size: int) -> None:
         layout = ParallelLayout(size, pp=2, vpp=chunks, shape=shape)
         for config in (GPT2, EXPERTS):
             case = Case(config, schedule, steps, dtype=torch.bfloat16, length=_length)
-            check(case, layout, f"{schedule} {config.experts is not None}")
-            check(replace(case, recompute="full"), layout, f"{schedule}, recomputed")
+            compare_with_eager(case, layout, f"{schedule} {config.experts is not None}")
+            compare_with_eager(replace(case, recompute="full"), layout, f"{schedule}, recomputed")
     gpt2 = Case(GPT2, microbatches=steps, dtype=torch.bfloat16, length=_length)
     llama = Case(LLAMA, microbatches=steps, dtype=torch.bfloat16, length=_length)
-    check(llama, ParallelLayout(size), "dp2")
+    compare_with_eager(llama, ParallelLayout(size), "dp2")
     # Graphs with collectives need a GPU for each rank.
     if not is_shared():
-        check(gpt2, ParallelLayout(size, tp=2), "tp2 with sp", sequence_parallel=True)
+        compare_with_eager(gpt2, ParallelLayout(size, tp=2), "tp2 with sp", sequence_parallel=True)
     for transport in ("one_sided",) if is_shared() else ("all_gather", "one_sided"):
         case = Case(
             EXPERTS,
@@ -146,7 +146,7 @@ def check_two_ranks(rank: int, size: int) -> None:
             transport=transport,  # type: ignore[arg-type]
             length=_length,
         )
-        check(case, ParallelLayout(size, ep=2), f"ep2 {transport}")
+        compare_with_eager(case, ParallelLayout(size, ep=2), f"ep2 {transport}")
 
 
 def _length(step: int, number: int) -> int:
@@ -164,8 +164,10 @@ def check_four_ranks(rank: int, size: int) -> None:
     )
     for places in (0, 1):
         case = replace(several, places=places)
-        slots = check(case, ParallelLayout(size, pp=2, ep=2), f"{places} places for clones")
-        # Embedding or head have a slot for each microbatch in flight, and the layers one for all.
+        slots = compare_with_eager(
+            case, ParallelLayout(size, pp=2, ep=2), f"{places} places for clones"
+        )
+        # Embedding or head have a slot per microbatch in flight, and the layers share one slot.
         assert slots == ((1 if rank * 2 >= size else 2) + 1,)
 
 
@@ -176,6 +178,6 @@ def test_recomputed_layers_with_experts_share_graphs_on_four_gpus() -> None:
 
 
 @pytest.mark.gpu2
-def test_graphs_on_two_gpus() -> None:
+def test_graphs_of_segments_on_two_gpus_have_eager_bits() -> None:
     require_gpus(2)
     run_world(check_two_ranks, 2, backend="nccl")

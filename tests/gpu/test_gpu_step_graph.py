@@ -1,4 +1,4 @@
-"""On GPUs, too, graphs of whole steps train bit for bit as eager steps."""
+"""Tests that graphs of full steps on GPUs have the bits of eager steps."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ GPU: dict[str, Any] = {"accelerator": "gpu", "precision": "bf16-mixed", "determi
 
 
 @pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """Let later tests use operators that are not deterministic."""
+def restore_determinism() -> Iterator[None]:
+    """Allow operators that are not deterministic in later tests."""
     yield
     torch.use_deterministic_algorithms(False)
 
 
-def on_a_stream(*args: Any, **options: Any) -> Shown:
+def fit_on_stream(*args: Any, **options: Any) -> Shown:
     """Fit on a stream that can be captured."""
     with torch.cuda.stream(torch.cuda.Stream()):
         return fit(*args, backend=lambda mesh: CudaBackend(), **{**GPU, **options})
@@ -42,26 +42,26 @@ def on_a_stream(*args: Any, **options: Any) -> Shown:
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "experts"])
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}], ids=["each", "third"])
-def test_replayed_steps_train_as_eager_ones(kind: str, options: dict[str, Any]) -> None:
-    first = on_a_stream(LM(kind), None, num_samples=80, **options)
-    eager = on_a_stream(LM(kind), None, num_samples=80, **options)
+def test_replayed_steps_have_the_bits_of_eager_steps(kind: str, options: dict[str, Any]) -> None:
+    first = fit_on_stream(LM(kind), None, num_samples=80, **options)
+    eager = fit_on_stream(LM(kind), None, num_samples=80, **options)
     assert_equal(first, eager, "two eager runs agree")
-    graphs = on_a_stream(LM(kind), FULL, num_samples=80, **options)
+    graphs = fit_on_stream(LM(kind), FULL, num_samples=80, **options)
     assert_equal(graphs, eager, kind)
     assert graphs.num_replays >= 16, graphs.said
 
 
-def test_a_scale_of_the_loss_changes_between_replays() -> None:
+def test_the_scale_of_the_loss_may_change_between_replays() -> None:
     eager, graphs = (
-        on_a_stream(LM("llama"), settings, num_samples=80, precision="16-mixed")
+        fit_on_stream(LM("llama"), settings, num_samples=80, precision="16-mixed")
         for settings in (None, FULL)
     )
     assert_equal(graphs, eager)
     assert graphs.num_replays == 18, graphs.said
 
 
-class Reading(LM):
-    """Wait for the device in the step."""
+class ReadingLM(LM):
+    """Read the loss in the step, which waits for the device."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
@@ -70,13 +70,13 @@ class Reading(LM):
 
 
 def test_a_step_that_waits_for_the_device_continues_eagerly() -> None:
-    eager, graphs = on_a_stream(Reading("gpt2"), None), on_a_stream(Reading("gpt2"), FULL)
+    eager, graphs = fit_on_stream(ReadingLM("gpt2"), None), fit_on_stream(ReadingLM("gpt2"), FULL)
     assert_equal(graphs, eager)
     assert graphs.num_replays == 0
     assert "not permitted when stream is capturing" in graphs.said[0]
 
 
-def test_draws_from_the_generator_of_the_cpu_are_refused_inside_of_streams() -> None:
+def test_draws_from_the_cpu_generator_are_refused_inside_random_streams() -> None:
     streams = RandomStreams(3, device="cuda")
     backend = CudaBackend()
     pool = GeneratorPool(torch.device("cuda"), 1)
@@ -106,25 +106,25 @@ CASES: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
 def _world(rank: int, size: int) -> None:
     for name, (kind, sizes) in CASES[size].items():
         layout = ParallelLayout(size, tp=sizes.get("tp", 1), pp=sizes.get("pp", 1))
-        found = []
+        fits = []
         for settings in (None, FULL):
             strategy = MegatronStrategy(microbatch_size=2, **sizes)
             module = LM(kind, num_layers=4)
             data = (layout.coordinates(rank)["dp"], layout.dp)
             options: dict[str, Any] = {"devices": size, "strategy": strategy, "data": data}
-            found.append(on_a_stream(module, settings, num_samples=80 * layout.dp, **options))
-        assert_equal(found[1], found[0], name)
-        assert found[1].num_replays >= 14, (name, found[1].said)
+            fits.append(fit_on_stream(module, settings, num_samples=80 * layout.dp, **options))
+        assert_equal(fits[1], fits[0], name)
+        assert fits[1].num_replays >= 14, (name, fits[1].said)
 
 
 @pytest.mark.parametrize("size", CASES)
-def test_replayed_steps_of_several_ranks_train_as_eager_ones(size: int) -> None:
+def test_replayed_steps_of_several_ranks_have_the_bits_of_eager_steps(size: int) -> None:
     require_gpus(size, needs_nccl="a captured step holds collectives")
     run_world(_world, size, backend="nccl")
 
 
 def _reading(rank: int, size: int, folder: Path) -> dict[str, tuple[set[str], set[str], int]]:
-    found = {}
+    differences = {}
     for name, (layout, options) in updates.CASES.items():
         first, second, graphs = (
             updates.fit_reading(folder / name / place, is_captured, layout, **GPU, **options)
@@ -132,13 +132,13 @@ def _reading(rank: int, size: int, folder: Path) -> dict[str, tuple[set[str], se
         )
         repeated = updates.differences(second, first)
         replays = graphs[1].replays
-        found[name] = repeated, updates.differences(graphs, first), replays["gathers"]
-    return found
+        differences[name] = repeated, updates.differences(graphs, first), replays["gathers"]
+    return differences
 
 
-def test_graphs_of_two_ranks_gather_and_sum_as_eager_steps_do(tmp_path: Path) -> None:
+def test_graphs_of_two_ranks_gather_and_sum_like_eager_steps(tmp_path: Path) -> None:
     require_gpus(2, needs_nccl="a captured step holds collectives")
-    for found in run_world(_reading, 2, tmp_path, backend="nccl"):
-        for name, (repeated, by_graphs, num_gathers) in found.items():
+    for differences in run_world(_reading, 2, tmp_path, backend="nccl"):
+        for name, (repeated, by_graphs, num_gathers) in differences.items():
             assert by_graphs <= repeated, name
             assert bool(num_gathers) == name.startswith("dp2"), name

@@ -1,4 +1,4 @@
-"""With Transformer Engine's products and norms, models train as with those of this package."""
+"""Tests that models with products and norms of Transformer Engine train like native models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ te = pytest.importorskip("transformer_engine.pytorch", reason="the extra te is n
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda", 0)
-#: Recipes of this chip with scales of the tensors themselves, and the type of the inputs.
+#: Recipes of this chip with scales of the current tensors, and None for the dtype of the inputs.
 RECIPES = (None, "tensorwise", "blockwise")
 LAYERS = {
     "column": (column_linear, engine_column_linear),
@@ -76,9 +76,9 @@ def bf16(*sizes: int, seed: int = 0) -> Tensor:
     return draw(*sizes, seed=seed, dtype=torch.bfloat16).cuda()
 
 
-def gap(found: Tensor, expected: Tensor) -> float:
-    """Return the relative size of a difference."""
-    wide = found.detach().double(), expected.detach().double()
+def gap(actual: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference, relative to the norm of the expected tensor."""
+    wide = actual.detach().double(), expected.detach().double()
     return float((wide[0] - wide[1]).norm() / wide[1].norm())
 
 
@@ -106,18 +106,18 @@ def settings(recipe: str | None) -> FP8 | None:
 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_layers_have_results_of_those_of_this_package(kind, recipe):
-    own, engine = LAYERS[kind]
-    found = run(engine, *leaves(), EngineScaling(settings(recipe), CUDA))
-    expected = run(own, *leaves())
-    assert len(found) == len(expected) == 4
-    for one, other in zip(found, expected, strict=True):
-        assert gap(one, other) < (4e-3 if recipe is None else 0.08)
+def test_layers_of_transformer_engine_agree_with_layers_of_this_package(kind, recipe):
+    native, engine = LAYERS[kind]
+    actual_tensors = run(engine, *leaves(), EngineScaling(settings(recipe), CUDA))
+    expected_tensors = run(native, *leaves())
+    assert len(actual_tensors) == len(expected_tensors) == 4
+    for actual, expected in zip(actual_tensors, expected_tensors, strict=True):
+        assert gap(actual, expected) < (4e-3 if recipe is None else 0.08)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_layers_have_results_of_the_module_of_transformer_engine(recipe):
-    # Its module takes blocks of tokens without padding only.
+def test_layers_agree_with_the_linear_module_of_transformer_engine(recipe):
+    # The module supports only complete blocks of tokens.
     hidden = bf16(128, 1024).requires_grad_()
     weight, bias = leaves()[1:]
     module = te.Linear(1024, 512, params_dtype=torch.bfloat16, device="cuda")
@@ -133,12 +133,12 @@ def test_layers_have_results_of_the_module_of_transformer_engine(recipe):
     with te.autocast(**options):
         expected = module(twin)
     expected.backward(bf16(128, 512, seed=3))
-    found = engine_column_linear(
+    actual = engine_column_linear(
         hidden, weight, bias, single_mesh(0), EngineScaling(settings(recipe), CUDA)
     )
-    found.backward(bf16(128, 512, seed=3))
-    # The bias is added before the output is rounded there, and after it here.
-    assert gap(found, expected) < 4e-3
+    actual.backward(bf16(128, 512, seed=3))
+    # The module adds the bias before it rounds the output; the layer adds it afterwards.
+    assert gap(actual, expected) < 4e-3
     assert gap(hidden.grad, twin.grad) < 1e-6
     assert gap(weight.grad, module.weight.grad) < 1e-6
     assert gap(bias.grad, module.bias.grad) < 4e-3
@@ -147,60 +147,62 @@ def test_layers_have_results_of_the_module_of_transformer_engine(recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize("is_split", [False, True])
-def test_weight_gradients_are_added_in_the_memory_of_the_sum(recipe, scale, is_split):
+def test_weight_gradients_of_transformer_engine_are_added_to_their_sum_in_place(
+    recipe, scale, is_split
+):
     scaling = EngineScaling(settings(recipe), CUDA)
     sums = torch.full((512, 1024), 7.0, device="cuda")
     parts = [GradientSlot(part, lambda: None, scale=scale) for part in sums.split([128, 384])]
-    whole = GradientSlot(sums, lambda: None, scale=scale)
+    full_slot = GradientSlot(sums, lambda: None, scale=scale)
     expected = torch.zeros(512, 1024, device="cuda", dtype=torch.float64)
     for _ in range(2):
         plain = run(engine_column_linear, *leaves(), scaling)
         expected += scale * plain[2].double()
         hidden, weight, bias = leaves()
-        set_slot(weight, StackedSlot(parts, [128, 384]) if is_split else whole)
+        set_slot(weight, StackedSlot(parts, [128, 384]) if is_split else full_slot)
         run(engine_column_linear, hidden, weight, bias, scaling)
         assert weight.grad is None
-    # Sums keep what a gradient in bfloat16 has lost.
+    # The expected gradients are rounded to bfloat16, the sums are not.
     assert gap(sums, expected) < 3e-3
 
 
-def test_scales_of_earlier_steps_are_those_of_this_package():
+def test_delayed_scales_equal_delayed_scales_of_this_package():
     results = []
     for is_engine in (True, False):
-        own = FP8("delayed", history=2, margin=1)
-        scales = DelayedScales(own, ["one"], CUDA)
-        ours = Scaling(own, False, scales.layer(0))
-        engine = EngineScaling(own, CUDA, scales.layer(0))
+        fp8 = FP8("delayed", history=2, margin=1)
+        scales = DelayedScales(fp8, ["one"], CUDA)
+        ours = Scaling(fp8, False, scales.layer(0))
+        engine = EngineScaling(fp8, CUDA, scales.layer(0))
         weight = bf16(512, 1024, seed=1).requires_grad_()
-        found = []
+        tensors = []
         for step in range(4):
             hidden = (bf16(94, 1024, seed=step) * (1.0 + step)).view(47, 2, 1024).requires_grad_()
             layer = engine_column_linear if is_engine else fp8_column_linear
             output = layer(hidden, weight, None, single_mesh(0), engine if is_engine else ours)
             with torch.no_grad():
-                # Evaluations do not count.
+                # Evaluations do not change the scales.
                 layer(hidden * 100.0, weight, None, single_mesh(0), engine if is_engine else ours)
             output.backward(bf16(94, 512, seed=step + 9).view(47, 2, 512))
             scales.end_step(single_mesh(0))
-            found += [output.detach(), hidden.grad, weight.grad.clone()]
-        results.append((found, scales.history))
+            tensors += [output.detach(), hidden.grad, weight.grad.clone()]
+        results.append((tensors, scales.history))
     assert torch.equal(results[0][1], results[1][1])
-    for one, expected in zip(results[0][0], results[1][0], strict=True):
-        assert gap(one, expected) < 1e-2
+    for actual, expected in zip(results[0][0], results[1][0], strict=True):
+        assert gap(actual, expected) < 1e-2
 
 
-def test_a_recipe_object_is_followed():
+def test_settings_of_a_recipe_object_are_used():
     recipes = import_module("transformer_engine.common.recipe")
     powers = recipes.Float8CurrentScaling(use_power_2_scales=True)
     scaling = EngineScaling(FP8(te_recipe=powers), CUDA)
     scaling.cast(bf16(16, 64), "input", columns=True, counts=True)
-    found = scaling.cast(bf16(16, 64), "input", columns=True, counts=True)
-    assert float(found._scale_inv.log2()) == round(float(found._scale_inv.log2()))
-    other = EngineScaling(FP8("tensorwise"), CUDA)
-    plain = other.cast(bf16(16, 64), "input", columns=True, counts=True)
-    assert float(plain._scale_inv.log2()) != round(float(plain._scale_inv.log2()))
-    last = recipes.DelayedScaling(margin=2, amax_history_len=7)
-    assert (FP8(te_recipe=last).history, FP8(te_recipe=last).margin) == (7, 2)
+    cast = scaling.cast(bf16(16, 64), "input", columns=True, counts=True)
+    assert float(cast._scale_inv.log2()) == round(float(cast._scale_inv.log2()))
+    plain_scaling = EngineScaling(FP8("tensorwise"), CUDA)
+    plain_cast = plain_scaling.cast(bf16(16, 64), "input", columns=True, counts=True)
+    assert float(plain_cast._scale_inv.log2()) != round(float(plain_cast._scale_inv.log2()))
+    delayed = recipes.DelayedScaling(margin=2, amax_history_len=7)
+    assert (FP8(te_recipe=delayed).history, FP8(te_recipe=delayed).margin) == (7, 2)
 
 
 @pytest.mark.parametrize("kind", ["layer", "layer without bias", "rms", "rms with offset"])
@@ -223,7 +225,9 @@ def test_norms_equal_those_of_torch(kind, is_added):
     stream, output = norm(hidden, update, with_stream=True)
     output.backward(bf16(12, 256, seed=2).view(3, 4, 256))
     twin = stream.detach().double().requires_grad_()
-    weight, *biases = (one.detach().double().requires_grad_() for one in norm.parameters())
+    weight, *biases = (
+        parameter.detach().double().requires_grad_() for parameter in norm.parameters()
+    )
     if kind.startswith("layer"):
         expected = F.layer_norm(twin, (256,), weight, biases[0] if biases else None, norm.eps)
     else:
@@ -231,8 +235,10 @@ def test_norms_equal_those_of_torch(kind, is_added):
     expected.backward(bf16(12, 256, seed=2).view(3, 4, 256).double())
     assert gap(output, expected) < 5e-3
     assert gap(hidden.grad, twin.grad) < 1e-2
-    for one, other in zip(norm.parameters(), (weight, *biases), strict=True):
-        assert gap(one.grad, other.grad) < 1e-2
+    for actual_parameter, expected_parameter in zip(
+        norm.parameters(), (weight, *biases), strict=True
+    ):
+        assert gap(actual_parameter.grad, expected_parameter.grad) < 1e-2
 
 
 def job(kind: str, layout: dict[str, Any], backend: str = "te", **more: Any) -> Job:
@@ -241,63 +247,63 @@ def job(kind: str, layout: dict[str, Any], backend: str = "te", **more: Any) -> 
     return Job(kind, "bf16-mixed", options, compares=False, **more)
 
 
-def near(found: Report, expected: Report, tolerance: float, where: str) -> None:
-    assert len(found.losses) == len(expected.losses) == STEPS
-    gaps = [abs(a - b) for a, b in zip(found.losses, expected.losses, strict=True)]
+def assert_near(actual: Report, expected: Report, tolerance: float, where: str) -> None:
+    assert len(actual.losses) == len(expected.losses) == STEPS
+    gaps = [abs(a - b) for a, b in zip(actual.losses, expected.losses, strict=True)]
     assert max(gaps) < tolerance, f"{where}: {gaps}"
-    norms = [abs(a - b) / b for a, b in zip(found.norms, expected.norms, strict=True)]
+    norms = [abs(a - b) / b for a, b in zip(actual.norms, expected.norms, strict=True)]
     assert max(norms) < 10 * tolerance, f"{where}: {norms}"
-    assert found.losses[-1] < found.losses[0] - 0.3, where
+    assert actual.losses[-1] < actual.losses[0] - 0.3, where
 
 
 @pytest.mark.parametrize("kind", ["te", "te, gpt2", "te, offset"])
-def test_training_equals_that_of_this_package(kind, capsys):
-    found = train(job(kind, {}), 1, "gpu", steps=STEPS)
+def test_training_with_transformer_engine_is_near_native_training(kind, capsys):
+    actual = train(job(kind, {}), 1, "gpu", steps=STEPS)
     expected = train(job(kind, {}, "native"), 1, "gpu", steps=STEPS)
-    near(found, expected, TOLERANCE[None], kind)
-    assert found.weights.keys() == expected.weights.keys()
-    for name, weight in found.weights.items():
+    assert_near(actual, expected, TOLERANCE[None], kind)
+    assert actual.weights.keys() == expected.weights.keys()
+    for name, weight in actual.weights.items():
         assert gap(weight, expected.weights[name]) < 3e-2, name
     with capsys.disabled():
-        print("\nlosses", kind, found.losses, expected.losses)
+        print("\nlosses", kind, actual.losses, expected.losses)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
-def test_training_in_8_bits_is_near_that_in_16(recipe, capsys):
+def test_training_in_8_bits_is_near_training_in_16_bits(recipe, capsys):
     kind = "te, blocks" if recipe == "blockwise" else "te"
-    found = train(job(kind, {"fp8": recipe}), 1, "gpu", steps=STEPS)
+    actual = train(job(kind, {"fp8": recipe}), 1, "gpu", steps=STEPS)
     expected = train(job(kind, {}, "native"), 1, "gpu", steps=STEPS)
-    near(found, expected, TOLERANCE[recipe], recipe)
-    assert found.losses != expected.losses
+    assert_near(actual, expected, TOLERANCE[recipe], recipe)
+    assert actual.losses != expected.losses
     with capsys.disabled():
-        print("\nlosses", recipe, found.losses, expected.losses)
+        print("\nlosses", recipe, actual.losses, expected.losses)
 
 
 def _train_all(rank: int, size: int, jobs: dict[str, Job]) -> dict[str, Report]:
     training.KINDS.update(CONFIGS)
-    return {name: train(one, size, "gpu", steps=STEPS) for name, one in jobs.items()}
+    return {name: train(rank_job, size, "gpu", steps=STEPS) for name, rank_job in jobs.items()}
 
 
 @pytest.mark.gpu2
-def test_layouts_of_two_ranks_train_as_one(capsys):
+def test_layouts_of_two_ranks_match_one_gpu(capsys):
     require_gpus(2)
     jobs = {name: job(kind, layout) for name, (kind, layout) in LAYOUTS.items()}
     twins = {
         (kind, layout.get("fp8")): job(kind, {"fp8": layout.get("fp8")})
         for kind, layout in LAYOUTS.values()
     }
-    expected = {key: train(one, 1, "gpu", steps=STEPS) for key, one in twins.items()}
+    expected = {key: train(twin_job, 1, "gpu", steps=STEPS) for key, twin_job in twins.items()}
     for rank, reports in enumerate(run_world(_train_all, 2, jobs, backend="nccl")):
         for name, report in reports.items():
             kind, layout = LAYOUTS[name]
             recipe = layout.get("fp8")
             with capsys.disabled():
                 print("\nlosses", name, rank, report.losses, expected[kind, recipe].losses)
-            near(report, expected[kind, recipe], TOLERANCE[recipe], f"{name}, rank {rank}")
+            assert_near(report, expected[kind, recipe], TOLERANCE[recipe], f"{name}, rank {rank}")
 
 
 def tiny_fit(strategy: MegatronStrategy, folder: Path | None = None, **options: Any) -> list[float]:
-    """Train TinyLM; return the losses of its steps."""
+    """Train TinyLM, and return the losses of its steps."""
     seed_everything(3, verbose=False)
     module = TinyLM(hidden_size=64, num_heads=4)
     ckpt = options.pop("ckpt_path", None)
@@ -313,7 +319,7 @@ def tiny_fit(strategy: MegatronStrategy, folder: Path | None = None, **options: 
         callbacks=[losses := Losses()],
         **options,
     )
-    # One batch, again and again: where an epoch goes on does not matter.
+    # All epochs have the same single batch, so the position in an epoch does not matter.
     trainer.fit(module, loader(4), ckpt_path=ckpt, weights_only=False)
     if folder is not None:
         trainer.save_checkpoint(folder)
@@ -321,7 +327,7 @@ def tiny_fit(strategy: MegatronStrategy, folder: Path | None = None, **options: 
 
 
 class Losses(import_module("lightning.pytorch").Callback):  # type: ignore[misc]
-    """Note the losses of all steps."""
+    """Record the losses of all steps."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -330,7 +336,7 @@ class Losses(import_module("lightning.pytorch").Callback):  # type: ignore[misc]
         self.values.append(float(outputs["loss"]))
 
 
-def test_the_plugin_of_lightning_is_followed():
+def test_the_precision_plugin_of_lightning_selects_transformer_engine():
     plugins = import_module("lightning.pytorch.plugins.precision")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -340,8 +346,8 @@ def test_the_plugin_of_lightning_is_followed():
     assert strategy.options.products is not None
     assert strategy.options.products.recipe == "delayed"
     assert str(strategy.precision_plugin.precision) == "bf16-true"
-    same = tiny_fit(MegatronStrategy(backend="te", fp8="delayed"), precision="bf16-true")
-    assert named == same
+    explicit = tiny_fit(MegatronStrategy(backend="te", fp8="delayed"), precision="bf16-true")
+    assert named == explicit
     assert named[-1] < named[0]
     recipe = import_module("transformer_engine.common.recipe").Float8CurrentScaling()
     plugin = plugins.TransformerEnginePrecision(
@@ -356,19 +362,19 @@ def test_the_plugin_of_lightning_is_followed():
     assert mixed != plain
 
 
-def test_checkpoints_continue_with_the_other_library(tmp_path):
+def test_checkpoints_resume_with_the_other_backend(tmp_path):
     kinds = {
         "native": MegatronStrategy,
         "te": lambda **more: MegatronStrategy(backend="te", **more),
     }
     for first, second in (("native", "te"), ("te", "native")):
         folder = tmp_path / first
-        whole = tiny_fit(kinds[first](fp8="delayed"), precision="bf16-mixed", max_steps=6)
+        uninterrupted = tiny_fit(kinds[first](fp8="delayed"), precision="bf16-mixed", max_steps=6)
         tiny_fit(kinds[first](fp8="delayed"), folder, precision="bf16-mixed", max_steps=3)
-        later = tiny_fit(
+        resumed = tiny_fit(
             kinds[second](fp8="delayed"), precision="bf16-mixed", max_steps=6, ckpt_path=folder
         )
-        assert later == pytest.approx(whole[3:], rel=2e-2)
+        assert resumed == pytest.approx(uninterrupted[3:], rel=2e-2)
 
 
 def test_a_format_that_the_chip_lacks_is_refused():

@@ -1,4 +1,4 @@
-"""On GPUs, too, captured updates leave what eager ones leave, under learning rates that change."""
+"""Tests that captured updates on GPUs have the bits of eager updates at changing learning rates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 SIZES = (1, 15, 4096, 100_003)
 
 
-class Updated:
+class UpdatedSlices:
     """Slices whose kernel reads a table of numbers, and gradients at fixed addresses."""
 
     def __init__(self, case: Case) -> None:
@@ -33,7 +33,7 @@ class Updated:
         self.is_decoupled = case.make is torch.optim.AdamW
 
     def prepare(self, number: int) -> None:
-        """Draw gradients, and set the numbers of a step."""
+        """Draw gradients, and set the numbers of the group for a step."""
         torch._foreach_copy_(self.gradients, next(self.slices.gradients(1)))
         case = self.slices.case
         group = {
@@ -46,24 +46,24 @@ class Updated:
         self.coefficient.fill_(0.3 + 0.1 * number)
 
     def run(self) -> None:
-        one = self.slices
-        one.kernel(
-            one.parameters, self.gradients, one.averages, one.squares, one.steps, one.halves,
-            self.coefficient, self.numbers.rows[0],
-            has_decay=one.case.weight_decay != 0.0, is_decoupled=self.is_decoupled,
+        slices = self.slices
+        slices.kernel(
+            slices.parameters, self.gradients, slices.averages, slices.squares, slices.steps,
+            slices.halves, self.coefficient, self.numbers.rows[0],
+            has_decay=slices.case.weight_decay != 0.0, is_decoupled=self.is_decoupled,
         )  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_captured_kernel_reads_the_numbers_of_each_step(case: Case) -> None:
-    eager, captured = Updated(case), Updated(case)
+    eager, captured = UpdatedSlices(case), UpdatedSlices(case)
     settings = CudaGraphs("full", warmup_steps=2, optimizer=True)
     with torch.cuda.stream(torch.cuda.Stream()):
         mesh = ParallelMesh.single(device=torch.device("cuda"))
         graph: UpdateGraph[None] = UpdateGraph(CudaBackend(), mesh, settings)
         for number in range(8):
-            for one in (eager, captured):
-                one.prepare(number)
+            for updated in (eager, captured):
+                updated.prepare(number)
             eager.run()
             graph.run(Update("", captured, tuple, captured.run))
         assert graph.num_graphs == 1
@@ -83,12 +83,12 @@ FITS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FITS)
-def test_a_fit_with_captured_updates_has_the_bits_of_an_eager_one(name: str) -> None:
+def test_a_fit_with_captured_updates_has_the_bits_of_an_eager_fit(name: str) -> None:
     options = {"accelerator": "gpu", "max_steps": 12, "num_samples": 64, **FITS[name]}
     eager = run(None, **options)
     repeated = differences(run(None, **options), eager)
     for mode in ("segments", "full"):
         settings = CudaGraphs(mode, optimizer=True, on_failure="error")  # type: ignore[arg-type]
-        found = run(settings, **options)
-        assert found[0].num_graphs[-1] > found[0].num_graphs[2], mode
-        assert set(differences(found, eager)) <= set(repeated), mode
+        captured = run(settings, **options)
+        assert captured[0].num_graphs[-1] > captured[0].num_graphs[2], mode
+        assert set(differences(captured, eager)) <= set(repeated), mode

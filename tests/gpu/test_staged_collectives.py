@@ -1,6 +1,6 @@
-"""Collectives staged through the host equal those of the backend, in values and in order.
+"""Tests that collectives staged through the host equal those of the backend, also in order.
 
-Here tensors of the CPU are staged, too: their results come only when they are waited for.
+The tests also stage tensors of the CPU, whose results arrive only after a wait.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def _rows(rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(6, 3, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def _transferred(axis: MeshAxis) -> Tensor:
-    """Send two tensors to the other rank, and receive its two."""
+def _exchange(axis: MeshAxis) -> Tensor:
+    """Send two tensors to the peer, and receive two from it."""
     received = [torch.zeros(6, 3, dtype=torch.float64) for _ in range(2)]
-    other = 1 - axis.rank
+    peer = 1 - axis.rank
     transfers = start_transfers(
-        [(_rows(axis.rank + 10 * number), other) for number in range(2)],
-        [(one, other) for one in received],
+        [(_rows(axis.rank + 10 * number), peer) for number in range(2)],
+        [(tensor, peer) for tensor in received],
         axis,
     )
     transfers.wait()
@@ -53,72 +53,72 @@ def _transferred(axis: MeshAxis) -> Tensor:
     return torch.stack(received)
 
 
-def _started(start: Callable[..., Any], axis: MeshAxis, *shape: int, **options: Any) -> Tensor:
+def _run(start: Callable[..., Any], axis: MeshAxis, *shape: int, **options: Any) -> Tensor:
     out = torch.zeros(shape, dtype=torch.float64)
     start(out, _rows(axis.rank), *options.pop("sizes", ()), axis, **options).wait()
     return out
 
 
-def _reduced(op: Any, axis: MeshAxis, dtype: torch.dtype = torch.float64) -> Tensor:
-    found = _rows(axis.rank, dtype)
-    start_all_reduce(found, axis, op).wait()
-    return found
+def _reduce(op: Any, axis: MeshAxis, dtype: torch.dtype = torch.float64) -> Tensor:
+    tensor = _rows(axis.rank, dtype)
+    start_all_reduce(tensor, axis, op).wait()
+    return tensor
 
 
 def _in_place(axis: MeshAxis) -> Tensor:
     """Scatter sums into a part of the summed tensor, and gather them from there."""
-    whole = _rows(axis.rank)
-    part = whole[3 * axis.rank : 3 * axis.rank + 3]
-    start_reduce_scatter(part, whole, axis).wait()
-    start_all_gather(whole, part, axis).wait()
-    return whole
+    rows = _rows(axis.rank)
+    part = rows[3 * axis.rank : 3 * axis.rank + 3]
+    start_reduce_scatter(part, rows, axis).wait()
+    start_all_gather(rows, part, axis).wait()
+    return rows
 
 
 CALLS: dict[str, Callable[[MeshAxis], Tensor]] = {
-    "sum": lambda axis: _reduced("sum", axis),
-    "mean": lambda axis: _reduced("mean", axis),
-    "max": lambda axis: _reduced("max", axis),
-    "half": lambda axis: _reduced("sum", axis, torch.bfloat16),
+    "sum": lambda axis: _reduce("sum", axis),
+    "mean": lambda axis: _reduce("mean", axis),
+    "max": lambda axis: _reduce("max", axis),
+    "half": lambda axis: _reduce("sum", axis, torch.bfloat16),
     "one number": lambda axis: all_reduce_(torch.tensor(1.5 + axis.rank), axis),
-    "scattered": lambda axis: _started(start_reduce_scatter, axis, 3, 3),
-    "scattered mean": lambda axis: _started(start_reduce_scatter, axis, 3, 3, op="mean"),
-    "gathered": lambda axis: _started(start_all_gather, axis, 12, 3),
+    "scattered": lambda axis: _run(start_reduce_scatter, axis, 3, 3),
+    "scattered mean": lambda axis: _run(start_reduce_scatter, axis, 3, 3, op="mean"),
+    "gathered": lambda axis: _run(start_all_gather, axis, 12, 3),
     "in place": _in_place,
-    "exchanged": lambda axis: _started(
+    "exchanged": lambda axis: _run(
         start_all_to_all,
         axis,
         *(4 if axis.rank == 0 else 8, 3),
         sizes=((2, 4), (2, 2)) if axis.rank == 0 else ((2, 4), (4, 4)),
     ),
     "broadcast": lambda axis: broadcast_(_rows(axis.rank), axis, 1),
-    "transferred": _transferred,
+    "transferred": _exchange,
 }
 
 
 def _compare(rank: int, size: int) -> None:
     ranks = tuple(range(size))
     plain = MeshAxis("tp", ranks, rank, dist.new_group(list(ranks)))
-    wanted = {name: call(plain) for name, call in CALLS.items()}
+    expected = {name: call(plain) for name, call in CALLS.items()}
     StagedCollectives(stages=lambda tensor: True).install()
     group = dist.new_group(list(ranks), backend="nccl", pg_options="NCCL's", device_id="a GPU")
     assert dist.get_backend(group) == "nccl"
     assert dist.get_backend(plain.group) == dist.get_backend() == "gloo"
     staged = MeshAxis("tp", ranks, rank, group)
     for name, call in CALLS.items():
-        assert torch.equal(call(staged), wanted[name]), name
+        assert torch.equal(call(staged), expected[name]), name
     barrier(staged)
     dist.barrier(group=group, device_ids=[0])
 
-    late = _rows(rank)
-    pending = start_all_reduce(late, staged)
-    assert torch.equal(late, _rows(rank)), "nobody has waited for it yet"
+    pending_sum = _rows(rank)
+    pending = start_all_reduce(pending_sum, staged)
+    assert torch.equal(pending_sum, _rows(rank)), "the result arrived before the wait"
     pending.wait()
-    assert torch.equal(late, wanted["sum"])
+    assert torch.equal(pending_sum, expected["sum"])
     pending.wait()
-    assert torch.equal(late, wanted["sum"])
+    assert torch.equal(pending_sum, expected["sum"])
 
 
-def test_staged_collectives_equal_plain_ones() -> None:
+def test_staged_collectives_equal_collectives_of_the_backend() -> None:
     run_world(_compare, 2)
 
 
@@ -129,7 +129,7 @@ def _fits(rank: int, size: int) -> tuple[dict[str, Report], dict[str, Report]]:
 
 
 @pytest.mark.slow
-def test_layouts_train_alike_by_staged_collectives() -> None:
+def test_layouts_with_staged_collectives_train_with_the_same_bits() -> None:
     for plain, staged in run_world(_fits, 2):
         for name in JOBS:
             assert staged[name].losses == plain[name].losses, name

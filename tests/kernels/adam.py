@@ -1,4 +1,4 @@
-"""The kernel of Adam against torch's optimizers in float64, for tensors of any device."""
+"""Checks that compare Adam's kernel with torch's optimizers in float64, on any device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HALF_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 @dataclass(frozen=True)
 class Case:
-    """Name the settings of an optimizer, and the types of what its kernel reads and writes."""
+    """Settings of an optimizer, and the dtypes of the tensors that its kernel reads and writes."""
 
     name: str
     make: type[torch.optim.Adam] = torch.optim.AdamW
@@ -48,7 +48,7 @@ CASES = (
 
 
 class Slices:
-    """Hold slices of flat tensors, as an optimizer's buffers do, and update them by the kernel."""
+    """Slices of flat tensors, as in an optimizer's buffers, which the kernel updates."""
 
     def __init__(
         self, sizes: Sequence[int], case: Case, device: str, moments: torch.dtype = torch.float32
@@ -102,9 +102,10 @@ class Slices:
 def check_case(
     case: Case, sizes: Sequence[int], device: str, half_roundoff: float | None = None
 ) -> None:
-    """Five steps under a changing learning rate equal torch's in float64.
+    """Compare five steps under a changing learning rate with torch's steps in float64.
 
-    Not torch's fused steps: on GPUs these take 1 - beta in float32, 2e-4 off where beta is 0.9999.
+    The reference is not torch's fused step: on GPUs it computes 1 - beta in float32, which is 2e-4
+    off for a beta of 0.9999.
     """
     ours = Slices(sizes, case, device)
     twins = [parameter.double().requires_grad_() for parameter in ours.parameters]
@@ -127,9 +128,9 @@ def check_case(
     for index, twin in enumerate(twins):
         what, state = f"{case.name}, slice of {sizes[index]}", optimizer.state[twin]
         assert ours.steps[index] == state["step"].to(device), what
-        _close(ours.parameters[index], twin.detach(), f"{what}: parameter")
-        _close(ours.averages[index], state["exp_avg"], f"{what}: first moment")
-        _close(ours.squares[index], state["exp_avg_sq"], f"{what}: second moment")
+        _assert_close(ours.parameters[index], twin.detach(), f"{what}: parameter")
+        _assert_close(ours.averages[index], state["exp_avg"], f"{what}: first moment")
+        _assert_close(ours.squares[index], state["exp_avg_sq"], f"{what}: second moment")
         if case.half is not None:
             exact = ours.parameters[index]
             allowed = (half_roundoff or HALF_ROUNDOFF[case.half]) * exact.abs() + 2.0**-25
@@ -138,16 +139,16 @@ def check_case(
             )
 
 
-def _close(actual: Tensor, expected: Tensor, what: str) -> None:
-    # Relative to the usual size of elements: a parameter that decay and steps bring near zero has
-    # larger errors.
+def _assert_close(actual: Tensor, expected: Tensor, what: str) -> None:
+    # The error is relative to the root mean square of the elements: a single parameter near zero
+    # may have a larger relative error.
     distance = float((actual - expected).abs().max() / expected.square().mean().sqrt())
     assert distance < 1e-5, f"{what}: {distance} from torch's"
 
 
 def check_narrow_moments(sizes: Sequence[int], device: str) -> None:
-    """Moments of bfloat16 fall as they must, repeat exactly, stay apart between elements, and keep
-    NaN.
+    """Check that bfloat16 moments decay at the expected rate, that a second run repeats them
+    exactly, that elements are rounded independently of each other, and that NaN remains NaN.
     """
     case = replace(CASES[0], betas=(0.9, 0.999), coefficient=None)
     num_steps = 20
@@ -159,32 +160,36 @@ def check_narrow_moments(sizes: Sequence[int], device: str) -> None:
         for _ in range(num_steps):
             ours.step([torch.zeros_like(parameter) for parameter in ours.parameters], 0.01)
         runs.append(ours)
-    first, again = runs
-    assert all(map(torch.equal, first.squares, again.squares)), "a second run rounds otherwise"
-    squares = torch.cat(first.squares).float()
-    # Rounded to nearest all would still be 1.
+    first_run, second_run = runs
+    assert all(map(torch.equal, first_run.squares, second_run.squares)), (
+        "a second run rounds differently"
+    )
+    squares = torch.cat(first_run.squares).float()
+    # With rounding to nearest, all elements would still be 1.
     assert abs(float(squares.mean()) / 0.999**num_steps - 1) < 3e-3, f"mean {float(squares.mean())}"
-    assert len(squares.unique()) > 3, "all elements are rounded alike"
-    first.step([torch.full_like(parameter, float("nan")) for parameter in first.parameters], 0.01)
-    assert torch.cat(first.squares).isnan().all(), "what is no number became one"
+    assert len(squares.unique()) > 3, "all elements are rounded the same way"
+    first_run.step(
+        [torch.full_like(parameter, float("nan")) for parameter in first_run.parameters], 0.01
+    )
+    assert torch.cat(first_run.squares).isnan().all(), "NaN became a number"
 
 
 def check_narrow_steps(sizes: Sequence[int], device: str) -> None:
-    """Steps with moments of bfloat16 are near those with float32."""
+    """Compare steps with bfloat16 moments with steps with float32 moments."""
     narrow, wide = (
         Slices(sizes, CASES[0], device, dtype) for dtype in (torch.bfloat16, torch.float32)
     )
     start = torch.cat(wide.parameters)
-    for one in (narrow, wide):
-        for gradients in one.gradients(5):
-            one.step(gradients, 0.01)
+    for slices in (narrow, wide):
+        for gradients in slices.gradients(5):
+            slices.step(gradients, 0.01)
     moved = torch.cat(wide.parameters) - start
     distance = float((torch.cat(narrow.parameters) - start - moved).norm() / moved.norm())
     assert 1e-6 < distance < 2e-2, f"updates differ by {distance}"
 
 
 def check_new_addresses(device: str) -> None:
-    """The kernel follows slices that lie elsewhere in a later step, or are fewer."""
+    """Check that the kernel follows slices that move to new addresses or are left out."""
     ours = Slices([700, 33], CASES[0], device)
     twin = Slices([700, 33], CASES[0], device)
     for number, gradients in enumerate(ours.gradients(4)):
@@ -195,10 +200,10 @@ def check_new_addresses(device: str) -> None:
         ours.step(gradients, 0.01)
         twin.step(gradients, 0.01)
     assert all(map(torch.equal, ours.parameters, twin.parameters)), "the parameters differ"
-    other = ours.parameters[1].clone()
+    expected = ours.parameters[1].clone()
     for name in ("averages", "squares", "steps", "halves"):
         setattr(ours, name, getattr(ours, name)[:1])
     ours.parameters, left_out = ours.parameters[:1], ours.parameters[1]
     ours.step([torch.ones_like(ours.parameters[0])], 0.01)
     assert ours.steps[0] == 5, "the step was not counted"
-    assert torch.equal(left_out, other), "a slice without a gradient was changed"
+    assert torch.equal(left_out, expected), "a slice without a gradient was changed"

@@ -1,6 +1,4 @@
-"""Every fused kernel against float64, for tensors of any device: results must be those of float64,
-rounded once.
-"""
+"""Checks that every fused kernel returns the float64 result rounded once, on any device."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ from tests.kernels.magnitude_checks import (
 )
 from tests.kernels.vector_checks import check_vector_products
 
-# What one rounding to nearest may change, relative to the result.
+# Largest relative change by one rounding to nearest.
 ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
@@ -76,7 +74,7 @@ REAL = Sizes(
 
 
 class Draw:
-    """Draw tensors of one dtype on one device, always the same."""
+    """Draw tensors of one dtype on one device from a fixed seed."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -102,7 +100,7 @@ def wide(tensor: Tensor) -> Tensor:
 def check_rounded(
     actual: Tensor | None, expected: Tensor | None, what: str, noise: float = 4e-6
 ) -> None:
-    """Demand the float64 result rounded once to the dtype of ``actual``, but for the noise of
+    """Assert that ``actual`` is the float64 result rounded once to its dtype, up to the noise of
     float32 arithmetic.
     """
     assert actual is not None, f"{what}: nothing"
@@ -122,8 +120,8 @@ def check_rounded(
 
 
 def check_rotary(draw: Draw, sizes: Sizes) -> None:
-    """Queries, keys and values, and the gradient of the projection for gradients of several
-    layouts.
+    """Compare queries, keys and values, and the gradient of the projection for output gradients
+    of several memory layouts.
     """
     for seq_length, batch, heads, kv_heads, head_dim in sizes.heads:
         what = f"rotary {seq_length, batch, heads, kv_heads, head_dim}"
@@ -136,7 +134,7 @@ def check_rotary(draw: Draw, sizes: Sizes) -> None:
         wide_tables = (tables[0].double(), tables[1].double())
         expected = (apply_rotary(query, wide_tables), apply_rotary(key, wide_tables), value)
         grads = [draw(*result.shape) for result in results]
-        # Attention kernels return gradients of the layout that they like.
+        # Attention kernels choose the memory layout of the gradients that they return.
         grads[1] = grads[1].permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
         grads[2] = torch.cat((grads[2], grads[2]), -1)[..., :head_dim]
         torch.autograd.backward(results, grads)
@@ -147,9 +145,9 @@ def check_rotary(draw: Draw, sizes: Sizes) -> None:
 
 
 def check_normed_rotary(draw: Draw, sizes: Sizes) -> None:
-    """Norms of heads, parts of heads, neighbours as pairs, and rows with positions of their own."""
+    """Compare norms of heads, partial rotation, interleaved pairs, and rows with own positions."""
     for seq_length, batch, heads, kv_heads, head_dim in sizes.heads:
-        for has_norm, interleaved, own_positions in (
+        for has_norm, interleaved, has_row_positions in (
             (True, False, False),
             (True, True, True),
             (False, True, False),
@@ -157,18 +155,18 @@ def check_normed_rotary(draw: Draw, sizes: Sizes) -> None:
         ):
             rotated = head_dim if has_norm != interleaved else max(head_dim // 4 * 2, 2)
             shape = seq_length, batch, heads, kv_heads, head_dim, rotated
-            what = f"normed rotary {shape}, {has_norm, interleaved, own_positions}"
+            what = f"normed rotary {shape}, {has_norm, interleaved, has_row_positions}"
             widths = [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
             qkv = draw(seq_length, batch, sum(widths))
             positions = torch.arange(seq_length, device=draw.device).expand(batch, -1)
-            if own_positions:
+            if has_row_positions:
                 positions = positions + torch.arange(batch, device=draw.device)[:, None]
             else:
                 positions = positions[:1]
             tables = position_tables(positions, rotated, dtype=draw.dtype)
             scales = tuple(draw(head_dim) for _ in range(2)) if has_norm else ()
             fast, slow = leaf(qkv), wide(qkv)
-            factors, twins = [leaf(one) for one in scales], [wide(one) for one in scales]
+            factors, twins = [leaf(scale) for scale in scales], [wide(scale) for scale in scales]
             results = kernels.norm_and_rotate_qkv(
                 fast * 1,
                 tables,
@@ -181,10 +179,10 @@ def check_normed_rotary(draw: Draw, sizes: Sizes) -> None:
             for number, twin in enumerate(twins):
                 parts[number] = F.rms_norm(parts[number], (head_dim,), twin, 1e-3)
             wide_tables = (tables[0].double(), tables[1].double())
-            turned = [apply_rotary(part, wide_tables, interleaved) for part in parts[:2]]
-            expected = (*turned, parts[2])
+            rotated_parts = [apply_rotary(part, wide_tables, interleaved) for part in parts[:2]]
+            expected = (*rotated_parts, parts[2])
             grads = [draw(*result.shape) for result in results]
-            # Attention kernels return gradients of the layout that they like.
+            # Attention kernels choose the memory layout of the gradients that they return.
             grads[1] = grads[1].permute(1, 2, 0, 3).contiguous().permute(2, 0, 1, 3)
             grads[2] = torch.cat((grads[2], grads[2]), -1)[..., :head_dim]
             torch.autograd.backward(results, grads)
@@ -197,12 +195,12 @@ def check_normed_rotary(draw: Draw, sizes: Sizes) -> None:
 
 
 def check_swiglu(draw: Draw, sizes: Sizes) -> None:
-    """Contiguous projections and slices of wider ones."""
+    """Compare SwiGLU of contiguous projections, and of slices of wider projections."""
     for seq_length, batch, features in sizes.gated:
         for is_slice in (False, True):
             what = f"swiglu {seq_length, batch, features}, slice={is_slice}"
-            whole = draw(seq_length, batch, 2 * features + (16 if is_slice else 0), scale=4.0)
-            fast, slow = leaf(whole), wide(whole)
+            projection = draw(seq_length, batch, 2 * features + (16 if is_slice else 0), scale=4.0)
+            fast, slow = leaf(projection), wide(projection)
             result = kernels.apply_swiglu(fast[..., : 2 * features])
             gate, up = slow[..., : 2 * features].chunk(2, -1)
             expected = F.silu(gate) * up
@@ -214,7 +212,7 @@ def check_swiglu(draw: Draw, sizes: Sizes) -> None:
 
 
 def check_gelu(draw: Draw, sizes: Sizes) -> None:
-    """Both kinds, with elements so large that the mass rounds to 0 or 1."""
+    """Compare both kinds of GELU, with elements so large that the normal mass rounds to 0 or 1."""
     for shape in sizes.elements:
         for kind in ("tanh", "none"):
             hidden = draw(*shape, scale=4.0)
@@ -239,8 +237,8 @@ def check_gelu(draw: Draw, sizes: Sizes) -> None:
 
 
 def check_cross_entropy(draw: Draw, sizes: Sizes) -> None:
-    """Smoothing, ignored labels, padded columns of any content, impossible tokens, with and without
-    overwriting.
+    """Compare losses with label smoothing, ignored labels, arbitrary numbers in padded columns and
+    logits of -inf, with and without overwriting the logits.
     """
     mesh = ParallelMesh.single()
     for tokens, vocab_size, padded in sizes.vocabularies:
@@ -279,7 +277,7 @@ def check_cross_entropy(draw: Draw, sizes: Sizes) -> None:
 
 
 def check_norms(draw: Draw, sizes: Sizes) -> None:
-    """Both norms, with and without an update, with and without a gradient of the stream."""
+    """Compare both norms, with and without an update, with and without a gradient of the stream."""
     for seq_length, batch, width in sizes.norms:
         for is_rms, has_update, uses_stream in (
             (True, True, True), (True, False, True), (True, False, False),
@@ -309,7 +307,7 @@ def check_norms(draw: Draw, sizes: Sizes) -> None:
             check_rounded(result, expected, what, noise=2e-5)
             grads = [draw(seq_length, batch, width) for _ in range(2)]
             pairs = [(result, grads[0]), (stream, grads[1])][: 2 if uses_stream else 1]
-            torch.autograd.backward([one for one, _ in pairs], [grad for _, grad in pairs])
+            torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
             outputs = [expected, slow][: len(pairs)]
             torch.autograd.backward(outputs, [grad.double() for _, grad in pairs])
             check_rounded(hidden.grad, slow.grad, f"{what}: input gradient", noise=2e-5)
@@ -324,10 +322,10 @@ def check_norms(draw: Draw, sizes: Sizes) -> None:
 def check_taken_gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor, what: str
 ) -> None:
-    """A norm hands the gradients of its parameters over in the place of autograd, before they are
-    rounded.
+    """Check that a norm hands gradients of its parameters to functions before it rounds them,
+    instead of to autograd.
     """
-    leaves = [leaf(one.detach()) for one in (weight, bias) if one is not None]
+    leaves = [leaf(parameter.detach()) for parameter in (weight, bias) if parameter is not None]
 
     def differentiate(*takers: Callable[[Tensor], None]) -> None:
         parameters = [*leaves, None][:2]
@@ -337,17 +335,17 @@ def check_taken_gradients(
         result.backward(grad)
 
     differentiate()
-    rounded = [one.grad for one in leaves]
-    for one in leaves:
-        one.grad = None
+    rounded = [parameter.grad for parameter in leaves]
+    for parameter in leaves:
+        parameter.grad = None
     taken: list[list[Tensor]] = [[] for _ in leaves]
     differentiate(*(parts.append for parts in taken))
-    for one, (parts,), expected in zip(leaves, taken, rounded, strict=True):
-        assert one.grad is None, f"{what}: autograd got the gradient as well"
+    for parameter, (parts,), expected in zip(leaves, taken, rounded, strict=True):
+        assert parameter.grad is None, f"{what}: autograd got the gradient as well"
         assert parts.dtype == torch.float32, (
             f"{what}: a gradient was rounded before it was handed over"
         )
-        assert torch.equal(parts.sum(0).to(one.dtype), expected), (
+        assert torch.equal(parts.sum(0).to(parameter.dtype), expected), (
             f"{what}: the gradient that was handed over"
         )
 
@@ -357,13 +355,15 @@ def serve(tensor: Tensor) -> bool:
 
 
 def use_kernels_everywhere() -> None:
-    """Let layers use the kernels for all tensors of this process."""
+    """Make layers use the kernels for all tensors of this process."""
     choose_kernels.is_served = serve
     choose_kernels.choose_kernels = lambda device: choose_kernels.KernelChoice(kernels, "a test")
 
 
 def check_token_attention(draw: Draw, sizes: Sizes) -> None:
-    """Places at the start, in the middle, at the end and in a ring; rows with padding."""
+    """Compare places at the start, in the middle, at the end and past the end of a ring buffer, and
+    rows with padding.
+    """
     for slots, batch, heads, kv_heads, head_dim in sizes.heads:
         for place in {0, slots // 2, slots - 1, slots + 2}:
             for has_padding in (False, True):
@@ -371,7 +371,7 @@ def check_token_attention(draw: Draw, sizes: Sizes) -> None:
                 query = draw(1, batch, heads, head_dim)
                 keys = draw(batch, kv_heads, slots, head_dim)
                 values = draw(batch, kv_heads, slots, head_dim + 5)
-                # No token has been there yet.
+                # Slots behind the current token are still empty.
                 keys[:, :, place + 1 :] = torch.nan
                 values[:, :, place + 1 :] = torch.nan
                 padding = None
@@ -384,8 +384,8 @@ def check_token_attention(draw: Draw, sizes: Sizes) -> None:
                 stored = torch.cat((keys, values), -1)[:, :, place % slots]
                 assert torch.equal(stored, torch.cat(new, -1)[0]), what
                 result = kernels.attend_one_token(query, keys, values, at, padding, scale)
-                given = query.double(), keys.double().nan_to_num(), values.double()
-                expected = attend_by_mask(*given, at, padding, scale)
+                arguments = query.double(), keys.double().nan_to_num(), values.double()
+                expected = attend_by_mask(*arguments, at, padding, scale)
                 # The weights are rounded before they are multiplied by the values.
                 noise = 4e-6 + 2 * ROUNDOFF[query.dtype] * float(values.nan_to_num().abs().max())
                 check_rounded(result, expected, what, noise=noise)

@@ -1,4 +1,4 @@
-"""The kernels that plan clones against the plan in whole numbers, and against operators of torch."""
+"""Checks that compare kernels that plan clones with the Python plan and with torch operators."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.plan.clone_draws import drawn_counts, drawn_selections
 
 @dataclass(frozen=True)
 class CloneSizes:
-    """Sizes of the checks of clones.
+    """Sizes for the checks of clones.
 
     Args:
         plans: Number of plans of drawn counts.
         routings: Number of routings of drawn selections.
-        layers: Ranks, experts, places of a rank, tokens of a rank, choices.
+        layers: Ranks, experts, places per rank, tokens per rank, choices per token.
     """
 
     plans: int
@@ -34,15 +34,15 @@ class CloneSizes:
 
 
 def check_clones(draw: Draw, sizes: CloneSizes) -> None:
-    """Demand the same numbers."""
+    """Compare plans and physical experts with those of the Python plan."""
     for number, drawn in enumerate(drawn_counts(sizes.plans)):
         plan = plan_clones(drawn.counts, drawn.places, drawn.min_rows)
         dtype = torch.int32 if number % 2 else torch.int64
         counts = torch.tensor(drawn.counts, dtype=dtype, device=draw.device)
         owners, amounts, off, rows = kernels.assign_clones(counts, drawn.places, drawn.min_rows)
-        found = owners.tolist(), amounts.tolist(), [*map(tuple, off.tolist())], rows.tolist()
+        actual = owners.tolist(), amounts.tolist(), [*map(tuple, off.tolist())], rows.tolist()
         expected = [*plan.owners], [*plan.amounts], [*plan.off], [*plan.rows]
-        assert found == expected, f"{drawn}: {found} instead of {expected}"
+        assert actual == expected, f"{drawn}: {actual} instead of {expected}"
         assert {owners.dtype, amounts.dtype, off.dtype, rows.dtype} == {torch.int64}
     for routing in drawn_selections(sizes.routings):
         plan = plan_clones(routing.counts, routing.places)
@@ -65,7 +65,7 @@ def check_clones(draw: Draw, sizes: CloneSizes) -> None:
 def check_layer(
     draw: Draw, ranks: int, num_experts: int, places: int, tokens: int, top_k: int
 ) -> None:
-    """Compare a layer of any size with operators of torch."""
+    """Compare the plan of a layer of any size with operators of torch."""
     what = f"{ranks, num_experts, places, tokens, top_k}"
     layout = ExpertPlaces(ranks, num_experts, places)
     popularity = torch.rand(num_experts, generator=draw.generator, device=draw.device)
@@ -73,17 +73,17 @@ def check_layer(
     selected = (noise + popularity).topk(top_k).indices
     nowhere = torch.rand(selected.shape, generator=draw.generator, device=draw.device) < 0.1
     selected[nowhere] = -1
-    maps = [sort_by_expert(own, 0, num_experts) for own in selected]
-    counts = torch.stack([one.ends.diff(prepend=one.ends.new_zeros(1)) for one in maps])
+    maps = [sort_by_expert(experts, 0, num_experts) for experts in selected]
+    counts = torch.stack([row_map.ends.diff(prepend=row_map.ends.new_zeros(1)) for row_map in maps])
     expected = place_by_torch(counts, layout, 3)
-    found = PlacedClones(layout, *kernels.assign_clones(counts, places, 3))
+    actual = PlacedClones(layout, *kernels.assign_clones(counts, places, 3))
     for name in ("owners", "amounts", "off", "rows"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), f"{what}: {name}"
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), f"{what}: {name}"
     assert expected.amounts.any(), f"{what}: nothing moves"
     for rank, (experts, row_map) in enumerate(zip(selected, maps, strict=True)):
         physical = kernels.physical_experts(
-            experts, row_map.rows, row_map.ends, found.owners, found.off[rank],
+            experts, row_map.rows, row_map.ends, actual.owners, actual.off[rank],
             layout.homes, places,
         )  # fmt: skip
-        same = physical_by_torch(experts, row_map, expected, rank)
-        assert torch.equal(physical, same), f"{what}: physical experts of rank {rank}"
+        expected_physical = physical_by_torch(experts, row_map, expected, rank)
+        assert torch.equal(physical, expected_physical), f"{what}: physical experts of rank {rank}"

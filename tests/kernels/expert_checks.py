@@ -1,5 +1,5 @@
-"""The kernels of experts against plain torch in float64, for tensors of any device: forward and all
-gradients.
+"""Checks that compare results and all gradients of the kernels of experts with plain torch in
+float64, on any device.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class ExpertSizes:
     Args:
         routings: Tokens, experts, choices, size of a token.
         inner: Rows, inner features, rows past the last end.
-        routers: Sequences, their length, and what the configuration of the experts says.
-        peers: Ranks, tokens of each, experts, choices, size of a token.
+        routers: Sequences, their length, and settings of the configuration of experts.
+        peers: Ranks, tokens per rank, experts, choices, size of a token.
         clones: Sizes of the plans of clones.
-        peer_clones: Ranks, experts, places of a rank, shapes of an expert's matrices.
-        ways: How tokens choose.
-        logits: What routers are given.
+        peer_clones: Ranks, experts, places per rank, shapes of an expert's matrices.
+        ways: How tokens choose experts.
+        logits: Kinds of logits of routers.
     """
 
     routings: tuple[tuple[int, int, int, int], ...]
@@ -54,7 +54,7 @@ class ExpertSizes:
         "some nowhere",
         "all nowhere",
     )
-    logits: tuple[str, ...] = ("random", "ties", "all alike")
+    logits: tuple[str, ...] = ("random", "ties", "all equal")
 
 
 ROUTERS: tuple[dict[str, object], ...] = (
@@ -120,7 +120,7 @@ REAL = ExpertSizes(
 )  # fmt: skip
 
 
-def choices(draw: Draw, tokens: int, num_experts: int, top_k: int, routing: str) -> Tensor:
+def draw_choices(draw: Draw, tokens: int, num_experts: int, top_k: int, routing: str) -> Tensor:
     """Draw the experts of tokens; a token chooses an expert at most once."""
     scores = torch.rand(tokens, num_experts, generator=draw.generator, device=draw.device)
     if routing == "all to the same":
@@ -133,26 +133,26 @@ def choices(draw: Draw, tokens: int, num_experts: int, top_k: int, routing: str)
     return torch.full_like(experts, -1) if routing == "all nowhere" else experts
 
 
-def maps(draw: Draw, sizes: ExpertSizes) -> list[tuple[str, RowMap, int]]:
+def row_maps(draw: Draw, sizes: ExpertSizes) -> list[tuple[str, RowMap, int]]:
     """List row maps of all routings: for all experts, and for some of them in the middle."""
-    found = []
+    named_maps = []
     for tokens, num_experts, top_k, width in sizes.routings:
         for routing in sizes.ways:
-            experts = choices(draw, tokens, num_experts, top_k, routing)
+            experts = draw_choices(draw, tokens, num_experts, top_k, routing)
             for first, here in ((0, num_experts), (num_experts // 3, (num_experts + 1) // 2)):
                 name = (
                     f"{tokens, num_experts, top_k, width}, {routing}, experts {first} to "
                     f"{first + here}"
                 )
-                found.append((name, sort_by_expert(experts, first, here), width))
-    return found
+                named_maps.append((name, sort_by_expert(experts, first, here), width))
+    return named_maps
 
 
 def check_sort(draw: Draw, sizes: ExpertSizes) -> None:
-    """The row map is that of a stable sort, to the last number."""
+    """Compare the row map with that of a stable sort, exactly."""
     for tokens, num_experts, top_k, _ in sizes.routings:
         for routing in sizes.ways:
-            experts = choices(draw, tokens, num_experts, top_k, routing)
+            experts = draw_choices(draw, tokens, num_experts, top_k, routing)
             for first, here in ((0, num_experts), (num_experts // 3, (num_experts + 1) // 2)):
                 expected = sort_by_expert(experts, first, here)
                 pairs, rows, ends = kernels.sort_selections(experts, first, here)
@@ -168,8 +168,8 @@ def check_sort(draw: Draw, sizes: ExpertSizes) -> None:
                 assert ends.dtype == torch.int32, f"{what}: ends are {ends.dtype}"
 
 
-def tail_is_unread(row_map: RowMap, rows: Tensor) -> Tensor:
-    """Put NaN into the rows past the last end."""
+def with_nan_tail(row_map: RowMap, rows: Tensor) -> Tensor:
+    """Return the rows with NaN past the last end, to show whether they are read."""
     past = torch.arange(rows.shape[0], device=rows.device) >= row_map.ends[-1]
     return rows.masked_fill(past.view(-1, *[1] * (rows.dim() - 1)), torch.nan)
 
@@ -179,8 +179,8 @@ def is_row(row_map: RowMap, num_rows: int) -> Tensor:
 
 
 def check_permute(draw: Draw, sizes: ExpertSizes) -> None:
-    """Rows, scales and both gradients, with NaN in the rows past the last end."""
-    for name, row_map, width in maps(draw, sizes):
+    """Compare rows, scales and both gradients, with NaN in the rows past the last end."""
+    for name, row_map, width in row_maps(draw, sizes):
         tokens, top_k = row_map.rows.shape
         hidden, probabilities = leaf(draw(tokens, width)), leaf(draw(tokens, top_k).float())
         num_rows = row_map.pairs.shape[0]
@@ -194,8 +194,8 @@ def check_permute(draw: Draw, sizes: ExpertSizes) -> None:
             f"permute {name}: scales"
         )
         grads = (
-            tail_is_unread(row_map, draw(num_rows, width)),
-            tail_is_unread(row_map, draw(num_rows).float()),
+            with_nan_tail(row_map, draw(num_rows, width)),
+            with_nan_tail(row_map, draw(num_rows).float()),
         )
         torch.autograd.backward((rows, scales), grads)
         expected = torch.zeros(tokens * top_k, width, dtype=torch.float64, device=draw.device)
@@ -222,17 +222,17 @@ def check_grad(actual: Tensor | None, expected: Tensor, what: str, noise: float 
 
 
 def check_unpermute(draw: Draw, sizes: ExpertSizes) -> None:
-    """Sums with and without probabilities, and their gradients, with NaN in the rows past the last
-    end.
+    """Compare sums with and without probabilities, and their gradients, with NaN in the rows past
+    the last end.
     """
-    for name, row_map, width in maps(draw, sizes):
+    for name, row_map, width in row_maps(draw, sizes):
         tokens, top_k = row_map.rows.shape
         num_rows = row_map.pairs.shape[0]
         is_here = is_row(row_map, num_rows)
         pairs = row_map.pairs[is_here]
         for is_weighed in (False, True):
             what = f"unpermute {name}, weighed {is_weighed}"
-            rows = leaf(tail_is_unread(row_map, draw(num_rows, width)))
+            rows = leaf(with_nan_tail(row_map, draw(num_rows, width)))
             probabilities = leaf(draw(tokens, top_k).float()) if is_weighed else None
             result = kernels.unpermute_rows(rows, probabilities, row_map.rows, row_map.ends)
             outer = draw(tokens, width)
@@ -259,21 +259,23 @@ def check_unpermute(draw: Draw, sizes: ExpertSizes) -> None:
 
 
 def check_swiglu(draw: Draw, sizes: ExpertSizes) -> None:
-    """Rows before the last end alone, which a group without rows follows; what is past it is NaN."""
-    check_weighted(draw, sizes, kernels.apply_weighted_swiglu, lambda gate, up: F.silu(gate) * up)
+    """Compare the rows before the last end; the last group is empty, and later rows are NaN."""
+    check_weighted_activation(
+        draw, sizes, kernels.apply_weighted_swiglu, lambda gate, up: F.silu(gate) * up
+    )
 
 
 def check_clamped_swiglu(draw: Draw, sizes: ExpertSizes) -> None:
-    """Features within and beyond the bounds."""
+    """Compare features within and beyond the bounds."""
 
-    def expected(gate: Tensor, up: Tensor) -> Tensor:
+    def reference(gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
         return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
-    check_weighted(draw, sizes, kernels.apply_weighted_clamped_swiglu, expected)
+    check_weighted_activation(draw, sizes, kernels.apply_weighted_clamped_swiglu, reference)
 
 
-def check_weighted(
+def check_weighted_activation(
     draw: Draw,
     sizes: ExpertSizes,
     run: Callable[[Tensor, Tensor, Tensor], Tensor],
@@ -307,19 +309,19 @@ def check_weighted(
 
 
 def logits_of(draw: Draw, tokens: int, num_experts: int, kind: str) -> Tensor:
-    """Draw logits; ties are between numbers that float32 holds."""
+    """Draw logits; ties are between numbers that float32 represents exactly."""
     logits = 2 * torch.randn(tokens, num_experts, generator=draw.generator, device=draw.device)
     if kind == "ties":
         return logits.round()
-    return torch.zeros_like(logits) if kind == "all alike" else logits
+    return torch.zeros_like(logits) if kind == "all equal" else logits
 
 
 def check_router(draw: Draw, sizes: ExpertSizes) -> None:
-    """Choices to the last one, also between equal scores; everything else to float32's precision."""
+    """Compare choices exactly, also between equal scores, and all else to float32's precision."""
     for num_sequences, length, settings in sizes.routers:
         config = ExpertsConfig(ffn_hidden_size=4, aux_loss=0.1, **settings)  # type: ignore[arg-type]
         for kind in sizes.logits:
-            # Dealing in turn depends on the numbers of experts alone.
+            # Round-robin choices depend only on the number of experts.
             for round_robin_start in (None, 5) if config.num_experts < 32 else (None,):
                 what = (
                     f"router {num_sequences, length}, {settings}, {kind}, turn {round_robin_start}"
@@ -339,26 +341,27 @@ def check_routed(
     draw: Draw, logits: Tensor, bias: Tensor | None, config: ExpertsConfig, num_sequences: int, round_robin_start: int | None,
     what: str,
 ) -> None:  # fmt: skip
-    """Compare a router with that of torch: choices with those in float32, all else in float64 for
-    the same choices.
+    """Compare a router with that of torch: choices with those in float32, and all else with float64
+    for the same choices.
     """
     classes = num_sequences if config.aux_loss_scope == "sequence" else 1
-    found = score_tokens(logits, bias, config, classes, round_robin_start, kernels)
-    same = score_tokens(logits.detach(), bias, config, classes, round_robin_start)
-    check_choices(found, same, logits.detach(), bias, config, what)
+    actual = score_tokens(logits, bias, config, classes, round_robin_start, kernels)
+    choices_of_torch = score_tokens(logits.detach(), bias, config, classes, round_robin_start)
+    check_choices(actual, choices_of_torch, logits.detach(), bias, config, what)
     slow = wide(logits)
-    expected = weigh_selected(slow, found.experts, found.experts, config, classes)
+    expected = weigh_selected(slow, actual.experts, actual.experts, config, classes)
     names = ("probabilities", "share_sums", "square_sum")
     for name in (*names, "entropy_sum"):
-        check_grad(getattr(found, name), getattr(expected, name), f"{what}: {name}", noise=1e-5)
-    results, twins = ([getattr(one, name) for name in names] for one in (found, expected))
+        check_grad(getattr(actual, name), getattr(expected, name), f"{what}: {name}", noise=1e-5)
+    results, twins = ([getattr(output, name) for name in names] for output in (actual, expected))
     outer = [
-        torch.randn(one.shape, generator=draw.generator, device=draw.device) for one in results
+        torch.randn(result.shape, generator=draw.generator, device=draw.device)
+        for result in results
     ]
     torch.autograd.backward(results, outer, retain_graph=True)
-    torch.autograd.backward(twins, [one.double() for one in outer], retain_graph=True)
+    torch.autograd.backward(twins, [grad.double() for grad in outer], retain_graph=True)
     check_grad(logits.grad, slow.grad, f"{what}: gradient", noise=2e-5)
-    # Of probabilities alone, as in evaluation or without losses.
+    # The gradient of the probabilities alone, as in evaluation or without losses.
     alone = torch.autograd.grad(results[0], logits, outer[0])[0]
     check_grad(
         alone,
@@ -369,41 +372,41 @@ def check_routed(
 
 
 def check_choices(
-    found: RouterOutput,
+    actual: RouterOutput,
     expected: RouterOutput,
     logits: Tensor,
     bias: Tensor | None,
     config: ExpertsConfig,
     what: str,
 ) -> None:
-    """Demand the same choices, but between scores or groups that are equal but for rounding."""
-    is_same = torch.equal(found.experts, expected.experts)
+    """Assert equal choices, except between scores or groups that differ by rounding alone."""
+    is_same = torch.equal(actual.experts, expected.experts)
     if is_same:
-        assert torch.equal(found.load, expected.load), f"{what}: load"
-        assert torch.equal(found.unbiased_load, expected.unbiased_load), (
+        assert torch.equal(actual.load, expected.load), f"{what}: load"
+        assert torch.equal(actual.unbiased_load, expected.unbiased_load), (
             f"{what}: load without biases"
         )
         return
-    classes, slack = found.load.shape[0], 2e-6
+    classes, slack = actual.load.shape[0], 2e-6
     load = tokens_per_expert_of_sequences(
-        found.experts.unflatten(0, (-1, classes)), config.num_experts
+        actual.experts.unflatten(0, (-1, classes)), config.num_experts
     )
-    assert torch.equal(found.load, load), f"{what}: load"
+    assert torch.equal(actual.load, load), f"{what}: load"
     scores = (
         logits.double().softmax(-1) if config.scoring == "softmax" else logits.double().sigmoid()
     )
     scores = scores if bias is None else scores + bias
     by_group = scores.unflatten(-1, (config.num_groups, -1))
     size, eligible = by_group.shape[-1], config.top_k_groups
-    is_left = torch.ones_like(scores, dtype=torch.bool).scatter_(-1, found.experts, False)
+    is_left = torch.ones_like(scores, dtype=torch.bool).scatter_(-1, actual.experts, False)
     if eligible < config.num_groups:
-        worth = by_group.topk(config.best_of_group, -1).values.sum(-1)
-        best = worth.topk(eligible + 1).values
-        chosen = worth.gather(-1, found.experts // size)
+        group_scores = by_group.topk(config.best_of_group, -1).values.sum(-1)
+        best = group_scores.topk(eligible + 1).values
+        chosen = group_scores.gather(-1, actual.experts // size)
         assert (chosen >= best[:, -2:-1] - slack).all(), f"{what}: choices in other groups"
-        # Those that are among the best beyond doubt.
-        is_left &= (worth > best[:, -1:] + slack).repeat_interleave(size, -1)
-    picked = scores.gather(-1, found.experts)
+        # Only groups that are certainly among the best.
+        is_left &= (group_scores > best[:, -1:] + slack).repeat_interleave(size, -1)
+    picked = scores.gather(-1, actual.experts)
     assert (picked.diff() <= slack).all(), f"{what}: not the best first"
     assert (scores.masked_fill(~is_left, -1.0).amax(-1) <= picked[:, -1] + slack).all(), (
         f"{what}: not the best"
@@ -411,7 +414,7 @@ def check_choices(
 
 
 def check_losses(draw: Draw, sizes: ExpertSizes) -> None:
-    """Gradients of a router's losses, and the sums of a step, as operators of torch make them in
+    """Compare gradients of a router's losses, and the sums of a step, with operators of torch in
     float64.
     """
     for classes, num_experts in ((1, 8), (3, 5), (2, 130), (1, 1)):
@@ -437,17 +440,17 @@ def check_attached(
 ) -> None:
     """Attach losses to a tensor and count a microbatch twice, by the kernels and by torch."""
     classes, num_experts = counts.shape
-    # As the router's kernel has them: rows with more numbers behind the shares.
+    # As in the router's kernel, rows have two more numbers behind the shares.
     totals = torch.rand(classes, num_experts + 2, generator=draw.generator, device=draw.device)
     outer = torch.randn(4, 2, generator=draw.generator, device=draw.device)
     before = torch.rand(
         RoutingSum.LOAD + num_experts, generator=draw.generator, device=draw.device
     ).double()
-    found = []
-    for of_kernels, dtype in ((kernels, torch.float32), (None, torch.float64)):
+    results = []
+    for kernels_or_none, dtype in ((kernels, torch.float32), (None, torch.float64)):
         total, x = leaf(totals.to(dtype)), leaf(outer.to(dtype) + 1)
         numbers = load_factors, 0.3, total[0, num_experts], square_coefficient
-        losses = RouterLosses(total[:, :num_experts], *numbers, of_kernels)
+        losses = RouterLosses(total[:, :num_experts], *numbers, kernels_or_none)
         scale = torch.zeros((), dtype=torch.float64, device=draw.device) if is_late else 0.7
         attached = losses.attach_to(x, scale)
         assert torch.equal(attached, x), f"{what}: not the same numbers"
@@ -462,19 +465,19 @@ def check_attached(
             entropy, load = total.detach()[0, num_experts + 1], counts.sum(0, dtype=torch.int32)
             statistics.add_(Routing(outer, outer.long(), load, load, dropped, entropy, losses))
         gradient = torch.zeros_like(total) if total.grad is None else total.grad
-        found.append((x.grad, gradient, statistics.sums))
-    assert torch.equal(found[0][0], outer), f"{what}: the gradient of what losses are attached to"
-    check_grad(found[0][1], found[1][1], f"{what}: gradient", noise=1e-6)
-    # Counts are whole, so that the largest numbers do not hide the others.
-    loads = [(sums - before)[RoutingSum.LOAD :].round() for _, _, sums in found]
+        results.append((x.grad, gradient, statistics.sums))
+    assert torch.equal(results[0][0], outer), f"{what}: the gradient of what losses are attached to"
+    check_grad(results[0][1], results[1][1], f"{what}: gradient", noise=1e-6)
+    # Counts are integers, and an exact comparison does not let the largest ones hide the others.
+    loads = [(sums - before)[RoutingSum.LOAD :].round() for _, _, sums in results]
     assert torch.equal(*loads), f"{what}: load"
-    numbers, wanted = (sums[: RoutingSum.LOAD] for _, _, sums in found)
-    check_grad(numbers.float(), wanted, f"{what}: sums", noise=1e-6)
+    actual, expected = (sums[: RoutingSum.LOAD] for _, _, sums in results)
+    check_grad(actual.float(), expected, f"{what}: sums", noise=1e-6)
 
 
 def check_split(draw: Draw, sizes: ExpertSizes) -> None:
-    """Two parts have twice the precision of one, and the first is the number rounded as torch
-    rounds it.
+    """Check that the sum of both parts has twice the precision of one part, and that the first part
+    is the number as torch rounds it.
     """
     for tokens, width in ((5, 7), (40, 64), (0, 4)):
         values = torch.randn(tokens, width, generator=draw.generator, device=draw.device)
@@ -484,11 +487,11 @@ def check_split(draw: Draw, sizes: ExpertSizes) -> None:
         high = values.to(draw.dtype)
         check_grad(parts.float().sum(1), values.double(), f"split {tokens, width}", noise=2.0**-14)
         assert parts[:, 0].equal(high) or draw.device.type == "cpu", (
-            f"split {tokens, width}: rounded otherwise"
+            f"split {tokens, width}: rounded differently"
         )
 
 
-#: Checks of scores and numbers, which have no half type.
+#: Checks of scores and integers, which have no half-precision type.
 ONLY_FLOAT32 = {"sort", "router", "losses", "clones"}
 CHECKS: dict[str, Callable[[Draw, ExpertSizes], None]] = {
     "sort": check_sort,

@@ -1,8 +1,7 @@
-"""Run the checks of the kernels in Triton's interpreter, on the CPU; printed is what failed, as
-JSON.
+"""Run the checks of the kernels in Triton's interpreter on the CPU, and print failures as JSON.
 
-A program of its own, because Triton decides between interpreter and compiler when a kernel is
-defined.
+This is a separate program, because Triton decides between interpreter and compiler when a kernel
+is defined.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ _splat = interpreter.InterpreterBuilder.create_splat
 def _splat_truth(
     builder: interpreter.InterpreterBuilder, kind: tl.block_type, value: interpreter.TensorHandle
 ) -> interpreter.TensorHandle:
-    # The handle of a comparison has the dtype of what is compared, into which Triton 3.9 converts
-    # its truth values; masks must have truth values.
+    # The handle of a comparison has the dtype of the compared numbers, into which Triton 3.9
+    # converts the truth values; masks must have truth values.
     if kind.scalar.is_bool():
         value = interpreter.TensorHandle(value.data.astype(np.bool_), tl.int1)
     return _splat(builder, kind, value)
@@ -59,35 +58,37 @@ _dot = interpreter.InterpreterBuilder.create_dot
 
 def _dot_of_bfloat16(
     builder: interpreter.InterpreterBuilder,
-    one: interpreter.TensorHandle,
-    other: interpreter.TensorHandle,
-    *rest: object,
+    left: interpreter.TensorHandle,
+    right: interpreter.TensorHandle,
+    *options: object,
 ) -> interpreter.TensorHandle:
-    # The interpreter multiplies the bits of bfloat16 as whole numbers.
-    given = (
-        builder.create_fp_ext(each, tl.float32) if each.dtype.scalar == tl.bfloat16 else each
-        for each in (one, other)
+    # The interpreter would multiply the bits of bfloat16 as integers.
+    operands = (
+        builder.create_fp_ext(operand, tl.float32)
+        if operand.dtype.scalar == tl.bfloat16
+        else operand
+        for operand in (left, right)
     )
-    return _dot(builder, *given, *rest)
+    return _dot(builder, *operands, *options)
 
 
 interpreter._patch_lang_tensor = _patch_for_new_numpy
 interpreter.InterpreterBuilder.create_splat = _splat_truth
 interpreter.InterpreterBuilder.create_dot = _dot_of_bfloat16
-# The interpreter cuts bfloat16 off instead of rounding it.
+# The interpreter truncates bfloat16 instead of rounding it.
 ROUNDOFF[torch.bfloat16] = 2.0**-7
-# Few programs, so that each has several rows.
+# Few programs, so that each program has several rows.
 norm._PROGRAMS = 4
 normed_rotary._PROGRAMS = 3
 
 
-# Kind of model, what is recomputed, label smoothing.
-WHOLE = (
+# Kind of model, recomputed parts, label smoothing.
+FULL_MODELS = (
     ("llama", "none", 0.0), ("llama", "full", 0.1), ("gpt2", "selective", 0.0), ("post-norm", "full", 0.0),
     ("dropout", "full", 0.0), ("llama", "selective", 0.0), ("gemma", "none", 0.0), ("neox", "full", 0.0),
     ("glm", "selective", 0.0),
 )  # fmt: skip
-CUT = (("llama", "full", 0.1), ("gpt2", "none", 0.0), ("gemma", "selective", 0.0))
+SHARDED_MODELS = (("llama", "full", 0.1), ("gpt2", "none", 0.0), ("gemma", "selective", 0.0))
 
 
 def check_models(mesh: ParallelMesh, cases: tuple[tuple[str, str, float], ...]) -> None:
@@ -106,7 +107,7 @@ def check_models(mesh: ParallelMesh, cases: tuple[tuple[str, str, float], ...]) 
 
 
 def check_hand_over() -> None:
-    """Compare models in 8 bits with themselves without magnitudes that kernels find."""
+    """Compare models in 8 bits whose kernels find magnitudes with the same models without these."""
     for kind, recompute in (("llama", "none"), ("llama", "full"), ("gpt2", "none")):
         mesh = ParallelMesh.single(seed=0)
         casts = compare_hand_over(CONFIGS[kind], mesh, recompute=recompute)
@@ -115,13 +116,13 @@ def check_hand_over() -> None:
 
 
 def check_shards(rank: int, size: int) -> None:
-    """Cut models over the tensor axis."""
+    """Compare models that are sharded over the tensor axis."""
     use_kernels_everywhere()
     for sequence_parallel in (False, True):
         mesh = ParallelMesh.create(
             ParallelLayout(world_size=2, tp=2), seed=0, sequence_parallel=sequence_parallel
         )
-        check_models(mesh, CUT[int(sequence_parallel) :])
+        check_models(mesh, SHARDED_MODELS[int(sequence_parallel) :])
         mesh.destroy()
 
 
@@ -132,12 +133,12 @@ def check_one_shot_of_rank(rank: int, size: int, folder: str) -> None:
         torch.from_file(str(Path(folder) / str(peer)), shared=True, size=length, dtype=torch.int64)
         for peer in range(size)
     ]
-    pointers = torch.tensor([one.data_ptr() for one in regions])
+    pointers = torch.tensor([region.data_ptr() for region in regions])
     check_one_shot(rank, size, lambda x, op: kernels.reduce_one_shot_(x, pointers, rank, op), "cpu")
 
 
 def check_shared_files() -> None:
-    """Reduce tensors over processes."""
+    """Check all-reduces over processes that share files."""
     with tempfile.TemporaryDirectory() as folder:
         run_world(check_one_shot_of_rank, 3, folder)
 
@@ -152,7 +153,7 @@ def main(selected: list[str]) -> None:
         for name, check in CHECKS.items()
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
     }
-    checks["models"] = lambda: check_models(ParallelMesh.single(seed=0), WHOLE)
+    checks["models"] = lambda: check_models(ParallelMesh.single(seed=0), FULL_MODELS)
     checks["hand-over"] = check_hand_over
     checks["one shot"] = check_shared_files
     checks["shards"] = lambda: run_world(check_shards, 2)

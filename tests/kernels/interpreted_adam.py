@@ -1,8 +1,7 @@
-"""Run the checks of Adam's kernel in Triton's interpreter, on the CPU; printed is what failed, as
-JSON.
+"""Run the checks of Adam's kernel in Triton's interpreter on the CPU, and print failures as JSON.
 
-A program of its own, because Triton decides between interpreter and compiler when a kernel is
-defined.
+This is a separate program, because Triton decides between interpreter and compiler when a kernel
+is defined.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from tests.kernels.adam import (
 from tests.kernels.program import report_checks
 
 SIZES = (1, 15, 256, 900)
-# Small programs, so that a slice has several.
+# Small programs, so that a slice has several programs.
 adamw._CHUNK, adamw._BLOCK = 256, 128
 
 
 def main() -> None:
     """Run all checks."""
     checks: dict[str, Callable[[], None]] = {
-        # The interpreter cuts bfloat16 off instead of rounding it.
+        # The interpreter truncates bfloat16 instead of rounding it.
         case.name: lambda case=case: check_case(
             case, SIZES, "cpu", 2.0**-7 if case.half == torch.bfloat16 else None
         )

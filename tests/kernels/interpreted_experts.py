@@ -1,8 +1,8 @@
-"""Run the checks of the kernels of experts in Triton's interpreter, on the CPU; printed is what
-failed, as JSON.
+"""Run the checks of the kernels of experts in Triton's interpreter on the CPU, and print failures
+as JSON.
 
-A program of its own, because Triton decides between interpreter and compiler when a kernel is
-defined.
+This is a separate program, because Triton decides between interpreter and compiler when a kernel
+is defined.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.kernels.checks import Draw
 from tests.kernels.expert_checks import CHECKS, FEW, ONLY_FLOAT32
 from tests.kernels.program import report_checks
 
-# Small blocks and few programs, so that each has several of everything.
+# Small blocks and few programs, so that each program has several blocks and rows.
 expert_sort._BLOCK, expert_sort._EXPERTS, expert_sort._ROWS = 32, 2, 2
 route_settings._TILE = 64
 route._PROGRAMS, route._ROWS, route._COLUMNS = 3, 2, 4

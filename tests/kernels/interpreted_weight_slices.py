@@ -1,8 +1,7 @@
-"""Run the casts of slices of weights in Triton's interpreter, on the CPU; printed is what failed, as
-JSON.
+"""Run the casts of weight slices in Triton's interpreter on the CPU, and print failures as JSON.
 
-A program of its own, because Triton decides between interpreter and compiler when a kernel is
-defined.
+This is a separate program, because Triton decides between interpreter and compiler when a kernel
+is defined.
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ import torch
 
 from lightning_megatron.kernels.triton import cast_by_one_scale, weight_slices
 from lightning_megatron.layers.fp8 import torch_casts
-from tests.kernels import interpreted  # noqa: F401 - it corrects the interpreter
+from tests.kernels import interpreted  # noqa: F401  mends the interpreter
 from tests.kernels.program import report_checks
 
 FORMAT = torch.float8_e4m3fn
-#: Start in the numbers, start in the bytes, size and weight of each slice (elements).
+#: Start in the numbers, start in the bytes, size (elements), and weight of each slice.
 SLICES = [(64, 0, 2000, 1), (2064, 3000, 900, 0), (3000, 2048, 5, 1), (3100, 5000, 800, 3)]
-#: Slices at multiples of 16, which the kernels read and write by several elements.
+#: Slices at multiples of 16, of which the kernels read and write several elements at once.
 ALIGNED = [(64, 0, 2000, 1), (2064, 3008, 912, 0), (3008, 2048, 16, 1), (3104, 5008, 800, 3)]
-# Small programs, so that a slice has several.
+# Small programs, so that a slice has several programs.
 weight_slices._BLOCK = 256
 
 
 def check_slices(
     slices: list[tuple[int, int, int, int]], dtype: torch.dtype, strange: float
 ) -> None:
-    """Compare with the kernel for whole matrices, and magnitudes with those of torch."""
+    """Compare bytes with the kernel for full matrices, and magnitudes with those of torch."""
     generator = torch.Generator().manual_seed(3)
     main = torch.randn(4000, generator=generator).to(dtype)
     main[100] = strange
@@ -44,23 +43,25 @@ def check_slices(
     for start, place, size, weight in slices:
         matrix = main[start : start + size].view(1, size)
         parts = magnitudes[weight : weight + 1]
-        whole, _ = cast_by_one_scale(matrix, parts, FORMAT, rows=True, columns=False, multiple=16)
-        assert whole is not None
-        found = target[place : place + size]
-        assert torch.equal(whole[0].view(torch.uint8)[0], found), f"slice at {start}"
+        expected_rows, _ = cast_by_one_scale(
+            matrix, parts, FORMAT, rows=True, columns=False, multiple=16
+        )
+        assert expected_rows is not None
+        actual = target[place : place + size]
+        assert torch.equal(expected_rows[0].view(torch.uint8)[0], actual), f"slice at {start}"
         written[place : place + size] = True
     assert bool((target[~written] == 7).all()), "bytes outside of the slices were written"
 
 
 def check_transposes() -> None:
-    """Compare with those of torch."""
+    """Compare padded transposes with those of torch."""
     generator = torch.Generator().manual_seed(5)
     for sizes in ((100, 130), (129, 128), (1, 16), (256, 48)):
         matrix = torch.randint(0, 256, sizes, generator=generator, dtype=torch.uint8)
         for multiple in (16, 128):
-            found = weight_slices.padded_transpose(matrix, multiple)
+            actual = weight_slices.padded_transpose(matrix, multiple)
             expected = torch_casts.padded_transpose(matrix, multiple)
-            assert torch.equal(found, expected), (sizes, multiple)
+            assert torch.equal(actual, expected), (sizes, multiple)
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-"""Magnitudes that the kernels of norms and SwiGLU find in the pass that computes their results: they
-must be those of the stored numbers, and the numbers must be those of the kernels without them.
+"""Checks of the magnitudes that the kernels of norms and SwiGLU find while they compute results:
+magnitudes equal those of the stored numbers, and the numbers equal those of kernels without them.
 """
 
 from __future__ import annotations
@@ -20,57 +20,59 @@ if TYPE_CHECKING:
 STRANGE = (None, float("inf"), float("nan"))
 
 
-def assert_same_bits(found: Tensor, expected: Tensor, what: str) -> None:
-    """Demand the same numbers; all NaN are one."""
-    assert torch.equal(found.isnan(), expected.isnan()), f"{what}: NaN"
-    kept = found.nan_to_num(0.0, torch.inf, -torch.inf)
-    assert torch.equal(kept, expected.nan_to_num(0.0, torch.inf, -torch.inf)), f"{what}: numbers"
+def assert_same_bits(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Assert equal numbers; all NaN count as equal."""
+    assert torch.equal(actual.isnan(), expected.isnan()), f"{what}: NaN"
+    numbers = actual.nan_to_num(0.0, torch.inf, -torch.inf)
+    assert torch.equal(numbers, expected.nan_to_num(0.0, torch.inf, -torch.inf)), f"{what}: numbers"
 
 
-def assert_one_rounding(found: Tensor, expected: Tensor, what: str) -> None:
-    """Demand the same numbers up to one rounding; all NaN are equal.
+def assert_one_rounding(actual: Tensor, expected: Tensor, what: str) -> None:
+    """Assert equal numbers up to one rounding; all NaN count as equal.
 
     On a GPU the compiler fuses other products and sums of a norm when its kernel also computes the
     magnitude.
     """
-    rtol = torch.finfo(found.dtype).eps
+    rtol = torch.finfo(actual.dtype).eps
     torch.testing.assert_close(
-        found, expected, rtol=rtol, atol=1e-5, equal_nan=True, msg=lambda text: f"{what}: {text}"
+        actual, expected, rtol=rtol, atol=1e-5, equal_nan=True, msg=lambda text: f"{what}: {text}"
     )
 
 
 def assert_magnitude(parts: Tensor, numbers: Tensor, what: str) -> None:
-    """Demand the magnitude that both passes over the numbers find; all NaN are one."""
+    """Assert that the magnitude equals that of torch and of the kernels; all NaN count as equal."""
     row = numbers.detach().reshape(1, -1)
-    found = parts.amax().view(torch.float32)
+    actual = parts.amax().view(torch.float32)
     for casts in (torch_casts, kernels):
         expected = casts.magnitude_parts(row).amax().view(torch.float32)
-        assert_same_bits(found, expected, f"{what}: {casts.__name__}")
+        assert_same_bits(actual, expected, f"{what}: {casts.__name__}")
 
 
 def check_swiglu_magnitudes(draw: Draw, sizes: Sizes) -> None:
-    """Contiguous projections, slices of wider ones, and none; outputs and gradients."""
+    """Check contiguous, sliced and empty projections; outputs and gradients."""
     for seq_length, batch, features in (*sizes.gated, (0, 2, 48)):
         for is_slice in (False, True):
             for strange in STRANGE:
                 what = f"swiglu {seq_length, batch, features}, slice={is_slice}, {strange}"
-                whole = draw(seq_length, batch, 2 * features + (16 if is_slice else 0), scale=4.0)
-                given = whole[..., : 2 * features]
-                if strange is not None and given.numel():
-                    given[-1, -1, features - 1] = strange
+                projection = draw(
+                    seq_length, batch, 2 * features + (16 if is_slice else 0), scale=4.0
+                )
+                gate_up = projection[..., : 2 * features]
+                if strange is not None and gate_up.numel():
+                    gate_up[-1, -1, features - 1] = strange
                 grad = draw(seq_length, batch, features)
-                plain = given.detach().requires_grad_()
+                plain = gate_up.detach().requires_grad_()
                 expected = kernels.apply_swiglu(plain)
                 expected.backward(grad)
-                measured = given.detach().requires_grad_()
+                measured = gate_up.detach().requires_grad_()
                 taken: list[tuple[Tensor, Tensor]] = []
-                seen = no_magnitude(measured)
+                magnitude = no_magnitude(measured)
                 result = kernels.apply_swiglu(
-                    measured, seen, lambda *found, taken=taken: taken.append(found)
+                    measured, magnitude, lambda *values, taken=taken: taken.append(values)
                 )
                 result.backward(grad)
                 assert_same_bits(result.detach(), expected.detach(), what)
-                assert_magnitude(seen, result, what)
+                assert_magnitude(magnitude, result, what)
                 ((gradient, parts),) = taken
                 assert_same_bits(measured.grad, plain.grad, f"{what}: gradient")
                 assert_same_bits(gradient, plain.grad, f"{what}: gradient that was handed over")
@@ -78,7 +80,7 @@ def check_swiglu_magnitudes(draw: Draw, sizes: Sizes) -> None:
 
 
 def check_norm_magnitudes(draw: Draw, sizes: Sizes) -> None:
-    """Both norms, with and without an update; vectors of zeros without an epsilon are NaN."""
+    """Check both norms, with and without an update; zero vectors become NaN without an epsilon."""
     for seq_length, batch, width in (*sizes.norms, (0, 2, 48)):
         for is_rms, has_update in ((True, True), (True, False), (False, True), (False, False)):
             for strange in (*STRANGE, 0.0):
@@ -92,21 +94,21 @@ def check_norm_magnitudes(draw: Draw, sizes: Sizes) -> None:
                 weight = draw(width)
                 bias = None if is_rms else draw(width)
                 eps = 0.0 if strange == 0.0 else 1e-5
-                own = hidden, update, weight, bias, eps, is_rms
-                expected = kernels.add_norm(*own)
-                seen = no_magnitude(hidden)
-                found = kernels.add_norm(*own, magnitudes=seen)
-                for one, other in zip(found, expected, strict=True):
-                    assert_one_rounding(one, other, what)
-                assert_magnitude(seen, found[1], what)
+                arguments = hidden, update, weight, bias, eps, is_rms
+                plain_results = kernels.add_norm(*arguments)
+                magnitude = no_magnitude(hidden)
+                results = kernels.add_norm(*arguments, magnitudes=magnitude)
+                for actual, expected in zip(results, plain_results, strict=True):
+                    assert_one_rounding(actual, expected, what)
+                assert_magnitude(magnitude, results[1], what)
 
 
 def check_growing_magnitudes(draw: Draw, sizes: Sizes) -> None:
-    """Bit patterns only grow: a second, smaller tensor does not change them."""
+    """Check that a second, smaller tensor does not change the magnitude of a larger one."""
     features = draw(3, 2, 64)
-    seen = no_magnitude(features)
-    first = kernels.apply_swiglu(features * 8, seen)
-    before = seen.amax().clone()
-    kernels.apply_swiglu(features, seen)
-    assert torch.equal(seen.amax(), before), "a smaller tensor changed the magnitude"
-    assert_magnitude(seen, first, "the larger tensor")
+    magnitude = no_magnitude(features)
+    first = kernels.apply_swiglu(features * 8, magnitude)
+    before = magnitude.amax().clone()
+    kernels.apply_swiglu(features, magnitude)
+    assert torch.equal(magnitude.amax(), before), "a smaller tensor changed the magnitude"
+    assert_magnitude(magnitude, first, "the larger tensor")

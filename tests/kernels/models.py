@@ -1,4 +1,4 @@
-"""Whole models on the fused kernels against the same models on the operators of torch."""
+"""Compare full models on the fused kernels with the same models on the operators of torch."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ KINDS: dict[str, GPTConfig] = {
 @contextmanager
 def eager() -> Iterator[None]:
     """Run layers on the operators of torch, also in the backward pass of this block."""
-    kept = choose_kernels.is_served
+    before = choose_kernels.is_served
     choose_kernels.is_served = lambda tensor: False
     try:
         yield
     finally:
-        choose_kernels.is_served = kept
+        choose_kernels.is_served = before
 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Let torch's own operators, such as attention and embeddings on GPUs, repeat exactly, as the
-    kernels do anyhow.
+    """Make torch's own operators, such as attention and embeddings on GPUs, repeat exactly, as the
+    kernels always do.
     """
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -86,7 +86,7 @@ def compare_model(
     shape: tuple[int, int] = (2, 4),
     smoothing: float = 0.0,
 ) -> None:
-    """Run one model on both and compare losses, gradients, and losses without gradients."""
+    """Run a model on kernels and on operators of torch; compare losses and gradients."""
     model = GPT(config, mesh, seed=1).to(dtype)
     model.recompute = recompute
     generator = torch.Generator().manual_seed(0)
@@ -97,12 +97,12 @@ def compare_model(
     labels[0, :3] = -100
     with deterministic():
         fused = run(model, tokens[:, :-1], labels, smoothing)
-        again = run(model, tokens[:, :-1], labels, smoothing)
+        repeated = run(model, tokens[:, :-1], labels, smoothing)
     with eager():
         expected = run(model, tokens[:, :-1], labels, smoothing)
     assert fused.keys() == expected.keys()
     for name, value in fused.items():
-        assert torch.equal(value, again[name]), f"{name}: two runs differ"
+        assert torch.equal(value, repeated[name]), f"{name}: two runs differ"
         check(value, expected[name], name)
     model.eval()
     with torch.inference_mode():

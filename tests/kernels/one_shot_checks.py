@@ -1,4 +1,4 @@
-"""All-reduces by one kernel between processes that write into each other's memory."""
+"""Checks of all-reduces by one kernel between processes that write into each other's memory."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-#: Shapes, dtypes and operations, in the order of the launches: sizes of less and of more than one
-#: program follow each other, so that programs have launched different numbers of times.
+#: Shapes, dtypes and operations, in the order of the launches: sizes for one program and for
+#: several programs alternate, so that the programs differ in their numbers of launches.
 CASES = (
     ((1, 2, 37), torch.bfloat16, "sum"),
     ((3, 1000), torch.bfloat16, "sum"),
@@ -23,7 +23,7 @@ NAN_BITS = 0x7FC00000
 
 
 def drawn(rank: int, case: int, device: str | torch.device) -> Tensor:
-    """Return the tensor of a rank."""
+    """Draw the tensor of a rank."""
     shape, dtype, op = CASES[case]
     generator = torch.Generator().manual_seed(100 * case + rank)
     if op == "max":
@@ -38,14 +38,14 @@ def drawn(rank: int, case: int, device: str | torch.device) -> Tensor:
 def reduced(size: int, case: int, device: str | torch.device) -> Tensor:
     """Return the result for all ranks: float32 sums in the order of ranks, rounded once."""
     _, dtype, op = CASES[case]
-    first, *others = (drawn(rank, case, device) for rank in range(size))
+    first, *peers = (drawn(rank, case, device) for rank in range(size))
     if op == "max":
-        for one in others:
-            first = torch.maximum(first, one)
+        for peer in peers:
+            first = torch.maximum(first, peer)
         return first
     total = first.float()
-    for one in others:
-        total = total + one.float()
+    for peer in peers:
+        total = total + peer.float()
     return total.to(dtype)
 
 
@@ -62,10 +62,10 @@ def check_one_shot(
     """
     for repeat in range(3):
         for case, (_, _, op) in enumerate(CASES):
-            found = drawn(rank, case, device)
-            reduce_(found, op)
+            actual = drawn(rank, case, device)
+            reduce_(actual, op)
             expected = reduced(size, case, device)
-            if not torch.equal(found, expected):
-                # Triton's interpreter cuts bfloat16 off instead of rounding it.
-                torch.testing.assert_close(found, expected, rtol=2.0**-7, atol=0.0)
+            if not torch.equal(actual, expected):
+                # Triton's interpreter truncates bfloat16 instead of rounding it.
+                torch.testing.assert_close(actual, expected, rtol=2.0**-7, atol=0.0)
                 assert device == "cpu", f"repeat {repeat}, case {CASES[case]}"

@@ -1,5 +1,5 @@
-"""Tokens put into the memory of several ranks, all on one device here: whole numbers, so that sums
-are exact.
+"""Checks of kernels that put tokens into the memory of several ranks. All ranks are on one device,
+and all numbers are integers, so that sums are exact.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ UNTOUCHED = 0xFF  # bytes of this value are NaN in every dtype
 
 
 class Ranks:
-    """Memory of some ranks, and what every one of them has."""
+    """Memory of several ranks, and the experts that their tokens choose."""
 
     def __init__(
         self, draw: Draw, num_ranks: int, num_tokens: int, num_experts: int, top_k: int, width: int
     ) -> None:
-        self.draw, self.each = draw, num_experts // num_ranks
+        self.draw, self.experts_per_rank = draw, num_experts // num_ranks
         sizes = {"num_ranks": num_ranks, "num_tokens": num_tokens, "width": width, "top_k": top_k}
         self.slots = TokenBuffer(**sizes, element=draw.dtype.itemsize, scale=4)
-        # Every rank's begins as memory does that GPUs share.
+        # The memory of every rank is aligned like memory that GPUs share.
         padded = -(-self.slots.num_bytes // 64) * 64
         self.memory = torch.empty(num_ranks, padded, dtype=torch.uint8, device=draw.device)
         self.pointers = torch.tensor([part.data_ptr() for part in self.memory], device=draw.device)
         scores = torch.rand(
             self.slots.count, num_experts, generator=draw.generator, device=draw.device
         )
-        # Some ranks hold no expert that anybody chose.
-        scores[:, -self.each :] -= 1.0
+        # Where there are several ranks, no token chooses an expert of the last one.
+        scores[:, -self.experts_per_rank :] -= 1.0
         self.experts = scores.topk(top_k, -1).indices
         self.experts[draw.integers(3, *self.experts.shape) == 0] = -1
         self.experts[0] = -1
@@ -40,10 +40,10 @@ class Ranks:
     def clear(self) -> None:
         self.memory.fill_(UNTOUCHED)
 
-    def whole(self, *shape: int) -> Tensor:
+    def draw_integers(self, *shape: int) -> Tensor:
         return (self.draw.integers(9, *shape) - 4).to(self.draw.dtype)
 
-    def of(self, tensor: Tensor, rank: int) -> Tensor:
+    def of_rank(self, tensor: Tensor, rank: int) -> Tensor:
         return tensor.unflatten(0, (self.slots.num_ranks, -1))[rank]
 
     def views(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,8 +63,8 @@ class Ranks:
 
 
 def check_peer_rows(draw: Draw, cases: tuple[tuple[int, int, int, int, int], ...]) -> None:
-    """What is put lies where it belongs and nothing else is touched; sums come back to the ranks of
-    tokens.
+    """Check that tokens arrive at their slots without a change of other memory, and that sums
+    arrive at the ranks of the tokens.
     """
     for case in cases:
         ranks = Ranks(draw, *case)
@@ -76,27 +76,27 @@ def check_peer_rows(draw: Draw, cases: tuple[tuple[int, int, int, int, int], ...
 def check_tokens(ranks: Ranks, what: str) -> None:
     count, width, top_k = ranks.slots.count, ranks.slots.width, ranks.slots.top_k
     hidden, probabilities = (
-        ranks.whole(count, width),
+        ranks.draw_integers(count, width),
         torch.rand(count, top_k, device=ranks.draw.device),
     )
     for has_choices in (True, False):
         ranks.clear()
         for rank in range(ranks.slots.num_ranks):
-            mine, scales, experts = (
-                ranks.of(one, rank) for one in (hidden, probabilities, ranks.experts)
+            tokens, scales, experts = (
+                ranks.of_rank(tensor, rank) for tensor in (hidden, probabilities, ranks.experts)
             )
             kernels.put_tokens(
-                mine,
+                tokens,
                 scales if has_choices else None,
                 experts,
                 ranks.pointers,
                 rank,
-                ranks.each,
+                ranks.experts_per_rank,
                 ranks.slots,
             )
         for rank in range(ranks.slots.num_ranks):
             rows, scales, choices = ranks.views(rank)
-            chosen = (ranks.experts >= 0) & (ranks.experts // ranks.each == rank)
+            chosen = (ranks.experts >= 0) & (ranks.experts // ranks.experts_per_rank == rank)
             expected = hidden.masked_fill(~chosen.any(1, keepdim=True), torch.nan)
             assert torch.equal(rows.nan_to_num(99), expected.nan_to_num(99)), (
                 f"{what}: rows on rank {rank}"
@@ -111,38 +111,40 @@ def check_tokens(ranks: Ranks, what: str) -> None:
 
 
 def check_sums(ranks: Ranks, what: str, limit: float = 1.0) -> None:
-    """Rows beyond a limit, of which a token may have all of its own, count as zero."""
+    """Check sums in which rows beyond a limit count as zero, even all rows of a token."""
     count, width, top_k = ranks.slots.count, ranks.slots.width, ranks.slots.top_k
     ranks.clear()
     total = torch.zeros(count, width, dtype=torch.float64, device=ranks.draw.device)
     gathered = torch.zeros(count * top_k, device=ranks.draw.device)
     for rank in range(ranks.slots.num_ranks):
-        here = rank * ranks.each, ranks.each
+        here = rank * ranks.experts_per_rank, ranks.experts_per_rank
         row_map = sort_by_expert(ranks.experts, *here)
         if limit < 1.0:
             row_map = sort_by_expert(ranks.experts, *here, int(limit * int(row_map.needed)))
         values, scales = (
-            ranks.whole(row_map.num_rows, width),
+            ranks.draw_integers(row_map.num_rows, width),
             torch.rand(row_map.num_rows, device=gathered.device),
         )
         end = int(row_map.ends[-1])
         values[end:], scales[end:] = torch.nan, torch.nan
-        lies = row_map.rows, row_map.ends, row_map.needed
-        kernels.put_sums(values, scales, *lies, ranks.pointers, rank, ranks.slots)
+        placement = row_map.rows, row_map.ends, row_map.needed
+        kernels.put_sums(values, scales, *placement, ranks.pointers, rank, ranks.slots)
         pairs = row_map.pairs[:end]
         total.index_add_(0, pairs // top_k, values[:end].double())
         gathered[pairs] = scales[:end]
     for rank in range(ranks.slots.num_ranks):
         rows, scales, _ = ranks.views(rank)
-        sums, found = kernels.add_buffer_rows(
-            rows, scales, ranks.of(ranks.experts, rank), ranks.each
+        sums, gathered_scales = kernels.add_buffer_rows(
+            rows, scales, ranks.of_rank(ranks.experts, rank), ranks.experts_per_rank
         )
-        assert torch.equal(sums.double(), ranks.of(total, rank)), f"{what}: sums on rank {rank}"
-        assert torch.equal(found, ranks.of(gathered.view(count, top_k), rank)), (
+        assert torch.equal(sums.double(), ranks.of_rank(total, rank)), (
+            f"{what}: sums on rank {rank}"
+        )
+        assert torch.equal(gathered_scales, ranks.of_rank(gathered.view(count, top_k), rank)), (
             f"{what}: scales on rank {rank}"
         )
         alone, nothing = kernels.add_buffer_rows(
-            rows, None, ranks.of(ranks.experts, rank), ranks.each
+            rows, None, ranks.of_rank(ranks.experts, rank), ranks.experts_per_rank
         )
         assert nothing is None, f"{what}: scales of nothing"
         assert torch.equal(alone, sums), f"{what}: sums without scales"

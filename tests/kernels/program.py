@@ -1,5 +1,5 @@
-"""Checks that run in a program of their own, because Triton chooses its interpreter when a kernel
-is defined.
+"""Run checks in a separate program, because Triton chooses its interpreter when a kernel is
+defined.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 
 def report_checks(checks: Mapping[str, Callable[[], object]]) -> None:
-    """Run checks and print the traceback of each by its name, as JSON; it is empty where nothing
-    failed.
+    """Run checks and print the traceback of each check by its name, as JSON; the traceback of a
+    check that passes is empty.
     """
     failed = {}
     for name, check in checks.items():
@@ -23,13 +23,13 @@ def report_checks(checks: Mapping[str, Callable[[], object]]) -> None:
             check()
             failed[name] = ""
         except BaseException:
-            # Whatever went wrong belongs into the report of the test that started this program.
+            # Every error belongs in the report of the test that started this program.
             failed[name] = traceback.format_exc()
     print(json.dumps(failed))
 
 
 def interpreted(module: str, *arguments: str) -> dict[str, str]:
-    """Run a module that reports checks in Triton's interpreter, and return what it printed."""
+    """Run a module that reports checks in Triton's interpreter, and return its report."""
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",

@@ -1,4 +1,4 @@
-"""Adam's kernel, run by Triton's interpreter on the CPU, against torch's AdamW and Adam in float64."""
+"""Tests of Adam's kernel in Triton's interpreter against torch's AdamW and Adam in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_interpreted_steps_equal_those_of_torch():
+def test_interpreted_adam_steps_equal_those_of_torch():
     results = interpreted("tests.kernels.interpreted_adam")
     failed = [f"{name}:\n{report}" for name, report in results.items() if report]
     assert not failed, "\n".join(failed)

@@ -1,4 +1,4 @@
-"""Where the fused kernels run, and what is said where they do not."""
+"""Tests of the choice of fused kernels, and of the logged reasons against them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from lightning_megatron.layers import choose_kernels
 
 
-def test_cpu_tensors_stay_on_the_operators_of_torch():
+def test_cpu_tensors_get_no_fused_kernels():
     assert choose_kernels.fused_kernels(torch.ones(2, dtype=torch.bfloat16)) is None
 
 
@@ -19,7 +19,7 @@ def test_cpu_tensors_stay_on_the_operators_of_torch():
         ((9, 0), "no_such_module", "cannot be imported"),
     ],
 )
-def test_the_choice_says_why(
+def test_the_reason_against_fused_kernels_is_logged_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     capability: tuple[int, int],

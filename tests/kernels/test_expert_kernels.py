@@ -1,4 +1,4 @@
-"""The kernels of experts, run by Triton's interpreter on the CPU, against torch in float64."""
+"""Tests of the kernels of experts in Triton's interpreter on the CPU against torch in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_interpreted_kernels_are_right() -> None:
+def test_interpreted_expert_kernels_equal_torch_in_float64() -> None:
     results = interpreted("tests.kernels.interpreted_experts")
     assert results, "nothing is checked"
     failed = [f"{name}:\n{report}" for name, report in results.items() if report]

@@ -1,4 +1,4 @@
-"""The fused kernels, run by Triton's interpreter on the CPU, against float64 and against torch's
+"""Tests of the fused kernels in Triton's interpreter on the CPU against float64 and against torch's
 operators.
 """
 
@@ -22,7 +22,7 @@ pytestmark = [
 @pytest.mark.parametrize(
     "group", ["float32", "bfloat16", "float16", "models", "shards", "hand-over", "one shot"]
 )
-def test_interpreted_kernels_are_right(group: str):
+def test_interpreted_kernels_equal_float64_and_torch_operators(group: str):
     results = interpreted("tests.kernels.interpreted", group)
     assert results, f"nothing is checked by the name {group}"
     failed = [f"{name}:\n{report}" for name, report in results.items() if report]

@@ -1,4 +1,4 @@
-"""Casts of slices of weights, run by Triton's interpreter on the CPU, against those of whole weights."""
+"""Tests of casts of weight slices in Triton's interpreter against casts of full weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_interpreted_casts_of_slices_equal_those_of_whole_weights():
+def test_interpreted_casts_of_slices_equal_those_of_full_weights():
     results = interpreted("tests.kernels.interpreted_weight_slices")
     assert len(results) == 13
     failed = [f"{name}:\n{report}" for name, report in results.items() if report]

@@ -1,4 +1,4 @@
-"""Products of a weight and one vector, compared with float64."""
+"""Checks of products of a weight and one vector against float64."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ SHAPES = ((1, 1), (5, 37), (3, 1024), (7, 2049), (33, 3584))
 
 
 def check_vector_products(draw: Draw, sizes: Sizes) -> None:
-    """Weights with and without a bias."""
+    """Compare products with and without a bias."""
     from tests.kernels.checks import check_rounded
 
     for shape in SHAPES:
         vector, weight, bias = draw(shape[1]), draw(*shape), draw(shape[0])
-        for given in (None, bias):
-            found = kernels.multiply_vector(vector, weight, given, is_stored=True)
+        for bias_or_none in (None, bias):
+            actual = kernels.multiply_vector(vector, weight, bias_or_none, is_stored=True)
             expected = F.linear(
-                vector.double(), weight.double(), None if given is None else given.double()
+                vector.double(),
+                weight.double(),
+                None if bias_or_none is None else bias_or_none.double(),
             )
-            check_rounded(found, expected, f"weight {shape}, bias {given is not None}")
+            check_rounded(actual, expected, f"weight {shape}, bias {bias_or_none is not None}")

@@ -1,4 +1,4 @@
-"""What the tests of this folder share."""
+"""Fixtures for the tests of the CUDA extension."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.kernels.cuda.fake import FakeKit
 
 @pytest.fixture
 def kit(tmp_path: Path) -> FakeKit:
-    """A compiler that works."""
+    """Return a kit whose fake compiler works."""
     kit = FakeKit(tmp_path)
     kit.write_compiler()
     return kit

@@ -1,4 +1,4 @@
-"""A compiler that compiles nothing, and the folders that a build looks into."""
+"""A fake compiler that compiles nothing, and the folders that a build reads."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from lightning_megatron.kernels.cuda import Toolchain, read_sources
 from lightning_megatron.kernels.cuda.sources import NEVER_RUN, Sources
 
 VERSION_LINE = "Cuda compilation tools, release 13.0, V13.0.88"
-# Writes what follows -o, so that links fail unless all files were compiled; one line a call in the
-# journal.
+# The script creates the file that follows -o, fails unless all object files of a link exist, and
+# appends one line per call to the journal.
 SCRIPT = """#!/bin/sh
 if [ "$1" = --version ]; then echo "{version}"; exit 0; fi
 for word; do case $last in -o) out=$word;; esac; last=$word; done
@@ -22,13 +22,13 @@ sleep {delay}; echo made > $out; echo $out >> {journal}
 
 @dataclass(frozen=True)
 class FakeKit:
-    """A compiler with its journal, CUTLASS and sources, in one folder."""
+    """A fake compiler with its journal, CUTLASS and sources, in one folder."""
 
     folder: Path
 
     @property
     def journal(self) -> list[str]:
-        """Names of the files that were made, in order."""
+        """Names of the files that the compiler created, in order."""
         path = self.folder / "journal"
         return [Path(line).name for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -40,7 +40,7 @@ class FakeKit:
     def write_compiler(
         self, version: str = VERSION_LINE, failing: str = "nothing-fails", delay: float = 0
     ) -> Path:
-        """Write the compiler."""
+        """Write the script of the fake compiler."""
         path = self.home / "bin" / "nvcc"
         path.parent.mkdir(parents=True, exist_ok=True)
         fields = {
@@ -54,7 +54,7 @@ class FakeKit:
         return path
 
     def write_cutlass(self, version: str = "4.2.0") -> Path:
-        """Write the one header of CUTLASS that is read."""
+        """Write the header of CUTLASS that a build reads."""
         path = self.folder / "cutlass" / "include" / "cutlass" / "version.h"
         path.parent.mkdir(parents=True, exist_ok=True)
         names = ("MAJOR", "MINOR", "PATCH")
@@ -65,7 +65,7 @@ class FakeKit:
         return self.folder / "cutlass"
 
     def write_sources(self, text: str = "// a kernel") -> Sources:
-        """Write sources of two files."""
+        """Write two source files and the list of variants."""
         path = self.folder / "csrc"
         path.mkdir(exist_ok=True)
         (path / "variants.h").write_text(
@@ -76,7 +76,7 @@ class FakeKit:
         return read_sources(path)
 
     def write_sources_never_run(self) -> Sources:
-        """Write sources for the other architecture beside them."""
+        """Write sources for the architecture whose kernels were never run, in a subfolder."""
         path = self.folder / "csrc" / NEVER_RUN
         path.mkdir(exist_ok=True)
         (path / "variants.h").write_text("#define LIST(V) \\\n  V(forward_other, Type<1>)\n")

@@ -1,4 +1,4 @@
-"""The cache of built kernels: what is compiled again, by whom, and what a failure leaves."""
+"""Tests of the cache of built kernels: when kernels are compiled, and what failed builds leave."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from lightning_megatron.errors import UnsupportedError
 from lightning_megatron.kernels.cuda import build, build_library, find_library
 from tests.kernels.cuda.fake import FakeKit
 
-MADE = ["forward.cu.o", "operator.cpp.o", "liblm_kernels.so"]
+BUILT_FILES = ["forward.cu.o", "operator.cpp.o", "liblm_kernels.so"]
 
 
 def test_a_library_is_compiled_once_and_found_again(kit: FakeKit, tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     sources, cache = kit.write_sources(), tmp_path / "deep" / "cache"
     assert find_library(cache, sources) is None
-    built = build_library(cache, sources, kit.toolchain(), say=said.append)
-    assert kit.journal == MADE
-    assert said == [
+    built = build_library(cache, sources, kit.toolchain(), say=messages.append)
+    assert kit.journal == BUILT_FILES
+    assert messages == [
         (
             "compiling 2 files, 1 at once: about 2 min on as many free cores, and up to 6 GB of "
             "memory each"
@@ -31,15 +31,15 @@ def test_a_library_is_compiled_once_and_found_again(kit: FakeKit, tmp_path: Path
     assert built.path.read_text() == "made\n"
     assert (built.nvcc, built.cutlass) == ("13.0.88", "4.2.0")
     assert (
-        build_library(cache, sources, kit.toolchain(), say=said.append)
+        build_library(cache, sources, kit.toolchain(), say=messages.append)
         == built
         == find_library(cache, sources)
     )
-    assert kit.journal == MADE
-    assert len(said) == 1
+    assert kit.journal == BUILT_FILES
+    assert len(messages) == 1
 
 
-def test_the_library_asks_for_all_of_torch_though_it_names_symbols_of_a_part(
+def test_the_link_command_keeps_libtorch_without_needed_symbols(
     kit: FakeKit, tmp_path: Path
 ) -> None:
     command = build.link_command(
@@ -50,18 +50,22 @@ def test_the_library_asks_for_all_of_torch_though_it_names_symbols_of_a_part(
     )
 
 
-def test_other_sources_or_compilers_are_other_libraries(kit: FakeKit, tmp_path: Path) -> None:
+def test_changed_sources_or_compilers_build_separate_libraries(
+    kit: FakeKit, tmp_path: Path
+) -> None:
     first = build_library(tmp_path / "cache", kit.write_sources(), kit.toolchain(), say=str)
-    newer = build_library(tmp_path / "cache", kit.write_sources(), kit.toolchain("13.1.0"), say=str)
+    second = build_library(
+        tmp_path / "cache", kit.write_sources(), kit.toolchain("13.1.0"), say=str
+    )
     os.utime(first.path, (1, 1))
-    assert find_library(tmp_path / "cache", kit.write_sources()) == newer
-    other = kit.write_sources("// another kernel")
-    assert find_library(tmp_path / "cache", other) is None
-    third = build_library(tmp_path / "cache", other, kit.toolchain(), say=str)
-    assert len({first.path, newer.path, third.path}) == 3
+    assert find_library(tmp_path / "cache", kit.write_sources()) == second
+    changed_sources = kit.write_sources("// another kernel")
+    assert find_library(tmp_path / "cache", changed_sources) is None
+    third = build_library(tmp_path / "cache", changed_sources, kit.toolchain(), say=str)
+    assert len({first.path, second.path, third.path}) == 3
 
 
-def test_kernels_that_were_never_run_are_a_library_of_their_own_that_is_not_found_for_others(
+def test_never_run_kernels_build_a_separate_library_for_their_architecture(
     kit: FakeKit, tmp_path: Path
 ) -> None:
     sources = kit.write_sources()
@@ -77,19 +81,19 @@ def test_kernels_that_were_never_run_are_a_library_of_their_own_that_is_not_foun
     assert kit.write_sources_never_run().key != never_run.key
 
 
-def test_processes_that_ask_at_once_wait_for_one_build(kit: FakeKit, tmp_path: Path) -> None:
+def test_concurrent_requests_share_one_build(kit: FakeKit, tmp_path: Path) -> None:
     kit.write_compiler(delay=0.1)
     sources = kit.write_sources()
     with ThreadPoolExecutor(3) as pool:
-        asked = [
+        futures = [
             pool.submit(build_library, tmp_path / "cache", sources, kit.toolchain(), 2, str)
             for _ in range(3)
         ]
-        assert len({one.result() for one in asked}) == 1
-    assert sorted(kit.journal) == sorted(MADE)
+        assert len({future.result() for future in futures}) == 1
+    assert sorted(kit.journal) == sorted(BUILT_FILES)
 
 
-def test_a_file_that_does_not_compile_leaves_nothing_behind(kit: FakeKit, tmp_path: Path) -> None:
+def test_a_failed_compilation_leaves_only_the_lock_file(kit: FakeKit, tmp_path: Path) -> None:
     sources, cache = kit.write_sources(), tmp_path / "cache"
     kit.write_compiler(failing="forward.cu")
     with pytest.raises(
@@ -97,7 +101,7 @@ def test_a_file_that_does_not_compile_leaves_nothing_behind(kit: FakeKit, tmp_pa
     ):
         build_library(cache, sources, kit.toolchain(), say=str)
     assert [path.suffix for path in cache.iterdir()] == [".lock"]
-    assert MADE[-1] not in kit.journal
+    assert BUILT_FILES[-1] not in kit.journal
     kit.write_compiler()
     assert build_library(cache, sources, kit.toolchain(), say=str).path.is_file()
 
@@ -110,14 +114,16 @@ def test_a_folder_without_a_library_is_replaced(kit: FakeKit, tmp_path: Path) ->
     assert build_library(tmp_path, sources, toolchain, say=str).path.parent == broken
 
 
-def test_a_damaged_description_says_what_to_delete(kit: FakeKit, tmp_path: Path) -> None:
+def test_a_damaged_description_raises_an_error_that_names_the_folder_to_delete(
+    kit: FakeKit, tmp_path: Path
+) -> None:
     built = build_library(tmp_path, kit.write_sources(), kit.toolchain(), say=str)
     (built.path.parent / "build.json").write_text("{}")
     with pytest.raises(UnsupportedError, match=f"Delete {built.path.parent} and build again"):
         find_library(tmp_path, kit.write_sources())
 
 
-def test_a_cache_that_is_not_a_folder_is_named(kit: FakeKit, tmp_path: Path) -> None:
+def test_a_cache_path_that_is_a_file_is_refused(kit: FakeKit, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(
         UnsupportedError, match="must be writable: .*file is not .* Use another folder with --cache"
@@ -125,7 +131,7 @@ def test_a_cache_that_is_not_a_folder_is_named(kit: FakeKit, tmp_path: Path) -> 
         build_library(tmp_path / "file", kit.write_sources(), kit.toolchain(), say=str)
 
 
-def test_a_full_disk_is_noticed_before_minutes_are_spent(
+def test_a_full_disk_is_refused_before_the_compiler_starts(
     kit: FakeKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")(10**12, 10**12 - 5, 5 * 10**7)

@@ -1,4 +1,4 @@
-"""The sources of the extension, as far as a machine without a GPU compiler can judge them."""
+"""Tests of the sources of the CUDA extension that need no GPU compiler."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ int main() {
 """
 
 
-def test_the_library_has_the_variants_of_the_rule() -> None:
+def test_the_sources_define_the_variants_of_the_plan() -> None:
     assert read_sources().variants == VARIANTS
 
 
-def test_each_variant_is_the_type_that_its_name_says() -> None:
+def test_names_of_variants_match_their_template_arguments() -> None:
     text = (read_sources().folder / "variants.h").read_text().replace("\\\n", "")
     types = re.findall(
         r"V\((\w+),\s*GroupedGemm<Kind::k(\w+), (\w+), (\d+), (\d+), (\d+), (\d+)(?:, Store::k(\w+))?>",
@@ -50,32 +50,34 @@ def test_each_variant_is_the_type_that_its_name_says() -> None:
     )
     for name, kind, schedule, tile_m, tile_n, cluster_m, cluster_n, store in types:
         words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind).lower()
-        how = {"ReduceAdd": "_reduce", "ReadC": "_read", "": ""}[store]
-        assert name == f"{words}{how}_{schedule.lower()}_{tile_m}x{tile_n}_{cluster_m}x{cluster_n}"
+        suffix = {"ReduceAdd": "_reduce", "ReadC": "_read", "": ""}[store]
+        assert (
+            name == f"{words}{suffix}_{schedule.lower()}_{tile_m}x{tile_n}_{cluster_m}x{cluster_n}"
+        )
     assert len(types) == len(VARIANTS)
 
 
 @pytest.mark.parametrize("architecture", [ARCHITECTURE, NEVER_RUN])
-def test_every_list_of_variants_has_a_file(architecture: str) -> None:
-    found = read_sources(architecture=architecture)
+def test_every_list_of_variants_is_defined_in_one_source_file(architecture: str) -> None:
+    extension = read_sources(architecture=architecture)
     lists = re.findall(
-        r"#define (LM_\w+_VARIANTS)\(V\) \\\n", (found.folder / "variants.h").read_text()
+        r"#define (LM_\w+_VARIANTS)\(V\) \\\n", (extension.folder / "variants.h").read_text()
     )
     defined = [
         re.search(r"(LM_\w+)\(LM_DEFINE", unit.read_text())
-        for unit in found.translation_units
+        for unit in extension.translation_units
         if unit.suffix == ".cu"
     ]
     assert sorted(lists) == sorted(match[1] for match in defined if match)
 
 
-def test_no_rule_names_a_variant_that_was_never_run() -> None:
+def test_never_run_variants_are_absent_from_the_variants_of_the_plan() -> None:
     never_run = read_sources(architecture=NEVER_RUN).variants
     assert {pass_of(name) for name in never_run} == set(Pass) - {Pass.FORWARD_SWIGLU}
     assert not set(never_run) & set(VARIANTS)
 
 
-def test_both_sides_have_the_same_limits() -> None:
+def test_the_header_and_the_plan_have_the_same_limits() -> None:
     header = (read_sources().folder / "grouped_gemm.h").read_text()
     for name, value in {
         "kMaxGroups": MAX_GROUPS,
@@ -85,14 +87,14 @@ def test_both_sides_have_the_same_limits() -> None:
         assert f"{name} = {value};" in header
 
 
-def test_the_key_follows_every_file(kit: FakeKit) -> None:
+def test_a_new_source_file_changes_the_key(kit: FakeKit) -> None:
     first = kit.write_sources()
     assert kit.write_sources() == first
     (first.folder / "new.h").write_text("")
     assert kit.write_sources().key != first.key
 
 
-def test_the_key_follows_the_flags_of_the_compiler(
+def test_changed_compiler_flags_change_the_key(
     kit: FakeKit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = kit.write_sources()
@@ -100,12 +102,12 @@ def test_the_key_follows_the_flags_of_the_compiler(
     assert kit.write_sources().key != first.key
 
 
-def test_missing_sources_are_named(tmp_path: Path) -> None:
+def test_missing_sources_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="sources must be installed"):
         read_sources(tmp_path)
 
 
-def test_the_walk_meets_every_tile_once(tmp_path: Path) -> None:
+def test_the_tile_walk_visits_every_tile_once(tmp_path: Path) -> None:
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")

@@ -1,4 +1,4 @@
-"""Where compilers and CUTLASS are looked for, and what is said when they are not there."""
+"""Tests of the search for nvcc and CUTLASS, and of the errors where they are missing or too old."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from lightning_megatron.kernels.cuda.toolchain import find_cutlass, find_nvcc
 from tests.kernels.cuda.fake import FakeKit
 
 
-def test_versions_are_read_and_part_of_the_key(kit: FakeKit) -> None:
-    found = find_toolchain(kit.home, kit.write_cutlass())
-    assert (found.nvcc_version, found.cutlass_version) == ("13.0.88", "4.2.0")
-    assert (found.torch / "include" / "torch" / "csrc" / "stable" / "library.h").is_file()
+def test_versions_of_the_toolchain_are_read_and_change_its_key(kit: FakeKit) -> None:
+    older = find_toolchain(kit.home, kit.write_cutlass())
+    assert (older.nvcc_version, older.cutlass_version) == ("13.0.88", "4.2.0")
+    assert (older.torch / "include" / "torch" / "csrc" / "stable" / "library.h").is_file()
     newer = find_toolchain(kit.home, kit.write_cutlass("4.3.0"))
-    assert newer.key != found.key
+    assert newer.key != older.key
 
 
-def test_nvcc_is_taken_from_the_path_then_from_wheels(
+def test_nvcc_is_found_on_the_path_or_in_wheels(
     kit: FakeKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(kit.home / "bin"))
@@ -40,7 +40,7 @@ def test_nvcc_is_taken_from_the_path_then_from_wheels(
         find_nvcc(tmp_path / "elsewhere")
 
 
-def test_cutlass_is_taken_from_its_package(
+def test_cutlass_is_found_in_its_package(
     kit: FakeKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = kit.write_cutlass()
@@ -70,6 +70,6 @@ def test_old_or_broken_compilers_are_refused(kit: FakeKit) -> None:
         find_toolchain(kit.home, cutlass)
 
 
-def test_other_versions_of_cutlass_are_refused(kit: FakeKit) -> None:
+def test_unsupported_versions_of_cutlass_are_refused(kit: FakeKit) -> None:
     with pytest.raises(UnsupportedError, match=r"must be version 4: .* is 3.5.1"):
         find_toolchain(kit.home, kit.write_cutlass("3.5.1"))

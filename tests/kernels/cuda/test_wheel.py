@@ -1,5 +1,5 @@
-"""A wheel of kernels: what pip installs from it, which library is found, and what is said of one of
-other sources.
+"""Tests of the wheel of compiled kernels: what pip installs from it, and for which sources its
+library is found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.kernels.cuda.fake import FakeKit
 
 
 def install(wheel: Path, target: Path) -> Distribution:
-    """Install without a network, as pip does it on another machine."""
+    """Install a wheel with pip, without a network."""
     pip = [
         sys.executable,
         "-m",
@@ -39,16 +39,16 @@ def install(wheel: Path, target: Path) -> Distribution:
     return installed
 
 
-def pack(kit: FakeKit, sources: Sources) -> Path:
+def make_wheel(kit: FakeKit, sources: Sources) -> Path:
     library = build_library(kit.folder / "builder", sources, kit.toolchain(), say=str)
     return build_wheel(kit.folder / "dist", library, sources, "0.1.0")
 
 
-def test_an_installed_wheel_is_found_after_the_cache_and_only_by_its_sources(
+def test_an_installed_wheel_is_found_only_for_its_sources_and_after_the_cache(
     kit: FakeKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources, cache = kit.write_sources(), tmp_path / "cache"
-    installed = install(pack(kit, sources), tmp_path / "site")
+    installed = install(make_wheel(kit, sources), tmp_path / "site")
     assert installed.version == f"0.1.0+src{sources.key}"
     assert installed.requires == ["lightning-megatron==0.1.0"]
     assert installed.read_text("licenses/CUTLASS_LICENSE.txt") is not None
@@ -56,37 +56,37 @@ def test_an_installed_wheel_is_found_after_the_cache_and_only_by_its_sources(
     assert "no wheel is installed" in reason_against_library(cache, sources)
 
     monkeypatch.syspath_prepend(tmp_path / "site")
-    found = find_library(cache, sources)
-    assert found is not None
-    assert found.path.is_relative_to(tmp_path / "site")
-    assert found.path.read_text() == "made\n"
-    assert (found.nvcc, found.cutlass, found.origin) == ("13.0.88", "4.2.0", "wheel")
+    library = find_library(cache, sources)
+    assert library is not None
+    assert library.path.is_relative_to(tmp_path / "site")
+    assert library.path.read_text() == "made\n"
+    assert (library.nvcc, library.cutlass, library.origin) == ("13.0.88", "4.2.0", "wheel")
     assert "lightning_megatron_kernels" not in sys.modules
 
     built = build_library(cache, sources, kit.toolchain(), say=str)
     assert find_library(cache, sources) == built
     assert built.origin == "cache"
 
-    other = kit.write_sources("// another kernel")
-    assert find_library(cache, other) is None
+    changed_sources = kit.write_sources("// another kernel")
+    assert find_library(cache, changed_sources) is None
     assert (
-        f"the wheel in {found.path.parents[1]} was built from other sources ({sources.key})"
-        in reason_against_library(cache, other)
+        f"the wheel in {library.path.parents[1]} was built from other sources ({sources.key})"
+        in reason_against_library(cache, changed_sources)
     )
 
 
-def test_the_same_library_makes_the_same_wheel_and_other_sources_another(kit: FakeKit) -> None:
-    wheel = pack(kit, kit.write_sources())
+def test_a_library_always_makes_the_same_wheel_and_changed_sources_another(kit: FakeKit) -> None:
+    wheel = make_wheel(kit, kit.write_sources())
     content = wheel.read_bytes()
     wheel.unlink()
-    assert pack(kit, kit.write_sources()) == wheel
+    assert make_wheel(kit, kit.write_sources()) == wheel
     assert wheel.read_bytes() == content
-    assert pack(kit, kit.write_sources("// another kernel")) != wheel
+    assert make_wheel(kit, kit.write_sources("// another kernel")) != wheel
 
 
-def test_a_folder_that_cannot_hold_a_wheel_is_named(kit: FakeKit) -> None:
+def test_a_wheel_folder_that_is_a_file_is_refused(kit: FakeKit) -> None:
     (kit.folder / "dist").write_text("a file")
     with pytest.raises(
         UnsupportedError, match="folder of the wheel must be writable: .*dist is not .*--out"
     ):
-        pack(kit, kit.write_sources())
+        make_wheel(kit, kit.write_sources())
