@@ -18,7 +18,7 @@ from lightning_megatron.data.samples import NO_TOKEN, GPTSamples, SampleOptions
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.plan.context_groups import ContextGroups, crosses
 from tests.data.recorder import make_trainer, run
-from tests.data.test_balance import Loose
+from tests.data.test_balance import FirstTokenRecorder
 from tests.data.test_datamodule_resume import StopAfter
 from tests.data.test_samples import write
 
@@ -133,7 +133,9 @@ def test_a_killed_run_continues_with_the_next_row(tmp_path: Path) -> None:
         data = TokenDataModule(
             str(tmp_path / "c"), seq_length=16, batch_size=4, documents="whole", context_windows=4
         )
-        return run(Loose(), data, make_trainer(tmp_path, *callbacks, max_steps=7), path)
+        return run(
+            FirstTokenRecorder(), data, make_trainer(tmp_path, *callbacks, max_steps=7), path
+        )
 
     whole = fit()
     first = fit(StopAfter(4, tmp_path / "killed.ckpt"))
