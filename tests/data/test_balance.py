@@ -79,7 +79,7 @@ def test_items_that_do_not_divide_evenly_raise() -> None:
 
 
 def test_attention_work_of_a_row_includes_its_padding() -> None:
-    # The last token of a window is a label alone.
+    # The last token of a window is only a label.
     assert attention_work([3, 4, 2], 8) == 9 + 16 + 1
     assert attention_work([4], 8) == 9 + 25
     assert attention_work([9], 8) == 64
