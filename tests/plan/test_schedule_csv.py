@@ -22,7 +22,7 @@ from lightning_megatron.plan import (
     read_schedule,
     simulate,
 )
-from tests.plan.test_custom_schedule import Node, Rows, own_rows, schedule_of
+from tests.plan.test_custom_schedule import Node, Rows, random_rows, schedule_of
 from tests.plan.test_split_schedules import run_one_by_one, schedules
 from tests.plan.test_transfers import execute
 
@@ -52,7 +52,7 @@ def test_every_named_schedule_is_restored_from_its_csv(schedule: Schedule) -> No
 
 @seed(17)
 @MANY
-@given(own_rows())
+@given(random_rows())
 def test_any_custom_schedule_is_restored_from_its_csv(
     drawn: tuple[Placement, int, Rows, dict[Node, set[Node]]],
 ) -> None:
