@@ -96,7 +96,7 @@ def test_weight_halves_have_a_pool_and_keep_their_inputs() -> None:
         # Each MLP reads the residual stream, and what attention adds to it.
         ("mlp", 2 * 40 + 25, 2 * 40 + 10),
         ("head", 12 + 50 + 85 - 10, 2 * (10 + ID) + 4 * TOKENS),
-        # Its result, and what it adds up.
+        # The embedding keeps a sum and its terms.
         ("embedding", 2 * 10, 2 * ID),
     ],
 )
