@@ -46,9 +46,9 @@ def batch_of(data: ChatDataModule, samples: Any, numbers: list[int]) -> Batch:
     """Return rows as a batch, without columns of zeros in the lengths."""
     batch = data.loader_of(samples, None).batches[numbers]  # type: ignore[arg-type]
     if "lengths" in batch:
-        most = int((batch["lengths"] != 0).sum(1).max())
-        assert not batch["lengths"][:, most:].any()
-        batch["lengths"] = batch["lengths"][:, :most]
+        width = int((batch["lengths"] != 0).sum(1).max())
+        assert not batch["lengths"][:, width:].any()
+        batch["lengths"] = batch["lengths"][:, :width]
     return batch
 
 
@@ -139,7 +139,7 @@ def test_each_pass_has_every_conversation_once(
         passes = [rows_of_pass(samples, number) for number in range(3)]
         for actual in passes:
             assert sorted(actual) == sorted(expected), kind
-        # Sections of one row are shuffled by files alone.
+        # With sections of one row, only the order of files is shuffled.
         assert len({str(actual) for actual in passes}) >= (2 if buffer == 1 else 3)
         data = ChatDataModule(
             paths, folder, seq_length=LENGTH, packing=packing, num_workers=2 * (buffer == 5),

@@ -38,7 +38,7 @@ def read(prefix: Path) -> RankSnapshot:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Write a corpus of preprocess, one with several sequences per document, and one of int32."""
+    """Write three corpora: by preprocess, with several sequences a document, and of int32 tokens."""
     folder = tmp_path_factory.mktemp("sound")
     (folder / "raw.jsonl").write_text(
         "".join(json.dumps({"text": f"text {n} é"}) + "\n" for n in range(9))

@@ -24,8 +24,8 @@ def test_epochs_of_lightning_have_different_orders_of_the_same_windows(
     tmp_path: Path, corpus: str
 ) -> None:
     data = TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=9)
-    seen = run(Recorder(), data, make_trainer(tmp_path, max_epochs=2))
-    first, second = sum(seen[:11], []), sum(seen[11:], [])
+    windows = run(Recorder(), data, make_trainer(tmp_path, max_epochs=2))
+    first, second = sum(windows[:11], []), sum(windows[11:], [])
     assert len(set(first)) == 99
     assert set(first) == set(second)
     assert first != second
@@ -35,8 +35,8 @@ def test_max_steps_counts_optimizer_steps_of_accumulated_batches(
     tmp_path: Path, corpus: str
 ) -> None:
     data = TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=2)
-    seen = run(Recorder(), data, make_trainer(tmp_path, max_steps=5, accumulate_grad_batches=3))
-    assert len(seen) == 15
+    batches = run(Recorder(), data, make_trainer(tmp_path, max_steps=5, accumulate_grad_batches=3))
+    assert len(batches) == 15
 
 
 def test_reading_batches_does_not_change_the_random_state_of_torch(corpus: str) -> None:
@@ -116,8 +116,8 @@ def test_settings_of_other_types_become_plain_python_types(tmp_path: Path) -> No
 def test_a_blend_takes_samples_in_proportion_to_its_weights(tmp_path: Path, corpus: str) -> None:
     second_corpus = write_corpus(tmp_path / "other", 400, first=5000)
     data = TokenDataModule({corpus: 1, second_corpus: 3}, seq_length=SEQ_LENGTH, batch_size=4)
-    seen = sum(run(Recorder(), data, make_trainer(tmp_path, max_steps=50)), [])
-    assert sum(window >= 5000 for window in seen) == 150
+    windows = sum(run(Recorder(), data, make_trainer(tmp_path, max_steps=50)), [])
+    assert sum(window >= 5000 for window in windows) == 150
 
 
 def write_text(prefix: Path, texts: list[str]) -> str:

@@ -92,7 +92,7 @@ def test_a_killed_run_with_growing_batches_continues_in_any_epoch(
     step_counts: list[float] = []
     uninterrupted = trained()
     sizes = [len(batch) for batch in uninterrupted]
-    # The first ten batches have 3 samples up to sample 29, the next five 6, and all others 9.
+    # The first ten batches have 3 samples up to sample 29, the next five 6, and later batches 9.
     assert sizes[:7] == [3] * 7
     assert sizes[-1] == 9
     killed = tmp_path / "killed.ckpt"

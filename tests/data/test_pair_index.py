@@ -71,15 +71,15 @@ def test_larger_counts_extend_smaller_counts_and_passes_are_complete(
     documents: list[list[int]], counts: tuple[int, int]
 ) -> None:
     starts, bounds = arrays(documents)
-    fewer, more = (index_pairs(starts, bounds, 0, RULE, count) for count in sorted(counts))
+    smaller, larger = (index_pairs(starts, bounds, 0, RULE, count) for count in sorted(counts))
     single_pass = index_pairs(starts, bounds, 0, RULE, None)
     if not any(len(document) >= 2 for document in documents):
-        assert len(more) == len(fewer) == len(single_pass) == 0
+        assert len(larger) == len(smaller) == len(single_pass) == 0
         return
-    assert (len(fewer), len(more)) == tuple(sorted(counts))
-    assert np.array_equal(more[: len(fewer)], fewer)
-    size = min(len(single_pass), len(more))
-    assert np.array_equal(single_pass[:size], more[:size])
+    assert (len(smaller), len(larger)) == tuple(sorted(counts))
+    assert np.array_equal(larger[: len(smaller)], smaller)
+    size = min(len(single_pass), len(larger))
+    assert np.array_equal(single_pass[:size], larger[:size])
     # A pass has every sentence of the documents that are used once.
     used = [number for first, stop, _ in single_pass.tolist() for number in range(first, stop)]
     pairs = zip(bounds, bounds[1:], strict=False)
@@ -100,7 +100,7 @@ def test_target_lengths_are_short_at_the_given_rate_and_independent() -> None:
     documents = np.arange(40_000)
     targets = target_lengths(replace(RULE, max_target=102, short_probability=0.1), 0, documents, 0)
     short = targets[targets < 102]
-    # One in 101 short lengths is the full one.
+    # One in 101 short lengths is the full length.
     assert len(short) / len(targets) == pytest.approx(0.1 * 100 / 101, abs=0.008)
     assert (short.min(), short.max()) == (2, 101)
     assert short.mean() == pytest.approx(51.5, abs=2.5)

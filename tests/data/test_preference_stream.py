@@ -100,7 +100,7 @@ def test_a_section_of_a_complete_file_equals_the_module_without_streaming(
 @pytest.mark.parametrize("buffer", [1, 5, 7, 1000])
 def test_each_pass_has_every_pair_once(tmp_path: Path, folder: str, buffer: int) -> None:
     for kind, paths in write_pairs(tmp_path).items():
-        # Lines are counted with the empty ones between them.
+        # Line numbers count the empty lines between rows, too.
         lines = 1 + (kind in ("jsonl", "gz"))
         expected_numbers = numbers_in(7, 1, 14, lines=lines)
         unstreamed = make_data(paths, folder, streaming=None)
@@ -111,7 +111,7 @@ def test_each_pass_has_every_pair_once(tmp_path: Path, folder: str, buffer: int)
         passes = [numbers_of_pass(samples, number) for number in range(3)]
         for numbers in passes:
             assert sorted(numbers) == expected_numbers, kind
-        # Sections of one row are shuffled by files alone.
+        # With sections of one row, only the order of files is shuffled.
         assert len({str(numbers) for numbers in passes}) >= (2 if buffer == 1 else 3)
         for at in range(22):
             assert samples[at].tolist() == expected[passes[0][at]]

@@ -42,9 +42,9 @@ def stream_of(paths: str | list[str], **options: Any) -> TextDataModule:
 
 def batch_of(data: Any, samples: Any, numbers: list[int]) -> dict[str, torch.Tensor]:
     batch = data.loader_of(samples, None).batches[numbers]
-    most = int((batch["lengths"] != 0).sum(1).max())
-    assert not batch["lengths"][:, most:].any()
-    return {**batch, "lengths": batch["lengths"][:, :most]}
+    width = int((batch["lengths"] != 0).sum(1).max())
+    assert not batch["lengths"][:, width:].any()
+    return {**batch, "lengths": batch["lengths"][:, :width]}
 
 
 @pytest.mark.parametrize("windows", [1, 4])

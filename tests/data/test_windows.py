@@ -135,15 +135,15 @@ def test_windows_in_order_predict_every_token_once(lengths: list[int], seq_lengt
     more=st.integers(0, 30),
 )
 def test_larger_sample_counts_only_extend_the_passes(
-    lengths: list[int], seq_length: int, samples: int, more: int
+    lengths: list[int], seq_length: int, samples: int, additional: int
 ) -> None:
-    few = index_passes(np.array(lengths), seq_length, samples, seed=5)
-    many = index_passes(np.array(lengths), seq_length, samples + more, seed=5)
-    assert len(few.shuffle) == samples
-    assert many.shuffle[:samples].tolist() == few.shuffle.tolist()
-    for window in few.shuffle:
-        expected = read(lengths, few.documents, few.starts, window)
-        assert read(lengths, many.documents, many.starts, window) == expected
+    smaller = index_passes(np.array(lengths), seq_length, samples, seed=5)
+    larger = index_passes(np.array(lengths), seq_length, samples + additional, seed=5)
+    assert len(smaller.shuffle) == samples
+    assert larger.shuffle[:samples].tolist() == smaller.shuffle.tolist()
+    for window in smaller.shuffle:
+        expected = read(lengths, smaller.documents, smaller.starts, window)
+        assert read(lengths, larger.documents, larger.starts, window) == expected
         assert len(expected) == seq_length + 1
 
 

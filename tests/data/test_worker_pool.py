@@ -57,8 +57,8 @@ KILLED = """
 import os, signal
 from tests.data.test_worker_pool import worker_of
 from lightning_megatron.data.worker_pool import map_in_order
-found = map_in_order(worker_of, iter(range(100)), 2)
-print({process for _, process in (next(found) for _ in range(9))}, flush=True)
+results = map_in_order(worker_of, iter(range(100)), 2)
+print({process for _, process in (next(results) for _ in range(9))}, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -1,4 +1,4 @@
-"""Evaluations of one model on several tasks, under one layout of a world after another."""
+"""Evaluations of one model on several tasks, under several layouts of one world."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_megatron import BERTClassifier, GlueDataModule, RampUp
 from lightning_megatron.errors import ParallelPlanError
-from tests.finetuning.fits import BATCH, STEPS, module_and_data, trainer_of, train_reference
+from tests.finetuning.fits import BATCH, STEPS, module_and_data, train_reference, trainer_of
 from tests.finetuning.folders import write_tasks
 from tests.sweeps import chosen
 from tests.world import run_world

@@ -178,11 +178,11 @@ def test_the_first_stages_hold_more_microbatches() -> None:
     even = layout(pp=4, stage_layers=[4] * 4)
     stages = estimate_memory(LLAMA, even, STEP)
     assert [stage.in_flight for stage in stages] == [4, 3, 2, 1]
-    kept = activation_costs(LLAMA, eager_activations(LLAMA), MicrobatchShape(num_tokens=1024))
-    assert [stage.activations for stage in stages[:3]] == [4 * n * kept.kept for n in (4, 3, 2)]
-    assert stages[3].activations == 4 * kept.kept + kept.head
+    costs = activation_costs(LLAMA, eager_activations(LLAMA), MicrobatchShape(num_tokens=1024))
+    assert [stage.activations for stage in stages[:3]] == [4 * n * costs.kept for n in (4, 3, 2)]
+    assert stages[3].activations == 4 * costs.kept + costs.head
     assert [stage.loss > 0 for stage in stages] == [False, False, False, True]
-    assert all(stage.communication == 2 * kept.boundary for stage in stages)
+    assert all(stage.communication == 2 * costs.boundary for stage in stages)
     gpipe = estimate_memory(LLAMA, even, replace(STEP, schedule="gpipe"))
     assert [stage.in_flight for stage in gpipe] == [8] * 4
     chunks = estimate_memory(

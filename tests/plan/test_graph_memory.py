@@ -60,9 +60,9 @@ def memory(
 
 def test_one_slot_has_the_peak_of_one_microbatch() -> None:
     # Activations of two blocks, the head and the loss stay until the end of the backward pass.
-    kept = 2 * 100 + 12 + 50
+    activations = 2 * 100 + 12 + 50
     estimate = memory(SEGMENTS, build_schedule("1f1b", 1, 8))
-    assert estimate.pools == kept + (80 + 5)
+    assert estimate.pools == activations + (80 + 5)
     # Two sets of graphs, with ids and labels; all share the gradients of losses.
     assert estimate.inputs == 2 * 2 * ID + 4 * TOKENS
     assert estimate.total == estimate.pools + estimate.inputs
@@ -93,7 +93,7 @@ def test_weight_halves_have_a_pool_and_keep_their_inputs() -> None:
     [
         # Each block's attention reads hidden states that eager code writes.
         ("attention", 2 * 60 + 50 - 20, 2 * 20 + 10),
-        # Each MLP reads the residual stream, and what attention adds to it.
+        # Each MLP reads the residual stream, and the output of attention that is added to it.
         ("mlp", 2 * 40 + 25, 2 * 40 + 10),
         ("head", 12 + 50 + 85 - 10, 2 * (10 + ID) + 4 * TOKENS),
         # The embedding keeps a sum and its terms.
@@ -108,9 +108,9 @@ def test_scopes_select_the_counted_memory(scope: str, pools: int, inputs: int) -
 def test_recomputed_blocks_are_captured_completely_or_not_at_all() -> None:
     schedule = build_schedule("1f1b", 1, 8)
     attention = CudaGraphs("segments", scopes=("attention",))
-    both = CudaGraphs("segments", scopes=("attention", "mlp"))
+    all_scopes = CudaGraphs("segments", scopes=("attention", "mlp"))
     assert memory(attention, schedule, is_block_whole=True) == GraphMemory()
-    assert memory(both, schedule, is_block_whole=True).pools == 2 * 100 + 50 - 10
+    assert memory(all_scopes, schedule, is_block_whole=True).pools == 2 * 100 + 50 - 10
 
 
 def test_experts_behind_a_transport_of_unknown_sizes_stay_eager() -> None:

@@ -214,7 +214,7 @@ def test_the_turn_of_a_v_needs_no_transfer() -> None:
             for transfer in (*step.sends, *step.receives)
         ]
         assert {transfer.peer for transfer in transfers} == {peer}
-        # Two chunks, forward and backward, four microbatches, one of two boundaries each.
+        # Two chunks, forward and backward, and four microbatches have one transfer each.
         assert len(transfers) == 2 * 2 * 4
 
 
@@ -317,7 +317,8 @@ def test_zb_v_has_bounded_length_and_memory_with_few_microbatches(stages: int) -
     for microbatches in range(1, 2 * stages):
         schedule = build_schedule("zb-v", stages, microbatches, 2)
         length = simulate(schedule).length
-        # The first microbatch passes all virtual stages forward and back; other ones follow it.
+        # The first microbatch passes all virtual stages forward and back, and the other
+        # microbatches follow it.
         assert length <= 4 * stages + 1 + 6 * microbatches
         peaks = [live_microbatches(schedule, rank).total for rank in range(stages)]
         assert max(peaks) <= 2 * min(stages, microbatches)
