@@ -287,8 +287,8 @@ def test_every_field_of_an_index_is_checked(
                 accepted.append((position, value))
         except CorruptDataError as error:
             assert "b.idx" in str(error), error  # noqa: PT017
-    # Without checksums, no rule tells signed from unsigned 16-bit tokens, or finds a wrong end of a
-    # document between sequences.
+    # Without checksums, a reader cannot tell signed from unsigned 16-bit tokens, or find a wrong
+    # end of a document between sequences.
     assert accepted == ([] if with_description else [(17, 3), (34 + 72 + 144 + 8, 2)])
 
 

@@ -95,8 +95,7 @@ def test_rows_have_the_lengths_and_labels_of_their_documents(tmp_path: Path) -> 
             ends = sizes.cumsum(0)[sizes > 0]
             has_label = labels != -100
             assert torch.equal(tokens[has_label] + 1, labels[has_label])
-            # All tokens of a document have labels, except the last token of all documents but the
-            # last one.
+            # The last token of each document has no label, except in the last document of a row.
             assert not has_label[ends[:-1] - 1].any()
             assert int(has_label.sum()) == int(sizes.sum()) - max(len(ends) - 1, 0)
             predicted += labels[has_label].tolist()
