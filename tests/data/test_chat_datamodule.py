@@ -128,7 +128,8 @@ def test_context_windows_hold_complete_conversations_with_their_labels(
             else:
                 actual.append((conversation, conversation_labels))
                 assert positions[start : start + num_inputs] == list(range(num_inputs))
-                # It lies in one group of windows, as many as the longest conversation needs.
+                # The conversation lies in one group of windows, which has the size that the
+                # longest conversation of the row needs.
                 assert start // group_length == (start + num_inputs - 1) // group_length
             start += size
     assert sorted(actual) == sorted(tokens_and_labels(folder, row["messages"]) for row in rows)

@@ -188,7 +188,7 @@ def test_a_stream_restores_any_state_and_gives_samples_in_any_order(
         for number in range(0, 40, 1 + 6 * bool(num_workers)):
             restored = fresh()
             restored.restore(states[number])
-            # The section of a sample may begin several samples earlier.
+            # The section of this sample may begin several samples earlier.
             assert restored[number].tolist() == expected[number], kind
             assert restored.state_at(number) == states[number]
             restored.close()

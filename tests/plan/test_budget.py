@@ -326,12 +326,10 @@ def test_only_stages_with_expert_layers_hold_experts() -> None:
 
 def test_an_all_gather_has_room_for_all_tokens_and_an_all_to_all_for_a_balanced_share() -> None:
     layouts = [ParallelLayout(4, ep=4)] * 2
-    trainings = [
-        replace(STEP, expert_transport=transport) for transport in ("all_gather", "all_to_all")
-    ]  # type: ignore[arg-type]
+    steps = [replace(STEP, expert_transport=kind) for kind in ("all_gather", "all_to_all")]  # type: ignore[arg-type]
     gathered, exchanged = (
         estimate_memory(QWEN3_30B_A3B, parallel_layout, training)[0].activations
-        for parallel_layout, training in zip(layouts, trainings, strict=True)
+        for parallel_layout, training in zip(layouts, steps, strict=True)
     )
     (single,) = estimate_memory(QWEN3_30B_A3B, layout(4), STEP)
     assert single.activations < exchanged < 1.02 * single.activations  # Two maps of rows for one.

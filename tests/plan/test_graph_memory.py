@@ -108,9 +108,9 @@ def test_scopes_select_the_counted_memory(scope: str, pools: int, inputs: int) -
 def test_recomputed_blocks_are_captured_completely_or_not_at_all() -> None:
     schedule = build_schedule("1f1b", 1, 8)
     attention = CudaGraphs("segments", scopes=("attention",))
-    all_scopes = CudaGraphs("segments", scopes=("attention", "mlp"))
+    attention_and_mlp = CudaGraphs("segments", scopes=("attention", "mlp"))
     assert memory(attention, schedule, is_block_whole=True) == GraphMemory()
-    assert memory(all_scopes, schedule, is_block_whole=True).pools == 2 * 100 + 50 - 10
+    assert memory(attention_and_mlp, schedule, is_block_whole=True).pools == 2 * 100 + 50 - 10
 
 
 def test_experts_behind_a_transport_of_unknown_sizes_stay_eager() -> None:
