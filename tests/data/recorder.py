@@ -87,7 +87,7 @@ def run(
     module: Watcher, data: RowDataModule, trainer: Trainer, ckpt_path: Path | None = None
 ) -> list[list[Any]]:
     with warnings.catch_warnings():
-        # what Lightning says about workers, checkpoint folders and eval mode does not matter here
+        # Lightning's warnings about workers, checkpoint folders and eval mode do not matter here.
         warnings.simplefilter("ignore")
         with contextlib.suppress(KeyboardInterrupt, SystemExit):
             trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)

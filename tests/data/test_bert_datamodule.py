@@ -1,4 +1,4 @@
-"""Rows of BERTDataModule consist of sentences, and depend only on the seed and the number."""
+"""Rows of BERTDataModule consist of sentences, and depend only on seed, row number and epoch."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ def rows_of(data: BERTDataModule, count: int = 200) -> tuple[PairBatches, dict[s
     return batches, batches[list(range(count))]
 
 
-def test_a_row_is_two_swapped_or_ordered_parts_of_one_document(
+def test_a_row_holds_two_parts_of_one_document_in_order_or_swapped(
     corpus: str, vocabulary: str
 ) -> None:
     batches, rows = rows_of(module_of(corpus, vocabulary))
     text = TokenFile(corpus).tokens.tolist()
-    full = 0
+    num_untruncated = 0
     for row in range(200):
         labels = rows["labels"][row]
-        true = torch.where(labels == -100, rows["tokens"][row], labels)
+        unmasked = torch.where(labels == -100, rows["tokens"][row], labels)
         size = int(rows["valid"][row].sum())
         assert rows["valid"][row, :size].all()
         assert rows["lengths"][row] == size
         assert (rows["tokens"][row, size:] == 0).all()
         assert (labels[size:] == -100).all()
-        tokens = true[:size].tolist()
+        tokens = unmasked[:size].tolist()
         assert (tokens[0], tokens[-1]) == (CLS, SEP)
         border = tokens.index(SEP)
         types = rows["token_types"][row].tolist()
@@ -69,19 +69,23 @@ def test_a_row_is_two_swapped_or_ordered_parts_of_one_document(
         first, second = tokens[1:border], tokens[border + 1 : -1]
         sentences, target = batches.samples.sentences(row)
         assert len(first) + len(second) == min(target, sum(map(len, sentences)))
-        whole = [token for sentence in sentences for token in sentence.tolist()]
-        assert " ".join(map(str, whole)) in " ".join(map(str, text))
+        sample_tokens = [token for sentence in sentences for token in sentence.tolist()]
+        assert " ".join(map(str, sample_tokens)) in " ".join(map(str, text))
         if rows["order"][row]:
             first, second = second, first
-        if len(first) + len(second) == len(whole):
-            assert first + second == whole
+        if len(first) + len(second) == len(sample_tokens):
+            assert first + second == sample_tokens
             ends = np.cumsum([len(sentence) for sentence in sentences])[:-1].tolist()
             assert len(first) in ends
-            full += 1
+            num_untruncated += 1
         else:
-            assert any(whole[at : at + len(first)] == first for at in range(len(whole)))
-            assert any(whole[at : at + len(second)] == second for at in range(len(whole)))
-    assert 20 < full < 180
+            assert any(
+                sample_tokens[at : at + len(first)] == first for at in range(len(sample_tokens))
+            )
+            assert any(
+                sample_tokens[at : at + len(second)] == second for at in range(len(sample_tokens))
+            )
+    assert 20 < num_untruncated < 180
     assert 0.4 < rows["order"].double().mean() < 0.6
 
 
@@ -96,26 +100,28 @@ def test_truncation_removes_tokens_of_the_longer_segment_one_by_one(
     assert _truncated_sizes(first, second, target) == tuple(expected)
 
 
-def test_one_segment_has_no_order(corpus: str, vocabulary: str) -> None:
+def test_single_segment_rows_have_no_order_and_one_separator(corpus: str, vocabulary: str) -> None:
     batches, rows = rows_of(module_of(corpus, vocabulary, order_prediction=False))
     assert not rows["order"].any()
     assert not rows["token_types"].any()
     for row in range(200):
-        true = torch.where(rows["labels"][row] == -100, rows["tokens"][row], rows["labels"][row])
-        assert int((true == SEP).sum()) == 1
+        unmasked = torch.where(
+            rows["labels"][row] == -100, rows["tokens"][row], rows["labels"][row]
+        )
+        assert int((unmasked == SEP).sum()) == 1
     sentences, target = batches.samples.sentences(0)
     assert target <= LENGTH - 2
 
 
-def test_rows_depend_on_seed_and_number_alone(corpus: str, vocabulary: str) -> None:
+def test_rows_depend_only_on_seed_row_number_and_epoch(corpus: str, vocabulary: str) -> None:
     _, rows = rows_of(module_of(corpus, vocabulary))
     batches, _ = rows_of(module_of(corpus, vocabulary), count=500)
     for number in (7, 3, 180):
-        found = batches[[number]]
+        actual = batches[[number]]
         for name, values in rows.items():
-            assert torch.equal(found[name][0], values[number]), name
-    _, others = rows_of(module_of(corpus, vocabulary, seed=2))
-    assert not torch.equal(others["tokens"], rows["tokens"])
+            assert torch.equal(actual[name][0], values[number]), name
+    _, rows_of_seed_2 = rows_of(module_of(corpus, vocabulary, seed=2))
+    assert not torch.equal(rows_of_seed_2["tokens"], rows["tokens"])
     # The same sample in another epoch has other masks.
     batches.epoch = 1
     assert not torch.equal(batches[[7]]["labels"][0], rows["labels"][7])
@@ -130,17 +136,17 @@ def test_a_row_without_a_sample_has_no_label(corpus: str, vocabulary: str) -> No
     assert (empty["labels"] == -100).all()
 
 
-class Pairs(Watcher):
+class RowRecorder(Watcher):
     """Module that records each row of training and validation."""
 
     def names_of(self, batch: dict[str, torch.Tensor]) -> list[Any]:
-        return named(batch)
+        return row_tuples(batch)
 
     def validation_step(self, batch: dict[str, torch.Tensor], _: int) -> None:
-        self.validated.append(named(batch))
+        self.validated.append(row_tuples(batch))
 
 
-def named(batch: dict[str, torch.Tensor]) -> list[tuple[int, ...]]:
+def row_tuples(batch: dict[str, torch.Tensor]) -> list[tuple[int, ...]]:
     joined = torch.cat([batch["tokens"], batch["labels"], batch["order"][:, None]], dim=1)
     return [tuple(row) for row in joined.tolist()]
 
@@ -157,32 +163,32 @@ def named(batch: dict[str, torch.Tensor]) -> list[tuple[int, ...]]:
 def test_a_killed_run_continues_with_the_next_row(
     tmp_path: Path, corpus: str, vocabulary: str, limits: dict[str, int], num_workers: int
 ) -> None:
-    def data(workers: int = num_workers) -> BERTDataModule:
+    def make_data(workers: int = num_workers) -> BERTDataModule:
         return module_of(corpus, vocabulary, global_batch_size=16, num_workers=workers)
 
     def trained(data: BERTDataModule, *callbacks: Any, ckpt_path: Path | None = None) -> list:
         trainer = make_trainer(tmp_path, *callbacks, **limits)
-        return run(Pairs(), data, trainer, ckpt_path)
+        return run(RowRecorder(), data, trainer, ckpt_path)
 
-    whole = trained(data(0))
-    assert len(whole) >= 6
-    rows = [row for batch in whole for row in batch]
+    uninterrupted = trained(make_data(0))
+    assert len(uninterrupted) >= 6
+    rows = [row for batch in uninterrupted for row in batch]
     # Two rows of few tokens may have the same masks by chance.
     assert len(set(rows)) > 0.9 * len(rows)
     killed = tmp_path / "killed.ckpt"
     for stop in (2, 5):
-        first = trained(data(), StopAfter(stop, killed))
-        assert first == whole[:stop]
-        assert first + trained(data(), ckpt_path=killed) == whole
+        first = trained(make_data(), StopAfter(stop, killed))
+        assert first == uninterrupted[:stop]
+        assert first + trained(make_data(), ckpt_path=killed) == uninterrupted
 
 
 def test_validation_has_every_sample_once_with_the_same_masks(
     tmp_path: Path, corpus: str, vocabulary: str
 ) -> None:
-    found = []
+    rows_of_runs = []
     for seed, batch_size in ((1, 4), (2, 16)):
         data = module_of(corpus, vocabulary, val=corpus, seed=seed, batch_size=batch_size)
-        module = Pairs()
+        module = RowRecorder()
         trainer = make_trainer(
             tmp_path, max_epochs=2, num_sanity_val_steps=0, limit_train_batches=1
         )
@@ -194,51 +200,55 @@ def test_validation_has_every_sample_once_with_the_same_masks(
         # Both epochs of the Trainer have the same rows.
         assert rows[:half] == rows[half:]
         assert len(set(rows[:half])) > 0.9 * half
-        found.append(rows[:half])
-    assert found[0] == found[1]
+        rows_of_runs.append(rows[:half])
+    assert rows_of_runs[0] == rows_of_runs[1]
     options = PairOptions(LENGTH, seed=0)
-    assert len(found[0]) == len(PairSamples(TokenFile(corpus), options))
+    assert len(rows_of_runs[0]) == len(PairSamples(TokenFile(corpus), options))
 
 
-def test_named_sets_have_the_losses_of_sets_alone(
+def test_named_sets_have_the_losses_of_each_set_validated_alone(
     tmp_path: Path, corpus: str, vocabulary: str
 ) -> None:
-    other = write_sentences(tmp_path / "other", vocabulary, num_documents=9, seed=5)
-    sets = {"one": corpus, "both": [corpus, other]}
+    second_corpus = write_sentences(tmp_path / "other", vocabulary, num_documents=9, seed=5)
+    sets = {"one": corpus, "both": [corpus, second_corpus]}
     config = EncoderConfig.bert(
         vocab_size=VOCABULARY, num_positions=LENGTH, num_layers=1, hidden_size=16, num_heads=2
     )
     pl.seed_everything(1, verbose=False)
     module = BERTPretraining(config)
-    found = {}
+    metrics = {}
     for name, val in {**sets, "all": sets}.items():
         trainer = make_trainer(tmp_path)
         trainer.validate(
             module, module_of(corpus, vocabulary, val=val, batch_size=4), verbose=False
         )
-        found[name] = {key: float(one) for key, one in trainer.callback_metrics.items()}
-    tokens = {name: found["all"][f"val_tokens/{name}"] for name in sets}
+        metrics[name] = {key: float(value) for key, value in trainer.callback_metrics.items()}
+    tokens = {name: metrics["all"][f"val_tokens/{name}"] for name in sets}
     for mean in ("loss", "lm_loss", "order_loss"):
         key = f"val_{mean}"
-        alone = {name: found[name][key] for name in sets}
-        assert {name: found["all"][f"{key}/{name}"] for name in sets} == pytest.approx(alone)
+        alone = {name: metrics[name][key] for name in sets}
+        assert {name: metrics["all"][f"{key}/{name}"] for name in sets} == pytest.approx(alone)
         total = sum(alone[name] * tokens[name] for name in sets) / sum(tokens.values())
-        assert found["all"][key] == pytest.approx(total)
-    assert found["one"]["val_loss"] != pytest.approx(found["both"]["val_loss"], rel=1e-5)
+        assert metrics["all"][key] == pytest.approx(total)
+    assert metrics["one"]["val_loss"] != pytest.approx(metrics["both"]["val_loss"], rel=1e-5)
 
 
-def test_ranks_share_the_samples_of_one_process(corpus: str, vocabulary: str) -> None:
+def test_two_ranks_share_the_samples_of_one_process(corpus: str, vocabulary: str) -> None:
     data = module_of(corpus, vocabulary)
     samples = data.training_samples(64)
-    one = [
-        row for batch in data.loader_of(samples, TokenBatchSampler(64, 8)) for row in named(batch)
+    expected = [
+        row
+        for batch in data.loader_of(samples, TokenBatchSampler(64, 8))
+        for row in row_tuples(batch)
     ]
     loaders = [
         data.loader_of(samples, TokenBatchSampler(64, 4, rank, 2, seed=0)) for rank in range(2)
     ]
-    two = [row for pair in zip(*loaders, strict=True) for batch in pair for row in named(batch)]
-    assert len(one) == 64
-    assert two == one
+    actual = [
+        row for pair in zip(*loaders, strict=True) for batch in pair for row in row_tuples(batch)
+    ]
+    assert len(expected) == 64
+    assert actual == expected
 
 
 def test_a_split_is_disjoint_and_a_blend_has_its_shares(
@@ -247,39 +257,39 @@ def test_a_split_is_disjoint_and_a_blend_has_its_shares(
     data = module_of(corpus, vocabulary, split="6,2,2")
     data.setup()
     ranges = [data._corpora(part)[0][1] for part in ("train", "val", "test")]
-    assert [number for one in ranges if one is not None for number in one] == list(
-        range(len(TokenFile(corpus).document_starts) - 1)
-    )
+    assert [
+        number for documents in ranges if documents is not None for number in documents
+    ] == list(range(len(TokenFile(corpus).document_starts) - 1))
     bounds = np.unique(TokenFile(corpus).document_index)
     sentences = data.training_samples(300)
     assert ranges[0] is not None
     assert sentences._index[:, 1].max() <= bounds[ranges[0].stop]  # type: ignore[attr-defined]
     assert len(data.val_dataloader()) > 0
 
-    other = write_sentences(tmp_path / "other", vocabulary, num_documents=9, seed=5)
-    blend = module_of({corpus: 0.25, other: 0.75}, vocabulary).training_samples(80)
+    second_corpus = write_sentences(tmp_path / "other", vocabulary, num_documents=9, seed=5)
+    blend = module_of({corpus: 0.25, second_corpus: 0.75}, vocabulary).training_samples(80)
     assert np.bincount(blend.choices).tolist() == [20, 60]  # type: ignore[attr-defined]
-    exhaustive = module_of([corpus, other], vocabulary).training_samples(None)
+    exhaustive = module_of([corpus, second_corpus], vocabulary).training_samples(None)
     options = PairOptions(LENGTH)
     assert len(exhaustive) == sum(
-        len(PairSamples(TokenFile(prefix), options)) for prefix in (corpus, other)
+        len(PairSamples(TokenFile(prefix), options)) for prefix in (corpus, second_corpus)
     )
-    longer = module_of({corpus: 0.25, other: 0.75}, vocabulary).training_samples(160)
+    longer = module_of({corpus: 0.25, second_corpus: 0.75}, vocabulary).training_samples(160)
     assert blend.order_key == longer.order_key != exhaustive.order_key
     for number in range(80):
         assert np.array_equal(blend[number], longer[number])
 
 
-def test_a_stored_index_is_the_one_that_is_built(corpus: str, vocabulary: str) -> None:
-    found = [module_of(corpus, vocabulary).training_samples(100) for _ in range(2)]
+def test_a_stored_index_equals_a_newly_built_index(corpus: str, vocabulary: str) -> None:
+    built_and_stored = [module_of(corpus, vocabulary).training_samples(100) for _ in range(2)]
     folder = Path(corpus).parent / "index_cache"
     assert any(path.name == "samples.npy" for path in folder.rglob("*.npy"))
-    plain = PairSamples(
+    expected = PairSamples(
         TokenFile(corpus), PairOptions(LENGTH, vocab_size=VOCABULARY), num_samples=100
     )
-    for samples in found:
-        assert np.array_equal(samples._index, plain._index)  # type: ignore[attr-defined]
-        assert samples.order_key == plain.order_key
+    for samples in built_and_stored:
+        assert np.array_equal(samples._index, expected._index)  # type: ignore[attr-defined]
+        assert samples.order_key == expected.order_key
 
 
 def test_the_log_counts_omitted_documents_and_truncated_tokens(

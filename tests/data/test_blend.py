@@ -22,7 +22,7 @@ def test_the_dataset_that_lags_most_is_next(weights: list[float], expected: list
     assert blend(weights, len(expected)).tolist() == expected
 
 
-def test_the_exhaustive_blend_ends_when_all_are_spent() -> None:
+def test_the_exhaustive_blend_ends_when_all_datasets_are_spent() -> None:
     assert blend_exhaustively([2, 3, 1]).tolist() == [1, 0, 2, 1, 0, 1]
 
 
@@ -54,7 +54,7 @@ def test_a_longer_blend_continues_a_shorter_one() -> None:
     assert blend([0.2, 0.5, 0.3], 500)[:123].tolist() == blend([0.2, 0.5, 0.3], 123).tolist()
 
 
-def test_weights_are_read_as_they_are_written() -> None:
+def test_decimal_weights_become_exact_integer_ratios() -> None:
     assert integer_weights([0.1, 0.2, 0.7]) == [1, 2, 7]
     assert integer_weights([1e-3, 0.999]) == [1, 999]
     assert integer_weights([4, 2]) == [2, 1]

@@ -1,4 +1,4 @@
-"""ChatDataModule has the tokens and labels of transformers' chat templates, and resumes."""
+"""ChatDataModule has the tokens and labels of transformers' chat templates, and resumes runs."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ def template(tmp_path: Path) -> str:
     return str(path)
 
 
-def expected(folder: str, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+def tokens_and_labels(folder: str, messages: list[dict[str, str]]) -> tuple[list[int], list[int]]:
     """Return tokens and labels by the assistant mask of transformers."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    found = tokenizer.apply_chat_template(
+    encoded = tokenizer.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True, chat_template=MARKED
     )
-    pairs = zip(found["input_ids"], found["assistant_masks"], strict=True)
-    return found["input_ids"], [token if is_own else -100 for token, is_own in pairs]
+    pairs = zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
+    return encoded["input_ids"], [token if is_assistant else -100 for token, is_assistant in pairs]
 
 
 def documents_of(data: ChatDataModule) -> list[tuple[list[int], list[int]]]:
     """Return tokens and labels, both unshifted, of each conversation of an epoch."""
     samples = data.training_samples(None)
     batch = data.loader_of(samples, None).batches[list(range(len(samples)))]  # type: ignore[arg-type]
-    found = []
+    documents = []
     for row in range(len(samples)):
         window = samples[row].tolist()
         labels = [-100, *batch["labels"][row].tolist()]
         start = 0
         for size in samples.lengths(row):
-            found.append((window[start : start + size], labels[start : start + size]))
+            documents.append((window[start : start + size], labels[start : start + size]))
             start += size
         assert set(labels[start:]) <= {-100}
         sizes = samples.lengths(row)
@@ -69,12 +69,12 @@ def documents_of(data: ChatDataModule) -> list[tuple[list[int], list[int]]]:
             assert positions[: sum(sizes)] == [at for size in sizes for at in range(size)]
             assert [size for size in batch["lengths"][row].tolist() if size] == sizes
         assert batch["tokens"][row, : len(window) - 1].tolist() == window[:-1]
-    return found
+    return documents
 
 
 @pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("is_marked", [True, False])
-def test_labels_are_those_of_the_mask_of_transformers(
+def test_labels_match_the_assistant_mask_of_transformers(
     tmp_path: Path, folder: str, template: str, is_marked: bool, packing: bool
 ) -> None:
     rows = conversations(20)
@@ -83,18 +83,20 @@ def test_labels_are_those_of_the_mask_of_transformers(
         chat_template=None if is_marked else template, seed=3,
     )  # fmt: skip
     data.setup("fit")
-    found = documents_of(data)
-    assert sorted(found) == sorted(expected(folder, row["messages"]) for row in rows)
+    actual = documents_of(data)
+    assert sorted(actual) == sorted(tokens_and_labels(folder, row["messages"]) for row in rows)
     assert (len(data.training_samples(None)) < 20) is packing
     # A second module reads what the first has stored.
-    again = ChatDataModule(
+    stored = ChatDataModule(
         str(tmp_path), folder, seq_length=LENGTH, packing=packing, seed=3,
         chat_template=None if is_marked else template,
     )  # fmt: skip
-    assert documents_of(again) == found
+    assert documents_of(stored) == actual
 
 
-def test_windows_hold_whole_conversations_with_their_answers(tmp_path: Path, folder: str) -> None:
+def test_context_windows_hold_complete_conversations_with_their_labels(
+    tmp_path: Path, folder: str
+) -> None:
     rows = conversations(20)
     path = write_lines(tmp_path / "rows.jsonl", rows)
     windows = 4
@@ -102,52 +104,58 @@ def test_windows_hold_whole_conversations_with_their_answers(tmp_path: Path, fol
     data.setup("fit")
     samples = data.training_samples(None)
     batches = data.loader_of(samples, [[]]).batches  # type: ignore[arg-type]
-    part = 248 // windows
-    found = []
+    window_length = 248 // windows
+    actual = []
     for row in range(len(samples)):
         batch = batches[[row]]
         tokens, labels = samples[row].tolist(), [-100, *batch["labels"][0].tolist()]
-        places = batch["position_ids"][0].tolist()
+        positions = batch["position_ids"][0].tolist()
         start = 0
-        longest = max(samples.lengths(row))  # or a gap
-        group = part * next(n for n in (1, 2, 4) if longest <= n * part + (n == windows))
+        longest = max(samples.lengths(row))  # of conversations and gaps
+        group_length = window_length * next(
+            n for n in (1, 2, 4) if longest <= n * window_length + (n == windows)
+        )
         for size in samples.lengths(row):
-            own, wanted = tokens[start : start + size], labels[start : start + size]
-            shown = min(size, len(tokens) - 1 - start)  # the last token is a label
-            if own[0] == -1:
-                assert set(own) == {-1}
+            conversation, conversation_labels = (
+                tokens[start : start + size],
+                labels[start : start + size],
+            )
+            num_inputs = min(size, len(tokens) - 1 - start)  # the last token is a label
+            if conversation[0] == -1:
+                assert set(conversation) == {-1}
                 assert set(labels[start + 1 : start + size]) <= {-100}
                 assert not any(batch["tokens"][0, start : start + size])
             else:
-                found.append((own, wanted))
-                assert places[start : start + shown] == list(range(shown))
-                # It lies in the windows of the group that the longest one of the row needs.
-                assert start // group == (start + shown - 1) // group
+                actual.append((conversation, conversation_labels))
+                assert positions[start : start + num_inputs] == list(range(num_inputs))
+                # The conversation lies in one group of windows, which has the size that the
+                # longest conversation of the row needs.
+                assert start // group_length == (start + num_inputs - 1) // group_length
             start += size
-    assert sorted(found) == sorted(expected(folder, row["messages"]) for row in rows)
+    assert sorted(actual) == sorted(tokens_and_labels(folder, row["messages"]) for row in rows)
     plain = ChatDataModule(path, folder, seq_length=248, seed=3)
     plain.setup("fit")
     assert plain.training_samples(None).order_key != samples.order_key
 
 
 @pytest.mark.parametrize("is_marked", [True, False])
-def test_only_the_completion_of_a_pair_is_trained(
+def test_only_the_completion_of_a_pair_has_labels(
     tmp_path: Path, folder: str, template: str, is_marked: bool
 ) -> None:
     chosen = None if is_marked else template
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": "why", "completion": "so"}])
     data = ChatDataModule(path, folder, chat_template=chosen, seq_length=LENGTH)
-    assert documents_of(data) == [expected(folder, [QUESTION, ANSWER])]
+    assert documents_of(data) == [tokens_and_labels(folder, [QUESTION, ANSWER])]
     path = write_lines(
         tmp_path / "b.jsonl", [{"prompt": [QUESTION, ANSWER, QUESTION], "completion": [ANSWER]}]
     )
     data = ChatDataModule(path, folder, chat_template=chosen, seq_length=LENGTH)
-    tokens, labels = expected(folder, [QUESTION, ANSWER, QUESTION, ANSWER])
-    first = len(expected(folder, [QUESTION, ANSWER])[0])
+    tokens, labels = tokens_and_labels(folder, [QUESTION, ANSWER, QUESTION, ANSWER])
+    first = len(tokens_and_labels(folder, [QUESTION, ANSWER])[0])
     assert documents_of(data) == [(tokens, [-100] * first + labels[first:])]
 
 
-def test_the_log_counts_truncated_conversations(tmp_path: Path, folder: str) -> None:
+def test_a_warning_counts_truncated_and_omitted_conversations(tmp_path: Path, folder: str) -> None:
     long = [turn("user", "x" * 30), turn("assistant", "y" * 100)]
     lost = [turn("user", "x" * 300), ANSWER]
     rows = [{"messages": messages} for messages in ([QUESTION, ANSWER], long, lost)]
@@ -155,12 +163,12 @@ def test_the_log_counts_truncated_conversations(tmp_path: Path, folder: str) -> 
     data = ChatDataModule(path, folder, seq_length=99)
     with pytest.warns(UserWarning, match=r"3 read, 1 cut after 100 tokens .*, 1 left out"):
         data.setup("fit")
-    tokens, labels = expected(folder, long)
+    tokens, labels = tokens_and_labels(folder, long)
     assert (tokens[:100], labels[:100]) in documents_of(data)
     data = ChatDataModule(path, folder, seq_length=99, too_long="leave_out")
     with pytest.warns(UserWarning, match=r"3 read, 0 cut .*, 2 left out"):
         data.setup("fit")
-    assert documents_of(data) == [expected(folder, [QUESTION, ANSWER])]
+    assert documents_of(data) == [tokens_and_labels(folder, [QUESTION, ANSWER])]
     data = ChatDataModule(path, folder, seq_length=99, too_long="refuse")
     with pytest.raises(CorruptDataError, match=r"rows.jsonl:2 has \d+ tokens"):
         data.setup("fit")
@@ -233,7 +241,9 @@ def test_parquet_has_the_rows_of_json_lines(tmp_path: Path, folder: str) -> None
     rows = conversations(9)
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     data = ChatDataModule(str(tmp_path / "rows.parquet"), folder, seq_length=LENGTH)
-    assert sorted(documents_of(data)) == sorted(expected(folder, row["messages"]) for row in rows)
+    assert sorted(documents_of(data)) == sorted(
+        tokens_and_labels(folder, row["messages"]) for row in rows
+    )
     parquet.write_table(
         pyarrow.Table.from_pylist([*rows, {"messages": [QUESTION]}]), tmp_path / "bad.parquet"
     )
@@ -247,21 +257,23 @@ def test_a_folder_of_datasets_has_the_rows_of_json_lines(tmp_path: Path, folder:
     pairs = [{"prompt": "why", "completion": "so"}]
     splits = {"train": datasets.Dataset.from_list(rows), "test": datasets.Dataset.from_list(pairs)}
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "set", num_shards={"train": 3, "test": 1})
-    one, other = str(tmp_path / "set" / "train"), str(tmp_path / "set" / "test")
-    data = ChatDataModule(one, folder, val=other, seq_length=LENGTH)
+    train_path, val_path = str(tmp_path / "set" / "train"), str(tmp_path / "set" / "test")
+    data = ChatDataModule(train_path, folder, val=val_path, seq_length=LENGTH)
     data.setup("fit")
-    wanted = sorted(expected(folder, row["messages"]) for row in rows)
-    assert sorted(documents_of(data)) == wanted
+    expected = sorted(tokens_and_labels(folder, row["messages"]) for row in rows)
+    assert sorted(documents_of(data)) == expected
     assert data.encoded("val").num_read == 1
     # Files and folders mix, and globs find folders.
     lines = write_lines(tmp_path / "rows.jsonl", rows)
-    both = ChatDataModule([lines, str(tmp_path / "set" / "tr*")], folder, seq_length=LENGTH)
-    assert sorted(documents_of(both)) == sorted(2 * wanted)
+    mixed = ChatDataModule([lines, str(tmp_path / "set" / "tr*")], folder, seq_length=LENGTH)
+    assert sorted(documents_of(mixed)) == sorted(2 * expected)
     with pytest.raises(UnsupportedError, match=r"splits \['test', 'train'\].* such as .*set/test"):
         ChatDataModule(str(tmp_path / "set"), folder)
 
 
-def test_rows_and_damage_of_a_folder_of_datasets_are_named(tmp_path: Path, folder: str) -> None:
+def test_invalid_rows_and_damaged_files_of_a_datasets_folder_are_named(
+    tmp_path: Path, folder: str
+) -> None:
     datasets = pytest.importorskip("datasets")
     rows = [*conversations(3), {"messages": [QUESTION]}]
     path = tmp_path / "bad"
@@ -299,9 +311,9 @@ def test_named_sets_have_a_loader_each(tmp_path: Path, folder: str) -> None:
     assert data.set_names == {"val": ("short", "long"), "test": ()}
     assert [len(loader) for loader in data.val_dataloader()] == [3, 8]
     assert data.test_dataloader() == []
-    found = sorted(batch["tokens"][0].tolist() for batch in data.val_dataloader()[0])
-    wanted = sorted(expected(folder, row["messages"])[0][:-1] for row in rows[:3])
-    assert [row[: len(one)] for row, one in zip(found, wanted, strict=True)] == wanted
+    actual = sorted(batch["tokens"][0].tolist() for batch in data.val_dataloader()[0])
+    expected = sorted(tokens_and_labels(folder, row["messages"])[0][:-1] for row in rows[:3])
+    assert [row[: len(tokens)] for row, tokens in zip(actual, expected, strict=True)] == expected
     with pytest.raises(UnsupportedError, match="val must give each set a name and at least one"):
         ChatDataModule(str(tmp_path / "rows.jsonl"), folder, val={"": "x"})
 
@@ -312,17 +324,17 @@ def test_a_killed_run_continues_with_the_next_row(
 ) -> None:
     path = write_lines(tmp_path / "rows.jsonl", conversations(40))
 
-    def data() -> ChatDataModule:
+    def make_data() -> ChatDataModule:
         return ChatDataModule(path, folder, seq_length=LENGTH, global_batch_size=3)
 
     def trained(*callbacks: Any, ckpt_path: Path | None = None) -> list[list[int]]:
         trainer = make_trainer(tmp_path, *callbacks, **limits)
-        return run(Watcher(), data(), trainer, ckpt_path)
+        return run(Watcher(), make_data(), trainer, ckpt_path)
 
-    whole = trained()
-    assert len(whole) >= 6
+    uninterrupted = trained()
+    assert len(uninterrupted) >= 6
     killed = tmp_path / "killed.ckpt"
     for stop in (2, 5):
         first = trained(StopAfter(stop, killed))
-        assert first == whole[:stop]
-        assert first + trained(ckpt_path=killed) == whole
+        assert first == uninterrupted[:stop]
+        assert first + trained(ckpt_path=killed) == uninterrupted

@@ -1,4 +1,4 @@
-"""Streamed conversations equal those without streaming, and resume within a file."""
+"""Streamed conversations equal unstreamed conversations, and runs resume within a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_megatron.errors import (
 )
 from tests.chat_folder import conversations, save_chat_llama, turn, write_lines
 from tests.data.recorder import Watcher, limited, make_trainer, run
-from tests.data.test_chat_datamodule import LENGTH, expected
+from tests.data.test_chat_datamodule import LENGTH, tokens_and_labels
 from tests.data.test_datamodule_resume import StopAfter, TwoReplicas
 
 pytest.importorskip("transformers")
@@ -46,53 +46,53 @@ def batch_of(data: ChatDataModule, samples: Any, numbers: list[int]) -> Batch:
     """Return rows as a batch, without columns of zeros in the lengths."""
     batch = data.loader_of(samples, None).batches[numbers]  # type: ignore[arg-type]
     if "lengths" in batch:
-        most = int((batch["lengths"] != 0).sum(1).max())
-        assert not batch["lengths"][:, most:].any()
-        batch["lengths"] = batch["lengths"][:, :most]
+        width = int((batch["lengths"] != 0).sum(1).max())
+        assert not batch["lengths"][:, width:].any()
+        batch["lengths"] = batch["lengths"][:, :width]
     return batch
 
 
-def assert_equal(one: Batch, other: Batch) -> None:
-    assert one.keys() == other.keys()
-    for name, values in one.items():
-        assert torch.equal(values, other[name]), name
+def assert_equal(actual: Batch, expected: Batch) -> None:
+    assert actual.keys() == expected.keys()
+    for name, values in actual.items():
+        assert torch.equal(values, expected[name]), name
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"packing": False}, {"seq_length": 248, "context_windows": 4}], ids=str
 )
-def test_a_section_that_has_a_whole_file_equals_the_module_without_streaming(
+def test_a_section_of_a_complete_file_equals_the_module_without_streaming(
     tmp_path: Path, folder: str, options: dict[str, Any]
 ) -> None:
     path = write_lines(tmp_path / "rows.jsonl", conversations(40))
     options = {"seq_length": LENGTH, "seed": 3, **options}
-    whole = ChatDataModule(path, folder, **options)
-    count = 2 * len(whole.training_samples(None)) + 3
+    unstreamed = ChatDataModule(path, folder, **options)
+    count = 2 * len(unstreamed.training_samples(None)) + 3
     numbers = list(range(count))
     stream = ChatDataModule(path, folder, streaming=Streaming(), **options)
-    # Several passes, each in another order.
-    found = batch_of(stream, streamed(stream), numbers)
-    assert_equal(found, batch_of(whole, whole.training_samples(count), numbers))
-    # Without shuffling
+    # The samples span several passes, each in another order.
+    actual = batch_of(stream, streamed(stream), numbers)
+    assert_equal(actual, batch_of(unstreamed, unstreamed.training_samples(count), numbers))
+    # The same holds without shuffling.
     plain = ChatDataModule(path, folder, streaming=Streaming(shuffle=False), **options)
     windows = 0 if options.get("packing") is False else options.get("context_windows", 1)
-    wanted = ChatSamples(whole.encoded("train"), options["seq_length"], None, windows, count)
-    assert_equal(batch_of(plain, streamed(plain), numbers), batch_of(whole, wanted, numbers))
+    expected = ChatSamples(unstreamed.encoded("train"), options["seq_length"], None, windows, count)
+    assert_equal(batch_of(plain, streamed(plain), numbers), batch_of(unstreamed, expected, numbers))
 
 
 def rows_of_pass(samples: StreamedSamples, number: int = 0) -> list[list[int]]:
     """Return the tokens of each conversation of a pass, in order."""
-    found = []
-    at = 0
-    while samples.pass_of(at) <= number:
-        if samples.pass_of(at) == number:
-            window = samples[at].tolist()
+    rows = []
+    position = 0
+    while samples.pass_of(position) <= number:
+        if samples.pass_of(position) == number:
+            window = samples[position].tolist()
             start = 0
-            for size in samples.lengths(at):
-                found.append(window[start : start + size])
+            for size in samples.lengths(position):
+                rows.append(window[start : start + size])
                 start += size
-        at += 1
-    return found
+        position += 1
+    return rows
 
 
 def write_shards(folder: Path, rows: list[dict[str, Any]]) -> dict[str, list[str]]:
@@ -100,7 +100,7 @@ def write_shards(folder: Path, rows: list[dict[str, Any]]) -> dict[str, list[str
     parts = [rows[:7], rows[7:8], rows[8:]]
     paths: dict[str, list[str]] = {"jsonl": [], "gz": []}
     for at, part in enumerate(parts):
-        # Empty lines are no rows.
+        # Readers skip empty lines.
         text = Path(write_lines(folder / f"{at}.jsonl", part)).read_text().replace("\n", "\n\n")
         (folder / f"{at}.jsonl").write_text(text)
         (folder / f"{at}.jsonl.gz").write_bytes(gzip.compress(text.encode()))
@@ -130,45 +130,43 @@ def test_each_pass_has_every_conversation_once(
     tmp_path: Path, folder: str, packing: bool, buffer: int
 ) -> None:
     rows = conversations(22)
-    wanted = [expected(folder, row["messages"])[0] for row in rows]
+    expected = [tokens_and_labels(folder, row["messages"])[0] for row in rows]
     for kind, paths in write_shards(tmp_path, rows).items():
         data = ChatDataModule(
             paths, folder, seq_length=LENGTH, packing=packing, streaming=Streaming(buffer)
         )
         samples = streamed(data)
         passes = [rows_of_pass(samples, number) for number in range(3)]
-        for found in passes:
-            assert sorted(found) == sorted(wanted), kind
-        # Sections of one row are shuffled by files alone.
-        assert len({str(found) for found in passes}) >= (2 if buffer == 1 else 3)
+        for actual in passes:
+            assert sorted(actual) == sorted(expected), kind
+        # With sections of one row, only the order of files is shuffled.
+        assert len({str(actual) for actual in passes}) >= (2 if buffer == 1 else 3)
         data = ChatDataModule(
             paths, folder, seq_length=LENGTH, packing=packing, num_workers=2 * (buffer == 5),
             streaming=Streaming(buffer, shuffle=False),
         )  # fmt: skip
         samples = streamed(data)
         if not packing:
-            assert rows_of_pass(samples) == wanted, kind
+            assert rows_of_pass(samples) == expected, kind
         assert rows_of_pass(samples, 1) == rows_of_pass(samples)
         samples.close()
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "gz", "parquet"])
-def test_the_order_of_rows_is_that_of_streaming_datasets(
-    tmp_path: Path, folder: str, kind: str
-) -> None:
+def test_rows_have_the_order_of_streaming_datasets(tmp_path: Path, folder: str, kind: str) -> None:
     datasets = pytest.importorskip("datasets")
     paths = write_shards(tmp_path, conversations(22))[kind]
     reader = "parquet" if kind == "parquet" else "json"
     rows = datasets.load_dataset(reader, data_files=paths, split="train", streaming=True)
-    wanted = [expected(folder, row["messages"])[0] for row in rows]
+    expected = [tokens_and_labels(folder, row["messages"])[0] for row in rows]
     data = ChatDataModule(
         paths, folder, seq_length=LENGTH, packing=False, streaming=Streaming(6, shuffle=False)
     )
-    assert rows_of_pass(streamed(data)) == wanted
+    assert rows_of_pass(streamed(data)) == expected
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_any_sample_can_be_reached_from_any_state(
+def test_a_stream_restores_any_state_and_gives_samples_in_any_order(
     tmp_path: Path, folder: str, num_workers: int
 ) -> None:
     for kind, paths in write_shards(tmp_path, conversations(22)).items():
@@ -184,24 +182,24 @@ def test_any_sample_can_be_reached_from_any_state(
             )  # fmt: skip
 
         samples = fresh()
-        wanted = [samples[number].tolist() for number in range(40)]
+        expected = [samples[number].tolist() for number in range(40)]
         states = [samples.state_at(number) for number in range(40)]
         assert len({state["first"] for state in states}) > 8
         for number in range(0, 40, 1 + 6 * bool(num_workers)):
-            other = fresh()
-            other.restore(states[number])
-            # The same section may begin several samples before.
-            assert other[number].tolist() == wanted[number], kind
-            assert other.state_at(number) == states[number]
-            other.close()
-        # Back, and forward over sections that were forgotten
+            restored = fresh()
+            restored.restore(states[number])
+            # The section of this sample may begin several samples earlier.
+            assert restored[number].tolist() == expected[number], kind
+            assert restored.state_at(number) == states[number]
+            restored.close()
+        # Samples are read backwards, and forwards over freed sections.
         samples.free_before(35)
         for number in (38, 3, 36, 0, 39):
-            assert samples[number].tolist() == wanted[number], kind
+            assert samples[number].tolist() == expected[number], kind
         samples.close()
 
 
-def test_rows_have_no_more_conversations_than_asked_for(tmp_path: Path, folder: str) -> None:
+def test_rows_hold_at_most_max_conversations(tmp_path: Path, folder: str) -> None:
     rows = [{"prompt": "a", "completion": "b"}] * 50
     path = write_lines(tmp_path / "rows.jsonl", rows)
     for windows in (1, 4):
@@ -238,24 +236,24 @@ def test_a_killed_run_continues_with_the_next_row(
         data = make_data(paths, folder, num_workers=num_workers)
         return run(Watcher(), data, trainer, ckpt_path)
 
-    whole = trained()
+    uninterrupted = trained()
     samples = streamed(make_data(paths, folder))
     sums = [
         int((torch.from_numpy(samples[at][:-1]) * torch.arange(len(samples[at]) - 1)).sum())
-        for at in range(3 * len(whole))
+        for at in range(3 * len(uninterrupted))
     ]
-    assert sum(whole, []) == sums
+    assert sum(uninterrupted, []) == sums
     if limits == {"max_epochs": 3}:
-        # Every batch within the three passes, and no other
-        assert samples.pass_of(3 * len(whole) - 1) == 2
-        assert samples.pass_of(3 * len(whole) + 2) == 3
+        # The run has every batch of the three passes, and no further batch.
+        assert samples.pass_of(3 * len(uninterrupted) - 1) == 2
+        assert samples.pass_of(3 * len(uninterrupted) + 2) == 3
     else:
-        assert len(whole) == 14
+        assert len(uninterrupted) == 14
     killed = tmp_path / "killed.ckpt"
     for stop in (1, 4, 6, 9) if not num_workers else (6,):
         first = trained(StopAfter(stop, killed))
-        assert first == whole[:stop]
-        assert first + trained(ckpt_path=killed) == whole
+        assert first == uninterrupted[:stop]
+        assert first + trained(ckpt_path=killed) == uninterrupted
         state = torch.load(killed, weights_only=False)["ChatDataModule"]
         assert set(state["stream"]) == set(samples.state_at(0))
         assert state["consumed"] == 3 * stop
@@ -267,25 +265,25 @@ def test_a_run_continues_under_another_number_of_ranks(tmp_path: Path, folder: s
     options = {"global_batch_size": 4}
 
     def trained(ranks: int, *callbacks: Callback, ckpt_path: Path | None = None) -> list[list[int]]:
-        found = []
+        rows_of_ranks = []
         for index in range(ranks):
-            more = {}
+            strategy_options = {}
             if ranks == 2:
                 strategy = TwoReplicas()
                 strategy.index = index
-                more = {"strategy": strategy, "devices": 1}
-            trainer = make_trainer(tmp_path, *callbacks, **limits, **more)
+                strategy_options = {"strategy": strategy, "devices": 1}
+            trainer = make_trainer(tmp_path, *callbacks, **limits, **strategy_options)
             data = make_data(paths, folder, **options)
-            found.append(run(Watcher(), data, trainer, ckpt_path))
+            rows_of_ranks.append(run(Watcher(), data, trainer, ckpt_path))
             if ranks == 2:
                 torch.distributed.destroy_process_group()
-        return [sum(shares, []) for shares in zip(*found, strict=True)]
+        return [sum(shares, []) for shares in zip(*rows_of_ranks, strict=True)]
 
-    whole = trained(1)
-    assert trained(2) == whole
+    uninterrupted = trained(1)
+    assert trained(2) == uninterrupted
     killed = tmp_path / "killed.ckpt"
     first = trained(1, StopAfter(4, killed))
-    assert first + trained(2, ckpt_path=killed) == whole
+    assert first + trained(2, ckpt_path=killed) == uninterrupted
     # Steps and passes have the same order.
     limits = {"max_epochs": 2}
     assert first + trained(2, ckpt_path=killed) == trained(1)
@@ -294,33 +292,35 @@ def test_a_run_continues_under_another_number_of_ranks(tmp_path: Path, folder: s
 def test_balanced_ranks_share_the_same_global_batches(tmp_path: Path, folder: str) -> None:
     path = write_lines(tmp_path / "rows.jsonl", conversations(60))
     limits = {"max_steps": 5, "max_epochs": -1}
-    found = []
+    runs = []
     for balanced in (False, True):
         data = make_data(path, folder, global_batch_size=6, balance_attention=balanced)
-        found.append(run(Watcher(), data, make_trainer(tmp_path, **limits)))
-    plain, balanced_rows = found
-    assert [sorted(one) for one in plain] == [sorted(one) for one in balanced_rows]
+        runs.append(run(Watcher(), data, make_trainer(tmp_path, **limits)))
+    plain, balanced_rows = runs
+    assert [sorted(batch) for batch in plain] == [sorted(batch) for batch in balanced_rows]
 
 
-def test_the_log_counts_cut_omitted_and_unused_rows(tmp_path: Path, folder: str) -> None:
+def test_warnings_count_cut_and_omitted_conversations_of_each_pass(
+    tmp_path: Path, folder: str
+) -> None:
     question, answer = turn("user", "why"), turn("assistant", "so")
     long = [turn("user", "x" * 30), turn("assistant", "y" * 100)]
-    lost = [turn("user", "x" * 300), answer]
-    rows = [{"messages": messages} for messages in ([question, answer], long, lost)]
+    omitted = [turn("user", "x" * 300), answer]
+    rows = [{"messages": messages} for messages in ([question, answer], long, omitted)]
     path = write_lines(tmp_path / "rows.jsonl", rows)
     data = make_data(path, folder, seq_length=99, packing=False, global_batch_size=1)
     module = Watcher()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         make_trainer(tmp_path, max_epochs=2).fit(module, datamodule=data)
-    told = [str(one.message) for one in caught if "Pass" in str(one.message)]
+    reported = [str(warning.message) for warning in caught if "Pass" in str(warning.message)]
     assert len(module.seen) == 4
-    assert len(told) == 2
-    for number, line in enumerate(told, 1):
+    assert len(reported) == 2
+    for number, line in enumerate(reported, 1):
         assert line.startswith(f"Pass {number} over {path} ended: 3 conversations read, 1 cut")
         assert "1 left out as too long" in line
         assert "in 2 rows" in line
-    # The first sections tell of a loss before their pass ends.
+    # A warning reports cut conversations of the first sections before their pass ends.
     data = make_data(path, folder, seq_length=99, streaming=Streaming(2, shuffle=False))
     with pytest.warns(UserWarning, match=r"Pass 1 .* so far: 2 conversations read, 1 cut"):
         streamed(data)[0]
@@ -376,7 +376,7 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path: Path, folder: str, num_wo
     with pytest.raises(CorruptDataError, match=r"1\.jsonl:10, .*|1\.jsonl:10: messages"):
         samples[12]
     samples.close()
-    # After a restart in the middle of the file, too
+    # The same holds after a restart in the middle of the file.
     state = samples.state_at(7)
     assert state["number"] > 0
     samples = streamed(data)
@@ -406,7 +406,7 @@ def test_unsupported_settings_of_a_stream_raise(tmp_path: Path, folder: str) -> 
             make_data(path, folder).load_state_dict({**state, "stream": wrong})
 
 
-def test_other_settings_start_from_the_beginning_with_a_warning(
+def test_changed_data_settings_restart_from_the_beginning_with_a_warning(
     tmp_path: Path, folder: str
 ) -> None:
     path = write_lines(tmp_path / "rows.jsonl", conversations(40))

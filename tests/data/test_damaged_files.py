@@ -1,4 +1,4 @@
-"""With a damaged or foreign file beside a corpus, tokens are the same or an error names it."""
+"""A corpus with a damaged or foreign file gives the same tokens, or an error names the file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def read(prefix: Path) -> RankSnapshot:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Write a corpus of preprocess, one with several sequences per document, and one of int32."""
+    """Write three corpora: by preprocess, with several sequences a document, and of int32 tokens."""
     folder = tmp_path_factory.mktemp("sound")
     (folder / "raw.jsonl").write_text(
         "".join(json.dumps({"text": f"text {n} é"}) + "\n" for n in range(9))
@@ -90,7 +90,9 @@ def damaged_bytes(content: bytes, chance: random.Random) -> bytes:
     }[kind]
 
 
-def test_damaged_bytes_never_give_other_tokens(sources: list[Path], tmp_path: Path) -> None:
+def test_damaged_bytes_give_the_same_tokens_or_an_error(
+    sources: list[Path], tmp_path: Path
+) -> None:
     chance, refused = random.Random(7), 0
     for source in sources:
         expected = read(source)
@@ -129,7 +131,7 @@ WRONG_VALUES: list[Any] = [
 ]
 
 
-def test_wrong_fields_of_a_description_are_refused_by_name(
+def test_wrong_fields_of_a_description_raise_an_error_that_names_the_file(
     sources: list[Path], tmp_path: Path
 ) -> None:
     for source in sources[:2]:
@@ -285,17 +287,17 @@ def test_every_field_of_an_index_is_checked(
                 accepted.append((position, value))
         except CorruptDataError as error:
             assert "b.idx" in str(error), error  # noqa: PT017
-    # without checksums nothing tells signed from unsigned 16 bits, or the ends of documents between
-    # sequences
+    # Without checksums, a reader cannot tell signed from unsigned 16-bit tokens, or find a wrong
+    # end of a document between sequences.
     assert accepted == ([] if with_description else [(17, 3), (34 + 72 + 144 + 8, 2)])
 
 
-def test_files_of_two_corpora_do_not_mix(sources: list[Path], tmp_path: Path) -> None:
+def test_files_of_different_corpora_are_refused(sources: list[Path], tmp_path: Path) -> None:
     for number, source in enumerate(sources):
-        for other in (sources[number - 1], sources[number - 2]):
+        for foreign in (sources[number - 1], sources[number - 2]):
             for suffix in SUFFIXES:
                 prefix = copy(source, tmp_path)
-                shutil.copyfile(f"{other}.{suffix}", f"{prefix}.{suffix}")
+                shutil.copyfile(f"{foreign}.{suffix}", f"{prefix}.{suffix}")
                 with pytest.raises(CorruptDataError):
                     TokenFile(prefix)
 
@@ -356,7 +358,9 @@ class Gadget:
 
 
 @pytest.mark.parametrize("name", ["a.bin", "a.idx", "a.json", "shuffle.npy", "index.json"])
-def test_nothing_in_a_file_is_executed(sources: list[Path], tmp_path: Path, name: str) -> None:
+def test_pickled_objects_in_files_are_never_executed(
+    sources: list[Path], tmp_path: Path, name: str
+) -> None:
     prefix, cache, trace = copy(sources[0], tmp_path), tmp_path / "cache", tmp_path / "executed"
 
     def batches() -> list[list[int]]:
@@ -411,7 +415,7 @@ def test_checksums_are_compared_once_and_again_when_a_file_changes(
     content = bytearray(path.read_bytes())
     content[7] ^= 1
     path.write_bytes(content)
-    # what was found is remembered, too: the ranks that wait need not read the file again
+    # A mismatch is remembered, too: waiting ranks do not read the file again.
     for _ in range(2):
         with pytest.raises(CorruptDataError, match=r"a\.bin has changed: its checksum must be"):
             set_up()
@@ -433,7 +437,7 @@ def test_the_result_for_a_recently_changed_file_is_not_stored(
     assert not (tmp_path / "cache").exists()
 
 
-def test_without_a_stored_result_one_process_of_a_node_compares(
+def test_without_a_stored_result_the_process_in_charge_compares_checksums(
     sources: list[Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -20,24 +20,26 @@ from tests.corpora import SPEECHES, need
 from tests.data.recorder import SEQ_LENGTH, Recorder, make_trainer, run, write_corpus
 
 
-def test_epochs_of_lightning_take_other_orders_of_the_same_windows(
+def test_epochs_of_lightning_have_different_orders_of_the_same_windows(
     tmp_path: Path, corpus: str
 ) -> None:
     data = TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=9)
-    seen = run(Recorder(), data, make_trainer(tmp_path, max_epochs=2))
-    first, second = sum(seen[:11], []), sum(seen[11:], [])
+    windows = run(Recorder(), data, make_trainer(tmp_path, max_epochs=2))
+    first, second = sum(windows[:11], []), sum(windows[11:], [])
     assert len(set(first)) == 99
     assert set(first) == set(second)
     assert first != second
 
 
-def test_accumulation_counts_batches_and_not_steps(tmp_path: Path, corpus: str) -> None:
+def test_max_steps_counts_optimizer_steps_of_accumulated_batches(
+    tmp_path: Path, corpus: str
+) -> None:
     data = TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=2)
-    seen = run(Recorder(), data, make_trainer(tmp_path, max_steps=5, accumulate_grad_batches=3))
-    assert len(seen) == 15
+    batches = run(Recorder(), data, make_trainer(tmp_path, max_steps=5, accumulate_grad_batches=3))
+    assert len(batches) == 15
 
 
-def test_reading_batches_leaves_the_random_numbers_of_models_alone(corpus: str) -> None:
+def test_reading_batches_does_not_change_the_random_state_of_torch(corpus: str) -> None:
     before = torch.get_rng_state()
     for num_workers in (0, 1):
         list(TokenDataModule(corpus, seq_length=4, num_workers=num_workers).train_dataloader())
@@ -67,13 +69,13 @@ def test_named_sets_have_a_loader_each(tmp_path: Path, corpus: str) -> None:
     data = TokenDataModule(corpus, MappingProxyType(val), test, seq_length=4)  # type: ignore[arg-type]
     data.setup("fit")
     assert data.set_names == {"val": ("low", "high"), "test": ("only",)}
-    found = [
+    labels_of_sets = [
         sorted(int(t) for batch in loader for t in batch["labels"].flatten() if t != -100)
         for loader in (*data.val_dataloader(), *data.test_dataloader())
     ]
-    assert found[0] == list(range(1001, 1050))
-    assert found[1] == sorted(2 * [*range(2001, 2020)])
-    assert found[2] == list(range(3001, 3030))
+    assert labels_of_sets[0] == list(range(1001, 1050))
+    assert labels_of_sets[1] == sorted(2 * [*range(2001, 2020)])
+    assert labels_of_sets[2] == list(range(3001, 3030))
     for bad in ({}, {"": "a"}, {"a": []}):
         with pytest.raises(UnsupportedError, match="val must give each set a name and at least"):
             TokenDataModule(corpus, bad)  # type: ignore[arg-type]
@@ -91,12 +93,12 @@ def test_a_split_divides_the_documents(tmp_path: Path, corpus: str) -> None:
         name: {int(t) for batch in part for t in batch["labels"].flatten()}
         for name, part in parts.items()
     }
-    tokens = {name: found - {-100} for name, found in tokens.items()}
+    tokens = {name: values - {-100} for name, values in tokens.items()}
     assert max(tokens["train"]) < 320 <= min(tokens["val"])
     assert max(tokens["val"]) < 380 <= min(tokens["test"])
 
 
-def test_mappings_numbers_and_paths_of_other_types_are_those_of_python(tmp_path: Path) -> None:
+def test_settings_of_other_types_become_plain_python_types(tmp_path: Path) -> None:
     blend = MappingProxyType({"a": Fraction(1, 4), "b": np.int64(3)})
     data = TokenDataModule(train=blend, data_dir=tmp_path)  # type: ignore[arg-type]
     assert (data.prefixes["train"], data.weights, data.data_dir) == (
@@ -111,11 +113,11 @@ def test_mappings_numbers_and_paths_of_other_types_are_those_of_python(tmp_path:
     assert len(str(caught.value)) < 300
 
 
-def test_a_blend_takes_weights(tmp_path: Path, corpus: str) -> None:
-    other = write_corpus(tmp_path / "other", 400, first=5000)
-    data = TokenDataModule({corpus: 1, other: 3}, seq_length=SEQ_LENGTH, batch_size=4)
-    seen = sum(run(Recorder(), data, make_trainer(tmp_path, max_steps=50)), [])
-    assert sum(window >= 5000 for window in seen) == 150
+def test_a_blend_takes_samples_in_proportion_to_its_weights(tmp_path: Path, corpus: str) -> None:
+    second_corpus = write_corpus(tmp_path / "other", 400, first=5000)
+    data = TokenDataModule({corpus: 1, second_corpus: 3}, seq_length=SEQ_LENGTH, batch_size=4)
+    windows = sum(run(Recorder(), data, make_trainer(tmp_path, max_steps=50)), [])
+    assert sum(window >= 5000 for window in windows) == 150
 
 
 def write_text(prefix: Path, texts: list[str]) -> str:
@@ -130,30 +132,32 @@ def test_the_label_after_an_end_of_document_can_be_ignored(tmp_path: Path) -> No
     prefix = write_text(tmp_path / "c", ["abc", "de"])
     plain = TokenDataModule(val=prefix, seq_length=6)
     masked = TokenDataModule(val=prefix, seq_length=6, mask_after_eod=True)
-    [batch], [other] = list(plain.val_dataloader()), list(masked.val_dataloader())
-    assert batch["tokens"].tolist() == [[97, 98, 99, 256, 100, 101]]
-    assert batch["labels"].tolist() == [[98, 99, 256, 100, 101, 256]]
-    assert other["labels"].tolist() == [[98, 99, 256, -100, 101, 256]]
+    [plain_batch], [masked_batch] = list(plain.val_dataloader()), list(masked.val_dataloader())
+    assert plain_batch["tokens"].tolist() == [[97, 98, 99, 256, 100, 101]]
+    assert plain_batch["labels"].tolist() == [[98, 99, 256, 100, 101, 256]]
+    assert masked_batch["labels"].tolist() == [[98, 99, 256, -100, 101, 256]]
 
 
 def test_separate_documents_have_lengths_and_no_labels_across_their_ends(tmp_path: Path) -> None:
     prefix = write_text(tmp_path / "c", ["abc", "d", "efgh"])
     joined = list(TokenDataModule(val=prefix, seq_length=7).val_dataloader())
     batches = list(TokenDataModule(val=prefix, seq_length=7, documents="separate").val_dataloader())
-    found = {}
-    for batch, whole in zip(batches, joined, strict=True):
-        assert torch.equal(batch["tokens"], whole["tokens"]), "the index stays what it was"
+    actual = {}
+    for batch, joined_batch in zip(batches, joined, strict=True):
+        assert torch.equal(batch["tokens"], joined_batch["tokens"]), "the index stays what it was"
         assert batch["lengths"].shape == (1, 3)
-        kept = batch["labels"] != -100
-        assert torch.equal(batch["labels"][kept], whole["labels"][kept])
-        found[int(batch["tokens"][0, 0])] = (batch["lengths"].tolist(), batch["labels"].tolist())
-    assert found == {
+        has_label = batch["labels"] != -100
+        assert torch.equal(batch["labels"][has_label], joined_batch["labels"][has_label])
+        actual[int(batch["tokens"][0, 0])] = (batch["lengths"].tolist(), batch["labels"].tolist())
+    assert actual == {
         97: ([[4, 2, 1]], [[98, 99, 256, -100, 256, -100, 102]]),
         102: ([[3, 0, 0]], [[103, 104, 256, -100, -100, -100, -100]]),
     }
 
 
-def test_rows_of_shuffled_passes_and_blends_consist_of_their_documents(tmp_path: Path) -> None:
+def test_document_lengths_match_the_ends_of_documents_in_shuffled_passes_and_blends(
+    tmp_path: Path,
+) -> None:
     corpora = {str(write_text(tmp_path / name, texts)): 1 for name, texts in (
         ("a", ["abc", "d", "efgh", "ij"]), ("b", ["ABCDEFGHI", "JK"])
     )}  # fmt: skip
@@ -175,7 +179,7 @@ def test_rows_of_shuffled_passes_and_blends_consist_of_their_documents(tmp_path:
         assert len(widths) == 1, "all batches have the same number of lengths"
 
 
-def test_facts_of_the_tokenizer_come_from_the_corpus_if_none_is_named(tmp_path: Path) -> None:
+def test_tokenizer_properties_come_from_the_corpus_if_no_tokenizer_is_named(tmp_path: Path) -> None:
     prefix = write_text(tmp_path / "c", ["né", "abcd"])
     data = TokenDataModule(prefix, prefix)
     assert (data.vocab_size, data.eod) == (257, 256)
@@ -228,7 +232,7 @@ def test_settings_that_exclude_each_other_are_refused(
         TokenDataModule(**arguments)
 
 
-def test_the_speeches_need_no_further_settings(tmp_path: Path) -> None:
+def test_the_speeches_corpus_needs_no_further_settings(tmp_path: Path) -> None:
     need(SPEECHES)
     data = TokenDataModule(corpus="speeches", data_dir=str(tmp_path), seq_length=128, batch_size=4)
     assert data.vocab_size == 257
@@ -251,7 +255,7 @@ def test_invalid_splits_raise_at_once(split: str, order: Any) -> None:
         TokenDataModule("a", split=split, order=order)
 
 
-def test_a_part_that_a_split_leaves_empty_is_refused_when_it_is_asked_for(corpus: str) -> None:
+def test_an_empty_part_of_a_split_is_refused_when_its_loader_is_requested(corpus: str) -> None:
     data = TokenDataModule(corpus, split="1000,1,0", seq_length=SEQ_LENGTH)
     assert len(data.train_dataloader())
     assert data.test_dataloader() == []
@@ -259,7 +263,7 @@ def test_a_part_that_a_split_leaves_empty_is_refused_when_it_is_asked_for(corpus
         data.val_dataloader()
 
 
-def test_masking_after_documents_needs_their_end(tmp_path: Path) -> None:
+def test_mask_after_eod_needs_an_end_of_document_token(tmp_path: Path) -> None:
     class Endless(ByteTokenizer):
         eod = None
 
@@ -292,13 +296,13 @@ STATE = {
         ({"order": 3}, "in the order 3"),
     ],
 )
-def test_an_invalid_position_raises(corpus: str, change: dict[str, Any], message: str) -> None:
+def test_an_invalid_data_position_raises(corpus: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointMismatchError, match=message):
         TokenDataModule(corpus).load_state_dict({**STATE, **change})
 
 
 @pytest.mark.parametrize("name", ["epoch", "consumed", "num_samples", "global_batch_size", "order"])
-def test_a_position_without_a_field_raises(corpus: str, name: str) -> None:
+def test_a_data_position_without_a_required_field_raises(corpus: str, name: str) -> None:
     state = {key: value for key, value in STATE.items() if key != name}
     with pytest.raises(CheckpointMismatchError, match=f"{name}.* are missing"):
         TokenDataModule(corpus).load_state_dict(state)

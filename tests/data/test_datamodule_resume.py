@@ -18,7 +18,7 @@ from lightning_megatron.plan.global_batch import RampUp
 from tests.data.recorder import SEQ_LENGTH, Recorder, make_trainer, run
 
 
-class EarlyAsker(Recorder):
+class EarlyStepCounter(Recorder):
     """Module that reads the number of steps in configure_optimizers, before loops are restored."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -45,7 +45,7 @@ BY_EPOCHS = {"max_epochs": 2}
 
 @pytest.mark.parametrize("limits", [BY_STEPS, BY_EPOCHS], ids=["steps", "epochs"])
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("module_class", [Recorder, EarlyAsker])
+@pytest.mark.parametrize("module_class", [Recorder, EarlyStepCounter])
 def test_a_killed_run_continues_with_the_next_sample(
     tmp_path: Path,
     corpus: str,
@@ -53,27 +53,29 @@ def test_a_killed_run_continues_with_the_next_sample(
     num_workers: int,
     module_class: type[Recorder],
 ) -> None:
-    def data() -> TokenDataModule:
+    def make_data() -> TokenDataModule:
         return TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=9, num_workers=num_workers)
 
-    whole = run(module_class(), data(), make_trainer(tmp_path, **limits))
-    assert len(whole) == (14 if limits is BY_STEPS else 22)
+    uninterrupted = run(module_class(), make_data(), make_trainer(tmp_path, **limits))
+    assert len(uninterrupted) == (14 if limits is BY_STEPS else 22)
     path = tmp_path / "killed.ckpt"
-    # in the middle, at the end of an epoch, and in the second epoch
+    # The stops lie in the middle and at the end of the first epoch, and in the second epoch.
     for stop in (5,) if num_workers or limits is BY_STEPS else (5, 11, 15):
-        first = run(module_class(), data(), make_trainer(tmp_path, StopAfter(stop, path), **limits))
-        assert first == whole[:stop]
-        rest = run(module_class(), data(), make_trainer(tmp_path, **limits), path)
-        assert first + rest == whole
+        first = run(
+            module_class(), make_data(), make_trainer(tmp_path, StopAfter(stop, path), **limits)
+        )
+        assert first == uninterrupted[:stop]
+        resumed = run(module_class(), make_data(), make_trainer(tmp_path, **limits), path)
+        assert first + resumed == uninterrupted
 
 
-@pytest.mark.parametrize("module_class", [Recorder, EarlyAsker])
+@pytest.mark.parametrize("module_class", [Recorder, EarlyStepCounter])
 @pytest.mark.parametrize(
     "limits",
     [{}, {"limit_train_batches": 7}, {"limit_train_batches": 0.5}, {"max_steps": 30}],
     ids=str,
 )
-def test_growing_batches_continue_in_any_epoch(
+def test_a_killed_run_with_growing_batches_continues_in_any_epoch(
     tmp_path: Path, corpus: str, limits: dict[str, Any], module_class: type[Recorder]
 ) -> None:
     def trained(*callbacks: Callback, ckpt_path: Path | None = None) -> list[list[int]]:
@@ -82,23 +84,23 @@ def test_growing_batches_continue_in_any_epoch(
             corpus, seq_length=SEQ_LENGTH, global_batch_size=9, ramp_up=RampUp(3, 3, 60)
         )
         trainer = make_trainer(tmp_path, *callbacks, **{"max_epochs": 3, **limits})
-        found = run(module, data, trainer, ckpt_path)
-        if isinstance(module, EarlyAsker):
-            counts.append(module.num_steps)
-        return found
+        rows = run(module, data, trainer, ckpt_path)
+        if isinstance(module, EarlyStepCounter):
+            step_counts.append(module.num_steps)
+        return rows
 
-    counts: list[float] = []
-    whole = trained()
-    sizes = [len(one) for one in whole]
-    # The first ten batches have 3 samples up to sample 29, the next five 6, and all others 9.
+    step_counts: list[float] = []
+    uninterrupted = trained()
+    sizes = [len(batch) for batch in uninterrupted]
+    # The first ten batches have 3 samples up to sample 29, the next five 6, and later batches 9.
     assert sizes[:7] == [3] * 7
     assert sizes[-1] == 9
     killed = tmp_path / "killed.ckpt"
-    for stop in (2, 8, len(whole) - 3, len(whole) - 1):
+    for stop in (2, 8, len(uninterrupted) - 3, len(uninterrupted) - 1):
         first = trained(StopAfter(stop, killed))
-        assert first == whole[:stop]
-        assert first + trained(ckpt_path=killed) == whole
-    assert set(counts) <= {len(whole)}
+        assert first == uninterrupted[:stop]
+        assert first + trained(ckpt_path=killed) == uninterrupted
+    assert set(step_counts) <= {len(uninterrupted)}
 
 
 @pytest.mark.parametrize("batch_size", [4, 16])
@@ -106,55 +108,55 @@ def test_another_batch_size_continues_at_the_same_sample(
     tmp_path: Path, corpus: str, batch_size: int
 ) -> None:
     path, limits = tmp_path / "killed.ckpt", {"max_steps": 12, "max_epochs": -1}
-    whole = run(
+    uninterrupted = run(
         Recorder(),
         TokenDataModule(corpus, seq_length=4, batch_size=1),
         make_trainer(tmp_path, max_steps=300),
     )
-    order = [window for [window] in whole]
+    order = [window for [window] in uninterrupted]
     first = run(
         Recorder(),
         TokenDataModule(corpus, seq_length=4, batch_size=8),
         make_trainer(tmp_path, StopAfter(5, path), **limits),
     )
-    rest = run(
+    resumed = run(
         Recorder(),
         TokenDataModule(corpus, seq_length=4, batch_size=batch_size),
         make_trainer(tmp_path, **limits),
         path,
     )
-    assert len(rest) == 7
-    taken = sum(first + rest, [])
+    assert len(resumed) == 7
+    taken = sum(first + resumed, [])
     assert taken == order[: len(taken)]
 
 
 @pytest.mark.parametrize("batch_size", [4, 16])
-def test_a_run_by_epochs_may_change_its_batch_size_within_one(
+def test_a_run_by_epochs_may_change_its_batch_size_within_an_epoch(
     tmp_path: Path, corpus: str, batch_size: int
 ) -> None:
     path = tmp_path / "killed.ckpt"
 
-    def data(size: int) -> TokenDataModule:
+    def make_data(size: int) -> TokenDataModule:
         return TokenDataModule(corpus, corpus, seq_length=4, batch_size=size)
 
     limits = {"max_epochs": 3, "limit_val_batches": 1, "num_sanity_val_steps": 0}
-    order = sum(run(Recorder(), data(1), make_trainer(tmp_path, **limits)), [])
-    first = run(Recorder(), data(8), make_trainer(tmp_path, StopAfter(5, path), **limits))
+    order = sum(run(Recorder(), make_data(1), make_trainer(tmp_path, **limits)), [])
+    first = run(Recorder(), make_data(8), make_trainer(tmp_path, StopAfter(5, path), **limits))
     module = Recorder()
-    rest = run(module, data(batch_size), make_trainer(tmp_path, **limits), path)
+    resumed = run(module, make_data(batch_size), make_trainer(tmp_path, **limits), path)
     per_epoch = [(99 - 40) // batch_size, 99 // batch_size, 99 // batch_size]
-    assert len(rest) == sum(per_epoch)
-    assert sum(first + rest[: per_epoch[0]], []) == order[: 40 + per_epoch[0] * batch_size]
-    second = rest[per_epoch[0] : per_epoch[0] + per_epoch[1]]
+    assert len(resumed) == sum(per_epoch)
+    assert sum(first + resumed[: per_epoch[0]], []) == order[: 40 + per_epoch[0] * batch_size]
+    second = resumed[per_epoch[0] : per_epoch[0] + per_epoch[1]]
     assert sum(second, []) == order[99 : 99 + per_epoch[1] * batch_size]
     assert len(module.validated) == 3
 
 
 @pytest.mark.parametrize("limits", [BY_STEPS, BY_EPOCHS], ids=["steps", "epochs"])
 @pytest.mark.parametrize("order", ["passes", "megatron"])
-@pytest.mark.parametrize("mixed", ["weights", "sizes", "split"])
+@pytest.mark.parametrize("mixture", ["weights", "sizes", "split"])
 def test_blends_and_splits_of_several_sequences_continue_with_the_next_sample(
-    tmp_path: Path, limits: dict[str, int], order: Literal["passes", "megatron"], mixed: str
+    tmp_path: Path, limits: dict[str, int], order: Literal["passes", "megatron"], mixture: str
 ) -> None:
     prefixes = [str(tmp_path / name) for name in "ab"]
     for number, prefix in enumerate(prefixes):
@@ -162,18 +164,23 @@ def test_blends_and_splits_of_several_sequences_continue_with_the_next_sample(
             for start in range(1000 * number, 1000 * number + 200, 10):
                 writer.add_document(range(start, start + 10), lengths=[3, 7])
 
-    def data() -> TokenDataModule:
-        train = {prefixes[0]: 0.7, prefixes[1]: 0.3} if mixed == "weights" else prefixes
-        split = "80,10,10" if mixed == "split" else None
+    def make_data() -> TokenDataModule:
+        train = {prefixes[0]: 0.7, prefixes[1]: 0.3} if mixture == "weights" else prefixes
+        split = "80,10,10" if mixture == "split" else None
         return TokenDataModule(train, split=split, seq_length=SEQ_LENGTH, batch_size=9, order=order)
 
     options = {**limits, "limit_val_batches": 0}
-    whole = run(Recorder(), data(), make_trainer(tmp_path, **options))
+    uninterrupted = run(Recorder(), make_data(), make_trainer(tmp_path, **options))
     path = tmp_path / "killed.ckpt"
     for stop in (4, 12):
-        first = run(Recorder(), data(), make_trainer(tmp_path, StopAfter(stop, path), **options))
-        assert first == whole[:stop]
-        assert first + run(Recorder(), data(), make_trainer(tmp_path, **options), path) == whole
+        first = run(
+            Recorder(), make_data(), make_trainer(tmp_path, StopAfter(stop, path), **options)
+        )
+        assert first == uninterrupted[:stop]
+        assert (
+            first + run(Recorder(), make_data(), make_trainer(tmp_path, **options), path)
+            == uninterrupted
+        )
 
 
 class LateStrategy(SingleDeviceStrategy):
@@ -193,17 +200,17 @@ def test_a_strategy_that_restores_late_continues_with_the_next_sample(
             tmp_path, *callbacks, strategy=LateStrategy(), accelerator="auto", **limits
         )
 
-    def data() -> TokenDataModule:
+    def make_data() -> TokenDataModule:
         return TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=9, num_workers=1)
 
-    whole = run(EarlyAsker(), data(), trainer())
+    uninterrupted = run(EarlyStepCounter(), make_data(), trainer())
     path = tmp_path / "killed.ckpt"
-    first = run(EarlyAsker(), data(), trainer(StopAfter(5, path)))
-    assert first + run(EarlyAsker(), data(), trainer(), path) == whole
+    first = run(EarlyStepCounter(), make_data(), trainer(StopAfter(5, path)))
+    assert first + run(EarlyStepCounter(), make_data(), trainer(), path) == uninterrupted
 
 
 def test_checkpoints_of_validation_within_an_epoch_resume(tmp_path: Path, corpus: str) -> None:
-    def data() -> TokenDataModule:
+    def make_data() -> TokenDataModule:
         return TokenDataModule(corpus, corpus, seq_length=SEQ_LENGTH, batch_size=9)
 
     class SaveAfterValidation(Callback):
@@ -216,65 +223,83 @@ def test_checkpoints_of_validation_within_an_epoch_resume(tmp_path: Path, corpus
         "limit_val_batches": 2,
         "num_sanity_val_steps": 0,
     }
-    whole = run(Recorder(), data(), make_trainer(tmp_path, SaveAfterValidation(), **limits))
+    uninterrupted = run(
+        Recorder(), make_data(), make_trainer(tmp_path, SaveAfterValidation(), **limits)
+    )
     for step in (3, 9, 14):
         assert (
-            run(Recorder(), data(), make_trainer(tmp_path, **limits), tmp_path / f"{step}.ckpt")
-            == whole[step:]
+            run(
+                Recorder(), make_data(), make_trainer(tmp_path, **limits), tmp_path / f"{step}.ckpt"
+            )
+            == uninterrupted[step:]
         )
 
 
-def test_a_finished_run_goes_on_with_more_steps_where_it_stopped(
+def test_a_finished_run_with_more_steps_continues_where_it_stopped(
     tmp_path: Path, corpus: str
 ) -> None:
-    def data() -> TokenDataModule:
+    def make_data() -> TokenDataModule:
         return TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=4)
 
-    whole = run(Recorder(), data(), make_trainer(tmp_path, max_steps=50))
+    uninterrupted = run(Recorder(), make_data(), make_trainer(tmp_path, max_steps=50))
     trainer = make_trainer(tmp_path, max_steps=20)
-    first = run(Recorder(), data(), trainer)
+    first = run(Recorder(), make_data(), trainer)
     trainer.save_checkpoint(tmp_path / "end.ckpt")
-    rest = run(Recorder(), data(), make_trainer(tmp_path, max_steps=50), tmp_path / "end.ckpt")
-    assert first + rest == whole
+    resumed = run(
+        Recorder(), make_data(), make_trainer(tmp_path, max_steps=50), tmp_path / "end.ckpt"
+    )
+    assert first + resumed == uninterrupted
 
 
 def test_short_epochs_of_a_run_by_steps_follow_each_other(tmp_path: Path, corpus: str) -> None:
-    def data() -> TokenDataModule:
+    def make_data() -> TokenDataModule:
         return TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=4)
 
-    whole = run(Recorder(), data(), make_trainer(tmp_path, max_steps=20))
+    one_epoch = run(Recorder(), make_data(), make_trainer(tmp_path, max_steps=20))
     limits = {"max_steps": 20, "limit_train_batches": 5}
-    assert run(Recorder(), data(), make_trainer(tmp_path, **limits)) == whole
+    assert run(Recorder(), make_data(), make_trainer(tmp_path, **limits)) == one_epoch
     path = tmp_path / "killed.ckpt"
     for stop in (7, 10):
-        first = run(Recorder(), data(), make_trainer(tmp_path, StopAfter(stop, path), **limits))
-        assert first + run(Recorder(), data(), make_trainer(tmp_path, **limits), path) == whole
+        first = run(
+            Recorder(), make_data(), make_trainer(tmp_path, StopAfter(stop, path), **limits)
+        )
+        assert (
+            first + run(Recorder(), make_data(), make_trainer(tmp_path, **limits), path)
+            == one_epoch
+        )
 
 
 def test_limited_epochs_resume_in_the_next_epoch(tmp_path: Path, corpus: str) -> None:
-    def data() -> TokenDataModule:
+    def make_data() -> TokenDataModule:
         return TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=4)
 
     limits = {"max_epochs": 3, "limit_train_batches": 5}
-    whole = run(Recorder(), data(), make_trainer(tmp_path, **limits))
-    assert len(whole) == 15
+    uninterrupted = run(Recorder(), make_data(), make_trainer(tmp_path, **limits))
+    assert len(uninterrupted) == 15
     path = tmp_path / "killed.ckpt"
     for stop in (3, 5, 10, 12):
-        first = run(Recorder(), data(), make_trainer(tmp_path, StopAfter(stop, path), **limits))
-        assert first + run(Recorder(), data(), make_trainer(tmp_path, **limits), path) == whole
+        first = run(
+            Recorder(), make_data(), make_trainer(tmp_path, StopAfter(stop, path), **limits)
+        )
+        assert (
+            first + run(Recorder(), make_data(), make_trainer(tmp_path, **limits), path)
+            == uninterrupted
+        )
 
 
 def test_checkpoints_at_the_end_of_epochs_resume(tmp_path: Path, corpus: str) -> None:
-    def data() -> TokenDataModule:
+    def make_data() -> TokenDataModule:
         return TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=9)
 
-    keep = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
-    whole = run(Recorder(), data(), make_trainer(tmp_path, keep, max_epochs=3))
-    rest = run(Recorder(), data(), make_trainer(tmp_path, max_epochs=3), tmp_path / "epoch=0.ckpt")
-    assert rest == whole[11:]
+    checkpoints = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    uninterrupted = run(Recorder(), make_data(), make_trainer(tmp_path, checkpoints, max_epochs=3))
+    resumed = run(
+        Recorder(), make_data(), make_trainer(tmp_path, max_epochs=3), tmp_path / "epoch=0.ckpt"
+    )
+    assert resumed == uninterrupted[11:]
 
 
-def test_other_training_data_start_from_their_beginning_with_a_warning(
+def test_changed_training_data_restart_from_the_beginning_with_a_warning(
     tmp_path: Path, corpus: str
 ) -> None:
     path = tmp_path / "killed.ckpt"
@@ -300,21 +325,21 @@ class TwoReplicas(DDPStrategy):
 
 
 @pytest.mark.parametrize("stop", [None, 4])
-def test_lightning_leaves_the_sampler_of_a_distributed_run_alone(
+def test_lightning_does_not_replace_the_sampler_of_a_distributed_run(
     tmp_path: Path, corpus: str, stop: int | None
 ) -> None:
-    def data(batch_size: int) -> TokenDataModule:
+    def make_data(batch_size: int) -> TokenDataModule:
         return TokenDataModule(corpus, seq_length=SEQ_LENGTH, batch_size=batch_size)
 
-    whole = run(Recorder(), data(8), make_trainer(tmp_path, max_steps=10))
+    single_process = run(Recorder(), make_data(8), make_trainer(tmp_path, max_steps=10))
     path = tmp_path / "killed.ckpt"
     if stop is not None:
-        run(Recorder(), data(8), make_trainer(tmp_path, StopAfter(stop, path), max_steps=10))
+        run(Recorder(), make_data(8), make_trainer(tmp_path, StopAfter(stop, path), max_steps=10))
     ranks = []
     for index in range(2):
         strategy = TwoReplicas()
         strategy.index = index
         trainer = make_trainer(tmp_path, max_steps=10, strategy=strategy, devices=1)
-        ranks.append(run(Recorder(), data(4), trainer, path if stop else None))
+        ranks.append(run(Recorder(), make_data(4), trainer, path if stop else None))
         torch.distributed.destroy_process_group()
-    assert [a + b for a, b in zip(*ranks, strict=True)] == whole[stop or 0 :]
+    assert [a + b for a, b in zip(*ranks, strict=True)] == single_process[stop or 0 :]

@@ -28,14 +28,14 @@ def row(first: list[int], second: list[int]) -> tuple[np.ndarray, list[tuple[int
 
 
 def words_of(tokens: np.ndarray, segments: list[tuple[int, int]]) -> list[list[int]]:
-    found: list[list[int]] = []
+    words: list[list[int]] = []
     for start, stop in segments:
-        for place in range(start, stop):
-            if place > start and PIECES.continues[tokens[place]]:
-                found[-1].append(place)
+        for position in range(start, stop):
+            if position > start and PIECES.continues[tokens[position]]:
+                words[-1].append(position)
             else:
-                found.append([place])
-    return found
+                words.append([position])
+    return words
 
 
 TOKENS = st.lists(st.integers(5, VOCABULARY - 1), min_size=1, max_size=60)
@@ -58,17 +58,19 @@ def test_whole_words_are_masked_up_to_the_budget(
     words = words_of(tokens, segments)
     for word in words:
         assert chosen[word].all() or not chosen[word].any()
-    # Nothing that would still fit is left: words that are single tokens fill the budget.
+    # Words of a single token always fit, and thus fill the budget.
     if all(len(word) == 1 for word in words):
         assert chosen.sum() == budget
-    again = masking.mask(tokens, segments, PIECES, np.random.RandomState(seed))
-    assert np.array_equal(again[0], masked)
-    assert np.array_equal(again[1], labels)
+    repeated = masking.mask(tokens, segments, PIECES, np.random.RandomState(seed))
+    assert np.array_equal(repeated[0], masked)
+    assert np.array_equal(repeated[1], labels)
 
 
 @settings(deadline=None, max_examples=50)
 @given(tokens=TOKENS, seed=st.integers(0, 2**32 - 1))
-def test_pieces_may_be_masked_one_by_one(tokens: list[int], seed: int) -> None:
+def test_word_pieces_are_masked_one_by_one_without_whole_words(
+    tokens: list[int], seed: int
+) -> None:
     text, segments = row(tokens, [5])
     masking = NGramMasking(0.3, 1, whole_words=False)
     chosen = masking.choose(text, segments, PIECES, np.random.RandomState(seed))
@@ -80,23 +82,27 @@ def slow_choice(
 ) -> set[int]:
     """Choose tokens word by word, as masked_dataset.py of Megatron-LM does."""
     words = [words_of(tokens, [segment]) for segment in segments]
-    starts = [(one, at) for one, part in enumerate(words) for at in range(len(part))]
+    starts = [
+        (segment_number, at) for segment_number, part in enumerate(words) for at in range(len(part))
+    ]
     random.shuffle(starts)
     budget = max(1, round(0.15 * sum(stop - start for start, stop in segments)))
     chosen: set[int] = set()
-    for one, at in starts:
+    for segment_number, at in starts:
         n = random.choice([1, 2, 3], p=[6 / 11, 3 / 11, 2 / 11])
         while n:
-            places = {place for word in words[one][at : at + n] for place in word}
-            if len(chosen) + len(places) <= budget:
+            positions = {
+                position for word in words[segment_number][at : at + n] for position in word
+            }
+            if len(chosen) + len(positions) <= budget:
                 break
             n -= 1
-        if n and not places & chosen:
-            chosen |= places
+        if n and not positions & chosen:
+            chosen |= positions
     return chosen
 
 
-def test_positions_and_runs_have_the_rates_of_the_slow_rule() -> None:
+def test_masked_positions_and_runs_have_the_rates_of_the_word_by_word_rule() -> None:
     draw = np.random.RandomState(3)
     tokens, segments = row(draw.randint(5, 61, 25).tolist(), draw.randint(5, 61, 40).tolist())
     counts = {name: np.zeros(len(tokens)) for name in ("ours", "slow")}
@@ -131,11 +137,11 @@ def test_masked_tokens_are_replaced_at_the_rates_of_transformers(tmp_path: Path)
         tokens, segments = row(text[:50].tolist(), text[50:].tolist())
         theirs = collator([{"input_ids": tokens.tolist()}])
         ours = NGramMasking().mask(tokens, segments, PIECES, np.random.RandomState(seed))
-        found = {
+        results = {
             "ours": ours,
             "theirs": (theirs["input_ids"][0].numpy(), theirs["labels"][0].numpy()),
         }
-        for name, (masked, labels) in found.items():
+        for name, (masked, labels) in results.items():
             chosen = labels != -100
             is_mask = (masked == MASK) & chosen
             is_same = (masked == labels) & chosen
@@ -149,11 +155,11 @@ def test_masked_tokens_are_replaced_at_the_rates_of_transformers(tmp_path: Path)
         assert is_same / total == pytest.approx(0.1 + 0.1 / 61, abs=0.03), name
 
 
-def test_pieces_come_from_the_tokenizer(tmp_path: Path) -> None:
+def test_word_pieces_come_from_the_tokenizer(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_vocabulary(tmp_path / "vocab.txt"))
-    found = WordPieces.of(tokenizer)
-    assert (found.padding, found.start, found.separator, found.mask) == (0, CLS, SEP, MASK)
-    assert np.array_equal(found.continues, PIECES.continues)
-    assert found.vocab_size == VOCABULARY
+    pieces = WordPieces.of(tokenizer)
+    assert (pieces.padding, pieces.start, pieces.separator, pieces.mask) == (0, CLS, SEP, MASK)
+    assert np.array_equal(pieces.continues, PIECES.continues)
+    assert pieces.vocab_size == VOCABULARY
     with pytest.raises(UnsupportedError, match=r"'bytes' lacks \[PAD\], \[CLS\], \[SEP\]"):
         WordPieces.of(load_tokenizer("bytes"))

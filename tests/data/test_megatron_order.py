@@ -53,13 +53,13 @@ def training_windows(train: Any, **options: Any) -> list[list[int]]:
     return [samples[i].tolist() for i in range(len(samples))]
 
 
-# corpora, weights, split, samples asked for; number of windows, first tokens of some, CRC-32 of all
-# as 64-bit integers
+# Corpora, weights, split, requested samples; number of windows, first tokens of the first 12
+# windows, CRC-32 of all windows as 64-bit integers.
 GOLDEN: list[tuple[str, list[float] | None, str | None, int | None, int, list[int], int]] = [
     ("a", None, None, None, 25, [149, 52, 77, 11, 50, 71, 105, 120, 20, 1, 89, 25], 88036341),
     ("a", None, None, 70, 70, [116, 73, 76, 49, 3, 30, 117, 112, 111, 105, 142, 144], 1794080181),
     ("a", None, "80,10,10", 40, 40, [36, 14, 113, 78, 94, 19, 55, 59, 79, 92, 100, 11], 282306315),
-    # the weight of a corpus that is split alone makes it build more windows, here one more epoch
+    # With a weight, a single corpus with a split has more windows, here one more epoch.
     ("a", None, "80,10,10", 58, 58, [31, 63, 77, 95, 45, 104, 29, 87, 58, 3, 23, 103], 4243324719),
     ("a", [1.0], "80,10,10", 58, 58, [106, 63, 15, 25, 33, 46, 70, 3, 41, 58, 45, 41], 3815429840),
     (
@@ -98,7 +98,7 @@ GOLDEN: list[tuple[str, list[float] | None, str | None, int | None, int, list[in
         [149, 1061, 52, 1045, 77, 11, 1101, 50, 1022, 71, 105, 1090],
         3490849211,
     ),
-    # without weights there is no more than one epoch
+    # Without weights, a blend has at most one epoch.
     (
         "ab",
         None,
@@ -114,7 +114,7 @@ GOLDEN: list[tuple[str, list[float] | None, str | None, int | None, int, list[in
 @pytest.mark.parametrize(
     ("names", "weights", "split", "size", "count", "firsts", "checksum"), GOLDEN
 )
-def test_training_windows_are_those_of_megatron(
+def test_training_windows_match_megatron_core(
     tmp_path: Path,
     names: str,
     weights: list[float] | None,
@@ -130,34 +130,37 @@ def test_training_windows_are_those_of_megatron(
     assert len(windows) == count
     assert [window[0] for window in windows[:12]] == firsts
     assert zlib.crc32(np.array(windows, dtype="<i8").tobytes()) == checksum
-    # read again from the cache
+    # The second call reads the index from the cache.
     assert training_windows(train, split=split, order="megatron", train_samples=size) == windows
 
 
-def windows_as_megatron_says(
+def windows_by_the_rule_of_megatron(
     sequences: list[list[int]], seq_length: int, size: int, seed: int
 ) -> list[list[int]]:
-    """Restate the rule of one corpus: epochs of shuffled sequences in one row, cut and shuffled."""
+    """Return windows of one corpus: epochs of shuffled sequences are joined, cut and shuffled."""
     tokens = sum(map(len, sequences))
     epochs = 1
     while epochs * tokens < size * seq_length + 1:
         epochs += 1
     before = ((epochs - 1) * tokens - 1) // seq_length
-    apart = epochs > 1 and size - before < int(0.8 * ((tokens - 1) // seq_length))
+    is_last_epoch_apart = epochs > 1 and size - before < int(0.8 * ((tokens - 1) // seq_length))
     numbers = np.random.RandomState(seed)
     order: list[int] = []
-    for group in [epochs - 1, 1] if apart else [epochs]:
+    for group in [epochs - 1, 1] if is_last_epoch_apart else [epochs]:
         part = np.tile(np.arange(len(sequences), dtype=np.int32), group)
         numbers.shuffle(part)
         order += part.tolist()
     row = [token for number in order for token in sequences[number]]
     count = (epochs * tokens - 1) // seq_length
-    places: list[int] = []
-    for start, stop in [(0, before), (before, count)] if apart else [(0, count)]:
+    positions: list[int] = []
+    for start, stop in [(0, before), (before, count)] if is_last_epoch_apart else [(0, count)]:
         part = np.arange(start, stop, dtype=np.uint32)
         numbers.shuffle(part)
-        places += part.tolist()
-    return [row[place * seq_length : (place + 1) * seq_length + 1] for place in places[:size]]
+        positions += part.tolist()
+    return [
+        row[position * seq_length : (position + 1) * seq_length + 1]
+        for position in positions[:size]
+    ]
 
 
 def test_documents_of_several_sequences_are_shuffled_by_sequence(tmp_path: Path) -> None:
@@ -180,8 +183,8 @@ def test_documents_of_several_sequences_are_shuffled_by_sequence(tmp_path: Path)
         )
         options = SampleOptions(seq_length, seed=seed, order="megatron")
         samples = blend_samples([(TokenFile(prefix), None)], None, options, size)
-        found = [samples[i].tolist() for i in range(len(samples))]
-        assert found == windows_as_megatron_says(sequences, seq_length, size, seed)
+        actual = [samples[i].tolist() for i in range(len(samples))]
+        assert actual == windows_by_the_rule_of_megatron(sequences, seq_length, size, seed)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +200,7 @@ def test_documents_of_several_sequences_are_shuffled_by_sequence(tmp_path: Path)
         (7, "1", [0, 7, 7, 7]),
     ],
 )
-def test_splits_round_as_doubles_do(count: int, weights: str, bounds: list[int]) -> None:
+def test_splits_round_like_double_precision(count: int, weights: str, bounds: list[int]) -> None:
     expected = [range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
     assert list(split_as_megatron(count, weights)) == expected
 
@@ -207,7 +210,7 @@ def test_exact_splits_differ_where_doubles_round() -> None:
     assert split_as_megatron(30, "90,5,5")[1] == range(27, 29)
 
 
-def choose_as_megatron_says(
+def choices_by_the_rule_of_megatron(
     weights: list[float], size: int, limits: list[int] | None = None
 ) -> list[int]:
     counts, chosen = [0] * len(weights), []
@@ -224,9 +227,9 @@ def choose_as_megatron_says(
     return chosen
 
 
-def test_blends_draw_as_doubles_do() -> None:
-    # where both lag equally, exact integers take the first; doubles of 0.7 and 0.3 sometimes the
-    # second
+def test_blends_choose_datasets_with_the_rounding_of_doubles() -> None:
+    # If both datasets lag equally, exact integers choose the first; doubles of 0.7 and 0.3
+    # sometimes choose the second.
     golden = (
         "01001001000100100100010010010001001001000100100100010010010001001001000100100100010010010010001001000100"
         "10010001001001000100100100010010010001001001000100100100010010010010001001001000100100010010010001001001"
@@ -238,24 +241,26 @@ def test_blends_draw_as_doubles_do() -> None:
         "000200020010020002000"
     )
     assert "".join(map(str, blend_exhaustively_as_megatron([90, 10, 25]).tolist())) == golden
-    chance, differ = random.Random(15), 0
+    chance, num_different = random.Random(15), 0
     for _ in range(60):
         weights = [
             chance.choice([chance.randint(1, 9) / 10, chance.random()])
             for _ in range(chance.randint(1, 5))
         ]
         shares = (np.array(weights) / np.sum(np.array(weights))).tolist()
-        assert blend_as_megatron(weights, 200).tolist() == choose_as_megatron_says(shares, 200)
+        assert blend_as_megatron(weights, 200).tolist() == choices_by_the_rule_of_megatron(
+            shares, 200
+        )
         sizes = [chance.randint(1, 60) for _ in weights]
         shares = [size / sum(sizes) for size in sizes]
-        found = blend_exhaustively_as_megatron(sizes).tolist()
-        assert found == choose_as_megatron_says(shares, sum(sizes), sizes)
-        differ += found != blend_exhaustively(sizes).tolist()
-    assert differ
+        actual = blend_exhaustively_as_megatron(sizes).tolist()
+        assert actual == choices_by_the_rule_of_megatron(shares, sum(sizes), sizes)
+        num_different += actual != blend_exhaustively(sizes).tolist()
+    assert num_different
 
 
 @pytest.mark.parametrize("weights", [[], [1.0, 0.0], [1.0, -1.0], [math.nan], [math.inf, 1.0]])
-def test_weights_that_megatron_refuses_are_refused(weights: list[float]) -> None:
+def test_blend_weights_that_are_not_finite_and_positive_raise(weights: list[float]) -> None:
     with pytest.raises(UnsupportedError, match="finite and positive"):
         normalize(weights)
 
@@ -273,16 +278,18 @@ def test_the_parts_of_a_split_share_no_token_in_either_order(tmp_path: Path) -> 
     for order in ("passes", "megatron"):
         data = TokenDataModule(prefix, split="60,20,20", seq_length=6, order=order)  # type: ignore[arg-type]
         loaders = [data.train_dataloader(), data.val_dataloader(), data.test_dataloader()]
-        seen = [
+        tokens_of_parts = [
             {int(token) for batch in loader for token in batch["tokens"].flatten()}
             for loader in loaders
         ]
-        # rows that are filled up hold token 0
+        # Padded rows hold token 0.
         for first, second in ((0, 1), (0, 2), (1, 2)):
-            assert not seen[first] & seen[second] - {0}
+            assert not tokens_of_parts[first] & tokens_of_parts[second] - {0}
 
 
-def test_the_order_of_a_corpus_of_whole_documents_keeps_its_key(tmp_path: Path) -> None:
+def test_the_order_key_ignores_by_sequence_if_documents_are_single_sequences(
+    tmp_path: Path,
+) -> None:
     with TokenFileWriter(tmp_path / "c", dtype="i4") as writer:
         for number in range(9):
             writer.add_document(np.arange(9) + number)

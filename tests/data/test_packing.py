@@ -1,4 +1,4 @@
-"""Rows of whole documents predict every token once, have little padding, and resume."""
+"""Rows of whole documents predict every token once and have little padding, and runs resume."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from lightning_megatron.data.packing import index_packed
 from lightning_megatron.data.samples import GPTSamples, SampleOptions
 from lightning_megatron.errors import CorruptDataError, UnsupportedError
 from tests.data.recorder import make_trainer, run
-from tests.data.test_balance import Loose
+from tests.data.test_balance import FirstTokenRecorder
 from tests.data.test_datamodule_resume import StopAfter
 from tests.data.test_samples import write
 
 
 @settings(max_examples=80, deadline=None)
 @given(sizes=st.lists(st.integers(2, 20), max_size=40), capacity=st.integers(20, 30))
-def test_no_two_rows_could_be_one(sizes: list[int], capacity: int) -> None:
+def test_no_two_rows_fit_into_one_row(sizes: list[int], capacity: int) -> None:
     rows = best_fit(np.array(sizes, np.int64), capacity)
     assert sorted(item for row in rows for item in row) == list(range(len(sizes)))
     filled = sorted(sum(sizes[item] for item in row) for row in rows)
-    assert all(0 < one <= capacity for one in filled)
-    assert all(one + other > capacity for one, other in pairwise(filled))
+    assert all(0 < size <= capacity for size in filled)
+    assert all(size + next_size > capacity for size, next_size in pairwise(filled))
 
 
 @settings(max_examples=60, deadline=None)
@@ -44,27 +44,27 @@ def test_every_pass_predicts_every_token_once(
     lengths: list[int], seq_length: int, seed: int | None, num_passes: int
 ) -> None:
     bounds = np.concatenate([[0], np.cumsum(lengths)])
-    one = index_packed(np.array(lengths), seq_length, None, seed)
-    wanted = sorted(
+    single_pass = index_packed(np.array(lengths), seq_length, None, seed)
+    expected = sorted(
         token for start, size in zip(bounds, lengths, strict=False)
         for token in range(start + 1, start + size)
     )  # fmt: skip
-    if not wanted:
-        assert one.num_windows == 0
+    if not expected:
+        assert single_pass.num_windows == 0
         return
-    count = one.num_windows * num_passes
+    count = single_pass.num_windows * num_passes
     index = index_packed(np.array(lengths), seq_length, count, seed)
     assert index.num_windows == count, "all passes have the same number of rows"
     for number in range(num_passes):
         predicted = []
-        for row in range(number * one.num_windows, (number + 1) * one.num_windows):
+        for row in range(number * single_pass.num_windows, (number + 1) * single_pass.num_windows):
             pieces = index.pieces(row, bounds)
             assert 0 < len(pieces) <= index.max_pieces
             assert sum(stop - start for start, stop in pieces) <= seq_length + 1
             predicted += [token for start, stop in pieces for token in range(start + 1, stop)]
-        assert sorted(predicted) == wanted
-    more = index_packed(np.array(lengths), seq_length, count + 1, seed)
-    assert [more.pieces(row, bounds) for row in range(count)] == [
+        assert sorted(predicted) == expected
+    longer = index_packed(np.array(lengths), seq_length, count + 1, seed)
+    assert [longer.pieces(row, bounds) for row in range(count)] == [
         index.pieces(row, bounds) for row in range(count)
     ]
 
@@ -93,12 +93,12 @@ def test_rows_have_the_lengths_and_labels_of_their_documents(tmp_path: Path) -> 
     for batch in data.val_dataloader():
         for tokens, labels, sizes in zip(*batch.values(), strict=True):
             ends = sizes.cumsum(0)[sizes > 0]
-            kept = labels != -100
-            assert torch.equal(tokens[kept] + 1, labels[kept])
-            # All but the last token of each document, and of the last one all.
-            assert not kept[ends[:-1] - 1].any()
-            assert int(kept.sum()) == int(sizes.sum()) - max(len(ends) - 1, 0)
-            predicted += labels[kept].tolist()
+            has_label = labels != -100
+            assert torch.equal(tokens[has_label] + 1, labels[has_label])
+            # The last token of each document has no label, except in the last document of a row.
+            assert not has_label[ends[:-1] - 1].any()
+            assert int(has_label.sum()) == int(sizes.sum()) - max(len(ends) - 1, 0)
+            predicted += labels[has_label].tolist()
     firsts = set(np.cumsum([0, *lengths[:-1]]).tolist())
     assert sorted(predicted) == sorted(set(range(sum(lengths))) - firsts)
 
@@ -111,14 +111,16 @@ def test_a_killed_run_continues_with_the_next_row(tmp_path: Path) -> None:
             str(tmp_path / "c"), seq_length=8, batch_size=4, documents="whole",
             balance_attention=True,
         )  # fmt: skip
-        return run(Loose(), data, make_trainer(tmp_path, *callbacks, max_steps=9), path)
+        return run(
+            FirstTokenRecorder(), data, make_trainer(tmp_path, *callbacks, max_steps=9), path
+        )
 
-    whole = fit()
+    uninterrupted = fit()
     first = fit(StopAfter(5, tmp_path / "killed.ckpt"))
-    assert first + fit(path=tmp_path / "killed.ckpt") == whole
+    assert first + fit(path=tmp_path / "killed.ckpt") == uninterrupted
 
 
-def test_blends_of_whole_documents_have_every_row(tmp_path: Path) -> None:
+def test_blends_of_whole_documents_have_every_token_once(tmp_path: Path) -> None:
     corpora = [
         (write(tmp_path / "a", [5, 3, 8]), None),
         (write(tmp_path / "b", [4, 9, 2, 2], first=1000), None),
@@ -133,6 +135,6 @@ def test_blends_of_whole_documents_have_every_row(tmp_path: Path) -> None:
     assert once.order_key != plain.order_key
 
 
-def test_the_order_of_megatron_has_its_own_rows() -> None:
+def test_whole_documents_in_the_order_of_megatron_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="whose samples cross the ends"):
         TokenDataModule("c", documents="whole", order="megatron")

@@ -1,4 +1,4 @@
-"""PreferenceDataModule has the tokens and labels of transformers' templates, and resumes."""
+"""PreferenceDataModule has the tokens and labels of transformers' templates, and resumes runs."""
 
 from __future__ import annotations
 
@@ -28,29 +28,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_chat_llama(tmp_path_factory.mktemp("model"))
 
 
-def expected(folder: str, row: dict[str, Any], side: str) -> tuple[list[int], list[int]]:
-    """Return tokens, and as labels those after the prompt with the header of an answer."""
+def tokens_and_labels(folder: str, row: dict[str, Any], side: str) -> tuple[list[int], list[int]]:
+    """Return tokens and labels; the prompt and the header of the answer have no labels."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    told = as_messages(row)
-    how = {"chat_template": PLAIN, "return_dict": True}
-    given = tokenizer.apply_chat_template(told["prompt"], add_generation_prompt=True, **how)
-    whole = tokenizer.apply_chat_template(told["prompt"] + told[side], **how)["input_ids"]
-    start = len(given["input_ids"])
-    return whole, [-100] * start + whole[start:]
+    messages = as_messages(row)
+    options = {"chat_template": PLAIN, "return_dict": True}
+    encoded_prompt = tokenizer.apply_chat_template(
+        messages["prompt"], add_generation_prompt=True, **options
+    )
+    tokens = tokenizer.apply_chat_template(messages["prompt"] + messages[side], **options)[
+        "input_ids"
+    ]
+    start = len(encoded_prompt["input_ids"])
+    return tokens, [-100] * start + tokens[start:]
 
 
 def check_batch(batch: dict[str, torch.Tensor], folder: str, rows: list[dict[str, Any]]) -> None:
     length = batch["tokens"].shape[2]
     for at, pair in enumerate(batch["pairs"].tolist()):
         for side, name in enumerate(("chosen", "rejected")):
-            tokens, labels = expected(folder, rows[pair], name)
+            tokens, labels = tokens_and_labels(folder, rows[pair], name)
             padding = length - len(tokens) + 1
             assert batch["tokens"][at, side].tolist() == tokens[:-1] + [0] * padding
             assert batch["labels"][at, side].tolist() == labels[1:] + [-100] * padding
 
 
 @pytest.mark.parametrize("is_marked", [True, False])
-def test_tokens_and_labels_are_those_of_the_template(
+def test_tokens_and_labels_match_the_chat_template(
     tmp_path: Path, folder: str, is_marked: bool
 ) -> None:
     rows = preferences(14)
@@ -64,34 +68,34 @@ def test_tokens_and_labels_are_those_of_the_template(
     for batch in batches:
         check_batch(batch, folder, rows)
         longest = max(
-            len(expected(folder, rows[pair], side)[0]) - 1
+            len(tokens_and_labels(folder, rows[pair], side)[0]) - 1
             for pair in batch["pairs"].tolist()
             for side in ("chosen", "rejected")
         )
         assert batch["tokens"].shape[2] == -(-longest // 8) * 8
     assert torch.cat([batch["pairs"] for batch in batches]).tolist() == list(range(14))
-    order = data.training_samples(28)
-    numbers = [order.pair(at) for at in range(28)]
+    samples = data.training_samples(28)
+    numbers = [samples.pair(at) for at in range(28)]
     assert sorted(numbers[:14]) == sorted(numbers[14:]) == list(range(14))
     assert numbers[:14] != numbers[14:]
-    assert [order.pair(at) for at in range(5)] == [
+    assert [samples.pair(at) for at in range(5)] == [
         data.training_samples(5).pair(at) for at in range(5)
     ]
-    whole = PreferenceDataModule(
+    padded = PreferenceDataModule(
         str(tmp_path), folder, seq_length=LENGTH, batch_size=3, length_multiple=None
     )
-    batch = next(iter(whole.each_pair_once("train")))
+    batch = next(iter(padded.each_pair_once("train")))
     assert batch["tokens"].shape == (3, 2, LENGTH)
     check_batch(batch, folder, rows)
 
 
-def test_the_log_counts_truncated_pairs(tmp_path: Path, folder: str) -> None:
+def test_a_warning_counts_truncated_and_omitted_pairs(tmp_path: Path, folder: str) -> None:
     long = turn("assistant", "y" * 100)
     rows = [
         {"prompt": "why", "chosen": "so", "rejected": "no"},
         {"prompt": "why", "chosen": [long], "rejected": "no"},
         {"prompt": "x" * 300, "chosen": "so", "rejected": "no"},
-        # The two answers differ only behind the cut.
+        # The two answers differ only after the cut.
         {"prompt": "why", "chosen": "z" * 200 + "a", "rejected": "z" * 200 + "b"},
     ]
     path = write_lines(tmp_path / "rows.jsonl", rows)
@@ -99,7 +103,7 @@ def test_the_log_counts_truncated_pairs(tmp_path: Path, folder: str) -> None:
     with pytest.warns(UserWarning, match=r"4 read, 1 cut after 100 tokens .*, 2 left out"):
         data.setup("fit")
     [batch] = [data.each_pair_once("train").batches[[0, 1]]]
-    tokens, labels = expected(folder, rows[1], "chosen")
+    tokens, labels = tokens_and_labels(folder, rows[1], "chosen")
     assert batch["tokens"][1, 0].tolist() == tokens[:99]
     assert batch["labels"][1, 0].tolist() == labels[1:100]
     data = PreferenceDataModule(path, folder, seq_length=99, too_long="leave_out")
@@ -167,7 +171,7 @@ def test_parquet_has_the_rows_of_json_lines(tmp_path: Path, folder: str) -> None
     check_batch(data.each_pair_once("train").batches[list(range(5))], folder, rows)
 
 
-class Pairs(Watcher):
+class PairRecorder(Watcher):
     """Module that records the numbers of pairs."""
 
     def names_of(self, batch: dict[str, torch.Tensor]) -> list[Any]:
@@ -183,12 +187,12 @@ def test_a_killed_run_continues_with_the_next_pair(
     def trained(*callbacks: Any, ckpt_path: Path | None = None) -> list[list[int]]:
         data = PreferenceDataModule(path, folder, seq_length=LENGTH, global_batch_size=3)
         trainer = make_trainer(tmp_path, *callbacks, **limits)
-        return run(Pairs(), data, trainer, ckpt_path)
+        return run(PairRecorder(), data, trainer, ckpt_path)
 
-    whole = trained()
-    assert len(whole) >= 8
+    uninterrupted = trained()
+    assert len(uninterrupted) >= 8
     killed = tmp_path / "killed.ckpt"
     for stop in (2, 6):
         first = trained(StopAfter(stop, killed))
-        assert first == whole[:stop]
-        assert first + trained(ckpt_path=killed) == whole
+        assert first == uninterrupted[:stop]
+        assert first + trained(ckpt_path=killed) == uninterrupted

@@ -22,7 +22,7 @@ class Trainer:
         return self.finished
 
 
-def make(
+def make_samplers(
     num_samples: int, batch_size: int, dp_size: int, **options: object
 ) -> list[TokenBatchSampler]:
     return [
@@ -42,14 +42,14 @@ def test_ranks_take_contiguous_disjoint_shares(
     num_samples: int, size: tuple[int, int], seed: int | None, epoch: int
 ) -> None:
     batch_size, dp_size = size
-    samplers = make(num_samples, batch_size, dp_size, seed=seed)
-    [whole] = make(num_samples, batch_size * dp_size, 1, seed=seed)
-    for sampler in (*samplers, whole):
+    samplers = make_samplers(num_samples, batch_size, dp_size, seed=seed)
+    [single] = make_samplers(num_samples, batch_size * dp_size, 1, seed=seed)
+    for sampler in (*samplers, single):
         sampler.set_epoch(epoch)
-    for batch, *shares in zip(whole, *samplers, strict=True):
+    for batch, *shares in zip(single, *samplers, strict=True):
         assert [number for share in shares for number in share] == batch
         assert [len(share) for share in shares] == [batch_size] * dp_size
-    assert len(whole) == num_samples // (batch_size * dp_size)
+    assert len(single) == num_samples // (batch_size * dp_size)
 
 
 @settings(max_examples=100, deadline=None)
@@ -57,14 +57,14 @@ def test_ranks_take_contiguous_disjoint_shares(
     num_samples=st.integers(16, 60),
     parts=st.lists(st.tuples(sizes, st.integers(0, 3)), min_size=1, max_size=4),
 )
-def test_other_ranks_and_batch_sizes_neither_repeat_nor_skip(
+def test_changed_ranks_and_batch_sizes_neither_repeat_nor_skip_samples(
     num_samples: int, parts: list[tuple[tuple[int, int], int]]
 ) -> None:
     state = {"epoch": 0, "consumed": 0}
     taken: list[int] = []
     for (batch_size, dp_size), num_batches in parts:
         trainer = Trainer()
-        samplers = make(num_samples, batch_size, dp_size, seed=1, finished=trainer)
+        samplers = make_samplers(num_samples, batch_size, dp_size, seed=1, finished=trainer)
         for sampler in samplers:
             sampler.load_state_dict(state)
         if samplers[0].epoch > 0:
@@ -74,14 +74,14 @@ def test_other_ranks_and_batch_sizes_neither_repeat_nor_skip(
             taken += [number for share in shares for number in share]
             trainer.finished += 1
         states = [sampler.state_dict() for sampler in samplers]
-        assert all(other == states[0] for other in states)
+        assert all(rank_state == states[0] for rank_state in states)
         state = states[0]
     assert taken == list(range(len(taken)))
 
 
-def test_the_state_counts_what_is_finished_and_not_what_was_handed_out() -> None:
+def test_the_state_counts_finished_samples_and_not_prefetched_samples() -> None:
     trainer = Trainer()
-    [sampler] = make(40, 4, 1, finished=trainer)
+    [sampler] = make_samplers(40, 4, 1, finished=trainer)
     batches = iter(sampler)
     for _ in range(5):
         next(batches)
@@ -89,15 +89,15 @@ def test_the_state_counts_what_is_finished_and_not_what_was_handed_out() -> None
     assert sampler.state_dict() == {"epoch": 0, "consumed": 8}
 
 
-def test_epochs_have_different_orders_that_are_the_same_everywhere() -> None:
+def test_epochs_have_different_orders_that_depend_only_on_the_seed() -> None:
     orders = []
     for _ in range(2):
-        [sampler] = make(30, 5, 1, seed=7)
-        found = []
+        [sampler] = make_samplers(30, 5, 1, seed=7)
+        orders_of_epochs = []
         for epoch in range(3):
             sampler.set_epoch(epoch)
-            found.append([number for batch in sampler for number in batch])
-        orders.append(found)
+            orders_of_epochs.append([number for batch in sampler for number in batch])
+        orders.append(orders_of_epochs)
     assert orders[0] == orders[1]
     assert all(sorted(order) == list(range(30)) for order in orders[0])
     assert orders[0][0] == list(range(30)) != orders[0][1] != orders[0][2]
@@ -108,19 +108,19 @@ def test_epochs_have_different_orders_that_are_the_same_everywhere() -> None:
 def test_evaluation_takes_every_sample_once_in_equal_shapes(
     num_samples: int, size: tuple[int, int]
 ) -> None:
-    samplers = make(num_samples, *size, drop_last=False)
+    samplers = make_samplers(num_samples, *size, drop_last=False)
     rows = list(zip(*samplers, strict=True))
     assert len(rows) == len(samplers[0])
     assert all(len({len(share) for share in shares}) == 1 for shares in rows)
     real = [number for shares in rows for share in shares for number in share if number >= 0]
     assert real == list(range(num_samples))
-    # at most one empty row per rank
+    # A share has at most one empty row.
     assert all(share.count(-1) <= 1 for shares in rows for share in shares)
 
 
-def test_a_stream_goes_on_over_the_epochs_of_the_trainer() -> None:
+def test_a_stream_continues_across_the_epochs_of_the_trainer() -> None:
     trainer = Trainer()
-    [sampler] = make(12, 2, 1, stream=True, finished=trainer)
+    [sampler] = make_samplers(12, 2, 1, stream=True, finished=trainer)
     taken = []
     for epoch in range(2):
         sampler.set_epoch(epoch)
@@ -140,6 +140,8 @@ def test_a_stream_goes_on_over_the_epochs_of_the_trainer() -> None:
         ((5, 3, 0, 2), "it has 5 samples, and the first batch 6 over 2"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(arguments: tuple[int, ...], message: str) -> None:
+def test_invalid_batch_sizes_ranks_and_sample_counts_are_refused(
+    arguments: tuple[int, ...], message: str
+) -> None:
     with pytest.raises(ParallelPlanError, match=message):
         TokenBatchSampler(*arguments)

@@ -27,7 +27,7 @@ def write(prefix: Path, lengths: list[int], first: int = 0) -> TokenFile:
     return TokenFile(prefix)
 
 
-def test_samples_in_order_overlap_in_one_token(tmp_path: Path) -> None:
+def test_sequential_samples_overlap_in_one_token(tmp_path: Path) -> None:
     samples = GPTSamples(write(tmp_path / "c", [3, 0, 5, 2]), SampleOptions(4, order="sequential"))
     assert [samples[i].tolist() for i in range(len(samples))] == [
         [0, 1, 2, 3, 4],
@@ -62,7 +62,7 @@ def test_any_number_of_samples_is_possible(
     assert [len(samples[i]) for i in range(len(samples))] == [4] * n
 
 
-def test_documents_of_several_sequences_stay_whole(tmp_path: Path) -> None:
+def test_documents_of_several_sequences_are_read_completely(tmp_path: Path) -> None:
     with TokenFileWriter(tmp_path / "c", vocab_size=100) as writer:
         writer.add_document(np.arange(10), lengths=[4, 6])
         writer.add_document(np.arange(50, 55), lengths=[2, 3])
@@ -70,7 +70,7 @@ def test_documents_of_several_sequences_stay_whole(tmp_path: Path) -> None:
     assert train[0].tolist() == list(range(10))
 
 
-def test_a_split_reads_its_own_documents(tmp_path: Path) -> None:
+def test_samples_of_a_document_range_have_only_its_tokens(tmp_path: Path) -> None:
     corpus = write(tmp_path / "c", [4, 0, 6, 5])
     assert len(corpus.document_starts) == 4  # the empty document has nothing to split
     assert GPTSamples(corpus, SampleOptions(5, order="sequential"), range(1, 2))[0].tolist() == [
@@ -114,7 +114,7 @@ def test_invalid_options_raise(change: dict[str, object], message: str) -> None:
         SampleOptions(**{"seq_length": 4, **change})  # type: ignore[arg-type]
 
 
-def test_a_weighted_blend_draws_each_corpus_as_often_as_it_says(tmp_path: Path) -> None:
+def test_a_weighted_blend_draws_each_corpus_in_proportion_to_its_weight(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", [100]), write(tmp_path / "b", [300], first=1000)
     blended = blend_samples([(a, None), (b, None)], [0.25, 0.75], SampleOptions(4), num_samples=200)
     from_b = [bool((blended[i] >= 1000).all()) for i in range(len(blended))]
@@ -132,19 +132,19 @@ def test_corpora_without_weights_are_used_once_each(tmp_path: Path) -> None:
     assert predicted == [*range(1, 41), *range(1001, 1121)]
 
 
-def test_the_index_is_cached_and_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_is_read_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     corpus, options = (
         write(tmp_path / "c", [50, 50]),
         SampleOptions(8, cache_dir=str(tmp_path / "cache")),
     )
     first = GPTSamples(corpus, options, num_samples=30)
 
-    def never(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise AssertionError("the index was built again")
 
-    monkeypatch.setattr(samples_module, "index_passes", never)
-    again = GPTSamples(corpus, options, num_samples=30)
-    assert [again[i].tolist() for i in range(30)] == [first[i].tolist() for i in range(30)]
+    monkeypatch.setattr(samples_module, "index_passes", fail)
+    cached = GPTSamples(corpus, options, num_samples=30)
+    assert [cached[i].tolist() for i in range(30)] == [first[i].tolist() for i in range(30)]
 
 
 CHANGES = [{"seed": 1}, {"seq_length": 9}, {"order": "megatron"}, {"tokenizer": "abc"}]
@@ -154,22 +154,22 @@ CHANGES = [{"seed": 1}, {"seq_length": 9}, {"order": "megatron"}, {"tokenizer": 
 def test_the_cache_key_has_every_option(tmp_path: Path, change: dict[str, object]) -> None:
     corpus, cache = write(tmp_path / "c", [50, 50]), tmp_path / "cache"
     options = SampleOptions(8, cache_dir=str(cache))
-    one = GPTSamples(corpus, options, num_samples=30)
-    other = GPTSamples(corpus, dataclasses.replace(options, **change), num_samples=30)  # type: ignore[arg-type]
+    base = GPTSamples(corpus, options, num_samples=30)
+    changed = GPTSamples(corpus, dataclasses.replace(options, **change), num_samples=30)  # type: ignore[arg-type]
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 2
-    assert one.order_key != other.order_key
+    assert base.order_key != changed.order_key
 
 
-def test_the_cache_key_has_split_number_and_corpus(tmp_path: Path) -> None:
+def test_the_cache_key_has_document_range_sample_count_and_corpus(tmp_path: Path) -> None:
     corpus, cache = write(tmp_path / "c", [50, 50]), tmp_path / "cache"
     options = SampleOptions(8, cache_dir=str(cache))
     base = GPTSamples(corpus, options, num_samples=30)
     GPTSamples(corpus, options, range(1), num_samples=30)
-    more = GPTSamples(corpus, options, num_samples=31)
-    other = GPTSamples(write(tmp_path / "c", [60, 40]), options, num_samples=30)
+    longer = GPTSamples(corpus, options, num_samples=31)
+    changed = GPTSamples(write(tmp_path / "c", [60, 40]), options, num_samples=30)
     assert len([path for path in cache.iterdir() if path.is_dir()]) == 4
-    # more samples continue the order; another corpus has another one
-    assert base.order_key == more.order_key != other.order_key
+    # More samples continue the same order; another corpus has another order.
+    assert base.order_key == longer.order_key != changed.order_key
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "json"])

@@ -55,23 +55,27 @@ def test_sentences_end_where_a_reader_ends_them(text: str) -> None:
 @settings(deadline=None)
 @given(st.text(st.sampled_from(list("AbC1 .!?\"')(\n\t’é")), max_size=60))
 def test_no_character_is_lost_and_no_sentence_is_empty(text: str) -> None:
-    found = split_sentences(text)
-    assert "".join("".join(found).split()) == "".join(text.split())
-    assert all(sentence and sentence == sentence.strip() for sentence in found)
-    # What is one sentence stays one.
-    assert all(split_sentences(sentence) == [sentence] for sentence in found)
+    sentences = split_sentences(text)
+    assert "".join("".join(sentences).split()) == "".join(text.split())
+    assert all(sentence and sentence == sentence.strip() for sentence in sentences)
+    # A single sentence is not split again.
+    assert all(split_sentences(sentence) == [sentence] for sentence in sentences)
 
 
-def test_the_speeches_have_their_sentences() -> None:
+def test_sentences_of_the_speeches_have_plausible_lengths() -> None:
     need(SPEECHES)
     texts = load_speeches("heldout")
-    found = [split_sentences(text) for text in texts]
-    for text, sentences in zip(texts, found, strict=True):
+    sentences_of_texts = [split_sentences(text) for text in texts]
+    for text, sentences in zip(texts, sentences_of_texts, strict=True):
         assert "".join("".join(sentences).split()) == "".join(text.split())
-    lengths = [len(sentence.split()) for sentences in found for sentence in sentences]
+    lengths = [len(sentence.split()) for sentences in sentences_of_texts for sentence in sentences]
     assert 12 < np.mean(lengths) < 22
     assert max(lengths) < 150
-    assert not any(sentence.endswith(("Mr.", "Mrs.", "Dr.")) for one in found for sentence in one)
+    assert not any(
+        sentence.endswith(("Mr.", "Mrs.", "Dr."))
+        for text_sentences in sentences_of_texts
+        for sentence in text_sentences
+    )
 
 
 def sentences_of(prefix: Path) -> list[list[str]]:
@@ -111,7 +115,7 @@ def test_sentences_without_tokens_are_left_out(tmp_path: Path) -> None:
     assert corpus[1].tolist() == [7, 42]
 
 
-def test_speeches_by_sentence_have_files_of_their_own(tmp_path: Path) -> None:
+def test_speeches_by_sentence_are_written_to_separate_files(tmp_path: Path) -> None:
     need(SPEECHES)
     tokenizer = ByteTokenizer()
     main(["--speeches", "heldout", "--output", str(tmp_path / "a"), "--split-sentences"])
@@ -132,18 +136,18 @@ TEXTS = (
 )
 
 
-def test_a_vocabulary_file_tokenizes_as_transformers(tmp_path: Path) -> None:
+def test_a_vocabulary_file_tokenizes_like_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     directory = need(MINILM)
     named = load_tokenizer("bert")
     assert (named.name, named.vocab_size) == ("bert", 30522)
-    other = transformers.BertTokenizerFast(str(directory / "vocab.txt"), do_lower_case=True)
-    whole = load_tokenizer(directory / "tokenizer.json")
+    reference = transformers.BertTokenizerFast(str(directory / "vocab.txt"), do_lower_case=True)
+    from_tokenizer_json = load_tokenizer(directory / "tokenizer.json")
     for text in TEXTS:
-        expected = other(text, add_special_tokens=False)["input_ids"]
-        assert named.encode(text) == expected == whole.encode(text)
+        expected = reference(text, add_special_tokens=False)["input_ids"]
+        assert named.encode(text) == expected == from_tokenizer_json.encode(text)
     assert load_tokenizer(directory / "vocab.txt").fingerprint == named.fingerprint
-    # A vocabulary with capitals keeps those of the text.
+    # A vocabulary with capitals keeps the capitals of the text.
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "Word", "word", "##s", "É", "E"]
     (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
     cased = transformers.BertTokenizerFast(str(tmp_path / "vocab.txt"), do_lower_case=False)
@@ -152,7 +156,7 @@ def test_a_vocabulary_file_tokenizes_as_transformers(tmp_path: Path) -> None:
         assert load_tokenizer(tmp_path).encode(text) == expected
 
 
-def test_the_vocabulary_of_the_speeches_covers_them() -> None:
+def test_the_speeches_vocabulary_covers_the_speeches() -> None:
     need(SPEECHES)
     tokenizer = load_tokenizer("speeches-wordpiece")
     assert tokenizer.vocab_size == 4096
@@ -179,7 +183,9 @@ def test_damaged_vocabularies_are_refused(tmp_path: Path, content: bytes, reason
         load_tokenizer(tmp_path / "vocab.txt")
 
 
-def test_the_package_of_a_named_vocabulary_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_the_missing_package_of_a_named_vocabulary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from lightning_megatron.data import tokenizer
 
     def missing(name: str) -> None:

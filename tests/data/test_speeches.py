@@ -15,7 +15,7 @@ from lightning_megatron.errors import CorruptDataError
 from tests.corpora import GPT2_BPE, SPEECHES, need
 
 
-def test_the_parts_are_split_in_time_and_nothing_is_lost() -> None:
+def test_train_and_heldout_speeches_are_complete() -> None:
     need(SPEECHES)
     train, heldout = load_speeches("train"), load_speeches("heldout")
     assert len(train) + len(heldout) == 249
@@ -41,8 +41,8 @@ def test_several_processes_write_the_corpus_once(tmp_path: Path) -> None:
         results = [
             pool.apply_async(prepare_speeches, (tmp_path, ByteTokenizer())) for _ in range(3)
         ]
-        first, *others = [result.get(timeout=60) for result in results]
-    assert others == [first, first]
+        first, *other_prefixes = [result.get(timeout=60) for result in results]
+    assert other_prefixes == [first, first]
     assert {path.suffix for path in tmp_path.iterdir()} == {".bin", ".idx", ".json", ".lock"}
     before = Path(first["train"] + ".idx").stat().st_mtime_ns
     prepare_speeches(tmp_path, ByteTokenizer())

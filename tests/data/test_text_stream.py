@@ -1,4 +1,4 @@
-"""Streamed text has the rows of TokenDataModule on token files, and resumes within a file."""
+"""Streamed text has the rows of TokenDataModule on token files, and runs resume within a file."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def stream_of(paths: str | list[str], **options: Any) -> TextDataModule:
 
 def batch_of(data: Any, samples: Any, numbers: list[int]) -> dict[str, torch.Tensor]:
     batch = data.loader_of(samples, None).batches[numbers]
-    most = int((batch["lengths"] != 0).sum(1).max())
-    assert not batch["lengths"][:, most:].any()
-    return {**batch, "lengths": batch["lengths"][:, :most]}
+    width = int((batch["lengths"] != 0).sum(1).max())
+    assert not batch["lengths"][:, width:].any()
+    return {**batch, "lengths": batch["lengths"][:, :width]}
 
 
 @pytest.mark.parametrize("windows", [1, 4])
-def test_rows_are_those_of_token_files(tmp_path: Path, windows: int) -> None:
+def test_streamed_rows_match_rows_of_token_files(tmp_path: Path, windows: int) -> None:
     path = write_lines(tmp_path / "rows.jsonl", texts(60))
     preprocess(
         [path], str(tmp_path / "rows"), EncodingOptions("bytes", append_eod=True), progress=False
@@ -61,15 +61,15 @@ def test_rows_are_those_of_token_files(tmp_path: Path, windows: int) -> None:
     stream.setup("fit")
     count = 2 * len(files.training_samples(None)) + 3
     numbers = list(range(count))
-    found = batch_of(stream, stream.training_samples(None), numbers)
+    actual = batch_of(stream, stream.training_samples(None), numbers)
     expected = batch_of(files, files.training_samples(count), numbers)
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, values in expected.items():
-        assert torch.equal(found[name], values), name
+        assert torch.equal(actual[name], values), name
     validated = [loader.val_dataloader() for loader in (stream, files)]
     assert len(validated[0]) == len(validated[1])
-    for one, other in zip(*validated, strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in one)
+    for streamed, from_files in zip(*validated, strict=True):
+        assert all(torch.equal(streamed[name], from_files[name]) for name in streamed)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -81,25 +81,27 @@ def test_every_document_comes_once_in_each_pass(tmp_path: Path, num_workers: int
     data = stream_of(paths, seq_length=200, num_workers=num_workers, streaming=Streaming(7))
     samples = data.training_samples(None)
     for number in range(2):
-        found = []
-        at = next(at for at in range(99) if samples.pass_of(at) == number)
-        while samples.pass_of(at) == number:
+        documents = []
+        position = next(position for position in range(99) if samples.pass_of(position) == number)
+        while samples.pass_of(position) == number:
             start = 0
-            for size in samples.lengths(at):
-                found.append(bytes(samples[at][start : start + size - 1].tolist()).decode())
+            for size in samples.lengths(position):
+                documents.append(
+                    bytes(samples[position][start : start + size - 1].tolist()).decode()
+                )
                 start += size
-            assert samples[at].tolist().count(256) == len(samples.lengths(at))
-            at += 1
-        assert sorted(found) == sorted(row["text"] for row in rows if row["text"])
+            assert samples[position].tolist().count(256) == len(samples.lengths(position))
+            position += 1
+        assert sorted(documents) == sorted(row["text"] for row in rows if row["text"])
     samples.close()
 
 
-def test_a_model_trains_as_on_token_files(tmp_path: Path) -> None:
+def test_a_model_has_the_same_losses_as_on_token_files(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "rows.jsonl", texts(60))
     prefix = str(tmp_path / "rows")
     preprocess([path], prefix, EncodingOptions("bytes", append_eod=True), progress=False)
     options: dict[str, Any] = {"seq_length": LENGTH, "global_batch_size": 4}
-    found = []
+    losses = []
     for data in (
         stream_of(path, val=path, **options),
         TokenDataModule(prefix, prefix, documents="whole", **options),
@@ -117,11 +119,11 @@ def test_a_model_trains_as_on_token_files(tmp_path: Path) -> None:
             warnings.simplefilter("ignore")
             trainer.fit(CausalLM(config, learning_rate=0.05, schedule="constant"), data)
         names = ("train_loss", "val_loss")
-        found.append([float(trainer.callback_metrics[name]) for name in names])
-    assert found[0] == found[1]
+        losses.append([float(trainer.callback_metrics[name]) for name in names])
+    assert losses[0] == losses[1]
 
 
-class Documents(Watcher):
+class DocumentWatcher(Watcher):
     """Watcher of rows of documents."""
 
     def names_of(self, batch: dict[str, torch.Tensor]) -> list[Any]:
@@ -136,14 +138,14 @@ def test_a_killed_run_continues_with_the_next_row(tmp_path: Path, limits: dict[s
 
     def trained(*callbacks: Callback, ckpt_path: Path | None = None) -> list[list[int]]:
         data = stream_of(str(tmp_path), global_batch_size=4, streaming=Streaming(9))
-        return run(Documents(), data, make_trainer(tmp_path, *callbacks, **limits), ckpt_path)
+        return run(DocumentWatcher(), data, make_trainer(tmp_path, *callbacks, **limits), ckpt_path)
 
-    whole = trained()
-    assert len(whole) > 9
+    uninterrupted = trained()
+    assert len(uninterrupted) > 9
     killed = tmp_path / "killed.ckpt"
     for stop in (3, 9):
         first = trained(StopAfter(stop, killed))
-        assert first + trained(ckpt_path=killed) == whole
+        assert first + trained(ckpt_path=killed) == uninterrupted
 
 
 def test_parquet_has_the_rows_of_json_lines(tmp_path: Path) -> None:
@@ -152,10 +154,12 @@ def test_parquet_has_the_rows_of_json_lines(tmp_path: Path) -> None:
     rows = texts(30)
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     lines = write_lines(tmp_path / "rows.jsonl", rows)
-    one, other = (
+    from_parquet, from_lines = (
         stream_of(path).training_samples(None) for path in (str(tmp_path / "rows.parquet"), lines)
     )
-    assert [one[at].tolist() for at in range(40)] == [other[at].tolist() for at in range(40)]
+    assert [from_parquet[at].tolist() for at in range(40)] == [
+        from_lines[at].tolist() for at in range(40)
+    ]
     data = stream_of(str(tmp_path / "rows.parquet"), json_key="content")
     with pytest.raises(CorruptDataError, match=r"rows\.parquet, row 1 has no text under the key"):
         data.training_samples(None)[0]
@@ -178,4 +182,4 @@ def test_bad_rows_and_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ParallelPlanError, match=r"context_windows \(3\) must be a power of two"):
         stream_of(path, context_windows=3)
     with pytest.raises(UnsupportedError, match="needs max_steps, max_epochs or max_time"):
-        make_trainer(tmp_path, max_epochs=-1).fit(Documents(), datamodule=stream_of(path))
+        make_trainer(tmp_path, max_epochs=-1).fit(DocumentWatcher(), datamodule=stream_of(path))

@@ -1,4 +1,4 @@
-"""Token files equal Megatron's byte by byte, appear when complete, and errors name damage."""
+"""Token files equal Megatron's byte by byte, appear only when complete, and errors name damage."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_written_documents_are_read_back(
     assert sizes == [len(tokens) for tokens in documents]
 
 
-def test_a_reader_crosses_to_another_process_by_name(tmp_path: Path) -> None:
+def test_a_pickled_reader_is_small_and_reads_the_same_tokens(tmp_path: Path) -> None:
     corpus = TokenFile(write_golden(tmp_path))
     content = pickle.dumps(corpus)
     assert len(content) < 500
@@ -151,7 +151,7 @@ def test_a_damaged_index_is_refused_with_the_reason(
         (GOLDEN_TOKENS + b"\x00", "too long: .* 19 found"),
     ],
 )
-def test_tokens_of_another_size_than_the_index_says_are_refused(
+def test_token_data_of_the_wrong_size_are_refused(
     tmp_path: Path, tokens: bytes, reason: str
 ) -> None:
     prefix = write_golden(tmp_path)
@@ -171,7 +171,7 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         TokenFile(prefix)
 
 
-def test_an_interrupted_writer_leaves_nothing(tmp_path: Path) -> None:
+def test_an_interrupted_writer_leaves_no_files(tmp_path: Path) -> None:
     def interrupted() -> None:
         with TokenFileWriter(tmp_path / "c", vocab_size=257) as writer:
             writer.add_document([1, 2, 3])
@@ -182,7 +182,7 @@ def test_an_interrupted_writer_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupted_writer_leaves_an_older_corpus_as_it_was(tmp_path: Path) -> None:
+def test_an_interrupted_writer_leaves_an_older_corpus_unchanged(tmp_path: Path) -> None:
     prefix = write_golden(tmp_path)
 
     def interrupted() -> None:
@@ -226,7 +226,7 @@ class OtherTokenizer(ByteTokenizer):
     fingerprint = "0" * 64
 
 
-def test_a_corpus_refuses_another_tokenizer_naming_both(tmp_path: Path) -> None:
+def test_a_check_with_another_tokenizer_raises_an_error_with_both_names(tmp_path: Path) -> None:
     with TokenFileWriter(tmp_path / "c", tokenizer=ByteTokenizer()) as writer:
         writer.add_document([1])
     corpus = TokenFile(tmp_path / "c")
@@ -235,7 +235,7 @@ def test_a_corpus_refuses_another_tokenizer_naming_both(tmp_path: Path) -> None:
         corpus.check_tokenizer(OtherTokenizer())
 
 
-def test_a_foreign_json_beside_the_corpus_is_neither_read_nor_lost(tmp_path: Path) -> None:
+def test_a_foreign_json_beside_the_corpus_is_neither_read_nor_overwritten(tmp_path: Path) -> None:
     prefix = write_golden(tmp_path)
     description_path(prefix).write_text(json.dumps({"text": "raw"}))
     assert TokenFile(prefix).description is None
@@ -247,7 +247,7 @@ def test_a_foreign_json_beside_the_corpus_is_neither_read_nor_lost(tmp_path: Pat
     assert json.loads(description_path(prefix).read_text()) == {"text": "raw"}
 
 
-def test_a_corpus_moves_with_its_three_files(tmp_path: Path) -> None:
+def test_a_corpus_can_be_renamed_with_its_three_files(tmp_path: Path) -> None:
     with TokenFileWriter(tmp_path / "c", tokenizer=ByteTokenizer()) as writer:
         writer.add_document([7, 8])
     for suffix in ("bin", "idx", "json"):
@@ -255,7 +255,7 @@ def test_a_corpus_moves_with_its_three_files(tmp_path: Path) -> None:
     assert TokenFile(tmp_path / "d").description is not None
 
 
-def test_a_corpus_of_empty_documents_is_legal(tmp_path: Path) -> None:
+def test_a_corpus_of_empty_documents_is_valid(tmp_path: Path) -> None:
     with TokenFileWriter(tmp_path / "c", vocab_size=257) as writer:
         writer.add_document([])
         writer.add_document([])

@@ -18,14 +18,14 @@ from tests.corpora import GPT2_BPE, MINILM, need
 
 @settings(deadline=None)
 @given(text=st.text())
-def test_bytes_give_every_text_back(text: str) -> None:
+def test_the_byte_tokenizer_restores_every_text(text: str) -> None:
     tokenizer = ByteTokenizer()
     tokens = tokenizer.encode(text)
     assert tokens == list(text.encode())
     assert tokenizer.decode([*tokens, 256]) == text
 
 
-def test_bytes_have_257_tokens_of_which_the_last_ends_a_document() -> None:
+def test_the_byte_tokenizer_has_257_tokens_of_which_the_last_ends_a_document() -> None:
     tokenizer = load_tokenizer("bytes")
     assert isinstance(tokenizer, Tokenizer)
     assert (tokenizer.name, tokenizer.vocab_size, tokenizer.eod) == ("bytes", 257, 256)
@@ -72,14 +72,16 @@ def test_a_tokenizer_json_is_read_by_file_and_by_directory_without_its_truncatio
     assert by_file.fingerprint == by_directory.fingerprint
 
 
-def test_fingerprints_tell_tokenizers_apart(tmp_path: Path) -> None:
+def test_different_tokenizers_have_different_fingerprints(tmp_path: Path) -> None:
     write_word_tokenizer(tmp_path / "one.json", ["[UNK]", "a", "b"])
     write_word_tokenizer(tmp_path / "two.json", ["[UNK]", "b", "a"])
-    found = {load_tokenizer(tmp_path / name).fingerprint for name in ("one.json", "two.json")}
-    assert len(found | {ByteTokenizer.fingerprint}) == 3
+    fingerprints = {
+        load_tokenizer(tmp_path / name).fingerprint for name in ("one.json", "two.json")
+    }
+    assert len(fingerprints | {ByteTokenizer.fingerprint}) == 3
 
 
-def test_the_end_of_documents_can_be_named(tmp_path: Path) -> None:
+def test_the_end_of_document_token_can_be_chosen_by_name(tmp_path: Path) -> None:
     write_word_tokenizer(tmp_path / "t.json", ["[UNK]", "a", "STOP"])
     assert load_tokenizer(tmp_path / "t.json").eod is None
     assert load_tokenizer(tmp_path / "t.json", eod="STOP").eod == 2
@@ -94,7 +96,7 @@ def test_no_special_tokens_are_added_to_text() -> None:
     assert tokenizer.encode("hello world") == [vocabulary["hello"], vocabulary["world"]]
 
 
-def test_an_unknown_tokenizer_is_refused_with_what_can_be_named(tmp_path: Path) -> None:
+def test_the_error_for_an_unknown_tokenizer_lists_the_known_names(tmp_path: Path) -> None:
     with pytest.raises(
         UnsupportedError,
         match=r"Use 'bytes', 'gpt2', 'bert', 'speeches-wordpiece', the path of a tokenizer\.json",
@@ -124,8 +126,11 @@ def test_damaged_tokenizer_files_are_refused_by_name(tmp_path: Path) -> None:
         content.replace(b'"b"', b'"a"'),
     ]
     for _ in range(60):
-        place = chance.randrange(len(content))
-        damages += [content[:place], content[:place] + chance.randbytes(3) + content[place + 3 :]]
+        position = chance.randrange(len(content))
+        damages += [
+            content[:position],
+            content[:position] + chance.randbytes(3) + content[position + 3 :],
+        ]
     refused = 0
     for damaged in damages:
         path.write_bytes(damaged)

@@ -18,12 +18,12 @@ from lightning_megatron.data.samples import NO_TOKEN, GPTSamples, SampleOptions
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.plan.context_groups import ContextGroups, crosses
 from tests.data.recorder import make_trainer, run
-from tests.data.test_balance import Loose
+from tests.data.test_balance import FirstTokenRecorder
 from tests.data.test_datamodule_resume import StopAfter
 from tests.data.test_samples import write
 
 
-def places(index: PackedIndex, row: int) -> list[tuple[int, int, int]]:
+def piece_positions(index: PackedIndex, row: int) -> list[tuple[int, int, int]]:
     """Return the document (-1 for a gap), first position and end of each piece of a row."""
     parts = index.parts[index.firsts[row] : index.firsts[row + 1]].tolist()
     ends = [0, *accumulate(size for _, _, size in parts)]
@@ -44,30 +44,32 @@ def test_documents_lie_in_spans_of_windows_and_every_pass_has_every_token_once(
     window = 2 * half_window
     seq_length = num_windows * window
     bounds = np.concatenate([[0], np.cumsum(lengths)])
-    one = index_packed(np.array(lengths), seq_length, None, seed, num_windows=num_windows)
-    wanted = sorted(
+    single_pass = index_packed(np.array(lengths), seq_length, None, seed, num_windows=num_windows)
+    expected = sorted(
         token for start, size in zip(bounds, lengths, strict=False)
         for token in range(start + 1, start + size)
     )  # fmt: skip
-    if not wanted:
-        assert one.num_windows == 0
+    if not expected:
+        assert single_pass.num_windows == 0
         return
-    count = one.num_windows * num_passes
+    count = single_pass.num_windows * num_passes
     index = index_packed(np.array(lengths), seq_length, count, seed, num_windows=num_windows)
     for number in range(num_passes):
         predicted = []
-        for row in range(number * one.num_windows, (number + 1) * one.num_windows):
-            # The last token of a row is a label alone.
-            spots = [(n, start, min(stop, seq_length)) for n, start, stop in places(index, row)]
-            longest = max(stop - start for document, start, stop in spots if document >= 0)
+        for row in range(number * single_pass.num_windows, (number + 1) * single_pass.num_windows):
+            # The last token of a row is only a label.
+            positions = [
+                (n, start, min(stop, seq_length)) for n, start, stop in piece_positions(index, row)
+            ]
+            longest = max(stop - start for document, start, stop in positions if document >= 0)
             span = next(window * 2**power for power in range(4) if longest <= window * 2**power)
-            assert all(start // span == (stop - 1) // span for _, start, stop in spots)
+            assert all(start // span == (stop - 1) // span for _, start, stop in positions)
             pieces = index.pieces(row, bounds)
             assert sum(stop - start for start, stop in pieces) in (seq_length, seq_length + 1)
             predicted += [
                 token for start, stop in pieces if start >= 0 for token in range(start + 1, stop)
             ]
-        assert sorted(predicted) == wanted
+        assert sorted(predicted) == expected
 
 
 @settings(max_examples=60, deadline=None)
@@ -79,26 +81,26 @@ def test_groups_are_as_small_as_the_longest_document_of_a_row_allows(
 ) -> None:
     index = index_packed(np.array(lengths), 32, None, seed, num_windows=4)
     for row in range(index.num_windows):
-        spots = places(index, row)
-        longest = max(stop - start for document, start, stop in spots if document >= 0)
-        borders = [0, *(min(stop, 32) for _, _, stop in spots)]
+        positions = piece_positions(index, row)
+        longest = max(stop - start for document, start, stop in positions if document >= 0)
+        borders = [0, *(min(stop, 32) for _, _, stop in positions)]
         size = ContextGroups.of(borders, 32, 4).size
         assert size == next(power for power in (1, 2, 4) if longest <= 8 * power or power == 4)
 
 
-def test_rows_without_windows_cross_them() -> None:
+def test_documents_cross_window_borders_only_without_context_windows() -> None:
     lengths = np.array([5, 7, 6, 8, 3, 3, 5, 7, 6, 8, 3, 3])
     plain = index_packed(lengths, 32, None, 3)
     windows = index_packed(lengths, 32, None, 3, num_windows=4)
 
     def borders(index: PackedIndex, row: int) -> list[int]:
-        return [0, *(min(stop, 32) for _, _, stop in places(index, row))]
+        return [0, *(min(stop, 32) for _, _, stop in piece_positions(index, row))]
 
     assert any(crosses(borders(plain, row), 8) for row in range(plain.num_windows))
     assert not any(crosses(borders(windows, row), 8) for row in range(windows.num_windows))
 
 
-def test_gaps_have_no_token_no_label_and_lengths_of_their_own(tmp_path: Path) -> None:
+def test_gaps_have_no_tokens_no_labels_and_separate_lengths(tmp_path: Path) -> None:
     corpus = write(tmp_path / "c", [4, 4, 6, 4], first=10)
     options = SampleOptions(8, order="sequential", whole=True, context_windows=2)
     samples = GPTSamples(corpus, options)
@@ -133,14 +135,16 @@ def test_a_killed_run_continues_with_the_next_row(tmp_path: Path) -> None:
         data = TokenDataModule(
             str(tmp_path / "c"), seq_length=16, batch_size=4, documents="whole", context_windows=4
         )
-        return run(Loose(), data, make_trainer(tmp_path, *callbacks, max_steps=7), path)
+        return run(
+            FirstTokenRecorder(), data, make_trainer(tmp_path, *callbacks, max_steps=7), path
+        )
 
-    whole = fit()
+    uninterrupted = fit()
     first = fit(StopAfter(4, tmp_path / "killed.ckpt"))
-    assert first + fit(path=tmp_path / "killed.ckpt") == whole
+    assert first + fit(path=tmp_path / "killed.ckpt") == uninterrupted
 
 
-def test_other_windows_are_another_order(tmp_path: Path) -> None:
+def test_the_number_of_context_windows_changes_the_order_key(tmp_path: Path) -> None:
     corpus = write(tmp_path / "c", [7, 3, 2, 9])
     keys = {
         GPTSamples(corpus, SampleOptions(16, whole=True, context_windows=windows)).order_key
@@ -158,7 +162,7 @@ def test_invalid_numbers_of_windows_raise() -> None:
         TokenDataModule("c", seq_length=16, documents="separate", context_windows=4)
 
 
-def test_long_corpora_are_nearly_full() -> None:
+def test_rows_of_a_large_corpus_are_nearly_full() -> None:
     generator = np.random.RandomState(1)
     lengths = np.clip(generator.lognormal(np.log(400), 1.0, 20_000), 2, 8192).astype(np.int64)
     index = index_packed(lengths, 8192, None, 3, num_windows=4)

@@ -33,7 +33,7 @@ some_lengths = st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(
         ([3, 0, 5], 3, [[0, 0], [2, 0], [2, 3]]),
     ],
 )
-def test_windows_start_where_megatron_starts_them(
+def test_window_starts_match_megatron(
     lengths: list[int], seq_length: int, expected: list[list[int]]
 ) -> None:
     starts = window_starts(lengths, [0, 1, 2], seq_length, num_windows(sum(lengths), seq_length))
@@ -41,7 +41,7 @@ def test_windows_start_where_megatron_starts_them(
     assert starts.dtype == np.int32
 
 
-def test_documents_and_windows_are_shuffled_as_megatron_shuffles_them() -> None:
+def test_shuffles_of_documents_and_windows_match_megatron() -> None:
     random = np.random.RandomState(1234)
     assert shuffle_documents(5, 3, random, False).tolist() == [
         3,
@@ -82,10 +82,10 @@ def test_documents_and_windows_are_shuffled_as_megatron_shuffles_them() -> None:
     assert shuffle_windows(5, 7, random).tolist() == [1, 3, 2, 0, 4, 6, 5]
 
 
-def test_counts_are_exact_where_float32_is_one_short() -> None:
+def test_window_counts_are_exact_where_float32_is_one_short() -> None:
     assert num_windows(67_111_941, 1024, drop_last=False) == 65_540
     assert num_windows(67_111_941, 1024) == 65_539
-    # past 2^53 even float64 would round
+    # Beyond 2^53, even float64 would round.
     assert num_windows(2**60 + 2, 2, drop_last=True) == 2**59
     assert num_windows(2**60 + 2, 2, drop_last=False) == 2**59 + 1
 
@@ -93,7 +93,7 @@ def test_counts_are_exact_where_float32_is_one_short() -> None:
 @given(
     tokens=st.integers(2, 10**15), seq_length=st.integers(1, 10**5), samples=st.integers(1, 10**9)
 )
-def test_epochs_are_the_fewest_that_hold_the_samples(
+def test_num_epochs_is_the_smallest_that_holds_the_samples(
     tokens: int, seq_length: int, samples: int
 ) -> None:
     epochs = num_epochs(tokens, seq_length, samples)
@@ -134,20 +134,20 @@ def test_windows_in_order_predict_every_token_once(lengths: list[int], seq_lengt
     samples=st.integers(1, 30),
     more=st.integers(0, 30),
 )
-def test_more_samples_only_continue_the_passes(
-    lengths: list[int], seq_length: int, samples: int, more: int
+def test_larger_sample_counts_only_extend_the_passes(
+    lengths: list[int], seq_length: int, samples: int, additional: int
 ) -> None:
-    few = index_passes(np.array(lengths), seq_length, samples, seed=5)
-    many = index_passes(np.array(lengths), seq_length, samples + more, seed=5)
-    assert len(few.shuffle) == samples
-    assert many.shuffle[:samples].tolist() == few.shuffle.tolist()
-    for window in few.shuffle:
-        expected = read(lengths, few.documents, few.starts, window)
-        assert read(lengths, many.documents, many.starts, window) == expected
+    smaller = index_passes(np.array(lengths), seq_length, samples, seed=5)
+    larger = index_passes(np.array(lengths), seq_length, samples + additional, seed=5)
+    assert len(smaller.shuffle) == samples
+    assert larger.shuffle[:samples].tolist() == smaller.shuffle.tolist()
+    for window in smaller.shuffle:
+        expected = read(lengths, smaller.documents, smaller.starts, window)
+        assert read(lengths, larger.documents, larger.starts, window) == expected
         assert len(expected) == seq_length + 1
 
 
-def test_each_pass_sees_every_document_before_any_again() -> None:
+def test_each_pass_has_every_document_and_window_once() -> None:
     lengths = np.full(10, 8)
     index = index_passes(lengths, 8, 30, seed=1)
     for number in range(3):
@@ -158,7 +158,7 @@ def test_each_pass_sees_every_document_before_any_again() -> None:
     assert index.documents[:10].tolist() != index.documents[10:20].tolist()
 
 
-def test_one_pass_never_reaches_into_the_next() -> None:
+def test_a_single_pass_has_every_document_and_window_once() -> None:
     index = index_one_pass(np.array([5, 4]), 4, seed=0)
     assert sorted(index.shuffle) == [0, 1]
     assert sorted(index.documents) == [0, 1]
@@ -166,7 +166,7 @@ def test_one_pass_never_reaches_into_the_next() -> None:
 
 @settings(max_examples=60)
 @given(lengths=some_lengths, seq_length=st.integers(1, 9), samples=st.integers(1, 40))
-def test_the_order_of_megatron_has_the_samples_that_were_asked_for(
+def test_the_order_of_megatron_has_at_least_the_requested_samples(
     lengths: list[int], seq_length: int, samples: int
 ) -> None:
     index = index_as_megatron(np.array(lengths), seq_length, samples, seed=3)
@@ -178,13 +178,13 @@ def test_the_order_of_megatron_has_the_samples_that_were_asked_for(
     )
 
 
-def test_splits_are_exact_and_leave_nothing_out() -> None:
+def test_splits_are_exact_and_include_every_document() -> None:
     assert split_range(1000, "980,15,5") == (range(980), range(980, 995), range(995, 1000))
     assert split_range(3, "1,1,1") == (range(1), range(1, 2), range(2, 3))
     assert split_range(10, "1,0,0") == (range(10), range(10, 10), range(10, 10))
-    # floating point has 0.1 + 0.2 > 0.3
+    # In floating point, 0.1 + 0.2 > 0.3.
     assert split_range(10, "0.1,0.2,0.7") == (range(1), range(1, 3), range(3, 10))
-    # 2^53 + 1 documents are not a float
+    # 2^53 + 1 is not a floating-point number.
     assert split_range(2**53 + 1, "1,0")[0] == range(2**53 + 1)
 
 

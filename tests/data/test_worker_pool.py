@@ -30,18 +30,18 @@ def signalled(value: int) -> int:
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_results_come_in_order(workers: int) -> None:
-    found = list(map_in_order(worker_of, iter(range(40)), workers))
-    assert [value for value, _ in found] == list(range(40))
-    assert (os.getpid() in {process for _, process in found}) == (workers == 0)
+    results = list(map_in_order(worker_of, iter(range(40)), workers))
+    assert [value for value, _ in results] == list(range(40))
+    assert (os.getpid() in {process for _, process in results}) == (workers == 0)
 
 
-def test_a_worker_survives_the_signal_of_a_scheduler_and_its_death_raises() -> None:
+def test_a_worker_survives_sigterm_and_a_killed_worker_raises() -> None:
     assert list(map_in_order(signalled, iter(range(7)), 2)) == list(range(7))
     with pytest.raises(BrokenProcessPool):
         list(map_in_order(signalled, iter(range(8)), 2))
 
 
-def test_a_signalled_worker_ends_after_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signalled_worker_ends_after_the_grace_period(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_pool, "_GRACE_SECONDS", 0.2)
     with pytest.raises(BrokenProcessPool):
         list(map_in_order(sleeping, iter(range(4, 2, -1)), 2))
@@ -57,18 +57,18 @@ KILLED = """
 import os, signal
 from tests.data.test_worker_pool import worker_of
 from lightning_megatron.data.worker_pool import map_in_order
-found = map_in_order(worker_of, iter(range(100)), 2)
-print({process for _, process in (next(found) for _ in range(9))}, flush=True)
+results = map_in_order(worker_of, iter(range(100)), 2)
+print({process for _, process in (next(results) for _ in range(9))}, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_workers_end_with_a_killed_parent() -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    workers = {int(one) for one in done.stdout.strip("{}\n").split(",")}
+    completed = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True)
+    assert completed.returncode == -signal.SIGKILL, completed.stderr
+    workers = {int(process) for process in completed.stdout.strip("{}\n").split(",")}
     deadline = time.monotonic() + 20
-    while workers := {one for one in workers if is_running(one)}:
+    while workers := {process for process in workers if is_running(process)}:
         assert time.monotonic() < deadline, workers
         time.sleep(0.05)
 

@@ -1,4 +1,4 @@
-"""What plain transformers code says of a text and of passages, one token and one row at a time."""
+"""Expected values from plain transformers code, calculated one token and one row at a time."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def perplexities(
 ) -> dict[str, float]:
     """Score each token after the first with the tokens of its window before it."""
     total = 0.0
-    for place in range(1, len(ids)):
-        # The first window that reads the token before it as one of its last `stride`.
-        start = max(0, math.ceil((place - window) / stride)) * stride
-        logits = model(torch.tensor([ids[start:place]])).logits[0, -1]
-        total -= logits.log_softmax(-1)[ids[place]].item()
+    for position in range(1, len(ids)):
+        # The first window that reads the token before `position` among its last `stride` tokens.
+        start = max(0, math.ceil((position - window) / stride)) * stride
+        logits = model(torch.tensor([ids[start:position]])).logits[0, -1]
+        total -= logits.log_softmax(-1)[ids[position]].item()
     return {
         "word_perplexity": math.exp(total / num_words),
         "token_perplexity": math.exp(total / (len(ids) - 1)),

@@ -1,4 +1,4 @@
-"""Evaluate one model on several tasks in one world after another layout."""
+"""Evaluations of one model on several tasks, under several layouts of one world."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def evaluate(
         LambadaData(str(folder / "lambada.jsonl"), tokenizer, batch_size=2),
         GivenWords(tokens, labels),
     )
-    found = []
+    results = []
     for data in tasks:
         trainer.test(EvaluatedLM(source), data, verbose=False)
-        found.append({name: float(one) for name, one in trainer.callback_metrics.items()})
-    return found
+        results.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+    return results
 
 
 def evaluate_layouts(

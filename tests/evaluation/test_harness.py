@@ -1,4 +1,4 @@
-"""Tasks of lm-eval: the numbers of its own model `hf`, and those of one process in every layout."""
+"""Tasks of lm-eval have the results of its own model `hf`, and every layout those of one process."""
 
 from __future__ import annotations
 
@@ -65,15 +65,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a model, its tokenizer and the tasks."""
     path = tmp_path_factory.mktemp("harness")
     save_tiny_llama(path)
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
-    (path / "tokenizer_config.json").write_text(json.dumps(named))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
     data = path / "documents.jsonl"
     data.write_text("\n".join(map(json.dumps, DOCUMENTS)))
     (path / "tasks").mkdir()
     for name, task in TASKS.items():
         source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}}
-        given = {"task": name, "test_split": "test", **source, **task}
-        (path / "tasks" / f"{name}.yaml").write_text(yaml.safe_dump(given))
+        settings = {"task": name, "test_split": "test", **source, **task}
+        (path / "tasks" / f"{name}.yaml").write_text(yaml.safe_dump(settings))
     return path
 
 
@@ -88,9 +88,9 @@ def results_of_hf(folder: Path) -> dict[str, Any]:
     lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, device="cpu")
     tasks = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
     with float32_as_float64():
-        found = simple_evaluate(lm, tasks=list(TASKS), task_manager=tasks, log_samples=True)
-    assert found is not None
-    return found
+        results = simple_evaluate(lm, tasks=list(TASKS), task_manager=tasks, log_samples=True)
+    assert results is not None
+    return results
 
 
 def numbers(results: dict[str, Any]) -> dict[tuple[str, str], float]:
@@ -102,7 +102,7 @@ def numbers(results: dict[str, Any]) -> dict[tuple[str, str], float]:
     }
 
 
-def test_numbers_are_those_of_hf(
+def test_results_match_the_hf_model_of_lm_eval(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
@@ -114,26 +114,26 @@ def test_numbers_are_those_of_hf(
     arguments += ["--precision", "64-true", "--accelerator", "cpu"]
     capsys.readouterr()
     main(["harness", str(folder), *arguments])
-    found = numbers(json.loads(capsys.readouterr().out))
-    truth = numbers(expected["results"])
-    assert {task for task, _ in truth} == set(TASKS)
-    assert found == pytest.approx(truth, rel=1e-9)
+    actual = numbers(json.loads(capsys.readouterr().out))
+    expected_numbers = numbers(expected["results"])
+    assert {task for task, _ in expected_numbers} == set(TASKS)
+    assert actual == pytest.approx(expected_numbers, rel=1e-9)
     command = [sys.executable, "-m", "lightning_megatron", "harness", str(folder), *arguments]
     command += ["--cp", "2", "--devices", "2"]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
-    assert numbers(json.loads(run.stdout)) == pytest.approx(found, rel=1e-10)
-    answers = [one["resps"][0][0] for one in expected["samples"]["own_answer"]]
+    assert numbers(json.loads(run.stdout)) == pytest.approx(actual, rel=1e-10)
+    answers = [entry["resps"][0][0] for entry in expected["samples"]["own_answer"]]
     assert len(set(answers)) == len(DOCUMENTS)
     lm = harness_lm(
-        replaced(folder, ParallelMesh.single()), load_tokenizer(str(folder)), prefix_token=256
+        parallel_model(folder, ParallelMesh.single()), load_tokenizer(str(folder)), prefix_token=256
     )
     kwargs = TASKS["own_answer"]["generation_kwargs"]
-    asked = [Asked((one["question"], kwargs)) for one in DOCUMENTS]
-    assert lm.generate_until(asked) == answers
+    requests = [Request((entry["question"], kwargs)) for entry in DOCUMENTS]
+    assert lm.generate_until(requests) == answers
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """Request as the harness makes it."""
 
     args: tuple[Any, ...]
@@ -148,25 +148,25 @@ def answers_of(model: nn.Module, folder: Path, batch_size: int = 2) -> list[list
         batch_size=batch_size,
     )
     pairs = [("ab", "cd"), ("The state", " of"), ("", "x"), ("Why? ", "not"), ("abc" * 40, "d")]
-    texts = [(one["text"],) for one in DOCUMENTS]
+    texts = [(item["text"],) for item in DOCUMENTS]
     kwargs = {"until": ["Q"], "max_gen_toks": 8}
-    contexts = [(one["question"], kwargs) for one in DOCUMENTS]
+    contexts = [(item["question"], kwargs) for item in DOCUMENTS]
     contexts.append(("ab", {"num_beams": 3, "max_gen_toks": 5}))
     return [
-        lm.loglikelihood([Asked(one) for one in pairs], disable_tqdm=True),
-        lm.loglikelihood_rolling([Asked(one) for one in texts]),
-        lm.generate_until([Asked(one) for one in contexts]),
+        lm.loglikelihood([Request(item) for item in pairs], disable_tqdm=True),
+        lm.loglikelihood_rolling([Request(item) for item in texts]),
+        lm.generate_until([Request(item) for item in contexts]),
     ]
 
 
-def replaced(folder: Path, mesh: ParallelMesh) -> nn.Module:
+def parallel_model(folder: Path, mesh: ParallelMesh) -> nn.Module:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     root = nn.ModuleDict({"model": model})
     parallelize(root, mesh)
     return root["model"]
 
 
-def check_layouts(rank: int, size: int, folders: list[Path], truths: list[Any]) -> None:
+def check_layouts(rank: int, size: int, folders: list[Path], expected_answers: list[Any]) -> None:
     cases = (
         (0, {"tp": 2, "pp": 2}, True),
         (0, {"pp": 2, "vpp": 2}, False),
@@ -180,44 +180,51 @@ def check_layouts(rank: int, size: int, folders: list[Path], truths: list[Any]) 
     )
     for kind, sizes, shares_sequence in cases:
         mesh = ParallelMesh.create(ParallelLayout(size, **sizes), sequence_parallel=shares_sequence)
-        found = answers_of(replaced(folders[kind], mesh), folders[0])
-        for own, truth in zip(found[0], truths[kind][0], strict=True):
-            assert own[0] == pytest.approx(truth[0], rel=1e-10), f"{sizes}, rank {rank}"
-            assert own[1] == truth[1]
-        assert found[1] == pytest.approx(truths[kind][1], rel=1e-10), f"{sizes}, rank {rank}"
-        assert found[2] == truths[kind][2], f"{sizes}, rank {rank}"
+        answers = answers_of(parallel_model(folders[kind], mesh), folders[0])
+        for actual, expected in zip(answers[0], expected_answers[kind][0], strict=True):
+            assert actual[0] == pytest.approx(expected[0], rel=1e-10), f"{sizes}, rank {rank}"
+            assert actual[1] == expected[1]
+        assert answers[1] == pytest.approx(expected_answers[kind][1], rel=1e-10), (
+            f"{sizes}, rank {rank}"
+        )
+        assert answers[2] == expected_answers[kind][2], f"{sizes}, rank {rank}"
         mesh.destroy()
 
 
-def test_every_layout_answers_as_one_process_does(folder: Path, tmp_path: Path) -> None:
+def test_every_layout_answers_like_one_process(folder: Path, tmp_path: Path) -> None:
     save_tiny_mixtral(tmp_path)
     folders = [folder, tmp_path]
-    truths = [answers_of(replaced(one, ParallelMesh.single()), folder) for one in folders]
-    # Batches change nothing.
-    alone = answers_of(replaced(folder, ParallelMesh.single()), folder, batch_size=1)
-    assert alone[2] == truths[0][2]
-    assert alone[1] == pytest.approx(truths[0][1], rel=1e-9)
-    run_world(check_layouts, 4, folders, truths)
+    expected = [answers_of(parallel_model(path, ParallelMesh.single()), folder) for path in folders]
+    # Batches do not change the answers.
+    unbatched = answers_of(parallel_model(folder, ParallelMesh.single()), folder, batch_size=1)
+    assert unbatched[2] == expected[0][2]
+    assert unbatched[1] == pytest.approx(expected[0][1], rel=1e-9)
+    run_world(check_layouts, 4, folders, expected)
 
 
-def test_what_cannot_be_asked_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = ["--include-path", str(folder / "tasks"), "--own-tasks-only"]
+def test_unknown_tasks_and_unsupported_requests_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task_options = ["--include-path", str(folder / "tasks"), "--own-tasks-only"]
     for arguments, message in (
-        (["--tasks", "own_choise", *own], "'own_choise' is none. Did you mean own_choice?"),
-        (["--tasks", ",", *own], "at least one task"),
+        (
+            ["--tasks", "own_choise", *task_options],
+            "'own_choise' is none. Did you mean own_choice?",
+        ),
+        (["--tasks", ",", *task_options], "at least one task"),
         (["--tasks", "own_text", "--include-path", str(folder / "none")], "must be a folder"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["harness", str(folder), *arguments])
         assert ended.value.code == 2
         assert message in capsys.readouterr().err
-    model = replaced(folder, ParallelMesh.single())
+    model = parallel_model(folder, ParallelMesh.single())
     lm = harness_lm(model, load_tokenizer(str(folder)), prefix_token=None)
     with pytest.raises(UnsupportedError, match="needs a token before it"):
-        lm.loglikelihood([Asked(("", "x"))], disable_tqdm=True)
+        lm.loglikelihood([Request(("", "x"))], disable_tqdm=True)
     with pytest.raises(UnsupportedError, match="no_repeat_ngram_size would be ignored"):
-        lm.generate_until([Asked(("a", {"no_repeat_ngram_size": 2, "max_gen_toks": 4}))])
+        lm.generate_until([Request(("a", {"no_repeat_ngram_size": 2, "max_gen_toks": 4}))])
     with pytest.raises(ParallelPlanError, match="the task asks for 64"):
-        lm.generate_until([Asked(("a", {"max_gen_toks": 64}))])
+        lm.generate_until([Request(("a", {"max_gen_toks": 64}))])
     with pytest.raises(UnsupportedError, match="at most 64"):
-        lm.loglikelihood([Asked(("a", "b" * 65))], disable_tqdm=True)
+        lm.loglikelihood([Request(("a", "b" * 65))], disable_tqdm=True)

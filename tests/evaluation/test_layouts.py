@@ -1,4 +1,4 @@
-"""Evaluations are those of plain transformers code, under every layout."""
+"""Evaluations equal plain transformers code under every layout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Write a model and data, and say what transformers makes of them."""
+    """Write a model and data, and return them with the results of transformers."""
     folder = tmp_path_factory.mktemp("evaluation")
     save_tiny_llama(folder)
     oracle.write_data(folder)
@@ -62,31 +62,31 @@ def draw_words(model: Any) -> tuple[list[tuple[list[int], list[int]]], Tensor, T
         for _ in range(2):
             logits = model(torch.tensor([context + word])).logits[0, -1]
             word.append(int(logits.argmax()))
-        # One word has only its first token right, one has only its second one.
+        # One word has only its first token right, and one word only its second token.
         if number in (1, 4):
             word[number // 4] = (word[number // 4] + 1) % 256
         drawn.append((context, word))
-    whole = torch.tensor([context + word for context, word in drawn])
-    labels = whole[:, 1:].clone()
+    sequences = torch.tensor([context + word for context, word in drawn])
+    labels = sequences[:, 1:].clone()
     labels[:, :-2] = -100
-    return drawn, whole[:, :-1], labels
+    return drawn, sequences[:, :-1], labels
 
 
-def check(found: list[dict[str, float]], case: dict[str, Any]) -> None:
-    for one, expected in zip(found, case["expected"], strict=True):
-        assert one == pytest.approx(expected, rel=1e-7)
+def check(results: list[dict[str, float]], case: dict[str, Any]) -> None:
+    for actual, expected in zip(results, case["expected"], strict=True):
+        assert actual == pytest.approx(expected, rel=1e-7)
 
 
-def test_an_evaluation_without_the_strategy_is_that_of_transformers(case: dict[str, Any]) -> None:
+def test_an_evaluation_without_the_strategy_matches_transformers(case: dict[str, Any]) -> None:
     folder, tokens, labels = case["folder"], case["tokens"], case["labels"]
     check(evaluate(HuggingFaceCausalLM(str(folder)), folder, tokens, labels, devices=1), case)
 
 
 @pytest.mark.parametrize("size", LAYOUTS)
-def test_an_evaluation_is_that_of_transformers_under_every_layout(
+def test_an_evaluation_under_every_layout_matches_transformers(
     size: int, case: dict[str, Any]
 ) -> None:
-    given = case["folder"], case["tokens"], case["labels"], LAYOUTS[size]
-    for results in run_world(evaluate_layouts, size, *given):
-        for found in results.values():
-            check(found, case)
+    arguments = case["folder"], case["tokens"], case["labels"], LAYOUTS[size]
+    for results_of_rank in run_world(evaluate_layouts, size, *arguments):
+        for layout_results in results_of_rank.values():
+            check(layout_results, case)

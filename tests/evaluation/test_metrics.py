@@ -1,4 +1,4 @@
-"""Metrics of language models, and the scores that they take."""
+"""Metrics of language models, and the token scores that they read, equal direct calculations."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def argmax_of_part(rank: int, size: int) -> list[list[int]]:
     ]
 
 
-def test_the_largest_logit_is_the_first_of_the_true_vocabulary_on_any_number_of_ranks() -> None:
+def test_argmax_is_the_first_largest_logit_of_the_vocabulary_on_any_number_of_ranks() -> None:
     single = vocab_parallel_argmax(LOGITS, ParallelMesh.single(), 5)
     assert single.tolist() == LARGEST
     finite = LOGITS[:, :5].isfinite().all(-1)
     assert torch.equal(single[finite], LOGITS[finite, :5].argmax(-1))
-    for found in run_world(argmax_of_part, 3):
-        assert found == [LARGEST, LARGEST]
+    for actual in run_world(argmax_of_part, 3):
+        assert actual == [LARGEST, LARGEST]
 
 
-def test_scores_of_a_gpt_are_those_of_its_logits() -> None:
+def test_token_scores_of_a_gpt_match_its_logits() -> None:
     sizes = {"vocab_size": 29, "max_seq_length": 8, "num_layers": 2, "hidden_size": 16}
     model = GPT(GPTConfig.llama(**sizes, num_heads=2), seed=3).eval().double()
     tokens, labels = torch.randint(29, (2, 3, 8))
@@ -58,11 +58,11 @@ def test_scores_of_a_gpt_are_those_of_its_logits() -> None:
     expected = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
     for chunk in (None, 4):
         model.loss_chunk = chunk
-        found = token_scores(model, tokens, labels)
-        torch.testing.assert_close(found.losses, expected)
-        assert torch.equal(found.hits, logits.argmax(-1) == labels)
-        assert found.hits[1].all()
-        assert torch.equal(token_losses(model, tokens, labels), found.losses)
+        scores = token_scores(model, tokens, labels)
+        torch.testing.assert_close(scores.losses, expected)
+        assert torch.equal(scores.hits, logits.argmax(-1) == labels)
+        assert scores.hits[1].all()
+        assert torch.equal(token_losses(model, tokens, labels), scores.losses)
     assert model.hidden_states is None
 
 
@@ -90,7 +90,7 @@ def test_perplexities_add_many_losses_without_rounding_them() -> None:
     assert float(metric.loss_sum) == 2.0**26 + 2
 
 
-def test_a_word_is_right_if_all_its_tokens_are() -> None:
+def test_a_word_is_right_if_all_its_tokens_are_right() -> None:
     metric = ClozeAccuracy()
     labels = torch.tensor([[-100, 4, 5], [-100, -100, 6], [7, 8, -100], [-100, -100, -100]])
     hits = torch.tensor([[False, True, True], [True, True, False], [True, False, True], [True] * 3])

@@ -1,4 +1,4 @@
-"""Texts of evaluations: words, windows and passages, and what is wrong in a file."""
+"""Texts of evaluations become words, windows and passages, and errors name invalid files."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ WIKITEXT_2 = Path(__file__).parents[3] / "shared" / "data" / "wikitext2-test.txt
         ("the ' Bill ' of N pages", "the 'Bill' of 1 pages"),
     ],
 )  # fmt: skip
-def test_a_text_is_written_as_people_write_it(text: str, expected: str) -> None:
+def test_wikitext_is_detokenized_to_plain_text(text: str, expected: str) -> None:
     assert detokenize(text) == expected
 
 
-def test_words_are_those_of_the_published_figures(tmp_path: Path) -> None:
+def test_word_counts_match_the_published_figures(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(b" \n = A = \n \n b c . \n")
     assert read_wikitext(path) == ("\n= A =\n\nb c.\n", 8)
@@ -43,7 +43,7 @@ def test_words_are_those_of_the_published_figures(tmp_path: Path) -> None:
     assert count_words("a b\nc") == 2
     if not WIKITEXT_2.exists():
         pytest.skip("the test part of WikiText-2 is not here")
-    # That of WikiText-103 is the same text, with other rare words replaced.
+    # The test part of WikiText-103 is the same text, with other rare words replaced.
     assert read_wikitext(WIKITEXT_2).num_words == 245_566
 
 
@@ -61,17 +61,17 @@ def test_windows_score_each_token_once_with_its_context(
     scored = []
     for number in range(len(rows)):
         row = rows[number]
-        places = (row["labels"] != -100).nonzero().flatten()
-        assert len(places), "a window without a label is work for nothing"
-        labels = row["labels"][places]
+        positions = (row["labels"] != -100).nonzero().flatten()
+        assert len(positions), "a window without a label is work for nothing"
+        labels = row["labels"][positions]
         scored += labels.tolist()
-        assert torch.equal(row["tokens"][places], labels - 1)
-        assert number == 0 or int(places[0]) >= window - stride
+        assert torch.equal(row["tokens"][positions], labels - 1)
+        assert number == 0 or int(positions[0]) >= window - stride
     assert scored == list(range(1, num_tokens))
     assert rows.num_targets == len(scored)
 
 
-def test_the_windows_of_the_paper_are_as_many_as_it_takes() -> None:
+def test_the_number_of_windows_matches_the_paper() -> None:
     # WikiText-103 has 270,329 tokens there: one window, and one for each 32 further targets.
     rows = SlidingWindows(range(270_329), 1024, 32)
     assert len(rows) == 1 + -(-(270_328 - 1024) // 32) == 8417
@@ -84,7 +84,7 @@ def test_windows_that_skip_tokens_and_texts_without_targets_are_refused() -> Non
         SlidingWindows([3], 8, 8)
 
 
-def test_a_passage_is_asked_for_its_last_word(tmp_path: Path) -> None:
+def test_a_passage_has_labels_for_its_last_word(tmp_path: Path) -> None:
     path = tmp_path / "lambada.jsonl"
     path.write_text('{"text": "to the bridge \\n"}\n\n{"text": "a\\nb", "more": 1}\n')
     passages = read_passages(path)
@@ -96,9 +96,9 @@ def test_a_passage_is_asked_for_its_last_word(tmp_path: Path) -> None:
     row = rows[0]
     assert (len(rows), rows.window) == (2, 12)
     assert bytes(row["tokens"].tolist()) == b"to the bridg"
-    asked = row["labels"] != -100
-    assert bytes(row["labels"][asked].tolist()) == b" bridge"
-    assert bytes(row["tokens"][asked].tolist()) == b"e bridg"
+    has_label = row["labels"] != -100
+    assert bytes(row["labels"][has_label].tolist()) == b" bridge"
+    assert bytes(row["tokens"][has_label].tolist()) == b"e bridg"
     assert rows[1]["tokens"].tolist() == [97, 32, *[0] * 10]
     assert rows[1]["labels"].tolist() == [32, 98, *[-100] * 10]
 
@@ -112,7 +112,7 @@ def test_a_passage_is_asked_for_its_last_word(tmp_path: Path) -> None:
         ('{"text": "a \\ud800"}', "is half of a surrogate pair"),
     ],
 )
-def test_a_line_without_a_passage_is_named(tmp_path: Path, line: str, message: str) -> None:
+def test_errors_name_a_line_without_a_passage(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "good line"}\n' + line)
     with pytest.raises(CorruptDataError, match=message) as raised:
@@ -120,12 +120,12 @@ def test_a_line_without_a_passage_is_named(tmp_path: Path, line: str, message: s
     assert str(raised.value).startswith(f"{path}:2 ")
 
 
-def test_a_passage_that_does_not_fit_or_has_no_tokens_is_named() -> None:
-    given = [Passage("abc", "def", "file:7")]
+def test_errors_name_a_passage_that_does_not_fit_or_has_no_tokens() -> None:
+    passages = [Passage("abc", "def", "file:7")]
     with pytest.raises(ParallelPlanError, match=r"file:7 has 6 tokens .* window \(5\)"):
-        ClozeRows(given, lambda text: list(text.encode()), window=5)
+        ClozeRows(passages, lambda text: list(text.encode()), window=5)
     with pytest.raises(CorruptDataError, match="file:7 has a context of 0 tokens"):
-        ClozeRows(given, lambda text: [] if text == "abc" else [1])
+        ClozeRows(passages, lambda text: [] if text == "abc" else [1])
 
 
 def test_files_that_hold_no_text_are_refused(tmp_path: Path) -> None:

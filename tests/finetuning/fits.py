@@ -42,7 +42,7 @@ def module_and_data(kind: str, folder: str, **batches: Any) -> tuple[Any, Any]:
     Args:
         kind: Kind of the task.
         folder: Folder of the test.
-        batches: Arguments of the data module that replace those of all tests.
+        batches: Arguments of the data module that replace its defaults.
     """
     model = os.path.join(folder, kind)
     options: dict[str, Any] = {
@@ -65,13 +65,13 @@ def trainer_of(layout: dict[str, Any], size: int, **options: Any) -> pl.Trainer:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")
     warnings.filterwarnings("ignore", message="Rows of .*")
-    given = {
+    defaults = {
         "accelerator": "cpu", "devices": size, "precision": "64-true", "max_steps": STEPS,
         "strategy": MegatronStrategy(**{"microbatch_size": 2, **layout}), "logger": False,
         "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
         "gradient_clip_val": 1.0, "num_sanity_val_steps": 0,
     }  # fmt: skip
-    return pl.Trainer(**(given | options))
+    return pl.Trainer(**(defaults | options))
 
 
 def train(kind: str, layout: dict[str, Any], size: int, folder: str, name: str) -> Report:
@@ -84,19 +84,19 @@ def train(kind: str, layout: dict[str, Any], size: int, folder: str, name: str) 
     trainer.save_checkpoint(checkpoint)
     trainer.strategy.barrier()
     validator = trainer_of(layout, size)
-    [found] = validator.validate(module, datamodule=data, verbose=False)
-    record.report.results = dict(found)
+    [validated] = validator.validate(module, datamodule=data, verbose=False)
+    record.report.results = dict(validated)
     saved = OpenCheckpoint.open(checkpoint)
-    names = [one for one in saved.tensors if one.startswith("state_dict.")]
+    names = [key for key in saved.tensors if key.startswith("state_dict.")]
     record.report.weights = {
-        one.removeprefix("state_dict.model."): tensor
-        for one, tensor in saved.read_full(names).items()
+        key.removeprefix("state_dict.model."): tensor
+        for key, tensor in saved.read_full(names).items()
     }
     return record.report
 
 
 def layouts_of(kind: str) -> dict[str, dict[str, Any]]:
-    """Return the layouts of a kind; heads differ in those that cut the sequence and the batch."""
+    """Return the layouts of a kind; heads differ only where sequence or batch are divided."""
     names = LAYOUTS if kind == "classes" else ("tp2 +sp", "dp2", "pp2")
     return {name: LAYOUTS[name] for name in names}
 
@@ -107,7 +107,7 @@ def train_all(rank: int, size: int, folder: str, kind: str) -> dict[str, Report]
     }
 
 
-def theirs(kind: str, folder: str) -> Any:
+def transformers_model(kind: str, folder: str) -> Any:
     """Return transformers' model of a folder in float64."""
     import transformers
 
@@ -142,7 +142,9 @@ def loss_of(kind: str, model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Te
     return result.loss, scores
 
 
-def twin(kind: str, folder: str, sizes: Sequence[int] = (BATCH,) * STEPS) -> tuple[Report, Tensor]:
+def train_reference(
+    kind: str, folder: str, sizes: Sequence[int] = (BATCH,) * STEPS
+) -> tuple[Report, Tensor]:
     """Train transformers' model in a plain loop; return also its scores of the validation rows.
 
     Args:
@@ -150,13 +152,13 @@ def twin(kind: str, folder: str, sizes: Sequence[int] = (BATCH,) * STEPS) -> tup
         folder: Folder of the test.
         sizes: Rows of the batch of each step.
     """
-    model = theirs(kind, folder)
+    model = transformers_model(kind, folder)
     _, data = module_and_data(kind, folder)
     data.setup("fit")
-    decayed = [one for one in model.parameters() if one.dim() > 1]
-    others = [one for one in model.parameters() if one.dim() <= 1]
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    not_decayed = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}],
+        [{"params": decayed, "weight_decay": DECAY}, {"params": not_decayed, "weight_decay": 0.0}],
         lr=RATE, betas=(0.9, 0.999),
     )  # fmt: skip
     report = Report()
@@ -176,9 +178,9 @@ def twin(kind: str, folder: str, sizes: Sequence[int] = (BATCH,) * STEPS) -> tup
         report.losses.append(float(loss.detach()))
         report.norms.append(float(norm.detach()))
     rows = data.encoded("val")
-    every = data.val_dataloader().batches[list(range(len(rows)))]
+    val_batch = data.val_dataloader().batches[list(range(len(rows)))]
     with torch.no_grad():
-        loss, scores = loss_of(kind, model, every)
+        loss, scores = loss_of(kind, model, val_batch)
     report.results = {"val_loss": float(loss)}
-    report.weights = {name: one.detach() for name, one in model.named_parameters()}
+    report.weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return report, scores

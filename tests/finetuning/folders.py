@@ -104,9 +104,9 @@ def save_encoder(folder: Path, kind: str = "BertModel", dropout: float = 0.0, **
     import transformers
 
     is_bert = kind.startswith("Bert")
-    own = SIZES if is_bert else SIZES | BYTE_SIZES
+    defaults = SIZES if is_bert else SIZES | BYTE_SIZES
     config = (transformers.BertConfig if is_bert else transformers.RobertaConfig)(
-        **{**own, **sizes}, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        **{**defaults, **sizes}, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
         attn_implementation="eager",
     )  # fmt: skip
     torch.manual_seed(5)
@@ -186,15 +186,15 @@ def squad_content(draw: random.Random, num: int, may_lack: bool) -> dict[str, An
         context = f"{sentence(draw, 6, 24)}, {sentence(draw, 2, 9)}."
         words = context.split(" ")
         questions = []
-        for place in range(2):
+        for index in range(2):
             first = draw.randrange(len(words) - 2)
             text = " ".join(words[first : first + draw.randint(1, 2)])
             start = len(" ".join([*words[:first], ""]))
-            lacks = may_lack and (number + place) % 3 == 0
+            lacks = may_lack and (number + index) % 3 == 0
             answer = {"text": text, "answer_start": start}
             questions.append(
                 {
-                    "id": f"{number}-{place}",
+                    "id": f"{number}-{index}",
                     "question": f"{sentence(draw, 1, 3)}?",
                     "answers": [] if lacks else [answer],
                     **({"is_impossible": lacks} if may_lack else {}),

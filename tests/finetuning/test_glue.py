@@ -27,37 +27,37 @@ def data_of(
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_rows_equal_those_of_transformers(tmp_path: Path, kind: str) -> None:
+def test_rows_equal_the_rows_of_transformers(tmp_path: Path, kind: str) -> None:
     write_mnli(tmp_path)
     data = data_of(tmp_path, kind=kind)
     data.setup("fit")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     task = GLUE_TASKS["mnli"]
-    found = read_glue(tmp_path / "train.tsv", task)
-    expected = theirs(
-        *found.texts, truncation="longest_first", max_length=16, padding="max_length",
+    examples = read_glue(tmp_path / "train.tsv", task)
+    expected = tokenizer(
+        *examples.texts, truncation="longest_first", max_length=16, padding="max_length",
         return_tensors="pt", return_token_type_ids=True,
     )  # fmt: skip
     rows = data.encoded("train")
     batch = data.evaluation_loader(data.training_samples(None)).batches.__getitem__
     order = data.training_samples(None)
-    found_batch = batch(list(range(len(rows))))
+    actual = batch(list(range(len(rows))))
     numbers = torch.tensor([order.row(at) for at in range(len(rows))])
-    assert found_batch["row"].tolist() == numbers.tolist()
+    assert actual["row"].tolist() == numbers.tolist()
     assert sorted(numbers.tolist()) == list(range(40))
-    assert torch.equal(found_batch["tokens"], expected["input_ids"][numbers])
-    assert torch.equal(found_batch["token_types"], expected["token_type_ids"][numbers])
-    assert torch.equal(found_batch["valid"].long(), expected["attention_mask"][numbers])
-    assert torch.equal(found_batch["lengths"], expected["attention_mask"][numbers].sum(1))
-    assert found_batch["labels"].tolist() == [found.labels[number] for number in numbers]
+    assert torch.equal(actual["tokens"], expected["input_ids"][numbers])
+    assert torch.equal(actual["token_types"], expected["token_type_ids"][numbers])
+    assert torch.equal(actual["valid"].long(), expected["attention_mask"][numbers])
+    assert torch.equal(actual["lengths"], expected["attention_mask"][numbers].sum(1))
+    assert actual["labels"].tolist() == [examples.labels[number] for number in numbers]
 
 
-def test_quotation_marks_are_characters_and_lines_end_examples(tmp_path: Path) -> None:
+def test_quotation_marks_and_unicode_line_breaks_are_plain_characters(tmp_path: Path) -> None:
     rows = [['"a "cat', "1"], ["b\u2028c \x85 d", "0"], ['the end"', "0"]]
     path = write_table(tmp_path / "train.tsv", ["sentence", "label"], rows)
-    found = read_glue(path, GLUE_TASKS["sst2"])
-    assert found.texts == ([row[0] for row in rows],)
-    assert found.labels == [1, 0, 0]
+    examples = read_glue(path, GLUE_TASKS["sst2"])
+    assert examples.texts == ([row[0] for row in rows],)
+    assert examples.labels == [1, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_missing_columns_and_files_are_named(tmp_path: Path) -> None:
         data_of(tmp_path, "qqp")
 
 
-def test_cached_rows_equal_new_ones_and_follow_their_file(tmp_path: Path) -> None:
+def test_cached_rows_equal_new_rows_and_follow_changes_of_their_file(tmp_path: Path) -> None:
     write_qqp(tmp_path)
     fresh = data_of(tmp_path, "qqp")
     for _ in range(2):
@@ -113,15 +113,15 @@ def test_scores_equal_torchmetrics_in_any_order_of_rows() -> None:
     order = torch.randperm(50, generator=draw)[:40]
     for part in order.split(7):
         metric.update(torch.cat([part, torch.tensor([-1])]), torch.cat([logits[part], logits[:1]]))
-    found = {name: float(value) for name, value in metric.compute().items()}
+    actual = {name: float(value) for name, value in metric.compute().items()}
     chosen = logits.argmax(1)
     accuracy = MulticlassAccuracy(2, average="micro")
-    true = ((chosen == 1) & (labels == 1))[order].sum()
+    true_positives = ((chosen == 1) & (labels == 1))[order].sum()
     expected = {
         "accuracy": float(accuracy(chosen[order], labels[order])),
-        "f1": float(2 * true / (chosen[order].sum() + labels[order].sum())),
+        "f1": float(2 * true_positives / (chosen[order].sum() + labels[order].sum())),
     }
     for number, name in enumerate("ab"):
         part = order[groups[order] == number]
         expected[f"accuracy_{name}"] = float(accuracy(chosen[part], labels[part]))
-    assert found == pytest.approx(expected, abs=1e-7)
+    assert actual == pytest.approx(expected, abs=1e-7)

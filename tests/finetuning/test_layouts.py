@@ -1,5 +1,5 @@
-"""A BERT or RoBERTa is fine-tuned in every layout as transformers' model is in a plain loop: same losses, same
-gradient norms, same weights after several steps and same results.
+"""A BERT or RoBERTa that is fine-tuned in any layout has the losses, gradient norms, weights and
+results of transformers' model in a plain loop.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_megatron.swap.weights.load import full_tensors
-from tests.finetuning.fits import STEPS, module_and_data, train_all, twin
+from tests.finetuning.fits import STEPS, module_and_data, train_all, train_reference
 from tests.finetuning.folders import write_tasks
 from tests.world import run_world
 
@@ -33,22 +33,22 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_layout_trains_as_transformers(folder: Path, kind: str) -> None:
-    expected, scores = twin(kind, str(folder))
+def test_every_layout_trains_like_transformers(folder: Path, kind: str) -> None:
+    expected, scores = train_reference(kind, str(folder))
     module, data = module_and_data(kind, str(folder))
     family = module.source.family
     weights = dict(full_tensors(expected.weights, family, module.config, torch.float64))
     data.setup("validate")
     metric = data.scores("val")
     results = metric.results(scores, torch.ones(len(scores), dtype=torch.bool))
-    wanted = {f"val_{name}": value for name, value in results.items()} | expected.results
+    expected_results = {f"val_{name}": value for name, value in results.items()} | expected.results
     assert len(expected.losses) == STEPS
-    for found in run_world(train_all, 2, str(folder), kind):
-        for name, report in found.items():
+    for reports in run_world(train_all, 2, str(folder), kind):
+        for name, report in reports.items():
             close = {"rel": 0, "abs": 1e-10}
             assert report.losses == pytest.approx(expected.losses, **close), name
             assert report.norms == pytest.approx(expected.norms, **close), name
-            assert report.results == pytest.approx(wanted, rel=0, abs=1e-6), name
+            assert report.results == pytest.approx(expected_results, rel=0, abs=1e-6), name
             assert report.weights.keys() == weights.keys(), name
             for key, value in weights.items():
                 if key in WITHOUT_GRADIENT.get(kind, ()):

@@ -1,5 +1,5 @@
 """Fine-tuning starts from Hugging Face folders and from checkpoints of BERTPretraining, resumes
-exactly, and refuses what it cannot start from.
+exactly, and refuses sources that it does not support.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def pretraining(head: str = "pretraining") -> BERTPretraining:
     return BERTPretraining(config, learning_rate=0.01, schedule="constant")
 
 
-class Pairs(torch.utils.data.Dataset):
+class PairDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return 4
 
@@ -58,7 +58,7 @@ class Pairs(torch.utils.data.Dataset):
 def pretrain(path: str, layout: dict[str, Any], size: int, **options: Any) -> None:
     pl.seed_everything(5, verbose=False)
     trainer = trainer_of(layout, size, **{"max_steps": 1, **options})
-    loader = torch.utils.data.DataLoader(Pairs(), batch_size=4)
+    loader = torch.utils.data.DataLoader(PairDataset(), batch_size=4)
     trainer.fit(pretraining(), loader)
     trainer.save_checkpoint(path)
     trainer.strategy.barrier()
@@ -68,25 +68,25 @@ def tensors_of(path: str) -> dict[str, Tensor]:
     saved = OpenCheckpoint.open(path)
     prefix = "state_dict.model."
     names = [name for name in saved.tensors if name.startswith(prefix)]
-    return {name.removeprefix(prefix): one for name, one in saved.read_full(names).items()}
+    return {name.removeprefix(prefix): tensor for name, tensor in saved.read_full(names).items()}
 
 
 def expected_of(pretrained: dict[str, Tensor], has_pooler: bool) -> dict[str, Tensor]:
-    """Return what a checkpoint of pre-training gives a model with another head."""
-    body = {name: one for name, one in pretrained.items() if not name.startswith("head.")}
+    """Return the tensors that a checkpoint of pre-training gives a model with another head."""
+    body = {name: tensor for name, tensor in pretrained.items() if not name.startswith("head.")}
     pooler = {
-        name.replace("head.pooler.", "head."): one
-        for name, one in pretrained.items()
+        name.replace("head.pooler.", "head."): tensor
+        for name, tensor in pretrained.items()
         if name.startswith("head.pooler.")
     }
     return {**body, **(pooler if has_pooler else {})}
 
 
 def start_in_layouts(rank: int, size: int, folder: str) -> dict[str, dict[str, Tensor]]:
-    """Pre-train under one layout, and save what fine-tuning starts with under others."""
+    """Pre-train under one layout; return the tensors with which fine-tuning starts under others."""
     source = os.path.join(folder, "pretrained")
     pretrain(source, {"tp": 2, "sequence_parallel": True}, size)
-    found = {"source": tensors_of(source)}
+    tensors = {"source": tensors_of(source)}
     files = {
         "folder": os.path.join(folder, "mnli"), "tokenizer": os.path.join(folder, "tokenizer"),
         "seq_length": 16, "global_batch_size": 4,
@@ -99,23 +99,23 @@ def start_in_layouts(rank: int, size: int, folder: str) -> dict[str, dict[str, T
         path = os.path.join(folder, name)
         trainer.save_checkpoint(path)
         trainer.strategy.barrier()
-        found[name] = tensors_of(path)
-    return found
+        tensors[name] = tensors_of(path)
+    return tensors
 
 
 def test_layouts_start_from_the_tensors_of_a_checkpoint(tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "tokenizer")
     write_mnli(tmp_path / "mnli")
-    found = run_world(start_in_layouts, 2, str(tmp_path))[0]
-    expected = expected_of(found["source"], has_pooler=True)
+    tensors = run_world(start_in_layouts, 2, str(tmp_path))[0]
+    expected = expected_of(tensors["source"], has_pooler=True)
     assert len(expected) > 20
     for name in ("tp2", "pp2"):
-        drawn = found[name].keys() - expected.keys()
-        assert drawn == {"head.output.weight", "head.output.bias"}
+        new_keys = tensors[name].keys() - expected.keys()
+        assert new_keys == {"head.output.weight", "head.output.bias"}
         for key, value in expected.items():
-            assert torch.equal(found[name][key], value), key
-    weight = found["tp2"]["head.output.weight"]
-    assert torch.equal(weight, found["pp2"]["head.output.weight"])
+            assert torch.equal(tensors[name][key], value), key
+    weight = tensors["tp2"]["head.output.weight"]
+    assert torch.equal(weight, tensors["pp2"]["head.output.weight"])
     assert weight.std() > 0.1
 
 
@@ -131,23 +131,23 @@ def test_spans_start_from_either_kind_of_checkpoint(tmp_path: Path, is_single_fi
     assert module.model is not None
     source = (
         {
-            name.removeprefix("model."): one
-            for name, one in torch.load(path, weights_only=False)["state_dict"].items()
+            name.removeprefix("model."): tensor
+            for name, tensor in torch.load(path, weights_only=False)["state_dict"].items()
         }
         if is_single_file
         else tensors_of(path)
     )
-    own = dict(module.model.named_parameters())
+    parameters = dict(module.model.named_parameters())
     for name, value in expected_of(source, has_pooler=False).items():
-        rows = min(len(value), len(own[name]))
-        assert torch.equal(own[name][:rows], value[:rows].to(own[name].dtype)), name
-    assert {name for name in own if name.startswith("head.")} == {
+        rows = min(len(value), len(parameters[name]))
+        assert torch.equal(parameters[name][:rows], value[:rows].to(parameters[name].dtype)), name
+    assert {name for name in parameters if name.startswith("head.")} == {
         "head.output.weight", "head.output.bias",
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["Bert", "Roberta"])
-def test_a_folder_without_a_head_gets_one(tmp_path: Path, kind: str) -> None:
+def test_a_folder_without_a_head_gets_a_new_head(tmp_path: Path, kind: str) -> None:
     import transformers
 
     folder = save_encoder(tmp_path / "encoder", f"{kind}Model")
@@ -155,19 +155,19 @@ def test_a_folder_without_a_head_gets_one(tmp_path: Path, kind: str) -> None:
     module.configure_model()
     assert module.model is not None
     theirs = transformers.AutoModel.from_pretrained(folder)
-    own = dict(module.model.named_parameters())
-    # The dense layer of a RoBERTa that classifies is not that of its pooler.
-    is_pooler = torch.equal(own["head.dense.weight"], theirs.pooler.dense.weight)
+    parameters = dict(module.model.named_parameters())
+    # A RoBERTa that classifies does not take its dense layer from its pooler.
+    is_pooler = torch.equal(parameters["head.dense.weight"], theirs.pooler.dense.weight)
     assert is_pooler == (kind == "Bert")
     query = theirs.encoder.layer[1].attention.self.query.weight
-    assert torch.equal(own["layers.1.attention.qkv.weight"][:16], query)
-    assert own["head.output.weight"].shape == (3, 16)
-    assert float(own["head.output.weight"].detach().std()) == pytest.approx(0.02, rel=0.4)
+    assert torch.equal(parameters["layers.1.attention.qkv.weight"][:16], query)
+    assert parameters["head.output.weight"].shape == (3, 16)
+    assert float(parameters["head.output.weight"].detach().std()) == pytest.approx(0.02, rel=0.4)
     scratch = BERTClassifier(str(folder), 3, from_scratch=True)
     scratch.configure_model()
     assert scratch.model is not None
-    drawn = dict(scratch.model.named_parameters())["layers.1.attention.qkv.weight"]
-    assert not torch.equal(drawn[:16], query)
+    random_weight = dict(scratch.model.named_parameters())["layers.1.attention.qkv.weight"]
+    assert not torch.equal(random_weight[:16], query)
 
 
 class SaveSecondStep(pl.Callback):
@@ -182,7 +182,7 @@ class SaveSecondStep(pl.Callback):
 def test_a_fit_resumes_exactly(tmp_path: Path) -> None:
     save_encoder(tmp_path / "classes", "BertForSequenceClassification", num_labels=3, dropout=0.1)
     write_mnli(tmp_path / "classes_files", num_train=24)
-    # Three steps of eight rows are an epoch: the second run starts within one.
+    # An epoch has three steps of eight rows, so the second run starts within an epoch.
     path = str(tmp_path / "second")
     losses = []
     for start, callbacks in ((None, [SaveSecondStep(path)]), (path, [])):
@@ -193,12 +193,12 @@ def test_a_fit_resumes_exactly(tmp_path: Path) -> None:
         module, data = module_and_data("classes", str(tmp_path))
         trainer.fit(module, datamodule=data, ckpt_path=start)
         losses.append(record.report.losses)
-    whole, rest = losses
-    assert len(whole) == 6
-    assert rest == whole[2:]
+    uninterrupted, resumed = losses
+    assert len(uninterrupted) == 6
+    assert resumed == uninterrupted[2:]
 
 
-def test_what_cannot_be_started_from_is_refused(tmp_path: Path) -> None:
+def test_unsupported_sources_and_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatchError, match=r"neither config.json nor the header"):
         BERTClassifier(str(tmp_path))
     folder = save_encoder(tmp_path / "bert")
@@ -212,7 +212,7 @@ def test_what_cannot_be_started_from_is_refused(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "electra"}))
     with pytest.raises(UnsupportedError, match="model_type bert or roberta, .* has 'electra'"):
         BERTClassifier(str(folder))
-    # Positions of a RoBERTa start behind its padding.
+    # Positions of a RoBERTa start after its padding.
     folder = save_encoder(tmp_path / "roberta", "RobertaModel", num_labels=3)
     data = GlueDataModule("mnli", str(tmp_path / "mnli"), str(folder), seq_length=63)
     with pytest.raises(ParallelPlanError, match=r"seq_length \(63\) must not exceed .* \(62\)"):

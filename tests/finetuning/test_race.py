@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Rows of ")
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_options_equal_those_of_transformers(tmp_path: Path, kind: str) -> None:
+def test_options_equal_the_rows_of_transformers(tmp_path: Path, kind: str) -> None:
     write_race(tmp_path)
     tokenizer = TOKENIZERS[kind](tmp_path / "tokenizer")
     data = RaceDataModule(str(tmp_path), str(tokenizer), seq_length=24)
@@ -27,12 +27,14 @@ def test_options_equal_those_of_transformers(tmp_path: Path, kind: str) -> None:
     batch = data.val_dataloader().batches[[*range(12), -1]]
     assert batch["tokens"].shape == (13, 4, 24)
     files = race_files(tmp_path / "dev" / group for group in ("middle", "high"))
-    questions = [one for path in files for one in read_race(path, path.parent.name == "high")]
+    questions = [
+        question for path in files for question in read_race(path, path.parent.name == "high")
+    ]
     assert "_" not in questions[0].texts[0]
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-    expected = theirs(
-        [text for one in questions for text in one.texts],
-        [one.passage for one in questions for _ in range(4)],
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    expected = reference(
+        [text for question in questions for text in question.texts],
+        [question.passage for question in questions for _ in range(4)],
         truncation="only_second", max_length=24, padding="max_length", return_tensors="pt",
         return_token_type_ids=True,
     )  # fmt: skip
@@ -40,7 +42,7 @@ def test_options_equal_those_of_transformers(tmp_path: Path, kind: str) -> None:
     assert torch.equal(batch["token_types"][:12].flatten(0, 1), expected["token_type_ids"])
     assert torch.equal(batch["valid"][:12].flatten(0, 1).long(), expected["attention_mask"])
     assert torch.equal(batch["lengths"], batch["valid"].sum(-1))
-    assert batch["labels"].tolist() == [*(one.label for one in questions), -100]
+    assert batch["labels"].tolist() == [*(question.label for question in questions), -100]
     assert batch["row"].tolist() == [*range(12), -1]
     assert data.encoded("val").groups.tolist() == [0] * 6 + [1] * 6
 

@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_megatron import BERTClassifier, GlueDataModule, RampUp
 from lightning_megatron.errors import ParallelPlanError
-from tests.finetuning.fits import BATCH, STEPS, module_and_data, trainer_of, twin
+from tests.finetuning.fits import BATCH, STEPS, module_and_data, train_reference, trainer_of
 from tests.finetuning.folders import write_tasks
 from tests.sweeps import chosen
 from tests.world import run_world
@@ -27,8 +27,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {"dp2": {}, "pp2": {"pp": 2}}
 KINDS = chosen(["classes", "options", "spans"], "classes")
 
 
-class Steps(Callback):
-    """Loss, rows and learning rate of all steps, and a checkpoint after some of them."""
+class StepRecorder(Callback):
+    """Callback that records losses and learning rates of all steps, and may save a checkpoint."""
 
     def __init__(self, save_after: int | None = None, path: str = "") -> None:
         self.losses: list[float] = []
@@ -55,7 +55,7 @@ def train(
 ) -> list[float]:
     """Return the loss of each step."""
     seed_everything(1234, verbose=False)
-    steps = Steps(SAVED_AFTER if save else None, save or "")
+    steps = StepRecorder(SAVED_AFTER if save else None, save or "")
     trainer = trainer_of(
         {"microbatch_size": 1, **layout}, size, callbacks=[steps], limit_val_batches=0
     )
@@ -64,13 +64,13 @@ def train(
     return steps.losses
 
 
-def train_all(rank: int, size: int, folder: str, kind: str, from_one: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def train_all(rank: int, size: int, folder: str, kind: str, single_path: str) -> dict[str, Any]:
+    losses: dict[str, Any] = {}
     for name, layout in LAYOUTS.items():
-        found[name] = train(kind, folder, layout, size, save=f"{folder}/{kind}_{name}")
-    found["one to dp2"] = train(kind, folder, {}, size, resume=from_one)
-    found["dp2 to pp2"] = train(kind, folder, {"pp": 2}, size, resume=f"{folder}/{kind}_dp2")
-    return found
+        losses[name] = train(kind, folder, layout, size, save=f"{folder}/{kind}_{name}")
+    losses["one to dp2"] = train(kind, folder, {}, size, resume=single_path)
+    losses["dp2 to pp2"] = train(kind, folder, {"pp": 2}, size, resume=f"{folder}/{kind}_dp2")
+    return losses
 
 
 @pytest.fixture(scope="module")
@@ -81,27 +81,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_losses_are_those_of_a_plain_loop_with_growing_batches(folder: Path, kind: str) -> None:
-    expected, _ = twin(kind, str(folder), SIZES)
+def test_losses_match_a_plain_loop_with_growing_batches(folder: Path, kind: str) -> None:
+    expected, _ = train_reference(kind, str(folder), SIZES)
     close = {"rel": 0, "abs": 1e-10}
-    one = str(folder / f"{kind}_one")
-    losses = train(kind, str(folder), {}, 1, save=one)
+    checkpoint = str(folder / f"{kind}_one")
+    losses = train(kind, str(folder), {}, 1, save=checkpoint)
     assert losses == pytest.approx(expected.losses, **close)
     assert len(losses) == STEPS
     # A restart in the same layout changes no bit.
-    assert train(kind, str(folder), {}, 1, resume=one) == losses[SAVED_AFTER:]
-    for found in run_world(train_all, 2, str(folder), kind, one):
-        assert len(found) == 4
-        for name, other in found.items():
-            wanted = expected.losses[SAVED_AFTER:] if " to " in name else expected.losses
-            assert other == pytest.approx(wanted, **close), name
+    assert train(kind, str(folder), {}, 1, resume=checkpoint) == losses[SAVED_AFTER:]
+    for losses_of_runs in run_world(train_all, 2, str(folder), kind, checkpoint):
+        assert len(losses_of_runs) == 4
+        for name, actual in losses_of_runs.items():
+            expected_losses = expected.losses[SAVED_AFTER:] if " to " in name else expected.losses
+            assert actual == pytest.approx(expected_losses, **close), name
 
 
-def by_epochs(folder: Path, resume: Path | None = None, save_after: int | None = None) -> Steps:
+def train_by_epochs(
+    folder: Path, resume: Path | None = None, save_after: int | None = None
+) -> StepRecorder:
     """Train for three epochs of 40 rows with a learning rate that ends at zero."""
     seed_everything(1234, verbose=False)
     saved = str(folder / f"epochs_{save_after}")
-    steps = Steps(save_after, saved)
+    steps = StepRecorder(save_after, saved)
     trainer = trainer_of(
         {"microbatch_size": 1}, 1, callbacks=[steps], limit_val_batches=0, max_steps=-1,
         max_epochs=3,
@@ -119,22 +121,22 @@ def by_epochs(folder: Path, resume: Path | None = None, save_after: int | None =
 
 
 def test_the_schedule_of_epochs_ends_with_the_last_step(folder: Path) -> None:
-    # Six batches of the first epoch (4, 4, 6, and three of 8), and five of each other one
-    whole = by_epochs(folder)
-    assert len(whole.losses) == 6 + 5 + 5
-    assert whole.rates.index(max(whole.rates)) == 0.25 * 16
-    assert max(whole.rates) == pytest.approx(0.01)
+    # The first epoch has six batches (4, 4, 6, and three of 8), and each later epoch has five.
+    uninterrupted = train_by_epochs(folder)
+    assert len(uninterrupted.losses) == 6 + 5 + 5
+    assert uninterrupted.rates.index(max(uninterrupted.rates)) == 0.25 * 16
+    assert max(uninterrupted.rates) == pytest.approx(0.01)
     # The last step has the rate of one step before zero.
-    assert whole.rates[-1] == pytest.approx(0.01 / (16 - 4))
+    assert uninterrupted.rates[-1] == pytest.approx(0.01 / (16 - 4))
     for stop in (2, 6, 8):
-        saved = by_epochs(folder, save_after=stop)
-        assert saved.losses == whole.losses
-        rest = by_epochs(folder, resume=folder / f"epochs_{stop}")
-        assert rest.rates == whole.rates[stop:]
-        assert rest.losses == whole.losses[stop:]
+        saved = train_by_epochs(folder, save_after=stop)
+        assert saved.losses == uninterrupted.losses
+        resumed = train_by_epochs(folder, resume=folder / f"epochs_{stop}")
+        assert resumed.rates == uninterrupted.rates[stop:]
+        assert resumed.losses == uninterrupted.losses[stop:]
 
 
-def test_a_growth_that_misses_the_size_is_refused(folder: Path) -> None:
+def test_a_ramp_up_that_misses_the_global_batch_size_is_refused(folder: Path) -> None:
     with pytest.raises(ParallelPlanError, match="ramp_up must grow from start to global_batch"):
         module_and_data("classes", str(folder), ramp_up=RampUp(3, 2, 12))
     with pytest.raises(ParallelPlanError, match="ramp_up needs global_batch_size"):

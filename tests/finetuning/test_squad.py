@@ -1,4 +1,4 @@
-"""Windows of SQuAD equal those of transformers, and scores those of torchmetrics and of a search over
+"""Windows of SQuAD equal the windows of transformers, and scores equal torchmetrics and a search over
 all spans.
 """
 
@@ -35,39 +35,39 @@ def data_of(
     folder: Path, version: Any = "2.0", *, kind: str = "bert", **options: Any
 ) -> SquadDataModule:
     tokenizer = str(TOKENIZERS[kind](folder / "tokenizer"))
-    given = {"seq_length": LENGTH, "doc_stride": SHARED, "question_length": QUESTION}
-    return SquadDataModule(version, str(folder), tokenizer, **(given | options))
+    defaults = {"seq_length": LENGTH, "doc_stride": SHARED, "question_length": QUESTION}
+    return SquadDataModule(version, str(folder), tokenizer, **(defaults | options))
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_windows_and_labels_equal_those_of_transformers(tmp_path: Path, kind: str) -> None:
+def test_windows_and_labels_equal_transformers(tmp_path: Path, kind: str) -> None:
     write_squad(tmp_path, num_train=12)
     data = data_of(tmp_path, kind=kind)
     rows = data.encoded("train")
     questions = read_squad(tmp_path / "train-v2.0.json", "2.0")
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-    found = theirs(
-        [one.text for one in questions], [one.context for one in questions],
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    reference = tokenizer(
+        [entry.text for entry in questions], [entry.context for entry in questions],
         truncation="only_second", max_length=LENGTH, stride=SHARED, padding="max_length",
         return_overflowing_tokens=True, return_offsets_mapping=True, return_tensors="pt",
         return_token_type_ids=True,
     )  # fmt: skip
-    assert len(rows) == len(found["input_ids"]) > len(questions)
+    assert len(rows) == len(reference["input_ids"]) > len(questions)
     batch = data.evaluation_loader(data.training_samples(None)).batches
     order = [batch.samples.row(at) for at in range(len(rows))]
-    given = batch[list(range(len(rows)))]
-    assert torch.equal(given["tokens"], found["input_ids"][order])
-    assert torch.equal(given["token_types"], found["token_type_ids"][order])
+    actual = batch[list(range(len(rows)))]
+    assert torch.equal(actual["tokens"], reference["input_ids"][order])
+    assert torch.equal(actual["token_types"], reference["token_type_ids"][order])
     num_answers = 0
     for window, (first, last) in enumerate(rows.labels.tolist()):
-        question = questions[int(found["overflow_to_sample_mapping"][window])]
-        expected = reference_label(question, found, window)
+        question = questions[int(reference["overflow_to_sample_mapping"][window])]
+        expected = reference_label(question, reference, window)
         assert (first, last) == expected, window
         num_answers += expected != (0, 0)
     assert num_answers > 10
 
 
-def reference_label(question: Any, found: Any, window: int) -> tuple[int, int]:
+def reference_label(question: Any, reference: Any, window: int) -> tuple[int, int]:
     """Return the labels as the example run_qa.py of transformers makes them.
 
     The search for the start ends with the context. The example goes on with the separator, whose
@@ -75,8 +75,8 @@ def reference_label(question: Any, found: Any, window: int) -> tuple[int, int]:
     """
     if not question.answers:
         return 0, 0
-    offsets = found["offset_mapping"][window].tolist()
-    sequence = found.sequence_ids(window)
+    offsets = reference["offset_mapping"][window].tolist()
+    sequence = reference.sequence_ids(window)
     begin, stop = question.start, question.start + len(question.answers[0])
     start = sequence.index(1)
     end = len(sequence) - 1 - sequence[::-1].index(1)
@@ -95,19 +95,19 @@ def test_best_spans_equal_a_search_over_all_spans() -> None:
     scores = torch.randn(5, 13, 2, generator=draw, dtype=torch.float64)
     allowed = torch.rand(5, 13, generator=draw) < 0.7
     first, last, values = best_spans(scores, allowed, 4, 6)
-    for at in range(5):
-        every = sorted(
+    for row in range(5):
+        expected = sorted(
             (
-                (float(scores[at, i, 0] + scores[at, j, 1]), i, j)
+                (float(scores[row, i, 0] + scores[row, j, 1]), i, j)
                 for i in range(13)
                 for j in range(i, min(13, i + 4))
-                if allowed[at, i] and allowed[at, j]
+                if allowed[row, i] and allowed[row, j]
             ),
             reverse=True,
         )[:6]
-        assert first[at].tolist() == [one[1] for one in every]
-        assert last[at].tolist() == [one[2] for one in every]
-        assert values[at].tolist() == pytest.approx([one[0] for one in every])
+        assert first[row].tolist() == [span[1] for span in expected]
+        assert last[row].tolist() == [span[2] for span in expected]
+        assert values[row].tolist() == pytest.approx([span[0] for span in expected])
 
 
 def test_scores_of_texts_equal_torchmetrics() -> None:
@@ -117,30 +117,30 @@ def test_scores_of_texts_equal_torchmetrics() -> None:
     exact, f1 = [], []
     for number in range(60):
         answers = [f"The {sentence(draw, 1, 4)}!" for _ in range(draw.randint(1, 3))]
-        found = draw.choice([answers[-1].lower(), sentence(draw, 1, 4), answers[0] + " a cat"])
+        prediction = draw.choice([answers[-1].lower(), sentence(draw, 1, 4), answers[0] + " a cat"])
         metric.update(
-            [{"prediction_text": found, "id": str(number)}],
+            [{"prediction_text": prediction, "id": str(number)}],
             [{"answers": {"answer_start": [0] * len(answers), "text": answers}, "id": str(number)}],
         )
-        exact.append(exact_score(found, answers))
-        f1.append(f1_score(found, answers))
+        exact.append(exact_score(prediction, answers))
+        f1.append(f1_score(prediction, answers))
     expected = metric.compute()
     assert 100 * sum(exact) / 60 == pytest.approx(float(expected["exact_match"]), abs=1e-4)
     assert 100 * sum(f1) / 60 == pytest.approx(float(expected["f1"]), abs=1e-4)
     assert 0 < sum(exact) < sum(f1) < 60
 
 
-def test_answers_are_normalised_and_compared_as_officially() -> None:
+def test_answers_are_normalised_and_compared_like_the_official_evaluation() -> None:
     assert normalised(" The  Cat's (an) 'Old' house. ") == "cats old house"
     assert exact_score("", ()) == 1.0
     assert f1_score("cat", ()) == 0.0
-    # An answer of articles alone equals no answer in the official evaluation of version 2.0.
+    # An answer of only articles equals no answer in the official evaluation of version 2.0.
     assert exact_score("", ("the",)) == 1.0
     assert f1_score("a red cat", ("red cat", "cat")) == 1.0
     assert f1_score("big cat", ("red cat",)) == 0.5
 
 
-def perfect(data: SquadDataModule, strength: float = 9.0) -> tuple[SpanScores, torch.Tensor]:
+def perfect_scores(data: SquadDataModule, strength: float = 9.0) -> tuple[SpanScores, torch.Tensor]:
     """Return the metric and scores that are largest at the labels of every window."""
     metric = data.scores("val")
     assert isinstance(metric, SpanScores)
@@ -152,9 +152,9 @@ def perfect(data: SquadDataModule, strength: float = 9.0) -> tuple[SpanScores, t
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_right_scores_give_the_given_answers(tmp_path: Path, kind: str) -> None:
+def test_perfect_scores_give_the_labelled_answers(tmp_path: Path, kind: str) -> None:
     write_squad(tmp_path, num_val=9)
-    metric, scores = perfect(data_of(tmp_path, threshold=-1.0, kind=kind))
+    metric, scores = perfect_scores(data_of(tmp_path, threshold=-1.0, kind=kind))
     order = torch.randperm(len(scores), generator=torch.Generator().manual_seed(1))
     for part in order.split(5):
         metric.update(part, scores[part])
@@ -164,47 +164,49 @@ def test_right_scores_give_the_given_answers(tmp_path: Path, kind: str) -> None:
     questions = metric.questions
     texts = metric.predictions(metric.answers(table, is_seen))
     assert len(texts) == len(questions) == 18
-    whole = {
+    complete_keys = {
         questions[int(owner)].key
         for owner, label in zip(metric.places.question, metric.rows.labels, strict=True)
         if label.any()
     }
-    for one in questions:
-        if not one.answers or one.key in whole:
-            assert normalised(texts[one.key]) == normalised((*one.answers, "")[0]), one
-    assert len(whole) > 8
+    for question in questions:
+        if not question.answers or question.key in complete_keys:
+            assert normalised(texts[question.key]) == normalised((*question.answers, "")[0]), (
+                question
+            )
+    assert len(complete_keys) > 8
 
 
-def test_threshold_moves_answers_to_none_and_the_best_one_is_found(tmp_path: Path) -> None:
+def test_the_threshold_suppresses_answers_and_the_best_threshold_is_found(tmp_path: Path) -> None:
     write_squad(tmp_path, num_val=6)
     data = data_of(tmp_path)
-    metric, scores = perfect(data)
-    every = torch.ones(len(scores), dtype=torch.bool)
+    metric, scores = perfect_scores(data)
+    all_rows = torch.ones(len(scores), dtype=torch.bool)
     scores += torch.randn(scores.shape, generator=torch.Generator().manual_seed(4)) * 4
-    answers = metric.answers(scores, every)
-    found = metric.results(scores, every)
-    tried = {}
-    for threshold in sorted({one.advantage for one in answers.values()} | {-1e9}):
+    answers = metric.answers(scores, all_rows)
+    results = metric.results(scores, all_rows)
+    f1_by_threshold = {}
+    for threshold in sorted({candidate.advantage for candidate in answers.values()} | {-1e9}):
         metric.threshold = threshold
-        tried[threshold] = metric.results(scores, every)["f1"]
-    assert found["best_f1"] == pytest.approx(max(tried.values()))
-    assert tried[min(tried, key=lambda one: abs(one - found["best_f1_threshold"]))] == max(
-        tried.values()
-    )
+        f1_by_threshold[threshold] = metric.results(scores, all_rows)["f1"]
+    assert results["best_f1"] == pytest.approx(max(f1_by_threshold.values()))
+    assert f1_by_threshold[
+        min(f1_by_threshold, key=lambda candidate: abs(candidate - results["best_f1_threshold"]))
+    ] == max(f1_by_threshold.values())
     metric.threshold = -1e9
     assert set(metric.predictions(answers).values()) == {""}
 
 
 def test_questions_with_unseen_windows_do_not_count(tmp_path: Path) -> None:
     write_squad(tmp_path, "1.1", num_val=6)
-    metric, scores = perfect(data_of(tmp_path, "1.1"))
+    metric, scores = perfect_scores(data_of(tmp_path, "1.1"))
     is_seen = torch.ones(len(scores), dtype=torch.bool)
     is_seen[metric.places.question.tolist().index(3)] = False
     assert sorted(metric.answers(scores, is_seen)) == [n for n in range(12) if n != 3]
     assert sorted(metric.results(scores, is_seen)) == ["exact_match", "f1"]
 
 
-def test_no_answer_needs_a_larger_score_than_the_best_span() -> None:
+def test_the_advantage_of_no_answer_is_its_score_above_the_best_span() -> None:
     assert Answer(("cat",), (3.0,), 4.5).advantage == 1.5
     assert Answer((), (), 0.0).advantage == float("inf")
 
@@ -239,10 +241,10 @@ def test_answers_have_all_bytes_of_their_characters(tmp_path: Path) -> None:
     context = "the cat \u20ac likes a dog"
     question = SquadQuestion("1", "what?", context, ("\u20ac",), context.index("\u20ac"))
     tokenizer = PairTokenizer(str(TOKENIZERS["roberta"](tmp_path)))
-    found = encoded_windows([question], tokenizer, 32, 4, 8)
-    first, last = found["labels"][0].tolist()
-    read = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    windows = encoded_windows([question], tokenizer, 32, 4, 8)
+    first, last = windows["labels"][0].tolist()
+    decoder = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert last == first + 2
-    assert read.decode(found["tokens"][first : last + 1]).strip() == "\u20ac"
-    begin, end = found["contexts"][0].tolist()
-    assert read.decode(found["tokens"][begin:end]) == context
+    assert decoder.decode(windows["tokens"][first : last + 1]).strip() == "\u20ac"
+    begin, end = windows["contexts"][0].tolist()
+    assert decoder.decode(windows["tokens"][begin:end]) == context

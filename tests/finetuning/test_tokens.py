@@ -15,15 +15,15 @@ transformers = pytest.importorskip("transformers")
 PAIRS = (["the cat sees", "a dog"], ["who runs", "the old house near the river"])
 
 
-def test_a_tokenizer_json_without_a_named_class_is_read_by_its_kind(tmp_path: Path) -> None:
+def test_a_tokenizer_json_without_a_class_name_is_read_by_its_kind(tmp_path: Path) -> None:
     named = PairTokenizer(str(save_byte_tokenizer(tmp_path / "named")))
     unnamed = PairTokenizer(str(save_byte_tokenizer(tmp_path / "unnamed", is_named=False)))
-    found = unnamed.pairs(*PAIRS, 32, "longest_first")
-    assert found == named.pairs(*PAIRS, 32, "longest_first")
-    tokens, types, num_cut = found
+    actual = unnamed.pairs(*PAIRS, 32, "longest_first")
+    assert actual == named.pairs(*PAIRS, 32, "longest_first")
+    tokens, types, num_cut = actual
     # <s> a </s></s> b </s>
-    assert [one[0] for one in tokens] == [0, 0]
-    assert [one.count(2) for one in tokens] == [3, 3]
+    assert [sequence[0] for sequence in tokens] == [0, 0]
+    assert [sequence.count(2) for sequence in tokens] == [3, 3]
     assert tokens[1][3:5] == [2, 2]
     assert not any(map(any, types))
     assert num_cut == 0
@@ -43,7 +43,7 @@ def test_a_first_text_must_leave_room_for_the_second(tmp_path: Path) -> None:
             tokenizer.pairs(["the cat"], ["a dog sees"], 2 + special, "only_second")
 
 
-def test_short_texts_end_with_whole_characters(tmp_path: Path) -> None:
+def test_short_texts_end_with_complete_characters(tmp_path: Path) -> None:
     tokenizer = PairTokenizer(str(save_byte_tokenizer(tmp_path)))
     # The space and the three bytes of the sign are tokens.
     text = "the \u20ac cat"

@@ -1,1 +1,1 @@
-"""Tests of the plan room."""
+"""Tests of the package lightning_megatron.plan."""

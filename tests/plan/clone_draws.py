@@ -20,7 +20,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class DrawnCounts:
-    """Counts by rank and expert, with the places of a rank and the smallest clone."""
+    """Counts by rank and expert, the places for clones of a rank, and the fewest rows of a clone."""
 
     counts: list[list[int]]
     places: int
@@ -28,7 +28,7 @@ class DrawnCounts:
 
 
 def drawn_counts(number: int) -> Iterator[DrawnCounts]:
-    """Draw counts for 2 to 8 ranks with 1 to 4 places, every kind and one expert a rank included."""
+    """Draw counts of every kind for 2 to 8 ranks with 1 to 4 places, also with one expert a rank."""
     for seed in range(number):
         draw = Random(seed)
         ranks = draw.randint(2, 8)
@@ -69,11 +69,13 @@ class DrawnSelections:
     def counts(self) -> list[list[int]]:
         """Count the selections by rank and expert."""
         flat = [[expert for token in rank for expert in token] for rank in self.selections]
-        return [[own.count(expert) for expert in range(self.experts)] for own in flat]
+        return [
+            [rank_experts.count(expert) for expert in range(self.experts)] for rank_experts in flat
+        ]
 
 
 def drawn_selections(number: int) -> Iterator[DrawnSelections]:
-    """Draw the selections of few tokens, popular experts side by side, some tokens nowhere."""
+    """Draw selections of a few tokens; popular experts are neighbours, some tokens select none."""
     for seed in range(number):
         draw = Random(seed)
         ranks, homes = draw.randint(2, 4), draw.randint(1, 4)
@@ -82,15 +84,17 @@ def drawn_selections(number: int) -> Iterator[DrawnSelections]:
         top_k = draw.randint(1, min(3, experts))
         share_nowhere = draw.choice((0.0, 0.3, 1.0 if seed % 10 == 0 else 0.0))
 
-        def token(
+        def selections_of_token(
             draw: Random = draw,
             weights: list[float] = weights,
             top_k: int = top_k,
             share_nowhere: float = share_nowhere,
         ) -> list[int]:
-            ways = sorted(range(len(weights)), key=lambda e: -(draw.random() ** (1 / weights[e])))
-            return [-1 if draw.random() < share_nowhere else way for way in ways[:top_k]]
+            ordered = sorted(
+                range(len(weights)), key=lambda e: -(draw.random() ** (1 / weights[e]))
+            )
+            return [-1 if draw.random() < share_nowhere else choice for choice in ordered[:top_k]]
 
         tokens = draw.randint(1, 30)
-        selections = [[token() for _ in range(tokens)] for _ in range(ranks)]
+        selections = [[selections_of_token() for _ in range(tokens)] for _ in range(ranks)]
         yield DrawnSelections(selections, experts, min(draw.randint(1, 3), experts - homes))

@@ -1,4 +1,4 @@
-"""A searched schedule is legal, fits in memory, and is never slower than a named one that fits."""
+"""A searched schedule is legal, fits in memory, and no named schedule that fits is faster."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def equal_costs(count: int, forward: int, half: int, weight: int, transfer: int 
 @seed(17)
 @settings(max_examples=25, deadline=None, database=None)
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.integers(0, 2**32))
-def test_a_searched_schedule_fits_and_no_named_one_that_fits_is_faster(
+def test_a_searched_schedule_fits_and_no_fitting_named_schedule_is_faster(
     stages: int, microbatches: int, chunks: int, number: int
 ) -> None:
     draws = random.Random(number)
@@ -48,13 +48,15 @@ def test_a_searched_schedule_fits_and_no_named_one_that_fits_is_faster(
     times = [tuple(draws.randint(1, 9) for _ in range(count)) for _ in range(3)]
     costs = StageCosts(*times, transfer=draws.randint(0, 2))
     kept = [draws.choice([0.5, 1.0, 1.5]) for _ in range(count)]
-    # From what one microbatch needs to what all need.
+    # The limit lies between the memory of one microbatch and the memory of all microbatches.
     limit = draws.uniform(1.5 * chunks, 1.5 * chunks * microbatches)
-    found = search_schedule(stages, microbatches, costs, kept, limit)
-    schedule = found.chosen.schedule.validate()
-    assert found.chosen.fits
-    assert simulate(schedule, costs).length == found.chosen.length
-    assert all(found.chosen.length <= other.length for other in found.named if other.fits)
+    search = search_schedule(stages, microbatches, costs, kept, limit)
+    schedule = search.chosen.schedule.validate()
+    assert search.chosen.fits
+    assert simulate(schedule, costs).length == search.chosen.length
+    assert all(
+        search.chosen.length <= candidate.length for candidate in search.named if candidate.fits
+    )
     sizes = [
         [kept[schedule.virtual_stage(rank, chunk)] for chunk in range(chunks)]
         for rank in range(stages)
@@ -74,7 +76,7 @@ def test_a_searched_schedule_fits_and_no_named_one_that_fits_is_faster(
     st.booleans(),
     st.integers(0, 2**32),
 )
-def test_greedy_construction_ends_in_the_memory_of_one_microbatch(
+def test_greedy_construction_finishes_within_the_memory_of_one_microbatch(
     stages: int, microbatches: int, chunks: int, shape: str, alternate: bool, number: int
 ) -> None:
     draws = random.Random(number)
@@ -97,7 +99,7 @@ def test_greedy_construction_ends_in_the_memory_of_one_microbatch(
 @seed(17)
 @settings(max_examples=25, deadline=None, database=None)
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 3), st.integers(0, 2**32))
-def test_a_search_chooses_as_if_it_constructed_and_simulated_all_rules(
+def test_a_search_chooses_the_best_of_all_constructed_and_simulated_rules(
     stages: int, microbatches: int, chunks: int, number: int
 ) -> None:
     draws = random.Random(number)
@@ -106,70 +108,76 @@ def test_a_search_chooses_as_if_it_constructed_and_simulated_all_rules(
     costs = StageCosts(*times, transfer=draws.randint(0, 2))
     kept = [draws.choice([0.5, 1.0]) for _ in range(count)]
     limit = draws.uniform(chunks, chunks * microbatches)
-    found = search_schedule(stages, microbatches, costs, kept, limit)
-    keys = [(one.length, one.peak) for one in found.named if one.fits]
-    rows = [one.schedule.rows for one in found.named if one.fits]
+    search = search_schedule(stages, microbatches, costs, kept, limit)
+    keys = [(candidate.length, candidate.peak) for candidate in search.named if candidate.fits]
+    rows = [candidate.schedule.rows for candidate in search.named if candidate.fits]
     for shape in ("loop", "v") if chunks > 1 else ("loop",):
         placement = Placement(shape, stages, chunks)  # type: ignore[arg-type]
         for rule in _rules(placement, kept, limit, WEIGHT_HALF_SHARE, microbatches):
             greedy = GreedyConstruction(placement, microbatches, costs, rule)
-            made = greedy.rows()
-            if made is None:
+            greedy_rows = greedy.rows()
+            if greedy_rows is None:
                 continue
-            schedule = Schedule("auto", stages, microbatches, chunks, made, shape=placement.shape)
+            schedule = Schedule(
+                "auto", stages, microbatches, chunks, greedy_rows, shape=placement.shape
+            )
             length = simulate(schedule, costs).length
             assert greedy.length == length, "the construction runs on the clock of the simulation"
-            # It ends before its step takes longer than allowed, and not if it takes just as long.
-            again = GreedyConstruction(placement, microbatches, costs, rule, length)
-            assert again.rows() == made
+            # The construction gives up if its step exceeds the limit, not if it equals the limit.
+            limited = GreedyConstruction(placement, microbatches, costs, rule, length)
+            assert limited.rows() == greedy_rows
             assert (
                 GreedyConstruction(placement, microbatches, costs, rule, length - 1).rows() is None
             )
             keys.append((length, max(stage_peaks(schedule, placement.by_stage(kept)))))
-            rows.append(made)
+            rows.append(greedy_rows)
     best = min(range(len(keys)), key=keys.__getitem__)
-    assert (found.chosen.length, found.chosen.peak) == keys[best]
-    assert found.chosen.schedule.rows == rows[best]
+    assert (search.chosen.length, search.chosen.peak) == keys[best]
+    assert search.chosen.schedule.rows == rows[best]
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_greedy_construction_finds_zero_bubble_at_equal_times(stages: int) -> None:
     microbatches = 3 * stages
     costs = equal_costs(stages, 1, 1, 1)
-    found = search_schedule(stages, microbatches, costs, [1.0] * stages, 2 * stages - 1)
+    search = search_schedule(stages, microbatches, costs, [1.0] * stages, 2 * stages - 1)
     best = simulate(build_schedule("zb-h2", stages, microbatches), costs).length
-    assert found.chosen.length == best
-    # The last stage starts after the forwards of the others, and then never waits.
+    assert search.chosen.length == best
+    # The last stage starts after the forwards of the other stages, and then never waits.
     assert best == 3 * microbatches + stages - 1
 
 
-def test_unequal_stages_get_a_faster_schedule_than_any_named_one() -> None:
+def test_unequal_stages_get_a_faster_schedule_than_any_named_schedule() -> None:
     costs = StageCosts(
         (13, 10, 10, 10, 10, 10, 10, 14),
         (12, 12, 12, 12, 12, 12, 12, 18),
         (8, 8, 8, 8, 8, 8, 8, 11),
         transfer=1,
     )
-    found = search_schedule(4, 16, costs, [1.0] * 8, 8.0)
-    assert [other.schedule.name for other in found.named] == ["interleaved", "zb-v", "dualpipe-v"]
-    assert [other.fits for other in found.named] == [False, True, False]
-    assert found.chosen.schedule.name == "auto"
-    assert found.chosen.length < min(other.length for other in found.named)
-    assert found.timeline.length == found.chosen.length
+    search = search_schedule(4, 16, costs, [1.0] * 8, 8.0)
+    assert [candidate.schedule.name for candidate in search.named] == [
+        "interleaved",
+        "zb-v",
+        "dualpipe-v",
+    ]
+    assert [candidate.fits for candidate in search.named] == [False, True, False]
+    assert search.chosen.schedule.name == "auto"
+    assert search.chosen.length < min(candidate.length for candidate in search.named)
+    assert search.timeline.length == search.chosen.length
 
 
-def test_one_stage_keeps_the_simplest_schedule() -> None:
-    found = search_schedule(1, 4, equal_costs(1, 1, 1, 1), [1.0], 1.0)
-    assert found.chosen.schedule.name == "1f1b"
+def test_a_single_stage_gets_1f1b() -> None:
+    search = search_schedule(1, 4, equal_costs(1, 1, 1, 1), [1.0], 1.0)
+    assert search.chosen.schedule.name == "1f1b"
 
 
-def test_placements_that_the_model_cannot_have_are_left_out() -> None:
-    found = search_schedule(4, 8, equal_costs(8, 1, 1, 1), [1.0] * 8, 99.0, shapes=("loop",))
-    assert found.chosen.schedule.shape == "loop"
-    assert [other.schedule.name for other in found.named] == ["interleaved"]
+def test_only_the_given_placement_shapes_are_searched() -> None:
+    search = search_schedule(4, 8, equal_costs(8, 1, 1, 1), [1.0] * 8, 99.0, shapes=("loop",))
+    assert search.chosen.schedule.shape == "loop"
+    assert [candidate.schedule.name for candidate in search.named] == ["interleaved"]
 
 
-def test_too_little_memory_is_refused_with_the_least_that_works() -> None:
+def test_the_error_for_too_little_memory_gives_the_smallest_limit_that_works() -> None:
     with pytest.raises(ParallelPlanError) as error:
         search_schedule(2, 4, equal_costs(4, 1, 1, 1), [1.0, 2.0, 3.0, 5.0], 5.5)
     assert str(error.value) == (
@@ -179,7 +187,7 @@ def test_too_little_memory_is_refused_with_the_least_that_works() -> None:
     assert search_schedule(2, 4, equal_costs(4, 1, 1, 1), [1.0, 2.0, 3.0, 5.0], 6.0).chosen.fits
 
 
-def test_costs_that_do_not_fit_the_stages_are_refused() -> None:
+def test_costs_for_another_number_of_stages_are_refused() -> None:
     with pytest.raises(
         ParallelPlanError,
         match=r"costs name 3, kept names 3, pp is 2\. Use lists of pp x vpp values",
@@ -190,7 +198,9 @@ def test_costs_that_do_not_fit_the_stages_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zb-v", 2), ("dualpipe-v", 2)]
 )
-def test_halves_keep_the_order_and_the_length_of_whole_backwards(name: str, chunks: int) -> None:
+def test_split_backwards_keep_the_order_and_are_no_longer_than_full_backwards(
+    name: str, chunks: int
+) -> None:
     schedule = build_schedule(name, 4, 8, chunks)
     halves = in_halves(schedule).validate()
     kinds = {action.kind for row in halves.rows for action in row}

@@ -33,7 +33,7 @@ def ranges(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
 
 
 @given(ranges())
-def test_the_boxes_are_the_range_in_flat_order(case: tuple[tuple[int, ...], int, int]) -> None:
+def test_boxes_cover_the_range_in_flat_order(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
     boxes = flat_range_boxes(shape, start, stop)
     assert [i for box in boxes for i in flat_elements(shape, box)] == list(range(start, stop))
@@ -47,7 +47,7 @@ def test_the_boxes_are_the_range_in_flat_order(case: tuple[tuple[int, ...], int,
 
 
 @given(ranges())
-def test_no_two_neighbours_could_be_one_box(case: tuple[tuple[int, ...], int, int]) -> None:
+def test_no_two_neighbouring_boxes_can_be_merged(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
     for left, right in pairwise(flat_range_boxes(shape, start, stop)):
         differ = [
@@ -62,7 +62,7 @@ def test_no_two_neighbours_could_be_one_box(case: tuple[tuple[int, ...], int, in
         assert not mergeable
 
 
-def test_a_range_over_rows_is_an_end_whole_rows_and_a_start() -> None:
+def test_a_range_over_rows_has_a_partial_first_row_full_rows_and_a_partial_last_row() -> None:
     assert flat_range_boxes((4, 5), 3, 17) == [
         FlatBox((0, 3), (1, 2), 3),
         FlatBox((1, 0), (2, 5), 5),
@@ -71,7 +71,7 @@ def test_a_range_over_rows_is_an_end_whole_rows_and_a_start() -> None:
     assert len(flat_range_boxes((4, 5, 6), 1, 119)) == 5
 
 
-def test_scalars_empty_tensors_and_empty_ranges() -> None:
+def test_scalars_have_one_box_and_empty_ranges_have_none() -> None:
     assert flat_range_boxes((), 0, 1) == [FlatBox((), (), 0)]
     assert flat_range_boxes((), 0, 0) == []
     assert flat_range_boxes((3, 0, 2), 0, 0) == []
@@ -79,7 +79,7 @@ def test_scalars_empty_tensors_and_empty_ranges() -> None:
     assert flat_range_boxes((3, 2), 0, 6) == [FlatBox((0, 0), (3, 2), 0)]
 
 
-def test_billions_of_elements_are_a_few_boxes() -> None:
+def test_billions_of_elements_need_five_boxes() -> None:
     boxes = flat_range_boxes((131072, 16384, 3), 12346, 6_000_000_001)
     assert len(boxes) == 5
     assert sum(prod(box.sizes) for box in boxes) == 6_000_000_001 - 12346

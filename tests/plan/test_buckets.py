@@ -92,28 +92,32 @@ def test_every_element_lies_in_exactly_one_slice(
 
 
 @given(some_pieces(), PARTS, st.integers(1, 1500))
-def test_buckets_are_in_reverse_order_and_close_in_time(
+def test_buckets_have_reverse_order_and_close_at_the_bucket_size(
     pieces: list[FlatParameter], parts: int, bucket_size: int
 ) -> None:
     plan = plan_by_elements(pieces, parts, bucket_size)
     names = [placed.name for bucket in plan.buckets for placed in bucket.placed]
     assert names == [piece.name for piece in reversed(pieces)]
     firsts = {piece.group: piece for piece in reversed(pieces)}
-    tables = [one for one in firsts.values() if one.size >= bucket_size and one.stack is None]
+    tables = [
+        table for table in firsts.values() if table.size >= bucket_size and table.stack is None
+    ]
     by_name = {piece.name: piece for piece in pieces}
-    by_name |= {one.name: replace(one, own_bucket=True) for one in tables}
+    by_name |= {table.name: replace(table, own_bucket=True) for table in tables}
     for bucket in plan.buckets:
         if any(by_name[placed.name].own_bucket for placed in bucket.placed):
             assert len(bucket.placed) == 1
         assert all(placed.stop - bucket.start < bucket_size for placed in bucket.placed[:-1])
-    for bucket, after in zip(plan.buckets, plan.buckets[1:], strict=False):
-        last, first = by_name[bucket.placed[-1].name], by_name[after.placed[0].name]
+    for bucket, next_bucket in zip(plan.buckets, plan.buckets[1:], strict=False):
+        last, first = by_name[bucket.placed[-1].name], by_name[next_bucket.placed[0].name]
         full = bucket.placed[-1].stop - bucket.start >= bucket_size
         assert full or last.own_bucket or first.own_bucket or last.group != first.group
 
 
 @given(some_pieces(), PARTS)
-def test_whole_parameters_are_dealt_out_evenly(pieces: list[FlatParameter], num_parts: int) -> None:
+def test_undivided_parameters_are_distributed_evenly(
+    pieces: list[FlatParameter], num_parts: int
+) -> None:
     plan = plan_by_parameters(pieces, num_parts)
     check_every_element_once(plan, pieces)
     check_buckets(plan, pieces)
@@ -127,17 +131,17 @@ def test_whole_parameters_are_dealt_out_evenly(pieces: list[FlatParameter], num_
     for index, bucket in enumerate(plan.buckets):
         loads = []
         for part in slices:
-            mine = [piece for piece in part if piece.bucket == index]
-            assert [order[piece.name] for piece in mine] == sorted(
-                order[piece.name] for piece in mine
+            part_pieces = [piece for piece in part if piece.bucket == index]
+            assert [order[piece.name] for piece in part_pieces] == sorted(
+                order[piece.name] for piece in part_pieces
             )
-            loads.append(sum(-(-piece.size // 64) * 64 for piece in mine))
+            loads.append(sum(-(-piece.size // 64) * 64 for piece in part_pieces))
         largest = max(-(-sizes[placed.name] // 64) * 64 for placed in bucket.placed)
         assert max(loads) - min(loads) <= largest
         assert bucket.size <= num_parts * (max(loads) + 128)
 
 
-def test_the_layout_is_that_of_megatron_core() -> None:
+def test_the_layout_matches_megatron_core() -> None:
     plan = plan_by_elements(
         [FlatParameter("a", 100), FlatParameter("b", 200), FlatParameter("c", 300)], 4
     )
@@ -182,7 +186,7 @@ def test_an_empty_buffer_has_no_buckets() -> None:
         assert plan.slices(3) == ()
 
 
-def test_a_buffer_of_a_large_model_is_planned_at_once() -> None:
+def test_slices_of_a_large_model_fit_their_shards() -> None:
     pieces = [
         FlatParameter(f"layers.{i}.{j}", 4096 * 4096 + j) for i in range(126) for j in range(9)
     ]
@@ -190,7 +194,7 @@ def test_a_buffer_of_a_large_model_is_planned_at_once() -> None:
     assert sum(s.size for part in (0, 511) for s in plan.slices(part)) <= 2 * plan.shard_size
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
+def test_invalid_buffer_plans_are_refused() -> None:
     with pytest.raises(ParallelPlanError, match="'a' is listed twice"):
         plan_by_elements([FlatParameter("a", 1), FlatParameter("a", 2)], 2)
     with pytest.raises(ParallelPlanError, match="'a' has -1"):

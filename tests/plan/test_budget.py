@@ -64,47 +64,47 @@ def layout(dp: int = 1, **sizes: Any) -> ParallelLayout:
     return ParallelLayout(world_size, **sizes)
 
 
-def test_parameters_are_counted_as_the_models_hold_them() -> None:
-    (one,) = estimate_memory(GPT2, layout(), STEP)
+def test_parameter_counts_match_published_models() -> None:
+    (estimate,) = estimate_memory(GPT2, layout(), STEP)
     assert (
-        one.num_parameters == 124_439_808 + (50304 - 50257) * 768
+        estimate.num_parameters == 124_439_808 + (50304 - 50257) * 768
     )  # GPT-2 small, and the padded vocabulary
-    (one,) = estimate_memory(replace(LLAMA, num_layers=32, vocab_size=128256), layout(), STEP)
-    assert one.num_parameters == 8_030_261_248  # Llama 3 8B
-    (one,) = estimate_memory(QWEN3_30B_A3B, layout(), STEP)
-    assert one.num_parameters == 30_532_122_624
+    (estimate,) = estimate_memory(replace(LLAMA, num_layers=32, vocab_size=128256), layout(), STEP)
+    assert estimate.num_parameters == 8_030_261_248  # Llama 3 8B
+    (estimate,) = estimate_memory(QWEN3_30B_A3B, layout(), STEP)
+    assert estimate.num_parameters == 30_532_122_624
 
 
-def test_a_tied_head_on_another_stage_is_a_copy() -> None:
+def test_a_tied_head_on_another_stage_counts_as_a_copy() -> None:
     stages = estimate_memory(GPT2, layout(pp=2), STEP)
-    (whole,) = estimate_memory(GPT2, layout(), STEP)
-    assert sum(one.num_parameters for one in stages) == whole.num_parameters + 50304 * 768
+    (single,) = estimate_memory(GPT2, layout(), STEP)
+    assert sum(stage.num_parameters for stage in stages) == single.num_parameters + 50304 * 768
 
 
 def v_layout(pp: int, stage_layers: list[int] | None = None) -> ParallelLayout:
     return ParallelLayout(pp, pp=pp, vpp=2, stage_layers=stage_layers, shape="v")
 
 
-def test_in_a_v_the_first_stage_has_embedding_and_head() -> None:
+def test_the_first_stage_of_a_v_has_embedding_and_head() -> None:
     step = replace(STEP, schedule="zb-v", num_microbatches=16)
     stages = estimate_memory(GPT2, v_layout(2), step)
-    (whole,) = estimate_memory(GPT2, layout(), STEP)
-    assert sum(one.num_parameters for one in stages) == whole.num_parameters
+    (single,) = estimate_memory(GPT2, layout(), STEP)
+    assert sum(stage.num_parameters for stage in stages) == single.num_parameters
     untied = estimate_memory(LLAMA, v_layout(4, [2] * 8), step)
     ends = 2 * 131072 * 4096 + 4096
     assert untied[0].num_parameters - untied[1].num_parameters == ends
-    assert [one.loss > 0 for one in untied] == [True, False, False, False]
+    assert [stage.loss > 0 for stage in untied] == [True, False, False, False]
 
 
-def test_weight_halves_that_wait_need_memory() -> None:
+def test_deferred_weight_halves_need_memory() -> None:
     step = replace(STEP, num_microbatches=32)
-    whole, waiting, twice = (
+    plain, lead_one, lead_two = (
         estimate_memory(LLAMA, layout(pp=8), replace(step, schedule=name))
         for name in ("1f1b", "zb-h1", "zb-h2")
     )
     # In 1f1b the last stage keeps one microbatch. With lead 1 or 2 all stages keep many.
-    assert whole[-1].activations < waiting[-1].activations < twice[-1].activations
-    assert waiting[0].activations == pytest.approx(whole[0].activations, rel=0.02)
+    assert plain[-1].activations < lead_one[-1].activations < lead_two[-1].activations
+    assert lead_one[0].activations == pytest.approx(plain[0].activations, rel=0.02)
     full = [
         estimate_memory(LLAMA, layout(pp=8), replace(step, schedule=name, recompute="full"))
         for name in ("1f1b", "zb-h1")
@@ -113,7 +113,7 @@ def test_weight_halves_that_wait_need_memory() -> None:
     assert full[1][-1].activations > 4 * full[0][-1].activations
 
 
-def test_what_waits_are_the_factors_of_weight_gradients() -> None:
+def test_deferred_weight_gradients_keep_their_factors() -> None:
     costs = activation_costs(LLAMA, fused_activations(LLAMA), MicrobatchShape(num_tokens=4096))
     hidden, query, key, inner = 4096, 4096, 1024, 14336
     inputs = hidden + query + hidden + inner
@@ -131,7 +131,7 @@ def test_mixed_adamw_takes_6_and_12_over_dp_bytes_a_parameter(count: int, dp: in
     assert sum(static_bytes(count, dp, single).values()) == 16 * count
 
 
-def test_a_block_keeps_what_its_layers_keep() -> None:
+def test_a_block_keeps_the_activations_of_its_layers() -> None:
     tokens, costs = (
         4096,
         activation_costs(LLAMA, fused_activations(LLAMA), MicrobatchShape(num_tokens=4096)),
@@ -145,20 +145,20 @@ def test_a_block_keeps_what_its_layers_keep() -> None:
     assert eager.loss_kept == 2 * costs.loss_kept
 
 
-def test_sequence_parallelism_cuts_the_residual_stream_and_tensor_parallelism_the_rest() -> None:
+def test_sequence_parallelism_divides_the_residual_stream_that_tp_keeps() -> None:
     table = fused_activations(LLAMA)
-    whole, cut = (
+    undivided, divided = (
         activation_costs(
             LLAMA, table, MicrobatchShape(num_tokens=4096, tp=tp, sequence_parallel=tp > 1)
         ).kept
         for tp in (1, 4)
     )
-    assert cut * 4 == whole
+    assert divided * 4 == undivided
     plain = activation_costs(LLAMA, table, MicrobatchShape(num_tokens=4096, tp=4)).kept
-    assert plain - cut == 4096 * (2 * 4 * 4096 + 2 * 8) * 3 // 4
+    assert plain - divided == 4096 * (2 * 4 * 4096 + 2 * 8) * 3 // 4
 
 
-def test_recomputation_keeps_the_inputs_of_blocks() -> None:
+def test_full_recomputation_keeps_only_the_inputs_of_blocks() -> None:
     costs = {
         mode: activation_costs(
             LLAMA, fused_activations(LLAMA), MicrobatchShape(num_tokens=4096), recompute=(mode,)
@@ -177,53 +177,59 @@ def test_recomputation_keeps_the_inputs_of_blocks() -> None:
 def test_the_first_stages_hold_more_microbatches() -> None:
     even = layout(pp=4, stage_layers=[4] * 4)
     stages = estimate_memory(LLAMA, even, STEP)
-    assert [one.in_flight for one in stages] == [4, 3, 2, 1]
-    kept = activation_costs(LLAMA, eager_activations(LLAMA), MicrobatchShape(num_tokens=1024))
-    assert [one.activations for one in stages[:3]] == [4 * n * kept.kept for n in (4, 3, 2)]
-    assert stages[3].activations == 4 * kept.kept + kept.head
-    assert [one.loss > 0 for one in stages] == [False, False, False, True]
-    assert all(one.communication == 2 * kept.boundary for one in stages)
+    assert [stage.in_flight for stage in stages] == [4, 3, 2, 1]
+    costs = activation_costs(LLAMA, eager_activations(LLAMA), MicrobatchShape(num_tokens=1024))
+    assert [stage.activations for stage in stages[:3]] == [4 * n * costs.kept for n in (4, 3, 2)]
+    assert stages[3].activations == 4 * costs.kept + costs.head
+    assert [stage.loss > 0 for stage in stages] == [False, False, False, True]
+    assert all(stage.communication == 2 * costs.boundary for stage in stages)
     gpipe = estimate_memory(LLAMA, even, replace(STEP, schedule="gpipe"))
-    assert [one.in_flight for one in gpipe] == [8] * 4
+    assert [stage.in_flight for stage in gpipe] == [8] * 4
     chunks = estimate_memory(
         LLAMA,
         layout(pp=4, vpp=2, stage_layers=[2] * 8),
         replace(STEP, schedule="interleaved"),
     )
-    assert [one.in_flight for one in chunks] == [11, 9, 7, 5]
+    assert [stage.in_flight for stage in chunks] == [11, 9, 7, 5]
 
 
-def test_stages_without_layers_hold_the_embedding_and_the_head_alone() -> None:
+def test_stages_without_layers_hold_only_the_embedding_or_the_head() -> None:
     stages = estimate_memory(LLAMA, layout(pp=4, stage_layers="E|(t*8|)*2L"), STEP)
     table = LLAMA.vocab_rows(1) * LLAMA.hidden_size
-    assert [one.num_parameters for one in stages] == [
+    assert [stage.num_parameters for stage in stages] == [
         table,
         8 * LLAMA.layer_parameters(1),
         8 * LLAMA.layer_parameters(1),
         table + LLAMA.hidden_size,
     ]
     head = activation_costs(LLAMA, eager_activations(LLAMA), MicrobatchShape(num_tokens=1024)).head
-    assert [one.activations for one in stages] == [
+    assert [stage.activations for stage in stages] == [
         0,
-        *[one.activations for one in stages[1:3]],
+        *[stage.activations for stage in stages[1:3]],
         head,
     ]
     assert stages[1].activations > 1.4 * stages[2].activations > 0
 
 
-def test_the_estimate_has_the_layers_that_a_training_has() -> None:
+def test_the_estimate_divides_layers_by_cost_by_default() -> None:
     by_cost = estimate_memory(LLAMA, layout(pp=4), STEP)
-    asked = layout(pp=4, stage_layers=[4, 5, 5, 2])
-    assert by_cost == estimate_memory(LLAMA, asked, STEP)
+    explicit = layout(pp=4, stage_layers=[4, 5, 5, 2])
+    assert by_cost == estimate_memory(LLAMA, explicit, STEP)
     assert by_cost != estimate_memory(LLAMA, layout(pp=4, stage_layers=[4] * 4), STEP)
 
 
-def test_the_parts_add_up_to_the_peak() -> None:
+def test_the_parts_of_an_estimate_add_up_to_the_peak() -> None:
     estimates = estimate_memory(LLAMA, layout(pp=2, dp=2), replace(STEP, library_bytes=2**26))
-    for one in estimates:
-        assert one.static == one.num_parameters * (2 + 4 + 6)
-        assert one.peak - one.static == sum(
-            (one.activations, one.loss, one.workspace, one.communication, one.libraries)
+    for estimate in estimates:
+        assert estimate.static == estimate.num_parameters * (2 + 4 + 6)
+        assert estimate.peak - estimate.static == sum(
+            (
+                estimate.activations,
+                estimate.loss,
+                estimate.workspace,
+                estimate.communication,
+                estimate.libraries,
+            )
         )
 
 
@@ -253,7 +259,7 @@ SIZES = st.fixed_dictionaries(
 @given(
     SIZES, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.integers(1, 4), st.booleans()
 )
-def test_more_work_never_takes_less_and_more_ranks_never_take_more(
+def test_more_work_never_takes_less_memory_and_more_ranks_never_take_more(
     sizes: dict, tp: int, pp: int, dp: int, fused: bool
 ) -> None:
     model, training = GPT2 if tp == 1 else LLAMA, TrainingShape(**sizes)
@@ -261,8 +267,8 @@ def test_more_work_never_takes_less_and_more_ranks_never_take_more(
 
     def peak(training: TrainingShape, tp: int = tp, pp: int = pp, dp: int = dp) -> int:
         return max(
-            one.peak
-            for one in estimate_memory(model, layout(dp, tp=tp, pp=pp), training, table=table)
+            estimate.peak
+            for estimate in estimate_memory(model, layout(dp, tp=tp, pp=pp), training, table=table)
         )
 
     base = peak(training)
@@ -283,31 +289,29 @@ def experts_of(**changes: object) -> ModelShape:
     return replace(QWEN3_30B_A3B, experts=replace(QWEN3_30B_A3B.experts, **changes))
 
 
-def test_experts_are_cut_over_ep_and_etp_and_their_state_over_the_ranks_that_hold_the_same() -> (
-    None
-):
-    (one,) = estimate_memory(QWEN3_30B_A3B, layout(), STEP)
+def test_experts_are_divided_over_ep_and_etp_and_their_state_over_replicas() -> None:
+    (single,) = estimate_memory(QWEN3_30B_A3B, layout(), STEP)
     matrices = 48 * 128 * 3 * 2048 * 768
-    dense = one.num_parameters - matrices
-    # 8 data ranks: 4 different sets of experts, each on 2 of them.
-    (eight,) = estimate_memory(QWEN3_30B_A3B, ParallelLayout(8, ep=4), STEP)
-    assert eight.num_parameters == dense + matrices // 4
-    assert eight.optimizer == 8 * (dense // 8 + matrices // 4 // 2)
-    (cut,) = estimate_memory(QWEN3_30B_A3B, ParallelLayout(8, tp=2, ep=2, etp=4), STEP)
+    dense = single.num_parameters - matrices
+    # 8 data ranks hold 4 different sets of experts, each on 2 ranks.
+    (eight_ranks,) = estimate_memory(QWEN3_30B_A3B, ParallelLayout(8, ep=4), STEP)
+    assert eight_ranks.num_parameters == dense + matrices // 4
+    assert eight_ranks.optimizer == 8 * (dense // 8 + matrices // 4 // 2)
+    (divided,) = estimate_memory(QWEN3_30B_A3B, ParallelLayout(8, tp=2, ep=2, etp=4), STEP)
     (folded,) = estimate_memory(QWEN3_30B_A3B, ParallelLayout(8, tp=2, ep=8, etp=1), STEP)
-    assert cut.num_parameters == folded.num_parameters
-    assert cut.main_parameters == folded.main_parameters
+    assert divided.num_parameters == folded.num_parameters
+    assert divided.main_parameters == folded.main_parameters
 
 
-def test_only_stages_whose_layers_have_experts_hold_some() -> None:
+def test_only_stages_with_expert_layers_hold_experts() -> None:
     model = replace(experts_of(layers=tuple(layer >= 36 for layer in range(48))), tied=False)
     even = ParallelLayout(4, pp=4, stage_layers=[12] * 4)
     stages = estimate_memory(model, even, STEP)
-    of_layer = model.expert_parameters(ParallelLayout(4, pp=4))
+    per_layer = model.expert_parameters(ParallelLayout(4, pp=4))
     assert (
         stages[1].num_parameters
         == stages[2].num_parameters
-        < 12 * of_layer
+        < 12 * per_layer
         < stages[3].num_parameters
     )
     # Layers are in order of chunks, then stages: here the last chunk of every stage has experts.
@@ -316,28 +320,28 @@ def test_only_stages_whose_layers_have_experts_hold_some() -> None:
         ParallelLayout(4, pp=4, vpp=4, stage_layers=[3] * 16),
         replace(STEP, schedule="interleaved"),
     )
-    assert all(one.num_parameters > 3 * of_layer for one in chunks)
+    assert all(stage.num_parameters > 3 * per_layer for stage in chunks)
     assert chunks[1].num_parameters == chunks[2].num_parameters
 
 
 def test_an_all_gather_has_room_for_all_tokens_and_an_all_to_all_for_a_balanced_share() -> None:
     layouts = [ParallelLayout(4, ep=4)] * 2
-    by = [replace(STEP, expert_transport=way) for way in ("all_gather", "all_to_all")]  # type: ignore[arg-type]
-    static, exact = (
-        estimate_memory(QWEN3_30B_A3B, place, training)[0].activations
-        for place, training in zip(layouts, by, strict=True)
+    steps = [replace(STEP, expert_transport=kind) for kind in ("all_gather", "all_to_all")]  # type: ignore[arg-type]
+    gathered, exchanged = (
+        estimate_memory(QWEN3_30B_A3B, parallel_layout, training)[0].activations
+        for parallel_layout, training in zip(layouts, steps, strict=True)
     )
-    (alone,) = estimate_memory(QWEN3_30B_A3B, layout(4), STEP)
-    assert alone.activations < exact < 1.02 * alone.activations  # Two maps of rows for one.
-    assert static > 2.5 * exact
+    (single,) = estimate_memory(QWEN3_30B_A3B, layout(4), STEP)
+    assert single.activations < exchanged < 1.02 * single.activations  # Two maps of rows for one.
+    assert gathered > 2.5 * exchanged
     recomputed = estimate_memory(QWEN3_30B_A3B, layout(4), replace(STEP, recompute="experts"))[
         0
     ].activations
     features = 1024 * 8 * 768
-    assert alone.activations - recomputed == 48 * 4 * 2 * features
+    assert single.activations - recomputed == 48 * 4 * 2 * features
 
 
-def test_sizes_that_do_not_fit_are_refused() -> None:
+def test_invalid_training_shapes_are_refused() -> None:
     with pytest.raises(ParallelPlanError, match="seq_length must be"):
         estimate_memory(GPT2, layout(), replace(STEP, seq_length=0))
     with pytest.raises(ParallelPlanError, match="zero must be 0 or 1"):

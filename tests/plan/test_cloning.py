@@ -1,4 +1,4 @@
-"""Plans of clones: worked examples, and what holds for any counts."""
+"""Plans of expert clones match worked examples, and keep their invariants for any counts."""
 
 from __future__ import annotations
 
@@ -29,43 +29,51 @@ COUNTS = [
 ]
 
 
-def test_light_experts_stay_whole_in_any_order() -> None:
+def test_light_experts_keep_their_rows_in_any_order() -> None:
     assert excess_of_rank([50, 100, 150, 200], 250) == [0, 0, 50, 200]
     assert excess_of_rank([200, 50, 150, 100], 250) == [200, 0, 50, 0]
     assert excess_of_rank([7, 7, 7], 10) == [0, 4, 7], "of equals the first stays"
     assert excess_of_rank([20, 5], 0) == [20, 5]
 
 
-def test_overlaps_of_two_lines() -> None:
+def test_overlaps_are_the_common_lengths_of_intervals_of_two_lines() -> None:
     assert overlaps([100, 150], [80, 120]) == [[80, 20], [0, 100]]
 
 
-def test_both_assignments_of_one_surplus() -> None:
+def test_both_assignments_send_the_largest_surplus_to_the_largest_room() -> None:
     surplus, room = [0, 80, 0, 0, 50, 100, 0, 30], [0, 120, 60, 0]
-    one = ExpertPlaces(num_ranks=4, num_experts=8, places=1)
-    two = ExpertPlaces(num_ranks=4, num_experts=8, places=2)
+    one_place = ExpertPlaces(num_ranks=4, num_experts=8, places=1)
+    two_places = ExpertPlaces(num_ranks=4, num_experts=8, places=2)
     for assign in (assign_one_shot, assign_largest_first):
-        found = assign(surplus, room, one)
-        assert [found[1], found[2]] == [(5, 100), (1, 60)]
-        assert not any(amount for _, amount in (found[0], found[3]))
-    assert [found for found in assign_one_shot(surplus, room, two) if found[1]] == [
+        assignment = assign(surplus, room, one_place)
+        assert [assignment[1], assignment[2]] == [(5, 100), (1, 60)]
+        assert not any(amount for _, amount in (assignment[0], assignment[3]))
+    assert [
+        assignment for assignment in assign_one_shot(surplus, room, two_places) if assignment[1]
+    ] == [
         *((5, 100), (1, 20)),
         (1, 60),
     ]
-    assert [found for found in assign_largest_first(surplus, room, two) if found[1]] == [
+    assert [
+        assignment
+        for assignment in assign_largest_first(surplus, room, two_places)
+        if assignment[1]
+    ] == [
         *((5, 100), (4, 20)),
         (1, 60),
     ]
 
 
 @pytest.mark.parametrize(("amount", "off"), [(80, [24, 40, 16]), (83, [26, 41, 16])])
-def test_ranks_send_in_proportion_and_the_first_what_is_missing(
+def test_ranks_send_in_proportion_and_the_first_ranks_send_the_remainder(
     amount: int, off: list[int]
 ) -> None:
-    assert divide_over_ranks([[30], [50], [20]], [0], [amount]) == tuple((one,) for one in off)
+    assert divide_over_ranks([[30], [50], [20]], [0], [amount]) == tuple(
+        (number,) for number in off
+    )
 
 
-def test_four_ranks_are_evened_out() -> None:
+def test_clones_balance_four_ranks() -> None:
     plan = plan_clones(COUNTS, 1)
     assert plan.owners == (-1, 1, 7, -1)
     assert plan.amounts == (0, 150, 50, 0)
@@ -73,7 +81,7 @@ def test_four_ranks_are_evened_out() -> None:
     assert plan.rows == (350, 350, 350, 350)
 
 
-def test_clones_that_do_not_pay_are_not_made() -> None:
+def test_clones_below_min_rows_are_not_made() -> None:
     assert plan_clones(COUNTS, 1, min_rows=50) == plan_clones(COUNTS, 1)
     plan = plan_clones(COUNTS, 1, min_rows=51)
     assert plan.owners == (-1, 1, -1, -1)
@@ -82,12 +90,12 @@ def test_clones_that_do_not_pay_are_not_made() -> None:
     assert not any(row[2] for row in plan.off)
 
 
-def test_the_first_selections_in_the_order_of_tokens_move() -> None:
+def test_the_first_selections_in_the_order_of_tokens_move_to_clones() -> None:
     layout = ExpertPlaces(num_ranks=4, num_experts=8, places=1)
     off = ((0, 3, 1, 0),) * 4
     plan = ClonePlan(layout, (-1, 1, 7, -1), (0, 12, 4, 0), off, (0,) * 4)
-    found = physical_experts([[1, 7], [1, 0], [7, 1], [2, -1], [1, 3], [7, 6]], plan, 0)
-    assert found == ((5, 8), (5, 0), (10, 5), (3, -1), (1, 4), (10, 9))
+    actual = physical_experts([[1, 7], [1, 0], [7, 1], [2, -1], [1, 3], [7, 6]], plan, 0)
+    assert actual == ((5, 8), (5, 0), (10, 5), (3, -1), (1, 4), (10, 9))
 
 
 def check_plan(drawn: DrawnCounts, plan: ClonePlan) -> None:
@@ -113,23 +121,23 @@ def check_plan(drawn: DrawnCounts, plan: ClonePlan) -> None:
     )
     assert set(places_of_ranks.values()) <= {1}, "two clones of one expert on a rank"
     for rank, load in enumerate(before):
-        own = excess_of_rank(totals[rank * layout.homes : (rank + 1) * layout.homes], mean)
-        assert sum(own) == max(0, load - mean)
-        for expert, over in enumerate(own, rank * layout.homes):
+        excess = excess_of_rank(totals[rank * layout.homes : (rank + 1) * layout.homes], mean)
+        assert sum(excess) == max(0, load - mean)
+        for expert, over in enumerate(excess, rank * layout.homes):
             assert moved[expert] <= over <= totals[expert]
-        here = slice(rank * layout.places, (rank + 1) * layout.places)
-        assert sum(plan.amounts[here]) <= max(0, mean - load)
+        rank_places = slice(rank * layout.places, (rank + 1) * layout.places)
+        assert sum(plan.amounts[rank_places]) <= max(0, mean - load)
     for row, count in zip(plan.off, counts, strict=True):
         sent = [0] * layout.num_experts
         for owner, number in zip(plan.owners, row, strict=True):
             assert number >= 0
             sent[owner] += number
-        assert all(one <= most for one, most in zip(sent, count, strict=True))
+        assert all(sent_rows <= available for sent_rows, available in zip(sent, count, strict=True))
     assert sum(plan.rows) == sum(before)
     assert max(plan.rows) <= max(before)
 
 
-def test_what_holds_for_any_counts() -> None:
+def test_plans_of_any_counts_keep_their_invariants() -> None:
     num_moved = 0
     for drawn in drawn_counts(1000):
         plan = plan_clones(drawn.counts, drawn.places, drawn.min_rows)
@@ -146,17 +154,19 @@ def test_enough_places_balance_all_ranks() -> None:
         assert max(plan.rows) - sum(plan.rows) // layout.num_ranks < layout.num_ranks
 
 
-def test_physical_experts_lead_back_and_have_the_rows_of_the_plan() -> None:
+def test_physical_experts_map_back_and_have_the_rows_of_the_plan() -> None:
     for drawn in drawn_selections(150):
         plan = plan_clones(drawn.counts, drawn.places)
         rows = Counter[int]()
         for rank, selections in enumerate(drawn.selections):
-            found = physical_experts(selections, plan, rank)
-            assert [[plan.logical(one) for one in token] for token in found] == selections
-            physical = [one for token in found for one in token if one != -1]
+            physical_of_tokens = physical_experts(selections, plan, rank)
+            assert [
+                [plan.logical(expert) for expert in token] for token in physical_of_tokens
+            ] == selections
+            physical = [expert for token in physical_of_tokens for expert in token if expert != -1]
             for place, number in enumerate(plan.off[rank]):
                 assert physical.count(plan.layout.physical_place(place)) == number
-            rows.update(one // (plan.layout.homes + plan.layout.places) for one in physical)
+            rows.update(expert // (plan.layout.homes + plan.layout.places) for expert in physical)
         assert tuple(rows[rank] for rank in range(plan.layout.num_ranks)) == plan.rows
 
 
@@ -169,7 +179,9 @@ def test_physical_experts_lead_back_and_have_the_rows_of_the_plan() -> None:
         ((4, 8, 0), "places must be a whole number of at least 1: it is 0"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(sizes: tuple[int, int, int], message: str) -> None:
+def test_invalid_sizes_of_expert_places_are_refused(
+    sizes: tuple[int, int, int], message: str
+) -> None:
     with pytest.raises(ParallelPlanError, match=message):
         ExpertPlaces(*sizes)
 
@@ -182,7 +194,7 @@ def test_sizes_that_do_not_fit_are_refused(sizes: tuple[int, int, int], message:
         (True, 4, (2400, 1714, 3467, 2476)),
     ],
 )
-def test_rows_from_which_a_clone_pays(
+def test_the_fewest_rows_of_a_clone_follow_from_speeds(
     sends_again: bool, gradient: int, rows: tuple[int, ...]
 ) -> None:
     speeds = [(450e12, 250e9), (450e12, 350e9), (650e12, 250e9), (650e12, 350e9)]

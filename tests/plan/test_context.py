@@ -1,4 +1,4 @@
-"""The zig-zag cut: every token once, equal causal work, and blocks that see exactly what they must."""
+"""The zig-zag cut holds each token once, divides causal work equally, and covers visible pairs."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ WINDOWS = st.none() | st.integers(1, 40)
 
 
 @given(CUTS)
-def test_every_token_is_held_once_and_found_again(cut: ContextCut) -> None:
+def test_every_token_is_held_once_and_restored_in_order(cut: ContextCut) -> None:
     held = [cut.positions(rank) for rank in range(cut.size)]
     assert sorted(sum(held, [])) == list(range(cut.seq_length))
-    assert {len(one) for one in held} == {cut.local_length}
+    assert {len(positions) for positions in held} == {cut.local_length}
     joined = sum(held, [])
     pieces = [joined[at * cut.piece : (at + 1) * cut.piece] for at in cut.sequence_order()]
     assert sum(pieces, []) == list(range(cut.seq_length))
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
-def test_neighbours_join_to_a_rank_of_a_coarser_cut(inner: int, outer: int, piece: int) -> None:
+def test_neighbouring_ranks_join_to_a_rank_of_a_coarser_cut(
+    inner: int, outer: int, piece: int
+) -> None:
     fine = ContextCut(inner * outer, 2 * inner * outer * piece)
     coarse = ContextCut(outer, fine.seq_length)
     for host in range(outer):
         ranks = range(host * inner, (host + 1) * inner)
         joined = sum((fine.positions(rank) for rank in ranks), [])
         order = fine.sequence_order(ranks)
-        found = [joined[at * piece + i] for at in order for i in range(piece)]
-        assert found == coarse.positions(host)
+        actual = [joined[at * piece + i] for at in order for i in range(piece)]
+        assert actual == coarse.positions(host)
 
 
 @given(CUTS)
@@ -57,8 +59,10 @@ def test_causal_work_is_equal_on_all_ranks(cut: ContextCut) -> None:
     assert sum(work) == cut.seq_length * (cut.seq_length + 1) // 2
 
 
-def seen_by(block: AttentionBlock, queries: list[int], keys: list[int]) -> set[tuple[int, int]]:
-    """Return the pairs of positions that a block lets see each other."""
+def visible_pairs(
+    block: AttentionBlock, queries: list[int], keys: list[int]
+) -> set[tuple[int, int]]:
+    """Return the pairs of query and key positions that a block computes."""
     return {
         (queries[block.queries[i]], keys[block.keys[j]])
         for i in range(len(block.queries))
@@ -71,7 +75,9 @@ def seen_by(block: AttentionBlock, queries: list[int], keys: list[int]) -> set[t
     }
 
 
-def expected(cut: ContextCut, rank: int, causal: bool, window: int | None) -> set[tuple[int, int]]:
+def expected_pairs(
+    cut: ContextCut, rank: int, causal: bool, window: int | None
+) -> set[tuple[int, int]]:
     return {
         (query, key)
         for query in cut.positions(rank)
@@ -86,21 +92,21 @@ def test_blocks_cover_each_visible_pair_once(
 ) -> None:
     window = window if causal else None
     rank = data.draw(st.integers(0, cut.size - 1))
-    own = cut.positions(rank)
-    wanted = expected(cut, rank, causal, window)
+    queries = cut.positions(rank)
+    expected = expected_pairs(cut, rank, causal, window)
     ring = [
-        (block, seen_by(block, own, cut.positions(source)))
+        (block, visible_pairs(block, queries, cut.positions(source)))
         for source in range(cut.size)
         for block in cut.ring_blocks(rank, source, causal, window)
     ]
     gathered = [
-        (block, seen_by(block, own, list(range(cut.seq_length))))
+        (block, visible_pairs(block, queries, list(range(cut.seq_length))))
         for block in cut.gathered_blocks(rank, causal, window)
     ]
     for blocks in (ring, gathered):
-        assert set().union(*(seen for _, seen in blocks)) == wanted
-        assert sum(len(seen) for _, seen in blocks) == len(wanted)
-        assert all(block.num_pairs == len(seen) for block, seen in blocks)
+        assert set().union(*(pairs for _, pairs in blocks)) == expected
+        assert sum(len(pairs) for _, pairs in blocks) == len(expected)
+        assert all(block.num_pairs == len(pairs) for block, pairs in blocks)
     if window is None:
         assert all(block.is_aligned or not block.is_causal for block, _ in ring + gathered)
 
@@ -115,15 +121,17 @@ def test_lengths_that_do_not_divide_are_refused(length: int, shards: int, legal:
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 6))
-def test_heads_and_their_keys_are_divided(group: int, kv_heads: int, ranks: int) -> None:
+def test_query_heads_are_divided_with_their_kv_heads(group: int, kv_heads: int, ranks: int) -> None:
     heads = group * kv_heads
     parts = split_heads_over(heads, ranks)
     assert [head for part in parts for head in part] == list(range(heads))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
     for part in parts:
-        found = kv_heads_of(part, heads, kv_heads)
-        assert bool(found) == bool(part)
-        if found:
-            repeats, rest = divmod(len(part), len(found))
-            assert not rest
-            assert [found[i // repeats] for i in range(len(part))] == [h // group for h in part]
+        part_kv_heads = kv_heads_of(part, heads, kv_heads)
+        assert bool(part_kv_heads) == bool(part)
+        if part_kv_heads:
+            repeats, remainder = divmod(len(part), len(part_kv_heads))
+            assert not remainder
+            assert [part_kv_heads[i // repeats] for i in range(len(part))] == [
+                h // group for h in part
+            ]

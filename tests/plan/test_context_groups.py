@@ -1,4 +1,4 @@
-"""Groups of ranks for documents: every token once, no document in two groups, none smaller."""
+"""Context groups hold every token once, divide no document, and are as small as possible."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_documents_stay_in_the_smallest_groups(case: tuple[int, int, list[int]])
             for position in ContextGroups(cp, size, length).positions(rank):
                 for row in (0, length):
                     holders.setdefault(document[row + position], set()).add(rank // size)
-        return any(len(found) > 1 for found in holders.values())
+        return any(len(holding_groups) > 1 for holding_groups in holders.values())
 
     assert not has_shared_document(groups.size)
     assert groups.size == 1 or has_shared_document(groups.size // 2)
@@ -47,28 +47,28 @@ def test_every_position_is_held_once(cp: int, data: st.DataObject, piece: int) -
     groups = ContextGroups(cp, data.draw(st.sampled_from(context_group_sizes(cp))), 2 * cp * piece)
     held = [groups.positions(rank) for rank in range(cp)]
     assert sorted(sum(held, [])) == list(range(groups.seq_length))
-    assert {len(one) for one in held} == {2 * piece}
+    assert {len(positions) for positions in held} == {2 * piece}
     for rank in range(cp):
-        joined = sum((held[other] for other in groups.ranks(rank)), [])
+        joined = sum((held[peer] for peer in groups.ranks(rank)), [])
         assert rank in groups.ranks(rank)
         assert sorted(joined) == list(groups.window_of(rank))
 
 
 @given(CPS, st.integers(1, 4))
-def test_one_group_is_the_cut_of_whole_rows(cp: int, piece: int) -> None:
+def test_a_single_group_equals_the_context_cut_of_rows(cp: int, piece: int) -> None:
     length = 2 * cp * piece
-    whole = ContextCut(cp, length)
+    cut = ContextCut(cp, length)
     for rank in range(cp):
-        assert ContextGroups(cp, cp, length).positions(rank) == whole.positions(rank)
-        own = range(rank * 2 * piece, (rank + 1) * 2 * piece)
-        assert ContextGroups(cp, 1, length).positions(rank) == list(own)
+        assert ContextGroups(cp, cp, length).positions(rank) == cut.positions(rank)
+        contiguous = range(rank * 2 * piece, (rank + 1) * 2 * piece)
+        assert ContextGroups(cp, 1, length).positions(rank) == list(contiguous)
 
 
 @pytest.mark.parametrize(
     ("lengths", "size"),
     [([4, 4, 4, 4], 1), ([3, 1, 0, 4, 8], 2), ([2, 4, 2, 8], 2), ([6, 4, 6], 4), ([16], 4)],
 )
-def test_choice_by_hand(lengths: list[int], size: int) -> None:
+def test_group_sizes_of_worked_examples(lengths: list[int], size: int) -> None:
     assert ContextGroups.of([0, *accumulate(lengths)], 16, 4).size == size
 
 
@@ -78,7 +78,7 @@ def test_cp_must_be_a_power_of_two(cp: int, legal: str) -> None:
         context_group_sizes(cp)
 
 
-def test_bad_sizes_and_rows_are_refused() -> None:
+def test_invalid_sizes_and_rows_are_refused() -> None:
     with pytest.raises(ParallelPlanError, match=r"size \(3\).*Use 1, 2 or 4\."):
         ContextGroups(4, 3, 16)
     with pytest.raises(ParallelPlanError, match=r"seq_length \(12\) must be a multiple"):

@@ -18,13 +18,13 @@ from lightning_megatron.plan.layout import ParallelLayout
         ({"cp": 4}, 2, 2, False),
         ({"cp": 8, "tp": 2}, 8, 4, False),
         ({"cp": 4}, 1, 1, False),
-        # The ranks of a sequence are two hosts apart each.
+        # Each rank of a sequence lies on another host.
         ({"cp": 4, "dp": 4, "order": "dp-cp-tp-pp"}, 4, 1, False),
         # The hosts have three ranks, which do not divide the ranks of a sequence.
         ({"cp": 4, "dp": 3}, 3, 1, False),
     ],
 )
-def test_links_follow_the_hosts(
+def test_context_links_follow_the_hosts(
     sizes: dict[str, Any], ranks_per_host: int, inner: int, is_one_host: bool
 ) -> None:
     dp = sizes.pop("dp", 1)
@@ -57,14 +57,14 @@ def test_a_hierarchy_needs_two_levels() -> None:
         (ContextLinks("all_to_all"), 8, 4, 0.1, "all_to_all"),
     ],
 )
-def test_layers_choose_by_links_heads_and_dropout(
+def test_the_transport_follows_links_heads_and_dropout(
     links: ContextLinks, heads: int, kv_heads: int, dropout: float, transport: str
 ) -> None:
-    found = choose_context_transport(links, 4, heads, kv_heads, dropout)
-    assert found.transport == transport
-    assert found.reason
+    choice = choose_context_transport(links, 4, heads, kv_heads, dropout)
+    assert choice.transport == transport
+    assert choice.reason
 
 
-def test_partial_results_refuse_attention_dropout() -> None:
+def test_the_ring_transport_refuses_attention_dropout() -> None:
     with pytest.raises(UnsupportedError, match=r"'ring' cannot be used with attention dropout"):
         choose_context_transport(ContextLinks("ring"), 4, 8, 8, 0.1)

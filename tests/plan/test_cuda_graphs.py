@@ -23,14 +23,14 @@ FINE = GraphConditions(
 )
 
 
-def test_a_mode_a_mapping_and_settings_mean_the_same() -> None:
-    wanted = CudaGraphs("segments")
-    assert CudaGraphs.of("segments") == CudaGraphs.of({"mode": "segments"}) == wanted
-    assert CudaGraphs.of(wanted) is wanted
+def test_a_mode_a_mapping_and_a_settings_object_are_equivalent() -> None:
+    expected = CudaGraphs("segments")
+    assert CudaGraphs.of("segments") == CudaGraphs.of({"mode": "segments"}) == expected
+    assert CudaGraphs.of(expected) is expected
     assert CudaGraphs.of(None) is None
-    found = CudaGraphs.of({"mode": "segments", "scopes": ["attention", "mlp"], "warmup_steps": 5})
-    assert found == CudaGraphs("segments", ("attention", "mlp"), 5)
-    assert wanted == CudaGraphs(
+    actual = CudaGraphs.of({"mode": "segments", "scopes": ["attention", "mlp"], "warmup_steps": 5})
+    assert actual == CudaGraphs("segments", ("attention", "mlp"), 5)
+    assert expected == CudaGraphs(
         mode="segments",
         scopes=("all",),
         warmup_steps=3,
@@ -54,8 +54,8 @@ def test_settings_are_frozen() -> None:
 def test_all_captures_every_scope_and_other_scopes_only_themselves() -> None:
     scopes = get_args(GraphScope)
     assert all(CudaGraphs("segments").captures(scope) for scope in scopes)
-    some = CudaGraphs("segments", ("router", "preprocess"))
-    assert [scope for scope in scopes if some.captures(scope)] == ["router", "preprocess"]
+    selected = CudaGraphs("segments", ("router", "preprocess"))
+    assert [scope for scope in scopes if selected.captures(scope)] == ["router", "preprocess"]
 
 
 @pytest.mark.parametrize(
@@ -299,7 +299,7 @@ def test_runs_that_cannot_be_captured_are_refused(
         ),
     ],
 )
-def test_other_runs_are_accepted(graphs: CudaGraphs, changes: dict[str, Any]) -> None:
+def test_supported_runs_are_accepted(graphs: CudaGraphs, changes: dict[str, Any]) -> None:
     conditions = replace(FINE, **changes)
     check_cuda_graphs(graphs, conditions)
     # The same run is refused on a CPU, so the check has looked at it.

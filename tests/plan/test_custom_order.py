@@ -1,4 +1,4 @@
-"""A user's own order of passes: files and functions, with what they can run and what they refuse."""
+"""Custom orders from files and functions build schedules, and refuse sizes that they do not fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_megatron.plan.schedule import forward_schedule
 
 
 def last_first(rank: int, pp: int, num_microbatches: int, vpp: int) -> Iterator[Action]:
-    """All forwards, then all backwards from the last microbatch on, for even numbers."""
+    """Yield all forwards, then all backwards from the last microbatch on, for even numbers."""
     if num_microbatches % 2:
         raise ZeroDivisionError("odd")
     yield from (Action("F", 0, number) for number in range(num_microbatches))
@@ -37,7 +37,7 @@ def file_of(folder: Path, name: str, *sizes: int) -> Path:
     return path
 
 
-def test_a_file_runs_its_number_of_microbatches_only(tmp_path: Path) -> None:
+def test_a_file_runs_only_its_number_of_microbatches(tmp_path: Path) -> None:
     path = file_of(tmp_path, "zb-v", 4, 8, 2)
     order = order_from_file(str(path), 4, 2)
     assert order.build(8).rows == build_schedule("zb-v", 4, 8, 2).rows
@@ -50,13 +50,13 @@ def test_a_file_runs_its_number_of_microbatches_only(tmp_path: Path) -> None:
         "data-parallel rank, with drop_last=True if the last batch of an epoch is smaller; or a "
         "function, which can order any number of microbatches."
     )
-    # Evaluation has no rows in the file, and may have any number.
+    # Evaluation has no rows in the file, and may have any number of microbatches.
     assert order.build(5, forward_only=True).rows == (
         build_schedule("zb-v", 4, 5, 2, forward_only=True).rows
     )
 
 
-def test_a_function_runs_every_number_that_it_can_order() -> None:
+def test_a_function_runs_every_number_of_microbatches_that_it_supports() -> None:
     order = order_from_function(last_first, 4, 1)
     assert order.build(6) is order.build(6), "the function is called once for each number"
     assert order.build(6).rows[3][-1] == Action("B", 0, 0)
@@ -74,7 +74,7 @@ def test_a_function_runs_every_number_that_it_can_order() -> None:
 
 @pytest.mark.parametrize("shape", ["loop", "v"])
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
-def test_forwards_without_backwards_pass_every_placement(shape: str, chunks: int) -> None:
+def test_forward_schedules_run_on_every_placement(shape: str, chunks: int) -> None:
     for stages in (1, 2, 3, 5):
         placement = Placement(shape, stages, chunks)  # type: ignore[arg-type]
         for microbatches in (1, 2, 5, 12):
@@ -111,15 +111,15 @@ def test_ranks_compare_the_rows_of_files_and_not_their_paths(tmp_path: Path) -> 
     path = tmp_path / "copy.csv"
     path.write_text(format_schedule(build_schedule("1f1b", 2, 4)))
     assert repr(order_from_file(str(path), 2, 1)) == repr(first)
-    other = order_from_file(str(file_of(tmp_path, "gpipe", 2, 4)), 2, 1)
-    assert repr(other) != repr(first)
+    different = order_from_file(str(file_of(tmp_path, "gpipe", 2, 4)), 2, 1)
+    assert repr(different) != repr(first)
 
 
 def rule_of(order: CustomOrder, size: int | None = None) -> MicrobatchRule:
     return MicrobatchRule(size, order, order.placement.num_stages, order.placement.num_chunks, None)
 
 
-def test_microbatches_that_are_not_given_follow_from_the_order(tmp_path: Path) -> None:
+def test_the_default_number_of_microbatches_follows_from_the_order(tmp_path: Path) -> None:
     rule = rule_of(order_from_file(str(file_of(tmp_path, "zb-h1", 4, 6)), 4, 1))
     assert (rule.size_for(12), rule.count_for(12)) == (2, 6)
     rule.check(12)
@@ -147,10 +147,10 @@ def test_memory_is_estimated_for_the_rows_of_a_custom_order(tmp_path: Path) -> N
     )
     layout = ParallelLayout(4, pp=4)
     order = order_from_file(str(file_of(tmp_path, "zb-h1", 4, 8)), 4, 1)
-    own, named = (
+    actual, expected = (
         estimate_memory(
             model, layout, TrainingShape(seq_length=32, num_microbatches=8, schedule=schedule)
         )
         for schedule in (order, "zb-h1")
     )
-    assert own == named
+    assert actual == expected

@@ -1,4 +1,4 @@
-"""A user's own schedule runs if, and only if, its actions can be put in one order."""
+"""A custom schedule runs if, and only if, its actions can be put in one order."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ Node = tuple[int, Action]
 def needs_of(
     placement: Placement, microbatches: int, split: set[tuple[int, int]]
 ) -> dict[Node, set[Node]]:
-    """Return what each action of a step needs, where backwards are split of the given pairs of a
-    virtual stage and a microbatch.
+    """Return the actions that each action of a step needs. Backwards of the pairs of a virtual
+    stage and a microbatch in `split` are split.
     """
     last = placement.num_virtual_stages - 1
 
@@ -61,8 +61,8 @@ def needs_of(
 
 
 @st.composite
-def own_rows(draw: st.DrawFn) -> tuple[Placement, int, Rows, dict[Node, set[Node]]]:
-    """Draw rows from a random order of all actions in which each follows what it needs."""
+def random_rows(draw: st.DrawFn) -> tuple[Placement, int, Rows, dict[Node, set[Node]]]:
+    """Draw rows from a random order of all actions in which each follows the actions it needs."""
     shape = draw(st.sampled_from(["loop", "v"]))
     placement = Placement(shape, draw(st.integers(1, 6)), draw(st.integers(1, 4)))  # type: ignore[arg-type]
     microbatches = draw(st.integers(1, 6))
@@ -102,8 +102,8 @@ def can_run(rows: Rows, needs: dict[Node, set[Node]]) -> bool:
 
 @seed(17)
 @MANY
-@given(own_rows(), st.integers(0, 2**32))
-def test_any_order_in_which_each_action_follows_what_it_needs_runs(
+@given(random_rows(), st.integers(0, 2**32))
+def test_any_order_in_which_actions_follow_the_actions_they_need_runs(
     drawn: tuple[Placement, int, Rows, dict[Node, set[Node]]], number: int
 ) -> None:
     placement, microbatches, rows, _ = drawn
@@ -124,7 +124,7 @@ def test_any_order_in_which_each_action_follows_what_it_needs_runs(
 
 @seed(17)
 @MANY
-@given(own_rows(), st.integers(0, 2**32))
+@given(random_rows(), st.integers(0, 2**32))
 def test_a_shuffled_schedule_is_refused_unless_it_can_run(
     drawn: tuple[Placement, int, Rows, dict[Node, set[Node]]], number: int
 ) -> None:
@@ -144,23 +144,23 @@ def test_a_shuffled_schedule_is_refused_unless_it_can_run(
 
 @seed(17)
 @MANY
-@given(own_rows(), st.integers(0, 2**32))
+@given(random_rows(), st.integers(0, 2**32))
 def test_a_schedule_that_lacks_or_repeats_an_action_is_refused(
     drawn: tuple[Placement, int, Rows, dict[Node, set[Node]]], number: int
 ) -> None:
     placement, microbatches, rows, _ = drawn
     draws = random.Random(number)
     row = draws.choice(rows)
-    at = draws.randrange(len(row))
+    position = draws.randrange(len(row))
     if draws.random() < 0.5:
-        row.insert(draws.randrange(len(row)), row[at])
+        row.insert(draws.randrange(len(row)), row[position])
     else:
-        del row[at]
+        del row[position]
     with pytest.raises(ParallelPlanError, match=r"schedule 'mine' is not legal: on stage \d"):
         schedule_of(placement, microbatches, rows)
 
 
-def test_the_rows_of_a_function_are_those_of_the_named_schedule() -> None:
+def test_a_function_gives_the_name_and_rows_of_a_custom_schedule() -> None:
     def eager(rank: int, num_stages: int, num_microbatches: int, num_chunks: int) -> Iterable:
         return zero_bubble_row(rank, num_stages, num_microbatches, lead=3)
 
@@ -209,14 +209,14 @@ ONCE = "A stage runs each microbatch of each chunk once: F, then B, or I and lat
         (endless(0), f"F of microbatch 0 in chunk 0 happens twice. {ONCE}"),
     ],
 )
-def test_rows_that_are_not_legal_say_why(row: Any, message: str) -> None:
+def test_errors_of_illegal_rows_name_the_reason(row: Any, message: str) -> None:
     with pytest.raises(ParallelPlanError) as error:
         custom_schedule(lambda *_: row, 1, 2, name="mine")
     assert message in str(error.value)
     assert str(error.value).startswith("schedule 'mine'")
 
 
-def test_a_schedule_without_backwards_runs_forwards_alone() -> None:
+def test_a_forward_only_schedule_runs_without_backwards() -> None:
     schedule = custom_schedule(lambda *_: [F1, F0], 2, 2, forward_only=True)
     assert simulate(schedule).length == 3
     with pytest.raises(ParallelPlanError, match=r"A stage without backwards runs each microbatch"):
@@ -243,6 +243,6 @@ def test_a_deadlock_names_the_stages_that_wait_for_each_other() -> None:
         ((2, 2, 0), "vpp must be a whole number of at least 1: it is 0"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(sizes: tuple[int, ...], message: str) -> None:
+def test_sizes_below_one_are_refused(sizes: tuple[int, ...], message: str) -> None:
     with pytest.raises(ParallelPlanError, match=message):
         custom_schedule(endless, *sizes)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The bubble of dualpipe-v, with pairs of a forward and a backward that overlap in one unit."""
+"""The bubble of dualpipe-v has its stated size if forwards and backwards overlap in one unit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMES = [
 
 
 def units_of(schedule: Schedule, rank: int) -> list[tuple[Action, ...]]:
-    """Join each whole backward with the forward of the other chunk before it.
+    """Join each full backward with the forward of the other chunk before it.
 
     As in the source, the last stage does not join its first pair.
     """
@@ -76,7 +76,7 @@ def longest_wait(schedule: Schedule, times: dict[str, int], together: int) -> in
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize(("forward", "half", "weight", "together"), TIMES)
-def test_the_bubble_is_the_stated_one_at_equal_times_and_never_larger(
+def test_the_bubble_equals_the_stated_size_at_equal_times_and_is_never_larger(
     stages: int, forward: int, half: int, weight: int, together: int
 ) -> None:
     backward = half + weight

@@ -1,4 +1,4 @@
-"""Mixtures whose settings contradict each other or the layout are refused."""
+"""Mixtures of experts whose settings contradict each other or the layout are refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ MODEL: dict[str, Any] = {
         ({"layers": (False, False)}, "layers .* have a true value"),
     ],
 )
-def test_numbers_that_contradict_each_other_are_refused(
+def test_invalid_or_contradictory_settings_of_experts_are_refused(
     settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ParallelPlanError, match=message):
@@ -66,17 +66,19 @@ def test_numbers_that_contradict_each_other_are_refused(
         ({"layers": (True, False)}, r"for each of num_layers \(4\): it has 2"),
     ],
 )
-def test_layers_with_experts_are_those_of_the_model(settings: dict[str, Any], message: str) -> None:
+def test_layers_with_experts_that_the_model_lacks_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ParallelPlanError, match=message):
         GPTConfig(**MODEL, bias=False, experts=ExpertsConfig(**SIZES, **settings))
 
 
-def test_experts_have_no_biases() -> None:
+def test_experts_with_biases_are_refused() -> None:
     with pytest.raises(ParallelPlanError, match=r"mlp_bias \(True\) must be False with experts"):
         GPTConfig(**MODEL, experts=ExpertsConfig(**SIZES))
 
 
-def test_every_nth_layer_or_those_of_a_list_have_experts() -> None:
+def test_every_nth_layer_or_the_layers_of_a_list_have_experts() -> None:
     assert [ExpertsConfig(**SIZES, layers=2).is_in(layer) for layer in range(5)] == [
         False,
         True,
@@ -84,7 +86,7 @@ def test_every_nth_layer_or_those_of_a_list_have_experts() -> None:
         True,
         False,
     ]
-    # In the form of a settings file.
+    # A settings file has lists and mappings.
     config = GPTConfig(**MODEL, bias=False, experts={**SIZES, "layers": [False, True, True, False]})  # type: ignore[arg-type]
     assert config.experts == ExpertsConfig(**SIZES, layers=(False, True, True, False))
     assert [config.has_experts_in(layer) for layer in range(4)] == [False, True, True, False]
@@ -103,7 +105,7 @@ def test_every_nth_layer_or_those_of_a_list_have_experts() -> None:
         ),
     ],
 )
-def test_layouts_that_experts_do_not_divide_by_are_refused(
+def test_layouts_that_do_not_divide_the_experts_are_refused(
     layout: dict[str, int], rule: str
 ) -> None:
     config = GPTConfig(**MODEL, bias=False, experts=ExpertsConfig(**SIZES))  # type: ignore[arg-type]

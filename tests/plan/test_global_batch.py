@@ -30,7 +30,7 @@ def batches(draw: st.DrawFn) -> GlobalBatch:
 
 @settings(max_examples=300, deadline=None)
 @given(batch=batches(), start=st.integers(0, 250), length=st.integers(0, 250))
-def test_sizes_counts_and_positions_equal_a_loop(
+def test_sizes_counts_and_positions_equal_a_loop_over_batches(
     batch: GlobalBatch, start: int, length: int
 ) -> None:
     position = start
@@ -44,12 +44,12 @@ def test_sizes_counts_and_positions_equal_a_loop(
     assert batch.after(start, number) == position
 
 
-def test_all_sizes_are_known() -> None:
+def test_sizes_lists_every_size_of_the_ramp_up() -> None:
     assert GlobalBatch(12, RampUp(4, 2, 100)).sizes == (4, 6, 8, 10, 12)
     assert GlobalBatch(12).sizes == (12,)
 
 
-def test_a_size_that_does_not_divide_is_refused_with_legal_ones() -> None:
+def test_a_size_that_does_not_divide_is_refused_with_legal_sizes() -> None:
     GlobalBatch(12).check(3, 2)
     with pytest.raises(ParallelPlanError, match=r"12 is not one of 4 x 2 = 8.*Use 8 or 16, or a"):
         GlobalBatch(12).check(4, 2)
@@ -68,7 +68,7 @@ def test_a_size_that_does_not_divide_is_refused_with_legal_ones() -> None:
         (RampUp(1, 20, 10), "Use an increment below 10"),
     ],
 )
-def test_a_ramp_that_misses_the_size_is_refused(ramp: RampUp, message: str) -> None:
+def test_a_ramp_up_that_misses_the_final_size_is_refused(ramp: RampUp, message: str) -> None:
     with pytest.raises(ParallelPlanError, match=message):
         GlobalBatch(10, ramp)
 

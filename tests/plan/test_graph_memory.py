@@ -1,4 +1,4 @@
-"""The memory of CUDA graphs, calculated by hand."""
+"""Estimates of the memory of CUDA graphs equal calculations by hand."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def memory(
 
 def test_one_slot_has_the_peak_of_one_microbatch() -> None:
     # Activations of two blocks, the head and the loss stay until the end of the backward pass.
-    kept = 2 * 100 + 12 + 50
-    found = memory(SEGMENTS, build_schedule("1f1b", 1, 8))
-    assert found.pools == kept + (80 + 5)
+    activations = 2 * 100 + 12 + 50
+    estimate = memory(SEGMENTS, build_schedule("1f1b", 1, 8))
+    assert estimate.pools == activations + (80 + 5)
     # Two sets of graphs, with ids and labels; all share the gradients of losses.
-    assert found.inputs == 2 * 2 * ID + 4 * TOKENS
-    assert found.total == found.pools + found.inputs
-    assert memory(SEGMENTS, build_schedule("1f1b", 1, 64)) == found
+    assert estimate.inputs == 2 * 2 * ID + 4 * TOKENS
+    assert estimate.total == estimate.pools + estimate.inputs
+    assert memory(SEGMENTS, build_schedule("1f1b", 1, 64)) == estimate
 
 
 def test_every_slot_of_a_stage_has_a_pool_and_inputs() -> None:
@@ -79,13 +79,13 @@ def test_every_slot_of_a_stage_has_a_pool_and_inputs() -> None:
     assert last.inputs == 2 * (10 + ID) + 4 * TOKENS
 
 
-def test_weight_halves_have_a_pool_and_keep_what_they_read() -> None:
+def test_weight_halves_have_a_pool_and_keep_their_inputs() -> None:
     schedule = build_schedule("zb-h1", 2, 8)
-    found = memory(SEGMENTS, schedule, 1)
+    estimate = memory(SEGMENTS, schedule, 1)
     slots = 2
-    each = 2 * 100 + 12 + 50 + 85 + (2 * 45 + 8) + 3 - 10
-    assert found.pools == slots * each
-    assert found.inputs == (slots + 1) * (10 + ID + 4 * TOKENS)
+    per_slot = 2 * 100 + 12 + 50 + 85 + (2 * 45 + 8) + 3 - 10
+    assert estimate.pools == slots * per_slot
+    assert estimate.inputs == (slots + 1) * (10 + ID + 4 * TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -93,24 +93,24 @@ def test_weight_halves_have_a_pool_and_keep_what_they_read() -> None:
     [
         # Each block's attention reads hidden states that eager code writes.
         ("attention", 2 * 60 + 50 - 20, 2 * 20 + 10),
-        # Each MLP reads the residual stream, and what attention adds to it.
+        # Each MLP reads the residual stream, and the output of attention that is added to it.
         ("mlp", 2 * 40 + 25, 2 * 40 + 10),
         ("head", 12 + 50 + 85 - 10, 2 * (10 + ID) + 4 * TOKENS),
-        # Its result, and what it adds up.
+        # The embedding keeps a sum and its terms.
         ("embedding", 2 * 10, 2 * ID),
     ],
 )
-def test_scopes_select_what_is_counted(scope: str, pools: int, inputs: int) -> None:
+def test_scopes_select_the_counted_memory(scope: str, pools: int, inputs: int) -> None:
     graphs = CudaGraphs("segments", scopes=(scope,))  # type: ignore[arg-type]
     assert memory(graphs, build_schedule("1f1b", 1, 8)) == GraphMemory(pools, inputs)
 
 
-def test_blocks_that_are_recomputed_are_captured_whole_or_not_at_all() -> None:
+def test_recomputed_blocks_are_captured_completely_or_not_at_all() -> None:
     schedule = build_schedule("1f1b", 1, 8)
     attention = CudaGraphs("segments", scopes=("attention",))
-    both = CudaGraphs("segments", scopes=("attention", "mlp"))
+    attention_and_mlp = CudaGraphs("segments", scopes=("attention", "mlp"))
     assert memory(attention, schedule, is_block_whole=True) == GraphMemory()
-    assert memory(both, schedule, is_block_whole=True).pools == 2 * 100 + 50 - 10
+    assert memory(attention_and_mlp, schedule, is_block_whole=True).pools == 2 * 100 + 50 - 10
 
 
 def test_experts_behind_a_transport_of_unknown_sizes_stay_eager() -> None:
@@ -120,7 +120,7 @@ def test_experts_behind_a_transport_of_unknown_sizes_stay_eager() -> None:
         mixture = replace(
             BLOCK, has_experts=True, experts=30, returned=7, static_transport=is_static
         )
-        found = graph_memory(
+        estimate = graph_memory(
             SEGMENTS,
             schedule,
             0,
@@ -130,18 +130,18 @@ def test_experts_behind_a_transport_of_unknown_sizes_stay_eager() -> None:
             input_bytes=16,
             transfers=0,
         )
-        return found.pools, found.inputs
+        return estimate.pools, estimate.inputs
 
     static, eager = pools(True), pools(False)
     assert static[0] - eager[0] == 30
     assert eager[1] - static[1] == 2 * 7
 
 
-def test_a_whole_step_has_one_pool_and_all_microbatches() -> None:
+def test_a_graph_of_a_full_step_has_one_pool_and_all_microbatches() -> None:
     full = CudaGraphs("full")
-    found = memory(full, build_schedule("1f1b", 1, 8))
+    estimate = memory(full, build_schedule("1f1b", 1, 8))
     # Two blocks and the head, while the loss has its gradient.
-    assert found == GraphMemory(200 + 12 + 50 + 80 + 5, 8 * TOKENS * 16)
+    assert estimate == GraphMemory(200 + 12 + 50 + 80 + 5, 8 * TOKENS * 16)
     # Two microbatches in flight on the first of two stages, and transfers.
     assert memory(full, build_schedule("1f1b", 2, 8)).pools == 2 * 200 + 30 + 20
 
@@ -161,10 +161,10 @@ def test_the_estimate_of_a_stage_has_a_part_for_graphs() -> None:
     step = TrainingShape(seq_length=64, num_microbatches=8)
     eager = estimate_memory(model, layout, step)
     graphs = estimate_memory(model, layout, replace(step, cuda_graphs=SEGMENTS))
-    for one, other in zip(eager, graphs, strict=True):
-        assert one.graphs == 0
-        assert other.graphs > 0
-        assert replace(other, graphs=0) == one
-        assert other.peak == one.peak + other.graphs
+    for eager_stage, graph_stage in zip(eager, graphs, strict=True):
+        assert eager_stage.graphs == 0
+        assert graph_stage.graphs > 0
+        assert replace(graph_stage, graphs=0) == eager_stage
+        assert graph_stage.peak == eager_stage.peak + graph_stage.graphs
     with pytest.raises(UnsupportedError, match="keep a limited number of microbatches"):
         estimate_memory(model, layout, replace(step, schedule="gpipe", cuda_graphs=SEGMENTS))

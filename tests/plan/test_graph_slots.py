@@ -1,4 +1,4 @@
-"""No slot is booked twice, and the number of slots does not grow with the microbatches."""
+"""No slot of CUDA graphs is booked twice, and more microbatches need no more slots."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def first_slots(slots: GraphSlots) -> tuple[int, ...]:
     return tuple(0 if unit is None else slots.slot_of(unit) for unit in slots.first_units)
 
 
-def least_of(name: str, stages: int) -> int:
+def fewest_microbatches(name: str, stages: int) -> int:
     return {"interleaved": stages, "dualpipe-v": 2 * stages}.get(name, 1)
 
 
-def simple() -> Iterator[Schedule]:
-    """Every named schedule but gpipe, pp <= 8, vpp <= 4 and several numbers of microbatches, with
-    groups of pp.
+def named_schedules() -> Iterator[Schedule]:
+    """Yield every named schedule but gpipe with pp <= 8, vpp <= 4, groups of pp microbatches and
+    several numbers of groups.
     """
     for name in (*CHUNKS, "interleaved"):
         for stages in range(1 + (name == "interleaved"), 9):
@@ -48,12 +48,12 @@ def simple() -> Iterator[Schedule]:
 
 
 @st.composite
-def drawn(draw: st.DrawFn) -> Schedule:
-    """Draw any named schedule but gpipe, with any group size that is far below the step's."""
+def drawn_schedules(draw: st.DrawFn) -> Schedule:
+    """Draw any named schedule but gpipe, with groups far smaller than all microbatches."""
     name = draw(st.sampled_from([*CHUNKS, "interleaved"]))
     stages = draw(st.integers(1 + (name == "interleaved"), 8))
     chunks = draw(st.integers(2, 4)) if name == "interleaved" else CHUNKS[name]
-    microbatches = draw(st.integers(least_of(name, stages), 64))
+    microbatches = draw(st.integers(fewest_microbatches(name, stages), 64))
     group = None
     if name == "interleaved":
         sizes = [
@@ -68,33 +68,33 @@ def drawn(draw: st.DrawFn) -> Schedule:
 
 
 def check_bookings(schedule: Schedule) -> None:
-    """Follow the row of each stage: no unit may find its slot taken, and each peak is reached."""
+    """Check that no unit of a stage finds its slot taken, and that each peak is reached."""
     for slots in slots_of(schedule):
         taken: dict[tuple[int, int], PipelineUnit] = {}
         reached = [0] * schedule.num_chunks
         for action in schedule.actions(slots.rank):
-            place = action.chunk, slots.slot_of(action.unit)
+            slot = action.chunk, slots.slot_of(action.unit)
             if action.kind == "F":
-                assert place not in taken, f"{action} takes the slot of {taken.get(place)}"
-                taken[place] = action.unit
-                reached[action.chunk] = max(reached[action.chunk], place[1] + 1)
+                assert slot not in taken, f"{action} takes the slot of {taken.get(slot)}"
+                taken[slot] = action.unit
+                reached[action.chunk] = max(reached[action.chunk], slot[1] + 1)
             else:
-                assert taken[place] == action.unit, f"{action} runs in the slot of another unit"
+                assert taken[slot] == action.unit, f"{action} runs in the slot of another unit"
                 if action.kind in ("B", "W"):
-                    del taken[place]
+                    del taken[slot]
         assert not taken
         assert tuple(reached) == slots.peaks
         assert tuple(map(slots.peak, range(schedule.num_chunks))) == slots.peaks
 
 
 @MANY
-@given(drawn())
+@given(drawn_schedules())
 def test_no_slot_is_booked_twice(schedule: Schedule) -> None:
     check_bookings(schedule)
 
 
 @MANY
-@given(drawn())
+@given(drawn_schedules())
 def test_the_first_backward_of_every_chunk_is_in_slot_0(schedule: Schedule) -> None:
     for slots in slots_of(schedule):
         assert first_slots(slots) == (0,) * schedule.num_chunks
@@ -102,19 +102,19 @@ def test_the_first_backward_of_every_chunk_is_in_slot_0(schedule: Schedule) -> N
 
 def test_the_number_of_slots_does_not_depend_on_the_number_of_microbatches() -> None:
     peaks: dict[tuple[str, int, int], list[tuple[int, ...]]] = {}
-    for schedule in simple():
+    for schedule in named_schedules():
         of_stages = sum((slots.peaks for slots in slots_of(schedule)), ())
         key = schedule.name, schedule.num_stages, schedule.num_chunks
         peaks.setdefault(key, []).append(of_stages)
     assert len(peaks) == 5 * 8 + 3 * 7
-    for (name, stages, chunks), found in peaks.items():
-        assert len(found) >= 3, (name, stages, chunks)
-        assert len(set(found)) == 1, (name, stages, chunks)
-        assert max(found[0]) <= 2 * stages
+    for (name, stages, chunks), peaks_of_schedules in peaks.items():
+        assert len(peaks_of_schedules) >= 3, (name, stages, chunks)
+        assert len(set(peaks_of_schedules)) == 1, (name, stages, chunks)
+        assert max(peaks_of_schedules[0]) <= 2 * stages
 
 
 @MANY
-@given(drawn())
+@given(drawn_schedules())
 def test_microbatches_take_the_slots_in_turn(schedule: Schedule) -> None:
     for slots in slots_of(schedule):
         for chunk, peak in enumerate(slots.peaks):
@@ -124,13 +124,13 @@ def test_microbatches_take_the_slots_in_turn(schedule: Schedule) -> None:
             ]
 
 
-def test_numbers_of_slots_are_those_of_the_papers() -> None:
+def test_numbers_of_slots_match_the_papers() -> None:
     for number in (8, 16, 64):
         slots = slots_of(build_schedule("interleaved", 4, number, 2))
-        assert [one.peaks for one in slots] == [(8, 4), (8, 4), (7, 3), (5, 1)]
-        assert [sum(one.peaks) for one in slots] == [12, 12, 10, 6]
+        assert [stage_slots.peaks for stage_slots in slots] == [(8, 4), (8, 4), (7, 3), (5, 1)]
+        assert [sum(stage_slots.peaks) for stage_slots in slots] == [12, 12, 10, 6]
         plain = slots_of(build_schedule("1f1b", 4, number))
-        assert [one.peaks for one in plain] == [(4,), (3,), (2,), (1,)]
+        assert [stage_slots.peaks for stage_slots in plain] == [(4,), (3,), (2,), (1,)]
 
 
 def test_an_evaluation_has_one_slot() -> None:
@@ -143,7 +143,7 @@ def test_an_evaluation_has_one_slot() -> None:
 
 
 def last_first(rank: int, stages: int, number: int, chunks: int) -> list[Action]:
-    """Two forwards, then their backwards with the last first, again and again."""
+    """Repeat two forwards and then their backwards in reverse order."""
     row = []
     for start in range(0, number, 2):
         pair = range(start, min(start + 2, number))

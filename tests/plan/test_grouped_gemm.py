@@ -31,7 +31,7 @@ PASSES = (Pass.FORWARD, Pass.DATA_GRAD, Pass.WEIGHT_GRAD_BF16, Pass.WEIGHT_GRAD_
 
 
 @pytest.mark.parametrize("shape", MEASURED)
-def test_the_measured_shapes_get_the_variants_that_were_best(shape: str) -> None:
+def test_measured_shapes_get_their_fastest_variants(shape: str) -> None:
     sizes, tiles = MEASURED[shape]
     chosen = [choose_variant(which, *sizes).variant for which in PASSES]
     assert chosen == [f"{which}_{tile}" for which, tile in zip(PASSES, tiles, strict=True)]
@@ -48,13 +48,13 @@ def test_the_measured_shapes_get_the_variants_that_were_best(shape: str) -> None
         ((32768, 32, 1024, 2048), S),
     ],
 )
-def test_swiglu_in_the_product_gets_the_variant_that_was_best(
+def test_swiglu_fused_into_the_product_gets_its_fastest_variant(
     sizes: tuple[int, int, int, int], tile: str
 ) -> None:
     assert choose_variant(Pass.FORWARD_SWIGLU, *sizes).variant == f"forward_swiglu_{tile}"
 
 
-def test_swiglu_is_apart_where_the_product_alone_has_a_better_variant() -> None:
+def test_swiglu_is_not_fused_where_a_separate_product_has_a_faster_variant() -> None:
     assert reason_against_fusion(1536, 2048) is None
     assert reason_against_fusion(1024, 2048) is None
     assert reason_against_fusion(28672, 4096) is None
@@ -68,7 +68,7 @@ def test_swiglu_is_apart_where_the_product_alone_has_a_better_variant() -> None:
         choose_variant(Pass.FORWARD_SWIGLU, 1000, 8, 520, 384)
 
 
-def test_every_variant_belongs_to_the_longest_name_that_it_begins_with() -> None:
+def test_every_variant_belongs_to_the_pass_with_the_longest_matching_name() -> None:
     assert pass_of("forward_pingpong_128x128_1x2") is Pass.FORWARD
     assert pass_of("forward_swiglu_pingpong_128x128_1x2") is Pass.FORWARD_SWIGLU
     assert {pass_of(variant) for variant in VARIANTS} == set(Pass)
@@ -92,19 +92,19 @@ def test_long_reductions_with_swiglu_walk_in_bands() -> None:
     assert choose_variant(Pass.FORWARD_SWIGLU, 32768, 32, 1536, 2048).band == 0
 
 
-def test_the_rule_names_every_variant_and_no_other() -> None:
+def test_the_rule_chooses_every_variant_for_some_sizes() -> None:
     sizes = (384, 1024, 2048, 4096, 7168)
-    named = {
+    chosen = {
         choose_variant(which, rows, 8, n, k).variant
         for which in Pass
         for rows in (0, 1024, 4096, 16384)
         for n in sizes
         for k in sizes
     }
-    assert named == set(VARIANTS)
+    assert chosen == set(VARIANTS)
 
 
-def test_the_reason_has_the_numbers() -> None:
+def test_the_reason_of_a_choice_has_the_compared_numbers() -> None:
     assert (
         choose_variant(Pass.FORWARD, 1000, 8, 384, 384).reason
         == "125 rows a group are fewer than 256"
@@ -112,9 +112,9 @@ def test_the_reason_has_the_numbers() -> None:
     assert "7168 is at least 4096" in choose_variant(Pass.FORWARD, 16384, 32, 4096, 7168).reason
 
 
-def test_a_variant_can_be_asked_for() -> None:
-    asked = choose_variant(Pass.FORWARD, 1000, 8, 384, 384, variant=f"forward_{C}")
-    assert asked == VariantChoice(f"forward_{C}", along_n=False, band=0, reason="it was asked for")
+def test_a_variant_can_be_requested() -> None:
+    choice = choose_variant(Pass.FORWARD, 1000, 8, 384, 384, variant=f"forward_{C}")
+    assert choice == VariantChoice(f"forward_{C}", along_n=False, band=0, reason="it was asked for")
     with pytest.raises(
         UnsupportedError,
         match="must compute the product data_grad: 'forward_.* Use data_grad_cooperative",
@@ -133,7 +133,7 @@ def test_a_variant_can_be_asked_for() -> None:
         ((1000, 1024, 2**22, 8), "sizes must fit 32 bits"),
     ],
 )
-def test_sizes_that_the_kernels_cannot_do_are_refused(
+def test_sizes_that_the_kernels_do_not_support_are_refused(
     sizes: tuple[int, int, int, int], message: str
 ) -> None:
     with pytest.raises(UnsupportedError, match=message):

@@ -71,13 +71,13 @@ def test_layouts_that_megatron_core_cannot_place_are_refused() -> None:
 
 @given(layouts())
 def test_groups_partition_the_ranks(layout: ParallelLayout) -> None:
-    everyone = list(range(layout.rank_offset, layout.rank_offset + layout.world_size))
+    all_ranks = list(range(layout.rank_offset, layout.rank_offset + layout.world_size))
     lists = [
         layout.groups(name) for name in ("tp", "cp", "dp", "pp", "dp-cp", "tp-pp", "tp-cp-dp-pp")
     ]
     lists += [layout.expert_groups(name) for name in ("etp", "ep", "edp", "pp", "etp-ep", "ep-edp")]
     for groups in lists:
-        assert sorted(rank for group in groups for rank in group) == everyone
+        assert sorted(rank for group in groups for rank in group) == all_ranks
         assert all(group == sorted(group) for group in groups)
         assert len({len(group) for group in groups}) == 1
 
@@ -108,7 +108,7 @@ def test_both_grids_agree_on_the_stages(layout: ParallelLayout) -> None:
     assert layout.groups("pp") == layout.expert_groups("pp")
 
 
-def test_a_name_means_the_same_in_any_order_of_its_axes() -> None:
+def test_group_names_are_independent_of_the_order_of_their_axes() -> None:
     layout = ParallelLayout(16, tp=2, cp=2, pp=2)
     assert (
         layout.groups("dp-cp")
@@ -118,7 +118,7 @@ def test_a_name_means_the_same_in_any_order_of_its_axes() -> None:
     assert layout.expert_groups("etp-edp") == layout.expert_groups("dp-tp")
 
 
-def test_the_worked_example_of_sixteen_ranks() -> None:
+def test_groups_of_sixteen_ranks_match_a_worked_example() -> None:
     layout = ParallelLayout(16, tp=4, pp=2, etp=1, ep=4)
     assert (layout.dp, layout.edp, layout.etp, layout.has_experts) == (2, 2, 1, True)
     assert layout.groups("dp") == [
@@ -143,17 +143,17 @@ def test_the_worked_example_of_sixteen_ranks() -> None:
     assert layout.expert_coordinates(13) == {"etp": 0, "ep": 1, "edp": 1, "pp": 1}
 
 
-def test_one_stage_has_one_embedding_rank_per_pipeline() -> None:
+def test_a_single_stage_has_one_embedding_rank_per_pipeline() -> None:
     assert ParallelLayout(2).embedding_groups() == [[0], [1]]
 
 
-def test_etp_is_tp_unless_given() -> None:
+def test_etp_equals_tp_by_default() -> None:
     assert ParallelLayout(8, tp=4).etp == 4
     assert not ParallelLayout(8, tp=4).has_experts
     assert replace(ParallelLayout(8, tp=4, etp=2), pp=2).etp == 2
 
 
-def test_equal_layouts_are_equal_and_hash_alike() -> None:
+def test_equal_layouts_have_equal_hashes() -> None:
     assert (
         len({ParallelLayout(8, tp=2), ParallelLayout(8, tp=2, etp=2), ParallelLayout(8, tp=4)}) == 2
     )
@@ -220,7 +220,7 @@ def test_equal_layouts_are_equal_and_hash_alike() -> None:
         ),
     ],
 )
-def test_a_layout_that_cannot_be_says_why_and_what_can(
+def test_errors_of_invalid_layouts_give_the_rule_and_valid_sizes(
     arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ParallelPlanError) as error:

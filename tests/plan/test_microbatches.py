@@ -16,12 +16,12 @@ def rule(
 
 @pytest.mark.parametrize("num_samples", [1, 7, 64])
 def test_without_stages_or_by_request_a_batch_is_one_microbatch(num_samples: int) -> None:
-    for whole in (rule(), rule("batch"), rule("batch", pp=4)):
-        assert whole.is_whole
-        assert (whole.size_for(num_samples), whole.count_for(num_samples)) == (num_samples, 1)
+    for single in (rule(), rule("batch"), rule("batch", pp=4)):
+        assert single.is_whole
+        assert (single.size_for(num_samples), single.count_for(num_samples)) == (num_samples, 1)
 
 
-def test_a_given_size_is_kept() -> None:
+def test_a_given_microbatch_size_is_used() -> None:
     assert not rule(3).is_whole
     assert (rule(3).size_for(8), rule(3).count_for(8)) == (3, 3)
 
@@ -42,34 +42,36 @@ def test_a_given_size_is_kept() -> None:
 def test_stages_are_idle_for_at_most_a_fifth_of_a_step(
     pp: int, vpp: int, num_samples: int, count: int
 ) -> None:
-    found = rule(pp=pp, vpp=vpp)
-    assert found.is_chosen
-    assert found.count_for(num_samples) == count
-    assert found.size_for(num_samples) * count == num_samples
-    assert count == num_samples or found.idle_share(count) <= 0.2
+    automatic = rule(pp=pp, vpp=vpp)
+    assert automatic.is_chosen
+    assert automatic.count_for(num_samples) == count
+    assert automatic.size_for(num_samples) * count == num_samples
+    assert count == num_samples or automatic.idle_share(count) <= 0.2
 
 
 @pytest.mark.parametrize(
     ("schedule", "vpp", "count"),
     [("zb-h1", 1, 4), ("zb-h2", 1, 6), ("zb-v", 2, 4), ("dualpipe-v", 2, 8)],
 )
-def test_schedules_with_halves_need_fewer_microbatches(schedule, vpp, count) -> None:
-    found = MicrobatchRule(None, schedule, 4, vpp, None)
+def test_schedules_with_split_backwards_need_fewer_microbatches(schedule, vpp, count) -> None:
+    automatic = MicrobatchRule(None, schedule, 4, vpp, None)
     assert rule(pp=4).count_for(48) == 12
-    assert found.count_for(48) == count
-    assert found.idle_share(count) <= 0.2
+    assert automatic.count_for(48) == count
+    assert automatic.idle_share(count) <= 0.2
 
 
 @pytest.mark.parametrize("num_samples", range(1, 100))
 @pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (4, 1), (2, 2), (4, 3)])
-def test_fewer_microbatches_would_idle_longer(pp: int, vpp: int, num_samples: int) -> None:
-    found = rule(pp=pp, vpp=vpp)
-    count = found.count_for(num_samples)
-    fewer = [n for n in range(1, count) if num_samples % n == 0 and found.can_run(n)]
+def test_fewer_microbatches_leave_stages_idle_for_more_than_a_fifth_of_a_step(
+    pp: int, vpp: int, num_samples: int
+) -> None:
+    automatic = rule(pp=pp, vpp=vpp)
+    count = automatic.count_for(num_samples)
+    fewer = [n for n in range(1, count) if num_samples % n == 0 and automatic.can_run(n)]
     assert num_samples % count == 0
-    assert all(found.idle_share(n) > 0.2 for n in fewer)
-    if found.can_run(num_samples):
-        found.check(num_samples)
+    assert all(automatic.idle_share(n) > 0.2 for n in fewer)
+    if automatic.can_run(num_samples):
+        automatic.check(num_samples)
 
 
 def test_the_group_of_an_interleaved_schedule_is_respected() -> None:
@@ -77,7 +79,7 @@ def test_the_group_of_an_interleaved_schedule_is_respected() -> None:
     assert rule(pp=4, vpp=2, group=7).count_for(64) == 32
 
 
-def test_a_batch_that_no_count_fits_is_refused_by_the_schedule() -> None:
+def test_a_batch_of_fewer_samples_than_stages_is_refused_by_the_schedule() -> None:
     with pytest.raises(
         ParallelPlanError,
         match="needs at least as many microbatches as stages: num_microbatches is 3",

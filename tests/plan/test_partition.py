@@ -1,4 +1,4 @@
-"""Virtual stages have contiguous layers, all of them, and the busiest stage costs as little as can be."""
+"""Virtual stages divide all layers in order, and the busiest stage has the least possible cost."""
 
 from __future__ import annotations
 
@@ -44,29 +44,29 @@ def counts(
 @cache
 def compositions(total: int, least: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     parts, spare = len(least), total - sum(least)
-    found = []
+    results = []
     for bars in combinations(range(spare + parts - 1), parts - 1):
         edges = (-1, *bars, spare + parts - 1)
-        found.append(
+        results.append(
             tuple(
                 low + right - left - 1
                 for low, (left, right) in zip(least, pairwise(edges), strict=True)
             )
         )
-    return tuple(found)
+    return tuple(results)
 
 
 @given(st.integers(1, 12), st.integers(2, 5), st.integers(1, 3), COSTS, COSTS)
-def test_the_busiest_stage_is_as_light_as_can_be(
+def test_the_busiest_stage_has_the_least_possible_cost(
     num_layers: int, pp: int, vpp: int, embedding: float, head: float
 ) -> None:
-    costs, place = LayerCosts((1.0,) * num_layers, embedding, head), layout(pp, vpp)
+    costs, parallel_layout = LayerCosts((1.0,) * num_layers, embedding, head), layout(pp, vpp)
     if pp * vpp > num_layers:
         with pytest.raises(ParallelPlanError, match="every virtual stage holds at least one layer"):
-            partition_of(costs, place)
+            partition_of(costs, parallel_layout)
         return
-    partition = partition_of(costs, place)
-    assert [layer for one in partition.ranges for layer in one] == list(range(num_layers))
+    partition = partition_of(costs, parallel_layout)
+    assert [layer for layers in partition.ranges for layer in layers] == list(range(num_layers))
     assert all(partition.counts[:-1])
     assert partition.counts[-1] or head
     last = vpp - 1 if head else vpp
@@ -74,15 +74,15 @@ def test_the_busiest_stage_is_as_light_as_can_be(
         max(embedding + totals[0], *totals[1:-1], head + totals[-1])
         for totals in compositions(num_layers, (*(vpp,) * (pp - 1), last))
     )
-    assert max(costs.of_stages(partition.counts, place.placement)) == pytest.approx(best)
+    assert max(costs.of_stages(partition.counts, parallel_layout.placement)) == pytest.approx(best)
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4))
-def test_an_even_division_is_even_where_nothing_surrounds_the_layers(
-    pp: int, vpp: int, each: int
+def test_stages_have_equally_many_layers_without_costs_of_embedding_and_head(
+    pp: int, vpp: int, per_stage: int
 ) -> None:
     vpp = vpp if pp > 1 else 1
-    assert counts(pp * vpp * each, pp, vpp) == [each] * (pp * vpp)
+    assert counts(pp * vpp * per_stage, pp, vpp) == [per_stage] * (pp * vpp)
 
 
 @given(
@@ -92,19 +92,22 @@ def test_an_even_division_is_even_where_nothing_surrounds_the_layers(
     COSTS,
 )
 @example([1.0] * 7 + [4.0, 1.0], 4, 0.0, 1.0)
-def test_layers_of_different_costs_are_divided_as_well_as_can_be(
+def test_layers_of_different_costs_are_divided_optimally(
     layers: list[float], pp: int, embedding: float, head: float
 ) -> None:
     if pp > len(layers):
         return
-    costs, place = LayerCosts(tuple(layers), embedding, head), layout(pp)
+    costs, parallel_layout = LayerCosts(tuple(layers), embedding, head), layout(pp)
     least = (*(1,) * (pp - 1), 0 if head else 1)
-    best = min(max(costs.of_virtual_stages(one)) for one in compositions(len(layers), least))
-    found = max(costs.of_virtual_stages(partition_of(costs, place).counts))
-    assert found == pytest.approx(best)
+    best = min(
+        max(costs.of_virtual_stages(stage_counts))
+        for stage_counts in compositions(len(layers), least)
+    )
+    actual = max(costs.of_virtual_stages(partition_of(costs, parallel_layout).counts))
+    assert actual == pytest.approx(best)
 
 
-def test_dense_layers_of_a_mixture_weigh_what_they_cost() -> None:
+def test_dense_layers_of_a_mixture_are_weighted_by_their_cost() -> None:
     experts = {
         "num_experts": 8,
         "top_k": 1,
@@ -145,7 +148,7 @@ def test_first_and_last_stage_hold_fewer_layers(
     assert counts(*arguments) == expected
 
 
-def test_virtual_stages_alternate_between_the_stages_or_go_back() -> None:
+def test_virtual_stages_follow_a_loop_or_a_v() -> None:
     partition = partition_of(LayerCosts.equal(9), layout(2, 2, [2, 3, 3, 1]))
     assert partition.ranges == (range(2), range(2, 5), range(5, 8), range(8, 9))
     assert partition.by_stage(Placement("loop", 2, 2)) == (
@@ -178,11 +181,11 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(("pp", "vpp"), [(2, 1), (4, 1), (8, 1), (2, 2), (4, 2), (4, 4)])
-def test_a_step_takes_no_longer_than_with_as_many_layers_in_every_stage(
+def test_a_step_takes_no_longer_than_with_equally_many_layers_per_stage(
     name: str, pp: int, vpp: int
 ) -> None:
     model = SHAPES[name]
-    costs, place = model.memory_shape().costs(), layout(pp, vpp)
+    costs, parallel_layout = model.memory_shape().costs(), layout(pp, vpp)
     even = [model.num_layers // (pp * vpp)] * (pp * vpp)
     schedules = ("interleaved",) if vpp > 1 else ("1f1b", "gpipe", "zb-h1")
 
@@ -191,20 +194,20 @@ def test_a_step_takes_no_longer_than_with_as_many_layers_in_every_stage(
         order = build_schedule(schedule, pp, num_microbatches, vpp)  # type: ignore[arg-type]
         return simulate(order, StageCosts(ticks, ticks, ticks)).length
 
-    by_cost = list(model.partition(place).counts)
+    by_cost = list(model.partition(parallel_layout).counts)
     for schedule in schedules:
         for num_microbatches in (pp, 2 * pp, 4 * pp):
-            before = length(schedule, num_microbatches, even)
-            assert length(schedule, num_microbatches, by_cost) <= before
+            even_length = length(schedule, num_microbatches, even)
+            assert length(schedule, num_microbatches, by_cost) <= even_length
     if name == "Llama 3 8B with half of the layers" and (pp, vpp) == (4, 2):
         assert by_cost == [2, 2, 2, 2, 2, 3, 3, 0]
         assert length("interleaved", 16, even) > 1.24 * length("interleaved", 16, by_cost)
 
 
-def test_a_layout_has_the_partition_that_was_asked_for() -> None:
+def test_a_layout_with_stage_layers_gives_that_partition() -> None:
     model = GPTConfig.llama()
-    asked = model.partition(layout(4, 1, [10, 10, 8, 4]))
-    assert (asked.counts, asked.reason) == ((10, 10, 8, 4), "asked for (stage_layers)")
+    partition = model.partition(layout(4, 1, [10, 10, 8, 4]))
+    assert (partition.counts, partition.reason) == ((10, 10, 8, 4), "asked for (stage_layers)")
     assert layout(4, 1, "Et*10|t*10|(t*4)*2|tttt,L") == layout(4, 1, [10, 10, 8, 4])
     assert model.partition(layout(2, 2, [0, 20, 12, 0])).counts == (0, 20, 12, 0)
     assert "the head as 2.2" in model.partition(layout(4)).reason
@@ -236,14 +239,14 @@ def test_a_layout_has_the_partition_that_was_asked_for() -> None:
         ((2, 1, "Et|tL"), "[1, 1] are 2 layers, and the model has 32"),
     ],
 )  # fmt: skip
-def test_numbers_that_do_not_fit_are_refused(
+def test_stage_layers_that_do_not_fit_the_model_are_refused(
     sizes: tuple[int, int, list[int]], message: str
 ) -> None:
     with pytest.raises(ParallelPlanError, match=re.escape(message)):
         GPTConfig.llama().check_layout(layout(*sizes))
 
 
-def test_the_first_stage_of_a_v_has_a_layer() -> None:
+def test_the_first_stage_of_a_v_must_have_a_layer() -> None:
     def v(*counts: int) -> ParallelLayout:
         return ParallelLayout(2, pp=2, vpp=2, shape="v", stage_layers=counts)
 
@@ -287,7 +290,9 @@ def test_the_first_stage_of_a_v_has_a_layer() -> None:
         ),
     ],
 )
-def test_layers_that_cannot_be_cut_are_refused(arguments: tuple[int, ...], message: str) -> None:
+def test_layers_that_cannot_be_divided_are_refused(
+    arguments: tuple[int, ...], message: str
+) -> None:
     with pytest.raises(ParallelPlanError) as error:
         counts(*arguments)
     assert str(error.value) == message
@@ -308,18 +313,20 @@ def test_a_loss_in_chunks_gives_the_stage_of_the_head_fewer_layers() -> None:
     # The head computes its products four times instead of three, the layers theirs three times.
     assert chunked.head == pytest.approx(stored.head * 4 / 3)
     assert (chunked.layers, chunked.embedding) == (stored.layers, stored.embedding)
-    place = layout(4)
-    counts = model.partition(place, 2048).counts
-    assert counts[-1] < model.partition(place).counts[-1]
-    busiest = max(chunked.of_stages(counts, place.placement))
-    former = chunked.of_stages(model.partition(place).counts, place.placement)
-    assert busiest < max(former)
-    # Logits of 8,192 tokens take 2.0 GiB, of more tokens or of one rank of tp another amount.
+    parallel_layout = layout(4)
+    counts = model.partition(parallel_layout, 2048).counts
+    assert counts[-1] < model.partition(parallel_layout).counts[-1]
+    busiest = max(chunked.of_stages(counts, parallel_layout.placement))
+    undivided_loss = chunked.of_stages(
+        model.partition(parallel_layout).counts, parallel_layout.placement
+    )
+    assert busiest < max(undivided_loss)
+    # Logits of 8,192 tokens take 2.0 GiB; more tokens or more ranks of tp change this size.
     assert shape.costs("auto") == stored
     longer = replace(shape, max_seq_length=16384)
     assert longer.costs("auto").head == chunked.head
     assert longer.costs("auto", tp=2).head == stored.head
-    # Gradients in the forward pass need no product twice.
+    # With gradients in the forward pass, no product runs twice.
     assert longer.costs("forward") == longer.costs()
 
 
@@ -327,14 +334,14 @@ def test_a_model_and_its_estimate_divide_layers_by_the_same_costs() -> None:
     config = GPTConfig.llama(
         num_layers=8, hidden_size=64, num_heads=4, vocab_size=600, max_seq_length=32
     )
-    place = layout(4)
-    mesh = replace(ParallelMesh.single(), layout=place, loss_chunk=8)
+    parallel_layout = layout(4)
+    mesh = replace(ParallelMesh.single(), layout=parallel_layout, loss_chunk=8)
     model = GPT(config, mesh)
-    assert model.partition == config.partition(place, 8)
-    assert model.partition != config.partition(place)
+    assert model.partition == config.partition(parallel_layout, 8)
+    assert model.partition != config.partition(parallel_layout)
     training = TrainingShape(seq_length=32, num_microbatches=4, loss_chunk=8)
     shape = config.memory_shape()
-    asked = replace(place, stage_layers=model.partition.counts)
-    estimate = estimate_memory(shape, place, training)
-    assert estimate == estimate_memory(shape, asked, training)
-    assert estimate != estimate_memory(shape, place, replace(training, loss_chunk=None))
+    explicit = replace(parallel_layout, stage_layers=model.partition.counts)
+    estimate = estimate_memory(shape, parallel_layout, training)
+    assert estimate == estimate_memory(shape, explicit, training)
+    assert estimate != estimate_memory(shape, parallel_layout, replace(training, loss_chunk=None))

@@ -1,4 +1,4 @@
-"""Limits on the rows of experts, in whole tiles, and the factors that would have been enough."""
+"""Limits on the rows of experts are multiples of a tile, and suggested factors are sufficient."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def test_limits_are_multiples_of_a_tile(factor: float, share: int, rows: int) ->
     assert limited_rows(factor, share) == rows
 
 
-def test_the_factor_that_would_do_has_room_and_a_hundredth_less_may_not() -> None:
+def test_smallest_factors_suffice_and_grown_factors_add_ten_percent() -> None:
     draw = random.Random(1)
     assert smallest_factor(42_112, 32_768) == 1.29
     for _ in range(2000):
         share = draw.randint(1, 10**6)
         needed = draw.randint(share, 8 * share)
-        enough = smallest_factor(needed, share)
-        assert limited_rows(enough, share) >= needed
-        assert Fraction(round(enough * 100) - 1, 100) * share < needed
+        factor = smallest_factor(needed, share)
+        assert limited_rows(factor, share) >= needed
+        assert Fraction(round(factor * 100) - 1, 100) * share < needed
         assert grown_factor(needed, share) >= 1.1 * needed / share
         assert grown_factor(needed, share) < 1.1 * needed / share + 0.0101

@@ -18,7 +18,7 @@ GOLDEN = json.loads(
 )["cases"]
 
 
-def built(case: dict[str, Any]) -> Schedule:
+def schedule_of_case(case: dict[str, Any]) -> Schedule:
     name = "1f1b" if case["vpp"] == 1 else "interleaved"
     return build_schedule(
         name, case["pp"], case["m"], case["vpp"], microbatch_group_size=case["group"]
@@ -32,7 +32,7 @@ def is_all_warmup(order: str) -> bool:
 
 def test_the_order_equals_megatron_core() -> None:
     for case in GOLDEN:
-        schedule = built(case)
+        schedule = schedule_of_case(case)
         orders = [" ".join(map(str, schedule.order(rank))) for rank in range(case["pp"])]
         assert orders == case["orders"], case
     assert len(GOLDEN) > 150
@@ -80,7 +80,7 @@ def test_forward_only_visits_the_chunks_group_by_group() -> None:
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 1), (2, 3), (4, 8), (6, 6)])
-def test_the_bubble_of_1f1b_is_the_textbook_one(stages: int, microbatches: int) -> None:
+def test_the_bubble_of_1f1b_equals_the_textbook_formula(stages: int, microbatches: int) -> None:
     bubble = simulate(build_schedule("1f1b", stages, microbatches)).bubble
     assert bubble == pytest.approx((stages - 1) / (microbatches + stages - 1))
 
@@ -147,7 +147,7 @@ def test_chunks_divide_the_bubble() -> None:
         (("1f1b", 4, 8, 1, 4), "microbatch_group_size (4) belongs to schedule 'interleaved'"),
     ],
 )
-def test_a_schedule_that_cannot_run_says_why_and_what_can(
+def test_errors_of_impossible_schedules_give_the_rule_and_a_remedy(
     arguments: tuple[Any, ...], message: str
 ) -> None:
     with pytest.raises(ParallelPlanError) as error:
@@ -168,7 +168,7 @@ F0, F1, B0, B1 = Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 0), Action
         ((F0, B0, F1, B1, Action("I", 0, 1)), "must come with B, or with I and W"),
     ],
 )
-def test_a_schedule_made_by_hand_is_checked(row: tuple[Action, ...], fault: str) -> None:
+def test_illegal_rows_of_a_schedule_are_refused(row: tuple[Action, ...], fault: str) -> None:
     with pytest.raises(ParallelPlanError, match=fault):
         Schedule("mine", 1, 2, 1, (row,)).validate()
 
@@ -180,7 +180,7 @@ def test_split_backwards_are_a_legal_schedule() -> None:
     assert simulate(schedule).length == 8
 
 
-def test_stages_that_wait_for_each_other_are_an_error() -> None:
+def test_stages_that_wait_for_each_other_raise() -> None:
     rows = ((F0, B0, F1, B1), (F1, B1, F0, B0))
     with pytest.raises(
         ParallelPlanError, match="its stages wait for each other. Stage 0 waits for the input of B"

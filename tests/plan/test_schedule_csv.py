@@ -1,4 +1,4 @@
-"""Schedules as CSV: files come back as they were, torch's own are read, faults are named."""
+"""Schedules are restored from CSV, CSV files of torch are read, and errors name faults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_megatron.plan import (
     read_schedule,
     simulate,
 )
-from tests.plan.test_custom_schedule import Node, Rows, own_rows, schedule_of
+from tests.plan.test_custom_schedule import Node, Rows, random_rows, schedule_of
 from tests.plan.test_split_schedules import run_one_by_one, schedules
 from tests.plan.test_transfers import execute
 
@@ -30,17 +30,17 @@ MANY = settings(max_examples=60, deadline=None, database=None)
 
 
 def check_round_trip(schedule: Schedule) -> None:
-    found = parse_schedule(format_schedule(schedule), "mine.csv")
-    assert found.name == "mine.csv"
-    assert found.rows == schedule.rows
+    restored = parse_schedule(format_schedule(schedule), "mine.csv")
+    assert restored.name == "mine.csv"
+    assert restored.rows == schedule.rows
     sizes = (schedule.num_stages, schedule.num_microbatches, schedule.num_chunks)
-    assert (found.num_stages, found.num_microbatches, found.num_chunks) == sizes
-    assert found.forward_only == schedule.forward_only
+    assert (restored.num_stages, restored.num_microbatches, restored.num_chunks) == sizes
+    assert restored.forward_only == schedule.forward_only
     owners = [
-        [schedule.placement.owner(virtual), found.placement.owner(virtual)]
+        [schedule.placement.owner(virtual), restored.placement.owner(virtual)]
         for virtual in range(schedule.placement.num_virtual_stages)
     ]
-    assert all(before == after for before, after in owners)
+    assert all(expected == actual for expected, actual in owners)
 
 
 @seed(17)
@@ -52,7 +52,7 @@ def test_every_named_schedule_is_restored_from_its_csv(schedule: Schedule) -> No
 
 @seed(17)
 @MANY
-@given(own_rows())
+@given(random_rows())
 def test_any_custom_schedule_is_restored_from_its_csv(
     drawn: tuple[Placement, int, Rows, dict[Node, set[Node]]],
 ) -> None:
@@ -95,12 +95,14 @@ def test_schedules_of_torch_are_read(
         "device": "cpu",
         "submod": None,
     }
-    own = [
+    torch_stages = [
         SimpleNamespace(stage_index=placement.virtual_stage(0, chunk), **fields)
         for chunk in range(chunks)
     ]
-    theirs: Any = getattr(torch_schedules, name)(own, 4 * stages, loss_fn=lambda *_: None)
-    theirs._dump_csv(str(tmp_path / "theirs.csv"), format="compute_only")
+    torch_schedule: Any = getattr(torch_schedules, name)(
+        torch_stages, 4 * stages, loss_fn=lambda *_: None
+    )
+    torch_schedule._dump_csv(str(tmp_path / "theirs.csv"), format="compute_only")
     schedule = read_schedule(tmp_path / "theirs.csv")
     assert schedule.shape == shape
     assert (schedule.num_stages, schedule.num_chunks) == (stages, chunks)

@@ -29,8 +29,8 @@ def test_1f1b_and_gpipe_take_the_textbook_time_and_differ_in_memory(
         assert timeline.length == (microbatches + stages - 1) * sum(times)
         assert timeline.idle() == ((stages - 1) * sum(times),) * stages
         peaks = [live_microbatches(schedule, rank).total for rank in range(stages)]
-        kept = {"1f1b": [min(stages - rank, microbatches) for rank in range(stages)]}
-        assert peaks == kept.get(name, [microbatches] * stages)
+        peaks_by_name = {"1f1b": [min(stages - rank, microbatches) for rank in range(stages)]}
+        assert peaks == peaks_by_name.get(name, [microbatches] * stages)
 
 
 @seed(17)
@@ -42,7 +42,7 @@ def test_interleaved_divides_the_bubble_by_the_chunks(
     microbatches = stages * data.draw(st.integers(1, 64 // stages))
     schedule = build_schedule("interleaved", stages, microbatches, chunks)
     timeline = simulate(schedule, costs_of(times))
-    # In times of a chunk, which are those of a stage divided by the number of chunks.
+    # The unit is the time of a chunk: the time of a stage divided by the number of chunks.
     assert timeline.length == (microbatches * chunks + stages - 1) * sum(times)
     peaks = [live_microbatches(schedule, rank).total for rank in range(stages)]
     assert peaks == [
@@ -86,7 +86,9 @@ def test_zb_v_never_waits_at_equal_times_with_the_memory_of_1f1b(
 @seed(17)
 @MANY
 @given(STAGES, st.data())
-def test_dualpipe_v_keeps_half_a_microbatch_more(stages: int, data: st.DataObject) -> None:
+def test_dualpipe_v_keeps_half_a_microbatch_more_than_zb_v(
+    stages: int, data: st.DataObject
+) -> None:
     microbatches = data.draw(st.integers(2 * stages, 64))
     schedule = build_schedule("dualpipe-v", stages, microbatches, 2)
     peaks = [live_microbatches(schedule, rank).total for rank in range(stages)]

@@ -128,7 +128,7 @@ def build(record: str, **values: Any) -> Any:
     return make(**(legal | values))
 
 
-def parts(value: Any) -> Iterator[Any]:
+def nested_values(value: Any) -> Iterator[Any]:
     yield value
     for inner in (
         value.values()
@@ -137,13 +137,13 @@ def parts(value: Any) -> Iterator[Any]:
         if isinstance(value, tuple | list)
         else ()
     ):
-        yield from parts(inner)
+        yield from nested_values(inner)
 
 
 @pytest.mark.parametrize(("record", "name"), FIELDS, ids=lambda part: str(part))
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(value=ANY)
-def test_any_value_is_taken_as_its_type_or_refused_by_name(
+def test_any_value_becomes_its_setting_type_or_an_error_that_names_the_setting(
     record: str, name: str, value: Any
 ) -> None:
     try:
@@ -154,11 +154,11 @@ def test_any_value_is_taken_as_its_type_or_refused_by_name(
         refusal, taken = None, asdict(built)[name]
         assert record == "strategy" or hash(built)
     if refusal is not None:
-        # Sizes that are too large together are refused as the world that they need.
+        # Sizes whose product is too large are refused by the world_size that they need.
         assert name in refusal or (record == "strategy" and "world_size" in refusal)
         assert len(refusal) < 600
         return
-    for part in parts(taken):
+    for part in nested_values(taken):
         assert part is None or type(part) in (
             bool,
             int,
@@ -176,7 +176,7 @@ def test_any_value_is_taken_as_its_type_or_refused_by_name(
 @pytest.mark.parametrize(("record", "name"), FIELDS, ids=lambda part: str(part))
 def test_every_odd_value_of_another_type_is_refused(record: str, name: str) -> None:
     kind, make, legal = RECORDS[record]
-    field = next(one for one in fields(kind) if one.name == name)
+    field = next(candidate for candidate in fields(kind) if candidate.name == name)
     hint = str(get_type_hints(kind)[name])
     words = {
         "bool": bool,
@@ -224,7 +224,7 @@ def test_every_odd_value_of_another_type_is_refused(record: str, name: str) -> N
             build(record, **{name: value})
 
 
-def test_numbers_of_numpy_and_whole_floats_become_pythons() -> None:
+def test_numpy_numbers_and_integers_become_python_numbers() -> None:
     config = build("gpt", num_layers=np.int32(3), hidden_dropout=np.float32(0.5), rotary_base=10000)
     assert [
         type(value) for value in (config.num_layers, config.hidden_dropout, config.rotary_base)
@@ -321,7 +321,7 @@ def test_numbers_of_numpy_and_whole_floats_become_pythons() -> None:
         ),
     ],
 )
-def test_a_message_names_the_setting_what_is_legal_and_the_value(
+def test_error_messages_name_the_setting_the_legal_values_and_the_value(
     record: str, values: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ParallelPlanError) as caught:
@@ -334,17 +334,17 @@ def test_arguments_of_a_function_are_checked_by_its_annotations() -> None:
         size: Count, pair: tuple[float, float] = (0.9, 0.9), names: list[str] | None = None
     ) -> None: ...
 
-    found = coerced_arguments(
+    actual = coerced_arguments(
         function, {"size": np.int8(3), "pair": [1, 0.5], "names": ("a",), "other": 3}
     )
-    assert found == {"size": 3, "pair": (1.0, 0.5), "names": ["a"]}
+    assert actual == {"size": 3, "pair": (1.0, 0.5), "names": ["a"]}
     with pytest.raises(ParallelPlanError, match=r"pair must have 2 elements: it is \[1\]"):
         coerced_arguments(function, {"pair": [1]})
     with pytest.raises(ParallelPlanError, match=r"pair\[1\] must be a finite number: it is None"):
         coerced_arguments(function, {"pair": [1, None]})
 
 
-def test_values_are_shown_on_a_line() -> None:
+def test_values_are_shown_on_a_short_line() -> None:
     nested: list[Any] = []
     nested.append(nested)
     assert len(shown("x" * 10_000)) < 100

@@ -44,7 +44,7 @@ def test_nine_heads_over_two_ranks_are_refused() -> None:
     )
 
 
-def test_key_value_heads_that_do_not_fit_are_refused() -> None:
+def test_key_value_heads_that_do_not_divide_are_refused() -> None:
     with pytest.raises(
         ParallelPlanError,
         match=r"num_kv_heads \(6\) .* divisor of tp \(4\).*Use tp of 1, 2, 3, 6 or 12\.",
@@ -108,15 +108,15 @@ def test_vocabulary_ranges_cover_the_true_vocabulary_once(
     assert all(part.size <= padded_vocab_size(vocab, tp, multiple) // tp for part in ranges)
 
 
-def test_a_rank_of_nothing_but_padding_holds_an_empty_range() -> None:
+def test_a_rank_with_only_padding_holds_an_empty_range() -> None:
     assert [vocab_range(100, 2, index).size for index in range(2)] == [100, 0]
 
 
-def test_gate_and_up_are_cut_alike() -> None:
+def test_gate_and_up_are_divided_the_same_way() -> None:
     assert gated_ranges(12, 3, 1) == (ShardRange(4, 8), ShardRange(16, 20))
 
 
-def test_an_even_cut_names_what_is_cut() -> None:
+def test_errors_of_an_even_division_name_the_divided_size() -> None:
     assert even_range(12, 4, 3) == ShardRange(9, 12)
     assert full_range(7, copy=2) == ShardRange(0, 7, 2)
     with pytest.raises(ParallelPlanError) as error:

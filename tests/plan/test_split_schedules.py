@@ -1,4 +1,4 @@
-"""Schedules with split backwards: legal at all sizes, with the papers' bubbles and memory."""
+"""Schedules with split backwards are legal at all sizes, with the papers' bubbles and memory."""
 
 from __future__ import annotations
 
@@ -68,32 +68,34 @@ def run_one_by_one(program: Program) -> bool:
             single = isinstance(step, TransferBatch)
             row += one_by_one(schedule, rank, step) if single else [step]  # type: ignore[arg-type]
         rows.append(row)
-    at = [0] * len(rows)
+    positions = [0] * len(rows)
     moved = True
     while moved:
         moved = False
         for rank, row in enumerate(rows):
-            while at[rank] < len(row):
-                step = row[at[rank]]
+            while positions[rank] < len(row):
+                step = row[positions[rank]]
                 if not isinstance(step, Compute):
                     peer = step.transfer.peer  # type: ignore[attr-defined]
-                    other = rows[peer][at[peer]] if at[peer] < len(rows[peer]) else None
-                    if not meet(step, other, rank):
+                    peer_step = (
+                        rows[peer][positions[peer]] if positions[peer] < len(rows[peer]) else None
+                    )
+                    if not meet(step, peer_step, rank):
                         break
-                    at[peer] += 1
-                at[rank] += 1
+                    positions[peer] += 1
+                positions[rank] += 1
                 moved = True
-    return all(number == len(row) for number, row in zip(at, rows, strict=True))
+    return all(number == len(row) for number, row in zip(positions, rows, strict=True))
 
 
-def meet(mine: object, other: object, rank: int) -> bool:
-    if other is None or isinstance(other, Compute):
+def meet(step: object, peer_step: object, rank: int) -> bool:
+    if peer_step is None or isinstance(peer_step, Compute):
         return False
-    ours, theirs = mine.transfer, other.transfer  # type: ignore[attr-defined]
+    transfer, peer_transfer = step.transfer, peer_step.transfer  # type: ignore[attr-defined]
     return (
-        mine.sends != other.sends  # type: ignore[attr-defined]
-        and theirs.peer == rank
-        and (ours.kind, ours.microbatch) == (theirs.kind, theirs.microbatch)
+        step.sends != peer_step.sends  # type: ignore[attr-defined]
+        and peer_transfer.peer == rank
+        and (transfer.kind, transfer.microbatch) == (peer_transfer.kind, peer_transfer.microbatch)
     )
 
 
@@ -114,7 +116,7 @@ def test_every_schedule_is_complete_and_never_deadlocks(schedule: Schedule) -> N
 @seed(17)
 @MANY
 @given(schedules(), st.integers(0, 2**32))
-def test_stages_and_transfers_of_any_speed_run_every_schedule(
+def test_every_schedule_runs_with_stages_and_transfers_of_any_speed(
     schedule: Schedule, number: int
 ) -> None:
     draws = random.Random(number)
@@ -137,7 +139,7 @@ def test_stages_and_transfers_of_any_speed_run_every_schedule(
 @seed(17)
 @MANY
 @given(schedules())
-def test_each_chunk_takes_microbatches_in_order_so_that_slots_serve_them_in_turn(
+def test_each_chunk_takes_microbatches_in_order_within_its_slots(
     schedule: Schedule,
 ) -> None:
     for rank in range(schedule.num_stages):
@@ -168,7 +170,7 @@ def test_warmup_counts_the_forwards_before_the_first_backward(schedule: Schedule
 @pytest.mark.parametrize("shape", ["loop", "v"])
 @pytest.mark.parametrize("stages", [1, 2, 5])
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
-def test_a_placement_gives_every_virtual_stage_one_place(
+def test_a_placement_gives_every_virtual_stage_one_owner(
     shape: str, stages: int, chunks: int
 ) -> None:
     placement = Placement(shape, stages, chunks)  # type: ignore[arg-type]
@@ -179,7 +181,7 @@ def test_a_placement_gives_every_virtual_stage_one_place(
         assert abs(before - after) <= 1 if shape == "v" else (after - before) % stages in (0, 1)
 
 
-def test_chunks_lie_in_a_v() -> None:
+def test_chunks_of_a_v_go_to_the_last_stage_and_back() -> None:
     placement = build_schedule("zb-v", 3, 5, 2).placement
     assert [placement.owner(number) for number in range(6)] == [
         (0, 0),
@@ -212,19 +214,19 @@ def test_the_turn_of_a_v_needs_no_transfer() -> None:
             for transfer in (*step.sends, *step.receives)
         ]
         assert {transfer.peer for transfer in transfers} == {peer}
-        # Two chunks, forward and backward, four microbatches, one of two boundaries each.
+        # Two chunks, forward and backward, and four microbatches have one transfer each.
         assert len(transfers) == 2 * 2 * 4
 
 
-def test_layers_lie_in_a_v() -> None:
-    place = Placement("v", 2, 2)
-    assert lightest_partition(LayerCosts.equal(8), place).by_stage(place) == (
+def test_layers_of_a_v_follow_its_placement() -> None:
+    placement = Placement("v", 2, 2)
+    assert lightest_partition(LayerCosts.equal(8), placement).by_stage(placement) == (
         (range(0, 2), range(6, 8)),
         (range(2, 4), range(4, 6)),
     )
     # The first stage has the embedding and the loss, and fewer layers for both.
     costs = LayerCosts((1.0,) * 18, embedding=1.0, head=3.0)
-    assert lightest_partition(costs, place).counts == (4, 5, 6, 3)
+    assert lightest_partition(costs, placement).counts == (4, 5, 6, 3)
 
 
 TIMES = [(1, 1, 1), (10, 11, 9), (10, 12, 8), (10, 13, 7), (12, 14, 10)]
@@ -247,8 +249,8 @@ def test_zero_bubble_has_the_bubbles_and_the_memory_of_its_paper(
             assert [schedule.warmup(rank) for rank in range(stages)] == [
                 lead * (stages - 1 - rank) + 1 for rank in range(stages)
             ]
-    one = build_schedule("1f1b", stages, 4 * stages)
-    assert max(simulate(one, costs).waits()) == (stages - 1) * (forward + half + weight)
+    plain = build_schedule("1f1b", stages, 4 * stages)
+    assert max(simulate(plain, costs).waits()) == (stages - 1) * (forward + half + weight)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8, 16])
@@ -270,7 +272,7 @@ def test_dualpipe_v_has_at_most_the_bubble_and_the_memory_that_its_source_states
     costs = {"F": forward, "I": half, "W": weight, "B": half + weight}
     for microbatches in (2 * stages, 4 * stages + 1):
         schedule = build_schedule("dualpipe-v", stages, microbatches, 2)
-        # One action at a time: a forward and a backward together take the sum of both.
+        # Actions run one at a time, so a forward and a backward together take the sum of both.
         together = forward + half + weight
         stated = (stages - 1) * (together + (half + weight) - 3 * weight)
         assert max(simulate(schedule, costs).waits()) <= stated
@@ -278,11 +280,11 @@ def test_dualpipe_v_has_at_most_the_bubble_and_the_memory_that_its_source_states
         assert peaks == [2 * stages + 1] * stages
 
 
-def test_what_waits_for_its_weight_half_keeps_less() -> None:
+def test_microbatches_that_wait_for_weight_halves_keep_fewer_activations() -> None:
     schedule = build_schedule("zb-h1", 4, 8)
     assert live_microbatches(schedule, 3).waiting == (4,)
     assert live_microbatches(schedule, 0).waiting == (1,)
-    # The last stage has one microbatch between forward and backward, and three that wait.
+    # The last stage has one microbatch between forward and backward, and three with deferred W.
     assert peak_activations(schedule, 3, [34.0]) == pytest.approx(34 + 3 * 32)
     assert peak_activations(schedule, 0, [34.0]) == pytest.approx(4 * 34)
     assert peak_activations(schedule, 3, [2.0], weight_half_share=1.0) == 8.0
@@ -293,7 +295,7 @@ def test_what_waits_for_its_weight_half_keeps_less() -> None:
         check_peak(schedule, 135.0, [[34.0]] * 4)
 
 
-def test_a_weight_half_frees_what_it_kept() -> None:
+def test_a_weight_half_frees_the_activations_that_it_kept() -> None:
     row = [Action(kind, 0, 0) for kind in ("F", "I", "W")] + [Action("F", 0, 1), Action("F", 0, 2)]
     row += [Action("B", 0, 1), Action("B", 0, 2)]
     schedule = Schedule("mine", 1, 3, 1, (tuple(row),)).validate()
@@ -301,34 +303,35 @@ def test_a_weight_half_frees_what_it_kept() -> None:
     assert live_microbatches(schedule, 0).total == 2
 
 
-def test_what_stays_on_a_stage_takes_no_time_to_transfer() -> None:
+def test_transfers_within_a_stage_take_no_time() -> None:
     schedule = build_schedule("zb-v", 1, 4, 2)
     assert simulate(schedule, StageCosts((1, 1), (1, 1), (1, 1), transfer=5)).length == 4 * 2 * 3
     # Down the V and up again there are two boundaries between stages, forward and backward.
-    two = build_schedule("zb-v", 2, 1, 2)
-    with_transfers = simulate(two, StageCosts((1,) * 4, (1,) * 4, (1,) * 4, transfer=5))
-    assert with_transfers.length == simulate(two).length + 4 * 5
+    schedule_of_two = build_schedule("zb-v", 2, 1, 2)
+    with_transfers = simulate(schedule_of_two, StageCosts((1,) * 4, (1,) * 4, (1,) * 4, transfer=5))
+    assert with_transfers.length == simulate(schedule_of_two).length + 4 * 5
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8, 16])
-def test_zb_v_is_legal_and_short_with_few_microbatches(stages: int) -> None:
+def test_zb_v_has_bounded_length_and_memory_with_few_microbatches(stages: int) -> None:
     for microbatches in range(1, 2 * stages):
         schedule = build_schedule("zb-v", stages, microbatches, 2)
         length = simulate(schedule).length
-        # The first microbatch passes all virtual stages forward and back, the others follow it.
+        # The first microbatch passes all virtual stages forward and back, and the other
+        # microbatches follow it.
         assert length <= 4 * stages + 1 + 6 * microbatches
         peaks = [live_microbatches(schedule, rank).total for rank in range(stages)]
         assert max(peaks) <= 2 * min(stages, microbatches)
 
 
-def test_peak_memory_of_interleaved_is_that_of_its_paper() -> None:
+def test_peak_memory_of_interleaved_equals_the_formula_of_its_paper() -> None:
     for stages, chunks in ((4, 2), (4, 4), (8, 2)):
         schedule = build_schedule("interleaved", stages, 4 * stages, chunks)
         peak = Fraction(live_microbatches(schedule, 0).total, chunks)
         assert peak == stages * (1 + Fraction(stages - 1, stages * chunks))
 
 
-def test_a_forward_without_backward_keeps_nothing() -> None:
+def test_a_forward_only_schedule_keeps_no_microbatches() -> None:
     schedule = build_schedule("zb-v", 3, 4, 2, forward_only=True)
     assert live_microbatches(schedule, 0).total == 0
     assert schedule.warmup(0) == 8
@@ -336,7 +339,7 @@ def test_a_forward_without_backward_keeps_nothing() -> None:
     assert simulate(schedule).length == 2 * 4 + 2 * 2
 
 
-def test_the_rows_of_zb_h1_are_those_of_the_figure() -> None:
+def test_the_rows_of_zb_h1_match_the_figure_of_its_paper() -> None:
     words = [
         " ".join(f"{a.kind}{a.microbatch + 1}" for a in build_schedule("zb-h1", 3, 4).actions(rank))
         for rank in range(3)
@@ -356,20 +359,20 @@ def test_the_rows_of_zb_h1_are_those_of_the_figure() -> None:
         (((1,), (1,), (1,), -1), "transfer must not be negative: it is -1 ticks. Use 0 or more."),
     ],
 )
-def test_costs_that_cannot_be_are_refused(arguments: tuple[object, ...], message: str) -> None:
+def test_invalid_stage_costs_are_refused(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(ParallelPlanError) as error:
         StageCosts(*arguments)  # type: ignore[arg-type]
     assert message in str(error.value)
 
 
-def test_costs_of_another_cut_are_refused() -> None:
+def test_costs_for_another_number_of_virtual_stages_are_refused() -> None:
     with pytest.raises(
         ParallelPlanError, match=r"they have 2, schedule 'zb-v' has pp x vpp of 2 x 2\. Use 4 times"
     ):
         simulate(build_schedule("zb-v", 2, 4, 2), StageCosts((1, 1), (1, 1), (1, 1)))
 
 
-def test_a_v_whose_turn_is_crossed_is_found() -> None:
+def test_a_v_with_crossed_actions_at_its_turn_is_refused() -> None:
     first = (Action("F", 0, 0), Action("F", 1, 0), Action("B", 1, 0), Action("B", 0, 0))
     crossed = (Action("F", 1, 0), Action("F", 0, 0), Action("B", 1, 0), Action("B", 0, 0))
     with pytest.raises(ParallelPlanError, match="Stage 1 waits for the input of F|Stage 0 waits"):

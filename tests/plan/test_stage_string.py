@@ -1,4 +1,4 @@
-"""Strings of stages mean what they mean in Megatron-Core, and others are refused."""
+"""Strings of stages have the meaning of Megatron-Core, and invalid strings are refused."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 @given(schedules())
-def test_every_chunk_is_summed_once_after_its_last_backward_in_one_order(
+def test_every_chunk_is_reduced_once_after_its_last_backward_in_one_order(
     schedule: Schedule,
 ) -> None:
     points = reduction_points(schedule)
@@ -45,7 +45,7 @@ def test_every_chunk_is_summed_once_after_its_last_backward_in_one_order(
 
 
 @given(schedules())
-def test_no_stage_starts_before_the_slowest_is_done_unless_it_has_nothing_left(
+def test_no_stage_reduces_before_the_slowest_stage_is_done_unless_it_is_at_its_end(
     schedule: Schedule,
 ) -> None:
     rows = simulate(schedule).rows
@@ -61,16 +61,16 @@ def test_no_stage_starts_before_the_slowest_is_done_unless_it_has_nothing_left(
                 assert rows[rank][point.after_action - 1].stop < done
 
 
-def test_one_stage_sums_during_its_last_backward() -> None:
+def test_a_single_stage_reduces_during_its_last_backward() -> None:
     assert reduction_points(build_schedule("1f1b", 1, 4)) == ((ReductionPoint(7, 0, True),),)
 
 
-def test_all_stages_of_one_chunk_sum_at_the_end() -> None:
+def test_stages_with_one_chunk_reduce_at_the_end() -> None:
     points = reduction_points(build_schedule("1f1b", 4, 8))
     assert points == ((ReductionPoint(15, 0, True),),) * 4
 
 
-def test_the_later_chunk_is_reduced_during_the_backwards_of_the_earlier_one() -> None:
+def test_the_later_chunk_is_reduced_during_the_backwards_of_the_earlier_chunk() -> None:
     schedule = build_schedule("interleaved", 2, 4, 2)
     points = reduction_points(schedule)
     assert [[point.chunk for point in row] for row in points] == [[1, 0], [1, 0]]
@@ -80,7 +80,7 @@ def test_the_later_chunk_is_reduced_during_the_backwards_of_the_earlier_one() ->
     assert schedule.actions(1)[second[0].after_action].chunk == 0
 
 
-def test_weight_halves_complete_the_gradients() -> None:
+def test_gradients_are_reduced_after_the_last_weight_half() -> None:
     row = (Action("F", 0, 0), Action("I", 0, 0), Action("W", 0, 0))
     assert reduction_points(Schedule("halves", 1, 1, 1, (row,)).validate()) == (
         (ReductionPoint(2, 0, True),),

@@ -33,19 +33,19 @@ def all_schedules() -> Iterator[Schedule]:
                             )
 
 
-def matched(
+def is_matching_pair(
     send: Transfer, receive: Transfer, sender: int, receiver: int, schedule: Schedule
 ) -> bool:
     step = 1 if send.kind == "F" else -1
     produced = schedule.virtual_stage(sender, send.chunk)
     consumed = schedule.virtual_stage(receiver, receive.chunk)
-    same = (send.kind, send.microbatch, send.peer, receive.peer) == (
+    are_same_tensor = (send.kind, send.microbatch, send.peer, receive.peer) == (
         receive.kind,
         receive.microbatch,
         receiver,
         sender,
     )
-    return same and consumed == produced + step
+    return are_same_tensor and consumed == produced + step
 
 
 class Rank:
@@ -76,7 +76,7 @@ class Rank:
         return moved
 
     def run(self, action: Action) -> None:
-        # An input half takes and makes the gradient that a whole backward takes and makes.
+        # An input half takes and makes the gradients that a full backward takes and makes.
         kind = "B" if action.kind == "I" else action.kind
         key = (kind, action.chunk, action.microbatch)
         virtual = self.schedule.virtual_stage(self.rank, action.chunk)
@@ -108,27 +108,28 @@ def lists_match(ranks: list[Rank], rank: int, schedule: Schedule) -> bool:
     exchange = ranks[rank].exchange
     assert exchange is not None
     for peer in peers_of(exchange):
-        theirs = ranks[peer].exchange
-        if theirs is None or theirs.number != exchange.number:
+        peer_exchange = ranks[peer].exchange
+        if peer_exchange is None or peer_exchange.number != exchange.number:
             return False
         sends = [send for send in exchange.sends if send.peer == peer]
-        receives = [receive for receive in theirs.receives if receive.peer == rank]
+        receives = [receive for receive in peer_exchange.receives if receive.peer == rank]
         assert len(sends) == len(receives)
         assert all(
-            matched(s, r, rank, peer, schedule) for s, r in zip(sends, receives, strict=True)
+            is_matching_pair(s, r, rank, peer, schedule)
+            for s, r in zip(sends, receives, strict=True)
         )
     return True
 
 
 def connected(ranks: list[Rank], start: int) -> set[int]:
-    found, pending = set(), [start]
+    group, pending = set(), [start]
     while pending:
         rank = pending.pop()
         exchange = ranks[rank].exchange
-        if rank not in found and exchange is not None:
-            found.add(rank)
+        if rank not in group and exchange is not None:
+            group.add(rank)
             pending += peers_of(exchange)
-    return found
+    return group
 
 
 def execute(program: Program) -> list[Rank]:
@@ -176,7 +177,7 @@ def test_no_schedule_deadlocks_and_every_action_has_its_input() -> None:
     assert count > 500
 
 
-def test_the_check_finds_a_deadlock() -> None:
+def test_the_executor_stops_at_a_deadlock() -> None:
     program = plan_transfers(build_schedule("1f1b", 2, 2))
     crossed = [[step for step in row if isinstance(step, TransferBatch)] for row in program.rows]
     crossed[1][0], crossed[1][1] = crossed[1][1], crossed[1][0]
@@ -185,7 +186,7 @@ def test_the_check_finds_a_deadlock() -> None:
 
 
 @pytest.mark.parametrize("costs", [{"F": 1, "B": 1}, {"F": 3, "B": 4}, {"F": 5, "B": 1}])
-def test_no_costs_deadlock(costs: dict[str, int]) -> None:
+def test_no_schedule_deadlocks_for_different_costs(costs: dict[str, int]) -> None:
     for schedule in (
         build_schedule("1f1b", 4, 7),
         build_schedule("interleaved", 3, 7, 2, 4),
@@ -195,22 +196,23 @@ def test_no_costs_deadlock(costs: dict[str, int]) -> None:
         assert all(rank.next == len(rank.instructions) for rank in execute(program))
 
 
-def test_a_tensor_is_sent_before_the_next_action_and_received_before_it_is_needed() -> None:
+def test_a_result_is_sent_before_the_next_action() -> None:
     for schedule in (build_schedule("1f1b", 4, 8), build_schedule("interleaved", 4, 8, 2)):
         program = plan_transfers(schedule)
         for rank in range(4):
-            made = None
+            last_action = None
             for step in program.instructions(rank):
                 if isinstance(step, Compute):
-                    made = step.action
+                    last_action = step.action
                 else:
                     assert all(
-                        (s.kind, s.chunk, s.microbatch) == (made.kind, made.chunk, made.microbatch)
+                        (s.kind, s.chunk, s.microbatch)
+                        == (last_action.kind, last_action.chunk, last_action.microbatch)
                         for s in step.sends
                     )
 
 
-def test_nothing_crosses_the_ends_of_the_model() -> None:
+def test_no_transfer_crosses_the_ends_of_the_model() -> None:
     program = plan_transfers(build_schedule("interleaved", 3, 6, 2))
     first = [
         t
@@ -228,7 +230,7 @@ def test_nothing_crosses_the_ends_of_the_model() -> None:
     assert not [t for t in last if t.peer == 0 and (t.kind, t.chunk) not in {("F", 0), ("B", 0)}]
 
 
-def test_one_stage_exchanges_nothing() -> None:
+def test_a_single_stage_has_no_transfers() -> None:
     assert not [
         step
         for step in plan_transfers(build_schedule("1f1b", 1, 4)).instructions(0)

@@ -26,7 +26,7 @@ def as_messages(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def moved(model: nn.Module) -> Any:
+def perturbed(model: nn.Module) -> Any:
     """Return a model with slightly changed weights."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -36,7 +36,7 @@ def moved(model: nn.Module) -> Any:
     return model
 
 
-def measured(
+def loss_and_rewards(
     module: DPO, model: nn.Module, reference: nn.Module, batch: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss and rewards of a batch, given the model and the model before training."""

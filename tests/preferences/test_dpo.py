@@ -21,7 +21,7 @@ from lightning_megatron.errors import (
 from lightning_megatron.models.lora import LoraSettings
 from tests.chat_folder import conversations, preferences, save_chat_llama, write_lines
 from tests.data.test_datamodule_resume import StopAfter
-from tests.preferences.parts import measured, moved
+from tests.preferences.parts import loss_and_rewards, perturbed
 
 transformers = pytest.importorskip("transformers")
 
@@ -43,21 +43,21 @@ def pairs_of(folder: Path, rows: str = "rows.jsonl", **options: Any) -> Preferen
 
 
 def module_of(folder: Path, **options: Any) -> DPO:
-    given = {"beta": BETA, "learning_rate": 0.003, "schedule": "constant", **options}
-    return DPO(str(folder / "model"), **given)
+    settings = {"beta": BETA, "learning_rate": 0.003, "schedule": "constant", **options}
+    return DPO(str(folder / "model"), **settings)
 
 
 def plain_log_probs(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each answer and its number of tokens, row by row."""
-    found, counts = [], []
+    log_probs, counts = [], []
     for tokens, labels in zip(batch["tokens"], batch["labels"], strict=True):
-        for row, wanted in zip(tokens, labels, strict=True):
+        for row, row_labels in zip(tokens, labels, strict=True):
             logits = model(input_ids=row[None]).logits[0].log_softmax(-1)
-            is_label = wanted != -100
-            found.append(logits[is_label].gather(1, wanted[is_label][:, None]).sum())
+            is_label = row_labels != -100
+            log_probs.append(logits[is_label].gather(1, row_labels[is_label][:, None]).sum())
             counts.append(int(is_label.sum()))
     shape = len(batch["tokens"]), 2
-    return torch.stack(found).view(shape), torch.tensor(counts).view(shape)
+    return torch.stack(log_probs).view(shape), torch.tensor(counts).view(shape)
 
 
 def expected_loss(name: str, smoothing: float, ratios: Tensor, counts: Tensor) -> float:
@@ -83,7 +83,7 @@ def expected_loss(name: str, smoothing: float, ratios: Tensor, counts: Tensor) -
 
 
 @pytest.mark.parametrize(
-    ("name", "smoothing", "is_free"),
+    ("name", "smoothing", "is_reference_free"),
     [
         ("sigmoid", 0.0, False),
         ("sigmoid", 0.1, False),
@@ -94,23 +94,27 @@ def expected_loss(name: str, smoothing: float, ratios: Tensor, counts: Tensor) -
         ("apo_zero", 0.0, False),
     ],
 )
-def test_losses_are_those_of_the_formulas_on_plain_logits(
-    folder: Path, name: Any, smoothing: float, is_free: bool
+def test_losses_match_the_formulas_on_plain_logits(
+    folder: Path, name: Any, smoothing: float, is_reference_free: bool
 ) -> None:
     batch = pairs_of(folder).each_pair_once("train").batches[[0, 1, 2, -1]]
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         folder / "model", dtype=torch.float64
     )
-    model = moved(copy.deepcopy(reference))
+    model = perturbed(copy.deepcopy(reference))
     real = {key: value[:3] for key, value in batch.items()}
     with torch.no_grad():
-        (own, counts), (base, _) = (plain_log_probs(one, real) for one in (model, reference))
-    ratios = own if is_free else own - base
-    module = module_of(folder, loss_type=name, label_smoothing=smoothing, reference_free=is_free)
-    loss, rewards = measured(module, model, reference, batch)
+        (log_probs, counts), (reference_log_probs, _) = (
+            plain_log_probs(network, real) for network in (model, reference)
+        )
+    ratios = log_probs if is_reference_free else log_probs - reference_log_probs
+    module = module_of(
+        folder, loss_type=name, label_smoothing=smoothing, reference_free=is_reference_free
+    )
+    loss, rewards = loss_and_rewards(module, model, reference, batch)
     assert loss.dtype == torch.float64
-    wanted = expected_loss(name, smoothing, ratios, counts)
-    assert float(loss.detach()) == pytest.approx(wanted, rel=0, abs=1e-10)
+    expected = expected_loss(name, smoothing, ratios, counts)
+    assert float(loss.detach()) == pytest.approx(expected, rel=0, abs=1e-10)
     means = (BETA * ratios).mean(0)
     assert {key: float(value) for key, value in rewards.items()} == pytest.approx(
         {
@@ -124,7 +128,7 @@ def test_losses_are_those_of_the_formulas_on_plain_logits(
     )
 
 
-def test_settings_are_checked(folder: Path) -> None:
+def test_invalid_settings_raise(folder: Path) -> None:
     with pytest.raises(ParallelPlanError, match="beta must be a finite number above 0"):
         module_of(folder, beta=0)
     with pytest.raises(ParallelPlanError, match=r"must be 0 with loss_type 'ipo'"):
@@ -146,8 +150,8 @@ def trainer_of(folder: Path, *callbacks: Any, steps: int = 4, **options: Any) ->
     )  # fmt: skip
 
 
-class Kept(DPO):
-    """Callback that records the losses of the steps."""
+class LossRecorder(DPO):
+    """DPO that records the losses of the steps."""
 
     losses: tuple[float, ...] = ()
 
@@ -162,9 +166,11 @@ class Kept(DPO):
 def fit(
     folder: Path, *callbacks: Any, ckpt_path: Path | None = None, rows: str = "rows.jsonl",
     strategy: Any = None, **options: Any,
-) -> Kept:  # fmt: skip
+) -> LossRecorder:  # fmt: skip
     seed_everything(1, verbose=False)
-    module = Kept(str(folder / "model"), BETA, learning_rate=0.003, schedule="constant", **options)
+    module = LossRecorder(
+        str(folder / "model"), BETA, learning_rate=0.003, schedule="constant", **options
+    )
     trainer = trainer_of(folder, *callbacks, strategy=strategy or MegatronStrategy())
     try:
         trainer.fit(module, pairs_of(folder, rows, global_batch_size=2), ckpt_path=ckpt_path)
@@ -178,30 +184,32 @@ def fit(
 def test_a_restarted_training_keeps_its_reference(
     folder: Path, tmp_path: Path, strategy: str | None
 ) -> None:
-    whole = fit(folder, strategy=strategy)
-    assert whole.losses[0] == pytest.approx(math.log(2), rel=0, abs=1e-12)
-    assert whole.losses[-1] < 0.6
+    uninterrupted = fit(folder, strategy=strategy)
+    assert uninterrupted.losses[0] == pytest.approx(math.log(2), rel=0, abs=1e-12)
+    assert uninterrupted.losses[-1] < 0.6
     killed = tmp_path / "killed.ckpt"
     first = fit(folder, StopAfter(2, killed), strategy=strategy)
     second = fit(folder, ckpt_path=killed, strategy=strategy)
     # The callback stops the run before the module's hook keeps the second loss.
-    assert first.losses == pytest.approx(whole.losses[:1], rel=0, abs=1e-12)
+    assert first.losses == pytest.approx(uninterrupted.losses[:1], rel=0, abs=1e-12)
     # Without the strategy, Lightning loads the weights before it converts the module to float64.
     close = 1e-12 if strategy is None else 1e-6
-    assert second.losses == pytest.approx(whole.losses[2:], rel=0, abs=close)
-    values = [one.pairs_at_start["train"]["values"] for one in (first, second)]
+    assert second.losses == pytest.approx(uninterrupted.losses[2:], rel=0, abs=close)
+    values = [module.pairs_at_start["train"]["values"] for module in (first, second)]
     assert values[0].shape == (NUM, 2)
     assert torch.equal(*values)
     write_lines(folder / "others.jsonl", preferences(NUM, seed=2))
     with pytest.raises(CheckpointMismatchError, match="must be the pairs whose reference"):
         fit(folder, ckpt_path=killed, rows="others.jsonl", strategy=strategy)
     if strategy == "auto":
-        again = DPO.load_from_checkpoint(killed, weights_only=True)
-        assert again.pair_loss == whole.pair_loss
-        assert torch.equal(again.reference.state()["train"]["values"], values[0])
+        reloaded = DPO.load_from_checkpoint(killed, weights_only=True)
+        assert reloaded.pair_loss == uninterrupted.pair_loss
+        assert torch.equal(reloaded.reference.state()["train"]["values"], values[0])
 
 
-def test_a_trained_model_is_not_a_reference_but_adapters_can_be_disabled(folder: Path) -> None:
+def test_a_trained_model_is_refused_as_reference_unless_adapters_can_be_disabled(
+    folder: Path,
+) -> None:
     pytest.importorskip("peft")
     rows = str(folder / "rows.jsonl")
     lora = LoraSettings(r=4, target_modules=["q_proj", "v_proj"])
@@ -214,11 +222,11 @@ def test_a_trained_model_is_not_a_reference_but_adapters_can_be_disabled(folder:
             with pytest.raises(UnsupportedError, match=r"this model has been trained.*\(lora\)"):
                 tester.test(module, data, verbose=False)
             continue
-        [found] = tester.test(module, data, verbose=False)
-        assert found["test_loss"] < math.log(2) - 0.01
-        assert found["test_rewards/margins"] > 0.0
+        [results] = tester.test(module, data, verbose=False)
+        assert results["test_loss"] < math.log(2) - 0.01
+        assert results["test_rewards/margins"] > 0.0
         values = module.reference.state()
-        names = {key for key, one in module.named_parameters() if one.requires_grad}
+        names = {key for key, parameter in module.named_parameters() if parameter.requires_grad}
         assert names
         assert all(".lora_" in key for key in names)
     torch.testing.assert_close(
@@ -227,29 +235,31 @@ def test_a_trained_model_is_not_a_reference_but_adapters_can_be_disabled(folder:
 
 
 @pytest.mark.parametrize("strategy", ["auto", None])
-def test_named_sets_have_the_values_of_sets_alone(folder: Path, strategy: str | None) -> None:
+def test_named_sets_have_the_values_of_each_set_validated_alone(
+    folder: Path, strategy: str | None
+) -> None:
     sets = {
         "few": write_lines(folder / "few.jsonl", preferences(3, seed=3)),
         "many": write_lines(folder / "many.jsonl", preferences(5, seed=4)),
     }
-    found = {}
+    metrics = {}
     for name, val in {**sets, "all": sets}.items():
         seed_everything(1, verbose=False)
         module = module_of(folder, learning_rate=0.003, schedule="constant")
         trainer = trainer_of(folder, strategy=strategy or MegatronStrategy(), steps=2)
         trainer.fit(module, pairs_of(folder, global_batch_size=2, val=val))
         trainer.validate(module, pairs_of(folder, global_batch_size=2, val=val), verbose=False)
-        found[name] = {key: float(one) for key, one in trainer.callback_metrics.items()}
+        metrics[name] = {key: float(value) for key, value in trainer.callback_metrics.items()}
     assert module.reference.state().keys() == {"train", "val/few", "val/many"}
     means = ("loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
     close = {"rel": 0, "abs": 1e-12 if strategy is None else 1e-6}
     for mean in means:
-        few, many = (found[name][f"val_{mean}"] for name in sets)
-        both = found["all"]
-        assert both[f"val_{mean}/few"] == pytest.approx(few, **close)
-        assert both[f"val_{mean}/many"] == pytest.approx(many, **close)
-        assert both[f"val_{mean}"] == pytest.approx((3 * few + 5 * many) / 8, **close)
-    assert found["few"]["val_loss"] != pytest.approx(math.log(2), abs=1e-4)
+        few, many = (metrics[name][f"val_{mean}"] for name in sets)
+        all_sets = metrics["all"]
+        assert all_sets[f"val_{mean}/few"] == pytest.approx(few, **close)
+        assert all_sets[f"val_{mean}/many"] == pytest.approx(many, **close)
+        assert all_sets[f"val_{mean}"] == pytest.approx((3 * few + 5 * many) / 8, **close)
+    assert metrics["few"]["val_loss"] != pytest.approx(math.log(2), abs=1e-4)
 
 
 def test_a_reference_needs_numbered_pairs(folder: Path) -> None:

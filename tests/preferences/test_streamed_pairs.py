@@ -28,15 +28,15 @@ SHORT = Streaming(4)
 CHANGES = {"tp2": "dp2", "dp2": "pp2", "pp2": "tp2"}
 
 
-class Kept(Callback):
-    """Logged values of all steps, and a checkpoint after some of them."""
+class ValueRecorder(Callback):
+    """Callback that records the logged values of all steps, and may save a checkpoint."""
 
     def __init__(self, path: Path | None) -> None:
         self.logged: list[dict[str, float]] = []
         self.path = path
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        self.logged.append({name: float(one) for name, one in trainer.callback_metrics.items()})
+        self.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
         if self.path is not None and trainer.global_step == SAVED_AFTER:
             trainer.save_checkpoint(self.path)
 
@@ -57,15 +57,15 @@ def train(
         [str(root / name) for name in files], str(root / "model"), seq_length=LENGTH,
         global_batch_size=2, streaming=streaming,
     )  # fmt: skip
-    kept = Kept(None if save is None else root / save)
+    recorder = ValueRecorder(None if save is None else root / save)
     trainer = Trainer(
         accelerator="cpu", devices=devices, precision="64-true", strategy=strategy,
         max_steps=STEPS, max_epochs=-1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[kept],
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[recorder],
     )  # fmt: skip
     module = DPO(str(root / "model"), beta=0.3, learning_rate=0.003, schedule="constant", **options)
     trainer.fit(module, data, ckpt_path=None if resume is None else root / resume)
-    return kept.logged
+    return recorder.logged
 
 
 def train_all(rank: int, size: int, root: Path) -> dict[str, list[dict[str, float]]]:
@@ -73,11 +73,13 @@ def train_all(rank: int, size: int, root: Path) -> dict[str, list[dict[str, floa
         strategy = MegatronStrategy(microbatch_size=1, **LAYOUTS[name])
         return train(root, strategy, size, SHORT, **options)
 
-    found = {name: run(name, save=f"{name}.ckpt") for name in LAYOUTS}
-    for one, other in CHANGES.items():
-        rest = run(other, resume=f"{one}.ckpt")
-        found[f"{one} continues as {other}"] = found[one][:SAVED_AFTER] + rest
-    return found
+    runs = {name: run(name, save=f"{name}.ckpt") for name in LAYOUTS}
+    for first_layout, next_layout in CHANGES.items():
+        resumed = run(next_layout, resume=f"{first_layout}.ckpt")
+        runs[f"{first_layout} continues as {next_layout}"] = (
+            runs[first_layout][:SAVED_AFTER] + resumed
+        )
+    return runs
 
 
 @pytest.fixture(scope="module")
@@ -91,32 +93,34 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_layouts_train_as_one_process_and_continue_in_each_other(root: Path) -> None:
-    whole = train(root, MegatronStrategy(), 1, SHORT, save="one.ckpt")
-    assert len(whole) == STEPS
-    assert whole[-1]["train_loss"] < whole[0]["train_loss"] - 0.01
-    assert train(root, MegatronStrategy(), 1, SHORT, resume="one.ckpt") == whole[SAVED_AFTER:]
-    for found in run_world(train_all, 2, root):
-        assert len(found) == 6
-        for name, logged in found.items():
+def test_layouts_train_like_one_process_and_continue_in_other_layouts(root: Path) -> None:
+    single_process = train(root, MegatronStrategy(), 1, SHORT, save="one.ckpt")
+    assert len(single_process) == STEPS
+    assert single_process[-1]["train_loss"] < single_process[0]["train_loss"] - 0.01
+    assert (
+        train(root, MegatronStrategy(), 1, SHORT, resume="one.ckpt") == single_process[SAVED_AFTER:]
+    )
+    for runs in run_world(train_all, 2, root):
+        assert len(runs) == 6
+        for name, logged in runs.items():
             assert len(logged) == STEPS
-            for one, other in zip(logged, whole, strict=True):
-                assert one == pytest.approx(other, rel=0, abs=1e-10), name
+            for actual, expected in zip(logged, single_process, strict=True):
+                assert actual == pytest.approx(expected, rel=0, abs=1e-10), name
 
 
 @pytest.mark.parametrize("options", [{}, {"reference_free": True}, {"lora": {"r": 4}}], ids=str)
-def test_a_section_that_has_a_whole_file_trains_as_without_streaming(
+def test_a_section_of_a_complete_file_trains_like_an_unstreamed_file(
     root: Path, options: dict[str, Any]
 ) -> None:
     if "lora" in options:
         pytest.importorskip("peft")
-    found = [
+    runs = [
         train(root, MegatronStrategy(), 1, streaming, ("a.jsonl",), **options)
         for streaming in (None, Streaming(), SHORT)
     ]
-    assert found[0] == found[1]
+    assert runs[0] == runs[1]
     # Smaller sections have another order.
-    assert found[0] != found[2]
+    assert runs[0] != runs[2]
 
 
 def test_log_probabilities_of_unknown_pairs_are_nan() -> None:
@@ -124,10 +128,10 @@ def test_log_probabilities_of_unknown_pairs_are_nan() -> None:
     numbers = torch.tensor([0, 3, 2**40])
     values = torch.arange(6.0).view(3, 2)
     reference.load_state({"train": {"key": "", "pairs": numbers, "values": values}})
-    found = reference.of("train", torch.tensor([2**40, 3, 0]))
-    assert torch.equal(found, values.flip(0))
-    found = reference.of("train", torch.tensor([2, -1, 2**41]))
-    assert found.isnan().all(1).tolist() == [True, False, True]
+    actual = reference.of("train", torch.tensor([2**40, 3, 0]))
+    assert torch.equal(actual, values.flip(0))
+    actual = reference.of("train", torch.tensor([2, -1, 2**41]))
+    assert actual.isnan().all(1).tolist() == [True, False, True]
     with pytest.raises(
         CheckpointMismatchError, match=r"train pairs .* they have \['key', 'values'"
     ):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_megatron.data.preference_datamodule import PreferenceDataModule
 from lightning_megatron.preferences.dpo import DPO
 from tests.chat_folder import preferences, save_chat_llama, write_lines
-from tests.preferences.parts import as_messages, measured, moved
+from tests.preferences.parts import as_messages, loss_and_rewards, perturbed
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -46,7 +46,7 @@ def trainer(folder: Path) -> Any:
     )  # fmt: skip
     rows = datasets.Dataset.from_list([as_messages(row) for row in preferences(NUM)])
     return trl.DPOTrainer(
-        model=moved(model),
+        model=perturbed(model),
         ref_model=transformers.AutoModelForCausalLM.from_pretrained(
             folder / "model", dtype=torch.float64
         ),
@@ -60,12 +60,14 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     loss.backward()
     return {
-        name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_loss_gradients_and_rewards_are_those_of_trl(folder: Path, trainer: Any, name: str) -> None:
+def test_loss_gradients_and_rewards_match_trl(folder: Path, trainer: Any, name: str) -> None:
     data = PreferenceDataModule(
         str(folder / "rows.jsonl"), str(folder / "model"), seq_length=LENGTH
     )
@@ -81,16 +83,16 @@ def test_loss_gradients_and_rewards_are_those_of_trl(folder: Path, trainer: Any,
     trainer.loss_types, trainer.loss_weights = [name], [1.0]
     trainer.label_smoothing = LOSSES[name]
     model = trainer.model.train()
-    theirs = trainer.compute_loss(model, trainer.data_collator(rows))
-    expected = gradients(model, theirs)
+    expected_loss = trainer.compute_loss(model, trainer.data_collator(rows))
+    expected = gradients(model, expected_loss)
 
     module = DPO(str(folder / "model"), 0.3, name, LOSSES[name])  # type: ignore[arg-type]
-    loss, rewards = measured(module, model, trainer.ref_model, batch)
-    found = gradients(model, loss)
+    loss, rewards = loss_and_rewards(module, model, trainer.ref_model, batch)
+    actual = gradients(model, loss)
     # TRL's head computes log-probabilities in float32.
-    torch.testing.assert_close(loss, theirs.double(), rtol=0, atol=1e-5)
-    assert found.keys() == expected.keys()
-    for key, one in expected.items():
-        torch.testing.assert_close(found[key], one, rtol=0, atol=1e-5)
+    torch.testing.assert_close(loss, expected_loss.double(), rtol=0, atol=1e-5)
+    assert actual.keys() == expected.keys()
+    for key, gradient in expected.items():
+        torch.testing.assert_close(actual[key], gradient, rtol=0, atol=1e-5)
     for key, value in rewards.items():
         assert float(value) == pytest.approx(trainer._metrics["train"][key][-1], abs=1e-5), key
