@@ -183,7 +183,7 @@ REPLAYS = {
 
 
 def _skip_gathers(patch: pytest.MonkeyPatch, by_graphs: bool) -> None:
-    """Let graphs, or all eager readers, treat parameters as complete that must be gathered."""
+    """Let graphs, or only eager steps, treat parameters as complete that must be gathered."""
     begin = ParameterGather.begin
 
     def begin_or_skip(gather: ParameterGather) -> None:
