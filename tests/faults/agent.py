@@ -59,20 +59,20 @@ class Attempt:
 def attempts(job: Job, rank: int = 0) -> list[Attempt]:
     """Read the log of a rank."""
     path = job.root / f"log_{rank}.txt"
-    read: list[Attempt] = []
+    records: list[Attempt] = []
     for line in path.read_text().splitlines() if path.exists() else []:
         kind, number, *values = line.split()
         if kind == "start":
-            read.append(Attempt(int(number)))
+            records.append(Attempt(int(number)))
         elif kind == "resume":
-            read[-1].resumed, read[-1].num_ranks = int(number), int(values[0])
+            records[-1].resumed, records[-1].num_ranks = int(number), int(values[0])
         elif kind == "step":
-            read[-1].losses[int(number)], *read[-1].samples[int(number)] = values
+            records[-1].losses[int(number)], *records[-1].samples[int(number)] = values
         elif kind == "error":
-            read[-1].error = " ".join(values)
+            records[-1].error = " ".join(values)
         else:
-            (read[-1].begun if kind == "save" else read[-1].saved).append(int(number))
-    return read
+            (records[-1].begun if kind == "save" else records[-1].saved).append(int(number))
+    return records
 
 
 def wait_until(

@@ -59,7 +59,7 @@ def trainer_of(
     )
 
 
-def send_signal(number: int = signal.SIGTERM) -> Callable[[], None]:
+def signal_sender(number: int = signal.SIGTERM) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
@@ -76,7 +76,7 @@ def test_the_step_is_saved_next_to_other_checkpoints_and_found_as_last(
     folder = tmp_path / "checkpoints"
     trainer = trainer_of(
         tmp_path,
-        CallAtBatch(3, send_signal()),
+        CallAtBatch(3, signal_sender()),
         ModelCheckpoint(folder, every_n_train_steps=3),
         async_save=async_save,
     )
@@ -96,7 +96,7 @@ def test_without_a_checkpoint_callback_the_step_is_saved_in_the_root_folder(
     tmp_path: Path,
 ) -> None:
     fit_until_signal(
-        trainer_of(tmp_path, CallAtBatch(1, send_signal()), enable_checkpointing=False)
+        trainer_of(tmp_path, CallAtBatch(1, signal_sender()), enable_checkpointing=False)
     )
     assert load_metadata(tmp_path / CHECKPOINT_NAME)["global_step"] == 2
     resumed = trainer_of(tmp_path, enable_checkpointing=False)
@@ -108,7 +108,7 @@ def test_without_a_checkpoint_callback_the_step_is_saved_in_the_root_folder(
 
 def test_ranks_agree_on_signals_at_intervals_of_batches(tmp_path: Path) -> None:
     trainer = trainer_of(
-        tmp_path, CallAtBatch(2, send_signal()), ModelCheckpoint(tmp_path), interval=6
+        tmp_path, CallAtBatch(2, signal_sender()), ModelCheckpoint(tmp_path), interval=6
     )
     fit_until_signal(trainer)
     assert load_metadata(tmp_path / CHECKPOINT_NAME)["global_step"] == 5
@@ -117,13 +117,13 @@ def test_ranks_agree_on_signals_at_intervals_of_batches(tmp_path: Path) -> None:
 def test_a_second_signal_during_the_save_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = trainer_of(tmp_path, CallAtBatch(1, send_signal()), ModelCheckpoint(tmp_path))
+    trainer = trainer_of(tmp_path, CallAtBatch(1, signal_sender()), ModelCheckpoint(tmp_path))
     save = trainer.strategy.save_checkpoint
 
     def save_with_signals(*args: Any, **kwargs: Any) -> None:
-        send_signal()()
+        signal_sender()()
         save(*args, **kwargs)
-        send_signal()()
+        signal_sender()()
 
     monkeypatch.setattr(trainer.strategy, "save_checkpoint", save_with_signals)
     fit_until_signal(trainer)
@@ -132,7 +132,7 @@ def test_a_second_signal_during_the_save_changes_nothing(
 
 def test_a_job_without_a_finished_step_saves_no_checkpoint(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, ModelCheckpoint(tmp_path))
-    trainer.callbacks.append(CallAtStart(send_signal()))
+    trainer.callbacks.append(CallAtStart(signal_sender()))
     fit_until_signal(trainer)
     assert not (tmp_path / CHECKPOINT_NAME).exists()
 
@@ -146,7 +146,7 @@ class CallAtStart(Callback):
 
 
 def test_the_signal_handlers_of_lightning_are_restored_after_the_run(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, CallAtBatch(1, send_signal()), ModelCheckpoint(tmp_path))
+    trainer = trainer_of(tmp_path, CallAtBatch(1, signal_sender()), ModelCheckpoint(tmp_path))
     before = signal.getsignal(signal.SIGTERM)
     fit_until_signal(trainer)
     assert signal.getsignal(signal.SIGTERM) == before
@@ -180,7 +180,7 @@ def test_a_slurm_job_is_requeued_and_continues(tmp_path: Path, slurm: Path, numb
     folder = tmp_path / "checkpoints"
     for steps in (2, 4):
         trainer = trainer_of(
-            tmp_path, CallAtBatch(steps - 1, send_signal(number)), ModelCheckpoint(folder)
+            tmp_path, CallAtBatch(steps - 1, signal_sender(number)), ModelCheckpoint(folder)
         )
         # There is no ckpt_path, because Lightning finds the checkpoint under its own name.
         fit_until_signal(trainer)
@@ -197,7 +197,7 @@ def test_a_job_that_cannot_be_submitted_again_keeps_its_checkpoint(
 ) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     trainer = trainer_of(
-        tmp_path, CallAtBatch(1, send_signal(signal.SIGUSR1)), ModelCheckpoint(tmp_path)
+        tmp_path, CallAtBatch(1, signal_sender(signal.SIGUSR1)), ModelCheckpoint(tmp_path)
     )
     with pytest.warns(UserWarning, match="'4321' could not be submitted again"):
         fit_until_signal(trainer)
@@ -214,7 +214,7 @@ class KillingWords(Words):
 
 
 def test_data_workers_survive_the_signal_until_the_step_is_saved(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, CallAtBatch(5, send_signal()), ModelCheckpoint(tmp_path))
+    trainer = trainer_of(tmp_path, CallAtBatch(5, signal_sender()), ModelCheckpoint(tmp_path))
     fit_until_signal(trainer, DataLoader(KillingWords(), batch_size=4, num_workers=1))
     assert load_metadata(tmp_path / CHECKPOINT_NAME)["global_step"] == 6
 
@@ -223,7 +223,7 @@ def test_a_data_worker_ends_at_the_second_signal() -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
         ignore_first_sigterm()
-        send_signal()()
+        signal_sender()()
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
