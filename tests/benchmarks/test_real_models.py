@@ -1,4 +1,4 @@
-"""Layouts of real models have the sizes of their names, and the held-out reviews are of other films."""
+"""Layouts of real models have the sizes of their names, and held-out reviews are of other films."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ PADDING = -7.0
 
 @st.composite
 def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[Placement, Tensor]]:
-    """Cut a tensor into tensor-parallel parts of several ranges each, and cut some parts into slices
-    of data ranks.
+    """Cut a tensor into tensor-parallel parts of several ranges each, and cut some parts into
+    slices of data ranks.
     """
     if not shape:
         spec = ShardSpec((), (ShardRange(0, 1),))

@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face models convert to folders that from_pretrained reads, and the reverse."""
+"""Checkpoints of Hugging Face models convert to folders that from_pretrained reads, and back."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ def test_rank_state_comes_from_the_same_position_of_the_mesh_or_the_nearest(
         assert not outcomes["state dp4 -> tp4"].same_data
 
 
-def test_data_parallel_ranks_share_the_writing() -> None:
+def test_data_parallel_ranks_divide_the_writing() -> None:
     large, small = 10 * 65536, 100
     writers = assign_writers([large, small, large, large, small, large], 2)
     assert writers[1] == writers[4] == 0

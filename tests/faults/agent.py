@@ -249,8 +249,8 @@ def kill_one(job: Job, process: subprocess.Popen, target: int, draw: random.Rand
         f"the restart after {kill}",
         process,
     )
-    # The last step is known only now, because training continues while the checkpoints are listed. An
-    # attempt that did not resume is skipped.
+    # The last step is known only now, because training continues while the checkpoints are
+    # listed. An attempt that did not resume is skipped.
     kill.last_step = next(
         (
             attempt.last_step
@@ -275,7 +275,7 @@ def repeated_in(job: Job, folder: Path, **changes: object) -> Job:
 
 
 def assert_same_end(job: Job, uninterrupted: Job) -> None:
-    """Compare the losses of all steps, repeated ones included, and the final weights and moments."""
+    """Compare the losses of all steps, also of repeated ones, and the final weights and moments."""
     (reference,) = attempts(uninterrupted)
     losses: dict[int, str] = {}
     for attempt in attempts(job):

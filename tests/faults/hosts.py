@@ -1,4 +1,4 @@
-"""Two separate hosts on one machine: network namespaces with host names and a cable between them."""
+"""Two hosts on one machine: network namespaces with host names and a cable between them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def host(name: str, address: str) -> Iterator[Host]:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Yield two hosts that are connected only to each other. Skip the test if that is impossible."""
+    """Yield two hosts that are connected only to each other, or skip the test."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if os.geteuid() or missing:
         pytest.skip(

@@ -1,5 +1,5 @@
-"""A disk that cannot be written ends a training with an error that names it, and costs only the steps
-since the last complete checkpoint.
+"""A disk that cannot be written ends a training with an error that names the disk, and costs only
+the steps since the last complete checkpoint.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A job with a rank that does not arrive ends before its timeout, and reports the rank, its line and
-its step.
+"""A job with a rank that does not arrive ends before its timeout, and reports the rank, its line
+and its step.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A training on two hosts survives the loss of one host: it continues with fewer data-parallel ranks
-and has the results of an undisturbed training.
+"""A training on two hosts survives the loss of one host: it continues with fewer data-parallel
+ranks and has the results of an undisturbed training.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class Job:
 
     Args:
         folder: Folder of the corpus, the logs and the checkpoints.
-        steps: Optimizer steps of the whole training.
+        steps: Number of optimizer steps of the training.
         save_every: Steps between two checkpoints.
         async_save: Whether checkpoints are written in the background.
         pp: Pipeline stages.
@@ -62,7 +62,7 @@ class Job:
 
 
 def append_to_log(job: Job, rank: int, *words: object) -> None:
-    """Append a line to the log of a rank in one write, as the process may be killed at any moment."""
+    """Append a line to the log of a rank in one write, as the process may be killed at any time."""
     line = (" ".join(map(str, words)) + "\n").encode()
     file = os.open(job.root / f"log_{rank}.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(file, line)

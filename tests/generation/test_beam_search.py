@@ -54,7 +54,7 @@ def beams_of_transformers(
 
 
 @pytest.mark.parametrize("case", ["llama", "mistral", "gpt2", "mixtral"])
-def test_beam_search_equals_that_of_transformers(case: str) -> None:
+def test_beam_search_finds_the_sequences_of_transformers(case: str) -> None:
     model = replaced(case, ParallelMesh.single())
     lengths = set()
     differs = False

@@ -111,8 +111,8 @@ def test_several_tokens_at_once_follow_a_ring_cache() -> None:
 
 def test_a_ring_cache_has_the_memory_of_its_window() -> None:
     cache = check_rows(ours(exact_twin("gemma3")), PROMPTS)
-    # Layers 0 and 2 have a window of 4 tokens, and layer 1 has none. Each has 6 key/value heads of 8
-    # elements.
+    # Layers 0 and 2 have a window of 4 tokens, and layer 1 has none. Each has 6 key/value heads of
+    # 8 elements.
     assert cache.num_bytes == 2 * 8 * 3 * 6 * 8 * (4 + 23 + 4)
 
 

@@ -113,7 +113,7 @@ def test_ranks_that_share_rows_generate_the_tokens_of_one_process() -> None:
 
 
 def held_by(cache: KeyValueCache, ranks: int) -> list[list[int]]:
-    """Return the positions of the tokens that each rank holds after calls of 6, 1, 3 and 1 tokens."""
+    """Return the positions of tokens that each rank holds after calls of 6, 1, 3 and 1 tokens."""
     positions = []
     for rank in range(ranks):
         cache.clear()

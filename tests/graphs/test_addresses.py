@@ -1,4 +1,4 @@
-"""Changes of the tensors, modes and hooks that captured graphs depend on are found and described."""
+"""Changes of tensors, modes and hooks that captured graphs depend on are found and described."""
 
 from __future__ import annotations
 

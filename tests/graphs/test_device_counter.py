@@ -57,7 +57,7 @@ class Stop(RuntimeError):
 
 
 def stopped(rank: int, size: int) -> tuple[str, RankStatus]:
-    """Return the report and the status of a device whose second collective in a graph never starts."""
+    """Return the report and status of a device whose second collective in a graph never starts."""
     mesh = ParallelMesh.create(ParallelLayout(size, tp=2))
     journal = mesh.journal
     journal.device = DeviceCounter(CPU)

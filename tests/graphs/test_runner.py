@@ -325,17 +325,17 @@ def assert_inputs_suffice(runner: Any) -> None:
             piece for pieces_of_set in slot._sets.values() for piece in pieces_of_set.values()
         ]
         for piece in pieces if number is None else ():
-            kept = set(map(memory_of, [*piece._inputs.copied, *piece._between]))
-            made = set(map(memory_of, piece._forward[0]._made)) - kept
-            read = {
+            kept_memory = set(map(memory_of, [*piece._inputs.copied, *piece._between]))
+            made_memory = set(map(memory_of, piece._forward[0]._made)) - kept_memory
+            read_memory = {
                 memory_of(argument)
                 for entry in piece._backward[0]._entries
                 if isinstance(entry, Operator)
                 for argument in tree_leaves((entry.args, entry.kwargs))
                 if isinstance(argument, Tensor)
             }
-            assert kept & read, piece.piece.label
-            assert not made & read, piece.piece.label
+            assert kept_memory & read_memory, piece.piece.label
+            assert not made_memory & read_memory, piece.piece.label
 
 
 def memory_of(tensor: Tensor) -> int:

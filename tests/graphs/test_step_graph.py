@@ -1,4 +1,4 @@
-"""Graphs of full steps train bit by bit like eager steps, or the log says why a step stays eager."""
+"""Graphs of full steps train bit by bit like eager steps, or a log says why a step stays eager."""
 
 from __future__ import annotations
 

@@ -119,14 +119,14 @@ def test_outputs_that_a_gpu_may_overwrite_become_nan_at_later_replays() -> None:
     pool = backend.make_pool()
     first, doubled = backend.capture(lambda: x * 2, pool)
     first.replay()
-    kept, given_up = doubled, pool.give_up(doubled)
-    assert given_up.data_ptr() == kept.data_ptr()
+    output, given_up = doubled, pool.give_up(doubled)
+    assert given_up.data_ptr() == output.data_ptr()
     pool.give_up(x)  # an input is not in the pool, and stays
     second, tripled = backend.capture(lambda: (x * 3, torch.arange(2)), pool)
     first.replay()
-    assert torch.equal(kept, 2 * x)
+    assert torch.equal(output, 2 * x)
     second.replay()
-    assert kept.isnan().all()
+    assert output.isnan().all()
     assert torch.equal(tripled[0], torch.full((2,), 3.0))
     first.replay()
     assert tripled[0].isnan().all(), "the first graph may use its memory"

@@ -1,5 +1,5 @@
-"""A GPT under every named schedule has the losses and gradients of one process, with microbatches of
-different lengths and some frozen parameters.
+"""A GPT under every named schedule has the losses and gradients of one process, with microbatches
+of different lengths and some frozen parameters.
 """
 
 from __future__ import annotations

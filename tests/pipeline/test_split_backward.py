@@ -120,7 +120,7 @@ class Trained(Run):
         return losses, {name: gradient.clone() for name, gradient in gradients.items()}
 
     def check(self, label: str) -> Result:
-        """Compare steps in halves with a step of full passes, and return the results of the latter."""
+        """Compare steps in halves with a step of full passes, and return the latter's results."""
         losses, gradients = self.result_of(None)
         assert self.num_deferred == 0, label
         model = self.model

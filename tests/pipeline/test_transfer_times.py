@@ -45,8 +45,8 @@ def _measure(rank: int, size: int) -> tuple[list[float], list[int]]:
 
 def test_larger_messages_take_longer_and_all_stages_send_the_largest_size() -> None:
     ranks = run_world(_measure, 3)
-    # Stage 0 starts the transfers with both neighbours, stage 1 with the last stage, and the last stage
-    # with none.
+    # Stage 0 starts the transfers with both neighbours, stage 1 with the last stage, and the last
+    # stage with none.
     for times, sizes in ranks:
         assert set(sizes) == {8 + 2, 2**24 + 2}
         assert len(sizes) == 2 * 2 * 2 * 9, "two sizes, two pairs, there and back, nine rounds"
