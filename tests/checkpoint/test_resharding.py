@@ -100,11 +100,11 @@ def reshard(rank: int, size: int, folder: Path) -> dict[str, Any]:
             folder / source / "AdamW", meshes[layout]
         )
     for layout, mesh in meshes.items():
-        again = folder / "again" / layout
+        saved_again = folder / "again" / layout
         run = Trained(mesh, "AdamW", layout)
         run.load(folder / "tp2 pp2" / "AdamW")
-        run.save(again)
-        first, second = fulls["tp2 pp2", "AdamW"], read_full(again)
+        run.save(saved_again)
+        first, second = fulls["tp2 pp2", "AdamW"], read_full(saved_again)
         outcomes[f"round trip {layout}"] = sorted(first) == sorted(second) and all(
             torch.equal(first[name], second[name]) for name in first
         )

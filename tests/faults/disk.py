@@ -43,13 +43,13 @@ class Disk:
     def remount(self, options: str) -> None:
         """Change size or mode. A disk becomes read-only only after current writes have ended."""
 
-        def done() -> bool:
+        def is_remounted() -> bool:
             command = [*self.command, "mount", "-o", f"remount,{options}", os.fspath(self.folder)]
             result = subprocess.run(command, capture_output=True, text=True, check=False)
             assert result.returncode == 0 or "busy" in result.stderr, result.stderr
             return result.returncode == 0
 
-        wait_until(done, f"remount {options}")
+        wait_until(is_remounted, f"remount {options}")
 
 
 @contextmanager

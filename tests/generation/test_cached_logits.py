@@ -96,17 +96,17 @@ def test_several_tokens_at_once_follow_a_ring_cache() -> None:
     gpt = ours(exact_twin("mistral"))
     row = PROMPTS[0] + NEXT[0].tolist()
     cache = KeyValueCache(len(row))
-    done = 0
+    num_cached = 0
     for count in (2, 6, 1, 9, 3, 2):
-        tokens = torch.tensor([row[done : done + count]])
-        positions = torch.arange(done, done + count)[None]
+        tokens = torch.tensor([row[num_cached : num_cached + count]])
+        positions = torch.arange(num_cached, num_cached + count)[None]
         span = AttentionSpan(positions=positions, past=CachedTokens(cache, count))
         actual = gpt.logits_at(tokens, count - 1, span)
         cache.advance(count)
-        done += count
-        expected = gather_logits(gpt, row[:done])
+        num_cached += count
+        expected = gather_logits(gpt, row[:num_cached])
         torch.testing.assert_close(actual[0], expected, rtol=0, atol=1e-10)
-    assert done == len(row)
+    assert num_cached == len(row)
 
 
 def test_a_ring_cache_has_the_memory_of_its_window() -> None:

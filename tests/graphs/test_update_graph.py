@@ -47,11 +47,11 @@ class Parameters:
 
 
 def graph_of(
-    parameters: Parameters, said: list[str] | None = None, **settings: Any
+    parameters: Parameters, messages: list[str] | None = None, **settings: Any
 ) -> UpdateGraph[Tensor]:
     """Return a graph that is captured in the third update."""
     mesh = parameters.mesh
-    say = [].append if said is None else said.append
+    say = [].append if messages is None else messages.append
     chosen = CudaGraphs("segments", **{"warmup_steps": 2, "optimizer": True, **settings})
     return UpdateGraph(TapeBackend(mesh.launcher), mesh, chosen, say, say)
 
@@ -72,12 +72,12 @@ def run(
 
 def test_the_third_update_is_captured_and_later_ones_are_replayed() -> None:
     parameters = Parameters(ParallelMesh.single())
-    said: list[str] = []
-    graph = graph_of(parameters, said)
+    messages: list[str] = []
+    graph = graph_of(parameters, messages)
     assert run(graph, parameters, 5) == [True, True, True, False, False]
     assert parameters.value.tolist() == [15.0] * 3
     assert graph.num_graphs == 1
-    assert said == [
+    assert messages == [
         "CUDA graphs (optimizer): the update of the parameters, with norm and clipping, in 1 graph."
     ]
     graph.release()
@@ -123,10 +123,10 @@ def test_changed_addresses_are_found_only_with_check(check: bool) -> None:
 
 def test_an_update_that_cannot_be_repeated_runs_eagerly_and_is_logged_once() -> None:
     parameters = Parameters(ParallelMesh.single())
-    said: list[str] = []
-    graph = graph_of(parameters, said)
+    messages: list[str] = []
+    graph = graph_of(parameters, messages)
     assert run(graph, parameters, 5, reason="a reason") == [True] * 5
-    assert said == ["CUDA graphs: the update of the parameters runs eagerly: a reason."]
+    assert messages == ["CUDA graphs: the update of the parameters runs eagerly: a reason."]
 
 
 def test_each_part_of_an_update_has_a_graph_and_a_call_of_the_host_follows() -> None:
@@ -172,11 +172,11 @@ def _on_two_ranks(rank: int, size: int) -> dict[str, Any]:
     outcomes["value"] = parameters.value.tolist()
     outcomes["count"] = mesh.journal.counts["world"]
     failing = Parameters(mesh, fails=rank == 1)
-    said: list[str] = []
-    graph = graph_of(failing, said)
+    messages: list[str] = []
+    graph = graph_of(failing, messages)
     outcomes["failed"] = run(graph, failing, 4)
     outcomes["failed value"] = failing.value.tolist()
-    outcomes["said"] = said
+    outcomes["said"] = messages
     strict = Parameters(mesh, fails=rank == 1)
     graph = graph_of(strict, on_failure="error")
     run(graph, strict, 2)
