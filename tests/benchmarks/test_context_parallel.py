@@ -1,4 +1,4 @@
-"""The benchmark of context parallelism trains what its rows say."""
+"""The benchmark of context parallelism trains the cases that its rows name."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ def test_documents_fill_rows_with_mixed_lengths(length: int) -> None:
     assert 0 < seen_length(lengths) <= length
 
 
-def test_rows_by_lengths_and_by_a_mask_train_alike_with_any_transport(tmp_path: Path) -> None:
+def test_packed_and_masked_rows_have_the_same_losses_with_any_transport(tmp_path: Path) -> None:
     line = ["--model", "tiny_llama", "--lengths", "256", "--accelerator", "cpu", "--steps", "2"]
     line += ["--warmup", "1", "--cases", "1", "2:ring", "--out", str(tmp_path)]
     line += ["--profile-steps", "1"]
     args = parser().parse_args(line)
-    one, two = args.cases
+    single, ring = args.cases
     runs = {
-        "1_auto_256_packed": (one, "packed"),
-        "1_auto_256_mask": (one, "mask"),
-        "2_ring_256_packed": (two, "packed"),
+        "1_auto_256_packed": (single, "packed"),
+        "1_auto_256_mask": (single, "mask"),
+        "2_ring_256_packed": (ring, "packed"),
     }
     runs = chosen(runs, "1_auto_256_mask", "2_ring_256_packed")
     rows = [run_ours(args, case, 256, kind) for case, kind in runs.values()]
-    found = [json.loads((tmp_path / f"tiny_llama_{name}.json").read_text()) for name in runs]
-    assert found[0]["documents"] > 1
-    for other in found[1:]:
-        assert other["losses"][:3] == pytest.approx(found[0]["losses"][:3], rel=1e-2), rows
+    results = [json.loads((tmp_path / f"tiny_llama_{name}.json").read_text()) for name in runs]
+    assert results[0]["documents"] > 1
+    for result in results[1:]:
+        assert result["losses"][:3] == pytest.approx(results[0]["losses"][:3], rel=1e-2), rows
     assert rows[-1].startswith("| ours | 2 ring | 256 | packed |")
-    assert len(found[-1]["losses"]) == 4, "one step more is profiled"
+    assert len(results[-1]["losses"]) == 4, "one further step is profiled"
     assert (tmp_path / "tiny_llama_2_ring_256_packed.trace.json.gz").exists()
     assert rows[-1].split(" | ")[-2] == "", "without a GPU, no time of communication is claimed"
     assert len({row.count("|") for row in rows}) == 1
-    whole, packed = flop_rule(args)[-1].split(" in whole rows, ")
-    assert float(whole.split()[-1]) > float(packed.split()[0])
+    full, packed = flop_rule(args)[-1].split(" in whole rows, ")
+    assert float(full.split()[-1]) > float(packed.split()[0])
 
 
 def test_rows_of_transformers_name_their_attention(
@@ -66,7 +66,7 @@ def test_rows_of_transformers_name_their_attention(
 ) -> None:
     pytest.importorskip("transformers")
 
-    def train_here(line: list[str], *others: object) -> str:
+    def train_here(line: list[str], *arguments: object) -> str:
         module, *options = line[1:]
         assert module == "benchmarks.context_steps"
         context_steps.train_transformers(context_steps.parser().parse_args(options))

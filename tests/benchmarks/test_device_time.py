@@ -1,4 +1,4 @@
-"""Medians of variants that run in turn."""
+"""Median times are measured of variants that run in turn."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ from benchmarks.grouped_problem import PASSES, Problem, draw, relative_error
 from lightning_megatron.plan.grouped_gemm import Pass
 
 SIZES = [32, 16, 64]
-_torchs = torch._scaled_grouped_mm
+_torch_product = torch._scaled_grouped_mm
 
 
 def by_group(
@@ -53,10 +53,10 @@ def by_group(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> Tensor:
-    """Stand-in for ``torch._scaled_grouped_mm``, which has no CPU version, with torch's checks."""
-    operands = [one.to("meta") for one in (left, right, left_scale, right_scale)]
+    """Stand-in, with torch's checks, for ``torch._scaled_grouped_mm``, which has no CPU version."""
+    operands = [operand.to("meta") for operand in (left, right, left_scale, right_scale)]
     options = {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
-    shape = _torchs(*operands, offs=offs.to("meta"), **options).shape
+    shape = _torch_product(*operands, offs=offs.to("meta"), **options).shape
     bounds = [0, *offs.tolist()]
     parts = []
     for expert, (start, stop) in enumerate(pairwise(bounds)):
@@ -70,12 +70,14 @@ def by_group(
             a = a[:, start:stop] * left_scale.view(len(offs), -1)[expert][:, None]
             b = b[start:stop] * right_scale.view(len(offs), -1)[expert]
         parts.append(a @ b)
-    found = torch.cat(parts) if right.dim() == 3 else torch.stack(parts)
-    assert found.shape == shape
-    return found.to(out_dtype)
+    product = torch.cat(parts) if right.dim() == 3 else torch.stack(parts)
+    assert product.shape == shape
+    return product.to(out_dtype)
 
 
-def once(variants: Mapping[str, Callable[[], object]], *others: object) -> dict[str, list[float]]:
+def once(
+    variants: Mapping[str, Callable[[], object]], *arguments: object
+) -> dict[str, list[float]]:
     """Timer that calls each variant once."""
     for call in variants.values():
         call()
@@ -94,9 +96,7 @@ def problem() -> Problem:
 
 
 @pytest.mark.parametrize("which", PASSES)
-def test_products_in_8_bits_are_those_of_bfloat16_up_to_rounding(
-    which: Pass, problem: Problem
-) -> None:
+def test_products_in_8_bits_match_bfloat16_up_to_rounding(which: Pass, problem: Problem) -> None:
     bits = EightBits(problem)
     assert 1e-3 < relative_error(problem, which, lambda: bits.product(which)) < 6e-2
     with_casts = relative_error(problem, which, lambda: bits.product_with_casts(which))
@@ -108,7 +108,7 @@ def test_products_in_8_bits_are_exact_for_numbers_of_8_bits() -> None:
     rows, grad, weights = (
         torch.randint(-3, 4, shape).bfloat16() for shape in ((64, k), (64, n), (2, n, k))
     )
-    # A largest number of 448 in every row and column has the scale 1.
+    # Rows and columns whose largest number is 448 have the scale 1.
     for matrix in (rows, grad, weights.view(-1, k)):
         matrix[0] = matrix[:, 0] = 448
     for weight in weights:
@@ -134,7 +134,7 @@ def test_casts_have_the_scales_of_their_rows(problem: Problem) -> None:
     transposed = weights.transpose(1, 2)
     torch.testing.assert_close(values.double() * scale[..., None], transposed, rtol=0.07, atol=1e-3)
     largest = weights.abs().amax((0, 1)) / 448
-    assert all(torch.allclose(one.double(), largest, rtol=1e-6) for one in scale)
+    assert all(torch.allclose(expert_scale.double(), largest, rtol=1e-6) for expert_scale in scale)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -144,11 +144,11 @@ def test_groups_are_positive_multiples_of_16_with_all_rows(name: str, skewed: bo
     sizes = padded_sizes(shape, skewed, torch.Generator().manual_seed(0))
     assert len(sizes) == shape.experts
     assert sum(sizes) == shape.rows
-    assert all(one > 0 and one % 16 == 0 for one in sizes)
+    assert all(size > 0 and size % 16 == 0 for size in sizes)
     assert (max(sizes) > 2 * min(sizes)) == skewed
 
 
-def test_flops_are_those_of_both_products_forward_and_backward() -> None:
+def test_flops_count_both_products_forward_and_backward() -> None:
     shape = ExpertShape(experts=3, hidden=32, width=48, rows=112)
     for name, (k, n) in shape.products.items():
         assert shape.flops(name) == draw(3, k, n, SIZES, "cpu").flops
@@ -166,7 +166,7 @@ def test_a_pass_is_timed_in_every_variant(problem: Problem) -> None:
         assert not row.failures
 
 
-def test_a_failing_variant_leaves_the_others(
+def test_a_failing_variant_does_not_stop_the_other_variants(
     problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object, **options: object) -> Tensor:
@@ -204,11 +204,11 @@ def test_a_case_has_all_passes_and_the_layer(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(SHAPES, "tiny", shape)
     used: list[str] = []
 
-    def note(variants: Mapping[str, Any], *others: object) -> dict[str, list[float]]:
+    def record_variants(variants: Mapping[str, Any], *arguments: object) -> dict[str, list[float]]:
         used.extend(variants)
         return once(variants)
 
-    text = run_case("tiny", True, 1, "cpu", note)
+    text = run_case("tiny", True, 1, "cpu", record_variants)
     rows = [line for line in text.splitlines() if line.startswith(("| gate+up", "| down"))]
     assert len(rows) == 2 * len(PASSES)
     assert "failed" not in text
@@ -216,38 +216,38 @@ def test_a_case_has_all_passes_and_the_layer(monkeypatch: pytest.MonkeyPatch) ->
     assert "bf16 down: loop, cpu: the host has the group sizes already" in text
 
 
-def test_a_layer_casts_what_its_variant_says(
+def test_a_layer_casts_the_operands_of_its_variant(
     problem: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     down = draw(len(SIZES), 48, 32, SIZES, "cpu")
     fast: list[bool] = []
 
-    def note(*operands: Tensor, use_fast_accum: bool, **options: Any) -> Tensor:
+    def record_product(*operands: Tensor, use_fast_accum: bool, **options: Any) -> Tensor:
         fast.append(use_fast_accum)
         return by_group(*operands, use_fast_accum=use_fast_accum, **options)
 
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", note)
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", record_product)
     variants = expert_eight_bits.layer_calls([problem, down], "loop")
     assert tuple(variants) == LAYER_KINDS
     casts: list[bool] = []
 
-    def cast(matrix: Tensor, *, rows: bool, columns: bool) -> Any:
+    def record_cast(matrix: Tensor, *, rows: bool, columns: bool) -> Any:
         casts.append(matrix.shape[0] == sum(SIZES))
         return cast_lines(matrix, rows=rows, columns=columns)
 
-    monkeypatch.setattr("benchmarks.eight_bit_products.cast_lines", cast)
+    monkeypatch.setattr("benchmarks.eight_bit_products.cast_lines", record_cast)
     counts = {}
     for name, call in variants.items():
         casts.clear()
         fast.clear()
         call()
         counts[name] = casts.count(True), casts.count(False), tuple(fast)
-    every = (True,) * 6
+    all_fast = (True,) * 6
     first = LAYER_KINDS[1]
     assert counts[LAYER_KINDS[0]] == (0, 0, ())
-    assert counts[first][2] == every
-    assert counts[LAYER_KINDS[2]] == (4, 0, every)
-    assert counts[LAYER_KINDS[3]] == (4, 4, every)
+    assert counts[first][2] == all_fast
+    assert counts[LAYER_KINDS[2]] == (4, 0, all_fast)
+    assert counts[LAYER_KINDS[3]] == (4, 4, all_fast)
     assert counts[LAYER_KINDS[4]] == (4, 0, (True, True, False, False, False, False))
 
 
@@ -268,7 +268,7 @@ def test_a_lost_gpu_leaves_the_other_cases_to_a_new_process(
         lines.append(line)
         return 0
 
-    monkeypatch.setattr(expert_eight_bits, "run_case", lambda name, *others: f"table of {name}")
+    monkeypatch.setattr(expert_eight_bits, "run_case", lambda name, *arguments: f"table of {name}")
     monkeypatch.setattr(expert_eight_bits, "gpu_is_lost", lambda: True)
     monkeypatch.setattr("subprocess.call", call)
     out = tmp_path / "out.md"
@@ -279,6 +279,6 @@ def test_a_lost_gpu_leaves_the_other_cases_to_a_new_process(
     assert "table of" in capsys.readouterr().out
     module, *options = lines[0][2:]
     assert module == "benchmarks.expert_eight_bits"
-    rest = parser().parse_args(options)
-    assert (rest.first, rest.out, rest.rounds) == (2, out, 10)
-    assert rest.shapes == list(SHAPES)
+    restarted = parser().parse_args(options)
+    assert (restarted.first, restarted.out, restarted.rounds) == (2, out, 10)
+    assert restarted.shapes == list(SHAPES)

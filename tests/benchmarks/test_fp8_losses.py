@@ -1,4 +1,4 @@
-"""The comparison of losses in 8 bits trains, and its table compares recipes with the first."""
+"""The comparison of losses in 8 bits trains, and its table compares all recipes with the first."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.world import run_world
 TINY = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_seq_length": 16}
 
 
-def test_a_table_compares_parts_with_those_of_the_first() -> None:
+def test_the_table_compares_parts_of_trainings_with_the_first_recipe() -> None:
     first = Losses("bf16", [4.0, 2.0, 2.0, 2.0], [(2, 2.5), (4, 2.0)])
-    other = Losses("rowwise", [4.0, 4.0, 1.0, 2.0], [(2, 2.5), (4, 2.1)])
-    assert table([first, other])[2:] == [
+    second = Losses("rowwise", [4.0, 4.0, 1.0, 2.0], [(2, 2.5), (4, 2.1)])
+    assert table([first, second])[2:] == [
         "| bf16 | 2 | 2.5000 | +0.00% | 3.0000 | +0.00% |",
         "| bf16 | 4 | 2.0000 | +0.00% | 2.0000 | +0.00% |",
         "| rowwise | 2 | 2.5000 | +0.00% | 4.0000 | +33.33% |",
@@ -41,12 +41,12 @@ def test_a_training_records_every_loss(tmp_path: Path) -> None:
     data = TokenDataModule(train=prefix, val=prefix, seq_length=16, batch_size=8)
     options = {"accelerator": "cpu", "default_root_dir": str(tmp_path)}
     saved = tmp_path / "bf16.json"
-    found = train("bf16", 8, data, TINY, options, path=saved)
-    assert json.loads(saved.read_text())["train"] == found.train
-    assert len(found.train) == 8
-    assert [steps for steps, _ in found.held_out] == [*range(1, 9)]
-    assert found.train[0] > found.train[-1] > 0
-    draw([found], tmp_path / "losses.png")
+    losses = train("bf16", 8, data, TINY, options, path=saved)
+    assert json.loads(saved.read_text())["train"] == losses.train
+    assert len(losses.train) == 8
+    assert [steps for steps, _ in losses.held_out] == [*range(1, 9)]
+    assert losses.train[0] > losses.train[-1] > 0
+    draw([losses], tmp_path / "losses.png")
     assert (tmp_path / "losses.png").stat().st_size > 1000
 
 
@@ -60,7 +60,7 @@ def train_divided(rank: int, size: int, prefix: str, folder: str) -> Losses:
 def test_a_layout_has_the_losses_of_one_process(tmp_path: Path) -> None:
     prefix = write_text(tmp_path)
     alone = train_divided(0, 1, prefix, str(tmp_path))
-    for found in run_world(train_divided, 2, prefix, str(tmp_path)):
-        assert found.train == pytest.approx(alone.train, rel=1e-3)
-        assert [steps for steps, _ in found.held_out] == [1, 2, 3, 4]
-        assert found.held_out[-1][1] == pytest.approx(alone.held_out[-1][1], rel=1e-3)
+    for losses in run_world(train_divided, 2, prefix, str(tmp_path)):
+        assert losses.train == pytest.approx(alone.train, rel=1e-3)
+        assert [steps for steps, _ in losses.held_out] == [1, 2, 3, 4]
+        assert losses.held_out[-1][1] == pytest.approx(alone.held_out[-1][1], rel=1e-3)

@@ -1,4 +1,4 @@
-"""The search for drift names the step and the tensor in which a training by graphs goes astray."""
+"""The search for drift names the first step and tensor in which a training with graphs differs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ QUERY = "model.layers.1.attention.qkv.weight"
 
 def trace(**changed: Any) -> Trace:
     """Return the trace of two steps."""
-    one = Trace(
+    default = Trace(
         [3.0, 2.0],
         NAMES,
         torch.arange(6).view(2, 3),
         torch.full((2, 3), 10.0, dtype=torch.float64),
         torch.arange(6).view(2, 3),
     )
-    return replace(one, **changed)
+    return replace(default, **changed)
 
 
 def test_the_first_difference_is_the_earliest_stage_of_the_earliest_step() -> None:
@@ -44,14 +44,19 @@ def test_the_first_difference_is_the_earliest_stage_of_the_earliest_step() -> No
     magnitudes = trace().magnitudes.clone()
     magnitudes[1, 1] += 1e-3
     last = trace(gradients=gradients, magnitudes=magnitudes)
-    found = first_difference(same, [trace(), last])
-    assert found is not None
-    assert str(found) == (
+    difference = first_difference(same, [trace(), last])
+    assert difference is not None
+    assert str(difference) == (
         "step 2, gradients of rank 1: 2 of 3: query (1.0e-04), embedding (0.0e+00)"
     )
-    found = first_difference(same, [trace(updated=updated), last])
-    assert found is not None
-    assert (found.step, found.stage, found.rank, found.names) == (1, "parameters", 0, NAMES)
+    difference = first_difference(same, [trace(updated=updated), last])
+    assert difference is not None
+    assert (difference.step, difference.stage, difference.rank, difference.names) == (
+        1,
+        "parameters",
+        0,
+        NAMES,
+    )
     drifted = [trace(losses=[3.0, 2.5]), last]
     assert str(first_difference(same, drifted)) == "step 2, loss of rank 0 (+5.0e-01)"
     assert largest_gap(same, drifted) == 0.5
@@ -60,29 +65,29 @@ def test_the_first_difference_is_the_earliest_stage_of_the_earliest_step() -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_digest_sees_single_bits_that_a_sum_would_not(dtype: torch.dtype) -> None:
-    one = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=dtype)
-    assert torch.equal(digest(one), digest(one.clone()))
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
-    other = one.clone()
-    other.view(bits)[0] += 1
-    other.view(bits)[3] -= 1
-    assert one.view(bits).sum() == other.view(bits).sum()
-    assert not torch.equal(digest(one), digest(other))
-    assert one.tolist() == [1.0, 2.0, 3.0, 4.0]
+def test_a_digest_distinguishes_single_bits_that_a_sum_does_not(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=dtype)
+    assert torch.equal(digest(tensor), digest(tensor.clone()))
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    changed = tensor.clone()
+    changed.view(bits)[0] += 1
+    changed.view(bits)[3] -= 1
+    assert tensor.view(bits).sum() == changed.view(bits).sum()
+    assert not torch.equal(digest(tensor), digest(changed))
+    assert tensor.tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_settings_bring_their_twins_and_unknown_ones_are_refused() -> None:
-    every = settings_of(SHAPES["tiny_moe"], LAYOUTS["ep2"])
-    names = [one.name for one in every]
+def test_chosen_settings_include_their_twins_and_unknown_names_are_refused() -> None:
+    settings = settings_of(SHAPES["tiny_moe"], LAYOUTS["ep2"])
+    names = [setting.name for setting in settings]
     assert len(set(names)) == len(names)
-    assert [one.name for one in chosen_settings(every, ["segments again"])] == [
+    assert [setting.name for setting in chosen_settings(settings, ["segments again"])] == [
         "eager",
         "segments",
         "segments again",
     ]
-    assert chosen_settings(every, []) == every
-    dense = [one.name for one in settings_of(SHAPES["tiny"], LAYOUTS["single"])]
+    assert chosen_settings(settings, []) == settings
+    dense = [setting.name for setting in settings_of(SHAPES["tiny"], LAYOUTS["single"])]
     assert "only mlp" in dense
     assert not {"only experts", "no overlap", "all-gather"} & set(dense)
     with pytest.raises(ValueError, match="no overlap are not. Use eager, segments"):
@@ -93,7 +98,7 @@ def test_attention_has_the_same_bits_in_every_repeat() -> None:
     assert attention_repeats(SHAPES["tiny_llama"], torch.device("cpu"), 3) == (0, None)
 
 
-def in_last_bits(step: int) -> AbstractContextManager[Any]:
+def change_last_bits(step: int) -> AbstractContextManager[Any]:
     """Change single bits of one gradient in a step."""
     finish = GradientReducer.finish
     steps = []
@@ -112,7 +117,9 @@ def test_settings_in_one_process_equal_eager_steps_and_a_wrong_bit_is_found() ->
     line = ["--accelerator", "cpu", "--model", "tiny_mixtral", "--layout", "single", "--steps", "5"]
     lines: list[str] = []
     search = Search(parser().parse_args(line), lines.append)
-    every = {one.name: one for one in settings_of(SHAPES["tiny_mixtral"], LAYOUTS["single"])}
+    settings = {
+        setting.name: setting for setting in settings_of(SHAPES["tiny_mixtral"], LAYOUTS["single"])
+    }
     for name in (
         "eager",
         "segments",
@@ -122,12 +129,12 @@ def test_settings_in_one_process_equal_eager_steps_and_a_wrong_bit_is_found() ->
         "math attention",
         "only experts",
     ):
-        search.run(every[name])
+        search.run(settings[name])
     assert lines[0].startswith("eager: losses 6.2")
     for text in lines[1:]:
         assert "in all bits of 5 steps" in text, text
         assert ", 0 graphs" not in text, text
-    search.run(Setting("wrong", every["segments"].graphs, around=lambda: in_last_bits(4)))
+    search.run(Setting("wrong", settings["segments"].graphs, around=lambda: change_last_bits(4)))
     assert f"first in step 4, gradients of rank 0: 1 of 29: {QUERY} (" in lines[-1], lines[-1]
     assert 5e-7 < float(lines[-1].split(QUERY)[1][2:9]) < 2e-6
     search.run(Setting("refused", {"mode": "segments", "scopes": ["preprocess"]}))

@@ -23,7 +23,7 @@ def event(cat: str, name: str, ts: float, dur: float) -> dict[str, Any]:
 
 
 def step(begin: float, length: float) -> list[dict[str, Any]]:
-    """Return a step: three launches, three kernels with a gap, and a wait for the last one."""
+    """Return a step: three launches, three kernels with a gap, and a wait for the last kernel."""
     return [
         event("cuda_runtime", "cudaLaunchKernel", begin + 10, 5),
         event("kernel", GEMM, begin + 20, 100),
@@ -42,16 +42,16 @@ def events() -> list[dict[str, Any]]:
     return [*first, *step(100, 400), *step(500, 500), *empty, *step(1020, 900)]
 
 
-def test_the_step_of_median_length_has_its_own_calls_and_kernels() -> None:
-    found = timeline_of(events())
-    assert found.num_launches == {LAUNCHES: 2, GRAPHS: 1}
-    assert found.host[GRAPHS] == [(0.03, 0.04)]
-    assert found.host[LAUNCHES] == [(0.01, 0.015), (0.05, 0.054)]
+def test_the_timeline_has_the_calls_and_kernels_of_the_step_of_median_length() -> None:
+    timeline = timeline_of(events())
+    assert timeline.num_launches == {LAUNCHES: 2, GRAPHS: 1}
+    assert timeline.host[GRAPHS] == [(0.03, 0.04)]
+    assert timeline.host[LAUNCHES] == [(0.01, 0.015), (0.05, 0.054)]
     # Two kernels of one class without a gap are one interval.
-    assert found.device == {"matmul": [(0.02, 0.2)], "attention": [(0.4, 0.49)]}
-    assert found.duration == pytest.approx(0.49)
-    assert found.idle == pytest.approx(0.02 + 0.2)
-    assert Timeline.of_dict(json.loads(json.dumps(found.as_dict()))) == found
+    assert timeline.device == {"matmul": [(0.02, 0.2)], "attention": [(0.4, 0.49)]}
+    assert timeline.duration == pytest.approx(0.49)
+    assert timeline.idle == pytest.approx(0.02 + 0.2)
+    assert Timeline.of_dict(json.loads(json.dumps(timeline.as_dict()))) == timeline
 
 
 def test_a_trace_without_kernels_is_refused() -> None:
@@ -66,30 +66,34 @@ def test_the_picture_draws_all_steps_with_one_scale() -> None:
     )
     text = picture([Panel("eager", long), Panel("full", short)], "One step")
     root = xml.etree.ElementTree.fromstring(text)
-    grey = [float(one.get("width", "")) for one in root.iter() if one.get("fill") == "#eee"]
+    grey = [
+        float(element.get("width", "")) for element in root.iter() if element.get("fill") == "#eee"
+    ]
     assert grey == [860.0, 860.0, 430.0, 430.0], "host and device of both steps"
-    titles = [one.text for one in root.iter() if one.tag.endswith("text")]
+    titles = [element.text for element in root.iter() if element.tag.endswith("text")]
     assert "eager: 1.0 ms; 40 launches of kernels; nothing runs for 0.0 ms" in titles
     assert "full: 0.5 ms; 1 launch of graphs, 2 launches of kernels; nothing runs for 0.2 ms" in (
         titles
     )
 
 
-def test_each_mode_is_trained_and_the_measured_steps_are_drawn_again(tmp_path: Path) -> None:
+def test_each_mode_is_trained_and_saved_measurements_are_drawn_again(tmp_path: Path) -> None:
     line = ["--model", "tiny_llama", "--accelerator", "cpu", "--warmup", "4"]
     line += ["--modes", "eager", "full"]
-    seen: list[int] = []
+    numbers_of_steps: list[int] = []
 
-    def read(found: list[dict[str, Any]]) -> Timeline:
-        # A CPU launches nothing on a device, but the profiler has recorded the steps.
-        seen.append(sum(one.get("name", "").startswith("ProfilerStep") for one in found))
+    def read(trace: list[dict[str, Any]]) -> Timeline:
+        # A CPU launches no kernels on a device, but the profiler records the steps.
+        numbers_of_steps.append(
+            sum(entry.get("name", "").startswith("ProfilerStep") for entry in trace)
+        )
         return timeline_of(events())
 
     panels = measure(parser().parse_args(line), read)
-    assert [one.name for one in panels] == ["eager", "full"]
-    assert all(number >= 3 for number in seen), seen
+    assert [panel.name for panel in panels] == ["eager", "full"]
+    assert all(number >= 3 for number in numbers_of_steps), numbers_of_steps
     measured, svg = tmp_path / "measured.json", tmp_path / "step.svg"
-    steps = {one.name: one.timeline.as_dict() for one in panels}
+    steps = {panel.name: panel.timeline.as_dict() for panel in panels}
     measured.write_text(json.dumps({"title": "One step", "steps": steps}))
     arguments = ["graph_timeline", "--measured", str(measured), "--svg", str(svg)]
     with patch("sys.argv", arguments):

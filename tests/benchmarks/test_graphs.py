@@ -1,4 +1,4 @@
-"""The benchmark of CUDA graphs runs its cases, survives those that fail, and counts launches."""
+"""The benchmark of CUDA graphs runs its cases, survives failing cases, and counts launches."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ def test_a_mode_is_a_name_or_the_fields_of_the_option() -> None:
             mode_of(wrong)
 
 
-def test_ours_and_the_peer_run_and_a_failing_case_ends_no_other(tmp_path: Path) -> None:
+def test_our_cases_and_cases_of_the_peer_run_after_a_failing_case(tmp_path: Path) -> None:
     peer = tmp_path / "peer.py"
     peer.write_text(PEER)
     line = ["--works", "tiny_llama:single", "--modes", "segments", "eager", "--accelerator", "cpu"]
     line += ["--steps", "3", "--warmup", "2", "--timeout", "300", "--out", str(tmp_path / "out")]
     line += ["--peer", str(peer), "--peer-graphs", "transformer_engine:attn", "none"]
     args = parser().parse_args(line)
-    found = run_cases(cases_of(args), args)
-    failed, eager, *peers = found
+    results = run_cases(cases_of(args), args)
+    failed, eager, *peers = results
     assert "cuda_graphs" in failed.failure, failed.failure
     assert failed.failure.split(":")[0].endswith("Error")
-    assert [one.failure for one in (eager, *peers)] == ["", "", ""]
-    # Two steps before three that the host waits for, then three before three in a row.
+    assert [result.failure for result in (eager, *peers)] == ["", "", ""]
+    # Two steps precede three steps for which the host waits, then three precede three in a row.
     assert len(eager.figures["losses"]) == 11
     assert eager.figures["row_mean_ms"] > 0
     host = eager.figures["HostTime"]
@@ -77,7 +77,7 @@ def test_ours_and_the_peer_run_and_a_failing_case_ends_no_other(tmp_path: Path) 
     assert all(host[part] > 0 for part in ("batch", "passes", "update", "loop", "all"))
     assert host["replays"] == 0
     assert eager.figures["GraphFigures"]["graphs"] == 0
-    text = tables(found, args.steps, args.warmup)
+    text = tables(results, args.steps, args.warmup)
     assert f"| tiny_llama single | ours | segments | failed: {failed.failure} |" in text
     ratio = f"{eager.figures['step_ms'] / 10.0:.3f}"
     assert f"| {ratio} ({ratio}) |" in text
@@ -85,11 +85,11 @@ def test_ours_and_the_peer_run_and_a_failing_case_ends_no_other(tmp_path: Path) 
 
 def test_cases_stop_when_the_time_is_over(tmp_path: Path) -> None:
     args = parser().parse_args(["--seconds", "0", "--out", str(tmp_path)])
-    found = run_cases(cases_of(args), args)
-    assert [one.failure for one in found] == ["not run: 0 s were over"] * 4
+    results = run_cases(cases_of(args), args)
+    assert [result.failure for result in results] == ["not run: 0 s were over"] * 4
 
 
-def test_ranks_that_wait_for_a_failed_one_are_killed(tmp_path: Path) -> None:
+def test_ranks_that_wait_for_a_failed_rank_are_killed(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import os, time\n"
@@ -103,13 +103,13 @@ def test_ranks_that_wait_for_a_failed_one_are_killed(tmp_path: Path) -> None:
     assert late.failure == "stopped after 1 s; no output"
 
 
-def test_the_last_error_is_the_last_line_that_names_one() -> None:
+def test_the_last_error_is_the_last_line_that_names_an_error() -> None:
     output = "[rank0]: torch.AcceleratorError: CUDA error: a | b\nsome warning\n"
     assert last_error(output) == "torch.AcceleratorError: CUDA error: a / b"
     assert last_error("Segmentation fault\n\n") == "Segmentation fault"
 
 
-def test_launches_of_a_step_are_those_whose_kernels_run_in_it() -> None:
+def test_launches_belong_to_the_step_in_which_their_kernels_run() -> None:
     def event(cat: str, name: str, ts: float, number: int | None) -> dict[str, Any]:
         args = {} if number is None else {"correlation": number}
         return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": 1, "args": args}
@@ -124,22 +124,22 @@ def test_launches_of_a_step_are_those_whose_kernels_run_in_it() -> None:
         event("kernel", "_put_tokens", 25, 3),
         event("cuda_runtime", "cudaMemcpyAsync", 3, 4),
         event("gpu_memcpy", "Memcpy DtoD", 26, 4),
-        # Its kernel runs after the last step.
+        # The kernel of this launch runs after the last step.
         event("cuda_runtime", "cudaLaunchKernel", 4, 5),
         event("kernel", FILL, 40, 5),
         event("cuda_runtime", "cudaDeviceSynchronize", 5, 6),
         event("cpu_op", "aten::mm", 5, None),
     ]
     launches = launches_of(events)
-    assert [one.call for one in launches][:2] == ["cudaGraphLaunch", "cudaLaunchKernel"]
+    assert [launch.call for launch in launches][:2] == ["cudaGraphLaunch", "cudaLaunchKernel"]
     assert launches[0].kernels == (GEMM, GEMM)
-    found = count_launches(launches, [(10.0, 20.0), (20.0, 30.0)])
-    assert (found["graphs"], found["in_graphs"], found["kernels"]) == (0.5, 1.0, 1.0)
-    assert found["names"] == {FILL: 0.5, "_put_tokens": 0.5}
-    assert found["calls"]["cudaMemcpyAsync"] == 0.5
+    counts = count_launches(launches, [(10.0, 20.0), (20.0, 30.0)])
+    assert (counts["graphs"], counts["in_graphs"], counts["kernels"]) == (0.5, 1.0, 1.0)
+    assert counts["names"] == {FILL: 0.5, "_put_tokens": 0.5}
+    assert counts["calls"]["cudaMemcpyAsync"] == 0.5
 
 
-def test_time_of_a_part_inside_another_counts_once() -> None:
+def test_time_of_a_part_inside_another_part_counts_once() -> None:
     times = PartTimes()
     begin = time.perf_counter()
     times.start()
@@ -147,18 +147,18 @@ def test_time_of_a_part_inside_another_counts_once() -> None:
         time.sleep(0.02)
         with times.during("replays"):
             time.sleep(0.03)
-    found = times.take()
-    assert found["replays"] >= 0.03
-    assert found["passes"] >= 0.02
-    assert sum(found.values()) <= time.perf_counter() - begin
+    seconds = times.take()
+    assert seconds["replays"] >= 0.03
+    assert seconds["passes"] >= 0.02
+    assert sum(seconds.values()) <= time.perf_counter() - begin
 
 
-def test_timed_functions_are_those_of_before_afterwards() -> None:
+def test_timed_functions_are_restored_afterwards() -> None:
     functions = [(owner, name) for part in PARTS.values() for owner, name in part]
     before = [owner.__dict__.get(name) for owner, name in functions]
     with timing(PartTimes()):
         during = [owner.__dict__.get(name) for owner, name in functions]
-    assert all(one is not other for one, other in zip(before, during, strict=True))
+    assert all(original is not timed for original, timed in zip(before, during, strict=True))
     assert before == [owner.__dict__.get(name) for owner, name in functions]
 
 
@@ -198,27 +198,27 @@ def test_tables_compare_with_the_same_kind_of_graphs_and_with_the_fastest() -> N
         },
     }
     peer = {"ms": 10.0, "row_ms": 12.5, "tok_s_gpu": 102_400, "mem_gib": 4.0, "loss": 10.6}
-    found = [
+    results = [
         Measured(Case(work, "ours", "segments", "segments"), figures, "", 9.0, ("CUDA graphs: x",)),
         Measured(Case(work, "peer", "transformer_engine:attn", "segments"), peer, "", 9.0),
         Measured(
             Case(work, "peer", "full_iteration", "full"), {**peer, "ms": 5.0, "row_ms": 5.0}, "", 9
         ),
     ]
-    text = tables(found, 20, 8)
+    text = tables(results, 20, 8)
     row = next(line for line in text.splitlines() if line.startswith("| tiny single | ours"))
     assert "| 8.0 | 6.0 | 6.25 | 128,000 / 163,840 |" in row
     assert "| 0.800 (1.600) | 0.500 (1.250) | 10.5000 |" in row
     assert "| tiny single | segments | 6 | 1 | 1.50 (2.00) | 5.0 | 1.00 in 1 | 1.0 | 0.0 |" in text
-    # Of 6.25 ms in a row the device is busy for 6.
+    # The device is busy for 6 ms of the 6.25 ms of a step in a row.
     assert "cudaGraphLaunch 2, cudaLaunchKernel 1 | 6.00 | 25.0% | 4.0% |" in text
     assert f"- 1 x `{FILL[:70]}`" in text
     assert "tiny single, segments:\n- CUDA graphs: x\n- Steps 30 captured graphs after" in text
     assert "the steps were eager" not in text
     figures["GraphFigures"]["graphs"] = 0
-    assert "the steps were eager" in tables(found, 20, 8)
+    assert "the steps were eager" in tables(results, 20, 8)
 
 
-def test_what_a_training_says_of_graphs_is_kept_once() -> None:
+def test_messages_of_a_training_about_graphs_are_kept_once() -> None:
     output = "a.py:3: SpeedWarning: CUDA graphs are off: x\nCUDA graphs are off: x\nother\n"
     assert said_of_graphs(output) == ("CUDA graphs are off: x",)

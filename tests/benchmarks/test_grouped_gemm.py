@@ -1,4 +1,4 @@
-"""What the benchmark of grouped products times is right, and its means are those of its rows."""
+"""The benchmark of grouped products times right products, and its means are means of its rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_megatron.plan.grouped_gemm import Pass
 
 
 @pytest.mark.parametrize("which", PASSES)
-def test_every_variant_computes_the_product_that_its_rate_is_of(which: Pass) -> None:
+def test_every_variant_computes_the_product_that_it_times(which: Pass) -> None:
     torch.manual_seed(0)
     problem = draw(4, 32, 48, [5, 20, 0, 7], "cpu")
     for name, call in calls(problem, which, ours="loop").items():

@@ -1,11 +1,11 @@
-"""The table of the benchmark of SwiGLU in the product's launch, and its means."""
+"""The table of the benchmark of SwiGLU in the launch of the product has ratios and means."""
 
 from __future__ import annotations
 
 from benchmarks.grouped_swiglu import ALONE, BOTH, KEPT, PRODUCT, Row, table
 
 
-def test_ratios_are_of_the_two_one_after_the_other_and_means_geometric() -> None:
+def test_ratios_compare_with_product_and_swiglu_in_turn_and_means_are_geometric() -> None:
     def row(kept: float, alone: float) -> Row:
         return Row(
             "DeepSeek-V3", True, {PRODUCT: 90.0, BOTH: 100.0, KEPT: kept, ALONE: alone}, "tile"

@@ -1,4 +1,4 @@
-"""A layout is what its name says."""
+"""The name of a layout gives its sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_layout_has_the_sizes_of_its_name(name: str, layout: Layout, devices: 
 
 
 @pytest.mark.parametrize("name", ["", "tp", "tp0", "tp2pp2", "tp2_tp2", "ep2", "two"])
-def test_another_name_is_refused(name: str) -> None:
+def test_an_unknown_name_is_refused(name: str) -> None:
     with pytest.raises(
         ArgumentTypeError, match="a layout must be single, or tp, pp and dp with sizes"
     ):

@@ -1,4 +1,4 @@
-"""Variants of the benchmark of the head and the loss compute the same, and its table."""
+"""Variants of the benchmark of the head and the loss compute the same values, one row for each."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ from benchmarks.loss import Measured, main, operands, row, variants
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_variants_have_the_same_loss_and_gradients(smoothing: float) -> None:
     hidden, head, labels = operands(48, 16, 40, "cpu")
-    losses, left = variants(10, smoothing)
-    assert ("cut-cross-entropy" in " ".join(left)) == (smoothing > 0 or "cut" not in str(losses))
-    found = {}
+    losses, left_out = variants(10, smoothing)
+    assert ("cut-cross-entropy" in " ".join(left_out)) == (
+        smoothing > 0 or "cut" not in str(losses)
+    )
+    outcomes = {}
     for name in ("torch", "stored", "chunks of 10", "chunks of 10, forward"):
         loss = losses[name](hidden, head, labels, smoothing)
-        found[name] = loss, *torch.autograd.grad(loss, (hidden, head))
-    for name, results in found.items():
-        for one, expected in zip(results, found["torch"], strict=True):
-            torch.testing.assert_close(one, expected, msg=lambda text, name=name: f"{name}: {text}")
-    assert found["torch"][0].item() > 1.0
+        outcomes[name] = loss, *torch.autograd.grad(loss, (hidden, head))
+    for name, results in outcomes.items():
+        for actual, expected in zip(results, outcomes["torch"], strict=True):
+            torch.testing.assert_close(
+                actual, expected, msg=lambda text, name=name: f"{name}: {text}"
+            )
+    assert outcomes["torch"][0].item() > 1.0
 
 
-def test_rows_have_figures_or_say_why_not() -> None:
+def test_rows_have_figures_or_the_reason_why_not() -> None:
     assert row(8, "stored", 4e12, Measured(0.02, 3 * 2**30)) == "| 8 | stored | 20.0 | 200 | 3.00 |"
     assert row(8, "stored", 4e12, Measured(0.02, None)) == "| 8 | stored | 20.0 | 200 | n/a |"
     assert row(8, "stored", 4e12, None) == "| 8 | stored | out of memory | | |"

@@ -1,4 +1,4 @@
-"""Model FLOPs are those of the products that a forward pass runs."""
+"""Model FLOPs equal the FLOPs of the products that a forward pass runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_flops_of_a_token_are_counted(case: str) -> None:
+def test_flops_per_token_equal_the_counted_flops(case: str) -> None:
     config = GPTConfig.llama(
         vocab_size=VOCABULARY,
         max_seq_length=SEQUENCE,
@@ -35,8 +35,8 @@ def test_flops_of_a_token_are_counted(case: str) -> None:
     )
     tokens = torch.zeros(1, SEQUENCE, dtype=torch.long)
     # This kernel multiplies all pairs, of which causal attention needs half, and padded values.
-    plain = sdpa_kernel(SDPBackend.MATH)
-    with plain, FlopCounterMode(display=False) as counter, torch.no_grad():
+    math_kernel = sdpa_kernel(SDPBackend.MATH)
+    with math_kernel, FlopCounterMode(display=False) as counter, torch.no_grad():
         GPT(config, seed=1)(tokens, tokens)
     pairs = config.num_layers * 2 * SEQUENCE * config.num_heads
     needed = pairs * (config.head_size + config.value_size) / 2

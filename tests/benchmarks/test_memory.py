@@ -1,4 +1,4 @@
-"""The memory cases can run, and their table says which estimate is wrong."""
+"""The strategy accepts the memory cases, and their table shows which estimate is wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_megatron.strategy.options.sizes import check_batch_size
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_a_case_is_one_that_the_strategy_takes(name: str) -> None:
+def test_the_strategy_accepts_every_case(name: str) -> None:
     case = CASES[name]
     options = MegatronStrategy(microbatch_size=case.microbatch, **case.options).options
     layout = ParallelLayout(case.devices, **options.sizes())
@@ -24,16 +24,16 @@ def test_a_case_is_one_that_the_strategy_takes(name: str) -> None:
     check_batch_size(case.batch, options, layout)
 
 
-def test_the_table_has_a_row_for_every_stage_and_for_what_failed() -> None:
-    held = {"parameters": 2**30, "gradients": 2**31}
+def test_the_table_has_a_row_for_every_stage_and_every_failed_case() -> None:
+    num_bytes = {"parameters": 2**30, "gradients": 2**31}
     stage: dict[str, Any] = {
         "stage": 1,
-        "held": held,
+        "held": num_bytes,
         "peak": 2**33,
         "ratio": 0.5,
         "bytes_per_parameter": 12.004,
     }
-    stage["estimate"] = {**held, "peak": 2**32}
+    stage["estimate"] = {**num_bytes, "peak": 2**32}
     unknown = {**stage, "peak": None, "ratio": None}
     assert table({"one": [stage, unknown], "two": []}).splitlines()[2:] == [
         "| one | 1 | 3.00 | 3.00 | 12.00 | 4.00 | 8.00 | 0.500 |",

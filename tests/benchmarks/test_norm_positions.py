@@ -1,4 +1,4 @@
-"""The comparison of both orders of norms trains on the speeches and draws what it recorded."""
+"""The comparison of both orders of norms trains on the speeches and draws the recorded losses."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from lightning_megatron.errors import NonFiniteError
 from tests.corpora import SPEECHES, need
 
 
-def test_smoothed_values_are_means_of_the_last_ones() -> None:
+def test_smoothed_values_are_means_of_the_last_values() -> None:
     assert smoothed([4.0, 2.0, 6.0, 1.0], 2) == [4.0, 3.0, 4.0, 3.5]
     assert smoothed([], 2) == []
     assert math.isnan(mean([]))
 
 
-def test_presets_fill_in_what_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_presets_fill_in_options_that_are_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["norm_positions", "--accelerator=gpu", "--layers=3"])
-    given = arguments()
-    assert (given.layers, given.hidden, given.precision) == (3, 256, "bf16-mixed")
-    assert (given.init_std, given.scaled_init) == (0.0625, False)
+    options = arguments()
+    assert (options.layers, options.hidden, options.precision) == (3, 256, "bf16-mixed")
+    assert (options.init_std, options.scaled_init) == (0.0625, False)
     monkeypatch.setattr("sys.argv", ["norm_positions", "--accelerator=cpu"])
     assert (arguments().layers, arguments().hidden) == (24, 64)
 
@@ -35,9 +35,9 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     need(SPEECHES)
     options = {"layers": 1, "hidden": 16, "steps": 3, "warmup": 1, **options, "data-dir": folder}
     options |= {"losses": folder / "losses.json", "picture": folder / "losses.png"}
-    given = [f"--{name}={value}" for name, value in options.items()]
+    flags = [f"--{name}={value}" for name, value in options.items()]
     rates = ["--learning-rate", "1e-3", "2e-3"]
-    monkeypatch.setattr("sys.argv", ["norm_positions", "--accelerator=cpu", *given, *rates])
+    monkeypatch.setattr("sys.argv", ["norm_positions", "--accelerator=cpu", *flags, *rates])
     main()
     assert (folder / "losses.png").stat().st_size > 1000
     return json.loads((folder / "losses.json").read_text())
@@ -45,14 +45,16 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
 
 @pytest.mark.slow
 def test_both_orders_are_trained_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = run(tmp_path, monkeypatch)
-    assert found["settings"]["layers"] == 1
-    curves = {(one["order"], one["learning_rate"]): one["losses"] for one in found["curves"]}
+    results = run(tmp_path, monkeypatch)
+    assert results["settings"]["layers"] == 1
+    curves = {
+        (curve["order"], curve["learning_rate"]): curve["losses"] for curve in results["curves"]
+    }
     assert list(curves) == [("post", 1e-3), ("pre", 1e-3), ("post", 2e-3), ("pre", 2e-3)]
     for losses in curves.values():
         assert len(losses) == 3
-        assert all(7.0 < one < 12.0 for one in losses)
-    # The same data and initial weights, and other rates from the second step on.
+        assert all(7.0 < loss < 12.0 for loss in losses)
+    # Data and initial weights are the same, and learning rates differ from the second step on.
     assert curves["pre", 1e-3][0] == curves["pre", 2e-3][0]
     assert curves["pre", 1e-3][2] != curves["pre", 2e-3][2]
 
@@ -69,5 +71,5 @@ def test_a_diverged_training_ends_its_curve(
                 raise NonFiniteError("the loss is not finite")
 
     monkeypatch.setattr(norm_positions, "Losses", Diverging)
-    found = run(tmp_path, monkeypatch)
-    assert [len(one["losses"]) for one in found["curves"]] == [1, 1, 1, 1]
+    results = run(tmp_path, monkeypatch)
+    assert [len(curve["losses"]) for curve in results["curves"]] == [1, 1, 1, 1]

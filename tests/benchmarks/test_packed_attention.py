@@ -1,4 +1,4 @@
-"""transformers trains packed documents alike by torch's flash attention and by a dense mask."""
+"""transformers trains packed documents equally by torch's flash attention and by a dense mask."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 LENGTHS = [5, 1, 9, 3]
 
 
-def of_documents(
+def attend_documents(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -39,17 +39,19 @@ def of_documents(
     assert max_q == max_k == int(cu_seq_q.diff().max()), "the longest document is known"
     parts = []
     for start, stop in pairwise(cu_seq_q.tolist()):
-        heads = [one[start:stop].transpose(0, 1) for one in (query, key, value)]
-        found = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=True)
-        parts.append(found.transpose(0, 1))
+        heads = [tensor[start:stop].transpose(0, 1) for tensor in (query, key, value)]
+        attended = F.scaled_dot_product_attention(
+            *heads, is_causal=True, scale=scale, enable_gqa=True
+        )
+        parts.append(attended.transpose(0, 1))
     return torch.cat(parts)
 
 
-def of_documents_later(*args: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
-    """Stand-in for ``varlen_attn`` since torch 2.12, which refuses unannounced heads."""
+def attend_documents_2_12(*args: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
+    """Stand-in for ``varlen_attn`` since torch 2.12, which must know of fewer key/value heads."""
     query, key, *_ = args
     assert enable_gqa or query.shape[1] == key.shape[1], "fewer key/value heads are announced"
-    return of_documents(*args, **options)
+    return attend_documents(*args, **options)
 
 
 def tiny_llama(attention: str) -> Any:
@@ -67,11 +69,11 @@ def tiny_llama(attention: str) -> Any:
     )
 
 
-def of_package(monkeypatch: pytest.MonkeyPatch, is_installed: bool) -> None:
+def set_package(monkeypatch: pytest.MonkeyPatch, is_installed: bool) -> None:
     monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: is_installed)
 
 
-@pytest.mark.parametrize("product", [of_documents, of_documents_later])
+@pytest.mark.parametrize("product", [attend_documents, attend_documents_2_12])
 def test_torch_flash_equals_sdpa_with_a_block_diagonal_mask(
     product: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,19 +85,19 @@ def test_torch_flash_equals_sdpa_with_a_block_diagonal_mask(
     mask = (documents[:, None] == documents).tril()[None, None]
     dense, flash = tiny_llama("sdpa"), tiny_llama("torch_flash")
     expected = dense(tokens, attention_mask=mask, position_ids=inputs["position_ids"]).logits
-    found = flash(tokens, use_cache=False, **inputs).logits
-    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-10)
+    actual = flash(tokens, use_cache=False, **inputs).logits
+    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-10)
     by_positions = dense(tokens, use_cache=False, **inputs).logits
     torch.testing.assert_close(by_positions, expected, atol=1e-12, rtol=1e-10)
     weight = torch.randn(expected.shape, dtype=torch.float64)
     (expected * weight).sum().backward()
-    (found * weight).sum().backward()
-    for one, other in zip(flash.parameters(), dense.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, atol=1e-11, rtol=1e-9)
+    (actual * weight).sum().backward()
+    for parameter, reference in zip(flash.parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, reference.grad, atol=1e-11, rtol=1e-9)
 
 
 def test_padding_and_several_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_attention, "varlen_attn", of_documents)
+    monkeypatch.setattr(packed_attention, "varlen_attn", attend_documents)
     register()
     model = tiny_llama("torch_flash")
     inputs = {**packed_inputs(LENGTHS, CPU), "use_cache": False}
@@ -106,7 +108,7 @@ def test_padding_and_several_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -
         model(tokens, attention_mask=padding, **inputs)
     with pytest.raises(ValueError, match=r"has 2 rows, dropout 0\.0, no mask and no further"):
         model(tokens.expand(2, -1), **inputs)
-    attend = packed_attention.attention_by(of_documents)
+    attend = packed_attention.attention_by(attend_documents)
     heads = torch.zeros(1, 4, 3, 8)
     with pytest.raises(
         ValueError, match=r"no mask and \{'sliding_window': 2\}.*attention \"sdpa\""
@@ -119,9 +121,9 @@ def test_padding_and_several_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -
         )
 
 
-def test_packed_inputs_are_those_of_the_collator_of_transformers() -> None:
+def test_packed_inputs_equal_those_of_the_collator_of_transformers() -> None:
     collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-    theirs = collate([{"input_ids": [7] * one} for one in LENGTHS])
+    theirs = collate([{"input_ids": [7] * length} for length in LENGTHS])
     ours = packed_inputs(LENGTHS, CPU)
     assert ours.keys() == theirs.keys() - {"input_ids", "labels"}
     for name, value in ours.items():
@@ -139,7 +141,7 @@ def test_packed_inputs_are_those_of_the_collator_of_transformers() -> None:
 def test_the_fastest_attention_is_chosen(
     device: str, has_package: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    of_package(monkeypatch, has_package)
+    set_package(monkeypatch, has_package)
     assert choose_attention("auto", torch.device(device)) == expected
     for name in ATTENTIONS:
         assert choose_attention(name, torch.device(device)) == name
@@ -154,7 +156,7 @@ def options(tmp_path: Path, attention: str) -> argparse.Namespace:
 def test_trainings_by_torch_flash_and_by_a_dense_mask_have_equal_losses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_attention, "varlen_attn", of_documents)
+    monkeypatch.setattr(packed_attention, "varlen_attn", attend_documents)
     flash, dense = (
         context_steps.train_transformers(options(tmp_path, name))
         for name in ("torch_flash", "sdpa")

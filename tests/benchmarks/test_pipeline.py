@@ -1,4 +1,4 @@
-"""The benchmark of pipeline schedules trains what its rows say."""
+"""The benchmark of pipeline schedules trains the schedules that its rows name."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_rows_train_the_same_model_under_each_schedule(tmp_path: Path) -> None:
     assert float(simulated) > 0
     assert 0 < float(bubble.strip(" %")) < 100
     actions = build_schedule("zb-v", 2, 4, 2).rows
-    for found, row in zip(named["StageTimes"]["rows"], actions, strict=True):
-        assert [tuple(one[:3]) for one in found] == [
+    for times, row in zip(named["StageTimes"]["rows"], actions, strict=True):
+        assert [tuple(entry[:3]) for entry in times] == [
             (action.kind, action.chunk, action.microbatch) for action in row
         ]
-        assert all(start <= stop for *_, start, stop in found)
+        assert all(start <= stop for *_, start, stop in times)

@@ -1,6 +1,4 @@
-"""Layouts of real models are those of their names, and the reviews that are judged are those of
-other films.
-"""
+"""Layouts of real models have the sizes of their names, and held-out reviews are of other films."""
 
 from __future__ import annotations
 
@@ -16,14 +14,14 @@ real_models = pytest.importorskip(
 @pytest.mark.parametrize(
     ("layout", "sizes"), [("tp3", (3, 1)), ("tp2_pp2", (2, 2)), ("pp2", (1, 2))]
 )
-def test_a_layout_is_what_its_name_says(layout: str, sizes: tuple[int, int]) -> None:
+def test_a_layout_has_the_sizes_of_its_name(layout: str, sizes: tuple[int, int]) -> None:
     trainer = real_models.trainer_of(layout, 4, accelerator="cpu", max_steps=1)
     options = trainer.strategy.options
     assert (options.tp, options.pp, options.microbatch_size) == (*sizes, 4)
     assert trainer.num_devices == sizes[0] * sizes[1]
 
 
-def test_a_tenth_of_the_films_is_judged() -> None:
+def test_a_tenth_of_the_films_is_held_out() -> None:
     need(REVIEWS)
     train, held_out = real_models.reviews()
     assert (len(train), len(held_out)) == (11399, 1409)

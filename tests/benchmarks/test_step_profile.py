@@ -1,4 +1,4 @@
-"""The analysis of a profile, on a step whose answer is known."""
+"""The analysis of a profile gives the known times of made-up kernels."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ KERNELS = [
 ]
 
 
-def test_time_is_divided_among_work_communication_and_nothing() -> None:
-    found = analyse(KERNELS, [(0, 10_000), (10_000, 20_000)])
-    assert found["step_ms"] == pytest.approx(10.0)
-    assert found["kinds_ms"] == pytest.approx(
+def test_time_is_divided_among_work_communication_and_idle_time() -> None:
+    analysis = analyse(KERNELS, [(0, 10_000), (10_000, 20_000)])
+    assert analysis["step_ms"] == pytest.approx(10.0)
+    assert analysis["kinds_ms"] == pytest.approx(
         {
             "matmul": 2.5,
             "communication": 2.0,
@@ -47,19 +47,19 @@ def test_time_is_divided_among_work_communication_and_nothing() -> None:
             "optimizer": 0.25,
         }
     )
-    # Of 4 ms of communication 2 ms run beside the product and attention and 0.5 ms beside the
+    # Of 4 ms of communication, 2 ms run beside the product and attention, and 0.5 ms beside the
     # elementwise kernel.
-    assert found["communication_ms"] == pytest.approx(2.0)
-    assert found["exposed_ms"] == pytest.approx(0.75)
-    assert found["hidden_percent"] == pytest.approx(62.5)
-    assert found["idle_ms"] == pytest.approx((1.0 + 1.0 + 0.5 + 1.0 + 8.0) / 2)
-    assert found["collectives"]["ncclDevKernel_ReduceScatter_Sum_f32_RING"[:40]] == pytest.approx(
-        {"count": 0.5, "ms": 2.0, "exposed_ms": 0.75}
-    )
-    assert "62.5% hidden" in report(found)
+    assert analysis["communication_ms"] == pytest.approx(2.0)
+    assert analysis["exposed_ms"] == pytest.approx(0.75)
+    assert analysis["hidden_percent"] == pytest.approx(62.5)
+    assert analysis["idle_ms"] == pytest.approx((1.0 + 1.0 + 0.5 + 1.0 + 8.0) / 2)
+    assert analysis["collectives"][
+        "ncclDevKernel_ReduceScatter_Sum_f32_RING"[:40]
+    ] == pytest.approx({"count": 0.5, "ms": 2.0, "exposed_ms": 0.75})
+    assert "62.5% hidden" in report(analysis)
 
 
-def test_what_gpus_write_into_each_others_memory_is_communication() -> None:
+def test_writes_into_the_memory_of_other_gpus_are_communication() -> None:
     names = (
         "c10d::symmetric_memory::barrier_kernel(unsigned int**)",
         "_put_tokens",
@@ -73,16 +73,16 @@ def test_what_gpus_write_into_each_others_memory_is_communication() -> None:
     assert Kernel("at::native::index_put_kernel_impl", 0, 1, 7).kind != "communication"
 
 
-def test_the_ways_of_clones_are_parts_of_communication() -> None:
+def test_barriers_and_weights_of_clones_are_parts_of_communication() -> None:
     barrier = "c10d::symmetric_memory::barrier_kernel(unsigned int**)"
     names = (barrier, "_assign_places", "_write_physical", "_put_weights", "_put_weights", barrier)
     kernels = [Kernel(name, 100.0 * i, 100.0 * i + 10, 7) for i, name in enumerate(names)]
-    found = analyse([*kernels, Kernel("_put_tokens", 700, 790, 7)], [(0, 1_000)])
-    assert found["clone_parts_ms"] == pytest.approx(
+    analysis = analyse([*kernels, Kernel("_put_tokens", 700, 790, 7)], [(0, 1_000)])
+    assert analysis["clone_parts_ms"] == pytest.approx(
         {"barriers": 0.02, "plan": 0.02, "weights": 0.02, "gradients": 0.0}
     )
-    # The plan is none: it runs on this rank alone.
-    assert found["communication_ms"] == pytest.approx(0.13)
+    # The plan is not communication, because it runs on this rank alone.
+    assert analysis["communication_ms"] == pytest.approx(0.13)
 
 
 def test_intervals_join_and_subtract() -> None:
@@ -100,15 +100,15 @@ def test_a_step_reaches_from_one_optimizer_step_to_the_next() -> None:
 
 
 def test_a_single_step_reaches_from_its_first_kernel_to_its_last() -> None:
-    found = analyse(KERNELS, whole_window(KERNELS))
-    assert found["step_ms"] == pytest.approx(11.0, abs=1e-5)
-    assert found["kernels"] == len(KERNELS)
-    assert found["exposed_ms"] == pytest.approx(1.5)
+    analysis = analyse(KERNELS, whole_window(KERNELS))
+    assert analysis["step_ms"] == pytest.approx(11.0, abs=1e-5)
+    assert analysis["kernels"] == len(KERNELS)
+    assert analysis["exposed_ms"] == pytest.approx(1.5)
     assert whole_window([]) == []
 
 
 @pytest.mark.parametrize(("num_steps", "last"), [(1, 6), (2, 8), (3, 9)])
-def test_the_profiler_covers_its_steps(
+def test_the_profiler_records_the_requested_steps(
     num_steps: int, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []

@@ -1,4 +1,4 @@
-"""Small entries, and disks that fail, for tests of saving."""
+"""Small entries and failing disks for tests of saving."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ WEIGHT = "state_dict.weight"
 
 
 def entry_of(tensor: Tensor) -> Entry:
-    """Return the entry of a tensor that every rank has whole."""
+    """Return the entry of a tensor that every rank holds in full."""
     return Entry(tensor, replicated_spec(tensor))
 
 
 def entries(value: float = 1.0, size: int = 3) -> dict[str, Entry]:
-    """Return one tensor that is filled with a value."""
+    """Return the entry of one tensor that is filled with a value."""
     return {WEIGHT: entry_of(torch.full((size,), value))}
 
 
 def value_in(path: object) -> float:
-    """Return the one value that fills the tensor of a checkpoint."""
+    """Return the value that fills the tensor of a checkpoint."""
     values = set(read_full(str(path))[WEIGHT].tolist())
     assert len(values) == 1, f"{path} holds {values}"
     return values.pop()
 
 
 def names_in(folder: Path) -> list[str]:
-    """List what is in a directory, hidden names included."""
+    """List the names in a directory, hidden names included."""
     return sorted(path.name for path in folder.iterdir())
 
 
 class FullDisk:
-    """A file on a disk that has room for so many bytes."""
+    """A file on a disk that has room for a given number of bytes."""
 
     def __init__(self, file: IO[bytes], room: int, number: int = errno.ENOSPC) -> None:
         self._file, self._room, self._errno = file, room, number
@@ -61,7 +61,7 @@ class FullDisk:
 def fill_disk(
     monkeypatch: pytest.MonkeyPatch, name: str, room: int, number: int = errno.ENOSPC
 ) -> None:
-    """Let writing files whose name contains ``name`` fail after so many bytes."""
+    """Make writes fail after ``room`` bytes in files whose name contains ``name``."""
     create = LocalFolder.create
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Damaged checkpoints are refused with the name of the file, and the newest whole one is found."""
+"""Errors about damaged checkpoints name the file, and the newest undamaged checkpoint is found."""
 
 from __future__ import annotations
 
@@ -40,16 +40,18 @@ DAMAGES: dict[str, Callable[[Path], None]] = {"flip": flip, "cut": cut, "remove"
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_every_damage_of_every_file_is_found_and_named(
+def test_verification_finds_every_damage_and_names_the_file(
     tmp_path: Path, name: str, damage: str
 ) -> None:
     save_checkpoint(tmp_path / "a", entries(size=1000), {"global_step": 1}, {}, MESH)
     verify_checkpoint(tmp_path / "a")
     DAMAGES[damage](tmp_path / "a" / name)
-    gone = name == "checkpoint.json" and damage == "remove"
-    with pytest.raises(CheckpointMismatchError if gone else CorruptDataError, match=name):
+    header_is_removed = name == "checkpoint.json" and damage == "remove"
+    with pytest.raises(
+        CheckpointMismatchError if header_is_removed else CorruptDataError, match=name
+    ):
         verify_checkpoint(tmp_path / "a")
-    if damage != "flip" and not gone:
+    if damage != "flip" and not header_is_removed:
         with pytest.raises(CorruptDataError, match=name):
             verify_checkpoint(tmp_path / "a", deep=False)
 
@@ -66,12 +68,12 @@ def test_loading_refuses_small_files_that_are_damaged_and_tensor_files_that_are_
         path = tmp_path / name
         save_checkpoint(path, entries(size=1000), {}, {}, MESH)
         DAMAGES[damage](path / name)
-        if (name, damage) != ("__0_0.distcp", "flip"):  # verifying finds that
+        if (name, damage) != ("__0_0.distcp", "flip"):  # only verification finds this
             with pytest.raises(CorruptDataError, match=name):
                 load(path)
 
 
-def test_the_newest_whole_checkpoint_is_found_by_step_epoch_and_time(
+def test_the_newest_undamaged_checkpoint_is_found_by_step_epoch_and_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert find_newest(tmp_path) is None

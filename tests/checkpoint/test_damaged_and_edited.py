@@ -1,7 +1,7 @@
-"""A checkpoint that was damaged or edited gives what was saved, bit by bit, or an error that names
-a file of it.
+"""A damaged or edited checkpoint gives exactly the saved values, or an error that names one of its
+files.
 
-What is edited gets checksums that are right again: nothing protects what only checksums protect.
+Edited files get valid checksums, so values that only checksums protect may change unnoticed.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def tensors_at(step: int) -> dict[str, Tensor]:
     names += [
         f"optimizer.0.state.{name}.{key}" for name in shapes for key in ("exp_avg", "exp_avg_sq")
     ]
-    found = {name: torch.randn(shapes[name.split(".")[-1 if "state_dict" in name else 3]], generator=generator)
+    tensors = {name: torch.randn(shapes[name.split(".")[-1 if "state_dict" in name else 3]], generator=generator)
              for name in names}  # fmt: skip
     return {
-        **found,
+        **tensors,
         "state_dict.count": torch.tensor(step),
         "state_dict.half": torch.randn(4, 4).bfloat16(),
     }
@@ -68,43 +68,51 @@ def metadata_at(step: int) -> dict[str, Any]:
         for names in trained
     ]
     order = ["embedding", "up", "down", "bias", "count", "half", "head", "nothing"]
-    one = {"order": order, "aliases": {"head": "embedding"}, "padded_rows": {"embedding": 16}}
+    one_process = {
+        "order": order,
+        "aliases": {"head": "embedding"},
+        "padded_rows": {"embedding": 16},
+    }
     return {
         "epoch": 0,
         "global_step": step,
         "loops": {"fit_loop": {"state_dict": {}}},
         "megatron_optimizers": [{"groups": groups, "values": {"up": {"count": 3}}}],
-        "megatron_one_process": {**one, "empty": {"nothing": [0, 4]}, "numbering": [trained]},
+        "megatron_one_process": {
+            **one_process,
+            "empty": {"nothing": [0, 4]},
+            "numbering": [trained],
+        },
     }
 
 
 def save(path: Path, step: int) -> Path:
-    whole = path.with_suffix(".whole")
+    single_file = path.with_suffix(".whole")
     entries = {name: entry_of(tensor) for name, tensor in tensors_at(step).items()}
-    save_checkpoint(whole, entries, metadata_at(step), {"seen": step}, MESH)
-    rewrite(whole, path, num_files=2)
+    save_checkpoint(single_file, entries, metadata_at(step), {"seen": step}, MESH)
+    rewrite(single_file, path, num_files=2)
     return path
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Return two checkpoints of one run."""
+    """Return two checkpoints of the same run."""
     folder = tmp_path_factory.mktemp("run")
     return save(folder / "a", 1), save(folder / "b", 2)
 
 
 def resharded(path: Path, out: Path) -> dict[str, Tensor]:
     rewrite(path, out / "again", num_files=1)
-    found = read_full(out / "again")
+    tensors = read_full(out / "again")
     assert load_metadata(out / "again") == metadata_at(1)
     assert load_rank_states(out / "again") == {0: {"seen": 1}}
-    return found
+    return tensors
 
 
 def as_one_file(path: Path, out: Path) -> dict[str, Tensor]:
     consolidate(path, out / "plain.ckpt")
-    found = torch.load(out / "plain.ckpt", weights_only=True)
-    state, optimizer = found["state_dict"], found["optimizer_states"][0]
+    loaded = torch.load(out / "plain.ckpt", weights_only=True)
+    state, optimizer = loaded["state_dict"], loaded["optimizer_states"][0]
     names = ["embedding", "up", "down", "bias"]
     assert list(state) == metadata_at(1)["megatron_one_process"]["order"]
     assert torch.equal(state["head"], state["embedding"])
@@ -126,34 +134,34 @@ USES: dict[str, Callable[[Path, Path], dict[str, Tensor]]] = {
 }
 
 
-def check_use(path: Path, name: str, what: str) -> str:
-    """Use a checkpoint; return the text of the error, or nothing where all values are those that
-    were saved.
+def check_use(path: Path, name: str, label: str) -> str:
+    """Use a checkpoint. Return the text of the error, or an empty text if all values are the saved
+    values.
     """
     out = path.parent / "out"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
     refusal = None
     try:
-        found = USES[name](path, out)
+        actual = USES[name](path, out)
     except OUR_ERRORS as error:
         refusal = str(error)
     if refusal is not None:
-        assert str(path) in refusal, f"{what}: the error names no file: {refusal}"
+        assert str(path) in refusal, f"{label}: the error names no file: {refusal}"
         left = [file.name for file in out.iterdir()]
-        assert not left, f"{what}: {left} is left of a result that is none"
+        assert not left, f"{label}: {left} is left of a failed result"
         return refusal
-    wanted = tensors_at(1) | {
+    expected = tensors_at(1) | {
         "state_dict.half": read_full(path.parent / "whole")["state_dict.half"]
     }
-    assert found.keys() == wanted.keys(), what
-    for key, tensor in found.items():
-        same = tensor.dtype == wanted[key].dtype and torch.equal(tensor, wanted[key])
-        assert same, f"{what}: {key} is not what was saved"
+    assert actual.keys() == expected.keys(), label
+    for key, tensor in actual.items():
+        same = tensor.dtype == expected[key].dtype and torch.equal(tensor, expected[key])
+        assert same, f"{label}: {key} differs from the saved value"
     return ""
 
 
-def copies(saved: tuple[Path, Path], tmp_path: Path) -> Path:
+def copy_of(saved: tuple[Path, Path], tmp_path: Path) -> Path:
     path = tmp_path / "c"
     shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(saved[0], path)
@@ -175,38 +183,38 @@ def other_file(file: Path, draw: random.Random) -> Path:
 
 
 ACCIDENTS: dict[str, Callable[[Path, Path, random.Random], object]] = {
-    "flip": lambda file, other, draw: overwrite(
+    "flip": lambda file, source, draw: overwrite(
         file,
         at := draw.randrange(file.stat().st_size),
         bytes([file.read_bytes()[at] ^ (1 << draw.randrange(8))]),
     ),
-    "zero": lambda file, other, draw: overwrite(
+    "zero": lambda file, source, draw: overwrite(
         file, draw.randrange(file.stat().st_size // 2), bytes(64)
     ),
-    "cut": lambda file, other, draw: os.truncate(file, draw.randrange(file.stat().st_size)),
-    "extend": lambda file, other, draw: file.write_bytes(
+    "cut": lambda file, source, draw: os.truncate(file, draw.randrange(file.stat().st_size)),
+    "extend": lambda file, source, draw: file.write_bytes(
         file.read_bytes() + bytes(draw.randrange(1, 9))
     ),
-    "remove": lambda file, other, draw: file.unlink(),
-    "empty": lambda file, other, draw: file.write_bytes(b""),
-    "of another checkpoint": lambda file, other, draw: shutil.copy(other / file.name, file),
-    "link to another checkpoint": lambda file, other, draw: (
+    "remove": lambda file, source, draw: file.unlink(),
+    "empty": lambda file, source, draw: file.write_bytes(b""),
+    "of another checkpoint": lambda file, source, draw: shutil.copy(source / file.name, file),
+    "link to another checkpoint": lambda file, source, draw: (
         file.unlink(),
-        file.symlink_to(other / file.name),
+        file.symlink_to(source / file.name),
     ),
-    "hard link to another file": lambda file, other, draw: (
+    "hard link to another file": lambda file, source, draw: (
         file.unlink(),
         os.link(other_file(file, draw), file),
     ),
-    "exchange with another file": lambda file, other, draw: (
+    "exchange with another file": lambda file, source, draw: (
         (name := other_file(file, draw)).rename(file.with_name("x")),
         file.rename(name),
         file.with_name("x").rename(file),
     ),  # fmt: skip
-    "a directory": lambda file, other, draw: (file.unlink(), file.mkdir()),
-    "a pipe": lambda file, other, draw: (file.unlink(), os.mkfifo(file)),
-    "a link to itself": lambda file, other, draw: (file.unlink(), file.symlink_to(file.name)),
-    "a link to an endless file": lambda file, other, draw: (
+    "a directory": lambda file, source, draw: (file.unlink(), file.mkdir()),
+    "a pipe": lambda file, source, draw: (file.unlink(), os.mkfifo(file)),
+    "a link to itself": lambda file, source, draw: (file.unlink(), file.symlink_to(file.name)),
+    "a link to an endless file": lambda file, source, draw: (
         file.unlink(),
         file.symlink_to("/dev/zero"),
     ),
@@ -215,21 +223,21 @@ ACCIDENTS: dict[str, Callable[[Path, Path, random.Random], object]] = {
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("accident", ACCIDENTS)
-def test_an_accident_to_any_file_is_seen(
+def test_an_accident_to_any_file_is_detected(
     accident: str, use: str, saved: tuple[Path, Path], tmp_path: Path
 ) -> None:
     for name in FILES:
         for seed in range(2 if accident in ("flip", "zero", "cut") else 1):
-            path = copies(saved, tmp_path)
+            path = copy_of(saved, tmp_path)
             ACCIDENTS[accident](path / name, saved[1], random.Random(seed))
             if (path / name).is_file() and (path / name).read_bytes() == (
                 saved[0] / name
             ).read_bytes():
                 continue
-            # The reader of headers does not care for blanks at its end.
+            # The reader of headers ignores blanks at the end.
             is_blank = name == HEADER and accident == "extend"
             assert check_use(path, use, f"{accident} {name} {seed}") or is_blank, (
-                f"{accident} of {name} is not seen"
+                f"{accident} of {name} is not detected"
             )
 
 
@@ -251,7 +259,7 @@ def put_header(path: Path, fields: dict[str, Any]) -> None:
 
 
 def parts_of(value: Any, depth: int = 6) -> Iterator[tuple[Any, Callable[[Any], None]]]:
-    """List what is inside a value, each with what replaces it there."""
+    """List the parts inside a value, each with a function that replaces the part."""
     pairs: list[tuple[Any, Callable[[Any], None]]] = []
     if isinstance(value, (dict, list)):
         keys = list(value) if isinstance(value, dict) else range(len(value))
@@ -261,8 +269,8 @@ def parts_of(value: Any, depth: int = 6) -> Iterator[tuple[Any, Callable[[Any], 
                 (key, lambda new, key=key: value.__setitem__(new, value.pop(key))) for key in keys
             ]  # type: ignore[misc]
     elif dataclasses.is_dataclass(value):
-        pairs = [(getattr(value, one.name), lambda new, one=one: object.__setattr__(value, one.name, new))
-                 for one in dataclasses.fields(value) if hasattr(value, one.name)]  # type: ignore[misc]  # fmt: skip
+        pairs = [(getattr(value, field.name), lambda new, field=field: object.__setattr__(value, field.name, new))
+                 for field in dataclasses.fields(value) if hasattr(value, field.name)]  # type: ignore[misc]  # fmt: skip
     for part, replace in pairs:
         yield part, replace
         if depth:
@@ -300,41 +308,49 @@ ODD_TYPES = (
 )
 
 
-def changed(value: Any, draw: random.Random) -> str:
-    """Replace something inside a value, by something odd or by another part of the same kind."""
+def change_randomly(value: Any, draw: random.Random) -> str:
+    """Replace a part of a value by an odd value or by another part of the same type."""
     parts = list(parts_of(value))
     part, replace = draw.choice(parts)
-    alike = [other for other, _ in parts if type(other) is type(part) and other is not part]
-    new = draw.choice(alike) if alike and draw.random() < 0.4 else draw.choice(ODD + ODD_TYPES)
+    same_type = [
+        candidate
+        for candidate, _ in parts
+        if type(candidate) is type(part) and candidate is not part
+    ]
+    new = (
+        draw.choice(same_type)
+        if same_type and draw.random() < 0.4
+        else draw.choice(ODD + ODD_TYPES)
+    )
     try:
         replace(copy.deepcopy(new))
     except TypeError:
-        return ""  # such a value cannot be there
+        return ""  # the part cannot be replaced by such a value
     return f"{part!r} became {new!r}"[:300]
 
 
 @pytest.mark.parametrize("use", USES)
-def test_an_edited_list_of_tensors_changes_nothing_silently(
+def test_an_edited_list_of_tensors_changes_no_value_silently(
     use: str, saved: tuple[Path, Path], tmp_path: Path
 ) -> None:
     index, refused = pickle.loads((saved[0] / ".metadata").read_bytes()), 0
     for seed in range(80):
-        edited, path = copy.deepcopy(index), copies(saved, tmp_path)
-        what = changed(edited, random.Random(seed))
+        edited, path = copy.deepcopy(index), copy_of(saved, tmp_path)
+        change = change_randomly(edited, random.Random(seed))
         try:
             put(path, ".metadata", pickle.dumps(edited))
         except RuntimeError:
             continue  # such a value cannot be written
-        refused += bool(check_use(path, use, f"seed {seed}: {what}"))
+        refused += bool(check_use(path, use, f"seed {seed}: {change}"))
     assert refused > 10
 
 
 @pytest.mark.parametrize("use", USES)
-def test_bytes_of_pickles_that_are_edited_change_nothing_silently(
+def test_edited_bytes_of_the_list_of_tensors_change_no_value_silently(
     use: str, saved: tuple[Path, Path], tmp_path: Path
 ) -> None:
     for seed in range(50):
-        draw, path = random.Random(seed), copies(saved, tmp_path)
+        draw, path = random.Random(seed), copy_of(saved, tmp_path)
         content = bytearray((path / ".metadata").read_bytes())
         for _ in range(draw.choice((1, 1, 8))):
             content[draw.randrange(len(content))] = draw.randrange(256)
@@ -343,25 +359,27 @@ def test_bytes_of_pickles_that_are_edited_change_nothing_silently(
 
 
 @pytest.mark.parametrize("use", USES)
-def test_an_edited_header_changes_nothing_silently(
+def test_an_edited_header_changes_no_value_silently(
     use: str, saved: tuple[Path, Path], tmp_path: Path
 ) -> None:
     fields, refused = json.loads((saved[0] / HEADER).read_text()), 0
     for seed in range(40):
-        edited, path = copy.deepcopy(fields), copies(saved, tmp_path)
-        what = changed(edited, random.Random(seed))
+        edited, path = copy.deepcopy(fields), copy_of(saved, tmp_path)
+        change = change_randomly(edited, random.Random(seed))
         try:
             put_header(path, edited)
         except (TypeError, ValueError):
-            continue  # no JSON
-        refused += bool(check_use(path, use, f"seed {seed}: {what}"))
+            continue  # not valid JSON
+        refused += bool(check_use(path, use, f"seed {seed}: {change}"))
     assert refused > 10
 
 
-def test_edited_values_are_refused_or_values(saved: tuple[Path, Path], tmp_path: Path) -> None:
+def test_edited_metadata_is_refused_or_leaves_the_weights_unchanged(
+    saved: tuple[Path, Path], tmp_path: Path
+) -> None:
     for seed in range(50):
-        edited, path = copy.deepcopy(metadata_at(1)), copies(saved, tmp_path)
-        what = changed(edited, random.Random(seed))
+        edited, path = copy.deepcopy(metadata_at(1)), copy_of(saved, tmp_path)
+        change = change_randomly(edited, random.Random(seed))
         put(path, "meta.pt", to_bytes(edited))
         refusal = None
         try:
@@ -369,27 +387,27 @@ def test_edited_values_are_refused_or_values(saved: tuple[Path, Path], tmp_path:
         except OUR_ERRORS as error:
             refusal = str(error)
         if refusal is not None:
-            assert str(path) in refusal, what
+            assert str(path) in refusal, change
             continue
-        # Learning rates and the like may be any: that they were edited nobody can see.
+        # No check can find an edit of learning rates and the like, because any value is valid.
         state = torch.load(tmp_path / "plain.ckpt", weights_only=True)["state_dict"]
         for name in ("embedding", "up", "down", "bias"):
-            wanted = tensors_at(1)[f"state_dict.{name}"]
-            # Nor can anybody see how many empty rows one process has: to load a wrong number fails
-            # there.
-            assert torch.equal(state[name][: len(wanted)], wanted), what
-            assert not state[name][len(wanted) :].any(), what
+            expected = tensors_at(1)[f"state_dict.{name}"]
+            # Nor can a check find an edited number of padded rows of one process: loading a wrong
+            # number fails there.
+            assert torch.equal(state[name][: len(expected)], expected), change
+            assert not state[name][len(expected) :].any(), change
 
 
-def exchange(index: Any, one: str, other: str) -> None:
+def exchange(index: Any, first: str, second: str) -> None:
     keys = {key.fqn: key for key in index.storage_data}
     places = index.storage_data
-    places[keys[one]], places[keys[other]] = places[keys[other]], places[keys[one]]
+    places[keys[first]], places[keys[second]] = places[keys[second]], places[keys[first]]
 
 
 def shift(index: Any, start: int, length: int) -> None:
-    where = next(one for one in index.storage_data.values() if one.offset)
-    where.offset, where.length = where.offset + start, where.length + length
+    place = next(candidate for candidate in index.storage_data.values() if candidate.offset)
+    place.offset, place.length = place.offset + start, place.length + length
 
 
 def with_chunk(index: Any, **values: Any) -> None:
@@ -398,7 +416,7 @@ def with_chunk(index: Any, **values: Any) -> None:
         object.__setattr__(entry.chunks[0], name, torch.Size(value))
 
 
-def twice(index: Any) -> None:
+def repeat_chunk(index: Any) -> None:
     entry = index.state_dict_metadata["state_dict.up"]
     entry.chunks.append(entry.chunks[0])
 
@@ -416,7 +434,7 @@ EDITS: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "hole": (lambda index: with_chunk(index, sizes=(2, 4)), "each of its 16 elements once"),
     "outside": (lambda index: with_chunk(index, offsets=(1, 0)), "outside of"),
-    "overlap": (twice, "each of its 16 elements once"),
+    "overlap": (repeat_chunk, "each of its 16 elements once"),
     "start": (lambda index: shift(index, 1, -1), "is listed at byte"),
     "length": (lambda index: shift(index, 0, -1), "is listed at byte|but its tensors have"),
     "dropped": (lambda index: index.storage_data.pop(MetadataIndex("state_dict.up", torch.Size((0, 0)))), "pieces and"),
@@ -432,10 +450,10 @@ EDITS: dict[str, tuple[Callable[[Any], object], str]] = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_edits_of_the_list_of_tensors_are_named(
+def test_edits_of_the_list_of_tensors_are_refused_with_their_reason(
     edit: str, saved: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    path, (change, message) = copies(saved, tmp_path), EDITS[edit]
+    path, (change, message) = copy_of(saved, tmp_path), EDITS[edit]
     index = pickle.loads((path / ".metadata").read_bytes())
     change(index)
     put(path, ".metadata", pickle.dumps(index))
@@ -443,8 +461,10 @@ def test_edits_of_the_list_of_tensors_are_named(
         read_full(path)
 
 
-def test_a_checkpoint_that_is_whole_still_is(saved: tuple[Path, Path], tmp_path: Path) -> None:
-    path = copies(saved, tmp_path)
+def test_an_undamaged_checkpoint_passes_all_checks(
+    saved: tuple[Path, Path], tmp_path: Path
+) -> None:
+    path = copy_of(saved, tmp_path)
     assert [check_use(path, use, use) for use in USES] == ["", ""]
     put(path, ".metadata", pickle.dumps(pickle.loads((path / ".metadata").read_bytes())))
     assert [check_use(path, use, use) for use in USES] == ["", ""]

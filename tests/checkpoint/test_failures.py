@@ -1,5 +1,5 @@
-"""Saves that fail or die half-way: a clear error, nothing left, and the last good checkpoint as it
-was.
+"""Saves that fail or die half-way raise a clear error, leave no files and keep the last good
+checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.checkpoint.pieces import entries, fill_disk, names_in, value_in
 MESH = ParallelMesh.single()
 ROOT = Path(__file__).parents[2]
 
-# Saves over a good checkpoint and dies, or runs into a limit, where a test says so.
+# Saves over a good checkpoint, and dies or reaches a limit at the moment that a test names.
 SCRIPT = """
 import os, resource, sys
 from pathlib import Path
@@ -51,9 +51,9 @@ elif moment == "before the renames":
     os.path.lexists = lambda path: os._exit(9)
 elif moment == "between the renames":
     rename = Path.rename
-    def die_at_the_second(path, target):
+    def die_at_the_second_rename(path, target):
         rename(path, target) if "unfinished" not in path.name else os._exit(9)
-    Path.rename = die_at_the_second
+    Path.rename = die_at_the_second_rename
 elif moment == "after the renames":
     directory.sync_folder = lambda path: None if "unfinished" in path.name else os._exit(9)
 save_checkpoint(folder / "a", entries(2.0, size=100_000), {"global_step": 2}, {}, mesh)
@@ -70,7 +70,7 @@ def run_script(folder: Path, moment: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("name", [".distcp", ".metadata", "meta.pt", "checkpoint.json"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_named_and_leaves_the_last_good_checkpoint(
+def test_a_full_disk_is_reported_and_the_last_good_checkpoint_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
 ) -> None:
     save_checkpoint(tmp_path / "a", entries(1.0), {}, {}, MESH)
@@ -88,7 +88,7 @@ def test_a_full_disk_is_named_and_leaves_the_last_good_checkpoint(
     assert value_in(tmp_path / "a") == 3.0
 
 
-def test_a_folder_that_cannot_be_written_is_named(
+def test_the_error_names_a_folder_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: Path, *arguments: object, **options: object) -> None:
@@ -104,19 +104,19 @@ def test_a_folder_that_cannot_be_written_is_named(
     assert names_in(tmp_path) == ["a"]
 
 
-def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_path_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(CheckpointSaveError, match=r"NotADirectoryError.*file/\.a\.unfinished"):
         save_checkpoint(tmp_path / "file" / "a", entries(), {}, {}, MESH)
 
 
-def test_a_disk_that_keeps_something_else_than_was_written_is_found_out(
+def test_a_file_whose_bytes_differ_from_those_written_fails_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create = LocalFolder.create
 
     @contextmanager
-    def lossy(self: LocalFolder, name: str) -> Iterator[IO[bytes]]:
+    def create_and_damage(self: LocalFolder, name: str) -> Iterator[IO[bytes]]:
         with create(self, name) as file:
             yield file
         if name.endswith(".distcp"):
@@ -124,13 +124,15 @@ def test_a_disk_that_keeps_something_else_than_was_written_is_found_out(
                 file.seek(700)
                 file.write(b"x")
 
-    monkeypatch.setattr(LocalFolder, "create", lossy)
+    monkeypatch.setattr(LocalFolder, "create", create_and_damage)
     with pytest.raises(CheckpointSaveError, match=r"__0_0\.distcp has \d+ bytes with checksum"):
         save_checkpoint(tmp_path / "a", entries(size=1000), {}, {}, MESH)
     assert names_in(tmp_path) == []
 
 
-def test_an_error_of_any_kind_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_any_kind_is_raised_as_a_save_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(path: object) -> None:
         raise ZeroDivisionError("a bug")
 
@@ -139,7 +141,7 @@ def test_an_error_of_any_kind_is_reported(tmp_path: Path, monkeypatch: pytest.Mo
         save_checkpoint(tmp_path / "a", entries(), {}, {}, MESH)
 
 
-def test_an_interrupt_is_not_turned_into_an_error(
+def test_a_keyboard_interrupt_is_not_turned_into_a_save_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(path: object) -> None:
@@ -159,7 +161,7 @@ def test_an_interrupt_is_not_turned_into_an_error(
         ("after the renames", 2.0),
     ],
 )
-def test_a_process_that_dies_while_saving_leaves_a_whole_checkpoint(
+def test_a_process_that_dies_while_saving_leaves_a_complete_checkpoint(
     tmp_path: Path, moment: str, value: float
 ) -> None:
     result = run_script(tmp_path, moment)
@@ -175,7 +177,7 @@ def test_a_process_that_dies_while_saving_leaves_a_whole_checkpoint(
     assert find_newest(tmp_path) == str(tmp_path / "b")
 
 
-def test_a_limit_on_the_size_of_files_is_an_error_like_any_other(tmp_path: Path) -> None:
+def test_a_limit_on_file_sizes_raises_a_save_error(tmp_path: Path) -> None:
     result = run_script(tmp_path, "limit")
     assert "CheckpointSaveError" in result.stderr
     assert "File too large" in result.stderr
@@ -183,7 +185,7 @@ def test_a_limit_on_the_size_of_files_is_an_error_like_any_other(tmp_path: Path)
     assert value_in(tmp_path / "a") == 1.0
 
 
-def test_a_real_disk_without_room_is_named(tmp_path: Path) -> None:
+def test_a_full_and_a_read_only_tmpfs_are_reported(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(
@@ -207,7 +209,7 @@ def test_a_real_disk_without_room_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_what_cannot_be_removed_is_left_to_the_next_save_with_a_warning(
+def test_folders_that_cannot_be_removed_are_left_to_the_next_save_with_a_warning(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -219,7 +221,7 @@ def test_what_cannot_be_removed_is_left_to_the_next_save_with_a_warning(
     writer = CheckpointWriter(MESH)
     writer.save(tmp_path / "a", entries(1.0), {}, {})
     writer.save(tmp_path / "b", entries(2.0), {}, {})
-    # As where another machine reads the old files over NFS.
+    # This happens when another machine reads the old files over NFS.
     monkeypatch.setattr("shutil.rmtree", refuse)
     writer.save(tmp_path / "b", entries(3.0), {"global_step": 2}, {}, background=background)
     writer.remove(tmp_path / "a")
@@ -235,7 +237,9 @@ def test_what_cannot_be_removed_is_left_to_the_next_save_with_a_warning(
     writer.close()
 
 
-def test_cleaning_removes_what_saves_left_and_nothing_else(tmp_path: Path) -> None:
+def test_cleaning_removes_only_leftovers_of_saves_and_restores_a_replaced_checkpoint(
+    tmp_path: Path,
+) -> None:
     save_checkpoint(tmp_path / "a", entries(1.0), {}, {}, MESH)
     save_checkpoint(tmp_path / "b", entries(2.0), {}, {}, MESH)
     for name in (".a.unfinished", ".a.replaced", ".c.removed", ".unfinished", "d.unfinished", ".d"):

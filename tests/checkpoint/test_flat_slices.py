@@ -1,5 +1,5 @@
-"""Any cut of a tensor is read from any other cut of it: tensor-parallel ranges, padding, slices of
-data ranks.
+"""A tensor that is saved in one cut loads into any other cut: tensor-parallel ranges, padding and
+slices of data ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PADDING = -7.0
 
 @st.composite
 def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[Placement, Tensor]]:
-    """Cut a tensor into tensor-parallel parts of several ranges each, and those into slices of data
-    ranks or not.
+    """Cut a tensor into tensor-parallel parts of several ranges each, and cut some parts into
+    slices of data ranks.
     """
     if not shape:
         spec = ShardSpec((), (ShardRange(0, 1),))
@@ -42,21 +42,21 @@ def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[Placement, Tenso
     )
     ranges = [ShardRange(a, b) for a, b in zip([0, *borders], [*borders, shape[dim]], strict=True)]
     num_parts = draw(st.integers(1, 3))
-    found: list[tuple[Placement, Tensor]] = []
+    pieces: list[tuple[Placement, Tensor]] = []
     for part in range(num_parts):
         spec = ShardSpec(shape, tuple(ranges[part::num_parts]), dim)
         extent = spec.local_extent + (draw(st.integers(0, 2)) if dim == 0 else 0)
         local = tuple(extent if d == dim else size for d, size in enumerate(shape))
         if not draw(st.booleans()):
-            found.append((spec, torch.full(local, PADDING)))
+            pieces.append((spec, torch.full(local, PADDING)))
             continue
         size = prod(local)
         inner = sorted(draw(st.sets(st.integers(0, size), max_size=3)))
         for start, stop in zip([0, *inner], [*inner, size], strict=True):
-            found.append(
+            pieces.append(
                 (FlatSlice(spec, local, start, stop), torch.full((stop - start,), PADDING))
             )
-    return found
+    return pieces
 
 
 @st.composite
@@ -70,36 +70,36 @@ def tensors(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(tensors(), min_size=1, max_size=3))
-def test_every_cut_is_read_from_every_other(
+def test_a_tensor_saved_in_one_cut_loads_into_any_other_cut(
     drawn: list[
         tuple[tuple[int, ...], list[tuple[Placement, Tensor]], list[tuple[Placement, Tensor]]]
     ],
 ) -> None:
     fulls, pieces = {}, []
-    for number, (shape, saved, _) in enumerate(drawn):
+    for number, (shape, saved_cut, _) in enumerate(drawn):
         fulls[str(number)] = full = torch.randn(shape)
-        for placement, local in saved:
+        for placement, local in saved_cut:
             placement.copy_from_full(local, full)
-            # What several ranks write, in one process.
+            # One process writes the pieces of several ranks.
             pieces += boxes_to_write({str(number): Entry(local, placement, True)}, MESH)
     with tempfile.TemporaryDirectory() as folder:
         content = RankSnapshot(pieces, to_bytes({}), to_bytes({}), 0, 0, lambda: None)
         CollectiveSave(f"{folder}/c", MESH, lambda: content).run()
         for name, full in read_full(f"{folder}/c").items():
             assert torch.equal(full, fulls[name])
-        for number, (shape, _, wanted) in enumerate(drawn):
-            for placement, local in wanted:
+        for number, (shape, _, target_cut) in enumerate(drawn):
+            for placement, local in target_cut:
                 load_tensors(
                     f"{folder}/c", {str(number): Entry(local, placement)}, MESH, strict=False
                 )
-                again = torch.full(shape, PADDING)
-                placement.copy_to_full(local, again)
+                restored = torch.full(shape, PADDING)
+                placement.copy_to_full(local, restored)
                 for box in placement.boxes():
-                    where = tuple(
+                    region = tuple(
                         slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True)
                     )
-                    assert torch.equal(again[where], fulls[str(number)][where])
-                # What belongs to no full tensor is left alone.
+                    assert torch.equal(restored[region], fulls[str(number)][region])
+                # Padding, which belongs to no full tensor, stays unchanged.
                 assert int((local == PADDING).sum()) == local.numel() - sum(
                     prod(b.sizes) for b in placement.boxes()
                 )

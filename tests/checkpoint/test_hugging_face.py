@@ -1,6 +1,4 @@
-"""Checkpoints of Hugging Face models become folders that from_pretrained reads, and folders become
-checkpoints.
-"""
+"""Checkpoints of Hugging Face models convert to folders that from_pretrained reads, and back."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ transformers = pytest.importorskip("transformers")
 
 FOUR_EXPERTS = {"num_local_experts": 4, "num_attention_heads": 4}
 
-#: Name of a case: what builds it, and a module of its name.
+#: Case: the class of transformers that loads it, and the function that builds its model.
 CASES = {
     "llama": ("AutoModelForCausalLM", families.twin_of),
     "llama with one key head": ("AutoModelForCausalLM", families.twin_of),
@@ -102,12 +100,12 @@ def loss_of(
     case: str,
     path: str | Path | None = None,
 ) -> float:
-    """Return the loss of the weights of a checkpoint, or of a folder."""
+    """Return the loss of the weights of a checkpoint or a folder."""
     trainer = trainer_of(layout, devices)
-    (found,) = trainer.validate(
+    (metrics,) = trainer.validate(
         FineTune(folder, case), data_of(case), ckpt_path=path, verbose=False
     )
-    return float(found["val_loss"])
+    return float(metrics["val_loss"])
 
 
 def saved(case: str, folder: Path) -> Path:
@@ -128,31 +126,33 @@ def train_and_evaluate(
 ) -> dict[str, list[float]]:
     losses = {}
     for case in cases:
-        given, trained, imported = (
+        initial, trained, imported = (
             folder / case / name for name in ("given", "trained.ckpt", "imported.ckpt")
         )
-        trains, evaluates = LAYOUTS.get(case, ({"tp": 2, "pp": 2}, {"tp": 2}))
-        fitted(trains, size, given, case).save_checkpoint(trained)
-        losses[case] = [loss_of(evaluates, size, given, case, path) for path in (trained, imported)]
+        training_layout, evaluation_layout = LAYOUTS.get(case, ({"tp": 2, "pp": 2}, {"tp": 2}))
+        fitted(training_layout, size, initial, case).save_checkpoint(trained)
+        losses[case] = [
+            loss_of(evaluation_layout, size, initial, case, path) for path in (trained, imported)
+        ]
         if case == "mixtral":
             plain = folder / case / "plain.ckpt"
             if rank == 0:
                 consolidate(trained, plain, weights_only=True)
             torch.distributed.barrier()
-            assert loss_of(evaluates, size, given, case, plain) == pytest.approx(
+            assert loss_of(evaluation_layout, size, initial, case, plain) == pytest.approx(
                 losses[case][0], abs=1e-6
             )
     return losses
 
 
 TRAINED = ["llama with one key head", "gpt2", "mixtral", "bert masked", "roberta classes"]
-#: In which layout a case is trained, and in which it is evaluated, if that is a special one.
+#: The layouts in which a case is trained and evaluated, if they are not the usual ones.
 LAYOUTS = {"mixtral": ({"pp": 2, "ep": 2}, {"tp": 2, "ep": 2, "etp": 1})}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a folder of every case and make a checkpoint of it."""
+    """Save a folder of every case and import it as a checkpoint."""
     path = tmp_path_factory.mktemp("cases")
     for case in TRAINED:
         import_model(saved(case, path / case / "given"), path / case / "imported.ckpt")
@@ -166,19 +166,19 @@ def ranks(folders: Path) -> list[dict[str, list[float]]]:
 
 
 @pytest.mark.parametrize("case", TRAINED)
-def test_a_folder_becomes_a_checkpoint_and_again_that_folder(
+def test_importing_and_exporting_a_folder_keeps_its_tensors(
     case: str, folders: Path, tmp_path: Path
 ) -> None:
     export_model(folders / case / "imported.ckpt", tmp_path / "again")
-    again = tensors_of(tmp_path / "again", case)
+    exported = tensors_of(tmp_path / "again", case)
     assert all(
-        torch.equal(tensor, again[name])
+        torch.equal(tensor, exported[name])
         for name, tensor in tensors_of(folders / case / "given", case).items()
     )
 
 
 @pytest.mark.parametrize("case", TRAINED)
-def test_what_four_ranks_have_trained_is_what_transformers_loads(
+def test_transformers_loads_the_weights_that_four_ranks_trained(
     case: str, folders: Path, ranks: Any, tmp_path: Path
 ) -> None:
     folder, trained, exported = (
@@ -189,19 +189,19 @@ def test_what_four_ranks_have_trained_is_what_transformers_loads(
     main(["convert", str(trained), str(exported), "--verify"])
     before, after = tensors_of(folder, case), tensors_of(exported, case)
     assert before.keys() == after.keys()
-    blocks = [name for name in before if name.endswith(("proj.weight", "dense.weight"))]
-    assert blocks
-    assert not any(torch.equal(after[name], before[name]) for name in blocks)
+    block_weights = [name for name in before if name.endswith(("proj.weight", "dense.weight"))]
+    assert block_weights
+    assert not any(torch.equal(after[name], before[name]) for name in block_weights)
     expected = [loss_of(None, 1, path, case) for path in (exported, folder)]
     for losses in ranks:
         assert losses[case] == pytest.approx(expected, abs=1e-4)
     consolidate(trained, tmp_path / "plain.ckpt", weights_only=True)
     for layout in (None, {}):
-        found = loss_of(layout, 1, folder, case, tmp_path / "plain.ckpt")
-        assert found == pytest.approx(expected[0], abs=1e-4), f"plain file, {layout}"
+        actual = loss_of(layout, 1, folder, case, tmp_path / "plain.ckpt")
+        assert actual == pytest.approx(expected[0], abs=1e-4), f"plain file, {layout}"
 
 
-def test_files_of_ordinary_lightning_are_read_and_written(tmp_path: Path) -> None:
+def test_checkpoint_files_of_plain_lightning_are_read_and_written(tmp_path: Path) -> None:
     case = "llama"
     folder, plain, ours = (
         saved(case, tmp_path / "given"),
@@ -220,7 +220,7 @@ def test_files_of_ordinary_lightning_are_read_and_written(tmp_path: Path) -> Non
     )
 
 
-def test_the_tokenizer_goes_with_the_model(tmp_path: Path) -> None:
+def test_conversion_copies_the_files_of_the_tokenizer(tmp_path: Path) -> None:
     folder = saved("llama", tmp_path / "given")
     for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "notes.txt"):
         (folder / name).write_text(name)
@@ -228,17 +228,17 @@ def test_the_tokenizer_goes_with_the_model(tmp_path: Path) -> None:
     main(
         ["convert", str(tmp_path / "checkpoint"), str(tmp_path / "out"), "--tokenizer", str(folder)]
     )
-    beside = {
+    other_files = {
         file.name: file.read_text()
         for file in (tmp_path / "out").glob("*")
         if file.suffix != ".safetensors"
     }
-    assert {name for name, text in beside.items() if name == text} == {
+    assert {name for name, text in other_files.items() if name == text} == {
         "tokenizer.json", "tokenizer_config.json", "merges.txt",
     }  # fmt: skip
 
 
-def test_a_checkpoint_without_a_hugging_face_model_is_not_exported(tmp_path: Path) -> None:
+def test_export_refuses_a_checkpoint_without_a_hugging_face_model(tmp_path: Path) -> None:
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -267,7 +267,7 @@ class Plain(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_the_command_refuses_what_it_cannot_write(
+def test_the_convert_command_refuses_invalid_paths_and_options(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = saved("llama", tmp_path / "given")

@@ -1,5 +1,5 @@
-"""Checkpoints of Hugging Face models that keep their own code become what their save_pretrained
-writes.
+"""Checkpoints of Hugging Face models that keep their own code convert to the files that
+save_pretrained writes.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ T5: dict[str, Any] = {
     "num_heads": 4,
 }
 T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
-#: Class, settings and layout of each case. A vocabulary of 53 is padded under tp; files of OLMoE
-#: have each expert.
+#: Class, settings and layout of each case. A vocabulary of 53 is padded under tp. Files of OLMoE
+#: hold every expert.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "tp": ("Olmo2ForCausalLM", {**SIZES, **KEYS}, {"tp": 2}),
     "tied pp": ("Olmo2ForCausalLM", {**SIZES, **KEYS, "tie_word_embeddings": True}, {"pp": 2}),
@@ -71,7 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
 
 
 class Train(LightningModule):
-    """Train a model of a case; nothing in it knows of this library."""
+    """Train the model of a case, with code that does not know this library."""
 
     def __init__(self, case: str) -> None:
         super().__init__()
@@ -88,10 +88,12 @@ class Train(LightningModule):
         return self.model(input_ids=tokens, labels=tokens).loss
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=1e-2)
+        return torch.optim.AdamW(
+            [parameter for parameter in self.parameters() if parameter.requires_grad], lr=1e-2
+        )
 
 
-class Forgets(Train):
+class TrainWithoutNorm(Train):
     """Leave a weight out of its checkpoints."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -112,7 +114,7 @@ def trained(module: LightningModule, layout: dict[str, int], size: int) -> Train
 def save(rank: int, size: int, folder: Path) -> None:
     for case, (_, _, layout) in CASES.items():
         trained(Train(case), layout, size).save_checkpoint(folder / f"{case}.ckpt")
-    trained(Forgets("tp"), {"tp": 2}, size).save_checkpoint(folder / "forgets.ckpt")
+    trained(TrainWithoutNorm("tp"), {"tp": 2}, size).save_checkpoint(folder / "forgets.ckpt")
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +126,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def twin_of(case: str, folder: Path, out: Path) -> Any:
-    """Return the module that one process has of a checkpoint."""
+    """Return the model that one process loads from a checkpoint."""
     consolidate(folder / f"{case}.ckpt", out, weights_only=True)
     module = Train(case)
     module.load_state_dict(torch.load(out)["state_dict"])
@@ -133,14 +135,14 @@ def twin_of(case: str, folder: Path, out: Path) -> Any:
 
 def tensors_in(folder: Path) -> dict[str, Tensor]:
     return {
-        name: one
+        name: tensor
         for file in folder.glob("*.safetensors")
-        for name, one in safetensors.load_file(file).items()
+        for name, tensor in safetensors.load_file(file).items()
     }
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "adapted"])
-def test_a_checkpoint_becomes_what_save_pretrained_of_one_process_writes(
+def test_an_exported_checkpoint_equals_save_pretrained_of_one_process(
     case: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     twin = twin_of(case, folder, tmp_path / "plain.ckpt")
@@ -156,12 +158,12 @@ def test_a_checkpoint_becomes_what_save_pretrained_of_one_process_writes(
         ]
     )
     assert "tensors differ by 0.0e+00" in capsys.readouterr().out
-    found, expected = tensors_in(tmp_path / "found"), tensors_in(tmp_path / "expected")
-    assert found.keys() == expected.keys()
+    actual, expected = tensors_in(tmp_path / "found"), tensors_in(tmp_path / "expected")
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
-    again, report = type(twin).from_pretrained(tmp_path / "found", output_loading_info=True)
+        assert actual[name].dtype == tensor.dtype
+        assert torch.equal(actual[name], tensor), name
+    reloaded, report = type(twin).from_pretrained(tmp_path / "found", output_loading_info=True)
     assert not any(report.values()), report
     configs = [
         type(twin.config).from_pretrained(tmp_path / name).to_dict()
@@ -170,18 +172,18 @@ def test_a_checkpoint_becomes_what_save_pretrained_of_one_process_writes(
     assert configs[0] == {**configs[1], "_name_or_path": configs[0].get("_name_or_path")}
     tokens = torch.arange(12).view(2, 6)
     assert torch.equal(
-        again.eval()(input_ids=tokens, labels=tokens).logits,
+        reloaded.eval()(input_ids=tokens, labels=tokens).logits,
         twin(input_ids=tokens, labels=tokens).logits,
     )
 
 
-def test_weights_have_the_type_that_is_asked_for(folder: Path, tmp_path: Path) -> None:
+def test_exported_weights_have_the_requested_dtype(folder: Path, tmp_path: Path) -> None:
     main(["convert", str(folder / "tp.ckpt"), str(tmp_path / "out"), "--dtype", "bfloat16"])
-    assert {one.dtype for one in tensors_in(tmp_path / "out").values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in tensors_in(tmp_path / "out").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_what_would_not_be_the_whole_model_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_export_refuses_incomplete_and_adapted_models(folder: Path, tmp_path: Path) -> None:
     for case, kind, reason in (
         ("forgets", CheckpointMismatchError, "'state_dict.model.model.norm.weight' missing"),
         ("adapted", UnsupportedError, "peft has wrapped layers of this Olmo2ForCausalLM"),

@@ -1,5 +1,5 @@
-"""Checkpoints behind URLs, in one process: visible when their header is written, replaced and
-cleaned.
+"""One process saves, replaces, cleans and removes checkpoints behind URLs, which are visible only
+when their header is written.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def memory() -> Iterator[Any]:
     fs.pseudo_dirs[:] = [""]
 
 
-def files(fs: Any) -> list[str]:
+def file_names(fs: Any) -> list[str]:
     return sorted(path.rsplit("/", 1)[-1] for path in fs.find("/"))
 
 
@@ -60,53 +60,53 @@ def test_values_tensors_and_rank_state_come_back_from_a_url(memory: Any) -> None
     assert saved_tensors(f"{ROOT}/a")["state_dict.weight"].shape == (3,)
     assert read_full(f"{ROOT}/a")["state_dict.weight"].tolist() == [2.0] * 3
     verify_checkpoint(f"{ROOT}/a")
-    assert files(memory) == [".metadata", "__0_0.distcp", "checkpoint.json", "meta.pt"]
+    assert file_names(memory) == [".metadata", "__0_0.distcp", "checkpoint.json", "meta.pt"]
 
 
-def test_nothing_is_seen_before_the_header_and_the_old_one_until_then(
+def test_a_remote_checkpoint_changes_only_when_its_header_is_written(
     memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = []
+    values_before = []
     publish = RemoteCheckpointPath.publish
 
-    def look(self: RemoteCheckpointPath, *arguments: Any) -> None:
-        seen.append(value_in(f"{ROOT}/a") if is_sharded_checkpoint(f"{ROOT}/a") else None)
+    def record_then_publish(self: RemoteCheckpointPath, *arguments: Any) -> None:
+        values_before.append(value_in(f"{ROOT}/a") if is_sharded_checkpoint(f"{ROOT}/a") else None)
         publish(self, *arguments)
 
-    monkeypatch.setattr(RemoteCheckpointPath, "publish", look)
+    monkeypatch.setattr(RemoteCheckpointPath, "publish", record_then_publish)
     for value in (1.0, 2.0, 3.0):
         save_checkpoint(f"{ROOT}/a/", entries(value), {}, {}, MESH)
         assert value_in(f"{ROOT}/a") == value
-        assert len(files(memory)) == 4
-    assert seen == [None, 1.0, 2.0]
+        assert len(file_names(memory)) == 4
+    assert values_before == [None, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("name", [".distcp", ".metadata", "meta.pt", "checkpoint.json.new"])
-def test_a_save_that_fails_leaves_the_old_checkpoint_and_nothing_else(
+def test_a_failed_remote_save_leaves_only_the_old_checkpoint(
     memory: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     create = RemoteFolder.create
 
     @contextmanager
-    def fail(self: RemoteFolder, file_name: str) -> Iterator[IO[bytes]]:
+    def create_or_fail(self: RemoteFolder, file_name: str) -> Iterator[IO[bytes]]:
         if name in file_name:
             raise PermissionError(13, "Access denied", f"{self.url}/{file_name}")
         with create(self, file_name) as file:
             yield file
 
     save_checkpoint(f"{ROOT}/a", entries(1.0), {}, {}, MESH)
-    monkeypatch.setattr(RemoteFolder, "create", fail)
+    monkeypatch.setattr(RemoteFolder, "create", create_or_fail)
     for path in ("a", "b"):
         with pytest.raises(
             CheckpointSaveError, match=rf"PermissionError: .*Access denied.*memory://run/.*/{path}/"
         ):
             save_checkpoint(f"{ROOT}/{path}", entries(2.0), {}, {}, MESH)
     assert value_in(f"{ROOT}/a") == 1.0
-    assert len(files(memory)) == 4
+    assert len(file_names(memory)) == 4
     assert not is_sharded_checkpoint(f"{ROOT}/b")
 
 
-def test_what_interrupted_saves_left_is_removed_and_nothing_else(memory: Any) -> None:
+def test_cleaning_removes_only_files_of_interrupted_remote_saves(memory: Any) -> None:
     save_checkpoint(f"{ROOT}/a", entries(1.0), {}, {}, MESH)
     for path in (
         "a/save-0123456789abcdef/x",
@@ -120,7 +120,7 @@ def test_what_interrupted_saves_left_is_removed_and_nothing_else(memory: Any) ->
     with pytest.raises(CheckpointMismatchError, match="An interrupted save leaves"):
         load_metadata(f"{ROOT}/b")
     clean_unfinished(ROOT)
-    assert [name for name in files(memory) if len(name) == 1] == ["w", "z"]
+    assert [name for name in file_names(memory) if len(name) == 1] == ["w", "z"]
     assert memory.exists("/run/checkpoints/c/other")
     assert value_in(f"{ROOT}/a") == 1.0
     memory.pipe_file("/run/checkpoints/a/save-0123456789abcdef/x", b"x")
@@ -128,20 +128,20 @@ def test_what_interrupted_saves_left_is_removed_and_nothing_else(memory: Any) ->
     assert not memory.exists("/run/checkpoints/a/save-0123456789abcdef")
 
 
-def test_behind_a_damaged_header_nothing_is_removed(memory: Any) -> None:
+def test_cleaning_keeps_the_files_of_a_checkpoint_with_a_damaged_header(memory: Any) -> None:
     save_checkpoint(f"{ROOT}/a", entries(1.0), {}, {}, MESH)
     header = memory.cat_file("/run/checkpoints/a/checkpoint.json")
     memory.pipe_file("/run/checkpoints/a/checkpoint.json", header[:-9])
     clean_unfinished(ROOT)
-    assert len(files(memory)) == 4
+    assert len(file_names(memory)) == 4
     with pytest.raises(CorruptDataError, match="memory://run/checkpoints/a/checkpoint.json"):
         verify_checkpoint(f"{ROOT}/a")
     save_checkpoint(f"{ROOT}/a", entries(2.0), {}, {}, MESH)
     assert value_in(f"{ROOT}/a") == 2.0
-    assert len(files(memory)) == 4
+    assert len(file_names(memory)) == 4
 
 
-def test_damage_is_found_and_the_newest_whole_one_taken(memory: Any) -> None:
+def test_damage_is_found_and_the_newest_undamaged_checkpoint_is_taken(memory: Any) -> None:
     for step in (1, 2):
         save_checkpoint(
             f"{ROOT}/step={step}", entries(float(step)), {"global_step": step}, {}, MESH
@@ -155,7 +155,7 @@ def test_damage_is_found_and_the_newest_whole_one_taken(memory: Any) -> None:
     assert find_newest("memory://run/nowhere") is None
 
 
-def test_a_writer_saves_behind_training_and_removes(memory: Any) -> None:
+def test_a_writer_saves_in_the_background_and_removes_remote_checkpoints(memory: Any) -> None:
     writer = CheckpointWriter(MESH)
     tensors = entries(1.0)
     writer.save(f"{ROOT}/a", tensors, {}, {}, background=True)
@@ -165,10 +165,10 @@ def test_a_writer_saves_behind_training_and_removes(memory: Any) -> None:
     writer.close()
     assert list_checkpoints(ROOT) == [f"{ROOT}/b"]
     writer.remove(f"{ROOT}/b")
-    assert files(memory) == []
+    assert file_names(memory) == []
 
 
 @pytest.mark.parametrize("read", [is_sharded_checkpoint, verify_checkpoint, list_checkpoints])
-def test_a_url_that_nothing_can_open_is_refused(read: Any) -> None:
+def test_a_url_of_an_unknown_protocol_is_refused(read: Any) -> None:
     with pytest.raises(UnsupportedError, match="nosuch://run.*Protocol not known"):
         read("nosuch://run")

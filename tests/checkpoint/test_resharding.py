@@ -1,5 +1,5 @@
-"""A checkpoint saved under one layout is the same under every other: tensors, optimizer state,
-hyperparameters.
+"""A checkpoint saved under one layout loads under every other layout with the same tensors,
+optimizer state and hyperparameters.
 """
 
 from __future__ import annotations
@@ -43,17 +43,19 @@ from tests.checkpoint.trained import (
 from tests.training.synthetic import HEAD, WORD, full_gradients, full_parameters, pieces
 from tests.world import run_world
 
-# With AdamW every layout into two others and itself, so that each is read from three; every other
-# optimizer out of slices into whole parameters, and back.
+# With AdamW, every layout loads its own checkpoint and those of two other layouts. With every other
+# optimizer, slices load into full parameters, and the reverse.
 NAMES = list(LAYOUTS)
 CASES = [
-    (one, NAMES[(i + step) % len(NAMES)], "AdamW")
-    for i, one in enumerate(NAMES)
+    (source, NAMES[(i + step) % len(NAMES)], "AdamW")
+    for i, source in enumerate(NAMES)
     for step in (0, 1, 3)
 ]
-OTHERS = [optimizer for optimizer in OPTIMIZERS if optimizer != "AdamW"]
+OTHER_OPTIMIZERS = [optimizer for optimizer in OPTIMIZERS if optimizer != "AdamW"]
 CASES += [
-    (*pair, optimizer) for pair in (("dp4", "tp2 pp2"), ("tp4", "dp4")) for optimizer in OTHERS
+    (*pair, optimizer)
+    for pair in (("dp4", "tp2 pp2"), ("tp4", "dp4"))
+    for optimizer in OTHER_OPTIMIZERS
 ]
 STATES = [("tp2 pp2", "tp2 pp2"), ("tp4", "tp2 pp2"), ("dp4", "tp4")]
 SAVED = list(dict.fromkeys((source, optimizer) for source, _, optimizer in CASES))
@@ -75,47 +77,47 @@ GPTS = {
 
 
 def reshard(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    """Save under every layout, load under every other, save again, and compare the files' contents."""
-    found: dict[str, Any] = {}
+    """Save under every layout, load under others, save again, and compare the files' contents."""
+    outcomes: dict[str, Any] = {}
     meshes = {layout: mesh_of(layout, size) for layout in LAYOUTS}
     for layout, optimizer in SAVED:
         run = Trained(meshes[layout], optimizer, layout)
         run.train()
         run.save(folder / layout / optimizer)
-        found[f"names {layout}"] = {
+        outcomes[f"names {layout}"] = {
             box.name for box in boxes_to_write(run.tensors(), meshes[layout])
         }
     fulls = {saved: read_full(folder / saved[0] / saved[1]) for saved in SAVED}
     for source, layout, optimizer in CASES:
         run = Trained(meshes[layout], optimizer, layout)
         run.load(folder / source / optimizer)
-        found[f"{source} -> {layout}, {optimizer}"] = difference(fulls[source, optimizer], run)
-        found[f"lr {source} -> {layout}, {optimizer}"] = [
+        outcomes[f"{source} -> {layout}, {optimizer}"] = difference(fulls[source, optimizer], run)
+        outcomes[f"lr {source} -> {layout}, {optimizer}"] = [
             group["lr"] for group in run.optimizer.param_groups
         ]
     for source, layout in STATES:
-        found[f"state {source} -> {layout}"] = load_rank_state(
+        outcomes[f"state {source} -> {layout}"] = load_rank_state(
             folder / source / "AdamW", meshes[layout]
         )
     for layout, mesh in meshes.items():
-        again = folder / "again" / layout
+        saved_again = folder / "again" / layout
         run = Trained(mesh, "AdamW", layout)
         run.load(folder / "tp2 pp2" / "AdamW")
-        run.save(again)
-        first, second = fulls["tp2 pp2", "AdamW"], read_full(again)
-        found[f"round trip {layout}"] = sorted(first) == sorted(second) and all(
+        run.save(saved_again)
+        first, second = fulls["tp2 pp2", "AdamW"], read_full(saved_again)
+        outcomes[f"round trip {layout}"] = sorted(first) == sorted(second) and all(
             torch.equal(first[name], second[name]) for name in first
         )
         mesh.destroy()
-    # A process on its own, although process groups exist.
+    # A mesh of a single process, although process groups exist.
     single = Trained(ParallelMesh.single(), "AdamW")
     single.load(folder / "tp2 pp2" / "AdamW")
-    found["single"] = difference(fulls["tp2 pp2", "AdamW"], single)
-    return found
+    outcomes["single"] = difference(fulls["tp2 pp2", "AdamW"], single)
+    return outcomes
 
 
 def gpt_world(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     for name, config in GPTS.items():
         for layout in LAYOUTS:
             mesh = mesh_of(layout, size)
@@ -135,9 +137,9 @@ def gpt_world(rank: int, size: int, folder: Path) -> dict[str, Any]:
                 for key, value in model.named_parameters()
                 if not torch.equal(value, before[key])
             ]
-            found[f"{name} {layout}"] = wrong
+            outcomes[f"{name} {layout}"] = wrong
             mesh.destroy()
-    return found
+    return outcomes
 
 
 def errors_world(rank: int, size: int, folder: Path) -> dict[str, str]:
@@ -145,13 +147,13 @@ def errors_world(rank: int, size: int, folder: Path) -> dict[str, str]:
     run = Trained(mesh, "SGD")
     run.train()
     run.save(folder / "good")
-    found: dict[str, str] = {}
+    outcomes: dict[str, str] = {}
 
-    def attempt(what: str, action: Callable[[], object]) -> None:
+    def attempt(case: str, action: Callable[[], object]) -> None:
         try:
             action()
         except (CheckpointMismatchError, RuntimeError, UnsupportedError) as error:
-            found[what] = f"{type(error).__name__}: {error}"
+            outcomes[case] = f"{type(error).__name__}: {error}"
         barrier(mesh.world_cpu)
 
     tensors = model_tensors(nn.Module(), run.main)
@@ -168,7 +170,7 @@ def errors_world(rank: int, size: int, folder: Path) -> dict[str, str]:
         ),
     )
     loose = load_tensors(folder / "good", renamed, mesh, strict=False, prefix="state_dict.")
-    found["loose"] = f"{len(loose.missing)} missing, {len(loose.unexpected)} unexpected"
+    outcomes["loose"] = f"{len(loose.missing)} missing, {len(loose.unexpected)} unexpected"
 
     metadata = load_metadata(folder / "good")["optimizer"]
     regrouped = torch.optim.SGD(list(run.named.values()), lr=0.1)
@@ -176,8 +178,8 @@ def errors_world(rank: int, size: int, folder: Path) -> dict[str, str]:
         "groups", lambda: load_optimizer(folder / "good", 0, regrouped, run.main, mesh, metadata)
     )
 
-    # One rank cannot write: nobody sees a new checkpoint, and the old one of that name is still
-    # there.
+    # One rank cannot write: no rank sees a new checkpoint, and the old checkpoint of that name
+    # stays.
     state = {"broken": (lambda: None) if rank == 1 else 1}
     attempt(
         "save", lambda: save_checkpoint(folder / "good", run.tensors(), {"new": True}, state, mesh)
@@ -186,13 +188,13 @@ def errors_world(rank: int, size: int, folder: Path) -> dict[str, str]:
         "metadata",
         lambda: save_checkpoint(folder / "bad", run.tensors(), {"broken": lambda: None}, {}, mesh),
     )
-    found["files"] = " ".join(sorted(path.name for path in folder.iterdir()))
-    found["still"] = " ".join(load_metadata(folder / "good"))
+    outcomes["files"] = " ".join(sorted(path.name for path in folder.iterdir()))
+    outcomes["still"] = " ".join(load_metadata(folder / "good"))
     barrier(mesh.world_cpu)
     run.save(folder / "good")
-    found["replaced"] = " ".join(sorted(path.name for path in folder.iterdir()))
+    outcomes["replaced"] = " ".join(sorted(path.name for path in folder.iterdir()))
     mesh.destroy()
-    return found
+    return outcomes
 
 
 def world(rank: int, size: int, folder: Path) -> dict[str, dict[str, Any]]:
@@ -214,31 +216,31 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("source", "layout", "optimizer"), CASES)
-def test_every_layout_loads_every_other_bitwise(
+def test_every_layout_loads_checkpoints_of_other_layouts_bitwise(
     results: list[dict[str, Any]], source: str, layout: str, optimizer: str
 ) -> None:
     for result in results:
-        found = result["reshard"]
-        assert found[f"{source} -> {layout}, {optimizer}"] == []
-        assert found[f"lr {source} -> {layout}, {optimizer}"] == [0.01, 0.125]
+        outcomes = result["reshard"]
+        assert outcomes[f"{source} -> {layout}, {optimizer}"] == []
+        assert outcomes[f"lr {source} -> {layout}, {optimizer}"] == [0.01, 0.125]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_was_loaded_is_saved_again_as_it_was(
+def test_saving_a_loaded_checkpoint_again_gives_the_same_tensors(
     results: list[dict[str, Any]], layout: str
 ) -> None:
     assert all(result["reshard"][f"round trip {layout}"] for result in results)
 
 
 @pytest.mark.parametrize(("layout", "optimizer"), SAVED)
-def test_one_process_continues_what_any_layout_saved(
+def test_one_process_continues_the_training_of_any_layout(
     results: list[dict[str, Any]], folder: Path, layout: str, optimizer: str
 ) -> None:
     path = folder / "reshard" / layout / optimizer
     run = Trained(ParallelMesh.single(), optimizer)
     run.load(path)
     assert difference(read_full(path), run) == []
-    # The truth: one process that took the same steps.
+    # The reference: one process that takes the same steps.
     twins = {name: nn.Parameter(full) for name, full in full_parameters().items()}
     twin_optimizer = OPTIMIZERS[optimizer](groups_of(twins))
     for _ in range(STEPS):
@@ -248,15 +250,15 @@ def test_one_process_continues_what_any_layout_saved(
     for name, twin in twins.items():
         rows = slice(len(twin)) if twin.ndim else ...  # without the padded vocabulary
         torch.testing.assert_close(run.named[name].data[rows], twin.data, rtol=0, atol=1e-12)
-        for key, want in twin_optimizer.state[twin].items():
-            found = run.optimizer.state[run.main.main(name)][key]
+        for key, expected in twin_optimizer.state[twin].items():
+            actual = run.optimizer.state[run.main.main(name)][key]
             torch.testing.assert_close(
-                found[rows] if found.ndim else found, want, rtol=0, atol=1e-12
+                actual[rows] if actual.ndim else actual, expected, rtol=0, atol=1e-12
             )
     run.optimizer.step()
 
 
-def test_entries_are_the_full_tensors_without_padding_or_copies(
+def test_entries_are_the_full_tensors_without_tied_copies(
     results: list[dict[str, Any]], folder: Path
 ) -> None:
     names = set(read_full(folder / "reshard" / "dp4" / "SGD"))
@@ -269,22 +271,26 @@ def test_entries_are_the_full_tensors_without_padding_or_copies(
         assert {f"state_dict.{name}" for name in full_parameters()} < written
 
 
-def test_a_single_process_inside_a_job_loads_too(results: list[dict[str, Any]]) -> None:
+def test_a_mesh_of_a_single_process_inside_a_job_loads_checkpoints(
+    results: list[dict[str, Any]],
+) -> None:
     assert all(result["reshard"]["single"] == [] for result in results)
 
 
-def test_rank_state_comes_from_the_same_place_or_the_nearest(results: list[dict[str, Any]]) -> None:
+def test_rank_state_comes_from_the_same_position_of_the_mesh_or_the_nearest(
+    results: list[dict[str, Any]],
+) -> None:
     for rank, result in enumerate(results):
-        found = result["reshard"]
-        same = found["state tp2 pp2 -> tp2 pp2"]
+        outcomes = result["reshard"]
+        same = outcomes["state tp2 pp2 -> tp2 pp2"]
         assert (same.rank, same.same_data) == (rank, True)
-        other = found["state tp4 -> tp2 pp2"]
-        assert other.values["place"] == {"tp": rank % 2, "cp": 0, "dp": 0, "pp": 0}
-        assert other.same_data
-        assert not found["state dp4 -> tp4"].same_data
+        nearest = outcomes["state tp4 -> tp2 pp2"]
+        assert nearest.values["place"] == {"tp": rank % 2, "cp": 0, "dp": 0, "pp": 0}
+        assert nearest.same_data
+        assert not outcomes["state dp4 -> tp4"].same_data
 
 
-def test_data_parallel_ranks_share_the_writing() -> None:
+def test_data_parallel_ranks_divide_the_writing() -> None:
     large, small = 10 * 65536, 100
     writers = assign_writers([large, small, large, large, small, large], 2)
     assert writers[1] == writers[4] == 0
@@ -301,22 +307,24 @@ def test_gpt_saved_under_tp2_pp2_loads_under_every_layout(
 
 
 @pytest.mark.parametrize("name", GPTS)
-def test_gpt_of_one_process_loads_what_tp2_pp2_saved(
+def test_gpt_of_one_process_loads_a_checkpoint_of_tp2_pp2(
     results: list[dict[str, Any]], folder: Path, name: str
 ) -> None:
-    want, model = GPT(GPTS[name], seed=3), GPT(GPTS[name], seed=4)
+    saved_model, model = GPT(GPTS[name], seed=3), GPT(GPTS[name], seed=4)
     mesh = ParallelMesh.single()
     load_model(
         folder / "gpt" / name, model, MainParameters(dict(model.named_parameters()), mesh), mesh
     )
     vocab = GPTS[name].vocab_size
-    for (key, found), expected in zip(model.named_parameters(), want.parameters(), strict=True):
+    for (key, actual), expected in zip(
+        model.named_parameters(), saved_model.parameters(), strict=True
+    ):
         rows = slice(vocab) if "word" in key or "head" in key else slice(None)
-        assert torch.equal(found[rows], expected[rows]), key
+        assert torch.equal(actual[rows], expected[rows]), key
 
 
 @pytest.mark.parametrize(
-    ("what", "parts"),
+    ("case", "parts"),
     [
         (
             "unexpected",
@@ -352,19 +360,21 @@ def test_gpt_of_one_process_loads_what_tp2_pp2_saved(
         ("metadata", ["saving", "errors/bad", "failed on 1 of 4 rank(s): rank 0:"]),
     ],
 )
-def test_every_rank_raises_and_says_what_is_wrong(
-    results: list[dict[str, Any]], what: str, parts: list[str]
+def test_every_rank_raises_an_error_that_describes_the_problem(
+    results: list[dict[str, Any]], case: str, parts: list[str]
 ) -> None:
     for result in results:
         for part in parts:
-            assert part in result["errors"][what]
+            assert part in result["errors"][case]
 
 
-def test_without_strict_what_differs_is_reported(results: list[dict[str, Any]]) -> None:
+def test_loading_without_strict_reports_missing_and_unexpected_names(
+    results: list[dict[str, Any]],
+) -> None:
     assert all(result["errors"]["loose"] == "4 missing, 4 unexpected" for result in results)
 
 
-def test_a_failed_save_leaves_the_old_checkpoint_and_nothing_else(
+def test_a_failed_save_leaves_only_the_old_checkpoint(
     results: list[dict[str, Any]],
 ) -> None:
     for result in results:

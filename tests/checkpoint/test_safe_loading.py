@@ -1,4 +1,4 @@
-"""Nothing in a checkpoint runs when it is loaded, even if somebody made the checkpoint to deceive."""
+"""Loading runs no code of a checkpoint, even of a checkpoint that is made to deceive."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Trap:
 
 
 class Setting:
-    """A harmless class that nobody vouched for."""
+    """A harmless class that the user has not allowed."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -54,7 +54,7 @@ def sprung(tmp_path: Path) -> Path:
 
 
 def put(path: Path, name: str, content: bytes) -> None:
-    """Replace a file of a checkpoint, and the checksums that are in the way."""
+    """Replace a file of a checkpoint and update its checksum."""
     (path / name).write_bytes(content)
     header = read_header(path)
     record = FileRecord(len(content), f"{zlib.crc32(content):08x}")
@@ -95,7 +95,7 @@ def test_a_bare_pickle_in_the_place_of_values_is_refused(tmp_path: Path, sprung:
     assert not sprung.exists()
 
 
-def test_values_of_a_rank_that_run_code_are_refused(tmp_path: Path, sprung: Path) -> None:
+def test_rank_state_that_runs_code_is_refused(tmp_path: Path, sprung: Path) -> None:
     save_checkpoint(tmp_path / "c", entries(), {}, {"seen": Trap(sprung)}, MESH)
     assert not sprung.exists()
     with pytest.raises(UnsupportedError, match=r"rank_state\.0 of .*mkdir"):
@@ -134,7 +134,7 @@ def test_a_list_of_tensors_that_runs_code_is_refused(tmp_path: Path, sprung: Pat
         b"",
     ],
 )
-def test_a_list_of_tensors_names_its_own_records_and_nothing_else(call: bytes) -> None:
+def test_a_list_of_tensors_may_name_only_its_own_classes(call: bytes) -> None:
     with pytest.raises((pickle.UnpicklingError, EOFError)):
         read_index(io.BytesIO(call))
 
@@ -142,11 +142,11 @@ def test_a_list_of_tensors_names_its_own_records_and_nothing_else(call: bytes) -
 def test_tensors_that_run_code_are_refused(tmp_path: Path, sprung: Path) -> None:
     path = saved(tmp_path)
     index = read_index(io.BytesIO((path / ".metadata").read_bytes()))
-    first, *others = index.storage_data.values()
+    first, *later_places = index.storage_data.values()
     content = (path / first.relative_path).read_bytes()[first.length :]
     trap = zipped([Trap(sprung), torch.ones(8)])
-    for where in others:
-        where.offset += len(trap) - first.length
+    for place in later_places:
+        place.offset += len(trap) - first.length
     first.length = len(trap)
     put(path, first.relative_path, trap + content)
     put(path, ".metadata", pickle.dumps(index))
@@ -155,28 +155,28 @@ def test_tensors_that_run_code_are_refused(tmp_path: Path, sprung: Path) -> None
     assert not sprung.exists()
 
 
-@pytest.mark.parametrize("elsewhere", ["../secret", "/etc/hostname", "c/../../secret"])
-def test_a_checkpoint_does_not_reach_outside_of_its_folder(tmp_path: Path, elsewhere: str) -> None:
+@pytest.mark.parametrize("outside", ["../secret", "/etc/hostname", "c/../../secret"])
+def test_a_checkpoint_cannot_name_files_outside_of_its_folder(tmp_path: Path, outside: str) -> None:
     path = saved(tmp_path)
     (tmp_path / "secret").write_bytes(zipped(torch.ones(8)))
     index = read_index(io.BytesIO((path / ".metadata").read_bytes()))
-    for where in index.storage_data.values():
-        where.relative_path = elsewhere
+    for place in index.storage_data.values():
+        place.relative_path = outside
     put(path, ".metadata", pickle.dumps(index))
     with pytest.raises(CorruptDataError, match="must be in a file that"):
         read_full(path)
     header = read_header(path)
-    replace(header, folder=elsewhere).write(LocalFolder(path))
+    replace(header, folder=outside).write(LocalFolder(path))
     with pytest.raises(CorruptDataError, match="folder that a save created"):
         load_metadata(path)
-    replace(header, files={**header.files, elsewhere: header.files["meta.pt"]}).write(
+    replace(header, files={**header.files, outside: header.files["meta.pt"]}).write(
         LocalFolder(path)
     )
     with pytest.raises(CorruptDataError, match="not names of files"):
         read_full(path)
 
 
-def test_types_that_the_user_vouches_for_are_read(tmp_path: Path) -> None:
+def test_classes_that_the_user_allows_are_loaded(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", entries(), {"setting": Setting(3)}, {}, MESH)
     with pytest.raises(
         UnsupportedError, match=r"holds tests\.checkpoint\.test_safe_loading\.Setting\. "

@@ -1,4 +1,4 @@
-"""Checkpoints without process groups: precision, buffers, interrupted saves, and what is refused."""
+"""Checkpoints without process groups: precision, buffers, interrupted saves and refused input."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def run_of(
     return single(dict(module.named_parameters()), dtype, make=build)
 
 
-def test_half_precision_training_saves_its_mains_and_loads_both(tmp_path: Path) -> None:
+def test_main_parameters_are_saved_in_float32_and_load_into_both_precisions(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    half, full, again = WithBuffers().bfloat16(), WithBuffers(), WithBuffers().bfloat16()
+    half, full, half_loaded = WithBuffers().bfloat16(), WithBuffers(), WithBuffers().bfloat16()
     half_main = run_of(half, torch.float32).main
     with torch.no_grad():
         half_main.main("linear.weight").copy_(torch.tensor([[1.0001, 2.0], [3.0, 4.0]]))
@@ -88,10 +88,10 @@ def test_half_precision_training_saves_its_mains_and_loads_both(tmp_path: Path) 
     assert full.count.item() == 9
 
     save_checkpoint(tmp_path / "b", model_tensors(full, full_main), {}, {}, MESH)
-    again_main = run_of(again, torch.float32).main
-    load_model(tmp_path / "b", again, again_main, MESH)
-    assert torch.equal(again_main.main("linear.weight"), half_main.main("linear.weight"))
-    assert torch.equal(again.linear.weight, half.linear.weight)
+    half_loaded_main = run_of(half_loaded, torch.float32).main
+    load_model(tmp_path / "b", half_loaded, half_loaded_main, MESH)
+    assert torch.equal(half_loaded_main.main("linear.weight"), half_main.main("linear.weight"))
+    assert torch.equal(half_loaded.linear.weight, half.linear.weight)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_half_precision_training_saves_its_mains_and_loads_both(tmp_path: Path) 
     ],
     ids=["amsgrad", "NAdam", "RMSprop", "Adafactor"],
 )
-def test_a_fresh_optimizer_continues_with_the_same_steps(
+def test_a_fresh_optimizer_loads_the_state_and_takes_the_same_steps(
     tmp_path: Path, build: Callable[..., Any]
 ) -> None:
     def start() -> tuple[nn.Module, Run]:
@@ -118,24 +118,26 @@ def test_a_fresh_optimizer_continues_with_the_same_steps(
         run.step()
         run.zero_grad()
 
-    (module, first), (other, second) = start(), start()
-    step(module, first)
-    tensors = model_tensors(module, first.main) | optimizer_tensors(2, first.optimizer, first.main)
-    save_checkpoint(
-        tmp_path / "c", tensors, optimizer_metadata(first.optimizer, first.main, MESH), {}, MESH
+    (module, trained), (fresh_module, fresh) = start(), start()
+    step(module, trained)
+    tensors = model_tensors(module, trained.main) | optimizer_tensors(
+        2, trained.optimizer, trained.main
     )
-    load_model(tmp_path / "c", other, second.main, MESH)
+    save_checkpoint(
+        tmp_path / "c", tensors, optimizer_metadata(trained.optimizer, trained.main, MESH), {}, MESH
+    )
+    load_model(tmp_path / "c", fresh_module, fresh.main, MESH)
     load_optimizer(
-        tmp_path / "c", 2, second.optimizer, second.main, MESH, load_metadata(tmp_path / "c")
+        tmp_path / "c", 2, fresh.optimizer, fresh.main, MESH, load_metadata(tmp_path / "c")
     )
     for _ in range(2):
-        step(module, first)
-        step(other, second)
-    for name in first.main.names:
-        assert torch.equal(second.main.main(name), first.main.main(name))
+        step(module, trained)
+        step(fresh_module, fresh)
+    for name in trained.main.names:
+        assert torch.equal(fresh.main.main(name), trained.main.main(name))
 
 
-def test_plain_values_in_an_optimizer_come_back(tmp_path: Path) -> None:
+def test_plain_values_in_an_optimizer_state_come_back(tmp_path: Path) -> None:
     run, fresh = (
         single({"weight": nn.Parameter(torch.ones(2))}),
         single({"weight": nn.Parameter(torch.ones(2))}),
@@ -175,10 +177,10 @@ def test_hyperparameters_of_other_types_are_refused(key: str, value: Any, tmp_pa
     ):
         load_optimizer(tmp_path / "c", 0, run.optimizer, run.main, MESH, metadata)
     assert run.optimizer.param_groups[0] == before
-    for fitting in ({"lr": 1}, {"momentum": 0}, {"maximize": True}, {"of another version": "x"}):
-        metadata["groups"][0]["hyperparameters"] = fitting
+    for valid in ({"lr": 1}, {"momentum": 0}, {"maximize": True}, {"of another version": "x"}):
+        metadata["groups"][0]["hyperparameters"] = valid
         load_optimizer(tmp_path / "c", 0, run.optimizer, run.main, MESH, metadata)
-        assert run.optimizer.param_groups[0].items() >= fitting.items()
+        assert run.optimizer.param_groups[0].items() >= valid.items()
 
 
 def test_an_optimizer_that_never_stepped_stays_without_state(tmp_path: Path) -> None:
@@ -189,7 +191,7 @@ def test_an_optimizer_that_never_stepped_stays_without_state(tmp_path: Path) -> 
     assert not run.optimizer.state
 
 
-def test_state_of_another_shape_than_its_cut_parameter_is_refused() -> None:
+def test_state_of_another_shape_than_its_sharded_parameter_is_refused() -> None:
     weight = set_shard_spec(nn.Parameter(torch.ones(2, 4)), ShardSpec((4, 4), (ShardRange(0, 2),)))
     run = single({"weight": weight})
     run.optimizer.state[run.main.main("weight")]["row"] = torch.ones(2, 1)
@@ -197,7 +199,7 @@ def test_state_of_another_shape_than_its_cut_parameter_is_refused() -> None:
         optimizer_tensors(0, run.optimizer, run.main)
 
 
-def test_an_interrupted_save_is_never_seen_and_does_not_hinder_the_next(tmp_path: Path) -> None:
+def test_an_interrupted_save_is_ignored_and_does_not_hinder_the_next(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     unfinished_path(path).mkdir()
     (unfinished_path(path) / "__0_0.distcp").write_bytes(b"half")
@@ -215,12 +217,12 @@ def test_a_process_that_dies_while_replacing_leaves_the_old_checkpoint(
     save_checkpoint(path, entries(1.0), {}, {}, MESH)
     rename = Path.rename
 
-    def die_at_the_second(self: Path, target: Path) -> Path:
+    def die_at_the_second_rename(self: Path, target: Path) -> Path:
         if self == unfinished_path(path):
             raise KeyboardInterrupt
         return rename(self, target)
 
-    monkeypatch.setattr(Path, "rename", die_at_the_second)
+    monkeypatch.setattr(Path, "rename", die_at_the_second_rename)
     with pytest.raises(KeyboardInterrupt):
         save_checkpoint(path, entries(2.0), {}, {}, MESH)
     monkeypatch.undo()
@@ -256,7 +258,7 @@ def test_full_tensors_in_memory_fill_a_model(tmp_path: Path) -> None:
         copy_full_tensors({}, target, MESH)
 
 
-def test_long_lists_of_names_are_cut(tmp_path: Path) -> None:
+def test_long_lists_of_missing_names_are_shortened(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", entries(), {}, {}, MESH)
     many = {f"layer.{index:02}": entry_of(torch.ones(1)) for index in range(25)}
     with pytest.raises(CheckpointMismatchError, match=r"layer\.09 and 15 more"):
@@ -267,12 +269,12 @@ def test_names_outside_the_prefix_are_not_unexpected(tmp_path: Path) -> None:
     extra = torch.ones(1)
     save_checkpoint(tmp_path / "c", entries() | {"optimizer.0.x": entry_of(extra)}, {}, {}, MESH)
     target = entries(0.0)
-    found = load_tensors(tmp_path / "c", target, MESH, prefix="state_dict.")
-    assert found.unexpected == ()
+    report = load_tensors(tmp_path / "c", target, MESH, prefix="state_dict.")
+    assert report.unexpected == ()
     assert target["state_dict.weight"].tensor.tolist() == [1.0] * 3
 
 
-def test_reading_what_is_not_there_names_it(tmp_path: Path) -> None:
+def test_reading_an_absent_tensor_raises_an_error_that_names_the_tensor(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "c", entries(), {}, {}, MESH)
     with pytest.raises(CheckpointMismatchError, match="absent are not in"):
         read_full(tmp_path / "c", ["absent"])
@@ -303,11 +305,11 @@ def test_a_single_file_or_an_empty_directory_is_not_a_checkpoint(tmp_path: Path)
     assert not is_sharded_checkpoint(tmp_path / "absent")
 
 
-def test_a_file_does_not_take_the_place_of_a_directory(tmp_path: Path) -> None:
+def test_consolidation_does_not_replace_a_directory_by_a_file(tmp_path: Path) -> None:
     path = tmp_path / "sharded"
     nothing: dict[str, Any] = {"order": [], "aliases": {}, "padded_rows": {}, "numbering": []}
     save_checkpoint(path, {}, {ONE_PROCESS: nothing}, {}, MESH)
     with pytest.raises(CheckpointMismatchError, match=f"{path} is a directory"):
         consolidate(path, path)
     verify_checkpoint(path)
-    assert [one.name for one in tmp_path.iterdir()] == ["sharded"]
+    assert [file.name for file in tmp_path.iterdir()] == ["sharded"]

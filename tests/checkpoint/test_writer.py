@@ -1,5 +1,5 @@
-"""Saving behind training: what is saved is what was there, one save at a time, and failures come up
-in training.
+"""Background saves write the values of the moment of the call, run one at a time, and raise their
+failures in training.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ def writer() -> Iterator[CheckpointWriter]:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Hold every save back until the test lets it go on."""
+    """Hold every save back until the test opens the gate."""
     opened, run = threading.Event(), CollectiveSave.run
 
-    def held(self: CollectiveSave) -> None:
+    def wait_then_run(self: CollectiveSave) -> None:
         assert opened.wait(30), "the test never opened the gate"
         run(self)
 
-    monkeypatch.setattr(CollectiveSave, "run", held)
+    monkeypatch.setattr(CollectiveSave, "run", wait_then_run)
     yield opened
     opened.set()
 
 
-def test_a_save_in_the_background_keeps_what_was_there_when_it_began(
+def test_a_background_save_writes_the_values_of_its_start(
     tmp_path: Path, writer: CheckpointWriter, gate: threading.Event
 ) -> None:
     tensors = entries(1.0, size=1000) | {"other": entry_of(torch.arange(12.0).view(3, 4).t())}
@@ -77,7 +77,7 @@ def test_a_save_in_the_background_keeps_what_was_there_when_it_began(
     assert load_rank_state(tmp_path / "a", MESH).values["seen"].tolist() == [0, 0]
 
 
-def test_a_second_save_waits_for_the_first_and_takes_its_memory(
+def test_a_second_save_waits_for_the_first_and_reuses_its_memory(
     tmp_path: Path, writer: CheckpointWriter
 ) -> None:
     tensors = entries(1.0)
@@ -90,7 +90,7 @@ def test_a_second_save_waits_for_the_first_and_takes_its_memory(
     assert len(writer._copies._buffers) == 1
 
 
-def test_polling_ends_a_save(tmp_path: Path, writer: CheckpointWriter) -> None:
+def test_polling_ends_a_finished_background_save(tmp_path: Path, writer: CheckpointWriter) -> None:
     writer.poll()
     writer.save(tmp_path / "a", entries(), {}, {}, background=True)
     assert writer._running is not None
@@ -99,9 +99,9 @@ def test_polling_ends_a_save(tmp_path: Path, writer: CheckpointWriter) -> None:
     assert writer.pending is None
 
 
-@pytest.mark.parametrize("how", ["poll", "wait", "save", "close"])
-def test_a_failure_in_the_background_comes_up_once_in_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+@pytest.mark.parametrize("call", ["poll", "wait", "save", "close"])
+def test_a_background_failure_is_raised_once_in_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     writer = CheckpointWriter(MESH)
     fill_disk(monkeypatch, ".distcp", 500)
@@ -109,7 +109,7 @@ def test_a_failure_in_the_background_comes_up_once_in_training(
     assert writer._running is not None
     writer._running.join()
     monkeypatch.undo()
-    steps = {
+    calls = {
         "poll": writer.poll,
         "wait": writer.wait,
         "close": writer.close,
@@ -119,14 +119,14 @@ def test_a_failure_in_the_background_comes_up_once_in_training(
         CheckpointSaveError,
         match=r"rank 0: OSError: .*No space left.*/\.a\.unfinished/__0_0\.distcp",
     ):
-        steps[how]()
+        calls[call]()
     writer.save(tmp_path / "c", entries(3.0), {}, {}, background=True)
     writer.close()
     assert value_in(tmp_path / "c") == 3.0
     assert names_in(tmp_path) == ["c"]
 
 
-def test_what_cannot_be_pickled_fails_the_save_and_not_the_next(
+def test_a_value_that_cannot_be_pickled_fails_its_save_and_not_the_next(
     tmp_path: Path, writer: CheckpointWriter
 ) -> None:
     for background in (False, True):
@@ -143,7 +143,7 @@ def test_what_cannot_be_pickled_fails_the_save_and_not_the_next(
     assert names_in(tmp_path) == ["a"]
 
 
-def test_removal_waits_for_the_checkpoint_that_replaces(
+def test_removal_waits_for_the_pending_save(
     tmp_path: Path, writer: CheckpointWriter, gate: threading.Event
 ) -> None:
     gate.set()
@@ -160,7 +160,7 @@ def test_removal_waits_for_the_checkpoint_that_replaces(
     assert names_in(tmp_path) == []
 
 
-def test_a_checkpoint_stays_when_the_one_that_replaces_it_fails(
+def test_a_checkpoint_stays_when_the_save_of_its_replacement_fails(
     tmp_path: Path,
     writer: CheckpointWriter,
     gate: threading.Event,
@@ -176,7 +176,8 @@ def test_a_checkpoint_stays_when_the_one_that_replaces_it_fails(
     gate.set()
     assert writer._running is not None
     writer._running.join()
-    writer.remove(tmp_path / "old")  # the failure is there, but training has not seen it yet
+    # The save has failed, but training has not raised the error yet.
+    writer.remove(tmp_path / "old")
     with pytest.raises(CheckpointSaveError, match=r"meta\.pt"):
         writer.wait()
     assert names_in(tmp_path) == ["old"]
@@ -184,7 +185,7 @@ def test_a_checkpoint_stays_when_the_one_that_replaces_it_fails(
     assert caplog.text.count("is kept, because the save of") == 2
 
 
-def test_values_that_loading_would_refuse_are_named_once_when_they_are_saved(
+def test_values_that_loading_would_refuse_are_logged_once_when_they_are_saved(
     tmp_path: Path, writer: CheckpointWriter, caplog: pytest.LogCaptureFixture
 ) -> None:
     metadata = {"fine": 1, "callbacks": {"Mine": {"best": Unknown(), "count": 2}}}
@@ -202,7 +203,7 @@ def test_values_that_loading_would_refuse_are_named_once_when_they_are_saved(
     )
 
 
-def test_host_copies_share_buffers_and_are_written_alone(tmp_path: Path) -> None:
+def test_host_copies_share_one_buffer_and_have_storages_of_their_own_size(tmp_path: Path) -> None:
     copies = HostCopies(torch.device("cpu"))
     tensors = [
         torch.arange(5, dtype=torch.int8),
@@ -222,7 +223,7 @@ def test_host_copies_share_buffers_and_are_written_alone(tmp_path: Path) -> None
             assert copy.view.untyped_storage().size() == copy.view.nbytes
 
 
-def test_reserved_memory_is_what_a_save_takes(tmp_path: Path, writer: CheckpointWriter) -> None:
+def test_a_save_uses_the_reserved_memory(tmp_path: Path, writer: CheckpointWriter) -> None:
     tensors = {
         str(number): entry_of(torch.full((1000 * number,), float(number))) for number in range(1, 5)
     }
@@ -235,7 +236,7 @@ def test_reserved_memory_is_what_a_save_takes(tmp_path: Path, writer: Checkpoint
     assert read_full(tmp_path / "a")["4"].tolist() == [4.0] * 4000
 
 
-def test_what_fits_into_spare_memory_is_chosen_in_turn() -> None:
+def test_tensors_that_fit_into_spare_memory_are_chosen_in_order() -> None:
     assert choose_fitting([5, 3, 4, 1, 1], 9) == [True, True, False, True, False]
     assert choose_fitting([0, 1], 0) == [True, False]
     assert choose_fitting([], 7) == []

@@ -1,5 +1,5 @@
-"""Saving from several ranks: all learn of a failure, in the same call, and a rank that fails leaves
-none waiting.
+"""When several ranks save, all raise a failure in the same call, and a failing rank leaves no other
+rank waiting.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ CALLS = 5000
 
 
 def sliced(mesh: ParallelMesh, value: float) -> dict[str, Entry]:
-    """Return a tensor of which every data rank has a flat slice of its tensor-parallel rows, and
-    one that all have.
+    """Return a tensor whose tensor-parallel rows are divided into flat slices of the data ranks,
+    and a tensor that all ranks hold.
     """
     spec = ShardSpec(SHAPE, (even_range(SHAPE[0], mesh.tp.size, mesh.tp.rank),))
     local = (SHAPE[0] // mesh.tp.size, SHAPE[1])
     size, part = local[0] * local[1], mesh.data.rank
     start, stop = size * part // mesh.data.size, size * (part + 1) // mesh.data.size
     flat = FlatSlice(spec, local, start, stop)
-    own = torch.empty(stop - start)
-    flat.copy_from_full(own, full_tensor(value))
+    values = torch.empty(stop - start)
+    flat.copy_from_full(values, full_tensor(value))
     shared = torch.full((30_000,), value)
     return {
-        "sliced": Entry(own, flat, True),
+        "sliced": Entry(values, flat, True),
         "shared": Entry(shared, replicated_spec(shared, mesh.tp.rank)),
     }
 
@@ -79,7 +79,7 @@ def outcome_of(action: Callable[[], object]) -> str:
 
 
 def call_that_raises(writer: CheckpointWriter, delay: float) -> tuple[int, str]:
-    """Poll as training does, and return in which call the failure came, and what it was."""
+    """Poll as training does, and return the number of the call that raised and its message."""
     for call in range(CALLS):
         try:
             writer.poll()
@@ -91,9 +91,9 @@ def call_that_raises(writer: CheckpointWriter, delay: float) -> tuple[int, str]:
     return CALLS, "never over"
 
 
-def in_training(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
-    """Save in the background, well and not, with ranks that are not equally fast."""
-    writer, found = CheckpointWriter(mesh), {}
+def background_saves(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
+    """Save in the background with ranks of different speeds, then with a full disk on one rank."""
+    writer, outcomes = CheckpointWriter(mesh), {}
     for number, delay in enumerate((0.001 + 0.001 * rank, 0.004 * (mesh.world.size - rank), 0.002)):
         tensors = sliced(mesh, 1.0)
         writer.save(
@@ -105,29 +105,31 @@ def in_training(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
         )
         for entry in tensors.values():
             entry.tensor.fill_(-1)
-        found[f"good {number}"] = call_that_raises(writer, delay)
+        outcomes[f"good {number}"] = call_that_raises(writer, delay)
     barrier(mesh.world_cpu)
-    found["good"] = is_right(folder / "good", 1.0)
-    found["state"] = load_rank_state(folder / "good", mesh).values["rank"]
+    outcomes["good"] = is_right(folder / "good", 1.0)
+    outcomes["state"] = load_rank_state(folder / "good", mesh).values["rank"]
     for number in range(3):
         with pytest.MonkeyPatch.context() as patch:
             if rank == 2:
                 fill_disk(patch, ".distcp", 300)
             writer.save(folder / "good", sliced(mesh, 2.0), {}, {}, background=True)
-            found[f"full disk {number}"] = call_that_raises(writer, 0.001 + 0.003 * rank * number)
+            outcomes[f"full disk {number}"] = call_that_raises(
+                writer, 0.001 + 0.003 * rank * number
+            )
     barrier(mesh.world_cpu)
-    found["still good"] = is_right(folder / "good", 1.0)
-    found["names"] = names_in(folder)
+    outcomes["still good"] = is_right(folder / "good", 1.0)
+    outcomes["names"] = names_in(folder)
     writer.close()
-    return found
+    return outcomes
 
 
-def failures(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
-    """Let one rank fail in every step of a save, with errors that no disk makes, at once and in the
-    background.
+def failing_saves(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
+    """Let one rank fail in every step of a save, with errors that do not come from a disk, in the
+    foreground and in the background.
     """
     folder.mkdir(exist_ok=True)
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     steps: dict[str, tuple[int, str, type]] = {
         "begin": (
             0,
@@ -157,12 +159,12 @@ def failures(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
                 if rank == failing:
                     patch.setattr(target, raising(kind))
                 attempt = partial(save_and_wait, writer, folder, mesh, background)
-                found[f"{step} {background}"] = outcome_of(attempt)
+                outcomes[f"{step} {background}"] = outcome_of(attempt)
             barrier(mesh.world_cpu)
-            found[f"left {step} {background}"] = names_in(folder)
+            outcomes[f"left {step} {background}"] = names_in(folder)
             barrier(mesh.world_cpu)
         writer.close()
-    return found
+    return outcomes
 
 
 def raising(kind: type) -> Callable[..., None]:
@@ -179,9 +181,9 @@ def save_and_wait(
     writer.wait()
 
 
-def elsewhere(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
-    """Save behind a URL, over a checkpoint that is there, and again with a rank that fails."""
-    url, found = f"file://{folder}/remote", {}
+def remote_saves(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
+    """Save behind a URL, replace that checkpoint, and save again with a rank that fails."""
+    url, outcomes = f"file://{folder}/remote", {}
     writer = CheckpointWriter(mesh)
     for value in (1.0, 2.0):
         writer.save(
@@ -192,37 +194,37 @@ def elsewhere(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
             background=value == 2.0,
         )
         writer.wait()
-        found[f"saved {value}"] = is_right(url, value)
+        outcomes[f"saved {value}"] = is_right(url, value)
         barrier(mesh.world_cpu)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr("lightning_megatron.checkpoint.tensor_files._alone", raising(MemoryError))
-        found["failed"] = outcome_of(lambda: writer.save(url, sliced(mesh, 3.0), {}, {}))
+        outcomes["failed"] = outcome_of(lambda: writer.save(url, sliced(mesh, 3.0), {}, {}))
     barrier(mesh.world_cpu)
-    found["names"] = [name.split("-")[0] for name in names_in(folder / "remote")]
-    found["kept"] = is_right(url, 2.0)
-    found["newest"] = find_newest(f"file://{folder}", mesh=mesh)
-    found["state"] = load_rank_state(url, mesh).values["rank"]
-    other = ParallelMesh.create(ParallelLayout(mesh.world.size))
+    outcomes["names"] = [name.split("-")[0] for name in names_in(folder / "remote")]
+    outcomes["kept"] = is_right(url, 2.0)
+    outcomes["newest"] = find_newest(f"file://{folder}", mesh=mesh)
+    outcomes["state"] = load_rank_state(url, mesh).values["rank"]
+    data_mesh = ParallelMesh.create(ParallelLayout(mesh.world.size))
     target = {"sliced": Entry(torch.zeros(SHAPE), replicated_spec(torch.zeros(SHAPE)))}
-    load_tensors(url, target, other, strict=False)
-    found["read"] = torch.equal(target["sliced"].tensor, full_tensor(2.0))
-    other.destroy()
+    load_tensors(url, target, data_mesh, strict=False)
+    outcomes["read"] = torch.equal(target["sliced"].tensor, full_tensor(2.0))
+    data_mesh.destroy()
     barrier(mesh.world_cpu)
     writer.remove(url)
     barrier(mesh.world_cpu)
-    found["removed"] = os.path.exists(folder / "remote")
-    return found
+    outcomes["removed"] = os.path.exists(folder / "remote")
+    return outcomes
 
 
-def damage(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
-    """Verify together, what only one rank reads being damaged."""
+def damaged_files(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
+    """Verify on all ranks a checkpoint with a damaged file that only one rank reads."""
     for step in (1, 2, 3):
         save_checkpoint(
             folder / f"step={step}", sliced(mesh, step), {"global_step": step}, {}, mesh
         )
     verify_checkpoint(folder / "step=3", mesh=mesh)
-    found: dict[str, Any] = {"newest": find_newest(folder, mesh=mesh)}
+    outcomes: dict[str, Any] = {"newest": find_newest(folder, mesh=mesh)}
     names = sorted(read_header(folder / "step=3").files)
     for name in names:
         barrier(mesh.world_cpu)
@@ -234,27 +236,27 @@ def damage(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
         barrier(mesh.world_cpu)
         try:
             verify_checkpoint(folder / "step=3", mesh=mesh)
-            found[name] = "no error"
+            outcomes[name] = "no error"
         except CorruptDataError as error:
-            found[name] = str(error)
-        found[f"newest but {name}"] = find_newest(folder, mesh=mesh)
+            outcomes[name] = str(error)
+        outcomes[f"newest but {name}"] = find_newest(folder, mesh=mesh)
         barrier(mesh.world_cpu)
         if rank == 0:
             file.write_bytes(content)
-    found["files"] = names
-    return found
+    outcomes["files"] = names
+    return outcomes
 
 
-def replacing(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
-    """Save the same name again and again, while a rank is slow to read its own files."""
-    writer, read = CheckpointWriter(mesh), CollectiveSave._finish
+def repeated_saves(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
+    """Save several times under the same name, while some ranks are slow to read their own files."""
+    writer, finish = CheckpointWriter(mesh), CollectiveSave._finish
 
-    def slow(self: CollectiveSave, *arguments: Any) -> Any:
+    def sleep_then_finish(self: CollectiveSave, *arguments: Any) -> Any:
         time.sleep(0.05 * rank)
-        return read(self, *arguments)
+        return finish(self, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CollectiveSave, "_finish", slow)
+        patch.setattr(CollectiveSave, "_finish", sleep_then_finish)
         for step in range(4):
             writer.save(
                 folder / "last", sliced(mesh, step), {"global_step": step}, {}, background=True
@@ -262,28 +264,28 @@ def replacing(rank: int, mesh: ParallelMesh, folder: Path) -> dict[str, Any]:
             if step % 2:
                 writer.poll()
         writer.close()
-    seen = all_gather_objects((is_right(folder / "last", 3), names_in(folder)), mesh.world_cpu)
-    return {"seen": seen, "step": load_metadata(folder / "last")["global_step"]}
+    states = all_gather_objects((is_right(folder / "last", 3), names_in(folder)), mesh.world_cpu)
+    return {"seen": states, "step": load_metadata(folder / "last")["global_step"]}
 
 
 PARTS = {
-    "training": in_training,
-    "failures": failures,
-    "remote": elsewhere,
-    "damage": damage,
-    "replacing": replacing,
+    "training": background_saves,
+    "failures": failing_saves,
+    "remote": remote_saves,
+    "damage": damaged_files,
+    "replacing": repeated_saves,
 }
 
 
 def world(rank: int, size: int, folder: Path) -> dict[str, dict[str, Any]]:
-    found = {}
+    outcomes = {}
     mesh = ParallelMesh.create(ParallelLayout(size, tp=2))
     for name, part in PARTS.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
-        found[name] = part(rank, mesh, folder / name)
+        outcomes[name] = part(rank, mesh, folder / name)
         barrier(mesh.world_cpu)
     mesh.destroy()
-    return found
+    return outcomes
 
 
 @pytest.fixture(scope="module")
@@ -298,15 +300,15 @@ def results(folder: Path) -> list[dict[str, Any]]:
 
 def test_all_ranks_see_the_end_of_a_save_in_the_same_call(results: list[dict[str, Any]]) -> None:
     for number in range(3):
-        for what in ("good", "full disk"):
-            ends = {result["training"][f"{what} {number}"] for result in results}
+        for case in ("good", "full disk"):
+            ends = {result["training"][f"{case} {number}"] for result in results}
             assert len(ends) == 1, ends
             call, text = ends.pop()
             assert 0 < call < CALLS
-            assert (text == "no error") == (what == "good")
+            assert (text == "no error") == (case == "good")
 
 
-def test_slices_saved_in_the_background_are_what_they_were(
+def test_background_saves_write_the_slices_of_their_start(
     results: list[dict[str, Any]], folder: Path
 ) -> None:
     for rank, result in enumerate(results):
@@ -317,7 +319,7 @@ def test_slices_saved_in_the_background_are_what_they_were(
     assert is_sharded_checkpoint(folder / "training" / "good")
 
 
-def test_a_full_disk_of_one_rank_is_named_on_all_and_the_last_checkpoint_stays(
+def test_all_ranks_report_a_full_disk_of_one_rank_and_the_last_checkpoint_stays(
     results: list[dict[str, Any]],
 ) -> None:
     for result in results:
@@ -345,7 +347,7 @@ def test_a_full_disk_of_one_rank_is_named_on_all_and_the_last_checkpoint_stays(
         ("header", "rank 0: TypeError: out of order"),
     ],
 )
-def test_a_rank_that_fails_anywhere_leaves_none_waiting_and_nothing_behind(
+def test_a_rank_that_fails_in_any_step_leaves_no_rank_waiting_and_no_files(
     results: list[dict[str, Any]], step: str, reason: str, background: bool
 ) -> None:
     for result in results:
@@ -353,35 +355,37 @@ def test_a_rank_that_fails_anywhere_leaves_none_waiting_and_nothing_behind(
         assert result["failures"][f"left {step} {background}"] == []
 
 
-def test_a_checkpoint_behind_a_url_is_replaced_when_the_new_one_is_complete(
+def test_a_remote_checkpoint_is_replaced_only_by_a_complete_save(
     results: list[dict[str, Any]], folder: Path
 ) -> None:
     for rank, result in enumerate(results):
-        found = result["remote"]
-        assert found["saved 1.0"]
-        assert found["saved 2.0"]
-        assert "rank 1: MemoryError" in found["failed"]
-        assert found["names"] == ["checkpoint.json", "save"]
-        assert found["kept"]
-        assert found["read"]
-        assert found["newest"] == f"file://{folder}/remote/remote"
-        assert found["state"] == rank
-        assert not found["removed"]
+        outcomes = result["remote"]
+        assert outcomes["saved 1.0"]
+        assert outcomes["saved 2.0"]
+        assert "rank 1: MemoryError" in outcomes["failed"]
+        assert outcomes["names"] == ["checkpoint.json", "save"]
+        assert outcomes["kept"]
+        assert outcomes["read"]
+        assert outcomes["newest"] == f"file://{folder}/remote/remote"
+        assert outcomes["state"] == rank
+        assert not outcomes["removed"]
 
 
-def test_what_one_rank_finds_damaged_is_refused_by_all(
+def test_damage_that_one_rank_finds_is_refused_by_all_ranks(
     results: list[dict[str, Any]], folder: Path
 ) -> None:
     for result in results:
-        found = result["damage"]
-        assert found["newest"] == str(folder / "damage" / "step=3")
-        assert len(found["files"]) == 6
-        for name in found["files"]:
-            assert f"step=3/{name}" in found[name]
-            assert found[f"newest but {name}"] == str(folder / "damage" / "step=2")
+        outcomes = result["damage"]
+        assert outcomes["newest"] == str(folder / "damage" / "step=3")
+        assert len(outcomes["files"]) == 6
+        for name in outcomes["files"]:
+            assert f"step=3/{name}" in outcomes[name]
+            assert outcomes[f"newest but {name}"] == str(folder / "damage" / "step=2")
 
 
-def test_a_name_is_replaced_again_and_again(results: list[dict[str, Any]]) -> None:
+def test_repeated_saves_replace_the_checkpoint_of_the_same_name(
+    results: list[dict[str, Any]],
+) -> None:
     for result in results:
         assert result["replacing"]["seen"] == [(True, ["last"])] * 4
         assert result["replacing"]["step"] == 3

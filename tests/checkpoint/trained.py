@@ -1,4 +1,4 @@
-"""A model and its optimizer under a layout: trained a little, saved, loaded, and compared with full
+"""A model and its optimizer under a layout that tests train, save, load and compare with full
 tensors.
 """
 
@@ -27,8 +27,8 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "dp2 tp2": {"tp": 2},
     "dp2 pp2 zero0": {"pp": 2},
 }
-# Buckets are small, so that slices end anywhere inside parameters.
-WAYS = {
+# Buckets are small, so that slices end anywhere inside of parameters.
+DIVISIONS = {
     "whole parameters": DistributedOptimizerConfig(slices="parameters"),
     "zero0": DistributedOptimizerConfig(zero=0, bucket_size=40),
     "elements": DistributedOptimizerConfig(slices="elements", bucket_size=40),
@@ -43,7 +43,7 @@ STEPS = 2
 
 
 class Trained(Run):
-    """A model, its optimizer and its mesh, without anything that this rank does not hold."""
+    """The part of a model and its optimizer that this rank holds, with the mesh."""
 
     def __init__(self, mesh: ParallelMesh, optimizer: str, layout: str = "") -> None:
         self.named = parameters(mesh)
@@ -56,10 +56,10 @@ class Trained(Run):
 
     def train(self) -> None:
         for _ in range(STEPS):
-            other = parameters(self.mesh)
-            set_gradients(other, self.mesh)
+            source = parameters(self.mesh)
+            set_gradients(source, self.mesh)
             self.zero_grad()
-            gradients = {name: p.grad for name, p in other.items() if p.grad is not None}
+            gradients = {name: p.grad for name, p in source.items() if p.grad is not None}
             self.backward(gradients, is_last=self.mesh.pp.size == 1)
             self.finish()
             self.step()
@@ -78,8 +78,8 @@ def groups_of(named: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def difference(full: Mapping[str, Tensor], trained: Trained) -> list[str]:
-    """List the local tensors that are not bitwise their part of the full one, padding and tied
-    copies included.
+    """List the local tensors that are not bitwise equal to their part of the full tensor, padding
+    and tied copies included.
     """
     wrong = []
     for name, entry in trained.tensors().items():
@@ -91,7 +91,7 @@ def difference(full: Mapping[str, Tensor], trained: Trained) -> list[str]:
             if not torch.equal(view, part):
                 wrong.append(name)
     for name, parameter in trained.named.items():
-        # The model's own parameters, which every data rank has whole.
+        # The parameters of the model, which every data rank holds in full.
         spec = shard_spec_of(parameter)
         local = parameter.narrow(spec.dim, 0, spec.local_extent) if spec.full_shape else parameter
         if not torch.equal(local, spec.shard(full[f"state_dict.{name.replace(HEAD, WORD)}"])):
@@ -106,4 +106,6 @@ def mesh_of(layout: str, size: int) -> ParallelMesh:
 
 
 def division_of(layout: str) -> DistributedOptimizerConfig:
-    return next((division for way, division in WAYS.items() if way in layout), WAYS["elements"])
+    return next(
+        (division for name, division in DIVISIONS.items() if name in layout), DIVISIONS["elements"]
+    )

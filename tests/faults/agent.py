@@ -22,23 +22,23 @@ from lightning_megatron.checkpoint.load import read_full
 from tests.faults.train import Job
 
 ROOT = Path(__file__).parents[2]
-#: How long a process may take for something that takes seconds on an idle machine (seconds).
+#: Time that a process may take for work of a few seconds on an idle machine (seconds).
 PATIENCE = 240.0
 
 
 @dataclass
 class Attempt:
-    """Hold what one rank wrote between its start and its end.
+    """The log of one rank between its start and its end.
 
     Args:
-        pid: Its process.
-        resumed: Step from which it went on; None if it did not come so far.
-        num_ranks: Ranks that went on.
-        losses: Loss of each step, exactly.
-        samples: What identifies the samples that this rank took in each step.
+        pid: Process of the rank.
+        resumed: Step from which the rank resumed; None if it ended before.
+        num_ranks: Number of ranks that resumed.
+        losses: Exact loss of each step.
+        samples: Checksums of the samples that this rank read in each step.
         begun: Steps whose saves began.
-        saved: Steps after whose saves training went on.
-        error: Kind and text of the exception that ended it; empty without one.
+        saved: Steps after whose saves training continued.
+        error: Type and text of the exception that ended the attempt; empty without one.
     """
 
     pid: int
@@ -52,44 +52,44 @@ class Attempt:
 
     @property
     def last_step(self) -> int:
-        """Return the last step that was finished; 0 if there is none."""
+        """Return the last finished step; 0 if there is none."""
         return max(self.losses, default=self.resumed or 0)
 
 
 def attempts(job: Job, rank: int = 0) -> list[Attempt]:
     """Read the log of a rank."""
     path = job.root / f"log_{rank}.txt"
-    found: list[Attempt] = []
+    records: list[Attempt] = []
     for line in path.read_text().splitlines() if path.exists() else []:
-        kind, number, *rest = line.split()
+        kind, number, *values = line.split()
         if kind == "start":
-            found.append(Attempt(int(number)))
+            records.append(Attempt(int(number)))
         elif kind == "resume":
-            found[-1].resumed, found[-1].num_ranks = int(number), int(rest[0])
+            records[-1].resumed, records[-1].num_ranks = int(number), int(values[0])
         elif kind == "step":
-            found[-1].losses[int(number)], *found[-1].samples[int(number)] = rest
+            records[-1].losses[int(number)], *records[-1].samples[int(number)] = values
         elif kind == "error":
-            found[-1].error = " ".join(rest)
+            records[-1].error = " ".join(values)
         else:
-            (found[-1].begun if kind == "save" else found[-1].saved).append(int(number))
-    return found
+            (records[-1].begun if kind == "save" else records[-1].saved).append(int(number))
+    return records
 
 
 def wait_until(
-    condition: Callable[[], bool], what: str, process: subprocess.Popen | None = None
+    condition: Callable[[], bool], event: str, process: subprocess.Popen | None = None
 ) -> None:
-    """Wait, and fail if the process ends before."""
+    """Wait for a condition, and fail if the process ends before it holds."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
-        assert time.monotonic() < deadline, f"not within {PATIENCE} s: {what}"
+        assert time.monotonic() < deadline, f"not within {PATIENCE} s: {event}"
         if process is not None and process.poll() is not None:
-            assert condition(), f"ended with {process.returncode} before {what}"
+            assert condition(), f"ended with {process.returncode} before {event}"
             return
         time.sleep(0.001)
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Return the variables of a process that nobody has launched."""
+    """Return the variables of a process that no launcher has started."""
     launched = (
         "RANK",
         "LOCAL_RANK",
@@ -99,8 +99,8 @@ def environment(**changes: str) -> dict[str, str]:
         "MASTER_PORT",
         "PL_GLOBAL_SEED",
     )
-    kept = {name: value for name, value in os.environ.items() if name not in launched}
-    return {**kept, "OMP_NUM_THREADS": "1", "TORCH_SHOW_CPP_STACKTRACES": "0", **changes}
+    inherited = {name: value for name, value in os.environ.items() if name not in launched}
+    return {**inherited, "OMP_NUM_THREADS": "1", "TORCH_SHOW_CPP_STACKTRACES": "0", **changes}
 
 
 @contextmanager
@@ -111,19 +111,19 @@ def started(
     variables: Mapping[str, str] | None = None,
     name: str = "out",
 ) -> Iterator[subprocess.Popen]:
-    """Run a job for the length of the block, under torchrun if arguments for it are given.
+    """Run a job for the duration of the block, under torchrun if there are arguments for it.
 
     Args:
         job: The training.
         torchrun: Arguments of torchrun.
-        before: A command that the process is run by.
+        before: Words of a command that runs the process.
         variables: Environment variables to set.
         name: Beginning of the name of the file in the job's folder that gets the output.
     """
     number = len(list(job.root.glob(f"{name}_*.txt")))
     launcher = ["-m", "torch.distributed.run", *torchrun] if torchrun else []
-    # What failed jobs leave for their other ranks, and torchrun's logs, go with the folder of the
-    # test.
+    # Files that failed jobs leave for their other ranks, and torchrun's logs, are removed with the
+    # folder of the test.
     temporary = job.root / "tmp"
     temporary.mkdir(exist_ok=True)
     command = [
@@ -147,16 +147,16 @@ def started(
             yield process
         finally:
             if process.poll() is None:
-                # What is left of a failed test; its workers follow torchrun, or their launcher.
+                # The test has failed. The workers end after torchrun or their launcher.
                 process.send_signal(signal.SIGTERM)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(20)
             process.kill()
             process.wait()
             for pid in {
-                one.pid
+                attempt.pid
                 for rank in range(job.devices * job.num_nodes)
-                for one in attempts(job, rank)
+                for attempt in attempts(job, rank)
             }:
                 with suppress(OSError):
                     if "tests.faults.train" in Path("/proc", str(pid), "cmdline").read_text():
@@ -169,7 +169,7 @@ def finish(process: subprocess.Popen) -> int:
 
 
 def outputs(job: Job) -> str:
-    """Return the end of what the processes printed, for messages."""
+    """Return the end of the output of all processes, for messages."""
     return "\n".join(
         f"== {path.name}\n{path.read_text()[-4000:]}"
         for path in sorted(job.root.glob("*out_*.txt"))
@@ -197,19 +197,19 @@ def newest_step(job: Job) -> int:
                 default=0,
             )
         except (OSError, ValueError):
-            continue  # a checkpoint was removed between the two
+            continue  # a checkpoint was removed after it was listed
 
 
 @dataclass
 class Kill:
-    """Say what was killed, when.
+    """Record which rank was killed, and when.
 
     Args:
-        rank: The rank.
+        rank: Rank that was killed.
         moment: ``start``, ``step`` or ``save``.
-        attempt: Number of the attempt that follows, of rank 0.
+        attempt: Number of the following attempt of rank 0.
         complete: Step of the newest complete checkpoint just before.
-        last_step: Last step that rank 0 had finished when it ended.
+        last_step: Last step that rank 0 finished before the restart.
     """
 
     rank: int
@@ -220,14 +220,13 @@ class Kill:
 
 
 def kill_one(job: Job, process: subprocess.Popen, target: int, draw: random.Random) -> Kill:
-    """Kill a random rank at a random moment after a step has been reached, and wait for the
-    restart.
+    """Kill a random rank at a random moment after a step, and wait for the restart.
 
     Args:
         job: The training.
-        process: Its torchrun.
-        target: The step (optimizer steps).
-        draw: Decides.
+        process: torchrun of the training.
+        target: Number of the step.
+        draw: Random generator.
     """
     ranks = range(job.devices)
     before = [len(attempts(job, rank)) for rank in ranks]
@@ -250,41 +249,44 @@ def kill_one(job: Job, process: subprocess.Popen, target: int, draw: random.Rand
         f"the restart after {kill}",
         process,
     )
-    # Known only now: training went on while the checkpoints were looked at. An attempt that did not
-    # resume counts as little as the one before it.
+    # The last step is known only now, because training continues while the checkpoints are
+    # listed. An attempt that did not resume is skipped.
     kill.last_step = next(
-        (one.last_step for one in reversed(attempts(job)[: kill.attempt]) if one.last_step), 0
+        (
+            attempt.last_step
+            for attempt in reversed(attempts(job)[: kill.attempt])
+            if attempt.last_step
+        ),
+        0,
     )
     return kill
 
 
 def tensors_of(job: Job) -> dict[str, torch.Tensor]:
-    """Read the end of a training: parameters and states of optimizers."""
+    """Read the final parameters and optimizer states of a training."""
     return read_full(job.root / "final")
 
 
-def again(job: Job, folder: Path, **changes: object) -> Job:
-    """Return the same training in a folder of its own."""
+def repeated_in(job: Job, folder: Path, **changes: object) -> Job:
+    """Return the same training in another folder."""
     for file in ("corpus.bin", "corpus.idx"):
         shutil.copy(job.root / file, folder)
     return replace(job, folder=str(folder), **changes)  # type: ignore[arg-type]
 
 
-def assert_same_end(job: Job, whole: Job) -> None:
-    """Compare the losses of all steps, however often each was done, and the weights and moments at
-    the end.
-    """
-    (reference,) = attempts(whole)
-    done: dict[int, str] = {}
+def assert_same_end(job: Job, uninterrupted: Job) -> None:
+    """Compare the losses of all steps, also of repeated ones, and the final weights and moments."""
+    (reference,) = attempts(uninterrupted)
+    losses: dict[int, str] = {}
     for attempt in attempts(job):
         for step, loss in attempt.losses.items():
             assert loss == reference.losses[step], (
                 f"step {step} of the attempt that resumed at {attempt.resumed}"
             )
-        done |= attempt.losses
-    assert done.keys() == reference.losses.keys()
-    found, expected = tensors_of(job), tensors_of(whole)
-    assert found.keys() == expected.keys()
-    assert len(found) > 50, "parameters and two moments of each"
+        losses |= attempt.losses
+    assert losses.keys() == reference.losses.keys()
+    actual, expected = tensors_of(job), tensors_of(uninterrupted)
+    assert actual.keys() == expected.keys()
+    assert len(actual) > 50, "parameters and two moments of each"
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(actual[name], tensor), name

@@ -1,5 +1,5 @@
-"""Options of the tests that kill processes; they are known where this folder, or a file of it, is
-named.
+"""Options of the tests that kill processes, for calls of pytest that name this folder or a file in
+it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the number of kills: a few in every run of the tests, many by hand."""
+    """Add the number of kills, which is small by default and may be large by hand."""
     parser.addoption(
         "--kills", type=int, default=2, help="ranks that are killed in one training (tests/faults)"
     )

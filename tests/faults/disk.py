@@ -1,4 +1,4 @@
-"""A small disk that the processes of a test see in the place of a folder, and nobody else."""
+"""A small disk that only the processes of a test see in the place of a folder."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TOOLS = ("mount", "unshare", "nsenter")
 
 @dataclass(frozen=True)
 class Disk:
-    """Name a file system in memory that is mounted where one process and its kind see it.
+    """A file system in memory that one process and its relatives see.
 
     Args:
-        folder: Where it is mounted for them.
-        pid: The process that keeps the mount; it is gone with the last process that sees it.
+        folder: Place of the mount for these processes.
+        pid: Process that keeps the mount, which ends with the last process that sees it.
     """
 
     folder: Path
@@ -33,32 +33,32 @@ class Disk:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Return what to put before a command that shall see the disk."""
+        """Return the words before a command that let it see the disk."""
         return "nsenter", f"--target={self.pid}", "--mount", f"--wdns={ROOT}", "--"
 
     def view(self, job: Job) -> Job:
-        """Return a job as this process can look at it."""
+        """Return a job with the path under which this process sees its folder."""
         return replace(job, folder=f"/proc/{self.pid}/root{job.root.resolve()}")
 
     def remount(self, options: str) -> None:
-        """Change size or mode; a disk that is being written to is read-only only afterwards."""
+        """Change size or mode. A disk becomes read-only only after current writes have ended."""
 
-        def done() -> bool:
+        def is_remounted() -> bool:
             command = [*self.command, "mount", "-o", f"remount,{options}", os.fspath(self.folder)]
             result = subprocess.run(command, capture_output=True, text=True, check=False)
             assert result.returncode == 0 or "busy" in result.stderr, result.stderr
             return result.returncode == 0
 
-        wait_until(done, f"remount {options}")
+        wait_until(is_remounted, f"remount {options}")
 
 
 @contextmanager
 def small_disk(folder: Path, size: int) -> Iterator[Disk]:
-    """Mount a disk for the length of the block; skip the test where that cannot be.
+    """Mount a disk for the duration of the block. Skip the test if that is impossible.
 
     Args:
-        folder: Where.
-        size: Its room (bytes).
+        folder: Place of the mount.
+        size: Size of the disk (bytes).
     """
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if os.geteuid() or missing:

@@ -1,4 +1,4 @@
-"""The slow half of `tests.faults.train`: everything that needs torch."""
+"""The part of `tests.faults.train` that needs torch, which is slow to import."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from torch import Tensor
 from lightning_megatron import GPTConfig, MegatronStrategy
 from lightning_megatron.data.datamodule import TokenDataModule
 from lightning_megatron.models.causal_lm import CausalLM
-from tests.faults.train import LENGTH, VOCABULARY, Job, note
+from tests.faults.train import LENGTH, VOCABULARY, Job, append_to_log
 
 
-class Log(Callback):
-    """Write down where a fit begins, the loss of every step, exactly, with its samples, and what
-    ended the fit.
+class FitLog(Callback):
+    """Log the first step of a fit, the exact loss and the samples of every step, and the error
+    that ends the fit.
     """
 
     def __init__(self, job: Job, rank: int) -> None:
         self.job, self.rank = job, rank
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        note(self.job, self.rank, "resume", trainer.global_step, trainer.world_size)
+        append_to_log(self.job, self.rank, "resume", trainer.global_step, trainer.world_size)
 
     def on_train_batch_end(
         self,
@@ -41,38 +41,38 @@ class Log(Callback):
     ) -> None:
         loss = float(trainer.callback_metrics["train_loss"])
         samples = (zlib.crc32(tokens.numpy().tobytes()) for tokens in batch["tokens"])
-        note(self.job, self.rank, "step", trainer.global_step, loss.hex(), *samples)
+        append_to_log(self.job, self.rank, "step", trainer.global_step, loss.hex(), *samples)
         time.sleep(self.job.seconds)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         text = " ".join(str(exception).split())
-        note(
+        append_to_log(
             self.job, self.rank, "error", trainer.global_step, f"{type(exception).__name__}: {text}"
         )
 
 
-class SavesLogged(MegatronStrategy):
-    """Write down when a save begins and when training goes on."""
+class SaveLoggingStrategy(MegatronStrategy):
+    """Log when a save begins and when training continues."""
 
     job: Job
     rank: int
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         step = self.user_module.trainer.global_step
-        note(self.job, self.rank, "save", step)
+        append_to_log(self.job, self.rank, "save", step)
         super().save_checkpoint(*args, **kwargs)
-        note(self.job, self.rank, "saved", step)
+        append_to_log(self.job, self.rank, "saved", step)
 
 
 def fit(job: Job, rank: int) -> None:
-    """Train up to the last step, and save the end in a checkpoint of its own."""
+    """Train up to the last step, and save the final state in a separate checkpoint."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     seed_everything(5, verbose=False)
-    strategy = SavesLogged(
+    strategy = SaveLoggingStrategy(
         pp=job.pp,
         microbatch_size=1,
         async_save=job.async_save,
@@ -96,7 +96,7 @@ def fit(job: Job, rank: int) -> None:
         enable_model_summary=False,
         gradient_clip_val=1.0,
         callbacks=[
-            Log(job, rank),
+            FitLog(job, rank),
             ModelCheckpoint(job.checkpoints, every_n_train_steps=job.save_every),
         ],
         default_root_dir=job.folder,

@@ -1,4 +1,4 @@
-"""A process that holds a namespace of its own open, for the length of a block."""
+"""A process that holds a new namespace open for the duration of a block."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from contextlib import contextmanager
 
 @contextmanager
 def namespace(*unshare: str, script: str, arguments: tuple[str, ...]) -> Iterator[subprocess.Popen]:
-    """Run a script in a new namespace; it stays open until the block, or this process, ends.
+    """Run a script in a new namespace, which stays open until the block or this process ends.
 
     Args:
-        unshare: Arguments of ``unshare``: which namespaces are new.
-        script: Commands that set it up, for ``sh``.
-        arguments: Those of the script, from ``$0`` on.
+        unshare: Arguments of ``unshare``, which name the new namespaces.
+        script: Commands for ``sh`` that set the namespace up.
+        arguments: Arguments of the script, from ``$0`` on.
 
     Raises:
-        RuntimeError: If that fails, with what the commands said.
+        RuntimeError: If the commands fail, with their message.
     """
-    # It waits for its input to end, which also happens if this process is killed.
+    # The holder waits for the end of its input, which also comes if this process is killed.
     command = ["unshare", *unshare, "sh", "-c", f"{script} && echo ready && exec cat", *arguments]
     process = subprocess.Popen(
         command,

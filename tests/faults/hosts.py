@@ -1,6 +1,4 @@
-"""Two hosts of their own on one machine: network namespaces with a cable between them, each with a
-host name.
-"""
+"""Two hosts on one machine: network namespaces with host names and a cable between them."""
 
 from __future__ import annotations
 
@@ -22,12 +20,12 @@ TOOLS = ("ip", "unshare", "nsenter")
 
 @dataclass(frozen=True)
 class Host:
-    """Name what stands for one host: namespaces that end with the last process in them.
+    """Namespaces that act as one host and end with the last process in them.
 
     Args:
-        name: Its host name.
-        address: Its address on the cable.
-        pid: The process that keeps the namespaces.
+        name: Host name.
+        address: Address on the cable.
+        pid: Process that keeps the namespaces open.
     """
 
     name: str
@@ -36,35 +34,35 @@ class Host:
 
     @property
     def device(self) -> str:
-        """Return the name of its end of the cable."""
+        """Return the network device at this host's end of the cable."""
         return f"{self.name}-cable"
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Return what to put before a command that shall run there."""
+        """Return the words before a command that run it on this host."""
         return "nsenter", f"--target={self.pid}", "--net", "--uts", "--"
 
     def processes(self) -> list[int]:
-        """List the processes that run there."""
-        found, own = [], os.readlink(f"/proc/{self.pid}/ns/net")
+        """List the processes that run on this host."""
+        pids, network = [], os.readlink(f"/proc/{self.pid}/ns/net")
         for path in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                if os.readlink(path / "ns/net") == own and int(path.name) != self.pid:
-                    found.append(int(path.name))
-        return found
+                if os.readlink(path / "ns/net") == network and int(path.name) != self.pid:
+                    pids.append(int(path.name))
+        return pids
 
     def lose(self) -> None:
-        """Pull the cable, so that nothing tells the other host, then kill every process."""
+        """Disconnect the cable, so that the other host is not notified, and kill every process."""
         run(*self.command, "ip", "link", "set", self.device, "down")
         self.kill()
 
     def kill(self) -> None:
-        """Kill every process, those that appear meanwhile included."""
-        while found := self.processes():
-            for pid in found:
+        """Kill every process, including those that start meanwhile."""
+        while pids := self.processes():
+            for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            for pid in found:
+            for pid in pids:
                 # Children of this process stay as zombies, which have left their namespaces.
                 with suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
@@ -74,29 +72,27 @@ def run(*command: str) -> None:
     """Run a short command.
 
     Raises:
-        RuntimeError: If it fails, with what it said.
+        RuntimeError: If the command fails, with its message.
     """
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {result.stderr.strip()}")
 
 
 @contextmanager
 def host(name: str, address: str) -> Iterator[Host]:
-    """Start a host without network for the length of the block."""
+    """Start a host without a network for the duration of the block."""
     with namespace("--net", "--uts", script='hostname "$0"', arguments=(name,)) as process:
-        made = Host(name, address, process.pid)
+        new_host = Host(name, address, process.pid)
         try:
-            yield made
+            yield new_host
         finally:
-            made.kill()
+            new_host.kill()
 
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Return two hosts that are connected to each other and to nothing else; skip the test where
-    that cannot be.
-    """
+    """Yield two hosts that are connected only to each other, or skip the test."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if os.geteuid() or missing:
         pytest.skip(
@@ -104,14 +100,14 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         )
     with ExitStack() as stack:
         try:
-            one = stack.enter_context(host("one", "10.77.0.1"))
-            two = stack.enter_context(host("two", "10.77.0.2"))
-            peer = ("peer", "name", two.device, "netns", str(two.pid))
-            run(*one.command, "ip", "link", "add", one.device, "type", "veth", *peer)
-            for each in (one, two):
-                run(*each.command, "ip", "address", "add", f"{each.address}/24", "dev", each.device)
-                for device in ("lo", each.device):
-                    run(*each.command, "ip", "link", "set", device, "up")
+            first = stack.enter_context(host("one", "10.77.0.1"))
+            second = stack.enter_context(host("two", "10.77.0.2"))
+            peer = ("peer", "name", second.device, "netns", str(second.pid))
+            run(*first.command, "ip", "link", "add", first.device, "type", "veth", *peer)
+            for end in (first, second):
+                run(*end.command, "ip", "address", "add", f"{end.address}/24", "dev", end.device)
+                for device in ("lo", end.device):
+                    run(*end.command, "ip", "link", "set", device, "up")
         except RuntimeError as error:
             pytest.skip(f"two hosts cannot be made here: {error}")
-        yield one, two
+        yield first, second

@@ -1,4 +1,4 @@
-"""Let one rank hang, in a way given by name: `python -m tests.faults.run_hang sleep 1`."""
+"""Make one rank hang in a named way: `python -m tests.faults.run_hang sleep 1`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_megatron import MegatronStrategy
 from tests.strategy.tiny import TinyLM, loader
 
-#: Seconds that a collective may wait.
+#: Time that a collective may wait (seconds).
 TIMEOUT = 15.0
 
 
@@ -25,7 +25,7 @@ class HangingLM(TinyLM):
 
     Args:
         kind: ``sleep`` in Python, or ``stop`` the process.
-        rank: The rank.
+        rank: The rank that hangs.
     """
 
     def __init__(self, kind: str, rank: int) -> None:

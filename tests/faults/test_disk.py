@@ -1,5 +1,5 @@
-"""A disk that takes no more ends a training with its name, and costs only the steps since the last
-whole checkpoint.
+"""A disk that cannot be written ends a training with an error that names the disk, and costs only
+the steps since the last complete checkpoint.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from lightning_megatron.checkpoint import list_checkpoints, verify_checkpoint
 from lightning_megatron.checkpoint.directory import LocalCheckpointPath
 from tests.checkpoint.pieces import names_in
 from tests.faults.agent import (
-    again,
     assert_same_end,
     attempts,
     finish,
     newest_step,
     outputs,
+    repeated_in,
     started,
     wait_until,
 )
@@ -49,7 +49,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 @pytest.fixture
 def disk(undisturbed: Job, tmp_path: Path) -> Iterator[Disk]:
-    """Mount a disk with room for one checkpoint and half of another."""
+    """Mount a disk with room for one and a half checkpoints."""
     (checkpoint,) = list_checkpoints(undisturbed.checkpoints)
     page = 4096
     size = sum(
@@ -57,18 +57,18 @@ def disk(undisturbed: Job, tmp_path: Path) -> Iterator[Disk]:
         for file in Path(checkpoint).rglob("*")
         if file.is_file()
     )
-    with small_disk(tmp_path / "checkpoints", size * 3 // 2) as made:
-        yield made
+    with small_disk(tmp_path / "checkpoints", size * 3 // 2) as mounted:
+        yield mounted
 
 
 def failed_step(job: Job, disk: Disk, reason: str) -> int:
-    """Return the step whose save ended the training, once all ranks have said so and the one before
-    is seen whole.
+    """Return the step whose save ended the training. Check that all ranks report it and that the
+    checkpoint before it is complete.
 
     Args:
         job: The training.
-        disk: Its disk.
-        reason: What the system says.
+        disk: Disk of the training.
+        reason: Error message of the system.
     """
     begun = attempts(job)[0].begun
     steps = set()
@@ -80,25 +80,25 @@ def failed_step(job: Job, disk: Disk, reason: str) -> int:
             attempt.error,
         )
         assert path is not None, attempt.error
-        where = f"{job.checkpoints}/.{Path(path[1]).name}.unfinished"
-        assert f"{reason}: '{where}" in attempt.error
+        place = f"{job.checkpoints}/.{Path(path[1]).name}.unfinished"
+        assert f"{reason}: '{place}" in attempt.error
         steps.add(int(path[2]))
     (step,) = steps
     assert step in begun
     assert newest_step(disk.view(job)) == step - SAVE_EVERY
-    for kept in list_checkpoints(disk.view(job).checkpoints):
-        verify_checkpoint(kept)
+    for checkpoint in list_checkpoints(disk.view(job).checkpoints):
+        verify_checkpoint(checkpoint)
     return step
 
 
-def go_on(job: Job, disk: Disk, step: int) -> None:
-    """Train from a step to the end, on a disk that was put right, and look at what is left."""
+def train_to_end(job: Job, disk: Disk, step: int) -> None:
+    """Train from a step to the end on a repaired disk, and check the files in the folder."""
     with started(job, before=disk.command) as process:
         assert finish(process) == 0, outputs(job)
     assert attempts(job)[-1].resumed == step
-    # Lightning does not remove the checkpoint that a run began with.
+    # Lightning does not remove the checkpoint from which a run resumes.
     names = names_in(disk.view(job).checkpoints)
-    assert {f"epoch=0-step={one}.ckpt" for one in (step, job.steps)} <= set(names)
+    assert {f"epoch=0-step={number}.ckpt" for number in (step, job.steps)} <= set(names)
     assert not any(name.startswith(".") for name in names)
 
 
@@ -107,21 +107,23 @@ def go_on(job: Job, disk: Disk, step: int) -> None:
 def test_a_full_disk_ends_the_training_and_a_larger_one_lets_it_continue(
     async_save: bool, undisturbed: Job, disk: Disk, tmp_path: Path
 ) -> None:
-    job = again(undisturbed, tmp_path, async_save=async_save)
+    job = repeated_in(undisturbed, tmp_path, async_save=async_save)
     with started(job, before=disk.command) as process:
         assert finish(process) != 0
     assert failed_step(job, disk, "[Errno 28] No space left on device") == 2 * SAVE_EVERY
     disk.remount("size=64m")
-    go_on(job, disk, SAVE_EVERY)
+    train_to_end(job, disk, SAVE_EVERY)
     assert_same_end(job, undisturbed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("async_save", chosen(MODES, False))
-def test_a_disk_that_became_read_only_ends_the_training_and_a_writable_one_lets_it_continue(
+def test_a_read_only_disk_ends_the_training_and_a_writable_one_lets_it_continue(
     async_save: bool, undisturbed: Job, disk: Disk, tmp_path: Path
 ) -> None:
-    job = again(undisturbed, tmp_path, async_save=async_save, devices=1, steps=1000, seconds=0.2)
+    job = repeated_in(
+        undisturbed, tmp_path, async_save=async_save, devices=1, steps=1000, seconds=0.2
+    )
     disk.remount("size=64m")
     with started(job, before=disk.command) as process:
         wait_until(lambda: newest_step(disk.view(job)) > 0, "the first checkpoint", process)
@@ -129,7 +131,7 @@ def test_a_disk_that_became_read_only_ends_the_training_and_a_writable_one_lets_
         assert finish(process) != 0
     step = failed_step(job, disk, "[Errno 30] Read-only file system") - SAVE_EVERY
     disk.remount("rw")
-    go_on(replace(job, steps=step + 2 * SAVE_EVERY, seconds=0.0), disk, step)
+    train_to_end(replace(job, steps=step + 2 * SAVE_EVERY, seconds=0.0), disk, step)
 
 
 @pytest.mark.parametrize("async_save", MODES)
@@ -138,20 +140,20 @@ def test_the_older_checkpoint_is_removed_when_the_newer_one_is_complete(
 ) -> None:
     events: list[tuple[str, str, list[str]]] = []
 
-    def watched(name: str) -> None:
+    def record_calls_of(name: str) -> None:
         method = getattr(LocalCheckpointPath, name)
 
-        def watch(self: LocalCheckpointPath, *arguments: Any) -> None:
+        def record_call(self: LocalCheckpointPath, *arguments: Any) -> None:
             complete = list_checkpoints(tmp_path)
             for path in complete:
                 verify_checkpoint(path)
             events.append((name, self.path.name, [Path(path).name for path in complete]))
             method(self, *arguments)
 
-        monkeypatch.setattr(LocalCheckpointPath, name, watch)
+        monkeypatch.setattr(LocalCheckpointPath, name, record_call)
 
-    watched("publish")
-    watched("remove")
+    record_calls_of("publish")
+    record_calls_of("remove")
     quiet: dict[str, Any] = {
         "logger": False,
         "enable_progress_bar": False,

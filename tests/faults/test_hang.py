@@ -1,5 +1,5 @@
-"""A job with a rank that does not arrive ends before its timeout, and says which rank, where, and
-in which step.
+"""A job with a rank that does not arrive ends before its timeout, and reports the rank, its line
+and its step.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("kind", chosen(["sleep", "stop"], "sleep"))
-def test_a_rank_that_hangs_is_named_with_its_line_the_collective_and_the_step(kind: str) -> None:
-    done = subprocess.run(
+def test_a_hanging_rank_is_reported_with_its_line_the_collective_and_the_step(kind: str) -> None:
+    result = subprocess.run(
         [sys.executable, "-m", "tests.faults.run_hang", kind, "1"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -37,27 +37,27 @@ def test_a_rank_that_hangs_is_named_with_its_line_the_collective_and_the_step(ki
         timeout=280,
         check=False,
     )
-    assert done.returncode != 0
-    report, _, waiting = done.stderr.partition("did not arrive:")[2].partition("wait for them:")
-    assert re.search(r"rank 1 \(.*\): train, global_step \d", report), done.stderr
+    assert result.returncode != 0
+    report, _, waiting = result.stderr.partition("did not arrive:")[2].partition("wait for them:")
+    assert re.search(r"rank 1 \(.*\): train, global_step \d", report), result.stderr
     assert "rank 0" not in report
     assert "rank 2" not in report
     assert re.search(
         r"rank 0: train, global_step 2; in all_reduce over dp \(number \d+ there, ranks 0, 1, 2",
         waiting,
     )
-    assert done.stderr.count("did not arrive:") == 1
+    assert result.stderr.count("did not arrive:") == 1
     if kind == "sleep":
         assert "run_hang.py" in report
         assert "in training_step" in report
     else:
         assert "no status report for" in report
-    waited = re.search(rf"has waited for (\d+) s of a timeout of {TIMEOUT:.0f} s", done.stderr)
+    waited = re.search(rf"has waited for (\d+) s of a timeout of {TIMEOUT:.0f} s", result.stderr)
     assert waited is not None
     assert int(waited[1]) <= TIMEOUT
 
 
-def test_a_status_is_equal_after_its_way_through_text() -> None:
+def test_a_status_survives_conversion_to_text_and_back() -> None:
     journal = Journal()
     assert journal.last is None
     first = journal.note("all_reduce", "dp", (0, 1))
@@ -72,7 +72,7 @@ def test_a_status_is_equal_after_its_way_through_text() -> None:
     assert RankStatus.from_text(status.to_text()) == status
 
 
-def at(rank: int, call: Call | None, waits: bool = True, **counts: int) -> RankStatus:
+def status_at(rank: int, call: Call | None, waits: bool = True, **counts: int) -> RankStatus:
     return RankStatus(
         rank,
         "host",
@@ -92,20 +92,18 @@ DP = Call("all_reduce", "dp", 4, (0, 2))
 TP = Call("all_gather", "tp", 9, (0, 1))
 
 
-def test_the_rank_outside_collectives_is_at_fault_not_those_that_wait_for_others_who_wait_for_it() -> (
-    None
-):
-    # 1 waits for 0 over tp, 0 waits for 2 over dp, 2 computes.
+def test_a_computing_rank_is_at_fault_and_ranks_that_wait_for_it_are_not() -> None:
+    # Rank 1 waits for rank 0 over tp, rank 0 waits for rank 2 over dp, and rank 2 computes.
     statuses = {
-        0: at(0, DP, dp=4, tp=8),
-        1: at(1, TP, dp=3, tp=9),
-        2: at(2, DP._replace(number=3), False, dp=3),
+        0: status_at(0, DP, dp=4, tp=8),
+        1: status_at(1, TP, dp=3, tp=9),
+        2: status_at(2, DP._replace(number=3), False, dp=3),
     }
     assert missing_ranks(statuses, {}, 3) == [2]
 
 
-def test_a_silent_rank_is_at_fault_even_if_it_was_last_seen_in_a_collective() -> None:
-    statuses = {0: at(0, DP, dp=4), 2: at(2, DP._replace(number=3), dp=3)}
+def test_a_silent_rank_is_at_fault_even_if_its_last_status_is_in_a_collective() -> None:
+    statuses = {0: status_at(0, DP, dp=4), 2: status_at(2, DP._replace(number=3), dp=3)}
     assert missing_ranks(statuses, {2: 5.0}, 3) == [2]
     assert (
         "rank 2 (host, process 102): train, global_step 5, no status report for 5 s"
@@ -113,34 +111,36 @@ def test_a_silent_rank_is_at_fault_even_if_it_was_last_seen_in_a_collective() ->
     )
 
 
-def test_a_rank_that_never_spoke_is_at_fault() -> None:
-    statuses = {0: at(0, DP, dp=4)}
+def test_a_rank_that_never_reported_is_at_fault() -> None:
+    statuses = {0: status_at(0, DP, dp=4)}
     assert missing_ranks(statuses, {}, 3) == [2]
     assert "rank 2 has never reported its status" in hang_report(statuses, [2], {})
 
 
-def test_ranks_in_collectives_that_do_not_belong_together_are_named_by_their_counts() -> None:
+def test_all_ranks_in_unrelated_collectives_are_at_fault() -> None:
     statuses = {
-        0: at(0, DP, dp=4, tp=8),
-        1: at(1, TP, tp=9),
-        2: at(2, Call("barrier", "world", 1, (0, 1, 2)), dp=3),
+        0: status_at(0, DP, dp=4, tp=8),
+        1: status_at(1, TP, tp=9),
+        2: status_at(2, Call("barrier", "world", 1, (0, 1, 2)), dp=3),
     }
     assert missing_ranks(statuses, {}, 3) == [0, 1, 2]
 
 
-def test_neighbours_in_a_pipeline_are_distinguished_by_who_waits_not_by_counts() -> None:
+def test_pipeline_neighbours_are_distinguished_by_waiting_and_not_by_counts() -> None:
     exchange = Call("exchange", "pp neighbours", 8, (1,))
-    computing = at(1, Call("exchange", "pp neighbours", 11, (0, 2)), False)
-    assert missing_ranks({0: at(0, exchange), 1: computing, 2: at(2, exchange)}, {}, 3) == [1]
+    computing = status_at(1, Call("exchange", "pp neighbours", 11, (0, 2)), False)
+    assert missing_ranks(
+        {0: status_at(0, exchange), 1: computing, 2: status_at(2, exchange)}, {}, 3
+    ) == [1]
 
 
-def test_collectives_that_no_mesh_started_name_the_ranks_outside_of_them() -> None:
-    statuses = {0: at(0, DP, dp=4), 1: at(1, None, False), 2: at(2, DP, dp=4)}
+def test_a_rank_outside_of_collectives_is_at_fault_if_all_ranks_of_the_group_wait() -> None:
+    statuses = {0: status_at(0, DP, dp=4), 1: status_at(1, None, False), 2: status_at(2, DP, dp=4)}
     assert missing_ranks(statuses, {}, 3) == [1]
 
 
-def test_a_rank_is_ahead_when_a_rank_of_its_group_has_started_less() -> None:
-    own, other = at(0, DP, False, dp=4), at(2, DP._replace(number=3), False, dp=3)
-    assert is_ahead(own, {0: own, 2: other})
-    assert not is_ahead(other, {0: own, 2: other})
-    assert not is_ahead(replace(own, call=None), {0: own, 2: other})
+def test_a_rank_is_ahead_when_a_rank_of_its_group_started_fewer_collectives() -> None:
+    ahead, behind = status_at(0, DP, False, dp=4), status_at(2, DP._replace(number=3), False, dp=3)
+    assert is_ahead(ahead, {0: ahead, 2: behind})
+    assert not is_ahead(behind, {0: ahead, 2: behind})
+    assert not is_ahead(replace(ahead, call=None), {0: ahead, 2: behind})

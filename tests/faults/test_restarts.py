@@ -1,6 +1,6 @@
-"""A training that is interrupted, in whatever way and moment, ends bitwise as one that is not.
+"""An interrupted training ends with the same bits as an uninterrupted one.
 
-By hand, with many kills: `pytest tests/faults/test_restarts.py --kills 30`.
+For many kills, run `pytest tests/faults/test_restarts.py --kills 30`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 from tests.faults.agent import (
-    again,
     assert_same_end,
     attempts,
     finish,
     kill_one,
     newest_step,
     outputs,
+    repeated_in,
     standalone,
     started,
     wait_until,
@@ -40,7 +40,7 @@ def num_kills(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="module")
 def undisturbed(num_kills: int, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Train without interruption; long enough for the kills to be spread over the training."""
+    """Train without interruption, long enough to spread the kills over the training."""
     folder = tmp_path_factory.mktemp("undisturbed")
     write_corpus(folder)
     job = Job(folder=str(folder), steps=max(24, 8 * num_kills), save_every=SAVE_EVERY)
@@ -57,7 +57,7 @@ def test_killed_ranks_cost_only_the_steps_since_the_last_complete_save(
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:
-    job = again(undisturbed, tmp_path, async_save=async_save, seconds=0.02)
+    job = repeated_in(undisturbed, tmp_path, async_save=async_save, seconds=0.02)
     draw = random.Random(f"{request.config.getoption('--kill-seed', 0)} {async_save}")
     kills = []
     with started(job, *standalone(max_restarts=10 * num_kills)) as process:
@@ -72,13 +72,13 @@ def test_killed_ranks_cost_only_the_steps_since_the_last_complete_save(
     assert len(attempts(job)) > num_kills
     for kill in kills:
         attempt = attempts(job)[kill.attempt]
-        # Killed early, an attempt has not resumed anything. Rank 0 saves a step before it writes
-        # down its end.
+        # An attempt that is killed early has not resumed. Rank 0 saves a step before it logs the
+        # end of the step.
         assert attempt.resumed is None or kill.complete <= attempt.resumed <= kill.last_step + 1, (
             kill,
             attempt,
         )
-        # One save may be under way in the background when the next one is due.
+        # One save may still run in the background when the next one is due.
         assert attempt.resumed is None or kill.last_step - attempt.resumed <= SAVE_EVERY * (
             2 if async_save else 1
         )
@@ -89,7 +89,7 @@ def test_killed_ranks_cost_only_the_steps_since_the_last_complete_save(
 def test_a_terminated_job_saves_its_step_and_continues_there(
     launcher: str, undisturbed: Job, tmp_path: Path
 ) -> None:
-    job = again(undisturbed, tmp_path, seconds=0.3)
+    job = repeated_in(undisturbed, tmp_path, seconds=0.3)
     arguments = standalone() if launcher == "torchrun" else ()
     with started(job, *arguments) as process:
         wait_until(
@@ -97,21 +97,21 @@ def test_a_terminated_job_saves_its_step_and_continues_there(
         )
         process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
-        # A scheduler signals all processes, not only the one that launches; and some do so again
-        # and again.
+        # A scheduler signals all processes, not only the launcher, and some schedulers repeat the
+        # signal.
         for rank in (0, 1):
             with suppress(ProcessLookupError):
                 os.kill(attempts(job, rank)[-1].pid, signal.SIGTERM)
         code = finish(process)
-    # torchrun has exit codes of its own for a job that was told to end: a thread of its may abort
-    # it on its way out.
+    # torchrun has other exit codes for a job that ends by a signal, because one of its threads may
+    # abort it at the exit.
     assert code in ((1, -signal.SIGABRT) if launcher == "torchrun" else (143,)), outputs(job)
     (first,) = attempts(job)
     assert first.last_step < job.steps
     assert newest_step(job) == first.last_step == first.saved[-1]
     assert "failed; the other ranks" not in outputs(job)
-    rest = replace(job, seconds=0.0)
-    with started(rest, *arguments) as process:
+    resumed_job = replace(job, seconds=0.0)
+    with started(resumed_job, *arguments) as process:
         assert finish(process) == 0, outputs(job)
     assert attempts(job)[-1].resumed == first.last_step
     assert_same_end(job, undisturbed)

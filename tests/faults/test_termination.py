@@ -1,4 +1,4 @@
-"""A process that is told to end saves the step that it is in, and leaves with the code that
+"""A process that gets a termination signal saves its current step, and exits with the code that
 schedulers expect.
 """
 
@@ -22,8 +22,8 @@ from lightning_megatron.strategy.process.signals import CHECKPOINT_NAME, EXIT_CO
 from tests.strategy.tiny import TinyLM, Words, loader
 
 
-class Interrupt(Callback):
-    """Run something at the end of a training batch."""
+class CallAtBatch(Callback):
+    """Call a function at the end of a training batch."""
 
     def __init__(self, batch: int, action: Callable[[], None]) -> None:
         self.batch, self.action = batch, action
@@ -59,81 +59,85 @@ def trainer_of(
     )
 
 
-def tell(number: int = signal.SIGTERM) -> Callable[[], None]:
+def signal_sender(number: int = signal.SIGTERM) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), number)
 
 
-def fit_until_told(trainer: Trainer, data: DataLoader | None = None) -> None:
-    with pytest.raises(SystemExit) as left:
+def fit_until_signal(trainer: Trainer, data: DataLoader | None = None) -> None:
+    with pytest.raises(SystemExit) as exited:
         trainer.fit(TinyLM(), data or loader())
-    assert left.value.code == EXIT_CODE == 143
+    assert exited.value.code == EXIT_CODE == 143
 
 
 @pytest.mark.parametrize("async_save", [False, True])
-def test_the_step_is_finished_saved_next_to_other_checkpoints_and_found_as_last(
+def test_the_step_is_saved_next_to_other_checkpoints_and_found_as_last(
     tmp_path: Path, async_save: bool
 ) -> None:
     folder = tmp_path / "checkpoints"
     trainer = trainer_of(
         tmp_path,
-        Interrupt(3, tell()),
+        CallAtBatch(3, signal_sender()),
         ModelCheckpoint(folder, every_n_train_steps=3),
         async_save=async_save,
     )
-    fit_until_told(trainer)
+    fit_until_signal(trainer)
     assert trainer.received_sigterm
     assert load_metadata(folder / CHECKPOINT_NAME)["global_step"] == 4
     resumed = trainer_of(tmp_path, ModelCheckpoint(folder, every_n_train_steps=3))
-    seen: list[int] = []
-    resumed.callbacks.append(Interrupt(4, lambda: seen.append(resumed.global_step)))
+    steps: list[int] = []
+    resumed.callbacks.append(CallAtBatch(4, lambda: steps.append(resumed.global_step)))
     resumed.fit(TinyLM(), loader(), ckpt_path="last")
-    # Batch 4 of the first epoch was the next one.
-    assert seen[0] == 5
+    # The run continues with batch 4 of the first epoch.
+    assert steps[0] == 5
     assert resumed.global_step == 16
 
 
-def test_without_a_checkpoint_callback_the_root_folder_gets_the_checkpoint_and_last_finds_it(
+def test_without_a_checkpoint_callback_the_step_is_saved_in_the_root_folder(
     tmp_path: Path,
 ) -> None:
-    fit_until_told(trainer_of(tmp_path, Interrupt(1, tell()), enable_checkpointing=False))
+    fit_until_signal(
+        trainer_of(tmp_path, CallAtBatch(1, signal_sender()), enable_checkpointing=False)
+    )
     assert load_metadata(tmp_path / CHECKPOINT_NAME)["global_step"] == 2
     resumed = trainer_of(tmp_path, enable_checkpointing=False)
-    seen: list[int] = []
-    resumed.callbacks.append(Interrupt(2, lambda: seen.append(resumed.global_step)))
+    steps: list[int] = []
+    resumed.callbacks.append(CallAtBatch(2, lambda: steps.append(resumed.global_step)))
     resumed.fit(TinyLM(), loader(), ckpt_path="last")
-    assert seen[0] == 3
+    assert steps[0] == 3
 
 
-def test_ranks_agree_at_every_so_many_batches(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, Interrupt(2, tell()), ModelCheckpoint(tmp_path), interval=6)
-    fit_until_told(trainer)
+def test_ranks_agree_on_signals_at_intervals_of_batches(tmp_path: Path) -> None:
+    trainer = trainer_of(
+        tmp_path, CallAtBatch(2, signal_sender()), ModelCheckpoint(tmp_path), interval=6
+    )
+    fit_until_signal(trainer)
     assert load_metadata(tmp_path / CHECKPOINT_NAME)["global_step"] == 5
 
 
-def test_a_second_signal_in_the_middle_of_the_save_changes_nothing(
+def test_a_second_signal_during_the_save_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = trainer_of(tmp_path, Interrupt(1, tell()), ModelCheckpoint(tmp_path))
+    trainer = trainer_of(tmp_path, CallAtBatch(1, signal_sender()), ModelCheckpoint(tmp_path))
     save = trainer.strategy.save_checkpoint
 
-    def interrupted(*args: Any, **kwargs: Any) -> None:
-        tell()()
+    def save_with_signals(*args: Any, **kwargs: Any) -> None:
+        signal_sender()()
         save(*args, **kwargs)
-        tell()()
+        signal_sender()()
 
-    monkeypatch.setattr(trainer.strategy, "save_checkpoint", interrupted)
-    fit_until_told(trainer)
+    monkeypatch.setattr(trainer.strategy, "save_checkpoint", save_with_signals)
+    fit_until_signal(trainer)
     assert load_metadata(tmp_path / CHECKPOINT_NAME)["global_step"] == 2
 
 
-def test_a_job_that_has_trained_nothing_saves_nothing(tmp_path: Path) -> None:
+def test_a_job_without_a_finished_step_saves_no_checkpoint(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, ModelCheckpoint(tmp_path))
-    trainer.callbacks.append(_AtStart(tell()))
-    fit_until_told(trainer)
+    trainer.callbacks.append(CallAtStart(signal_sender()))
+    fit_until_signal(trainer)
     assert not (tmp_path / CHECKPOINT_NAME).exists()
 
 
-class _AtStart(Callback):
+class CallAtStart(Callback):
     def __init__(self, action: Callable[[], None]) -> None:
         self.action = action
 
@@ -141,17 +145,17 @@ class _AtStart(Callback):
         self.action()
 
 
-def test_lightning_has_its_own_handlers_back_after_the_run(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, Interrupt(1, tell()), ModelCheckpoint(tmp_path))
+def test_the_signal_handlers_of_lightning_are_restored_after_the_run(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, CallAtBatch(1, signal_sender()), ModelCheckpoint(tmp_path))
     before = signal.getsignal(signal.SIGTERM)
-    fit_until_told(trainer)
+    fit_until_signal(trainer)
     assert signal.getsignal(signal.SIGTERM) == before
     assert "advance" not in vars(trainer.fit_loop.epoch_loop)
 
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Pretend to be a SLURM job of one task; return the file that gets the arguments of scontrol."""
+    """Set up a SLURM job of one task, and return the file that gets the arguments of scontrol."""
     command, calls = tmp_path / "bin" / "scontrol", tmp_path / "calls"
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')
@@ -175,15 +179,16 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_slurm_job_is_requeued_and_continues(tmp_path: Path, slurm: Path, number: int) -> None:
     folder = tmp_path / "checkpoints"
     for steps in (2, 4):
-        trainer = trainer_of(tmp_path, Interrupt(steps - 1, tell(number)), ModelCheckpoint(folder))
-        # Without ckpt_path: Lightning finds the checkpoint under the name that it would have given
-        # it.
-        fit_until_told(trainer)
+        trainer = trainer_of(
+            tmp_path, CallAtBatch(steps - 1, signal_sender(number)), ModelCheckpoint(folder)
+        )
+        # There is no ckpt_path, because Lightning finds the checkpoint under its own name.
+        fit_until_signal(trainer)
         assert load_metadata(folder / CHECKPOINT_NAME)["global_step"] == steps
         (link,) = tmp_path.glob("hpc_ckpt_*.ckpt")
         assert link.resolve() == (folder / CHECKPOINT_NAME).resolve()
         requeued = slurm.read_text().split("\n")[:-1] if slurm.exists() else []
-        # After SIGTERM the scheduler itself decides whether the job runs again.
+        # After SIGTERM, the scheduler decides whether the job runs again.
         assert requeued == (["requeue 4321"] * (steps // 2) if number == signal.SIGUSR1 else [])
 
 
@@ -191,14 +196,16 @@ def test_a_job_that_cannot_be_submitted_again_keeps_its_checkpoint(
     tmp_path: Path, slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    trainer = trainer_of(tmp_path, Interrupt(1, tell(signal.SIGUSR1)), ModelCheckpoint(tmp_path))
+    trainer = trainer_of(
+        tmp_path, CallAtBatch(1, signal_sender(signal.SIGUSR1)), ModelCheckpoint(tmp_path)
+    )
     with pytest.warns(UserWarning, match="'4321' could not be submitted again"):
-        fit_until_told(trainer)
+        fit_until_signal(trainer)
     assert load_metadata(tmp_path / CHECKPOINT_NAME)["global_step"] == 2
 
 
-class Suicidal(Words):
-    """Send SIGTERM to the worker that reads sample 8, as a scheduler would."""
+class KillingWords(Words):
+    """Send SIGTERM to the worker that reads sample 8, as a scheduler does."""
 
     def __getitem__(self, index: int) -> Any:
         if index == 8 and get_worker_info() is not None:
@@ -206,23 +213,23 @@ class Suicidal(Words):
         return super().__getitem__(index)
 
 
-def test_workers_that_read_data_outlive_the_signal_until_the_step_is_saved(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, Interrupt(5, tell()), ModelCheckpoint(tmp_path))
-    fit_until_told(trainer, DataLoader(Suicidal(), batch_size=4, num_workers=1))
+def test_data_workers_survive_the_signal_until_the_step_is_saved(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, CallAtBatch(5, signal_sender()), ModelCheckpoint(tmp_path))
+    fit_until_signal(trainer, DataLoader(KillingWords(), batch_size=4, num_workers=1))
     assert load_metadata(tmp_path / CHECKPOINT_NAME)["global_step"] == 6
 
 
-def test_a_worker_ends_at_the_second_signal() -> None:
+def test_a_data_worker_ends_at_the_second_signal() -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
         ignore_first_sigterm()
-        tell()()
+        signal_sender()()
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_signals_are_remembered_once(tmp_path: Path) -> None:
+def test_a_repeated_signal_is_passed_on_once(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     passed_on: list[int] = []
     trainer.strategy.launcher.kill = passed_on.append  # type: ignore[union-attr,method-assign]

@@ -1,5 +1,5 @@
-"""A training on two hosts outlives the loss of one: it goes on with fewer data-parallel ranks, as
-if none had gone.
+"""A training on two hosts survives the loss of one host: it continues with fewer data-parallel
+ranks and has the results of an undisturbed training.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from lightning_megatron.checkpoint import load_metadata
 from tests.faults.agent import (
     Attempt,
-    again,
     attempts,
     finish,
     newest_step,
     outputs,
+    repeated_in,
     started,
     tensors_of,
     wait_until,
@@ -39,8 +39,8 @@ def hosts() -> Iterator[tuple[Host, Host]]:
 
 @pytest.fixture
 def undisturbed(hosts: tuple[Host, Host], tmp_path: Path) -> Job:
-    """Train on one host; sums over other numbers of ranks round differently, in float64 by very
-    little.
+    """Train on one host, in float64, where sums over other numbers of ranks differ only by tiny
+    rounding errors.
     """
     folder = tmp_path / "undisturbed"
     write_corpus(folder)
@@ -51,9 +51,7 @@ def undisturbed(hosts: tuple[Host, Host], tmp_path: Path) -> Job:
 
 
 def torchrun(host: Host, first: Host) -> tuple[str, ...]:
-    """Return the arguments by which a host takes part; what the timeouts are about is the loss, not
-    the start.
-    """
+    """Return the arguments of torchrun on a host. The timeouts concern the loss, not the start."""
     settings = {"is_host": int(host is first), "last_call_timeout": 3, "keep_alive_interval": 2}
     return (
         "--nnodes=1:2",
@@ -69,7 +67,7 @@ def torchrun(host: Host, first: Host) -> tuple[str, ...]:
 
 
 def variables(job: Job, host: Host) -> dict[str, str]:
-    """Return the variables of a host's processes: its own device, and its own folder for temporary
+    """Return the variables of a host's processes: the network device, and a folder for temporary
     files.
     """
     folder = job.root / f"temporary-{host.name}"
@@ -78,37 +76,37 @@ def variables(job: Job, host: Host) -> dict[str, str]:
 
 
 def history(job: Job, rank: int) -> dict[int, Attempt]:
-    """Return for every step the last attempt in which a rank took it, if the job had that rank
-    then.
-    """
-    found: dict[int, Attempt] = {}
+    """Return, for every step that a rank took, the last attempt in which it took the step."""
+    last_attempts: dict[int, Attempt] = {}
     for attempt in attempts(job, rank):
         if attempt.resumed is not None:
-            # What a checkpoint did not keep is done again.
-            found = {step: one for step, one in found.items() if step <= attempt.resumed}
-        found |= dict.fromkeys(attempt.losses, attempt)
-    return found
+            # Steps after the checkpoint are taken again.
+            last_attempts = {
+                step: last for step, last in last_attempts.items() if step <= attempt.resumed
+            }
+        last_attempts |= dict.fromkeys(attempt.losses, attempt)
+    return last_attempts
 
 
 def samples_of(job: Job) -> dict[int, list[str]]:
-    """Return which samples each step of the training that counts has taken, over all ranks."""
+    """Return the samples of all ranks in the last attempt of each step."""
     deciding = history(job, 0)
-    found: dict[int, list[str]] = {step: [] for step in deciding}
+    taken: dict[int, list[str]] = {step: [] for step in deciding}
     for rank in range(job.devices * job.num_nodes):
         for step, attempt in history(job, rank).items():
             if rank < deciding[step].num_ranks:
-                found[step] += attempt.samples[step]
-    return {step: sorted(samples) for step, samples in found.items()}
+                taken[step] += attempt.samples[step]
+    return {step: sorted(samples) for step, samples in taken.items()}
 
 
 @pytest.mark.slow
 def test_a_lost_host_costs_the_steps_since_the_last_save_and_no_sample(
     hosts: tuple[Host, Host], undisturbed: Job, tmp_path: Path
 ) -> None:
-    one, two = hosts
+    first_host, second_host = hosts
     folder = tmp_path / "disturbed"
     folder.mkdir()
-    job = again(
+    job = repeated_in(
         undisturbed, folder, devices=RANKS, num_nodes=2, elastic=True, seconds=0.1, timeout=15.0
     )
     with ExitStack() as stack:
@@ -116,7 +114,7 @@ def test_a_lost_host_costs_the_steps_since_the_last_save_and_no_sample(
             stack.enter_context(
                 started(
                     job,
-                    *torchrun(host, one),
+                    *torchrun(host, first_host),
                     before=host.command,
                     variables=variables(job, host),
                     name=f"{host.name}_out",
@@ -137,15 +135,15 @@ def test_a_lost_host_costs_the_steps_since_the_last_save_and_no_sample(
         wait_until(both_train, "a save on both hosts", first)
         complete = newest_step(job)
         assert complete > 0
-        two.lose()
+        second_host.lose()
         second.wait()
         lost = attempts(job)[-1]
         wait_until(
             lambda: attempts(job)[-1].pid != lost.pid, "a start without the lost host", first
         )
         assert finish(first) == 0, outputs(job)
-    # What waited in vain said for whom, before the timeout, though the others could no longer say
-    # anything.
+    # The waiting ranks reported the missing ones before the timeout, although these sent no more
+    # reports.
     assert re.search(
         r"did not arrive:\n  rank [23] \(two, process \d+\): train, global_step \d", outputs(job)
     )
@@ -159,11 +157,11 @@ def test_a_lost_host_costs_the_steps_since_the_last_save_and_no_sample(
     assert_same(job, undisturbed)
 
 
-def assert_same(job: Job, whole: Job) -> None:
-    """Compare what a training that changed its number of ranks has done with what another did, up
-    to rounding.
+def assert_same(job: Job, uninterrupted: Job) -> None:
+    """Compare a training that changed its number of ranks with an uninterrupted one, up to
+    rounding.
     """
-    (reference,) = attempts(whole)
+    (reference,) = attempts(uninterrupted)
     assert history(job, 0).keys() == reference.losses.keys()
     for attempt in attempts(job):
         for step, loss in attempt.losses.items():
@@ -173,13 +171,16 @@ def assert_same(job: Job, whole: Job) -> None:
                 attempt.num_ranks,
             )
     taken = samples_of(job)
-    assert taken == samples_of(whole)
+    assert taken == samples_of(uninterrupted)
     counts = Counter(sample for samples in taken.values() for sample in samples)
     assert len(counts) == job.steps * job.global_batch
     assert set(counts.values()) == {1}
-    states = [load_metadata(one.root / "final")["TokenDataModule"] for one in (job, whole)]
+    states = [
+        load_metadata(training.root / "final")["TokenDataModule"]
+        for training in (job, uninterrupted)
+    ]
     assert states[0]["consumed"] == states[1]["consumed"] == job.steps * job.global_batch
-    found, expected_tensors = tensors_of(job), tensors_of(whole)
-    assert found.keys() == expected_tensors.keys()
+    actual, expected_tensors = tensors_of(job), tensors_of(uninterrupted)
+    assert actual.keys() == expected_tensors.keys()
     for name, tensor in expected_tensors.items():
-        assert torch.allclose(found[name], tensor, rtol=1e-6, atol=1e-9), name
+        assert torch.allclose(actual[name], tensor, rtol=1e-6, atol=1e-9), name

@@ -1,5 +1,5 @@
-"""Train a tiny GPT on made-up tokens, logging every step, resuming from the last checkpoint if
-there is one.
+"""Train a tiny GPT on made-up tokens, log every step, and resume from the last checkpoint if there
+is one.
 
 `torchrun --nproc-per-node 2 -m tests.faults.train '{"folder": "/tmp/x", "steps": 20}'`
 """
@@ -14,24 +14,24 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Name a training.
+    """Settings of a training.
 
     Args:
-        folder: Where the corpus, logs and checkpoints are.
-        steps: Optimizer steps of the whole training.
+        folder: Folder of the corpus, the logs and the checkpoints.
+        steps: Number of optimizer steps of the training.
         save_every: Steps between two checkpoints.
-        async_save: Whether checkpoints are written behind training.
+        async_save: Whether checkpoints are written in the background.
         pp: Pipeline stages.
         devices: Ranks on each node.
-        num_nodes: Nodes; with ``elastic`` the most there are.
-        elastic: Whether nodes come and go: torchrun says how many there are.
+        num_nodes: Number of nodes. With ``elastic``, the largest number.
+        elastic: Whether nodes may join and leave. torchrun tells their number.
         global_batch: Samples of a step.
         seconds: Least duration of a step, so that there is time to interrupt it (seconds).
         check_every: Batches between two agreements on signals.
         num_workers: Processes that read data.
-        timeout: How long a collective may wait for a rank (seconds).
-        precision: The Trainer's.
-        dropout: Share of activations; which ones depends on the number of data-parallel ranks.
+        timeout: Time that a collective may wait for a rank (seconds).
+        precision: Precision of the Trainer.
+        dropout: Share of dropped activations. The choice depends on the number of data ranks.
     """
 
     folder: str
@@ -61,8 +61,8 @@ class Job:
         return self.root / "checkpoints"
 
 
-def note(job: Job, rank: int, *words: object) -> None:
-    """Append a line to the log of a rank, in one write: the process may be killed at any moment."""
+def append_to_log(job: Job, rank: int, *words: object) -> None:
+    """Append a line to the log of a rank in one write, as the process may be killed at any time."""
     line = (" ".join(map(str, words)) + "\n").encode()
     file = os.open(job.root / f"log_{rank}.txt", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(file, line)
@@ -70,7 +70,7 @@ def note(job: Job, rank: int, *words: object) -> None:
 
 
 def write_corpus(folder: Path) -> None:
-    """Write a token file of repeatable made-up text: every token says much about the next one."""
+    """Write a token file of repeatable made-up text, in which each token predicts the next well."""
     import numpy as np
 
     from lightning_megatron.data.token_file import TokenFileWriter
@@ -91,9 +91,9 @@ def main() -> None:
     import json
 
     job = Job(**json.loads(sys.argv[1]))
-    # Before the slow imports: a rank may be killed while it starts.
+    # The line precedes the slow imports, because a rank may be killed while it starts.
     rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
-    note(job, rank, "start", os.getpid())
+    append_to_log(job, rank, "start", os.getpid())
     from tests.faults.fit import fit
 
     fit(job, rank)

@@ -1,4 +1,4 @@
-"""Beam search finds the sequences of transformers, in every layout."""
+"""Beam search finds the sequences of transformers in every layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_megatron.generation.decoding import generate, generated_tokens
 from lightning_megatron.generation.settings import GenerationSettings
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
-from tests.generation.test_generated_tokens import LAYOUTS, MOST, PROMPTS, replaced, twin_of
+from tests.generation.test_generated_tokens import LAYOUTS, NEW_TOKENS, PROMPTS, replaced, twin_of
 from tests.oracles import float32_as_float64
 from tests.world import run_world
 
@@ -22,48 +22,54 @@ SEARCHES = ((2, 1.0, 0), (4, 1.0, 2), (3, 0.0, 1), (3, 2.5, 1), (5, -1.0, 3))
 
 
 def stops_of(case: str, number: int) -> tuple[int, ...]:
-    """Return tokens that a model generates often, so that beams end early."""
+    """Return tokens that a model often generates, so that beams end early."""
     model = replaced(case, ParallelMesh.single())
-    found = [token for row in generate(model, PROMPTS, GenerationSettings(MOST)) for token in row]
-    common = sorted(set(found), key=lambda token: (-found.count(token), token))
+    tokens = [
+        token for row in generate(model, PROMPTS, GenerationSettings(NEW_TOKENS)) for token in row
+    ]
+    common = sorted(set(tokens), key=lambda token: (-tokens.count(token), token))
     return tuple(common[1 : 1 + number])
 
 
-def searched_by_transformers(
+def beams_of_transformers(
     case: str, beams: int, penalty: float, stops: tuple[int, ...]
 ) -> list[list[int]]:
     twin: Any = twin_of(case)
     longest = max(map(len, PROMPTS))
-    rows = torch.tensor([[0] * (longest - len(one)) + one for one in PROMPTS])
-    mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in PROMPTS])
+    rows = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
     fill = 10**6
     with float32_as_float64():
-        found = twin.generate(
+        sequences = twin.generate(
             input_ids=rows,
             attention_mask=mask,
-            max_new_tokens=MOST,
+            max_new_tokens=NEW_TOKENS,
             do_sample=False,
             num_beams=beams,
             length_penalty=penalty,
             eos_token_id=list(stops) or None,
             pad_token_id=fill,
         )
-    return [[token for token in row if token != fill] for row in found[:, longest:].tolist()]
+    return [[token for token in row if token != fill] for row in sequences[:, longest:].tolist()]
 
 
 @pytest.mark.parametrize("case", ["llama", "mistral", "gpt2", "mixtral"])
-def test_beams_equal_those_of_transformers(case: str) -> None:
+def test_beam_search_finds_the_sequences_of_transformers(case: str) -> None:
     model = replaced(case, ParallelMesh.single())
     lengths = set()
     differs = False
     for beams, penalty, number in SEARCHES:
         stops = stops_of(case, number)
-        expected = searched_by_transformers(case, beams, penalty, stops)
-        settings = GenerationSettings(MOST, beams=beams, length_penalty=penalty, stop_tokens=stops)
+        expected = beams_of_transformers(case, beams, penalty, stops)
+        settings = GenerationSettings(
+            NEW_TOKENS, beams=beams, length_penalty=penalty, stop_tokens=stops
+        )
         with float32_as_float64():
             assert generate(model, PROMPTS, settings) == expected, (beams, penalty, stops)
         lengths |= set(map(len, expected))
-        differs |= expected != generate(model, PROMPTS, GenerationSettings(MOST, stop_tokens=stops))
+        differs |= expected != generate(
+            model, PROMPTS, GenerationSettings(NEW_TOKENS, stop_tokens=stops)
+        )
     assert differs
     assert len(lengths) > 1
 
@@ -72,18 +78,19 @@ def has_two_of(tokens: Sequence[int]) -> bool:
     return len(tokens) > 3 and tokens[-1] % 2 == 0
 
 
-def test_a_function_stops_rows_and_beams() -> None:
+def test_a_stop_function_ends_rows_and_beams() -> None:
     model = replaced("llama", ParallelMesh.single())
-    whole = generate(model, PROMPTS, GenerationSettings(MOST))
+    unstopped = generate(model, PROMPTS, GenerationSettings(NEW_TOKENS))
     expected = [
-        row[: next((n for n in range(1, MOST) if has_two_of(row[:n])), MOST)] for row in whole
+        row[: next((n for n in range(1, NEW_TOKENS) if has_two_of(row[:n])), NEW_TOKENS)]
+        for row in unstopped
     ]
-    assert generate(model, PROMPTS, GenerationSettings(MOST), has_two_of) == expected
-    assert expected != whole
-    found = generate(model, PROMPTS, GenerationSettings(MOST, beams=3), has_two_of)
-    assert all(has_two_of(row) or len(row) == MOST for row in found)
-    assert not any(has_two_of(row[:n]) for row in found for n in range(1, len(row)))
-    assert min(map(len, found)) < MOST
+    assert generate(model, PROMPTS, GenerationSettings(NEW_TOKENS), has_two_of) == expected
+    assert expected != unstopped
+    beam_rows = generate(model, PROMPTS, GenerationSettings(NEW_TOKENS, beams=3), has_two_of)
+    assert all(has_two_of(row) or len(row) == NEW_TOKENS for row in beam_rows)
+    assert not any(has_two_of(row[:n]) for row in beam_rows for n in range(1, len(row)))
+    assert min(map(len, beam_rows)) < NEW_TOKENS
 
 
 def test_invalid_settings_of_beams_raise() -> None:
@@ -94,27 +101,29 @@ def test_invalid_settings_of_beams_raise() -> None:
         next(generated_tokens(model, PROMPTS, GenerationSettings(beams=2)))
 
 
-def check_layouts(rank: int, size: int, truths: dict[str, Any], stops: dict[str, Any]) -> None:
+def check_layouts(rank: int, size: int, expected: dict[str, Any], stops: dict[str, Any]) -> None:
     for sizes, shares_sequence in LAYOUTS:
         mesh = ParallelMesh.create(ParallelLayout(size, **sizes), sequence_parallel=shares_sequence)
         for case in ("mixtral",) if "ep" in sizes else ("mistral",):
             first = mesh.dp.rank % 2
-            settings = GenerationSettings(MOST, beams=3 - first, stop_tokens=stops[case])
-            found = generate(replaced(case, mesh), PROMPTS[first:], settings)
-            assert found == truths[case][first], f"{case}, {sizes}, rank {rank}"
+            settings = GenerationSettings(NEW_TOKENS, beams=3 - first, stop_tokens=stops[case])
+            actual = generate(replaced(case, mesh), PROMPTS[first:], settings)
+            assert actual == expected[case][first], f"{case}, {sizes}, rank {rank}"
         mesh.destroy()
 
 
 def test_every_layout_finds_the_beams_of_one_process() -> None:
-    truths: dict[str, Any] = {}
+    expected: dict[str, Any] = {}
     stops = {case: stops_of(case, 2) for case in ("mistral", "mixtral")}
-    for case, own in stops.items():
+    for case, case_stops in stops.items():
         model = replaced(case, ParallelMesh.single())
         # Replicas have other prompts and another number of beams.
-        truths[case] = [
+        expected[case] = [
             generate(
-                model, PROMPTS[first:], GenerationSettings(MOST, beams=3 - first, stop_tokens=own)
+                model,
+                PROMPTS[first:],
+                GenerationSettings(NEW_TOKENS, beams=3 - first, stop_tokens=case_stops),
             )
             for first in (0, 1)
         ]
-    run_world(check_layouts, 4, truths, stops)
+    run_world(check_layouts, 4, expected, stops)

@@ -46,7 +46,7 @@ NEW = 4
 
 
 def measured(config: GPTConfig, mesh: ParallelMesh) -> tuple[int, int]:
-    """Return the bytes of this rank's parameters and of its cache after all tokens."""
+    """Return the sizes of this rank's parameters and of its cache after all tokens (bytes)."""
     model = GPT(config, mesh, seed=1).double().eval()
     model._owns_mesh = False
     with torch.no_grad():
@@ -54,15 +54,15 @@ def measured(config: GPTConfig, mesh: ParallelMesh) -> tuple[int, int]:
         session.logits(None)
         for _ in range(NEW - 1):
             session.logits(torch.ones(len(PROMPTS), dtype=torch.long))
-    weights = sum(one.numel() * 8 for one in model.parameters())
+    weights = sum(parameter.numel() * 8 for parameter in model.parameters())
     return weights, session._cache.num_bytes
 
 
 def estimated(config: GPTConfig, layout: ParallelLayout, stage: int) -> tuple[int, int]:
     shape = GenerationShape(prompt_length=7, new_tokens=NEW, rows=2, element_bytes=8)
-    found = estimate_generation_memory(config.memory_shape(), layout, shape)[stage]
-    assert found.stage == stage
-    return found.parameters, found.cache
+    estimate = estimate_generation_memory(config.memory_shape(), layout, shape)[stage]
+    assert estimate.stage == stage
+    return estimate.parameters, estimate.cache
 
 
 def _on_two(rank: int, size: int) -> list[str]:
@@ -79,15 +79,15 @@ def _on_two(rank: int, size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
-def test_one_process_allocates_what_is_estimated(name: str) -> None:
+def test_one_process_allocates_the_estimated_memory(name: str) -> None:
     config = CONFIGS[name]
     assert measured(config, ParallelMesh.single()) == estimated(config, ParallelLayout(1), 0)
 
 
-def test_ranks_allocate_what_is_estimated() -> None:
+def test_two_ranks_allocate_the_estimated_memory() -> None:
     assert run_world(_on_two, 2) == [[], []]
 
 
-def test_sizes_below_one_are_refused() -> None:
+def test_a_number_of_new_tokens_below_one_is_refused() -> None:
     with pytest.raises(ParallelPlanError, match=r"generation\.new_tokens must be a whole number"):
         GenerationShape(prompt_length=4, new_tokens=0)

@@ -1,4 +1,4 @@
-"""Logits of tokens that follow a cache equal those of a pass over the whole rows."""
+"""Logits of tokens that follow a cache equal the logits of a pass over the full rows."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def gather_logits(gpt: GPT, row: list[int]) -> Tensor:
 def check_rows(
     gpt: GPT, prompts: list[list[int]], multiple: int = 1, twin: GPT | None = None, later: int = 0
 ) -> KeyValueCache:
-    """Compare the logits of each row alone and whole, by a twin, with those of all rows by the cache.
+    """Compare a twin's logits of each full row alone with the logits of all rows with the cache.
 
-    Lengths are multiples of ``multiple`` in the first call, and of ``later`` in later ones.
+    Lengths are multiples of ``multiple`` in the first call, and of ``later`` in later calls.
     """
     length = max(map(len, prompts))
     cache = KeyValueCache(length + NEXT.shape[1])
@@ -50,32 +50,32 @@ def check_rows(
         later_multiple=later or multiple,
     )
     tokens, span = rows.prefill_inputs(cache)
-    found = gpt.logits_at(tokens, length - 1, span)
+    actual = gpt.logits_at(tokens, length - 1, span)
     cache.advance(length)
-    told = [list(prompt) for prompt in prompts]
+    extended = [list(prompt) for prompt in prompts]
     for number in range(NEXT.shape[1] + 1):
-        for logits, row in zip(found, told, strict=True):
+        for logits, row in zip(actual, extended, strict=True):
             expected = gather_logits(twin or gpt, row)
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
         if number == NEXT.shape[1]:
             return cache
-        for row, token in zip(told, NEXT[:, number].tolist(), strict=False):
+        for row, token in zip(extended, NEXT[:, number].tolist(), strict=False):
             row.append(token)
-        rows = rows.appended(NEXT[: len(told), number])
+        rows = rows.appended(NEXT[: len(extended), number])
         tokens, span = rows.decode_inputs(cache)
-        found = gpt.logits_at(tokens, 0, span)
+        actual = gpt.logits_at(tokens, 0, span)
         cache.advance(1)
     raise AssertionError("the loop returns")
 
 
-# The angles of phi3 depend on the longest of the rows: see test_generated_tokens.py.
+# The angles of phi3 depend on the longest row: see test_generated_tokens.py.
 @pytest.mark.parametrize("case", sorted(families.CASES.keys() - {"phi3"}))
-def test_unequal_rows_of_a_family(case: str) -> None:
+def test_cached_logits_of_unequal_rows_match_full_passes(case: str) -> None:
     check_rows(ours(exact_twin(case)), PROMPTS)
 
 
 @pytest.mark.parametrize("case", ["gpt2", "mistral", "gemma2", "bloom"])
-def test_equal_rows_and_appended_positions(case: str) -> None:
+def test_cached_logits_of_equal_and_padded_rows_match_full_passes(case: str) -> None:
     gpt = ours(exact_twin(case))
     check_rows(gpt, [PROMPTS[0]])
     check_rows(gpt, [PROMPTS[0]], multiple=4)
@@ -83,7 +83,7 @@ def test_equal_rows_and_appended_positions(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", expert_models.CASES)
-def test_unequal_rows_of_a_family_with_experts(case: str) -> None:
+def test_cached_logits_of_models_with_experts_match_full_passes(case: str) -> None:
     gpt = ours(expert_models.twin_of(case).double())
     with torch.no_grad():
         for parameter in gpt.parameters():
@@ -92,37 +92,38 @@ def test_unequal_rows_of_a_family_with_experts(case: str) -> None:
 
 
 @torch.no_grad()
-def test_several_tokens_follow_a_ring_at_once() -> None:
+def test_several_tokens_at_once_follow_a_ring_cache() -> None:
     gpt = ours(exact_twin("mistral"))
     row = PROMPTS[0] + NEXT[0].tolist()
     cache = KeyValueCache(len(row))
-    done = 0
+    num_cached = 0
     for count in (2, 6, 1, 9, 3, 2):
-        tokens = torch.tensor([row[done : done + count]])
-        positions = torch.arange(done, done + count)[None]
+        tokens = torch.tensor([row[num_cached : num_cached + count]])
+        positions = torch.arange(num_cached, num_cached + count)[None]
         span = AttentionSpan(positions=positions, past=CachedTokens(cache, count))
-        found = gpt.logits_at(tokens, count - 1, span)
+        actual = gpt.logits_at(tokens, count - 1, span)
         cache.advance(count)
-        done += count
-        expected = gather_logits(gpt, row[:done])
-        torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-10)
-    assert done == len(row)
+        num_cached += count
+        expected = gather_logits(gpt, row[:num_cached])
+        torch.testing.assert_close(actual[0], expected, rtol=0, atol=1e-10)
+    assert num_cached == len(row)
 
 
-def test_a_ring_has_the_memory_of_its_window() -> None:
+def test_a_ring_cache_has_the_memory_of_its_window() -> None:
     cache = check_rows(ours(exact_twin("gemma3")), PROMPTS)
-    # Layers 0 and 2 have a window of 4 tokens, layer 1 has none; 6 key/value heads of 8 elements.
+    # Layers 0 and 2 have a window of 4 tokens, and layer 1 has none. Each has 6 key/value heads of
+    # 8 elements.
     assert cache.num_bytes == 2 * 8 * 3 * 6 * 8 * (4 + 23 + 4)
 
 
-def test_a_full_cache_is_refused() -> None:
+def test_tokens_beyond_the_size_of_the_cache_are_refused() -> None:
     cache = KeyValueCache(3)
     tokens = torch.zeros(4, 1, 2, 8)
     with pytest.raises(ParallelPlanError, match=r"their cache of 3 tokens: they would have 4"):
         cache.extend(1, tokens, tokens, None)
 
 
-def test_rows_are_reordered() -> None:
+def test_rows_of_a_cache_are_reordered() -> None:
     cache = KeyValueCache(2)
     keys = torch.arange(3.0).view(1, 3, 1, 1)
     cache.extend(1, keys, -keys, None)

@@ -1,4 +1,4 @@
-"""Generated tokens equal those of transformers, in every layout."""
+"""Generated tokens equal the tokens of transformers in every layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.sweeps import chosen
 from tests.world import run_world
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [20, 21, 22], [30, 31, 32, 33, 34, 35]]
-MOST = 12
+NEW_TOKENS = 12
 CASES = ("llama", "qwen3", "mistral", "gpt2", "gemma3", "bloom", "phi3")
 
 
@@ -46,13 +46,13 @@ def tokens_of_transformers(case: str, prompts: list[list[int]] = PROMPTS) -> lis
     """Return the tokens that transformers generates after left-padded prompts."""
     twin: Any = twin_of(case)
     longest = max(map(len, prompts))
-    rows = torch.tensor([[0] * (longest - len(one)) + one for one in prompts])
-    mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts])
+    rows = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     with float32_as_float64():
-        found: Tensor = twin.generate(
-            input_ids=rows, attention_mask=mask, max_new_tokens=MOST, do_sample=False
+        tokens: Tensor = twin.generate(
+            input_ids=rows, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False
         )
-    return found[:, longest:].tolist()
+    return tokens[:, longest:].tolist()
 
 
 def replaced(case: str, mesh: ParallelMesh) -> Any:
@@ -64,10 +64,10 @@ def replaced(case: str, mesh: ParallelMesh) -> Any:
 @pytest.mark.parametrize(
     "case", chosen([*CASES, "mixtral"], "llama", "gpt2", "gemma3", "phi3", "mixtral")
 )
-def test_tokens_equal_those_of_transformers(case: str) -> None:
+def test_generated_tokens_equal_those_of_transformers(case: str) -> None:
     model = replaced(case, ParallelMesh.single())
     expected = tokens_of_transformers(case)
-    assert generate(model, PROMPTS, GenerationSettings(MOST)) == expected
+    assert generate(model, PROMPTS, GenerationSettings(NEW_TOKENS)) == expected
     assert len(set(map(tuple, expected))) > 1
 
 
@@ -75,13 +75,15 @@ def test_tokens_equal_those_of_transformers(case: str) -> None:
     "case", chosen([*CASES, "gemma2", "mixtral"], "mistral", "bloom", "gemma2", "phi3", "mixtral")
 )
 def test_replaced_models_generate_with_a_cache(case: str) -> None:
-    """Each pass reads one new token, and the tokens equal those of passes without a cache."""
+    """Each pass reads one new token, and the tokens equal the tokens of passes without a cache."""
     model = replaced(case, ParallelMesh.single()).eval()
     longest = max(map(len, PROMPTS))
-    padding = [longest - len(one) for one in PROMPTS]
-    rows = torch.tensor([[0] * more + one for more, one in zip(padding, PROMPTS, strict=True)])
-    mask = torch.tensor([[0] * more + [1] * (longest - more) for more in padding])
-    call = {"input_ids": rows, "attention_mask": mask, "max_new_tokens": MOST}
+    padding = [longest - len(prompt) for prompt in PROMPTS]
+    rows = torch.tensor(
+        [[0] * num_padded + prompt for num_padded, prompt in zip(padding, PROMPTS, strict=True)]
+    )
+    mask = torch.tensor([[0] * num_padded + [1] * (longest - num_padded) for num_padded in padding])
+    call = {"input_ids": rows, "attention_mask": mask, "max_new_tokens": NEW_TOKENS}
     searches: list[dict[str, Any]] = [
         {"do_sample": False},
         {"num_beams": 3, "do_sample": False},
@@ -89,28 +91,28 @@ def test_replaced_models_generate_with_a_cache(case: str) -> None:
     ]
     if case != "phi3":
         searches.append({"do_sample": False, "prefill_chunk_size": 4})
-    for how in searches:
+    for search in searches:
         lengths: list[int] = []
-        count = model.gpt.register_forward_pre_hook(
+        hook = model.gpt.register_forward_pre_hook(
             lambda _, args, lengths=lengths: lengths.append(args[0].shape[1])
         )
         with float32_as_float64():
             torch.manual_seed(3)
-            found = model.generate(**call, **how)
-            count.remove()
+            actual = model.generate(**call, **search)
+            hook.remove()
             torch.manual_seed(3)
             expected = model.generate(
-                **call, **{**how, "prefill_chunk_size": None}, use_cache=False
+                **call, **{**search, "prefill_chunk_size": None}, use_cache=False
             )
-        assert torch.equal(found, expected), how
-        is_whole = case == "phi3"
-        assert (lengths[-1] > 1) == is_whole, lengths
+        assert torch.equal(actual, expected), search
+        reads_full_rows = case == "phi3"
+        assert (lengths[-1] > 1) == reads_full_rows, lengths
 
 
 def test_caches_of_transformers_and_assisted_generation_raise() -> None:
     model = replaced("llama", ParallelMesh.single())
     tokens = torch.tensor(PROMPTS[:1])
-    # Transformers 5.24 renamed the argument.
+    # Transformers 5.24 renames the argument.
     arguments = signature(model.prepare_inputs_for_generation).parameters
     name = "cache" if "cache" in arguments else "past_key_values"
     with pytest.raises(UnsupportedError, match=f"takes no {name}: DynamicCache"):
@@ -124,33 +126,33 @@ def test_caches_of_transformers_and_assisted_generation_raise() -> None:
             model(tokens, **{name: DynamicCache()})
 
 
-def test_input_embeddings_can_be_continued() -> None:
+def test_generation_continues_input_embeddings() -> None:
     twin: Any = twin_of("llama")
     model = replaced("llama", ParallelMesh.single()).eval()
     vectors = twin.get_input_embeddings()(torch.tensor(PROMPTS[:1])).detach()
-    how: dict[str, Any] = {"max_new_tokens": MOST, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
     with float32_as_float64():
-        expected = twin.generate(inputs_embeds=vectors, **how)
-        assert torch.equal(model.generate(inputs_embeds=vectors, **how), expected)
+        expected = twin.generate(inputs_embeds=vectors, **options)
+        assert torch.equal(model.generate(inputs_embeds=vectors, **options), expected)
 
 
 def test_rows_end_with_a_stop_token() -> None:
     model = replaced("llama", ParallelMesh.single())
-    whole = generate(model, PROMPTS, GenerationSettings(MOST))
-    stop = whole[0][3]
-    expected = [row[: row.index(stop) + 1] if stop in row else row for row in whole]
-    assert generate(model, PROMPTS, GenerationSettings(MOST, stop_tokens=(stop,))) == expected
+    unstopped = generate(model, PROMPTS, GenerationSettings(NEW_TOKENS))
+    stop = unstopped[0][3]
+    expected = [row[: row.index(stop) + 1] if stop in row else row for row in unstopped]
+    assert generate(model, PROMPTS, GenerationSettings(NEW_TOKENS, stop_tokens=(stop,))) == expected
     steps = list(
-        generated_tokens(model, PROMPTS[:1], GenerationSettings(MOST, stop_tokens=(stop,)))
+        generated_tokens(model, PROMPTS[:1], GenerationSettings(NEW_TOKENS, stop_tokens=(stop,)))
     )
     assert steps == [[token] for token in expected[0]]
 
 
 def test_generation_keeps_the_training_mode() -> None:
     model = GPT(GPTConfig.gpt2(**SIZES, hidden_dropout=0.5), seed=0)
-    found = generate(model, PROMPTS, GenerationSettings(MOST))
-    assert found == generate(model.eval(), PROMPTS, GenerationSettings(MOST))
-    assert generate(model.train(), PROMPTS, GenerationSettings(MOST)) == found
+    tokens = generate(model, PROMPTS, GenerationSettings(NEW_TOKENS))
+    assert tokens == generate(model.eval(), PROMPTS, GenerationSettings(NEW_TOKENS))
+    assert generate(model.train(), PROMPTS, GenerationSettings(NEW_TOKENS)) == tokens
     assert all(module.training for module in model.modules())
 
 
@@ -196,11 +198,13 @@ LAYOUTS: tuple[tuple[dict[str, Any], bool], ...] = chosen(
 
 
 def sampled(model: nn.Module, prompts: list[list[int]]) -> list[list[int]]:
-    drawn = GenerationSettings(MOST, sample=True, temperature=2.0, top_k=20, top_p=0.9, seed=3)
-    return generate(model, prompts, drawn)
+    settings = GenerationSettings(
+        NEW_TOKENS, sample=True, temperature=2.0, top_k=20, top_p=0.9, seed=3
+    )
+    return generate(model, prompts, settings)
 
 
-def check_layouts(rank: int, size: int, truths: dict[str, Any]) -> None:
+def check_layouts(rank: int, size: int, expected: dict[str, Any]) -> None:
     for sizes, shares_sequence in LAYOUTS:
         mesh = ParallelMesh.create(ParallelLayout(size, **sizes), sequence_parallel=shares_sequence)
         dense = chosen(("mistral", "gpt2"), "gpt2" if "vpp" in sizes else "mistral")
@@ -208,20 +212,20 @@ def check_layouts(rank: int, size: int, truths: dict[str, Any]) -> None:
             model = replaced(case, mesh)
             # Replicas have different numbers and lengths of prompts.
             first = mesh.dp.rank % 2
-            prompts, (greedy, drawn) = PROMPTS[first:], truths[case][first]
-            what = f"{case}, {sizes}, rank {rank}"
-            assert generate(model, prompts, GenerationSettings(MOST)) == greedy, what
-            assert sampled(model, prompts) == drawn, what
+            prompts, (greedy, drawn) = PROMPTS[first:], expected[case][first]
+            label = f"{case}, {sizes}, rank {rank}"
+            assert generate(model, prompts, GenerationSettings(NEW_TOKENS)) == greedy, label
+            assert sampled(model, prompts) == drawn, label
         mesh.destroy()
 
 
 def test_every_layout_generates_the_tokens_of_one_process() -> None:
-    truths: dict[str, Any] = {}
+    expected: dict[str, Any] = {}
     for case in ("mistral", "gpt2", "mixtral"):
         model = replaced(case, ParallelMesh.single())
         assert gpt_of(model).mesh.world.size == 1
-        truths[case] = [
-            (generate(model, one, GenerationSettings(MOST)), sampled(model, one))
-            for one in (PROMPTS, PROMPTS[1:])
+        expected[case] = [
+            (generate(model, prompts, GenerationSettings(NEW_TOKENS)), sampled(model, prompts))
+            for prompts in (PROMPTS, PROMPTS[1:])
         ]
-    run_world(check_layouts, 4, truths)
+    run_world(check_layouts, 4, expected)

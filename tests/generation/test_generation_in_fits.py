@@ -59,7 +59,7 @@ LAYOUTS: dict[str, dict[str, Any]] = chosen(
 )
 
 
-#: Models of a layout; others run the GPT.
+#: Models of a layout. Layouts that are not named run the GPT.
 KINDS = {"pp2 tp2": chosen(("gpt", "llama"), "llama"), "pp2 ep2": ("experts",)}
 
 
@@ -71,9 +71,9 @@ class Generating:
         self.generated: Generated = {}
 
     def generate_at(self, place: str, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
-        found = generate(self.model, prompts, SETTINGS)  # type: ignore[attr-defined]
-        self.generated.setdefault(place, []).append(found)
-        return found
+        tokens = generate(self.model, prompts, SETTINGS)  # type: ignore[attr-defined]
+        self.generated.setdefault(place, []).append(tokens)
+        return tokens
 
     def on_fit_start(self) -> None:
         self.generate_at("on_fit_start")
@@ -93,15 +93,15 @@ class Generating:
         return super().training_step(batch, batch_idx)  # type: ignore[misc]
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        found = super().validation_step(batch, batch_idx)  # type: ignore[misc]
-        # Generate after the call of the model, without reading its results, for all batches but one.
+        output = super().validation_step(batch, batch_idx)  # type: ignore[misc]
+        # All batches but one generate after the call of the model, without reading its results.
         if batch_idx != 1:
             prompts = [row[: 3 + batch_idx].tolist() for row in batch["tokens"]]
             beams = GenerationSettings(3, beams=2)
-            generated = [generate(self.model, prompts, one) for one in (SETTINGS, beams)]  # type: ignore[attr-defined]
-            score = sum(self.score(one) for one in generated)
+            generated = [generate(self.model, prompts, settings) for settings in (SETTINGS, beams)]  # type: ignore[attr-defined]
+            score = sum(self.score(tokens) for tokens in generated)
             self.log("validation_score", score, batch_size=len(prompts))  # type: ignore[attr-defined]
-        return found
+        return output
 
     @staticmethod
     def score(generated: list[list[int]]) -> torch.Tensor:
@@ -115,7 +115,7 @@ class GeneratingGPT(Generating, CausalLM):
 
 
 class GeneratingLlama(Generating, HuggingFaceCausalLM):
-    """Replaced model, which is also called by its own ``generate``."""
+    """Replaced model whose own ``generate`` is also called."""
 
     def on_validation_epoch_end(self) -> None:
         super().on_validation_epoch_end()
@@ -123,20 +123,20 @@ class GeneratingLlama(Generating, HuggingFaceCausalLM):
 
     def generate_itself(self, tokens: torch.Tensor | None = None) -> list[list[int]]:
         rows = torch.tensor([PROMPTS[0]]) if tokens is None else tokens
-        found = self.model.generate(rows, max_new_tokens=3, do_sample=False)
-        return found.tolist()
+        generated = self.model.generate(rows, max_new_tokens=3, do_sample=False)
+        return generated.tolist()
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        found = super().validation_step(batch, batch_idx)
+        output = super().validation_step(batch, batch_idx)
         self.log("own_score", self.score(self.generate_itself(batch["tokens"][:, :5])))
-        return found
+        return output
 
 
 class Logged(Callback):
     """Callback that collects the values that steps log."""
 
     def __init__(self) -> None:
-        self.found: dict[str, list[float]] = {}
+        self.values: dict[str, list[float]] = {}
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self.note(trainer, "training_score", "train_loss")
@@ -147,10 +147,10 @@ class Logged(Callback):
     def note(self, trainer: Trainer, *names: str) -> None:
         for name in names:
             if name in trainer.callback_metrics:
-                self.found.setdefault(name, []).append(float(trainer.callback_metrics[name]))
+                self.values.setdefault(name, []).append(float(trainer.callback_metrics[name]))
 
 
-def make(kind: str, folder: str) -> GeneratingGPT | GeneratingLlama:
+def make_module(kind: str, folder: str) -> GeneratingGPT | GeneratingLlama:
     if kind == "llama":
         return GeneratingLlama(folder, learning_rate=0.05, schedule="constant")
     experts = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16, "aux_loss": 0.0}
@@ -167,12 +167,12 @@ def trainer_of(strategy: Any, devices: int, *callbacks: Callback) -> Trainer:
         callbacks=list(callbacks), logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=1,
         val_check_interval=1, limit_val_batches=2, log_every_n_steps=1,
-        # All data ranks train on the same rows, so that their mean is that of one.
+        # All data ranks train on the same rows, so that their mean is the mean of one rank.
         use_distributed_sampler=False,
     )  # fmt: skip
 
 
-def loader() -> DataLoader:
+def make_loader() -> DataLoader:
     draws = torch.Generator().manual_seed(2)
     rows = torch.randint(VOCAB, (24, 9), generator=draws)
     items = [{"tokens": row[:-1], "labels": row[1:]} for row in rows]
@@ -182,24 +182,24 @@ def loader() -> DataLoader:
 def fit(
     module: LightningModule, strategy: Any, devices: int
 ) -> tuple[Generated, dict[str, list[float]]]:
-    """Train; return the tokens that hooks generate, and the values that steps log."""
+    """Train, and return the tokens that hooks generate and the values that steps log."""
     seed_everything(1, verbose=False)
     logged = Logged()
     with warnings.catch_warnings():
         # Lightning recommends workers.
         warnings.simplefilter("ignore")
         trainer = trainer_of(strategy, devices, logged)
-        trainer.fit(module, loader(), loader())
-    return module.generated, logged.found
+        trainer.fit(module, make_loader(), make_loader())
+    return module.generated, logged.values
 
 
 def fit_layouts(rank: int, size: int, folder: str) -> dict[str, Any]:
-    found = {}
+    outcomes = {}
     for name, layout in LAYOUTS.items():
         for kind in KINDS.get(name, ("gpt",)):
             strategy = MegatronStrategy(microbatch_size=2, **layout)
-            found[f"{name}, {kind}"] = fit(make(kind, folder), strategy, size)
-    return found
+            outcomes[f"{name}, {kind}"] = fit(make_module(kind, folder), strategy, size)
+    return outcomes
 
 
 @pytest.fixture(scope="module")
@@ -217,10 +217,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_hooks_and_steps_generate_the_tokens_of_one_process(folder: str) -> None:
     kinds = {kind for name in LAYOUTS for kind in KINDS.get(name, ("gpt",))}
-    truths = {
-        kind: fit(make(kind, folder), MegatronStrategy(microbatch_size=2), 1) for kind in kinds
+    references = {
+        kind: fit(make_module(kind, folder), MegatronStrategy(microbatch_size=2), 1)
+        for kind in kinds
     }
-    for generated, logged in truths.values():
+    for generated, logged in references.values():
         # The first epoch is the sanity check.
         assert len(generated["on_validation_epoch_end"]) == 2
         assert len(generated["on_validation_batch_end"]) == 1 + 2
@@ -229,11 +230,11 @@ def test_hooks_and_steps_generate_the_tokens_of_one_process(folder: str) -> None
         )
         assert len(logged["training_score"]) == 1
         assert len(set(logged["validation_score"])) == 2
-    assert truths["llama"][0]["own_score"]
-    for found in run_world(fit_layouts, 4, folder):
-        assert found
-        for name, (generated, logged) in found.items():
-            expected_tokens, expected = truths[name.split(", ")[-1]]
+    assert references["llama"][0]["own_score"]
+    for outcomes in run_world(fit_layouts, 4, folder):
+        assert outcomes
+        for name, (generated, logged) in outcomes.items():
+            expected_tokens, expected = references[name.split(", ")[-1]]
             assert generated == expected_tokens, name
             assert logged.keys() == expected.keys(), name
             for key, values in expected.items():
@@ -258,17 +259,17 @@ def check_refusals(rank: int, size: int) -> None:
     run(partial(step, generates=False), "later")
     with pytest.raises(UnsupportedError, match="must be called in the first step of its kind"):
         run(partial(step, generates=True), "later")
-    found = run(partial(step, generates=True), "first")
-    expected = [generate(gpt, one.data.tolist(), SETTINGS) for one in batch]
-    assert found == (expected if mesh.pp.is_last else [])
-    # A later step need not generate.
-    assert run(partial(step, generates=False), "first") == [None, None][: len(found)]
+    generated_in_step = run(partial(step, generates=True), "first")
+    expected = [generate(gpt, microbatch.data.tolist(), SETTINGS) for microbatch in batch]
+    assert generated_in_step == (expected if mesh.pp.is_last else [])
+    # A later step does not have to generate.
+    assert run(partial(step, generates=False), "first") == [None, None][: len(generated_in_step)]
 
-    def iterates(tokens: Tensor) -> Any:
+    def iterate_over_tokens(tokens: Tensor) -> Any:
         return list(generated_tokens(gpt, tokens.tolist(), SETTINGS)), gpt(tokens)
 
     with pytest.raises(UnsupportedError, match="generated_tokens cannot run inside a step"):
-        run(iterates, "iterates")
+        run(iterate_over_tokens, "iterates")
     mesh.destroy()
 
 

@@ -13,7 +13,7 @@ from lightning_megatron.generation import decoding
 
 
 class FakeSession:
-    """Session of one row, whose passes are captured from the second on; it counts upwards."""
+    """Session of one row that counts upwards. Passes are captured from the second pass on."""
 
     num_prompts = 1
     max_new_tokens = 5
@@ -44,7 +44,7 @@ def next_token(logits: Tensor) -> Tensor:
     ("can_capture", "expected"),
     [
         (False, "pass 1, got 1, pass 2, got 2, pass 3, got 3, pass 4, got 4, pass 5, got 5"),
-        # The first captured pass is that of the second token.
+        # The pass of the second token is the first captured one.
         (True, "pass 1, got 1, pass 2, pass 3, got 2, pass 4, got 3, pass 5, got 4, got 5"),
     ],
 )
@@ -54,7 +54,7 @@ def test_a_replay_is_launched_before_the_last_token_is_read(
     events: list[str] = []
 
     def start_read(tokens: Tensor) -> Callable[[], list[int]]:
-        # A copy, because the device holds later tokens when the host reads.
+        # The copy is needed because the device holds later tokens when the host reads.
         return tokens.clone().tolist
 
     monkeypatch.setattr(decoding, "_start_read", start_read)
@@ -65,13 +65,13 @@ def test_a_replay_is_launched_before_the_last_token_is_read(
     assert ", ".join(events) == expected
 
 
-def test_one_pass_is_in_vain_if_a_row_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_pass_is_wasted_when_generation_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "_start_read", lambda tokens: tokens.clone().tolist)
     events: list[str] = []
     session: Any = FakeSession(events, True)
     sampler: Any = next_token
     chosen = decoding._chosen_tokens(session, sampler)
-    found = [next(chosen), next(chosen)]
+    tokens_read = [next(chosen), next(chosen)]
     chosen.close()
-    assert found == [[1], [2]]
+    assert tokens_read == [[1], [2]]
     assert events == ["pass 1", "pass 2", "pass 3"]

@@ -1,4 +1,4 @@
-"""Streamed text has no incomplete characters, and nothing after a stop string."""
+"""Streamed text has no incomplete characters and ends before the first stop string."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def pieces_of(data: bytes, strings: tuple[str, ...] = (), before: bytes = b"") -
     return [*(stream.push(token) for token in data), stream.finish()]
 
 
-def test_a_character_appears_when_it_is_whole() -> None:
+def test_a_character_appears_when_its_bytes_are_complete() -> None:
     assert pieces_of("aé€b".encode()) == ["a", "", "é", "", "", "€", "b", ""]
     assert pieces_of(b"a\xe2\x82") == ["a", "", "", "\ufffd"]
 
 
 @given(data=st.binary(max_size=40), before=st.text(max_size=5))
 @settings(max_examples=300, deadline=None)
-def test_pieces_of_any_bytes_are_the_whole_text(data: bytes, before: str) -> None:
+def test_pieces_of_any_bytes_join_to_the_full_text(data: bytes, before: str) -> None:
     assert "".join(pieces_of(data, before=before.encode())) == data.decode(errors="replace")
 
 
@@ -38,15 +38,15 @@ def test_pieces_end_before_the_first_stop_string(data: str, strings: list[str]) 
     tokens = list(data.encode())
     stops = StopStrings(BYTES.decode, strings)
     ends = [n for n in range(1, len(tokens) + 1) if stops(tokens[:n])]
-    read = tokens[: ends[0]] if ends else tokens
-    found = "".join(pieces_of(bytes(read), tuple(strings)))
-    assert found == before_stop(BYTES.decode(read), strings)
-    # Nothing was printed that had to be taken back.
-    assert found == "".join(pieces_of(bytes(tokens), tuple(strings)))
+    tokens_read = tokens[: ends[0]] if ends else tokens
+    text = "".join(pieces_of(bytes(tokens_read), tuple(strings)))
+    assert text == before_stop(BYTES.decode(tokens_read), strings)
+    # The stream prints no text that it would have to take back.
+    assert text == "".join(pieces_of(bytes(tokens), tuple(strings)))
 
 
 def words(tokens: list[int]) -> str:
-    """Decode words as SentencePiece does, which leaves out the blank before the first one."""
+    """Decode words as SentencePiece does, which omits the blank before the first word."""
     return "".join([f" {token}" for token in tokens]).removeprefix(" ")
 
 

@@ -1,4 +1,4 @@
-"""Passes over one token at a position on the device have the logits of passes over whole rows."""
+"""Passes over one token at a position on the device have the logits of passes over full rows."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ from tests.world import run_world
 def check_passes(
     gpt: GPT, prompts: list[list[int]], backend: CaptureBackend | None = None
 ) -> tuple[KeyValueCache, TokenPass]:
-    """Compare the logits after each new token with those of a pass over the whole row."""
+    """Compare the logits after each new token with the logits of a pass over the full row."""
     length = max(map(len, prompts))
     cache = KeyValueCache(length + NEXT.shape[1])
     rows = PromptRows.of(prompts, torch.device("cpu"), num_rows=len(prompts), length=length)
     gpt.logits_at(*_at(length - 1, *rows.prefill_inputs(cache)))
     cache.advance(length)
-    one = TokenPass(gpt, cache, rows.padding, len(prompts), backend)
+    token_pass = TokenPass(gpt, cache, rows.padding, len(prompts), backend)
     extended = [list(prompt) for prompt in prompts]
     for number in range(NEXT.shape[1]):
         tokens = NEXT[: len(extended), number]
         for row, token in zip(extended, tokens.tolist(), strict=True):
             row.append(token)
-        found = one(tokens)
+        actual = token_pass(tokens)
         cache.advance(1)
-        for logits, row in zip(found, extended, strict=True):
+        for logits, row in zip(actual, extended, strict=True):
             torch.testing.assert_close(logits, gather_logits(gpt, row), rtol=0, atol=1e-10)
-    return cache, one
+    return cache, token_pass
 
 
 def _at(place: int, tokens: Tensor, span: AttentionSpan) -> tuple[Tensor, int, AttentionSpan]:
@@ -62,14 +62,14 @@ SUPPORTED = ("gpt2", "llama", "mistral", "gemma3", "qwen3", "phi", "gpt_neox", "
 
 
 @pytest.mark.parametrize("case", [case for case in SUPPORTED if case in families.CASES])
-def test_logits_of_a_family(case: str) -> None:
+def test_token_passes_of_a_family_match_full_passes(case: str) -> None:
     gpt = ours(exact_twin(case))
     assert reason_against_replay(gpt) is None
     check_passes(gpt, PROMPTS)
     check_passes(gpt, PROMPTS[:1])
 
 
-def test_latent_attention() -> None:
+def test_token_passes_with_latent_attention_match_full_passes() -> None:
     """The heads of keys and values have different sizes."""
     gpt = ours(expert_models.twin_of("deepseek_v3").double())
     with torch.no_grad():
@@ -78,13 +78,14 @@ def test_latent_attention() -> None:
     check_passes(gpt, PROMPTS)
 
 
-def test_a_ring_keeps_its_window() -> None:
+def test_a_ring_cache_has_the_memory_of_its_window() -> None:
     cache, _ = check_passes(ours(exact_twin("gemma3")), PROMPTS)
-    # Layers 0 and 2 have a window of 4 tokens, layer 1 has none; 6 key/value heads of 8 elements.
+    # Layers 0 and 2 have a window of 4 tokens, and layer 1 has none. Each has 6 key/value heads of
+    # 8 elements.
     assert cache.num_bytes == 2 * 8 * 3 * 6 * 8 * (4 + 23 + 4)
 
 
-def test_slots_without_tokens_do_not_count() -> None:
+def test_slots_without_tokens_do_not_change_attention() -> None:
     """New memory may contain any values, even NaN."""
     torch.manual_seed(0)
     cache = KeyValueCache(7)
@@ -96,9 +97,9 @@ def test_slots_without_tokens_do_not_count() -> None:
         for stored in cache.extend(1, key[4:], value[4:], None):
             stored[:, :, 5:] = torch.nan
         span = AttentionSpan(past=CachedTokens(cache, 1))
-        found = attend_with_cache(query[4:], key[4:], value[4:], span, 1)
+        actual = attend_with_cache(query[4:], key[4:], value[4:], span, 1)
     expected = attend(query, key, value, AttentionSpan())[4:]
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ class Doubled(torch.nn.Module):
         return 2 * weight
 
 
-def test_computed_weights_are_not_captured() -> None:
+def test_models_with_computed_weights_are_not_captured() -> None:
     gpt = ours(exact_twin("llama"))
     parametrize.register_parametrization(gpt.layers["0"].mlp.down, "weight", Doubled())
     assert "a parametrization computes weights" in str(reason_against_replay(gpt))
@@ -133,14 +134,14 @@ def check_captured_passes(rank: int, size: int) -> list[bool]:
     for case in ("gpt2", "llama", "gemma3"):
         gpt = ours(exact_twin(case), mesh)
         assert reason_against_replay(gpt) is None
-        _, one = check_passes(gpt, PROMPTS, TapeBackend(mesh.launcher))
-        captured.append(one.is_captured)
+        _, token_pass = check_passes(gpt, PROMPTS, TapeBackend(mesh.launcher))
+        captured.append(token_pass.is_captured)
     mesh.destroy()
     return captured
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_replayed_passes_have_the_logits_of_whole_rows(size: int) -> None:
+def test_replayed_passes_have_the_logits_of_full_rows(size: int) -> None:
     assert run_world(check_captured_passes, size) == [[True] * 3] * size
 
 
@@ -165,18 +166,18 @@ def test_ranks_that_share_positions_do_not_capture() -> None:
 class RefusingBackend(TapeBackend):
     """Backend whose captures fail."""
 
-    def capture(self, *given: Any, **options: Any) -> Any:
+    def capture(self, *arguments: Any, **options: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 
 
 def test_a_failed_capture_is_reported_and_changes_nothing() -> None:
     with pytest.warns(SpeedWarning, match="not permitted when stream is capturing") as caught:
-        _, one = check_passes(ours(exact_twin("llama")), PROMPTS, RefusingBackend())
-    assert not one.is_captured
+        _, token_pass = check_passes(ours(exact_twin("llama")), PROMPTS, RefusingBackend())
+    assert not token_pass.is_captured
     assert len([1 for warning in caught if warning.category is SpeedWarning]) == 1
 
 
-def test_a_model_on_the_host_runs_operator_by_operator(caplog: pytest.LogCaptureFixture) -> None:
+def test_passes_of_a_model_on_the_cpu_are_not_captured(caplog: pytest.LogCaptureFixture) -> None:
     sizes = {"num_layers": 2, "hidden_size": 32, "num_heads": 4}
     gpt = GPT(GPTConfig.llama(vocab_size=257, max_seq_length=64, **sizes), seed=0)
     assert "need a GPU" in str(reason_against_capture(gpt, 64))

@@ -1,4 +1,4 @@
-"""Backend that measures the memory of graphs' pools, in place of one that replays."""
+"""A backend that measures the memory of the pools of graphs and does not replay."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ T = TypeVar("T")
 
 
 class OwnMemory(LiveMemory):
-    """Live memory of what operators make, without the tensors that existed before."""
+    """Live memory of the tensors that operators make, without tensors that existed before."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        for given in tree_leaves((args, kwargs)):
-            if isinstance(given, Tensor) and given.untyped_storage()._cdata not in self.sizes:
-                storage = given.untyped_storage()
+        for argument in tree_leaves((args, kwargs)):
+            if isinstance(argument, Tensor) and argument.untyped_storage()._cdata not in self.sizes:
+                storage = argument.untyped_storage()
                 self.sizes[storage._cdata] = 0
                 weakref.finalize(storage, self._freed, storage._cdata)
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 
 class MeasuredPool:
-    """Pool that follows the memory which its captures make and keep."""
+    """Pool that tracks the memory that its captures allocate and keep."""
 
     def __init__(self) -> None:
         self.memory = OwnMemory()
 
     def give_up(self, tensor: Tensor) -> Tensor:
-        """Return another tensor, so that the memory is free."""
+        """Return another tensor, so that the memory of the first is free."""
         return torch.empty_like(tensor)
 
 
@@ -44,14 +44,14 @@ class MeasuredGraph:
     """Graph that computes nothing."""
 
     def replay(self) -> None:
-        """Do nothing: the results are those of the capture."""
+        """Do nothing, because the results are those of the capture."""
 
     def release(self) -> None:
         """Do nothing."""
 
 
 class MeasuringBackend:
-    """Backend whose captures run eagerly, while the live memory of their pool is followed."""
+    """Backend whose captures run eagerly, while their pool tracks its live memory."""
 
     is_capturing = False
 
@@ -60,7 +60,7 @@ class MeasuringBackend:
 
     @property
     def num_bytes(self) -> int:
-        """Return the size of all pools, each as large as it needs to be (bytes)."""
+        """Return the sum of the peaks of all pools (bytes)."""
         return sum(pool.memory.peak for pool in self.pools)
 
     def make_pool(self) -> MeasuredPool:
@@ -71,6 +71,6 @@ class MeasuringBackend:
     def capture(
         self, function: Callable[[], T], pool: Any, generators: Any = None
     ) -> tuple[MeasuredGraph, T]:
-        """Run a function, and follow what it makes."""
+        """Run a function, and track its allocations."""
         with pool.memory:
             return MeasuredGraph(), function()

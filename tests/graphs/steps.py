@@ -1,4 +1,4 @@
-"""One training step of a GPT with gradient slots, captured and eager."""
+"""A training step of a GPT with gradient slots, captured and eager."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ SIZES: dict[str, Any] = {
 
 
 class Step:
-    """Forward and backward pass of a GPT on one batch, which keeps its address."""
+    """Forward and backward pass of a GPT on one batch, whose memory address stays the same."""
 
     def __init__(
         self, config: GPTConfig, mesh: ParallelMesh, transport: Transport = "auto"
     ) -> None:
         self.model = GPT(config, mesh, seed=7).to(mesh.device)
-        for part in self.model.modules():
-            if isinstance(part, MixtureOfExperts):
-                part.transport = transport
+        for module in self.model.modules():
+            if isinstance(module, MixtureOfExperts):
+                module.transport = transport
         self.mesh = mesh
         self.run = Run(dict(self.model.named_parameters()), mesh)
         self.batch = self.drawn(0)
 
     def drawn(self, seed: int) -> Tensor:
-        """Draw tokens and labels, other ones for each data-parallel rank."""
+        """Draw tokens and labels, which differ between data-parallel ranks."""
         generator = torch.Generator().manual_seed(100 * seed + self.mesh.data.rank)
         drawn = torch.randint(0, SIZES["vocab_size"], (2, 2, 8), generator=generator)
         return drawn.to(self.mesh.device)
@@ -55,10 +55,10 @@ class Step:
         return loss.detach()
 
     def captured(self, backend: CaptureBackend) -> tuple[CapturedGraph, Tensor, RecordedDraws]:
-        """Capture the step as the first one of an optimizer step."""
+        """Capture the step as the first microbatch of an optimizer step."""
         streams = self.mesh.random
         generators = GeneratorPool(self.mesh.device)
-        # The ordinary run warms up, and counts the streams that it draws from.
+        # The eager run warms up, and counts the streams from which it draws.
         with streams.preserve_position(), streams.recording(generators):
             self()
         generators = GeneratorPool(self.mesh.device, generators.num_taken)
@@ -74,10 +74,13 @@ class Step:
         self.run.zero_grad()
         self.batch.copy_(self.drawn(seed))
         self.mesh.random.begin_microbatch(seed, 0)
-        return [step().clone(), *(one.gradients.clone() for one in self.run.main.buffers)]
+        return [
+            step().clone(),
+            *(flat_buffer.gradients.clone() for flat_buffer in self.run.main.buffers),
+        ]
 
-    def assert_replays_equal_eager(self, backend: CaptureBackend, what: str) -> None:
-        """Assert that a captured step computes the bits of eager steps, on three batches."""
+    def assert_replays_equal_eager(self, backend: CaptureBackend, label: str) -> None:
+        """Assert that a captured step equals eager steps bit by bit, on three batches."""
         graph, loss, draws = self.captured(backend)
 
         def replayed() -> Tensor:
@@ -86,13 +89,15 @@ class Step:
             return loss
 
         for seed in (1, 2, 3):
-            found = self.result_of(seed, replayed)
+            actual = self.result_of(seed, replayed)
             expected = self.result_of(seed, self)
-            again = self.result_of(seed, self)
-            for number, (one, other, twin) in enumerate(zip(found, expected, again, strict=True)):
-                where = f"{what}, batch {seed}, result {number}"
-                if torch.equal(other, twin):
-                    assert torch.equal(one, other), where
-                else:  # some kernels of GPUs add up in another order each time
-                    assert torch.allclose(one, other, rtol=1e-3, atol=1e-5), where
+            repeated = self.result_of(seed, self)
+            for number, (value, reference, repetition) in enumerate(
+                zip(actual, expected, repeated, strict=True)
+            ):
+                place = f"{label}, batch {seed}, result {number}"
+                if torch.equal(reference, repetition):
+                    assert torch.equal(value, reference), place
+                else:  # some kernels of GPUs sum in another order each time
+                    assert torch.allclose(value, reference, rtol=1e-3, atol=1e-5), place
         graph.release()

@@ -1,4 +1,4 @@
-"""Changes of what graphs read and write are found and named."""
+"""Changes of tensors, modes and hooks that captured graphs depend on are found and described."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _add(module: Any) -> None:
         (lambda module: module[1].eval(), "1 is now in evaluation mode"),
     ],
 )
-def test_a_change_is_named(change: Callable[[Any], Any], words: str) -> None:
+def test_a_change_of_a_module_is_described(change: Callable[[Any], Any], words: str) -> None:
     module = net()
     before = Addresses.of(module)
     change(module)
@@ -61,11 +61,11 @@ def test_a_change_is_named(change: Callable[[Any], Any], words: str) -> None:
 def test_new_values_at_the_same_addresses_are_not_a_change() -> None:
     module = net()
     before = Addresses.of(module)
-    module.load_state_dict({name: one + 1 for name, one in net().state_dict().items()})
+    module.load_state_dict({name: value + 1 for name, value in net().state_dict().items()})
     assert Addresses.of(module).change_from(before) is None
 
 
-def test_hooks_that_come_and_go_are_changes() -> None:
+def test_added_and_removed_hooks_are_changes() -> None:
     module = net()
     before = Addresses.of(module)
 
@@ -79,7 +79,7 @@ def test_hooks_that_come_and_go_are_changes() -> None:
     assert Addresses.of(module).change_from(hooked) == "0 no longer has its hook"
 
 
-def test_hooks_of_users_are_found_and_those_of_the_package_are_not() -> None:
+def test_hooks_of_users_are_found_and_hooks_of_the_package_are_not() -> None:
     module = net()
     ParameterGather(UseOrder()).wait_before([module], [])
     assert modules_with_user_hooks(module) == {}

@@ -1,4 +1,4 @@
-"""All ranks replay a step or none does, and what went wrong on one is known to all."""
+"""All ranks replay a step or none does, and every rank learns of the failures of other ranks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.world import run_world
 
-ONE = MeshAxis("world_cpu")
+SINGLE_RANK = MeshAxis("world_cpu")
 
 
-def _of_three_ranks(rank: int, size: int) -> dict[str, Any]:
+def _agree_on_three_ranks(rank: int, size: int) -> dict[str, Any]:
     mesh = ParallelMesh.create(ParallelLayout(size))
     world = mesh.world_cpu
     failed = f"layers 4..5, backward, slot {rank}: RuntimeError: no memory"
     keys = KeyAgreement(world)
-    found = {
+    outcomes = {
         "none": failure_of_any(None, world),
         "last": failure_of_any(failed if rank == 2 else None, world),
         "two": failure_of_any(failed if rank else None, world),
@@ -37,12 +37,12 @@ def _of_three_ranks(rank: int, size: int) -> dict[str, Any]:
         "other number": keys.agree([("tokens", (4, 8))] * (1 + rank)),
     }
     mesh.destroy()
-    return found
+    return outcomes
 
 
-def test_all_ranks_come_to_the_same_result() -> None:
-    first, *others = run_world(_of_three_ranks, 3)
-    assert others == [first, first]
+def test_all_ranks_agree_on_failures_and_shapes() -> None:
+    first, *peers = run_world(_agree_on_three_ranks, 3)
+    assert peers == [first, first]
     text = "layers 4..5, backward, slot {}: RuntimeError: no memory"
     assert first == {
         "none": None,
@@ -56,8 +56,8 @@ def test_all_ranks_come_to_the_same_result() -> None:
     }
 
 
-def test_a_failure_is_a_warning_or_an_error_as_the_user_chose() -> None:
-    failure = failure_of_any("layers 4..5, backward, slot 1: RuntimeError: no.", ONE)
+def test_a_capture_failure_is_a_warning_or_an_error_as_configured() -> None:
+    failure = failure_of_any("layers 4..5, backward, slot 1: RuntimeError: no.", SINGLE_RANK)
     assert failure == "rank 0 could not capture layers 4..5, backward, slot 1: RuntimeError: no."
     assert eager_warning(failure, raises=False) == (
         "CUDA graphs are off: rank 0 could not capture layers 4..5, backward, slot 1: "
@@ -67,15 +67,15 @@ def test_a_failure_is_a_warning_or_an_error_as_the_user_chose() -> None:
         eager_warning(failure, raises=True)
 
 
-def test_the_text_of_an_error_is_cut() -> None:
-    failure = failure_of_any("step: RuntimeError: " + "x" * 9999, ONE)
+def test_long_error_texts_are_shortened() -> None:
+    failure = failure_of_any("step: RuntimeError: " + "x" * 9999, SINGLE_RANK)
     assert failure is not None
     assert len(failure) < 500
     assert failure.endswith("x ...")
 
 
 def test_a_rank_that_breaks_the_promise_of_equal_shapes_raises() -> None:
-    keys = KeyAgreement(ONE, is_promised=True)
+    keys = KeyAgreement(SINGLE_RANK, is_promised=True)
     shape = ("tokens", (4, 8))
     assert keys.agree([shape, shape])
     assert keys.agree([shape, shape])

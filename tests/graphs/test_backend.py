@@ -1,4 +1,4 @@
-"""A series of captures runs without collections of garbage."""
+"""No garbage is collected during a series of captures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from lightning_megatron.graphs.backend import collection_paused
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])
-def test_garbage_is_collected_before_a_series_of_captures_and_not_inside(was_enabled: bool) -> None:
+def test_garbage_collection_is_disabled_during_captures_and_restored_afterwards(
+    was_enabled: bool,
+) -> None:
     if not was_enabled:
         gc.disable()
     try:
@@ -21,7 +23,7 @@ def test_garbage_is_collected_before_a_series_of_captures_and_not_inside(was_ena
         gc.enable()
 
 
-def test_a_series_of_captures_excludes_nothing_from_later_collections() -> None:
+def test_objects_of_a_series_of_captures_stay_open_to_later_collections() -> None:
     before = gc.get_freeze_count()
     with collection_paused():
         graphs = [[number] for number in range(100)]

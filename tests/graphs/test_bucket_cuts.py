@@ -9,7 +9,7 @@ from lightning_megatron.layers.segments import Segment, SegmentList
 
 
 def chain(*modules: nn.Module) -> SegmentList:
-    """Return a list of one segment for each module, named by number."""
+    """Return a list with one segment for each module. Names are numbers."""
     return SegmentList(
         [
             Segment(str(number), module, ("x",), ("x",), modules=(module,))
@@ -20,7 +20,7 @@ def chain(*modules: nn.Module) -> SegmentList:
     )
 
 
-def test_a_graph_begins_where_a_bucket_is_read_first() -> None:
+def test_a_graph_begins_where_a_bucket_is_first_read() -> None:
     first, second, third, fourth = (nn.Linear(2, 2) for _ in range(4))
     segments = chain(first, second, third, fourth)
     # Buckets are filled in the order of the backward pass.
@@ -33,9 +33,9 @@ def test_a_graph_begins_where_a_bucket_is_read_first() -> None:
     assert bucket_cuts(segments, [sum(buckets, [])]) == ()
 
 
-def test_a_shared_parameter_counts_where_it_is_read_first() -> None:
+def test_a_shared_parameter_counts_where_it_is_first_read() -> None:
     tied = nn.Linear(2, 2)
-    other = nn.Linear(2, 2)
-    segments = chain(other, tied, other, tied)
-    assert bucket_cuts(segments, [list(tied.parameters()), list(other.parameters())]) == ("0",)
+    untied = nn.Linear(2, 2)
+    segments = chain(untied, tied, untied, tied)
+    assert bucket_cuts(segments, [list(tied.parameters()), list(untied.parameters())]) == ("0",)
     assert bucket_cuts(segments, [list(nn.Linear(2, 2).parameters())]) == ()

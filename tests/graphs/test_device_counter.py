@@ -1,4 +1,4 @@
-"""Captured parts count themselves on the device, and the host says at which of them it stands."""
+"""Captured parts count themselves on the device, and the host reports the last part that began."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from tests.world import run_world
 CPU = torch.device("cpu")
 
 
-def test_the_host_names_the_part_that_the_device_has_begun_last() -> None:
-    word = DeviceCounter(CPU)
-    assert word.progress is None
-    word.launch(["first", "second"])
-    word.launch(["third"])
-    assert word.progress == DeviceProgress(0, 3, "")
+def test_the_host_reports_the_last_part_that_the_device_has_begun() -> None:
+    counter = DeviceCounter(CPU)
+    assert counter.progress is None
+    counter.launch(["first", "second"])
+    counter.launch(["third"])
+    assert counter.progress == DeviceProgress(0, 3, "")
     for number, part in enumerate(("first", "second", "third"), start=1):
-        word.advance()
-        assert word.progress == DeviceProgress(number, 3, part)
-    assert str(word.progress) == "the device has begun 3 of 3 captured parts, last third"
+        counter.advance()
+        assert counter.progress == DeviceProgress(number, 3, part)
+    assert str(counter.progress) == "the device has begun 3 of 3 captured parts, last third"
 
 
-def test_parts_are_marked_only_in_recordings_for_a_word() -> None:
+def test_parts_are_recorded_only_for_a_device_counter() -> None:
     journal = Journal()
     with journal.recording("a piece"):
         journal.note("all_reduce", "dp", (0, 1))
@@ -53,11 +53,11 @@ def test_parts_are_marked_only_in_recordings_for_a_word() -> None:
 
 
 class Stop(RuntimeError):
-    """The device gets no further."""
+    """The device stops."""
 
 
 def stopped(rank: int, size: int) -> tuple[str, RankStatus]:
-    """Return where a device stands whose second collective in a graph never starts."""
+    """Return the report and status of a device whose second collective in a graph never starts."""
     mesh = ParallelMesh.create(ParallelLayout(size, tp=2))
     journal = mesh.journal
     journal.device = DeviceCounter(CPU)
@@ -91,7 +91,7 @@ def stopped(rank: int, size: int) -> tuple[str, RankStatus]:
     return hang_report({rank: status}, [rank], {}), status
 
 
-def test_a_report_says_which_part_a_stopped_device_has_reached() -> None:
+def test_a_hang_report_names_the_last_part_of_a_stopped_device() -> None:
     for text, status in run_world(stopped, 2):
         assert status.device == DeviceProgress(5, 6, "F of microbatch 1 in chunk 0")
         assert (
@@ -101,41 +101,44 @@ def test_a_report_says_which_part_a_stopped_device_has_reached() -> None:
 
 
 class Places(Callback):
-    """Note where the device stands after each step."""
+    """Record the progress of the device after each step."""
 
     def __init__(self) -> None:
-        self.found: list[DeviceProgress | None] = []
+        self.progress: list[DeviceProgress | None] = []
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        word = strategy_of(trainer).mesh.journal.device
-        assert word is not None
-        self.found.append(word.progress)
+        counter = strategy_of(trainer).mesh.journal.device
+        assert counter is not None
+        self.progress.append(counter.progress)
 
 
 def fits(rank: int, size: int) -> list[list[DeviceProgress | None]]:
-    found = []
+    outcomes = []
     for graphs, layout in ((FULL, {"pp": 2}), (SEGMENTS, {"tp": 2}), (SEGMENTS, {"pp": 2})):
         places = Places()
-        by_graphs = fit(graphs, size, layout, callbacks=(places,))
-        assert by_graphs.differences_from(fit(None, size, layout)) == []
-        found.append(places.found)
-    return found
+        with_graphs = fit(graphs, size, layout, callbacks=(places,))
+        assert with_graphs.differences_from(fit(None, size, layout)) == []
+        outcomes.append(places.progress)
+    return outcomes
 
 
-def test_the_parts_of_a_fit() -> None:
-    for stage, (whole, pieces, without) in enumerate(run_world(fits, 2)):
-        # Two eager steps come first. Then two microbatches pass forward and backward in a step. The
+def test_fits_with_graphs_report_the_last_captured_part_of_each_step() -> None:
+    for stage, (full_graph, segments, segments_of_stages) in enumerate(run_world(fits, 2)):
+        # Two eager steps come first. Then each step has two forward and two backward passes. The
         # last stage first receives.
-        assert whole[:2] == [None, None]
-        each = 4 + stage
-        assert [one and one[:2] for one in whole[2:]] == [(n * each, n * each) for n in (1, 2, 3)]
+        assert full_graph[:2] == [None, None]
+        num_parts = 4 + stage
+        assert [progress and progress[:2] for progress in full_graph[2:]] == [
+            (n * num_parts, n * num_parts) for n in (1, 2, 3)
+        ]
         assert all(
-            one is not None and one.part == "B of microbatch 1 in chunk 0" for one in whole[2:]
+            progress is not None and progress.part == "B of microbatch 1 in chunk 0"
+            for progress in full_graph[2:]
         )
-        assert pieces[:2] == [None, None]
-        for place in pieces[2:]:
+        assert segments[:2] == [None, None]
+        for place in segments[2:]:
             assert place is not None
             assert place.begun == place.launched
             assert place.part.startswith("embedding, layers 0..1, head, backward, slot 0")
-        # Transfers between stages lie outside of the pieces, in which nothing can hang.
-        assert without == [None] * 5
+        # Transfers between stages lie outside of the pieces, so that no piece can hang.
+        assert segments_of_stages == [None] * 5

@@ -1,4 +1,4 @@
-"""Effects of captured passes, repeated around replays: counts, notices, sums and draws of eager
+"""Replays repeat the effects of captured passes: the counts, notices, sums and draws of eager
 training.
 """
 
@@ -40,18 +40,18 @@ NUM_STEPS = 3
 NUM_MICROBATCHES = 2
 LAYOUTS = ({"tp": 2}, {"dp": 2})
 RECOMPUTE = ("none", "selective", "full")
-#: Change of the effects before they are repeated.
+#: A change of the effects before they are repeated.
 Change = Callable[[Effects], Effects]
-FORGOTTEN: dict[str, Change] = {
-    "gradients": lambda one: replace(one, gradients=RecordedGradients()),
-    "notices": lambda one: replace(one, gradients=replace(one.gradients, groups=())),
-    "collectives": lambda one: replace(one, collectives=()),
-    "draws": lambda one: replace(one, draws=RecordedDraws()),
+OMISSIONS: dict[str, Change] = {
+    "gradients": lambda effects: replace(effects, gradients=RecordedGradients()),
+    "notices": lambda effects: replace(effects, gradients=replace(effects.gradients, groups=())),
+    "collectives": lambda effects: replace(effects, collectives=()),
+    "draws": lambda effects: replace(effects, draws=RecordedDraws()),
 }
 
 
 class Training:
-    """Steps of a GPT on one rank, and everything that tells them from another training."""
+    """Steps of a GPT on one rank, and records that distinguish them from another training."""
 
     def __init__(self, mesh: ParallelMesh, recompute: str) -> None:
         self.mesh = mesh
@@ -93,16 +93,16 @@ class Training:
         self.positions.append(mesh.random.position)
 
     def train(self) -> dict[str, Any]:
-        """Run all steps, and return what they did."""
+        """Run all steps, and return their records."""
         counts = dict(self.mesh.journal.counts)
         with pytest.MonkeyPatch.context() as patch:
             start = GradientBucket.start
 
-            def noted(bucket: GradientBucket, *args: Any) -> None:
+            def record_start(bucket: GradientBucket, *args: Any) -> None:
                 self.events.append(bucket.names)
                 start(bucket, *args)
 
-            patch.setattr(GradientBucket, "start", noted)
+            patch.setattr(GradientBucket, "start", record_start)
             for step in range(NUM_STEPS):
                 self.run.zero_grad()
                 for number in range(NUM_MICROBATCHES):
@@ -122,7 +122,7 @@ class Training:
 
 
 class ReplayedTraining(Training):
-    """The same steps, of which forward and backward passes are replays of a tape."""
+    """The same steps, whose forward and backward passes are replays of a tape."""
 
     def __init__(
         self, mesh: ParallelMesh, recompute: str, change: Change = lambda effects: effects
@@ -166,23 +166,23 @@ class ReplayedTraining(Training):
 
 def world(rank: int, size: int) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     for sizes in LAYOUTS:
         tp = sizes.get("tp", 1)
         mesh = ParallelMesh.create(ParallelLayout(size, tp=tp), sequence_parallel=tp > 1)
         for recompute in RECOMPUTE:
             replayed = ReplayedTraining(mesh, recompute)
-            found[f"{sizes} {recompute}"] = (Training(mesh, recompute).train(), replayed.train())
-        labels = [one[2].label for one in (replayed.forward, replayed.first)]
-        # Data-parallel ranks start no collectives inside their passes.
-        forgotten = {
-            what: ReplayedTraining(mesh, "full", change).train()
-            for what, change in FORGOTTEN.items()
+            outcomes[f"{sizes} {recompute}"] = (Training(mesh, recompute).train(), replayed.train())
+        labels = [capture[2].label for capture in (replayed.forward, replayed.first)]
+        # Data-parallel ranks start no collectives inside of their passes.
+        omitted = {
+            effect: ReplayedTraining(mesh, "full", change).train()
+            for effect, change in OMISSIONS.items()
             if tp > 1
         }
-        found[str(sizes)] = {"labels": labels, "forgotten": forgotten}
+        outcomes[str(sizes)] = {"labels": labels, "forgotten": omitted}
         mesh.destroy()
-    return found
+    return outcomes
 
 
 @pytest.fixture(scope="module")
@@ -190,11 +190,11 @@ def results() -> list[dict[str, Any]]:
     return run_world(world, 2)
 
 
-def differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
-    """Return what differs between two trainings."""
-    found = {key for key in one if key != "parameters" and one[key] != other[key]}
-    equal = map(torch.equal, one["parameters"], other["parameters"])
-    return found if all(equal) else found | {"parameters"}
+def differences(first: dict[str, Any], second: dict[str, Any]) -> set[str]:
+    """Return the records that differ between two trainings."""
+    changed = {key for key in first if key != "parameters" and first[key] != second[key]}
+    equal = map(torch.equal, first["parameters"], second["parameters"])
+    return changed if all(equal) else changed | {"parameters"}
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
@@ -202,17 +202,17 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
 def test_replays_with_repeated_effects_equal_eager_training(
     results: list[dict[str, Any]], sizes: dict[str, int], recompute: str
 ) -> None:
-    for found in results:
-        eager, replayed = found[f"{sizes} {recompute}"]
+    for outcomes in results:
+        eager, replayed = outcomes[f"{sizes} {recompute}"]
         assert not differences(eager, replayed)
         assert sum(eager["collectives"].values()) > 0
         events = eager["events"]
         ended = max(index for index, event in enumerate(events) if isinstance(event, str))
-        assert not isinstance(events[ended - 1], str), "sums start inside the last backward pass"
+        assert not isinstance(events[ended - 1], str), "sums start inside of the last backward pass"
 
 
 @pytest.mark.parametrize(
-    ("what", "seen"),
+    ("effect", "changed"),
     [
         ("gradients", "parameters"),
         ("notices", "events"),
@@ -220,23 +220,27 @@ def test_replays_with_repeated_effects_equal_eager_training(
         ("draws", "losses"),
     ],
 )
-def test_an_effect_that_is_not_repeated_is_noticed(
-    results: list[dict[str, Any]], what: str, seen: str
+def test_omitting_an_effect_changes_the_training(
+    results: list[dict[str, Any]], effect: str, changed: str
 ) -> None:
     sizes = LAYOUTS[0]
-    for found in results:
-        eager, _ = found[f"{sizes} full"]
-        assert seen in differences(eager, found[str(sizes)]["forgotten"][what])
+    for outcomes in results:
+        eager, _ = outcomes[f"{sizes} full"]
+        assert changed in differences(eager, outcomes[str(sizes)]["forgotten"][effect])
 
 
-def test_labels_say_how_many_collectives_a_replay_has(results: list[dict[str, Any]]) -> None:
-    for found in results:
-        forward, backward = found[str(LAYOUTS[0])]["labels"]
+def test_labels_contain_the_number_of_collectives_of_a_replay(
+    results: list[dict[str, Any]],
+) -> None:
+    for outcomes in results:
+        forward, backward = outcomes[str(LAYOUTS[0])]["labels"]
         assert forward.startswith("replay of all layers, forward, ")
         assert forward.endswith(" collectives")
         assert int(forward.split()[-2]) > 4
         assert backward.startswith("replay of all layers, backward, ")
-        assert found[str(LAYOUTS[1])]["labels"][0] == "replay of all layers, forward, 0 collectives"
+        assert (
+            outcomes[str(LAYOUTS[1])]["labels"][0] == "replay of all layers, forward, 0 collectives"
+        )
 
 
 @pytest.fixture
@@ -249,7 +253,7 @@ def training() -> ReplayedTraining:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_the_wrong_one_of_two_backward_graphs_is_refused(
+def test_a_backward_graph_for_another_state_of_the_slots_is_refused(
     training: ReplayedTraining, is_first: bool
 ) -> None:
     _, position = training.pass_of(0, 0)
@@ -273,7 +277,7 @@ def test_a_failed_replay_reports_no_gradients(training: ReplayedTraining) -> Non
     assert all(slot.is_empty for slot in training.slots)
 
 
-def test_passes_without_gradient_slots_have_the_other_effects() -> None:
+def test_passes_without_gradient_slots_repeat_their_collectives() -> None:
     mesh = ParallelMesh.single()
     observers = EffectObservers(mesh.random, mesh.journal)
     with observers.recording("evaluation", GeneratorPool(torch.device("cpu"))) as recorder:

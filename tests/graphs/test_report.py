@@ -1,4 +1,4 @@
-"""One line of the log says what is captured, and what is not and why."""
+"""One log line names the captured parts, the eager parts and the reasons."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_line_names_captured_and_eager_parts_with_reasons() -> None:
     )
 
 
-def test_a_single_graph_and_no_graph_at_all_have_lines() -> None:
+def test_a_single_graph_and_no_graph_are_reported() -> None:
     assert GraphReport("full", ("the whole step",), GraphCounts(1)).line() == (
         "CUDA graphs (full): the whole step in 1 graph, captured in 0.00 s."
     )
@@ -35,13 +35,13 @@ def test_a_single_graph_and_no_graph_at_all_have_lines() -> None:
     )
 
 
-def test_neighbouring_parts_are_one_run() -> None:
+def test_neighbouring_parts_are_joined_into_runs() -> None:
     assert runs_of("abcdef", ("c", "f")) == ("a to b", "d to e")
     assert runs_of("abc", "b") == ("a", "c")
     assert runs_of("ab", "ab") == ()
 
 
-def test_whole_layers_are_named_together() -> None:
+def test_complete_layers_are_named_as_a_range() -> None:
     names = ["embedding", *(f"layers.{n}.{part}" for n in range(4) for part in ("a", "b")), "head"]
     assert runs_of(names, ()) == ("embedding", "layers 0..3", "head")
     assert runs_of(names, ("embedding", "layers.1.b")) == (

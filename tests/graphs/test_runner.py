@@ -1,4 +1,4 @@
-"""Graphs of segments compute the bits of eager steps, under every schedule and in every layout."""
+"""Graphs of segments equal eager steps bit by bit, with every schedule and in every layout."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def float64() -> Any:
     torch.set_default_dtype(torch.float32)
 
 
-def check(case: Case, layout: ParallelLayout | None = None, what: str = "", **mesh: Any) -> Any:
-    """Compare a training by graphs with an eager one, and return the runner of the graphs."""
+def check(case: Case, layout: ParallelLayout | None = None, label: str = "", **mesh: Any) -> Any:
+    """Compare training with graphs and eager training, and return the runner of the graphs."""
 
     def new_mesh() -> ParallelMesh:
         if layout is None:
@@ -62,12 +62,12 @@ def check(case: Case, layout: ParallelLayout | None = None, what: str = "", **me
         return ParallelMesh.create(layout, **mesh)
 
     expected = train(case, new_mesh(), graphs=False)
-    found = train(case, new_mesh(), graphs=True)
-    assert found.runner is not None
-    assert found.runner.failure is None, found.runner.failure
-    assert found.runner.num_graphs > 0, what
-    assert_equal_bits(found, expected, what)
-    return found.runner
+    actual = train(case, new_mesh(), graphs=True)
+    assert actual.runner is not None
+    assert actual.runner.failure is None, actual.runner.failure
+    assert actual.runner.num_graphs > 0, label
+    assert_equal_bits(actual, expected, label)
+    return actual.runner
 
 
 @pytest.mark.parametrize(
@@ -80,10 +80,10 @@ def check(case: Case, layout: ParallelLayout | None = None, what: str = "", **me
         ("experts", "expert_inputs"),
     ),
 )
-def test_graphs_in_one_process(kind: str, recompute: str) -> None:
-    runner = check(Case(MODELS[kind], recompute=recompute), what=kind)
-    # Each piece: forward and backward, of the first microbatch and of the later ones. Layers that
-    # keep only their inputs are a piece of their own.
+def test_graphs_of_segments_match_eager_training_in_one_process(kind: str, recompute: str) -> None:
+    runner = check(Case(MODELS[kind], recompute=recompute), label=kind)
+    # Each piece has forward and backward graphs, of the first microbatch and of later microbatches.
+    # Layers that keep only their inputs are a separate piece.
     assert runner.num_graphs == (12 if recompute == "full" else 4)
     assert runner.counts.slots == (1,)
     assert not runner.eager
@@ -99,9 +99,11 @@ LAYERS = Recomputation(("full",), layers=2)
         list(product(["gpt2", "experts"], [PARTS, LAYERS])), ("gpt2", PARTS), ("experts", LAYERS)
     ),
 )
-def test_graphs_of_layers_that_compute_parts_again(kind: str, recompute: Recomputation) -> None:
-    runner = check(Case(MODELS[kind], recompute=recompute), what=kind)
-    # Two layers keep only their inputs, between the embedding and the rest.
+def test_graphs_of_layers_with_partial_recomputation_match_eager_training(
+    kind: str, recompute: Recomputation
+) -> None:
+    runner = check(Case(MODELS[kind], recompute=recompute), label=kind)
+    # Two layers keep only their inputs, between the embedding and the other layers.
     has_pieces = recompute.parts == ("full",)
     assert runner.num_graphs == (12 if has_pieces else 4)
     assert not runner.eager
@@ -111,8 +113,8 @@ SCOPES = ("embedding", "attention", "mlp", "head")
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_graphs_of_one_scope(scope: str) -> None:
-    check(Case(GPT2, scopes=(scope,)), what=scope)
+def test_graphs_of_a_single_scope_match_eager_training(scope: str) -> None:
+    check(Case(GPT2, scopes=(scope,)), label=scope)
 
 
 def other_lengths(step: int, number: int) -> int:
@@ -130,26 +132,26 @@ def test_microbatches_of_other_shapes_run_eagerly(kind: str) -> None:
     ("kind", "recompute"),
     chosen(list(product(["gpt2", "llama"], ["none", "full"])), ("gpt2", "full"), ("llama", "none")),
 )
-def test_microbatches_of_new_shapes_get_graphs_of_their_own(kind: str, recompute: str) -> None:
+def test_microbatches_of_new_shapes_get_their_own_graphs(kind: str, recompute: str) -> None:
     case = Case(MODELS[kind], recompute=recompute, max_shapes=4, length=other_lengths)
     with counted_replays() as replays:
         runner = check(case)
     assert not runner.eager
     num_pieces = 3 if recompute == "full" else 1
     assert replays == {"training": 9 * num_pieces}, "all microbatches of the steps 2, 3 and 4"
-    # Each shape is once the first one of a step.
+    # Each shape is the first shape of a step once.
     assert runner.num_graphs == 2 * 4 * num_pieces
     assert runner.counts.num_shapes == 2
     assert runner.counts.slots == (1,)
 
 
-def test_shapes_beyond_the_most_run_eagerly_and_are_named_once() -> None:
+def test_shapes_beyond_max_shapes_run_eagerly() -> None:
     lengths = (8, 7, 6, 5)
     case = Case(LLAMA, max_shapes=2, length=lambda step, number: lengths[(step + number) % 4])
     with counted_replays() as replays:
         runner = check(case)
     reason = "cuda_graphs.max_shapes (2) others are captured"
-    # The first two shapes of the third step have graphs. They come to four of nine microbatches.
+    # The first two shapes of the third step have graphs. Four of nine microbatches have them.
     assert runner.eager == {("a training_step of a further shape", reason): 5}
     assert replays == {"training": 4}
     assert runner.counts.num_shapes == 2
@@ -167,12 +169,12 @@ def test_evaluation_replays_forward_graphs_in_the_memory_of_slot_0(kind: str) ->
     assert runner.counts.words().startswith("5 graphs (1 slot, 1 for evaluation), captured in ")
 
 
-def test_graphs_whose_backward_pass_is_still_to_be_captured_keep_their_memory() -> None:
-    found = train(Case(LLAMA, max_shapes=4), ParallelMesh.single(), graphs=True)
-    model = found.model
-    runner = found.runner
+def test_forward_graphs_without_a_captured_backward_graph_keep_their_memory() -> None:
+    trained = train(Case(LLAMA, max_shapes=4), ParallelMesh.single(), graphs=True)
+    model = trained.model
+    runner = trained.runner
     assert runner is not None
-    slots = [slot for one in model.parameters() if (slot := slot_of(one)) is not None]
+    slots = [slot for parameter in model.parameters() if (slot := slot_of(parameter)) is not None]
 
     def loss_of(length: int) -> Tensor:
         tokens, labels = batch_of(Case(LLAMA, length=lambda *_: length), model.mesh, 9, 0).data
@@ -203,7 +205,7 @@ def test_a_stage_with_two_microbatches_in_flight_shares_graphs_of_recomputed_lay
     assert not runner.eager
     assert_inputs_suffice(runner)
     # Embedding and head have two slots, the first of which also runs the first microbatch of a
-    # step, and the layers one.
+    # step. The layers have one slot.
     assert slots_in_use(runner) == {0: 8, 1: 4, None: 4}
 
 
@@ -231,7 +233,7 @@ def stages_of(schedule: str) -> ParallelLayout:
 
 def check_two_ranks(rank: int, size: int) -> list[int]:
     torch.set_default_dtype(torch.float64)
-    found = []
+    numbers_of_graphs = []
     for schedule, kind in STAGES:
         layout = stages_of(schedule)
         numbers = (4, 4, 4, 2, 4) if schedule == "interleaved" else (4, 4, 4, 2, 5)
@@ -243,23 +245,23 @@ def check_two_ranks(rank: int, size: int) -> list[int]:
         assert not runner.eager
         assert replays["training"] == layout.vpp * sum(numbers[2:])
         assert replays["evaluation"] == layout.vpp * 4 * case.evaluates
-        found.append(runner.num_graphs)
+        numbers_of_graphs.append(runner.num_graphs)
     check(Case(GPT2), ParallelLayout(size, tp=2), "tp2 with sp", sequence_parallel=True)
     check(Case(GPT2, recompute="full"), ParallelLayout(size, tp=2), "tp2")
     check(Case(LLAMA), ParallelLayout(size), "dp2")
     with counted_exchanges() as exchanges:
         check(Case(WIDE, bucket_size=500), ParallelLayout(size), "dp2, embedding by rows")
-    # Of five steps, eager and with graphs.
+    # Five eager steps and five steps with graphs.
     assert exchanges == [3 * 2 * 8] * 10
     for transport, kind in TRANSPORTS:
         case = Case(MODELS[kind], transport=transport)
         check(case, ParallelLayout(size, ep=2), f"ep2 {transport}")
-    return found
+    return numbers_of_graphs
 
 
 def check_shared_slots(rank: int, size: int) -> list[tuple[int, ...]]:
     torch.set_default_dtype(torch.float64)
-    found = []
+    slots = []
     for schedule, kind in STAGES:
         layout = stages_of(schedule)
         numbers = (8, 8, 8, 4, 8) if schedule == "interleaved" else (8, 8, 8, 3, 8)
@@ -276,12 +278,12 @@ def check_shared_slots(rank: int, size: int) -> list[tuple[int, ...]]:
         assert_inputs_suffice(runner)
         shared = slots_in_use(runner)
         assert (None in shared) == (schedule in ("1f1b", "interleaved")), schedule
-        found.append(runner.counts.slots)
+        slots.append(runner.counts.slots)
     scopes = ("attention", "mlp")
     check(
         Case(GPT2, microbatches=(6, 6, 6, 2, 6), recompute="full", scopes=scopes), layout_of(size)
     )
-    return found
+    return slots
 
 
 def check_shared_experts(rank: int, size: int) -> None:
@@ -297,10 +299,10 @@ def check_shared_experts(rank: int, size: int) -> None:
         runner = check(case, ParallelLayout(size, pp=2, ep=2), name)
         assert not runner.eager
         assert_inputs_suffice(runner)
-        # One piece with all layers: forward and backward, of the first microbatch and of later
-        # ones, on a stage with two microbatches in flight and on one with one.
+        # One piece with all layers has forward and backward graphs, of the first microbatch and of
+        # later microbatches, on a stage with two microbatches in flight and on one with one.
         assert slots_in_use(runner)[None] == 4, name
-    # The host reads sizes, so that nothing of the layers is captured.
+    # The host reads sizes, so that no part of the layers is captured.
     runner = check(
         replace(several, transport="all_to_all"), ParallelLayout(size, pp=2, ep=2), "all-to-all"
     )
@@ -308,7 +310,7 @@ def check_shared_experts(rank: int, size: int) -> None:
 
 
 def slots_in_use(runner: Any) -> dict[int | None, int]:
-    """Return the number of graphs of each slot of the first chunk; None is the shared one."""
+    """Return the number of graphs of each slot of the first chunk. None is the shared slot."""
     return {
         number: slot.num_graphs()
         for (chunk, number), slot in runner._slots.items()
@@ -317,21 +319,23 @@ def slots_in_use(runner: Any) -> dict[int | None, int]:
 
 
 def assert_inputs_suffice(runner: Any) -> None:
-    """Assert that backward graphs of a shared slot read only what is kept of forward graphs."""
+    """Assert that backward graphs of a shared slot read only tensors that forward graphs keep."""
     for (_, number), slot in runner._slots.items():
-        pieces = [piece for one in slot._sets.values() for piece in one.values()]
+        pieces = [
+            piece for pieces_of_set in slot._sets.values() for piece in pieces_of_set.values()
+        ]
         for piece in pieces if number is None else ():
-            kept = set(map(memory_of, [*piece._inputs.copied, *piece._between]))
-            made = set(map(memory_of, piece._forward[0]._made)) - kept
-            read = {
-                memory_of(one)
+            kept_memory = set(map(memory_of, [*piece._inputs.copied, *piece._between]))
+            made_memory = set(map(memory_of, piece._forward[0]._made)) - kept_memory
+            read_memory = {
+                memory_of(argument)
                 for entry in piece._backward[0]._entries
                 if isinstance(entry, Operator)
-                for one in tree_leaves((entry.args, entry.kwargs))
-                if isinstance(one, Tensor)
+                for argument in tree_leaves((entry.args, entry.kwargs))
+                if isinstance(argument, Tensor)
             }
-            assert kept & read, piece.piece.label
-            assert not made & read, piece.piece.label
+            assert kept_memory & read_memory, piece.piece.label
+            assert not made_memory & read_memory, piece.piece.label
 
 
 def memory_of(tensor: Tensor) -> int:
@@ -346,7 +350,7 @@ def layout_of(size: int) -> ParallelLayout:
 
 def test_microbatches_share_graphs_of_segments_that_keep_only_their_inputs() -> None:
     first, last = run_world(check_shared_slots, 2)
-    # Embedding or head have a slot for each microbatch in flight, and the layers one for all.
+    # Embedding or head have a slot for each microbatch in flight, and the layers share one slot.
     assert first[0] == (2 + 1,)
     assert last[0] == (1 + 1,)
 
@@ -355,12 +359,12 @@ def test_microbatches_share_graphs_of_recomputed_layers_with_experts_on_several_
     run_world(check_shared_experts, 4)
 
 
-def test_graphs_on_two_ranks() -> None:
+def test_graphs_match_eager_training_on_two_ranks() -> None:
     run_world(check_two_ranks, 2)
 
 
 class ReadsHost(torch.autograd.Function):
-    """Identity that reads the host in its forward or in its backward pass."""
+    """Identity that reads values on the host in its forward or in its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, where: str) -> Tensor:
@@ -377,7 +381,7 @@ class ReadsHost(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_what_cannot_be_captured_runs_eagerly(where: str) -> None:
+def test_segments_that_cannot_be_captured_run_eagerly(where: str) -> None:
     def spoil(model: GPT) -> None:
         mlp = model.layers["1"].mlp
         run = mlp.forward
@@ -386,12 +390,12 @@ def test_what_cannot_be_captured_runs_eagerly(where: str) -> None:
     names = {"forward": "forward", "backward": "first backward"}
     case = Case(LLAMA)
     expected = train(case, ParallelMesh.single(), graphs=False, spoil=spoil)
-    found = train(case, ParallelMesh.single(), graphs=True, spoil=spoil)
-    assert found.runner is not None
-    assert found.runner.failure is not None
-    assert f"embedding, layers 0..3, head, {names[where]}, slot 0" in found.runner.failure
-    assert "item" in found.runner.failure or "_local_scalar_dense" in found.runner.failure
-    assert_equal_bits(found, expected, where)
+    actual = train(case, ParallelMesh.single(), graphs=True, spoil=spoil)
+    assert actual.runner is not None
+    assert actual.runner.failure is not None
+    assert f"embedding, layers 0..3, head, {names[where]}, slot 0" in actual.runner.failure
+    assert "item" in actual.runner.failure or "_local_scalar_dense" in actual.runner.failure
+    assert_equal_bits(actual, expected, where)
 
 
 def test_a_slot_holds_one_microbatch() -> None:
@@ -402,35 +406,35 @@ def test_a_slot_holds_one_microbatch() -> None:
         slot.occupy(PipelineUnit(0, 4))
 
 
-def test_graphs_end_where_the_caller_cuts() -> None:
+def test_graphs_end_after_the_segments_named_in_cuts() -> None:
     case = Case(LLAMA, cuts=("layers.0.mlp", "layers.2.mlp"))
     assert check(case).num_graphs == 3 * 4
 
 
-def test_results_that_user_code_keeps_stay_as_they_are() -> None:
+def test_results_that_user_code_keeps_are_not_overwritten() -> None:
     kept: dict[bool, list[Tensor]] = {True: [], False: []}
     for graphs in (False, True):
         keep = kept[graphs]
 
-        def keeping(model: GPT, keep: list[Tensor] = keep) -> None:
+        def keep_results(model: GPT, keep: list[Tensor] = keep) -> None:
             model.register_forward_hook(lambda *call: keep.append(call[2].detach()))
 
-        train(Case(LLAMA), ParallelMesh.single(), graphs=graphs, spoil=keeping)
-    for one, other in zip(kept[True], kept[False], strict=True):
-        assert torch.equal(one, other)
+        train(Case(LLAMA), ParallelMesh.single(), graphs=graphs, spoil=keep_results)
+    for actual, expected in zip(kept[True], kept[False], strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_a_backward_pass_needs_the_activations_of_its_own_forward_pass() -> None:
     case = Case(LLAMA)
-    found = train(case, ParallelMesh.single(), graphs=True)
-    assert found.runner is not None
-    tokens, labels = batch_of(case, found.model.mesh, 9, 0).data
+    trained = train(case, ParallelMesh.single(), graphs=True)
+    assert trained.runner is not None
+    tokens, labels = batch_of(case, trained.model.mesh, 9, 0).data
 
     def forward() -> Tensor:
-        assert found.runner is not None
-        found.runner.begin_step(build_schedule("1f1b", 1, 2))
-        with found.runner.during(Action("F", 0, 0)):
-            return found.model(tokens, labels).mean()
+        assert trained.runner is not None
+        trained.runner.begin_step(build_schedule("1f1b", 1, 2))
+        with trained.runner.during(Action("F", 0, 0)):
+            return trained.model(tokens, labels).mean()
 
     stale, loss = forward(), forward()
     with pytest.raises(RuntimeError, match="another microbatch had overwritten the activations"):
@@ -440,39 +444,39 @@ def test_a_backward_pass_needs_the_activations_of_its_own_forward_pass() -> None
         loss.backward()
 
 
-def test_a_call_that_collects_the_states_of_layers_runs_eagerly() -> None:
+def test_a_call_that_collects_hidden_states_runs_eagerly() -> None:
     case = Case(LLAMA)
-    found = train(case, ParallelMesh.single(), graphs=True)
-    assert found.runner is not None
-    tokens, labels = batch_of(case, found.model.mesh, 9, 0).data
-    found.runner.begin_step(build_schedule("1f1b", 1, 1))
-    found.model.hidden_states = states = []
-    with found.runner.during(Action("F", 0, 0)):
-        found.model(tokens, labels)
+    trained = train(case, ParallelMesh.single(), graphs=True)
+    assert trained.runner is not None
+    tokens, labels = batch_of(case, trained.model.mesh, 9, 0).data
+    trained.runner.begin_step(build_schedule("1f1b", 1, 1))
+    trained.model.hidden_states = states = []
+    with trained.runner.during(Action("F", 0, 0)):
+        trained.model(tokens, labels)
     assert len(states) == SIZES["num_layers"] + 1
 
 
 @pytest.mark.parametrize("scope", ["all", "attention"])
 def test_every_pass_waits_for_the_parameters_before_it_reads_them(scope: str) -> None:
-    # Static and eager pieces, before the captures and after: none runs the hooks that would wait.
+    # No static or eager piece, before or after the captures, runs the hooks that wait.
     awaited: list[set[int]] = []
 
-    def beginning(model: GPT) -> None:
+    def record_calls(model: GPT) -> None:
         run = model._run_chunk
 
-        def run_chunk(*given: Any) -> Any:
+        def run_chunk(*arguments: Any) -> Any:
             awaited.append(set())
-            return run(*given)
+            return run(*arguments)
 
         model._run_chunk = run_chunk  # type: ignore[method-assign]
 
-    found = train(
+    trained = train(
         Case(LLAMA, scopes=(scope,)),
         ParallelMesh.single(),
         graphs=True,
-        spoil=beginning,
+        spoil=record_calls,
         wait_for=lambda parameters: awaited[-1].update(map(id, parameters)),
     )
     assert len(awaited) == 5 * 3
-    for one in awaited:
-        assert one == set(map(id, found.model.parameters()))
+    for parameter_ids in awaited:
+        assert parameter_ids == set(map(id, trained.model.parameters()))

@@ -1,4 +1,4 @@
-"""Graphs of whole steps train bit for bit as eager steps, or say why they cannot."""
+"""Graphs of full steps train bit by bit like eager steps, or a log says why a step stays eager."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ FULL = CudaGraphs("full", warmup_steps=2)
 
 
 @pytest.mark.parametrize("kind", chosen(["gpt2", "llama", "experts"], "experts"))
-def test_replayed_steps_train_as_eager_ones(kind: str) -> None:
+def test_replayed_steps_match_eager_steps(kind: str) -> None:
     eager, graphs = fit(LM(kind), None), fit(LM(kind), FULL)
     assert_equal(graphs, eager, kind)
     assert graphs.num_replays == 5, "two of seven steps warm up"
 
 
-def test_accumulated_batches_have_a_graph_for_the_first_and_one_for_the_later() -> None:
+def test_accumulation_has_one_graph_for_the_first_batch_and_one_for_later_batches() -> None:
     options: dict[str, Any] = {"accumulate_grad_batches": 3, "num_samples": 4 * 17}
     eager, graphs = fit(LM("gpt2"), None, **options), fit(LM("gpt2"), FULL, **options)
     assert_equal(graphs, eager)
@@ -55,11 +55,11 @@ def test_routers_are_updated_inside_the_graph_of_the_last_batch_of_an_accumulati
     assert_equal(graphs, eager)
     assert eager.routed, "the routers have counted"
     assert num_eager == 6
-    # The second batch of an accumulation is an eager step of the third one, too.
+    # The second batch of an accumulation also counts as an eager step of the third batch.
     assert len(calls) - num_eager == 2, "one eager step and one capture, and no replay"
 
 
-def test_a_last_batch_of_another_form_runs_eagerly_and_is_named() -> None:
+def test_a_last_batch_of_another_shape_runs_eagerly_and_is_logged() -> None:
     eager = fit(LM("gpt2"), None, num_samples=27)
     graphs = fit(LM("gpt2"), FULL, num_samples=27)
     assert_equal(graphs, eager)
@@ -70,7 +70,7 @@ def test_a_last_batch_of_another_form_runs_eagerly_and_is_named() -> None:
     ]
 
 
-def test_a_new_form_is_an_error_or_gets_a_graph_on_request() -> None:
+def test_a_new_shape_raises_or_gets_a_graph_as_configured() -> None:
     with pytest.raises(UnsupportedError, match=r"training_step got 1 microbatches, captured for 2"):
         fit(LM("gpt2"), CudaGraphs("full", on_new_shape="error"), num_samples=26)
     settings = CudaGraphs("full", warmup_steps=1, on_new_shape="capture")
@@ -89,24 +89,24 @@ def test_a_new_form_is_an_error_or_gets_a_graph_on_request() -> None:
 
 
 @pytest.mark.parametrize("evaluation", [False, True])
-def test_validation_between_replayed_steps_changes_nothing(evaluation: bool) -> None:
+def test_validation_between_replayed_steps_does_not_change_the_training(evaluation: bool) -> None:
     options: dict[str, Any] = {"val_check_interval": 2, "num_samples": 32}
     settings = CudaGraphs("full", warmup_steps=2, evaluation=evaluation)
     eager, graphs = fit(LM("gpt2"), None, **options), fit(LM("gpt2"), settings, **options)
     assert_equal(graphs, eager)
-    # Four validations of three batches; the sanity check comes before the graphs.
+    # Four validations of three batches each. The sanity check comes before the graphs.
     assert graphs.num_replays == 6 + (10 if evaluation else 0)
 
 
-class Scaled(LM):
-    """Count tokens, on the host."""
+class CountingTokens(LM):
+    """Count tokens on the host."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
         return {**super().training_step(batch, batch_idx), "num_tokens": batch["tokens"].numel()}
 
 
-def test_steps_that_count_tokens_train_as_eager_ones() -> None:
-    assert_equal(fit(Scaled("llama"), FULL), fit(Scaled("llama"), None))
+def test_replayed_steps_that_count_tokens_match_eager_steps() -> None:
+    assert_equal(fit(CountingTokens("llama"), FULL), fit(CountingTokens("llama"), None))
 
 
 def _fit_in(
@@ -137,30 +137,30 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-SOME = chosen(CASES, "dp2 zero 1", "pp2, experts", "tp2 with sequence parallelism")
+CHOSEN_CASES = chosen(CASES, "dp2 zero 1", "pp2, experts", "tp2 with sequence parallelism")
 
 
 def _two_ranks(rank: int, size: int) -> list[tuple[str, int, int]]:
-    found = []
-    for name, case in SOME.items():
+    outcomes = []
+    for name, case in CHOSEN_CASES.items():
         graphs = _fit_in(rank, size, case, True)
         eager = _fit_in(rank, size, case, False)
         assert_equal(graphs, eager, name)
         if name == "dp2 zero 1":
-            # Sums start in Python in four eager steps and in one capture, and not in replays.
+            # Python starts sums in four eager steps and in one capture, and not in replays.
             assert 10 * graphs.num_sums == 5 * eager.num_sums, name
-        found.append((name, graphs.num_replays, len(graphs.said)))
-    return found
+        outcomes.append((name, graphs.num_replays, len(graphs.said)))
+    return outcomes
 
 
-def test_replayed_steps_of_two_ranks_train_as_eager_ones() -> None:
-    # The first two optimizer steps of dp2 and tp2 compare replicas, and run eagerly.
+def test_replayed_steps_of_two_ranks_match_eager_steps() -> None:
+    # The first two optimizer steps of dp2 and tp2 compare replicas and run eagerly.
     replays = {"dp2 zero 1, accumulation": 7}
-    expected = [(name, replays.get(name, 8 if "pp" in name else 6), 0) for name in SOME]
+    expected = [(name, replays.get(name, 8 if "pp" in name else 6), 0) for name in CHOSEN_CASES]
     assert run_world(_two_ranks, 2) == [expected, expected]
 
 
-class Reading(LM):
+class Unrepeatable(LM):
     """Do something in the step that no replay can repeat."""
 
     def __init__(self, name: str) -> None:
@@ -191,7 +191,7 @@ READS: dict[str, tuple[Callable[[Any, Tensor, int], Any], str]] = {
 def test_a_step_that_no_replay_can_repeat_continues_eagerly_without_side_effects(
     name: str,
 ) -> None:
-    eager, graphs = fit(Reading(name), None), fit(Reading(name), FULL)
+    eager, graphs = fit(Unrepeatable(name), None), fit(Unrepeatable(name), FULL)
     assert_equal(graphs, eager, name)
     assert graphs.num_replays == 0
     assert len(graphs.said) == 1
@@ -199,8 +199,8 @@ def test_a_step_that_no_replay_can_repeat_continues_eagerly_without_side_effects
     assert re.search(READS[name][1], graphs.said[0])
 
 
-class Refusing(OwnAgreement):
-    """A rank that learns of the failure of another one, or raises."""
+class FailingPeer(OwnAgreement):
+    """A rank that learns of the failure of another rank, or raises."""
 
     def __init__(self, error: Exception | None) -> None:
         self.error = error
@@ -211,16 +211,16 @@ class Refusing(OwnAgreement):
         return failure or "rank 1 could not capture"
 
 
-def test_a_rank_gives_up_its_graph_if_another_one_has_none() -> None:
-    graphs = fit(LM("llama"), FULL, agreement=Refusing(None))
+def test_a_rank_drops_its_graph_if_another_rank_has_none() -> None:
+    graphs = fit(LM("llama"), FULL, agreement=FailingPeer(None))
     assert_equal(graphs, fit(LM("llama"), None))
     assert (graphs.num_replays, graphs.num_graphs) == (0, 0)
     assert graphs.said == ["rank 1 could not capture"]
     with pytest.raises(CaptureError, match="on every rank"):
-        fit(LM("llama"), FULL, agreement=Refusing(CaptureError("on every rank")))
+        fit(LM("llama"), FULL, agreement=FailingPeer(CaptureError("on every rank")))
 
 
-def test_a_hook_inside_of_the_step_keeps_it_eager() -> None:
+def test_a_hook_inside_of_the_step_runs_as_in_eager_training() -> None:
     class Hooked(LM):
         def on_before_backward(self, loss: Tensor) -> None:
             self.hooks.append("before_backward")

@@ -1,4 +1,4 @@
-"""A tape replays the bits of eager steps, and refuses or shows what a CUDA graph could not do."""
+"""A tape replays eager steps bit by bit, and refuses or reveals what a CUDA graph cannot do."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_forward_and_backward_graphs_of_two_slots_may_be_interleaved() -> None:
     backend, batches = TapeBackend(mesh.launcher), [step.batch.clone(), step.batch.clone()]
     step.run.zero_grad()
     graphs = []
-    # The first backward graph overwrites the sums of gradients, the second one adds to them.
+    # The first backward graph overwrites the sums of gradients, and the second adds to them.
     for batch in batches:
         pool = backend.make_pool()
 
@@ -77,34 +77,34 @@ def test_forward_and_backward_graphs_of_two_slots_may_be_interleaved() -> None:
             batch.copy_(step.drawn(seed + number))
         for graph in (forward_0, forward_1, backward_0, backward_1):
             graph.replay()
-        sums = [one.gradients.clone() for one in step.run.main.buffers]
+        sums = [flat_buffer.gradients.clone() for flat_buffer in step.run.main.buffers]
         losses = [loss_0.item(), loss_1.item()]
         first, *_ = step.result_of(seed, step)
         step.batch.copy_(step.drawn(seed + 1))
         assert losses == [first.item(), step().item()]
-        for found, buffer in zip(sums, step.run.main.buffers, strict=True):
-            in_use = buffer.gradients != 7.0  # `result_of` marks what no gradient is added to
-            assert torch.equal(found[in_use], buffer.gradients[in_use])
+        for actual, buffer in zip(sums, step.run.main.buffers, strict=True):
+            in_use = buffer.gradients != 7.0  # `result_of` marks elements without gradients
+            assert torch.equal(actual[in_use], buffer.gradients[in_use])
 
 
-def test_a_capture_leaves_gradients_statistics_and_generators_as_they_were() -> None:
+def test_a_capture_leaves_gradients_statistics_and_generators_unchanged() -> None:
     mesh = ParallelMesh.single()
     config = replace(
         LLAMA, experts=replace(EXPERTS, expert_bias=True, scoring="sigmoid", aux_loss=0.01)
     )
     step = Step(config, mesh)
     step()
-    old = [*step.model.buffers(), *(one.gradients for one in step.run.main.buffers)]
-    before = [one.clone() for one in old]
+    tensors = [*step.model.buffers(), *(buffer.gradients for buffer in step.run.main.buffers)]
+    before = [tensor.clone() for tensor in tensors]
     state = torch.get_rng_state()
     graph, _ = captured(lambda: (step(), torch.rand(3)), TapeBackend(mesh.launcher))
-    assert all(torch.equal(*pair) for pair in zip(old, before, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))
     assert torch.equal(torch.get_rng_state(), state)
     graph.replay()
-    assert not all(torch.equal(*pair) for pair in zip(old, before, strict=True))
+    assert not all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))
 
 
-def test_a_replay_changes_no_counter_of_versions() -> None:
+def test_a_replay_changes_no_version_counter_of_tensors() -> None:
     sums, x = torch.zeros(2), torch.ones(2)
     graph, output = captured(lambda: sums.add_(x) * 2)
     versions = sums._version, output._version
@@ -114,19 +114,19 @@ def test_a_replay_changes_no_counter_of_versions() -> None:
     assert torch.equal(output, 2 * x)
 
 
-def test_outputs_that_a_gpu_may_overwrite_are_nan_at_later_replays() -> None:
+def test_outputs_that_a_gpu_may_overwrite_become_nan_at_later_replays() -> None:
     backend, x = TapeBackend(), torch.ones(2)
     pool = backend.make_pool()
     first, doubled = backend.capture(lambda: x * 2, pool)
     first.replay()
-    kept, given_up = doubled, pool.give_up(doubled)
-    assert given_up.data_ptr() == kept.data_ptr()
-    pool.give_up(x)  # an input is not of the pool, and stays
+    output, given_up = doubled, pool.give_up(doubled)
+    assert given_up.data_ptr() == output.data_ptr()
+    pool.give_up(x)  # an input is not in the pool, and stays
     second, tripled = backend.capture(lambda: (x * 3, torch.arange(2)), pool)
     first.replay()
-    assert torch.equal(kept, 2 * x)
+    assert torch.equal(output, 2 * x)
     second.replay()
-    assert kept.isnan().all()
+    assert output.isnan().all()
     assert torch.equal(tripled[0], torch.full((2,), 3.0))
     first.replay()
     assert tripled[0].isnan().all(), "the first graph may use its memory"
@@ -148,14 +148,14 @@ READS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", READS)
-def test_a_read_of_values_on_the_host_is_refused_by_name(name: str) -> None:
+def test_a_read_of_values_on_the_host_is_refused_with_the_operator_name(name: str) -> None:
     read, operator = READS[name]
     x, sums, backend = torch.ones(3), torch.zeros(3), TapeBackend()
 
-    class Reading(torch.autograd.Function):
+    class ReadInBackward(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, given: Tensor) -> Tensor:
-            return given.clone()
+        def forward(ctx: Any, tensor: Tensor) -> Tensor:
+            return tensor.clone()
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Tensor:
@@ -168,13 +168,13 @@ def test_a_read_of_values_on_the_host_is_refused_by_name(name: str) -> None:
 
     def backward() -> None:
         sums.add_(1)
-        Reading.apply(x.clone().requires_grad_()).sum().backward()
+        ReadInBackward.apply(x.clone().requires_grad_()).sum().backward()
 
     for function in (forward, backward):
         with pytest.raises(UnsupportedError, match=rf"on the host: it called {operator}"):
             captured(function, backend)
         assert not backend.is_capturing
-        assert torch.equal(sums, torch.zeros(3)), "what ran before the error is undone"
+        assert torch.equal(sums, torch.zeros(3)), "operators that ran before the error are undone"
     assert x.tolist() == [1, 1, 1]
     assert x.numpy().sum() == 3
     graph, _ = captured(lambda: sums.add_(1), backend)
@@ -182,7 +182,7 @@ def test_a_read_of_values_on_the_host_is_refused_by_name(name: str) -> None:
     assert torch.equal(sums, torch.ones(3))
 
 
-def test_numbers_of_the_host_may_be_read_and_are_restored_at_each_replay() -> None:
+def test_constants_of_the_host_may_be_read_and_are_restored_at_each_replay() -> None:
     def step() -> Tensor:
         constant = torch.tensor([2.0, 3.0])
         assert constant.tolist() == [2.0, 3.0]
@@ -207,7 +207,7 @@ def test_a_replay_draws_from_the_generators_of_the_capture() -> None:
         return torch.stack([dropped, drawn, torch.rand(50, generator=second)])
 
     backend = TapeBackend()
-    graph, found = backend.capture(step, backend.make_pool(), generators)
+    graph, replayed = backend.capture(step, backend.make_pool(), generators)
     for seed in (1, 2, 3):
         first.manual_seed(seed)
         second.manual_seed(10 * seed)
@@ -217,7 +217,7 @@ def test_a_replay_draws_from_the_generators_of_the_capture() -> None:
         torch.manual_seed(seed)
         dropped = torch.nn.functional.dropout(torch.ones(50))
         torch.manual_seed(10 * seed)
-        assert torch.equal(found, torch.stack([dropped, torch.rand(50), torch.rand(50)]))
+        assert torch.equal(replayed, torch.stack([dropped, torch.rand(50), torch.rand(50)]))
 
 
 def test_a_generator_that_the_capture_does_not_know_is_refused() -> None:
@@ -226,7 +226,7 @@ def test_a_generator_that_the_capture_does_not_know_is_refused() -> None:
         captured(lambda: torch.rand(3, generator=generator))
 
 
-def test_replays_out_of_order_of_life_are_refused() -> None:
+def test_nested_captures_and_replays_after_release_are_refused() -> None:
     backend = TapeBackend()
     with pytest.raises(RuntimeError, match="must not be nested"):
         captured(lambda: captured(lambda: torch.ones(2), backend), backend)
@@ -245,8 +245,8 @@ def _replay_over_tp(rank: int, size: int) -> None:
         backend = TapeBackend(mesh.launcher)
         dropout = replace(GPT2, hidden_dropout=0.2, attention_dropout=0.3)
         for name, config in {"gpt2 with dropout": dropout, "llama": LLAMA}.items():
-            what = f"{name}, tp2, sequence parallel {is_sharded}"
-            Step(config, mesh).assert_replays_equal_eager(backend, what)
+            label = f"{name}, tp2, sequence parallel {is_sharded}"
+            Step(config, mesh).assert_replays_equal_eager(backend, label)
         mesh.destroy()
 
 
@@ -264,7 +264,7 @@ def _replay_over_ep(rank: int, size: int) -> None:
         step = Step(config, mesh, transport)
         with pytest.raises(UnsupportedError, match=r"Tensor.tolist"):
             step.captured(backend)
-        # The ranks compare their numbers of tokens outside of captures.
+        # Ranks compare their numbers of tokens outside of captures.
         step.model._check_tokens = lambda num_tokens: None  # type: ignore[method-assign]
         step.assert_replays_equal_eager(backend, f"experts over ep2 by {transport}")
     step = Step(config, mesh, "all_to_all")
@@ -285,19 +285,19 @@ def _replay_collectives(rank: int, size: int) -> None:
     with pytest.raises(UnsupportedError, match="it called c10d.allreduce_"):
         captured(lambda: torch.distributed.all_reduce(x), backend)
 
-    def exchanged() -> tuple[Tensor, Tensor]:
+    def exchange() -> tuple[Tensor, Tensor]:
         received = torch.empty(2)
         sent = x * 3
         transfers = start_transfers([(sent, 1 - rank)], [(received, 1 - rank)], mesh.dp)
         reduction = start_all_reduce(x, mesh.dp, "mean")
-        assert not transfers.is_done(), "a recording does not know"
+        assert not transfers.is_done(), "a recording cannot know the state of transfers"
         square = sent.square()
         transfers.wait()
         reduction.wait()
         return all_reduce_(square, mesh.dp), received
 
-    graph, (square, received) = captured(exchanged, backend)
-    assert torch.equal(x, torch.ones(2)), "captures have left it as it was"
+    graph, (square, received) = captured(exchange, backend)
+    assert torch.equal(x, torch.ones(2)), "captures leave the input unchanged"
     for number in (1.0, 2.0):
         x.fill_(number + rank)
         graph.replay()
@@ -307,5 +307,5 @@ def _replay_collectives(rank: int, size: int) -> None:
     mesh.destroy()
 
 
-def test_collectives_are_started_and_waited_for_again_and_others_are_refused() -> None:
+def test_replays_repeat_collectives_and_captures_refuse_unsupported_ones() -> None:
     run_world(_replay_collectives, 2)

@@ -1,4 +1,4 @@
-"""The graph of the update is captured after eager updates, and again after a change of any rank."""
+"""The graph of the update is captured after eager updates, and again after a change on any rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Parameters:
 
     Args:
         mesh: Groups over which the rate is summed.
-        rate: What is added.
+        rate: Value that each update adds.
     """
 
     mesh: ParallelMesh
@@ -47,11 +47,11 @@ class Parameters:
 
 
 def graph_of(
-    parameters: Parameters, said: list[str] | None = None, **settings: Any
+    parameters: Parameters, messages: list[str] | None = None, **settings: Any
 ) -> UpdateGraph[Tensor]:
-    """Return a graph of updates that is captured in the third one."""
+    """Return a graph that is captured in the third update."""
     mesh = parameters.mesh
-    say = [].append if said is None else said.append
+    say = [].append if messages is None else messages.append
     chosen = CudaGraphs("segments", **{"warmup_steps": 2, "optimizer": True, **settings})
     return UpdateGraph(TapeBackend(mesh.launcher), mesh, chosen, say, say)
 
@@ -72,12 +72,12 @@ def run(
 
 def test_the_third_update_is_captured_and_later_ones_are_replayed() -> None:
     parameters = Parameters(ParallelMesh.single())
-    said: list[str] = []
-    graph = graph_of(parameters, said)
+    messages: list[str] = []
+    graph = graph_of(parameters, messages)
     assert run(graph, parameters, 5) == [True, True, True, False, False]
     assert parameters.value.tolist() == [15.0] * 3
     assert graph.num_graphs == 1
-    assert said == [
+    assert messages == [
         "CUDA graphs (optimizer): the update of the parameters, with norm and clipping, in 1 graph."
     ]
     graph.release()
@@ -87,7 +87,7 @@ def test_the_third_update_is_captured_and_later_ones_are_replayed() -> None:
     assert graph.num_graphs == 0
 
 
-def test_another_form_runs_eagerly_and_is_captured_in_turn() -> None:
+def test_an_update_of_another_form_runs_eagerly_and_is_captured_later() -> None:
     parameters = Parameters(ParallelMesh.single())
     graph = graph_of(parameters)
     run(graph, parameters, 4)
@@ -98,7 +98,7 @@ def test_another_form_runs_eagerly_and_is_captured_in_turn() -> None:
     assert parameters.value.tolist() == [66.0] * 3
 
 
-def test_other_tensors_run_eagerly_and_the_old_graph_is_gone() -> None:
+def test_an_update_of_other_tensors_runs_eagerly_and_drops_the_old_graph() -> None:
     parameters = Parameters(ParallelMesh.single())
     graph = graph_of(parameters)
     run(graph, parameters, 4)
@@ -112,7 +112,7 @@ def test_other_tensors_run_eagerly_and_the_old_graph_is_gone() -> None:
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_addresses_are_compared_if_they_are_checked(check: bool) -> None:
+def test_changed_addresses_are_found_only_with_check(check: bool) -> None:
     parameters = Parameters(ParallelMesh.single())
     graph = graph_of(parameters, check=check)
     run(graph, parameters, 4)
@@ -121,18 +121,18 @@ def test_addresses_are_compared_if_they_are_checked(check: bool) -> None:
     assert parameters.value.tolist() == [5.0 if check else 0.0] * 3
 
 
-def test_an_update_that_cannot_be_repeated_runs_eagerly_and_is_named_once() -> None:
+def test_an_update_that_cannot_be_repeated_runs_eagerly_and_is_logged_once() -> None:
     parameters = Parameters(ParallelMesh.single())
-    said: list[str] = []
-    graph = graph_of(parameters, said)
+    messages: list[str] = []
+    graph = graph_of(parameters, messages)
     assert run(graph, parameters, 5, reason="a reason") == [True] * 5
-    assert said == ["CUDA graphs: the update of the parameters runs eagerly: a reason."]
+    assert messages == ["CUDA graphs: the update of the parameters runs eagerly: a reason."]
 
 
-def test_each_part_has_a_graph_and_the_host_acts_after_each() -> None:
+def test_each_part_of_an_update_has_a_graph_and_a_call_of_the_host_follows() -> None:
     mesh = ParallelMesh.single()
     value, factor = torch.zeros(()), torch.ones(())
-    seen: list[tuple[int, float]] = []
+    calls: list[tuple[int, float]] = []
     doubled: Tensor | None = None
 
     def first() -> Tensor:
@@ -148,50 +148,52 @@ def test_each_part_has_a_graph_and_the_host_acts_after_each() -> None:
         factor.fill_(number + 1.0)
         parts = (first, second)
         result = graph.run(
-            Update("", value, value.data_ptr, parts, None, lambda n: seen.append((n, float(value))))
+            Update(
+                "", value, value.data_ptr, parts, None, lambda n: calls.append((n, float(value)))
+            )
         )
         assert float(result) == 2.0 * (number + 1)
     assert graph.num_graphs == 2
-    # The sums of 2, 4, 6, 8 and 10, before and after each second part.
+    # The sums of 2, 4, 6, 8 and 10, after the first and after the second part of each update.
     sums = [0.0, 2.0, 6.0, 12.0, 20.0, 30.0]
-    assert seen == [(n, sums[step + n]) for step in range(5) for n in (0, 1)]
+    assert calls == [(n, sums[step + n]) for step in range(5) for n in (0, 1)]
 
 
 def _on_two_ranks(rank: int, size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     mesh = ParallelMesh.create(ParallelLayout(size))
     parameters = Parameters(mesh)
     graph = graph_of(parameters)
-    found["first"] = run(graph, parameters, 4)
+    outcomes["first"] = run(graph, parameters, 4)
     if rank == 1:
         parameters.value = parameters.value.clone()
-    # The rank without a change waits for the other one, and both capture.
-    found["changed"] = run(graph, parameters, 5)
-    found["value"] = parameters.value.tolist()
-    found["count"] = mesh.journal.counts["world"]
+    # The rank without a change waits for the other rank, and both capture.
+    outcomes["changed"] = run(graph, parameters, 5)
+    outcomes["value"] = parameters.value.tolist()
+    outcomes["count"] = mesh.journal.counts["world"]
     failing = Parameters(mesh, fails=rank == 1)
-    said: list[str] = []
-    graph = graph_of(failing, said)
-    found["failed"] = run(graph, failing, 4)
-    found["failed value"] = failing.value.tolist()
-    found["said"] = said
+    messages: list[str] = []
+    graph = graph_of(failing, messages)
+    outcomes["failed"] = run(graph, failing, 4)
+    outcomes["failed value"] = failing.value.tolist()
+    outcomes["said"] = messages
     strict = Parameters(mesh, fails=rank == 1)
     graph = graph_of(strict, on_failure="error")
     run(graph, strict, 2)
     with pytest.raises(CaptureError, match="rank 1 could not capture the update of the param"):
         run(graph, strict)
-    return found
+    return outcomes
 
 
 def test_all_ranks_capture_replay_and_fail_together() -> None:
-    for found in run_world(_on_two_ranks, 2):
-        assert found["first"] == [True, True, True, False]
-        assert found["changed"] == [True, True, True, False, False]
-        assert found["value"] == [2.0 * 45] * 3
-        assert found["count"] == 9
-        assert all(found["failed"])
-        assert found["failed value"] == [2.0 * 10] * 3
-        assert found["said"] == [
+    for outcomes in run_world(_on_two_ranks, 2):
+        assert outcomes["first"] == [True, True, True, False]
+        assert outcomes["changed"] == [True, True, True, False, False]
+        assert outcomes["value"] == [2.0 * 45] * 3
+        assert outcomes["count"] == 9
+        assert all(outcomes["failed"])
+        assert outcomes["failed value"] == [2.0 * 10] * 3
+        assert outcomes["said"] == [
             "CUDA graphs (optimizer) are off: rank 1 could not capture the update of the "
             "parameters: RuntimeError: no memory. All ranks update eagerly."
         ]

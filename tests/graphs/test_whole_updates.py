@@ -1,5 +1,5 @@
-"""Graphs of whole steps gather updated parameters and sum gradients, and whoever else reads
-parameters sees the values of eager training.
+"""Graphs of full steps gather updated parameters and sum gradients, and every other reader of
+parameters gets the values of eager training.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Wide(Quiet):
 
 
 class Plain(Quiet):
-    """Layers of torch, none of which waits for its parameters."""
+    """Layers of torch, which do not wait for their parameters."""
 
     def configure_model(self) -> None:
         if self.net is None:
@@ -70,14 +70,14 @@ class Plain(Quiet):
 
 @dataclass
 class Readers(Callback):
-    """Read parameters between steps in every way.
+    """Read parameters between steps in several ways.
 
     Args:
         folder: Place of the checkpoint.
         validated: Losses of all validations.
         read: Values of ``parameter.data``.
-        saved: What a hook got when the checkpoint was made, and the contents of its files.
-        replays: Number of replays by what they did.
+        saved: State that a hook gets when the checkpoint is made, and the contents of its files.
+        replays: Number of replays by kind.
     """
 
     folder: Path
@@ -92,10 +92,10 @@ class Readers(Callback):
             trainer.save_checkpoint(self.folder)
             self.saved |= contents_of(self.folder)
         elif number == READ:
-            self.read = [one.data.clone() for one in module.parameters()]
+            self.read = [parameter.data.clone() for parameter in module.parameters()]
 
     def on_save_checkpoint(self, trainer: Trainer, module: Any, checkpoint: Any) -> None:
-        self.saved = {name: one.tolist() for name, one in checkpoint["state_dict"].items()}
+        self.saved = {name: tensor.tolist() for name, tensor in checkpoint["state_dict"].items()}
 
     def on_validation_end(self, trainer: Trainer, module: LightningModule) -> None:
         self.validated.append(float(trainer.callback_metrics["val_loss"]))
@@ -103,34 +103,34 @@ class Readers(Callback):
 
 def contents_of(folder: Path) -> dict[str, Any]:
     """Return the contents of all files of a checkpoint that do not depend on the time."""
-    files = sorted(one for one in folder.rglob("*") if one.is_file())
-    found: dict[str, Any] = {str(one.relative_to(folder)): one.read_bytes() for one in files}
-    header = json.loads(found["checkpoint.json"])
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    contents: dict[str, Any] = {str(file.relative_to(folder)): file.read_bytes() for file in files}
+    header = json.loads(contents["checkpoint.json"])
     timed = ("saved_at", "checksum")
-    found["checkpoint.json"] = {key: one for key, one in header.items() if key not in timed}
-    return found
+    contents["checkpoint.json"] = {key: value for key, value in header.items() if key not in timed}
+    return contents
 
 
 def fit_reading(
     folder: Path, is_captured: bool, layout: dict[str, Any], **options: Any
 ) -> tuple[Fit, Readers]:
-    """Fit on two ranks, with validations, a checkpoint and smaller batches in between."""
+    """Fit on two ranks, with validations, a checkpoint and smaller batches between the steps."""
     readers = Readers(folder / ("graphs" if is_captured else "eager"))
     replay = StepGraph.replay
     exchange = row_sums.start_row_sum
 
-    def exchanging(*args: Any) -> Any:
+    def count_exchange(*args: Any) -> Any:
         readers.replays["exchanges"] += 1
         return exchange(*args)
 
-    def counted(graph: StepGraph[Any], *args: Any) -> Any:
+    def count_replay(graph: StepGraph[Any], *args: Any) -> Any:
         readers.replays["gathers" if graph.effects.gathers else "complete"] += 1
         readers.replays["sums"] += bool(graph.effects.gradients.sums)
         return replay(graph, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepGraph, "replay", counted)
-        patch.setattr(row_sums, "start_row_sum", exchanging)
+        patch.setattr(StepGraph, "replay", count_replay)
+        patch.setattr(row_sums, "start_row_sum", count_exchange)
         fitted = fit(
             FULL if is_captured else None,
             2,
@@ -149,17 +149,17 @@ def fit_reading(
 
 
 def differences(graphs: tuple[Fit, Readers], eager: tuple[Fit, Readers]) -> set[str]:
-    """Return what is not the same bit for bit."""
-    found = set(graphs[0].differences_from(eager[0]))
-    ours, theirs = graphs[1], eager[1]
-    if ours.validated != theirs.validated:
-        found.add("validated")
-    if not all(map(torch.equal, ours.read, theirs.read)):
-        found.add("read")
-    assert ours.saved.keys() == theirs.saved.keys(), "both fits save the same files"
-    if ours.saved != theirs.saved:
-        found.add("saved")
-    return found
+    """Return the names of records that are not equal bit by bit."""
+    changed = set(graphs[0].differences_from(eager[0]))
+    actual, expected = graphs[1], eager[1]
+    if actual.validated != expected.validated:
+        changed.add("validated")
+    if not all(map(torch.equal, actual.read, expected.read)):
+        changed.add("read")
+    assert actual.saved.keys() == expected.saved.keys(), "both fits save the same files"
+    if actual.saved != expected.saved:
+        changed.add("saved")
+    return changed
 
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -170,8 +170,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pp2, tied": ({"pp": 2}, {}),
     "tp2, sequence parallel": ({"tp": 2, "sequence_parallel": True}, {}),
 }
-#: Replays of each case: those that gather parameters, that find them complete, and that sum
-#: gradients over the ranks. Each second step is logged, and its gradients are checked before.
+#: Replays of each case: those that gather parameters, those that find them complete, and those that
+#: sum gradients over the ranks. Every second step is logged, and its gradients are checked before.
 REPLAYS = {
     "dp2": (3, 3, 3),
     "dp2, accumulation": (2, 2, 1),
@@ -182,11 +182,11 @@ REPLAYS = {
 }
 
 
-def _forget(patch: pytest.MonkeyPatch, by_graphs: bool) -> None:
-    """Let graphs, or all others, take parameters for complete that were to be gathered."""
+def _skip_gathers(patch: pytest.MonkeyPatch, by_graphs: bool) -> None:
+    """Let graphs, or only eager steps, treat parameters as complete that must be gathered."""
     begin = ParameterGather.begin
 
-    def forgetting(gather: ParameterGather) -> None:
+    def begin_or_skip(gather: ParameterGather) -> None:
         if (gather._recorded is not None) != by_graphs:
             begin(gather)
         elif gather.is_deferred:
@@ -194,44 +194,44 @@ def _forget(patch: pytest.MonkeyPatch, by_graphs: bool) -> None:
             if gather._recorded is not None:
                 gather._recorded.gathers = True
 
-    patch.setattr(ParameterGather, "begin", forgetting)
+    patch.setattr(ParameterGather, "begin", begin_or_skip)
 
 
-def _sum_less(patch: pytest.MonkeyPatch) -> None:
-    """Let graphs leave out sums that eager steps compute at their end."""
-    patch.setattr(GradientReducer, "sum_up", _mark)
+def _skip_sums(patch: pytest.MonkeyPatch) -> None:
+    """Let graphs omit sums that eager steps compute at their end."""
+    patch.setattr(GradientReducer, "sum_up", _start_without_sums)
 
 
-def _mark(reducer: GradientReducer) -> None:
+def _start_without_sums(reducer: GradientReducer) -> None:
     reducer._starts.end()
     for bucket in reducer._starts.buckets:
         reducer._start(bucket)
         bucket.wait()
 
 
-#: Omissions: the case that shows each of them, and what it changes at least.
+#: Omissions: the case that reveals each of them, and records that change.
 OMISSIONS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], set[str]]] = {
-    "a graph does not gather": ("dp2", lambda patch: _forget(patch, True), {"losses"}),
-    "others do not gather": ("dp2", lambda patch: _forget(patch, False), {"replicas"}),
+    "a graph does not gather": ("dp2", lambda patch: _skip_gathers(patch, True), {"losses"}),
+    "others do not gather": ("dp2", lambda patch: _skip_gathers(patch, False), {"replicas"}),
     "readers do not wait": (
         "dp2, plain layers",
         lambda patch: patch.setattr(MainParameters, "wait", lambda main: None),
         {"validated", "read", "saved"},
     ),
-    "a graph does not add tied gradients": ("pp2, tied", _sum_less, {"losses"}),
-    "a graph does not add partial gradients": ("tp2, sequence parallel", _sum_less, {"losses"}),
+    "a graph does not add tied gradients": ("pp2, tied", _skip_sums, {"losses"}),
+    "a graph does not add partial gradients": ("tp2, sequence parallel", _skip_sums, {"losses"}),
 }
 
 
 def _two_ranks(rank: int, size: int, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     eager = {}
     for name, (layout, options) in CASES.items():
         place = folder / name
         eager[name] = fit_reading(place, False, layout, **options)
         graphs = fit_reading(place, True, layout, **options)
-        counted = tuple(graphs[1].replays[one] for one in ("gathers", "complete", "sums"))
-        found[name] = differences(graphs, eager[name]), counted
+        replays = tuple(graphs[1].replays[kind] for kind in ("gathers", "complete", "sums"))
+        outcomes[name] = differences(graphs, eager[name]), replays
         # A captured step cannot decide how many rows the ranks exchange.
         assert graphs[1].replays["exchanges"] == 0
         assert (eager[name][1].replays["exchanges"] > 0) == ("rows" in name)
@@ -241,35 +241,35 @@ def _two_ranks(rank: int, size: int, folder: Path) -> dict[str, Any]:
             omit(patch)
             try:
                 graphs = fit_reading(folder / name, True, layout, **options)
-                found[name] = differences(graphs, eager[case])
+                outcomes[name] = differences(graphs, eager[case])
             except ReplicaMismatchError:
-                found[name] = {"replicas"}
+                outcomes[name] = {"replicas"}
     layout, options = CASES["dp2"]
     resumed = [
         fit_reading(
             folder / "again",
-            one,
+            is_captured,
             layout,
-            ckpt_path=folder / "dp2" / ("graphs" if one else "eager"),
+            ckpt_path=folder / "dp2" / ("graphs" if is_captured else "eager"),
             max_steps=15,
         )
-        for one in (False, True)
+        for is_captured in (False, True)
     ]
-    found["resumed"] = differences(resumed[1], resumed[0]), resumed[1][1].replays["gathers"]
-    return found
+    outcomes["resumed"] = differences(resumed[1], resumed[0]), resumed[1][1].replays["gathers"]
+    return outcomes
 
 
-def test_graphs_gather_and_sum_as_eager_steps_do_and_no_reader_sees_old_values(
+def test_graphs_gather_and_sum_like_eager_steps_and_no_reader_gets_old_values(
     tmp_path: Path,
 ) -> None:
-    for found in run_world(_two_ranks, 2, tmp_path):
-        # Only eager steps exchange rows, by other collectives.
+    for outcomes in run_world(_two_ranks, 2, tmp_path):
+        # Only eager steps exchange rows, with other collectives.
         equal = {name: {"counts"} if "rows" in name else set() for name in CASES}
-        assert {name: found[name] for name in CASES} == {
+        assert {name: outcomes[name] for name in CASES} == {
             name: (equal[name], replays) for name, replays in REPLAYS.items()
         }
         for name, (_, _, changed) in OMISSIONS.items():
-            assert changed <= found[name], name
-        unequal, num_gathers = found["resumed"]
+            assert changed <= outcomes[name], name
+        unequal, num_gathers = outcomes["resumed"]
         assert unequal == set()
         assert num_gathers > 0

@@ -1,4 +1,4 @@
-"""Training of a small GPT for a few steps, eagerly or by graphs of its segments."""
+"""Training of a small GPT for a few steps, eagerly or with graphs of its segments."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SIZES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained.
+    """Settings of a training.
 
     Args:
         config: Configuration of the model.
@@ -57,11 +57,11 @@ class Case:
         scopes: Scopes that graphs capture.
         cuts: Names of segments after which a graph ends.
         transport: Transport of tokens to experts.
-        places: Places for clones of experts on every rank (places).
+        places: Number of places for clones of experts on every rank.
         dtype: Dtype of the parameters.
         length: Function from step and microbatch to the length of its sequences (tokens).
-        max_shapes: Most shapes that get graphs (shapes).
-        evaluates: Microbatches that are evaluated after each step.
+        max_shapes: Largest number of shapes that get graphs.
+        evaluates: Number of microbatches that are evaluated after each step.
         bucket_size: Size at which a bucket of gradients closes (elements).
     """
 
@@ -111,26 +111,26 @@ def train(
     spoil: Callable[[GPT], None] | None = None,
     wait_for: Callable[[Any], None] = lambda parameters: None,
 ) -> Trained:
-    """Train, eagerly or by graphs that are captured after two steps.
+    """Train eagerly, or with graphs that are captured after two steps.
 
     Args:
-        case: What is trained.
-        mesh: The groups of this rank.
+        case: Settings of the training.
+        mesh: Process groups of this rank.
         graphs: Whether graphs of segments are captured.
-        spoil: Function that changes the model first.
+        spoil: Function that changes the model before the training.
         wait_for: Function that the runner calls before it reads parameters.
     """
     model = GPT(case.config, mesh, seed=7).to(case.dtype)
     model.recompute = case.recompute
     if spoil is not None:
         spoil(model)
-    for part in model.modules():
-        if isinstance(part, MixtureOfExperts):
-            part.transport = case.transport
-            part.clones = CloneSettings(case.places) if case.places else None
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.transport = case.transport
+            module.clones = CloneSettings(case.places) if case.places else None
     division = DistributedOptimizerConfig(bucket_size=case.bucket_size)
     named = dict(model.named_parameters())
-    run = Run(named, mesh, division, make=lambda some: SGD(some, lr=0.1))
+    run = Run(named, mesh, division, make=lambda groups: SGD(groups, lr=0.1))
     executor = PipelineExecutor(mesh, model, case.schedule)  # type: ignore[arg-type]
     runner = graph_runner(case, mesh, run, wait_for) if graphs else None
     if runner is not None:
@@ -150,7 +150,7 @@ def train(
 
         executor.run(
             lambda data: model(data[0], data[1]).mean(),
-            [batch_of(case, mesh, step, one) for one in range(number)],
+            [batch_of(case, mesh, step, index) for index in range(number)],
             backward=True,
             loss_of=loss_of,
             weight_of=lambda _, number=number: 1.0 / number,  # type: ignore[misc]
@@ -165,7 +165,7 @@ def train(
             if runner is not None and step == 1:
                 runner.begin(EVALUATION)
             evaluated += evaluate(case, executor, model, runner, step)
-    parameters = {name: one.detach().clone() for name, one in model.named_parameters()}
+    parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
     slots = () if runner is None else runner.counts.slots
     counts = dict(mesh.journal.counts)
     return Trained(losses, parameters, counts, runner, model, evaluated, slots)
@@ -174,34 +174,34 @@ def train(
 def evaluate(
     case: Case, executor: PipelineExecutor, model: GPT, runner: GraphRunner | None, step: int
 ) -> list[Tensor]:
-    """Evaluate microbatches without gradients, as between the steps of a training."""
+    """Evaluate microbatches without gradients between two training steps."""
     model.eval()
     if runner is not None:
         runner.permit(EVALUATION, True)
     with torch.inference_mode():
-        found = executor.run(
+        losses = executor.run(
             lambda data: model(data[0], data[1]).mean(),
-            [batch_of(case, executor.mesh, step + 50, one) for one in range(case.evaluates)],
+            [batch_of(case, executor.mesh, step + 50, index) for index in range(case.evaluates)],
             backward=False,
             step=step,
         )
     if runner is not None:
         runner.permit(TRAINING, True)
     model.train()
-    return found
+    return losses
 
 
 def two_alive(rank: int, num_stages: int, number: int, num_chunks: int) -> Iterator[Action]:
-    """Yield the actions of a stage that keeps two microbatches at a time."""
-    for one in range(number):
-        yield Action("F", 0, one)
-        if one:
-            yield Action("B", 0, one - 1)
+    """Yield the actions of a stage that has two microbatches in flight."""
+    for microbatch in range(number):
+        yield Action("F", 0, microbatch)
+        if microbatch:
+            yield Action("B", 0, microbatch - 1)
     yield Action("B", 0, number - 1)
 
 
 def two_in_flight(num_microbatches: int, forward_only: bool) -> Schedule:
-    """Build the schedule of one stage that keeps two microbatches at a time."""
+    """Build the schedule of a single stage that has two microbatches in flight."""
     if forward_only:
         return build_schedule("1f1b", 1, num_microbatches, forward_only=True)
     return custom_schedule(two_alive, 1, num_microbatches)
@@ -209,17 +209,17 @@ def two_in_flight(num_microbatches: int, forward_only: bool) -> Schedule:
 
 @contextmanager
 def counted_replays() -> Iterator[Counter[str]]:
-    """Count the replays of forward graphs inside the block, of training and of evaluation."""
-    found: Counter[str] = Counter()
+    """Count the replays of forward graphs of training and of evaluation inside the block."""
+    counts: Counter[str] = Counter()
     replay = CapturedPiece.replay_forward
 
-    def counted(piece: CapturedPiece, tensors: Any) -> Any:
-        found["training" if piece.piece.has_backward else "evaluation"] += 1
+    def count_replay(piece: CapturedPiece, tensors: Any) -> Any:
+        counts["training" if piece.piece.has_backward else "evaluation"] += 1
         return replay(piece, tensors)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CapturedPiece, "replay_forward", counted)
-        yield found
+        patch.setattr(CapturedPiece, "replay_forward", count_replay)
+        yield counts
 
 
 def graph_runner(
@@ -244,7 +244,7 @@ def graph_runner(
 
 
 def batch_of(case: Case, mesh: ParallelMesh, step: int, number: int) -> Microbatch:
-    """Draw tokens and labels of a microbatch of a data-parallel rank."""
+    """Draw the tokens and labels of a microbatch of this data-parallel rank."""
     place = (step * 100 + number) * mesh.dp.size + mesh.dp.rank
     generator = torch.Generator().manual_seed(place)
     shape = (2, 2, case.length(step, number))
@@ -253,12 +253,12 @@ def batch_of(case: Case, mesh: ParallelMesh, step: int, number: int) -> Microbat
     return Microbatch((drawn[0], drawn[1]), 2)
 
 
-def assert_equal_bits(found: Trained, expected: Trained, what: str) -> None:
-    """Assert that two trainings have the same losses, parameters and numbers of collectives."""
-    for number, (one, other) in enumerate(zip(found.losses, expected.losses, strict=True)):
-        assert torch.equal(one, other), f"{what}: loss {number}: {one} and {other}"
-    for one, other in zip(found.evaluated, expected.evaluated, strict=True):
-        assert torch.equal(one, other), f"{what}: evaluated {one} and {other}"
-    for name, one in found.parameters.items():
-        assert torch.equal(one, expected.parameters[name]), f"{what}: {name}"
-    assert found.counts == expected.counts, what
+def assert_equal_bits(actual: Trained, expected: Trained, label: str) -> None:
+    """Assert that two trainings have equal losses, parameters and numbers of collectives."""
+    for number, (loss, reference) in enumerate(zip(actual.losses, expected.losses, strict=True)):
+        assert torch.equal(loss, reference), f"{label}: loss {number}: {loss} and {reference}"
+    for loss, reference in zip(actual.evaluated, expected.evaluated, strict=True):
+        assert torch.equal(loss, reference), f"{label}: evaluated {loss} and {reference}"
+    for name, parameter in actual.parameters.items():
+        assert torch.equal(parameter, expected.parameters[name]), f"{label}: {name}"
+    assert actual.counts == expected.counts, label

@@ -1,4 +1,4 @@
-"""Fits of a small GPT, eager or with graphs of whole steps, and everything that they show."""
+"""Fits of a small GPT, eager or with graphs of full steps, and all that they show to the user."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CONFIGS: dict[str, GPTConfig] = {
 
 
 class LM(TinyLM):
-    """The small GPT of the strategy's tests, of any configuration."""
+    """The small GPT of the strategy's tests, with any configuration."""
 
     def __init__(self, kind: str, num_layers: int = 2) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class LM(TinyLM):
 
 @dataclass
 class Shown(Callback):
-    """Everything that a fit shows to the user, step by step."""
+    """All that a fit shows to the user, step by step."""
 
     backend: Callable[[ParallelMesh], CaptureBackend]
     settings: CudaGraphs | None = None
@@ -79,12 +79,12 @@ class Shown(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any
     ) -> None:
-        # A graph would overwrite an output of its own at the next replay.
+        # At the next replay, a graph overwrites the outputs that live in its memory.
         self.outputs += [outputs["loss"], outputs["batch_loss"]]
         self.copies += [outputs["loss"].clone(), outputs["batch_loss"].clone()]
         self.logged.append(dict(trainer.callback_metrics))
         statistics = strategy_of(trainer).expert_statistics or {}
-        self.routed += [one.sums for one in statistics.values()]
+        self.routed += [statistic.sums for statistic in statistics.values()]
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         strategy: Any = trainer.strategy
@@ -92,8 +92,8 @@ class Shown(Callback):
         counts = strategy.run.mesh.journal.counts
         self.counts = {axis: number for axis, number in counts.items() if axis != "pp_cpu"}
         self.num_graphs = 0 if self.graphs is None else self.graphs.num_graphs
-        held = (*module.parameters(), *module.buffers())
-        self.weights = [one.detach().clone() for one in held]
+        tensors = (*module.parameters(), *module.buffers())
+        self.weights = [tensor.detach().clone() for tensor in tensors]
         self.logged.append(dict(trainer.callback_metrics))
         if self.graphs is not None:
             self.graphs.release()
@@ -112,7 +112,7 @@ def fit(
     backend: Callable[[ParallelMesh], CaptureBackend] = lambda mesh: TapeBackend(mesh.launcher),
     **options: Any,
 ) -> Shown:
-    """Fit for one epoch; with settings, whole steps become graphs.
+    """Fit for one epoch, with graphs of full steps if there are settings.
 
     Args:
         module: Module.
@@ -149,18 +149,18 @@ def fit(
     with pytest.MonkeyPatch.context() as patch:
         replay = StepGraph.replay
 
-        def counted(*args: Any) -> Any:
+        def count_replay(*args: Any) -> Any:
             shown.num_replays += 1
             return replay(*args)
 
-        patch.setattr(StepGraph, "replay", counted)
+        patch.setattr(StepGraph, "replay", count_replay)
         start = GradientBucket.start
 
-        def noted(*args: Any) -> None:
+        def count_sum(*args: Any) -> None:
             shown.num_sums += 1
             start(*args)
 
-        patch.setattr(GradientBucket, "start", noted)
+        patch.setattr(GradientBucket, "start", count_sum)
         trainer.fit(module, DataLoader(words, batch_size=batch_size), validation_data(data))
     return shown
 
@@ -172,15 +172,15 @@ def validation_data(data: tuple[int, int]) -> DataLoader:
     return DataLoader(words, batch_size=4 if data[1] == 1 else 2)
 
 
-def assert_equal(graphs: Shown, eager: Shown, what: str = "") -> None:
-    """Assert that a fit with graphs shows the bits of an eager fit, and that it kept them."""
+def assert_equal(graphs: Shown, eager: Shown, label: str = "") -> None:
+    """Assert that a fit with graphs equals an eager fit bit by bit, and overwrites no output."""
     for name in ("copies", "weights", "routed"):
         pairs = zip(getattr(graphs, name), getattr(eager, name), strict=True)
-        assert all(torch.equal(*pair) for pair in pairs), f"{what}: {name}"
-    kept = zip(graphs.outputs, graphs.copies, strict=True)
-    assert all(torch.equal(*pair) for pair in kept), f"{what}: an output was overwritten"
-    for step, (ours, theirs) in enumerate(zip(graphs.logged, eager.logged, strict=True)):
-        assert ours.keys() == theirs.keys(), f"{what}: step {step}"
-        wrong = [name for name in ours if not torch.equal(ours[name], theirs[name])]
-        assert not wrong, f"{what}: step {step} logged other values of {wrong}"
-    assert graphs.counts == eager.counts, f"{what}: collectives are counted"
+        assert all(torch.equal(*pair) for pair in pairs), f"{label}: {name}"
+    outputs = zip(graphs.outputs, graphs.copies, strict=True)
+    assert all(torch.equal(*pair) for pair in outputs), f"{label}: an output was overwritten"
+    for step, (actual, expected) in enumerate(zip(graphs.logged, eager.logged, strict=True)):
+        assert actual.keys() == expected.keys(), f"{label}: step {step}"
+        wrong = [name for name in actual if not torch.equal(actual[name], expected[name])]
+        assert not wrong, f"{label}: step {step} logged other values of {wrong}"
+    assert graphs.counts == eager.counts, f"{label}: collectives are counted"

@@ -12,8 +12,8 @@ def with_halves(schedule: Schedule, delay: int = 1) -> Schedule:
 
     Args:
         schedule: The schedule to change.
-        delay: How many input halves of its stage each weight half waits for; those that are left
-            run at the end, in order.
+        delay: Number of input halves of its stage for which each weight half waits. The last
+            weight halves run at the end, in order.
     """
     if schedule.forward_only:
         return schedule

@@ -1,4 +1,4 @@
-"""Measured times of actions are those of the virtual stages that ran them."""
+"""Measured times of actions belong to the virtual stages that run the actions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MILLISECONDS: dict[Kind, int] = {"F": 4, "I": 3, "W": 2}
 
 
 class Clock:
-    """Clock that goes on only when it is told to."""
+    """Clock that advances only on request."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -26,27 +26,27 @@ class Clock:
         return self.now
 
     def work(self, times: ActionTimes, kind: Kind, chunk: int, milliseconds: list[int]) -> None:
-        for microbatch, one in enumerate(milliseconds):
+        for microbatch, duration in enumerate(milliseconds):
             with times.measure(Action(kind, chunk, microbatch)):
-                self.now += one / 1000
+                self.now += duration / 1000
             self.now += 1.0
 
 
-def test_medians_are_those_of_each_chunk_and_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_medians_are_computed_for_each_chunk_and_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(device_clock, "time", clock)
     times = ActionTimes(torch.device("cpu"))
     for chunk in range(2):
-        for kind, one in MILLISECONDS.items():
+        for kind, duration in MILLISECONDS.items():
             # The first microbatch is slow.
-            clock.work(times, kind, chunk, [1000, one + 10 * chunk, one + 10 * chunk])
-    for chunk, found in enumerate(times.medians(2)):
-        for kind, one in MILLISECONDS.items():
-            assert found.seconds[kind] == pytest.approx((one + 10 * chunk) / 1000)
-        assert (found.kept, found.waiting) == (0, 0.0), "a CPU does not tell what is allocated"
+            clock.work(times, kind, chunk, [1000, duration + 10 * chunk, duration + 10 * chunk])
+    for chunk, medians in enumerate(times.medians(2)):
+        for kind, duration in MILLISECONDS.items():
+            assert medians.seconds[kind] == pytest.approx((duration + 10 * chunk) / 1000)
+        assert (medians.kept, medians.waiting) == (0, 0.0), "a CPU does not tell what is allocated"
 
 
-def test_messages_have_their_median_size() -> None:
+def test_message_bytes_is_the_median_size_of_messages() -> None:
     times = ActionTimes(torch.device("cpu"))
     assert times.message_bytes == 0
     for num_bytes in (8, 1000, 16):
@@ -61,8 +61,8 @@ def _measured(rank: int, size: int) -> tuple[tuple[int, ...], ...]:
     times = ActionTimes(mesh.device)
     for chunk in range(2):
         virtual = chunk * 2 + mesh.pp.rank
-        for kind, one in MILLISECONDS.items():
-            clock.work(times, kind, chunk, [one + 10 * virtual])
+        for kind, duration in MILLISECONDS.items():
+            clock.work(times, kind, chunk, [duration + 10 * virtual])
     placement = Placement("loop", 2, 2)
     measured = gather_measurements(times.medians(2), mesh, placement, 10 + rank, 0.002 * rank)
     assert measured.free == 10, "the fullest rank counts"
@@ -73,10 +73,10 @@ def _measured(rank: int, size: int) -> tuple[tuple[int, ...], ...]:
 
 
 def test_all_ranks_get_the_costs_of_all_virtual_stages() -> None:
-    found = run_world(_measured, 2)
-    assert found[0] == found[1]
-    for ticks, one in zip(found[0], MILLISECONDS.values(), strict=True):
-        assert ticks == tuple(1000 * (one + 10 * virtual) for virtual in range(4))
+    costs = run_world(_measured, 2)
+    assert costs[0] == costs[1]
+    for ticks, duration in zip(costs[0], MILLISECONDS.values(), strict=True):
+        assert ticks == tuple(1000 * (duration + 10 * virtual) for virtual in range(4))
 
 
 def _slower(rank: int, size: int) -> tuple[int, ...]:
@@ -84,8 +84,8 @@ def _slower(rank: int, size: int) -> tuple[int, ...]:
     clock = Clock()
     device_clock.time = clock
     times = ActionTimes(mesh.device)
-    for kind, one in MILLISECONDS.items():
-        clock.work(times, kind, 0, [one + rank])
+    for kind, duration in MILLISECONDS.items():
+        clock.work(times, kind, 0, [duration + rank])
     return gather_measurements(times.medians(1), mesh, Placement("loop", 1, 1), None).costs.forward
 
 

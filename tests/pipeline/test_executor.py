@@ -1,4 +1,4 @@
-"""A pipeline gives the losses, outputs and gradients of one process, for every schedule and size."""
+"""A pipeline has the losses, outputs and gradients of one process with every schedule and size."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Layer(nn.Module):
 
 
 class Tower(PipelinedModule):
-    """A stack of layers, whole or cut."""
+    """A stack of layers, complete or divided among stages."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
         super().__init__(mesh)
@@ -94,11 +94,11 @@ def _twin(samples: int):
 
 
 def _schedule_of(name: str, pp: int, vpp: int):
-    whole = name.removeprefix("halves of ")
-    if whole == name:
+    base = name.removeprefix("halves of ")
+    if base == name:
         return name
     return lambda number, forward_only: with_halves(
-        build_schedule(whole, pp, number, vpp, forward_only=forward_only)
+        build_schedule(base, pp, number, vpp, forward_only=forward_only)
     )
 
 
@@ -199,10 +199,12 @@ def _check_draws(size: int) -> None:
     with torch.no_grad():
         executor.run(step, parts, backward=False, step=3)
     assert torch.equal(torch.get_rng_state(), before)
-    everyone = all_gather_objects(set(draws), mesh.world)
-    assert len(everyone[0]) == len(parts)
+    draws_of_ranks = all_gather_objects(set(draws), mesh.world)
+    assert len(draws_of_ranks[0]) == len(parts)
     assert all_gather_objects(set(draws), mesh.pp) == [set(draws)] * 2
-    assert len(set().union(*everyone)) == len(parts) * mesh.dp.size, "data ranks draw other numbers"
+    assert len(set().union(*draws_of_ranks)) == len(parts) * mesh.dp.size, (
+        "data ranks draw other numbers"
+    )
     assert sum(ends) == (len(parts) if mesh.pp.is_last else 0)
     mesh.destroy()
 

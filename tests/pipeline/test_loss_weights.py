@@ -1,4 +1,4 @@
-"""Weights of attached losses: each microbatch has its own, read from a new tensor or a fixed one."""
+"""Each microbatch has its own weight of attached losses, in a new or in a fixed tensor."""
 
 from __future__ import annotations
 
@@ -117,35 +117,33 @@ def results() -> Sequence[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [case[0] for case in CASES])
-@pytest.mark.parametrize("way", ["new", "fixed"])
+@pytest.mark.parametrize("tensor", ["new", "fixed"])
 def test_attached_losses_have_the_weight_of_their_microbatch(
-    results: Sequence[dict[str, Any]], name: str, way: str
+    results: Sequence[dict[str, Any]], name: str, tensor: str
 ) -> None:
-    for found in results:
-        assert found[name][way]["error"] < 1e-10
+    for result in results:
+        assert result[name][tensor]["error"] < 1e-10
 
 
 @pytest.mark.parametrize("name", [case[0] for case in CASES])
-def test_a_fixed_weight_is_the_only_one_that_layers_read(
-    results: Sequence[dict[str, Any]], name: str
-) -> None:
-    for found in results:
-        assert found[name]["new"]["addresses"]
-        assert not found[name]["fixed"]["addresses"]
+def test_layers_read_only_the_fixed_weight(results: Sequence[dict[str, Any]], name: str) -> None:
+    for result in results:
+        assert result[name]["new"]["addresses"]
+        assert not result[name]["fixed"]["addresses"]
 
 
-def test_a_fixed_weight_changes_at_the_backward_pass_only() -> None:
+def test_a_fixed_weight_changes_only_at_the_backward_pass() -> None:
     fixed = new_weight(CPU)
-    read = LossWeight()
-    weights = MicrobatchWeights(read, CPU, fixed)
+    loss_weight = LossWeight()
+    weights = MicrobatchWeights(loss_weight, CPU, fixed)
     for number in (0, 1):
         weights.begin_forward(number)
         weights.fill(number, 10.0 + number)
-        assert read.value is fixed
+        assert loss_weight.value is fixed
         assert fixed.item() == 0.0
     for number in (0, 1):
         weights.begin_backward(number)
-        assert read.value is fixed
+        assert loss_weight.value is fixed
         assert fixed.item() == 10.0 + number
 
 

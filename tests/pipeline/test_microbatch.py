@@ -1,4 +1,4 @@
-"""Microbatches hold every sample of a batch once, in whatever containers it came."""
+"""Microbatches hold every sample of a batch once, in containers of the same types."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def test_every_container_keeps_its_type():
     assert first["none"] is None
 
 
-def test_a_list_of_microbatches_is_taken_as_it_is():
+def test_a_list_of_microbatches_is_not_split_again():
     parts = [Microbatch({"x": torch.zeros(3)}, 3), Microbatch({"x": torch.zeros(1)}, 1)]
     assert split_batch(parts, 2) == parts
 
 
-def test_tensors_of_unequal_length_are_named():
+def test_tensors_of_unequal_length_are_refused_by_name():
     with pytest.raises(ParallelPlanError, match=r"batch\['x'\]: 4, batch\['y'\]: 3"):
         split_batch({"x": torch.zeros(4), "y": torch.zeros(3)}, 2)
 
@@ -81,13 +81,13 @@ def test_a_batch_without_tensors_is_refused():
 @pytest.mark.parametrize(
     "batch", ["text", {"x": torch.zeros(4), "y": torch.zeros(3, 4)}, [], torch.tensor(1.0)]
 )
-def test_a_whole_batch_of_any_content_is_passed_on(batch: Any):
+def test_without_a_size_a_batch_of_any_content_is_one_microbatch(batch: Any):
     (part,) = split_batch(batch, None)
     assert part.data is batch
     assert part.num_samples == (4 if isinstance(batch, dict) else 1)
 
 
-def test_one_microbatch_is_the_batch_itself():
+def test_a_single_microbatch_is_the_batch_itself():
     batch = {"x": torch.arange(4), "names": ("a", "b")}
     (part,) = split_batch(batch, 4)
     assert part.data is batch
@@ -95,7 +95,7 @@ def test_one_microbatch_is_the_batch_itself():
     assert [part.num_samples for part in split_batch(batch, lambda samples: samples // 2)] == [2, 2]
 
 
-def test_arrays_of_the_batch_are_cut_and_others_kept():
+def test_arrays_with_the_length_of_the_batch_are_split_and_others_are_kept():
     batch = {
         "x": torch.arange(4),
         "ids": np.arange(4),
@@ -108,7 +108,7 @@ def test_arrays_of_the_batch_are_cut_and_others_kept():
     assert second["one"] is batch["one"]
 
 
-def test_mappings_that_need_more_than_items_and_named_tuples_of_the_batchs_length_keep_their_type():
+def test_default_dicts_and_named_tuples_of_the_length_of_the_batch_keep_their_type():
     batch = defaultdict(list, x=torch.arange(2), about=About("train", 5))
     first = split_batch(batch, 1)[0].data
     assert isinstance(first, defaultdict)
@@ -117,12 +117,12 @@ def test_mappings_that_need_more_than_items_and_named_tuples_of_the_batchs_lengt
     assert batch["x"].tolist() == [0, 1]
 
 
-def test_containers_of_their_own_hold_the_same_tensors() -> None:
+def test_copied_containers_hold_the_same_tensors() -> None:
     batch = {"tokens": torch.arange(4), "more": [torch.ones(2), ("text", torch.zeros(1))]}
-    again = copy_containers(batch)
-    assert again["tokens"] is batch["tokens"]
-    assert again["more"][1][1] is batch["more"][1][1]
-    again.pop("tokens")
-    again["more"].clear()
+    copied = copy_containers(batch)
+    assert copied["tokens"] is batch["tokens"]
+    assert copied["more"][1][1] is batch["more"][1][1]
+    copied.pop("tokens")
+    copied["more"].clear()
     assert batch.keys() == {"tokens", "more"}
     assert len(batch["more"]) == 2

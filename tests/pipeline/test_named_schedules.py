@@ -1,5 +1,5 @@
-"""A GPT under every named schedule has the losses and gradients of one process, where microbatches
-differ in length and some parameters are frozen.
+"""A GPT under every named schedule has the losses and gradients of one process, with microbatches
+of different lengths and some frozen parameters.
 """
 
 from __future__ import annotations
@@ -41,18 +41,20 @@ KINDS = {
         **SIZES, experts={"num_experts": 4, "top_k": 2, "ffn_hidden_size": 8}
     ),
 }
-#: Length of each microbatch's sequences.
+#: Length of the sequences of each microbatch.
 LENGTHS = (8, 5, 6, 8, 7, 4, 3, 6)
-#: Layers that are frozen: all of a stage, and one of another.
+#: Frozen layers: all layers of a stage, and one of another stage.
 FROZEN = ("layers.2.", "layers.3.", "layers.4.", "layers.5.", "layers.7.mlp.")
 #: Schedule, stages, model, and whether layers are frozen.
-ALL = [
+ALL_CASES = [
     (*case, number % 3 == 0) for number, case in enumerate(product(SCHEDULE_NAMES, (2, 4), KINDS))
 ]
-CASES = chosen(ALL, *(ALL[4 * number + number % 4] for number in range(len(SCHEDULE_NAMES))))
+CASES = chosen(
+    ALL_CASES, *(ALL_CASES[4 * number + number % 4] for number in range(len(SCHEDULE_NAMES)))
+)
 
 
-def parts() -> list[Microbatch]:
+def make_microbatches() -> list[Microbatch]:
     generator = torch.Generator().manual_seed(5)
     return [
         Microbatch({"tokens": torch.randint(0, 50, (2, length + 1), generator=generator)}, 2)
@@ -65,17 +67,17 @@ def step(model: GPT, data: dict[str, Tensor]) -> Tensor:
     return model(tokens[:, :-1], tokens[:, 1:]).mean()
 
 
-def built(kind: str, mesh: ParallelMesh, freezes: bool) -> GPT:
+def build_model(kind: str, mesh: ParallelMesh, freezes: bool) -> GPT:
     model = GPT(KINDS[kind], mesh, seed=1)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not (freezes and name.startswith(FROZEN)))
     return model
 
 
-def truth(kind: str, freezes: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return the losses and gradients of one process under plain autograd."""
-    model = built(kind, ParallelMesh.single(), freezes)
-    losses = [step(model, part.data) for part in parts()]
+def results_of_one_process(kind: str, freezes: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return the losses and gradients of one process with plain autograd."""
+    model = build_model(kind, ParallelMesh.single(), freezes)
+    losses = [step(model, part.data) for part in make_microbatches()]
     torch.stack(losses).mean().backward()
     return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -86,42 +88,44 @@ def layout_of(name: ScheduleName, pp: int, size: int) -> ParallelLayout:
 
 
 def sgd_of_any(parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    """Return an optimizer, also for a stage whose parameters are all frozen."""
+    """Return an optimizer, even for a stage whose parameters are all frozen."""
     return torch.optim.SGD([{"params": list(parameters)}], lr=0.1)
 
 
 def check(name: ScheduleName, pp: int, kind: str, freezes: bool, size: int) -> None:
-    what = f"{name}, pp {pp}, {kind}, {'some' if freezes else 'none'} frozen"
+    label = f"{name}, pp {pp}, {kind}, {'some' if freezes else 'none'} frozen"
     mesh = ParallelMesh.create(layout_of(name, pp, size))
-    model = built(kind, mesh, freezes)
+    model = build_model(kind, mesh, freezes)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     run = Run(trained, mesh, make=sgd_of_any)
     executor = PipelineExecutor(mesh, model, name)
-    expected_losses, expected = truth(kind, freezes)
-    given = parts()
+    expected_losses, expected = results_of_one_process(kind, freezes)
+    microbatches = make_microbatches()
     losses = executor.run(
         partial(step, model),
-        given,
+        microbatches,
         backward=True,
         loss_of=lambda loss, _: loss / len(LENGTHS),
         weight_gradients=run.reducer.weight_gradients,
     )
     for loss, twin in zip(losses, expected_losses if mesh.has_loss else (), strict=True):
-        assert_equal(loss, twin, f"{what}: loss", 1e-12)
+        assert_equal(loss, twin, f"{label}: loss", 1e-12)
     gradients = run.reducer.unreduced_gradients(set(run.main.trained))
-    assert gradients.keys() == set(run.main.trained), what
+    assert gradients.keys() == set(run.main.trained), label
     for key, gradient in gradients.items():
         twin_key = key
         if KINDS[kind].tie_embeddings and key in (WORD_EMBEDDING, "head.weight"):
-            # Copies of a tied weight have parts of its gradient; in a V there is one weight.
-            assert (mesh.embedding.size == 2) == (shape_of(name) == "loop"), what
+            # Copies of a tied weight have parts of its gradient. In a V, there is a single weight.
+            assert (mesh.embedding.size == 2) == (shape_of(name) == "loop"), label
             all_reduce_(gradient, mesh.embedding)
             twin_key = WORD_EMBEDDING
-        assert_equal(gradient, expected[twin_key], f"{what}: {key}", 1e-12)
+        assert_equal(gradient, expected[twin_key], f"{label}: {key}", 1e-12)
     with torch.no_grad():
-        found = executor.run(partial(step, model), given[:3], backward=False)
-    for loss, twin in zip(found, expected_losses[:3] if mesh.has_loss else (), strict=True):
-        assert_equal(loss, twin, f"{what}: validation", 1e-12)
+        validation_losses = executor.run(partial(step, model), microbatches[:3], backward=False)
+    for loss, twin in zip(
+        validation_losses, expected_losses[:3] if mesh.has_loss else (), strict=True
+    ):
+        assert_equal(loss, twin, f"{label}: validation", 1e-12)
     mesh.destroy()
 
 
@@ -132,11 +136,11 @@ def check_all(rank: int, size: int) -> int:
     return len(CASES)
 
 
-def test_every_schedule_equals_one_process() -> None:
+def test_every_named_schedule_equals_one_process() -> None:
     assert run_world(check_all, 4) == [len(CASES)] * 4
 
 
-def test_several_chunks_read_a_tied_embedding_in_a_v() -> None:
+def test_a_tied_embedding_in_a_v_belongs_to_no_single_chunk() -> None:
     with torch.device("meta"):
         for kind, config in KINDS.items():
             mesh = ParallelMesh.single()

@@ -1,4 +1,4 @@
-"""A GPT whose backward passes run in halves has the losses and gradients of whole passes and of one
+"""A GPT whose backward passes run in halves has the losses and gradients of full passes and of one
 process.
 """
 
@@ -47,7 +47,7 @@ KINDS = {
 }
 NUM_MICROBATCHES = 6
 DELAYS = (0, 2, NUM_MICROBATCHES)
-#: Linear layers of a block that leave their products: two of attention, two of the MLP or experts.
+#: Linear layers of a block that defer their products: two of attention, two of the MLP or experts.
 PRODUCTS_OF_BLOCK = 4
 #: Kinds, sizes of the axes and recomputation of runs in two processes.
 CASES = [
@@ -63,7 +63,7 @@ CASES = [
 Result = tuple[list[Tensor], dict[str, Tensor]]
 
 
-def parts() -> list[Microbatch]:
+def make_microbatches() -> list[Microbatch]:
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, SIZES["vocab_size"], (2 * NUM_MICROBATCHES, 9), generator=generator)
     return split_batch({"tokens": tokens}, 2)
@@ -78,8 +78,8 @@ def scheduled(
     layout: ParallelLayout, delay: int | None, number: int, forward_only: bool
 ) -> Schedule:
     name = "1f1b" if layout.vpp == 1 else "interleaved"
-    whole = build_schedule(name, layout.pp, number, layout.vpp, forward_only=forward_only)
-    return whole if delay is None else with_halves(whole, delay)
+    schedule = build_schedule(name, layout.pp, number, layout.vpp, forward_only=forward_only)
+    return schedule if delay is None else with_halves(schedule, delay)
 
 
 class Trained(Run):
@@ -88,20 +88,20 @@ class Trained(Run):
     def __init__(self, model: GPT) -> None:
         self.model = model
         super().__init__(dict(model.named_parameters()), model.mesh)
-        self.num_left = 0
+        self.num_deferred = 0
         queue = self.reducer.weight_gradients
         put: Callable[[Start, Sequence[GradientSlot]], None] = queue.put
 
-        def count(start: Start, slots: Sequence[GradientSlot]) -> None:
-            self.num_left += 1
+        def count_and_put(start: Start, slots: Sequence[GradientSlot]) -> None:
+            self.num_deferred += 1
             put(start, slots)
 
-        queue.put = count  # type: ignore[method-assign]
+        queue.put = count_and_put  # type: ignore[method-assign]
 
     def result_of(self, delay: int | None) -> Result:
         """Return the losses and this rank's gradients of a step."""
         self.zero_grad()
-        self.num_left = 0
+        self.num_deferred = 0
         mesh = self.model.mesh
         executor = PipelineExecutor(
             mesh,
@@ -110,7 +110,7 @@ class Trained(Run):
         )
         losses = executor.run(
             partial(step, self.model),
-            parts(),
+            make_microbatches(),
             backward=True,
             loss_of=lambda loss, _: loss / NUM_MICROBATCHES,
             weight_gradients=self.reducer.weight_gradients,
@@ -119,36 +119,36 @@ class Trained(Run):
         assert gradients.keys() == set(self.main.trained)
         return losses, {name: gradient.clone() for name, gradient in gradients.items()}
 
-    def check(self, what: str) -> Result:
-        """Compare steps in halves with one of whole passes, and return that."""
+    def check(self, label: str) -> Result:
+        """Compare steps in halves with a step of full passes, and return the latter's results."""
         losses, gradients = self.result_of(None)
-        assert self.num_left == 0, what
+        assert self.num_deferred == 0, label
         model = self.model
         has_head = model.mesh.pp.is_last
         products = PRODUCTS_OF_BLOCK * len(model.layers) + has_head
         for delay in DELAYS:
-            found_losses, found = self.result_of(delay)
-            assert self.num_left == products * NUM_MICROBATCHES, what
-            assert all(map(torch.equal, found_losses, losses)), what
-            for name, gradient in found.items():
-                assert_equal(gradient, gradients[name], f"{what}, delay {delay}: {name}", 1e-12)
+            actual_losses, actual = self.result_of(delay)
+            assert self.num_deferred == products * NUM_MICROBATCHES, label
+            assert all(map(torch.equal, actual_losses, losses)), label
+            for name, gradient in actual.items():
+                assert_equal(gradient, gradients[name], f"{label}, delay {delay}: {name}", 1e-12)
         return losses, gradients
 
 
-def truth(kind: str) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return the losses and gradients of one process under plain autograd."""
+def results_of_one_process(kind: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return the losses and gradients of one process with plain autograd."""
     model = GPT(KINDS[kind], ParallelMesh.single(), seed=1)
-    losses = [step(model, part.data) for part in parts()]
+    losses = [step(model, part.data) for part in make_microbatches()]
     torch.stack(losses).mean().backward()
     return losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def assert_equal_to_one_process(
-    mesh: ParallelMesh, found: Result, kind: str, expected: Result, what: str
+    mesh: ParallelMesh, actual: Result, kind: str, expected: Result, label: str
 ) -> None:
-    for loss, twin in zip(found[0], expected[0] if mesh.pp.is_last else (), strict=True):
-        assert_equal(loss, twin, f"{what}: loss", 1e-12)
-    for name, gradient in found[1].items():
+    for loss, twin in zip(actual[0], expected[0] if mesh.pp.is_last else (), strict=True):
+        assert_equal(loss, twin, f"{label}: loss", 1e-12)
+    for name, gradient in actual[1].items():
         twin_name = name
         if (
             mesh.pp.size > 1
@@ -158,15 +158,15 @@ def assert_equal_to_one_process(
             # The copies of a tied weight have parts of its gradient.
             all_reduce_(gradient, mesh.embedding)
             twin_name = WORD_EMBEDDING
-        assert_equal(gradient, expected[1][twin_name], f"{what}: {name}", 1e-12)
+        assert_equal(gradient, expected[1][twin_name], f"{label}: {name}", 1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_halves_in_one_process_equal_whole_passes(kind: str) -> None:
+def test_halves_in_one_process_equal_full_passes(kind: str) -> None:
     torch.set_default_dtype(torch.float64)
     mesh = ParallelMesh.single()
-    found = Trained(GPT(KINDS[kind], mesh, seed=1)).check(kind)
-    assert_equal_to_one_process(mesh, found, kind, truth(kind), kind)
+    actual = Trained(GPT(KINDS[kind], mesh, seed=1)).check(kind)
+    assert_equal_to_one_process(mesh, actual, kind, results_of_one_process(kind), kind)
 
 
 def check_cases(rank: int, size: int) -> int:
@@ -179,15 +179,15 @@ def check_cases(rank: int, size: int) -> int:
         )
         model = GPT(KINDS[kind], mesh, seed=1)
         model.recompute = recompute
-        what = f"{kind}, {axes}, recompute {recompute}"
-        found = Trained(model).check(what)
+        label = f"{kind}, {axes}, recompute {recompute}"
+        actual = Trained(model).check(label)
         if mesh.pp.size > 1:
-            assert_equal_to_one_process(mesh, found, kind, truth(kind), what)
+            assert_equal_to_one_process(mesh, actual, kind, results_of_one_process(kind), label)
         mesh.destroy()
     return len(CASES)
 
 
-def test_halves_in_two_processes_equal_whole_passes() -> None:
+def test_halves_in_two_processes_equal_full_passes() -> None:
     assert run_world(check_cases, 2) == [len(CASES)] * 2
 
 
@@ -195,10 +195,10 @@ def test_without_a_queue_the_input_halves_compute_all_gradients() -> None:
     torch.set_default_dtype(torch.float64)
     mesh = ParallelMesh.single()
     model = GPT(KINDS["llama"], mesh, seed=1)
-    _, expected = truth("llama")
+    _, expected = results_of_one_process("llama")
     PipelineExecutor(mesh, None, partial(scheduled, mesh.layout, 2)).run(
         partial(step, model),
-        parts(),
+        make_microbatches(),
         backward=True,
         loss_of=lambda loss, _: loss / NUM_MICROBATCHES,
     )
@@ -207,13 +207,13 @@ def test_without_a_queue_the_input_halves_compute_all_gradients() -> None:
         assert_equal(parameter.grad, expected[name], name, 1e-12)
 
 
-def test_an_error_in_a_step_leaves_no_weight_gradients() -> None:
+def test_an_error_in_a_step_leaves_no_deferred_weight_gradients() -> None:
     torch.set_default_dtype(torch.float64)
     mesh = ParallelMesh.single()
     run = Trained(GPT(KINDS["llama"], mesh, seed=1))
     calls: list[Any] = []
 
-    def fails(data: dict[str, Tensor]) -> Tensor:
+    def fail_at_the_second_call(data: dict[str, Tensor]) -> Tensor:
         calls.append(data)
         if len(calls) == 2:
             raise RuntimeError("stop")
@@ -222,7 +222,11 @@ def test_an_error_in_a_step_leaves_no_weight_gradients() -> None:
     queue = run.reducer.weight_gradients
     with pytest.raises(RuntimeError, match="stop"):
         PipelineExecutor(mesh, None, partial(scheduled, mesh.layout, 2)).run(
-            fails, parts(), backward=True, loss_of=lambda loss, _: loss, weight_gradients=queue
+            fail_at_the_second_call,
+            make_microbatches(),
+            backward=True,
+            loss_of=lambda loss, _: loss,
+            weight_gradients=queue,
         )
-    assert run.num_left == PRODUCTS_OF_BLOCK * SIZES["num_layers"] + 1
+    assert run.num_deferred == PRODUCTS_OF_BLOCK * SIZES["num_layers"] + 1
     run.result_of(2)

@@ -33,19 +33,20 @@ def _measure(rank: int, size: int) -> tuple[list[float], list[int]]:
     sizes = []
     start = transfer_times.start_transfers
 
-    def noted(sends, receives, axis):  # type: ignore[no-untyped-def]
+    def record_sizes(sends, receives, axis):  # type: ignore[no-untyped-def]
         sizes.extend(tensor.nbytes for tensor, _ in (*sends, *receives))
         return start(sends, receives, axis)
 
-    transfer_times.start_transfers = noted
-    found = [measure_transfer(num_bytes + rank, mesh) for num_bytes in (8, 2**24)]
+    transfer_times.start_transfers = record_sizes
+    times = [measure_transfer(num_bytes + rank, mesh) for num_bytes in (8, 2**24)]
     mesh.destroy()
-    return found, sizes
+    return times, sizes
 
 
 def test_larger_messages_take_longer_and_all_stages_send_the_largest_size() -> None:
     ranks = run_world(_measure, 3)
-    # Stage 0 begins with both neighbours, stage 1 with the last stage, and that one with none.
+    # Stage 0 starts the transfers with both neighbours, stage 1 with the last stage, and the last
+    # stage with none.
     for times, sizes in ranks:
         assert set(sizes) == {8 + 2, 2**24 + 2}
         assert len(sizes) == 2 * 2 * 2 * 9, "two sizes, two pairs, there and back, nine rounds"
