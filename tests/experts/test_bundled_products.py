@@ -248,7 +248,7 @@ def test_the_owner_of_slots_is_asked_and_notified_once_for_all_slots(kernels: Ke
     assert torch.allclose(sums, 2 * product_of(output_gradient, rows), atol=1e-5)
 
 
-def test_weights_moved_to_new_memory_are_used_there(kernels: Kernels) -> None:
+def test_products_use_weights_that_moved_to_new_memory(kernels: Kernels) -> None:
     weights, sums = make_weights(draw(4 * OUT * IN), OUT * IN), torch.zeros(4, OUT, IN)
     for weight, part in zip(weights, sums, strict=True):
         set_slot(weight, GradientSlot(part, lambda: None))

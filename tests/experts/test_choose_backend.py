@@ -67,7 +67,9 @@ def test_the_reason_names_a_library_that_cannot_be_loaded(monkeypatch: pytest.Mo
     assert "/cache/liblm_kernels.so is not" in choose_on_gpu().reason
 
 
-def test_other_gpus_use_the_kernel_of_torch_or_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_other_than_hopper_use_the_kernel_of_torch_or_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(
         choosing, "reason_not_runnable", lambda index: f"GPU {index} has compute capability 10.0"
     )

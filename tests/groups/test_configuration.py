@@ -60,7 +60,7 @@ def test_every_rank_names_the_rank_that_differs_with_both_values() -> None:
         assert "rank 3 has sources='b', the others 'a'" in message
 
 
-def test_hosts_are_named_if_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_name_hosts_if_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fingerprint.socket, "gethostname", lambda: threading.current_thread().name)
     fields = {rank: {"sources": "b" if rank == 3 else "a"} for rank in range(4)}
     assert (

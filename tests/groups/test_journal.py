@@ -57,7 +57,7 @@ def test_a_repeated_recording_counts_like_the_recorded_computation() -> None:
         assert results["later"] == Call("all_gather", "tp", 5, (0, 1))
 
 
-def test_a_rank_without_the_repeat_has_smaller_counts() -> None:
+def test_counts_of_a_replaying_rank_equal_eager_counts_after_repeat() -> None:
     eager, replayed = Journal(), Journal()
     for journal in (eager, replayed):
         journal.note("all_reduce", "dp", (0, 1))

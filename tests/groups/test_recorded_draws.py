@@ -268,7 +268,7 @@ def test_preserve_position_restores_the_position_of_streams() -> None:
     )
 
 
-def test_draw_from_uses_its_generator_and_leaves_the_default_one_unchanged() -> None:
+def test_draw_from_uses_its_generator_and_not_the_default_generator() -> None:
     generator = torch.Generator().manual_seed(3)
     expected = torch.rand(6, generator=torch.Generator().manual_seed(3))
     default = torch.get_rng_state()

@@ -51,7 +51,7 @@ def test_vocabulary_padding_is_zero_and_never_saved():
     assert sum(box.sizes[0] for spec in specs for box in spec.boxes()) == 300
 
 
-def test_a_shard_along_the_second_dimension_has_its_box_there():
+def test_a_shard_along_the_second_dimension_holds_its_columns():
     spec = ShardSpec((3, 8), (ShardRange(4, 8),), dim=1)
     assert spec.boxes() == [Box((0, 4), (3, 4), 0, 0)]
     full = torch.arange(24.0).view(3, 8)

@@ -49,7 +49,7 @@ def rmsnorm_fwd(
     margin: int,
     adds_one: bool,
 ) -> tuple[Tensor, None, Tensor]:
-    """Return the norm and what the backward pass needs."""
+    """Return the norm and the tensors that the backward pass needs."""
     assert dtype == f"type of {rows.dtype}"
     inverse_std = (rows.square().mean(-1) + eps).rsqrt()
     return rows * inverse_std[:, None] * (weight + adds_one), None, inverse_std
@@ -70,7 +70,7 @@ def layernorm_fwd(
     rows: Tensor, weight: Tensor, bias: Tensor, eps: float, out: None, quantizer: None, dtype: Any, margin: int,
     adds_one: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the norm and what the backward pass needs."""
+    """Return the norm and the tensors that the backward pass needs."""
     assert dtype == f"type of {rows.dtype}"
     inverse_std = (rows.var(-1, correction=0) + eps).rsqrt()
     return (

@@ -246,7 +246,9 @@ def test_packed_rows_have_padded_lengths_and_the_length_of_the_longest_document(
     assert span.lengths is not None
     assert span.lengths.tolist() == [[3, 2, 0], [4, 0, 0]]
     assert span.longest == 4
-    assert AttentionSpan.packed([[1], [2]], 8).longest == 7, "the rest of a row is one, too"
+    assert AttentionSpan.packed([[1], [2]], 8).longest == 7, (
+        "the rest of a row counts as a document"
+    )
     laid_out = span.laid_out(2, 8, CPU)
     assert laid_out.borders is not None
     assert laid_out.borders.tolist() == [0, 3, 5, 5, 8, 12, 12, 12, 16]

@@ -14,7 +14,7 @@ from lightning_megatron.layers.fp8.scaling import Scaling
 from lightning_megatron.models.layered import single_mesh
 from lightning_megatron.plan.fp8 import FP8
 
-#: Relative error of a rounded number, and the largest number over the smallest subnormal one.
+#: Relative error of a rounded number, and the largest number over the smallest subnormal number.
 FORMATS = {"e4m3": (2.0**-4, 448 / 2**-9), "e5m2": (2.0**-3, 57344 / 2**-16)}
 RECIPES = ("tensorwise", "rowwise", "blockwise")
 
@@ -54,7 +54,7 @@ def test_casts_change_numbers_by_at_most_the_rounding_error_of_the_format(recipe
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_scales_are_those_of_the_recipe(recipe):
+def test_scales_are_the_largest_magnitudes_of_tensor_rows_or_blocks(recipe):
     matrix = draw(256, 384)
     operands = make_scaling(recipe).cast_input(matrix, rows=True, columns=True)
     rows = needed(operands.rows)

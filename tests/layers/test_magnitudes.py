@@ -121,7 +121,7 @@ def test_models_with_hand_over_have_the_same_bits_as_models_without(kind, recomp
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "delayed"])
-def test_of_the_other_recipes_only_delayed_gets_magnitudes(recipe):
+def test_delayed_scaling_gets_magnitudes_but_rowwise_and_blockwise_do_not(recipe):
     sizes = {"hidden_size": 128, "num_heads": 1, "num_kv_heads": 1, "ffn_hidden_size": 128}
     config = type(CONFIGS["llama"]).llama(vocab_size=64, max_seq_length=16, num_layers=1, **sizes)
     casts = compare_hand_over(config, ParallelMesh.single(seed=0), recipe=recipe)

@@ -108,7 +108,7 @@ def test_engine_norms_equal_those_of_this_package(kind):
         torch.testing.assert_close(expected, actual, rtol=1e-10, atol=1e-10)
 
 
-def test_a_norm_with_an_offset_that_the_library_lacks_does_not_call_it():
+def test_norms_with_an_unsupported_offset_do_not_call_the_library():
     norm = RMSNorm(16, single_mesh(0), offset=0.5).double()
     norm.uses_engine = True
     # Without the stand-in, a call of the library would fail.

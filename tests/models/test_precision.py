@@ -1,4 +1,4 @@
-"""GPT in half types and under autocast stays close to GPT in float32."""
+"""GPT in half precision and under autocast stays close to GPT in float32."""
 
 from __future__ import annotations
 
