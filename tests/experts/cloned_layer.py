@@ -1,4 +1,4 @@
-"""Experts with clones beside the same experts without: numbers whose sums are exact."""
+"""Comparison of experts with clones with the same experts without clones, on exact sums."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ NUM_EXPERTS, TOP_K, TOKENS = 8, 3, 24
 
 
 def integers(seed: int, *shape: int, low: int = -1, high: int = 1) -> Tensor:
-    """Draw whole numbers, all sums and products of which float64 holds."""
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randint(low, high + 1, shape, generator=draw).double()
+    """Draw small whole numbers, whose sums and products are exact in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(low, high + 1, shape, generator=generator).double()
 
 
 def floats(seed: int, *shape: int, low: int = -1, high: int = 1) -> Tensor:
@@ -34,17 +34,19 @@ def floats(seed: int, *shape: int, low: int = -1, high: int = 1) -> Tensor:
 
 
 def popular_first(seed: int, tokens: int) -> Tensor:
-    """Draw selections, most of which are of the first rank's experts; some are of none."""
-    draw = torch.Generator().manual_seed(seed)
-    scores = torch.rand(tokens, NUM_EXPERTS, generator=draw) + torch.linspace(1, 0, NUM_EXPERTS)
+    """Draw selections, most of them of experts of the first rank, and some of no expert."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(tokens, NUM_EXPERTS, generator=generator) + torch.linspace(
+        1, 0, NUM_EXPERTS
+    )
     experts = scores.topk(TOP_K).indices
-    return experts.masked_fill(torch.rand(experts.shape, generator=draw) < 0.1, -1)
+    return experts.masked_fill(torch.rand(experts.shape, generator=generator) < 0.1, -1)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What runs on all ranks: transport, places (0: without clones), draw of numbers, the way of
-    gradients, size of a token, inner features, and type of tokens and weights.
+    """Layer and data of all ranks: transport, places for clones (0: no clones), draw of numbers, use
+    of gradient slots, size of a token, inner features, and type of tokens and weights.
     """
 
     transport: str
@@ -60,13 +62,13 @@ class Case:
 
     @property
     def slot_dtype(self) -> torch.dtype:
-        """Return the type of gradient sums: float32 for half types."""
+        """Return the type of gradient sums: at least float32."""
         return torch.promote_types(self.dtype, torch.float32)
 
 
 @dataclass(frozen=True)
-class Watched(CloneCollectives):
-    """Transfers that notice gradients which count as complete too early."""
+class CheckedTransfers(CloneCollectives):
+    """Transfers that fail if a gradient is reported as complete before clones return theirs."""
 
     reported: list[str]
     matrix: str
@@ -81,15 +83,15 @@ class Watched(CloneCollectives):
 def run(mesh: ParallelMesh, case: Case) -> dict[str, Tensor]:
     """Return outputs and gradients of two microbatches on this rank."""
     layer = ClonedLayer(mesh, case)
-    found: dict[str, Tensor] = {}
+    results: dict[str, Tensor] = {}
     for microbatch in range(2):
         for name, value in layer.train(*layer.drawn(microbatch)).items():
-            found[f"{microbatch} {name}"] = value
-    return found | layer.gradients()
+            results[f"{microbatch} {name}"] = value
+    return results | layer.gradients()
 
 
 class ClonedLayer:
-    """Experts with clones or without, between a dispatcher's transfers."""
+    """Experts with or without clones, between the transfers of a dispatcher."""
 
     def __init__(self, mesh: ParallelMesh, case: Case) -> None:
         self.mesh = mesh
@@ -100,8 +102,10 @@ class ClonedLayer:
         self.reported: list[str] = []
         self.slots: dict[str, GradientSlot] = {}
         weights = dict(self.experts.named_parameters())
-        # As the flat buffers of training: in reverse, one beside the other.
-        sums = torch.empty(sum(one.numel() for one in weights.values()), device=mesh.device)
+        # Weights lie as in the flat buffers of training: adjacent, in reverse order.
+        sums = torch.empty(
+            sum(parameter.numel() for parameter in weights.values()), device=mesh.device
+        )
         sums = sums.to(case.slot_dtype).fill_(torch.nan)
         values = torch.empty_like(sums, dtype=case.dtype)
         start = 0
@@ -113,13 +117,13 @@ class ClonedLayer:
             shape = weight.shape
             weight.data = values[part].view(shape).copy_(self.draw(seed, *shape))
             if case.has_slots:
-                tell = lambda name=name: self.reported.append(name)  # noqa: E731
-                self.slots[name] = GradientSlot(sums[part].view(shape), tell, scale=2.0)
+                report = lambda name=name: self.reported.append(name)  # noqa: E731
+                self.slots[name] = GradientSlot(sums[part].view(shape), report, scale=2.0)
                 set_slot(weight, self.slots[name])
         clones = CloneSettings(case.places) if case.places else None
-        way: Any = case.transport
+        transport: Any = case.transport
         self.choice = choose_transport(
-            NUM_EXPERTS, TOP_K, mesh, way, clones=clones, matrices=self.experts.matrices
+            NUM_EXPERTS, TOP_K, mesh, transport, clones=clones, matrices=self.experts.matrices
         )
 
     def draw(self, seed: int, *shape: int, low: int = -1, high: int = 1) -> Tensor:
@@ -128,7 +132,7 @@ class ClonedLayer:
 
     def drawn(self, microbatch: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Draw tokens, probabilities, selections and the gradient of the output."""
-        # Without equal counts ranks may have any number of tokens.
+        # A dispatcher that needs no equal counts gets different numbers of tokens.
         is_equal = self.choice.dispatcher.needs_equal_counts
         tokens = TOKENS if is_equal else TOKENS - 5 * self.mesh.ep.rank
         seed = 100 * self.case.seed + 10 * microbatch + self.mesh.ep.rank
@@ -143,11 +147,11 @@ class ClonedLayer:
         )
 
     def train(
-        self, hidden: Tensor, scales: Tensor, selected: Tensor, outer: Tensor
+        self, hidden: Tensor, scales: Tensor, selected: Tensor, output_gradient: Tensor
     ) -> dict[str, Tensor]:
         """Run a microbatch; return its output, and the gradients of tokens and probabilities."""
         dispatcher = self.choice.dispatcher
-        found: dict[str, Tensor] = {}
+        results: dict[str, Tensor] = {}
         arrived = dispatcher.receive(dispatcher.send(dispatcher.prepare(hidden, scales, selected)))
         source = None
         if arrived.clones is not None:
@@ -155,22 +159,28 @@ class ClonedLayer:
             source = self.choice.clone_sources(arrived.clones)
             if isinstance(source[0], CloneCollectives):
                 plan = arrived.clones.layout, arrived.clones.owners
-                here = self.mesh.ep, *plan, self.reported
-                source = [Watched(*here, matrix) for matrix in ("up", "down")]
-            found["moved"] = arrived.clones.amounts.sum()
-        given = arrived.rows, arrived.probabilities, arrived.ends, source
-        rows = recomputed(self.experts, *given) if self.case.recomputes else self.experts(*given)
+                transfer_arguments = self.mesh.ep, *plan, self.reported
+                source = [
+                    CheckedTransfers(*transfer_arguments, matrix) for matrix in ("up", "down")
+                ]
+            results["moved"] = arrived.clones.amounts.sum()
+        expert_inputs = arrived.rows, arrived.probabilities, arrived.ends, source
+        rows = (
+            recomputed(self.experts, *expert_inputs)
+            if self.case.recomputes
+            else self.experts(*expert_inputs)
+        )
         output = dispatcher.combine(dispatcher.send_back(rows, arrived))
         self.reported.clear()
         weights = [] if self.slots else list(self.experts.parameters())
-        before = [one.grad for one in weights]
+        gradients_before = [weight.grad for weight in weights]
         hidden_grad, scale_grad, *grads = torch.autograd.grad(
-            output, [hidden, scales, *weights], outer
+            output, [hidden, scales, *weights], output_gradient
         )
-        for one, earlier, gradient in zip(weights, before, grads, strict=True):
-            one.grad = gradient if earlier is None else earlier + gradient
+        for weight, gradient_before, gradient in zip(weights, gradients_before, grads, strict=True):
+            weight.grad = gradient if gradient_before is None else gradient_before + gradient
         assert sorted(self.reported) == sorted(self.slots), "each gradient is complete once"
-        return found | {
+        return results | {
             "output": output.detach(),
             "hidden": hidden_grad,
             "probabilities": scale_grad,
@@ -181,43 +191,47 @@ class ClonedLayer:
         if self.slots:
             return {name: slot.gradient for name, slot in self.slots.items()}
         return {
-            name: one.grad for name, one in self.experts.named_parameters() if one.grad is not None
+            name: weight.grad
+            for name, weight in self.experts.named_parameters()
+            if weight.grad is not None
         }
 
 
 def distance(mesh: ParallelMesh, case: Case, plain: str | None = None) -> tuple[float, int]:
-    """Return how far a case is from the same without clones, and how many selections move.
+    """Return the largest difference of a case to the same case without clones, and the number of
+    selections that move to clones.
+
 
     Args:
         mesh: The groups of this rank.
         case: Case with places for clones.
-        plain: Transport of the tokens without clones; None means that of the case.
+        plain: Transport of the case without clones; None means the transport of the case.
     """
-    found = run(mesh, case)
-    moved = sum(int(found.pop(f"{microbatch} moved")) for microbatch in range(2))
-    # Sums are exact, or compared in float64: any transport gives what the same one gives.
-    wanted = run(mesh, replace(case, places=0, transport=plain or case.transport))
-    assert found.keys() == wanted.keys()
-    apart = max(
-        float((one - wanted[name]).abs().max() / wanted[name].abs().max().clamp(min=1))
-        for name, one in found.items()
+    actual = run(mesh, case)
+    moved = sum(int(actual.pop(f"{microbatch} moved")) for microbatch in range(2))
+    # Sums are exact or compared in float64, so any transport may serve as a reference.
+    expected = run(mesh, replace(case, places=0, transport=plain or case.transport))
+    assert actual.keys() == expected.keys()
+    largest_difference = max(
+        float((value - expected[name]).abs().max() / expected[name].abs().max().clamp(min=1))
+        for name, value in actual.items()
     )
-    return apart, moved
+    return largest_difference, moved
 
 
 def any_legal_plan(counts: Tensor, places: int, min_rows: int) -> PlacedClones:
-    """Draw clones of any other ranks' experts, and the selections that go to them."""
+    """Draw clones of experts of other ranks, and the selections that go to the clones."""
     layout = ExpertPlaces(*counts.shape, places)
-    draw = torch.Generator().manual_seed(int(counts.sum()))
-    here = torch.arange(layout.num_places) // places
-    owners = torch.randint(-1, NUM_EXPERTS, (layout.num_places,), generator=draw)
-    owners[owners // layout.homes == here] = -1
-    left = counts.clone().long()
-    off = torch.zeros(layout.num_ranks, layout.num_places, dtype=torch.int64)
+    generator = torch.Generator().manual_seed(int(counts.sum()))
+    rank_of_place = torch.arange(layout.num_places) // places
+    owners = torch.randint(-1, NUM_EXPERTS, (layout.num_places,), generator=generator)
+    owners[owners // layout.homes == rank_of_place] = -1
+    remaining = counts.clone().long()
+    moved = torch.zeros(layout.num_ranks, layout.num_places, dtype=torch.int64)
     for place, owner in enumerate(owners.tolist()):
         if owner >= 0:
-            share = torch.rand(layout.num_ranks, generator=draw, dtype=torch.float64)
-            off[:, place] = (left[:, owner] * share).round().long()
-            left[:, owner] -= off[:, place]
+            fraction = torch.rand(layout.num_ranks, generator=generator, dtype=torch.float64)
+            moved[:, place] = (remaining[:, owner] * fraction).round().long()
+            remaining[:, owner] -= moved[:, place]
     rows = torch.zeros(layout.num_ranks, dtype=torch.int64)
-    return PlacedClones(layout, owners, off.sum(0), off, rows)
+    return PlacedClones(layout, owners, moved.sum(0), moved, rows)

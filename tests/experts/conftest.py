@@ -1,4 +1,4 @@
-"""What several tests of experts need."""
+"""Fixtures of several tests of experts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from tests.oracles import float32_as_float64
 
 @pytest.fixture
 def float32_is_float64() -> Iterator[None]:
-    """Let Hugging Face's routers compute in float64, although they round to float32 whatever they
-    are given.
-    """
+    """Let routers of Hugging Face, which round every input to float32, compute in float64."""
     with float32_as_float64():
         yield

@@ -1,6 +1,4 @@
-"""The mixture that everything else is compared with: one product for one token and one expert after
-the other.
-"""
+"""Reference mixture of experts, which computes one token and one expert at a time."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Routed:
-    """Tokens, what they chose, and what the loss multiplies outputs by."""
+    """Tokens, their chosen experts with probabilities, and the gradient of the output."""
 
     hidden: Tensor
     probabilities: Tensor
@@ -43,16 +41,16 @@ class Routed:
     outer: Tensor
 
 
-def draw(*what: object, shape: tuple[int, ...]) -> Tensor:
-    """Draw the same values in every process."""
-    generator = torch.Generator().manual_seed(derive_seed(*map(str, what)))
+def draw(*names: object, shape: tuple[int, ...]) -> Tensor:
+    """Draw the same values for the same names in every process."""
+    generator = torch.Generator().manual_seed(derive_seed(*map(str, names)))
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-def route(case: str, num_tokens: int, size: int, num_experts: int, *what: object) -> Routed:
-    """Draw tokens, and choices that are random or the worst of their kind."""
+def route(case: str, num_tokens: int, size: int, num_experts: int, *names: object) -> Routed:
+    """Draw tokens, and random or extreme choices of experts."""
     top_k = {"all to one": 1, "every expert": num_experts}.get(case, min(3, num_experts))
-    scores = draw("scores", case, *what, shape=(num_tokens, num_experts))
+    scores = draw("scores", case, *names, shape=(num_tokens, num_experts))
     if case == "all to one":
         scores[:, 1] += 100.0
     if case == "some without tokens":
@@ -60,9 +58,9 @@ def route(case: str, num_tokens: int, size: int, num_experts: int, *what: object
     experts = scores.topk(top_k).indices
     if case == "dropped":
         experts[::2, 0] = -1
-    probabilities = draw("probabilities", case, *what, shape=(num_tokens, top_k)).abs()
+    probabilities = draw("probabilities", case, *names, shape=(num_tokens, top_k)).abs()
     hidden, outer = (
-        draw(name, case, *what, shape=(num_tokens, size)) for name in ("hidden", "outer")
+        draw(name, case, *names, shape=(num_tokens, size)) for name in ("hidden", "outer")
     )
     return Routed(hidden.requires_grad_(), probabilities.requires_grad_(), experts, outer)
 
@@ -76,24 +74,24 @@ def dense(
     activation: str,
     biases: list[tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor:
-    """Return the mixture's output.
+    """Return the output of the mixture.
 
     Args:
         routed: Tokens and choices.
         weights: First and second matrix of every expert.
-        activation: What is between them.
-        biases: First and second bias of every expert, if there are any.
+        activation: Activation between the two matrices.
+        biases: First and second bias of every expert, or None.
     """
     outputs = []
-    for token, chosen, scales in zip(
+    for token, chosen_experts, scales in zip(
         routed.hidden, routed.experts.tolist(), routed.probabilities, strict=True
     ):
         total = torch.zeros_like(token)
-        for expert, scale in zip(chosen, scales, strict=True):
+        for expert, scale in zip(chosen_experts, scales, strict=True):
             if expert >= 0:
                 first, second = weights[expert]
-                of_first, of_second = (0.0, 0.0) if biases is None else biases[expert]
-                inner = ACTIVATIONS[activation](first @ token + of_first)
-                total = total + scale * (second @ inner + of_second)
+                first_bias, second_bias = (0.0, 0.0) if biases is None else biases[expert]
+                inner = ACTIVATIONS[activation](first @ token + first_bias)
+                total = total + scale * (second @ inner + second_bias)
         outputs.append(total)
     return torch.stack(outputs) if outputs else routed.hidden * 1.0

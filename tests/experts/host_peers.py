@@ -1,4 +1,4 @@
-"""Memory that processes of one host share, in place of that of GPUs: one file for each rank.
+"""Host memory that processes share by one file for each rank, in place of symmetric GPU memory.
 
 With Triton's interpreter the kernels of one-sided puts then write into the memory of other
 processes, and the layers around them run as they do on GPUs.
@@ -26,7 +26,7 @@ from lightning_megatron.groups.peer_memory import PeerMemory, PeerRegion, PeerUs
 
 @dataclass(frozen=True)
 class HostBarrier:
-    """What the handle of symmetric memory is for GPUs."""
+    """Stand-in for the handle of symmetric memory of GPUs."""
 
     group: dist.ProcessGroup
 
@@ -35,7 +35,7 @@ class HostBarrier:
 
 
 def share_memory(patch: pytest.MonkeyPatch, folder: Path, kernels: ModuleType) -> None:
-    """Let ranks on CPUs put what they transfer into each other's memory."""
+    """Let ranks on CPUs write transfers into the memory of other ranks."""
     numbers = count()
 
     def grow(
@@ -48,18 +48,18 @@ def share_memory(patch: pytest.MonkeyPatch, folder: Path, kernels: ModuleType) -
         self._regions.pop(use, None)
         ranks, number = dist.get_process_group_ranks(group), next(numbers)
         files = [folder / f"{ranks[0]}-{use}-{number}-{rank}" for rank in ranks]
-        own = dist.get_rank(group)
-        files[own].write_bytes(bytes(num_bytes))
+        local_rank = dist.get_rank(group)
+        files[local_rank].write_bytes(bytes(num_bytes))
         dist.barrier(group)
-        parts = [
+        memories = [
             torch.from_file(str(file), shared=True, size=num_bytes, dtype=torch.uint8)
             for file in files
         ]
         dist.barrier(group)
-        pointers = torch.tensor([part.data_ptr() for part in parts])
+        pointers = torch.tensor([memory.data_ptr() for memory in memories])
         # The parts stay mapped as long as the handle lives.
-        handle = SimpleNamespace(barrier=HostBarrier(group).barrier, parts=parts)
-        self._regions[use] = PeerRegion(parts[own], pointers, handle)
+        handle = SimpleNamespace(barrier=HostBarrier(group).barrier, parts=memories)
+        self._regions[use] = PeerRegion(memories[local_rank], pointers, handle)
         return self._regions[use]
 
     def puts(axis: MeshAxis, experts_each: int, device: torch.device) -> Puts:
@@ -70,13 +70,13 @@ def share_memory(patch: pytest.MonkeyPatch, folder: Path, kernels: ModuleType) -
 
 
 def delay(patch: pytest.MonkeyPatch, kernels: Any, pause: Callable[[], object]) -> None:
-    """Let this rank start all transfers late, and read late what others have put here."""
+    """Let this rank start all transfers late, and fetch weights of clones late."""
     for name in ("put_counts", "put_weights", "put_tokens", "put_sums", "add_clone_gradients"):
-        patch.setattr(kernels, name, late(getattr(kernels, name), pause))
-    patch.setattr(PeerSource, "fetch", late(PeerSource.fetch, pause))
+        patch.setattr(kernels, name, start_late(getattr(kernels, name), pause))
+    patch.setattr(PeerSource, "fetch", start_late(PeerSource.fetch, pause))
 
 
-def late(function: Callable[..., Any], pause: Callable[[], object]) -> Callable[..., Any]:
+def start_late(function: Callable[..., Any], pause: Callable[[], object]) -> Callable[..., Any]:
     """Return a function that begins after a pause."""
 
     def run(*args: Any, **kwargs: Any) -> Any:

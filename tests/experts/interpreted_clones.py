@@ -1,5 +1,5 @@
-"""Run layers with clones on one-sided puts in Triton's interpreter, on CPUs whose processes share
-memory; printed is what failed, as JSON.
+"""Program that runs layers with clones by one-sided puts in Triton's interpreter, on CPUs whose
+processes share memory, and prints failures as JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_megatron.kernels import triton as kernels
 from lightning_megatron.kernels.triton import peer_clones, peer_rows
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.experts.cloned_layer import Case, ClonedLayer, any_legal_plan, distance, floats
-from tests.experts.host_peers import delay, late, share_memory
+from tests.experts.host_peers import delay, share_memory, start_late
 from tests.kernels import interpreted  # noqa: F401  mends the interpreter
 from tests.kernels.program import report_checks
 from tests.world import run_world
@@ -37,32 +37,32 @@ CASES = {
     },
     4: {"any plan": Case("one_sided", 3, has_slots=True, seed=3)},
 }
-#: What is wrong on purpose, so that the comparison must notice it on some rank.
+#: Cases with a deliberate error, which the comparison must find on some rank.
 BROKEN = {"swapped weights", "gradients twice", "no wait"}
 
 
-def swapped(put: Callable[..., None]) -> Callable[..., None]:
-    """Return puts of the weights of the next expert of the home rank."""
+def with_swapped_weights(put: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that puts the weights of the next expert of the home rank."""
     return lambda weights, *where: put(weights.roll(1, 0), *where)
 
 
-def twice(add: Callable[..., None]) -> Callable[..., None]:
-    """Return additions of the gradients of clones that come twice."""
+def with_doubled_gradients(add: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that adds the gradients of clones twice."""
 
-    def both(*given: object) -> None:
-        add(*given)
-        add(*given)
+    def add_twice(*arguments: object) -> None:
+        add(*arguments)
+        add(*arguments)
 
-    return both
+    return add_twice
 
 
-def _distances(rank: int, size: int, folder: str) -> dict[str, tuple[float, int]]:
-    # Small blocks and few programs, so that each has several of everything.
+def _compare_cases(rank: int, size: int, folder: str) -> dict[str, tuple[float, int]]:
+    # With small blocks and few programs, each program handles several blocks.
     peer_rows._BLOCK = peer_clones._WEIGHTS = peer_clones._GRADIENTS = 16
     peer_rows._PROGRAMS = peer_clones._PROGRAMS = 2
-    found = {}
-    with pytest.MonkeyPatch.context() as outer:
-        share_memory(outer, Path(folder), kernels)
+    results = {}
+    with pytest.MonkeyPatch.context() as world_patch:
+        share_memory(world_patch, Path(folder), kernels)
         mesh = ParallelMesh.create(ParallelLayout(size, ep=size))
         dispatcher = ClonedLayer(mesh, Case("one_sided", 1)).choice.dispatcher
         assert isinstance(dispatcher, PeerCloningDispatcher), dispatcher
@@ -75,32 +75,32 @@ def _distances(rank: int, size: int, folder: str) -> dict[str, tuple[float, int]
                 if name == "no wait":
                     patch.setattr(Puts, "begin", lambda self: None)
                     if rank == 1:
-                        slow = late(permute_both, lambda: time.sleep(0.5))
-                        patch.setattr(peer_passes, "permute_both", slow)
+                        slow_permute = start_late(permute_both, lambda: time.sleep(0.5))
+                        patch.setattr(peer_passes, "permute_both", slow_permute)
                 if name == "swapped weights":
-                    patch.setattr(kernels, "put_weights", swapped(kernels.put_weights))
+                    patch.setattr(kernels, "put_weights", with_swapped_weights(kernels.put_weights))
                 if name == "gradients twice":
                     add = kernels.add_clone_gradients
-                    patch.setattr(kernels, "add_clone_gradients", twice(add))
-                found[name] = distance(mesh, case, "all_gather")
+                    patch.setattr(kernels, "add_clone_gradients", with_doubled_gradients(add))
+                results[name] = distance(mesh, case, "all_gather")
         mesh.destroy()
-    return found
+    return results
 
 
 def check(size: int) -> None:
-    """Demand the bits of a layer without clones, and that what is wrong is noticed."""
+    """Demand the bits of a layer without clones, and that deliberate errors are found."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = run_world(_distances, size, folder)
+        ranks = run_world(_compare_cases, size, folder)
     for name in CASES[size]:
-        apart = max(found[name][0] for found in ranks)
-        assert all(found[name][1] > 0 for found in ranks), f"{name}: nothing moves"
+        largest_difference = max(results[name][0] for results in ranks)
+        assert all(results[name][1] > 0 for results in ranks), f"{name}: nothing moves"
         if name in BROKEN:
-            assert apart > 0.1, f"{name}: not noticed"
+            assert largest_difference > 0.1, f"{name}: not noticed"
         elif name == "recomputed":
-            # Gradients of clones are float32 on their way.
-            assert apart < 1e-6, f"{name}: {apart}"
+            # Gradients of clones are transferred in float32.
+            assert largest_difference < 1e-6, f"{name}: {largest_difference}"
         else:
-            assert apart == 0, f"{name}: {apart}"
+            assert largest_difference == 0, f"{name}: {largest_difference}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A router that goes from token to token, as an oracle, and the settings that it is compared on."""
+"""Reference router that handles one token at a time, and the settings of comparisons with it."""
 
 from __future__ import annotations
 
@@ -57,9 +57,7 @@ def config_of(**settings: Any) -> ExpertsConfig:
 
 
 def router_of(config: ExpertsConfig, mesh: ParallelMesh | None = None, **options: Any) -> Router:
-    """Build a router whose weight, biases and shares are the same numbers everywhere, far from even
-    ones.
-    """
+    """Build a router whose weight, biases and shares are uneven and the same in every process."""
     router = Router(config, D, mesh or ParallelMesh.single(), **options).double()
     with torch.no_grad():
         router.weight.copy_(draw(E, D, seed=1))
@@ -73,7 +71,7 @@ def router_of(config: ExpertsConfig, mesh: ParallelMesh | None = None, **options
 
 
 @dataclass
-class ByHand:
+class RoutingByHand:
     probabilities: Tensor
     experts: list[list[int]]
     load: list[int]
@@ -98,21 +96,21 @@ def balance_by_hand(
 ) -> Tensor:
     loss = torch.zeros((), dtype=torch.float64)
     for expert in range(config.num_experts):
-        times = sum(expert in chosen for chosen in choices)
-        mean = sum((share[expert] for share in shares), start=torch.zeros(())) / len(shares)
-        loss = loss + config.num_experts * times / (config.top_k * len(shares)) * mean
+        num_chosen = sum(expert in chosen for chosen in choices)
+        mean_share = sum((share[expert] for share in shares), start=torch.zeros(())) / len(shares)
+        loss = loss + config.num_experts * num_chosen / (config.top_k * len(shares)) * mean_share
     return loss
 
 
-def route_by_hand(hidden: Tensor, router: Router) -> ByHand:
-    """Route one token after the other."""
+def route_by_hand(hidden: Tensor, router: Router) -> RoutingByHand:
+    """Route one token at a time."""
     config, bias = router.config, router.expert_bias
     capacity = (
         math.inf
         if config.capacity_factor is None
         else expert_capacity(hidden.shape[0] * hidden.shape[1], config)
     )
-    load, taken, dropped = [0] * config.num_experts, [0] * config.num_experts, 0
+    load, num_assigned, dropped = [0] * config.num_experts, [0] * config.num_experts, 0
     probabilities, experts, unbiased, shares, squares = [], [], [], [], []
     for token in hidden.flatten(0, 1):
         logits = router.weight @ token
@@ -131,28 +129,28 @@ def route_by_hand(hidden: Tensor, router: Router) -> ByHand:
         )
         for choice, expert in enumerate(chosen):
             load[expert] += 1
-            taken[expert] += 1
+            num_assigned[expert] += 1
             weight = scores[expert] / total * config.score_scale
-            if taken[expert] > capacity:
+            if num_assigned[expert] > capacity:
                 dropped += 1
                 chosen[choice], weight = -1, weight * 0.0
             probabilities.append(weight)
         experts.append(chosen)
     if config.aux_loss_scope == "sequence":
         count = hidden.shape[1]
-        parts = [
+        losses_of_sequences = [
             balance_by_hand(shares[b::count], unbiased[b::count], config) for b in range(count)
         ]
-        balance = torch.stack(parts).mean()
+        balance = torch.stack(losses_of_sequences).mean()
     elif config.aux_loss_scope == "global":
         assert router.step_shares is not None
         balance = config.num_experts * (torch.stack(shares).mean(0) * router.step_shares).sum()
     else:
-        # Whether a choice is dropped or not, it counts.
+        # Dropped choices count, too.
         balance = balance_by_hand(
             shares, [choose_by_hand(s.tolist(), config) for s in shares], config
         )
-    return ByHand(
+    return RoutingByHand(
         torch.stack(probabilities).view(-1, config.top_k),
         experts,
         load,

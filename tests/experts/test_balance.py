@@ -1,4 +1,4 @@
-"""Losses and biases that balance experts: where their gradients go, and what a step's load changes."""
+"""Losses and biases balance experts: gradients of losses, and updates by the load of a step."""
 
 from __future__ import annotations
 
@@ -28,26 +28,33 @@ from tests.experts.routed_by_hand import (
 from tests.oracles import assert_equal
 
 
-def test_an_attached_loss_has_its_gradient_at_any_scale() -> None:
+def test_an_attached_loss_has_its_gradient_for_any_scale() -> None:
     router = router_of(config_of())
     hidden = [draw(S, B, D, seed=seed).requires_grad_() for seed in (4, 5)]
     # Two microbatches and a loss scale of 1024.
     scale = 1024.0 / 2
     total = sum(
-        (main_loss(r.probabilities) + losses_of(r) for r in map(router, hidden)),
+        (
+            main_loss(routing_result.probabilities) + losses_of(routing_result)
+            for routing_result in map(router, hidden)
+        ),
         start=torch.zeros(()),
     )
     expected = gradients(total * scale, *hidden, router.weight)
-    for form in (scale, torch.tensor(scale)):
+    for scale_form in (scale, torch.tensor(scale)):
         router.weight.grad = None
         for microbatch in hidden:
             microbatch.grad = None
             routing = router(microbatch)
-            attached = attach_loss(routing.probabilities, losses_of(routing), form)
+            attached = attach_loss(routing.probabilities, losses_of(routing), scale_form)
             assert torch.equal(attached, routing.probabilities)
             (main_loss(attached) * scale).backward()
-        for leaf, wanted in zip((*hidden, router.weight), expected, strict=True):
-            assert_equal(leaf.grad, wanted, f"gradient with a scale of type {type(form).__name__}")
+        for leaf, expected_gradient in zip((*hidden, router.weight), expected, strict=True):
+            assert_equal(
+                leaf.grad,
+                expected_gradient,
+                f"gradient with a scale of type {type(scale_form).__name__}",
+            )
 
 
 def test_a_scale_on_the_device_is_read_in_the_backward_pass() -> None:
@@ -62,21 +69,23 @@ def test_a_scale_on_the_device_is_read_in_the_backward_pass() -> None:
     assert float(loss.grad) == 3.0
 
 
-def test_a_loss_that_was_first_asked_for_without_gradients_has_one() -> None:
+def test_a_loss_first_read_without_gradients_has_a_gradient() -> None:
     router = router_of(config_of())
     routing = router(draw(S, B, D, seed=4))
     with torch.no_grad():
-        numbers = routing.balance_loss, routing.z_loss
-    assert numbers[0] is routing.balance_loss, "computed twice"
-    assert numbers[1] is routing.z_loss, "computed twice"
-    again = router(draw(S, B, D, seed=4))
-    (wanted,) = gradients(losses_of(again), router.weight)
+        losses = routing.balance_loss, routing.z_loss
+    assert losses[0] is routing.balance_loss, "computed twice"
+    assert losses[1] is routing.z_loss, "computed twice"
+    second_routing = router(draw(S, B, D, seed=4))
+    (expected,) = gradients(losses_of(second_routing), router.weight)
     router.weight.grad = None
-    assert float(wanted.abs().max()) > 0.0
-    assert_equal(gradients(losses_of(routing), router.weight)[0], wanted, "gradient of both losses")
+    assert float(expected.abs().max()) > 0.0
+    assert_equal(
+        gradients(losses_of(routing), router.weight)[0], expected, "gradient of both losses"
+    )
 
 
-def test_a_loss_that_is_attached_in_recomputed_code_counts_once() -> None:
+def test_a_loss_attached_in_recomputed_code_counts_once() -> None:
     mesh = ParallelMesh.single(seed=5)
     router = router_of(config_of(jitter=0.2), mesh)
 
@@ -84,21 +93,24 @@ def test_a_loss_that_is_attached_in_recomputed_code_counts_once() -> None:
         routing = router(hidden)
         return attach_loss(routing.probabilities, losses_of(routing), 1.0).square()
 
-    def run(run_it: Any) -> list[Tensor]:
+    def run(call: Any) -> list[Tensor]:
         hidden = draw(S, B, D, seed=4).requires_grad_()
         mesh.random.begin_microbatch(1, 2)
         mesh.random.seek(3)
-        output = run_it(hidden)
-        # Another microbatch comes between.
+        output = call(hidden)
+        # Another microbatch runs before the backward pass.
         mesh.random.begin_microbatch(1, 3)
         return gradients(main_loss(output), hidden, router.weight)
 
-    once, again = run(weigh), run(lambda hidden: replayed(weigh, mesh.random, 3, hidden))
-    for one, other in zip(once, again, strict=True):
-        assert_equal(other, one, "gradient")
+    expected_gradients, actual_gradients = (
+        run(weigh),
+        run(lambda hidden: replayed(weigh, mesh.random, 3, hidden)),
+    )
+    for expected, actual in zip(expected_gradients, actual_gradients, strict=True):
+        assert_equal(actual, expected, "gradient")
 
 
-def test_biases_move_towards_the_mean_load_and_shares_follow_it() -> None:
+def test_biases_move_towards_the_mean_load_and_shares_equal_the_load() -> None:
     router = router_of(config_of(expert_bias=True, expert_bias_rate=0.125, aux_loss_scope="global"))
     bias = router.expert_bias.clone()
     router.update_(torch.tensor([4, 0, 4, 9, 3, 5, 4, 3]))
@@ -110,7 +122,7 @@ def test_biases_move_towards_the_mean_load_and_shares_follow_it() -> None:
     assert zeros.tolist() == [-1.0, 1.0]
 
 
-def test_biases_bring_balance_without_a_loss() -> None:
+def test_biases_balance_experts_without_a_loss() -> None:
     router = router_of(
         config_of(scoring="sigmoid", expert_bias=True, expert_bias_rate=0.02, aux_loss=0.0)
     )
@@ -123,7 +135,7 @@ def test_biases_bring_balance_without_a_loss() -> None:
     assert int(after.max()) <= 1.1 * 40 * B * K / E
 
 
-def test_even_shares_pull_nowhere_in_the_first_step() -> None:
+def test_even_shares_of_the_first_step_give_no_gradient() -> None:
     config = config_of(aux_loss_scope="global", z_loss=0.0)
     router, hidden = Router(config, D, ParallelMesh.single()).double(), draw(S, B, D)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Clones planned by operators of torch are those of the plan in whole numbers."""
+"""Clones planned by operators of torch equal the plan in Python numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.plan.clone_draws import DrawnSelections, drawn_counts, drawn_selectio
 
 
 def as_plan(clones: PlacedClones) -> ClonePlan:
-    """Read a plan from the device."""
+    """Copy a plan from the device to Python numbers."""
     return ClonePlan(
         clones.layout,
         tuple(clones.owners.tolist()),
@@ -36,7 +36,7 @@ def as_plan(clones: PlacedClones) -> ClonePlan:
     )
 
 
-def test_the_plan_is_that_in_whole_numbers() -> None:
+def test_plans_of_torch_operators_equal_plans_in_python_numbers() -> None:
     for number, drawn in enumerate(drawn_counts(1000)):
         dtype = torch.int32 if number % 2 else torch.int64
         counts = torch.tensor(drawn.counts, dtype=dtype)
@@ -51,35 +51,35 @@ def physical_of(drawn: DrawnSelections, clones: PlacedClones, rank: int) -> Tens
     return to_physical(experts, sort_by_expert(experts, 0, drawn.experts), clones, rank)
 
 
-def test_selections_go_where_the_plan_sends_them() -> None:
+def test_selections_go_to_the_places_of_the_plan() -> None:
     num_moved = 0
     for drawn in drawn_selections(150):
         plan = plan_clones(drawn.counts, drawn.places)
         clones = place_clones(torch.tensor(drawn.counts), drawn.places)
         for rank, selections in enumerate(drawn.selections):
             expected = physical_experts(selections, plan, rank)
-            found = physical_of(drawn, clones, rank)
-            assert found.tolist() == list(map(list, expected))
+            actual = physical_of(drawn, clones, rank)
+            assert actual.tolist() == list(map(list, expected))
             num_moved += sum(plan.off[rank])
     assert num_moved > 1000, "hardly any selection moves"
 
 
-def test_an_expert_in_several_places_fills_them_in_order() -> None:
+def test_an_expert_in_several_places_fills_the_places_in_order() -> None:
     counts = [[12, 0, 0], [0, 0, 0], [0, 1, 0]]
     experts = torch.zeros(12, 1, dtype=torch.int64)
     clones = place_clones(torch.tensor(counts), 1)
-    found = to_physical(experts, sort_by_expert(experts, 0, 3), clones, 0)
+    actual = to_physical(experts, sort_by_expert(experts, 0, 3), clones, 0)
     assert clones.owners.tolist() == [-1, 0, 0]
-    assert found.flatten().tolist() == [3] * 3 + [5] * 4 + [0] * 5
+    assert actual.flatten().tolist() == [3] * 3 + [5] * 4 + [0] * 5
     assert clones.rows.tolist() == [5, 4, 4]
 
 
-def test_sizes_that_do_not_fit_are_refused() -> None:
+def test_too_many_places_are_refused() -> None:
     with pytest.raises(ParallelPlanError, match=r"places \(3\) must be at most 2"):
         place_clones(torch.zeros(2, 4, dtype=torch.int64), 3)
 
 
-def test_more_experts_or_places_than_the_kernels_take_are_said_once(
+def test_more_experts_and_places_than_the_kernels_support_warn_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     choose_kernels.warn_of_slow_path.cache_clear()
@@ -97,8 +97,8 @@ def test_more_experts_or_places_than_the_kernels_take_are_said_once(
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_host_reads_nothing(device: str) -> None:
-    # On the device without storage no number can be read, and nothing of another device joined.
+def test_planning_reads_nothing_from_the_device(device: str) -> None:
+    # Fake and meta tensors raise if a number is read or devices are mixed.
     mode = FakeTensorMode() if device == "cpu" else nullcontext()
     with mode:
         counts = torch.zeros(4, 8, dtype=torch.int64, device=device)
@@ -106,20 +106,20 @@ def test_the_host_reads_nothing(device: str) -> None:
             int(counts.sum())
         clones = place_clones(counts, 2, 5)
         experts = torch.zeros(10, 3, dtype=torch.int64, device=device)
-        found = to_physical(experts, sort_by_expert(experts, 0, 8), clones, 1)
-        assert found.shape == (10, 3)
+        physical = to_physical(experts, sort_by_expert(experts, 0, 8), clones, 1)
+        assert physical.shape == (10, 3)
         assert clones.off.shape == (4, 8)
-        assert {found.device.type, clones.rows.device.type} == {device}
+        assert {physical.device.type, clones.rows.device.type} == {device}
 
 
-def drawn_routing(ranks: int, experts: int, top_k: int, exponent: float, seed: int) -> Tensor:
-    """Count the selections of 1024 tokens a rank; the experts' popularity follows Zipf's law."""
-    draw = torch.Generator().manual_seed(seed)
-    order = torch.randperm(experts, generator=draw)
+def draw_counts(ranks: int, experts: int, top_k: int, exponent: float, seed: int) -> Tensor:
+    """Count selections of 1024 tokens for each rank; popularity of experts follows Zipf's law."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(experts, generator=generator)
     popularity = -exponent * torch.log(1.0 + order)
-    noise = -torch.log(-torch.log(torch.rand(ranks, 1024, experts, generator=draw)))
+    noise = -torch.log(-torch.log(torch.rand(ranks, 1024, experts, generator=generator)))
     selected = (popularity + noise).topk(top_k).indices.flatten(1)
-    return torch.stack([torch.bincount(own, minlength=experts) for own in selected])
+    return torch.stack([torch.bincount(of_rank, minlength=experts) for of_rank in selected])
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def drawn_routing(ranks: int, experts: int, top_k: int, exponent: float, seed: i
         (8, 64, 8, 1.0, 1.73, 1.142, {1: 1.082, 2: 1.01, 4: 1.0}),
     ],
 )
-def test_ranks_are_as_even_as_reckoned(
+def test_clones_balance_ranks_by_the_expected_amount(
     ranks: int,
     experts: int,
     top_k: int,
@@ -141,18 +141,20 @@ def test_ranks_are_as_even_as_reckoned(
     one_shot: float,
     after: dict[int, float],
 ) -> None:
-    # Rows of the busiest rank over the mean, averaged over 30 draws.
-    found: dict[object, float] = dict.fromkeys(("before", "one shot", *after), 0.0)
+    # Ratio of rows of the busiest rank to the mean, averaged over 30 draws.
+    imbalances: dict[object, float] = dict.fromkeys(("before", "one shot", *after), 0.0)
     for seed in range(30):
-        counts = drawn_routing(ranks, experts, top_k, exponent, seed)
-        share = ranks / int(counts.sum()) / 30
-        found["before"] += share * int(counts.sum(0).view(ranks, -1).sum(1).max())
-        found["one shot"] += share * max(plan_clones(counts.tolist(), 1, 0, assign_one_shot).rows)
+        counts = draw_counts(ranks, experts, top_k, exponent, seed)
+        weight = ranks / int(counts.sum()) / 30
+        imbalances["before"] += weight * int(counts.sum(0).view(ranks, -1).sum(1).max())
+        imbalances["one shot"] += weight * max(
+            plan_clones(counts.tolist(), 1, 0, assign_one_shot).rows
+        )
         for places in after:
-            found[places] += share * int(place_clones(counts, places).rows.max())
-    # Without clones the mean of 30 draws itself scatters by up to 0.05.
-    assert found.pop("before") == pytest.approx(before, abs=0.1)
-    assert found == {
+            imbalances[places] += weight * int(place_clones(counts, places).rows.max())
+    # Without clones the mean of 30 draws varies by up to 0.05.
+    assert imbalances.pop("before") == pytest.approx(before, abs=0.1)
+    assert imbalances == {
         name: pytest.approx(value, abs=0.03)
         for name, value in {"one shot": one_shot, **after}.items()
     }

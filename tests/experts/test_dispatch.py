@@ -1,4 +1,4 @@
-"""Every expert grid of four ranks computes what one process with all experts does."""
+"""Every expert grid of four ranks equals one process with all experts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NUM_EXPERTS, SIZE, INNER, NUM_TOKENS = 4, 6, 8, 5
 CONFIG = ExpertsConfig(num_experts=NUM_EXPERTS, top_k=2, ffn_hidden_size=INNER)
 LAYOUTS = {"ep2": {"ep": 2}, "ep4": {"ep": 4}, "ep2 etp2": {"ep": 2, "etp": 2}, "etp2": {"etp": 2}}
 TRANSPORTS: tuple[Transport, ...] = ("all_gather", "all_to_all", "one_sided")
-#: How many tokens a rank has.
+#: Number of tokens of a rank.
 SIZES = {
     "some": lambda rank: NUM_TOKENS,
     "none": lambda rank: 0,
@@ -38,38 +38,44 @@ SIZES = {
 }
 
 
-def runs() -> list[tuple[str, Transport, str, str]]:
-    """List what is tried: layout, transport, routing and numbers of tokens."""
-    found = []
+def list_runs() -> list[tuple[str, Transport, str, str]]:
+    """List all combinations of layout, transport, routing and numbers of tokens."""
+    combinations = []
     for layout, sizes in LAYOUTS.items():
         for transport in TRANSPORTS if "ep" in sizes else TRANSPORTS[:1]:
             is_static = transport != "all_to_all" or "etp" in sizes
-            numbers = [name for name in SIZES if name != "different" or not is_static]
-            found += [(layout, transport, case, number) for case in CASES for number in numbers]
-    return found
+            token_counts = [name for name in SIZES if name != "different" or not is_static]
+            combinations += [
+                (layout, transport, case, token_count)
+                for case in CASES
+                for token_count in token_counts
+            ]
+    return combinations
 
 
-def experts_on(mesh: ParallelMesh) -> GroupedMLP:
+def build_experts(mesh: ParallelMesh) -> GroupedMLP:
     module = GroupedMLP(SIZE, CONFIG, mesh).double()
     initialize_(module, "cpu", 1)
-    # As drawn they are so small that errors of outputs would be, too.
+    # Initial weights are so small that errors of outputs would be small, too.
     for parameter in module.parameters():
         parameter.data.mul_(20.0)
     return module
 
 
-def expected(case: str, tokens: str, mesh: ParallelMesh, grid: list[int]) -> dict[str, Any]:
-    """Compute what this rank must find, from all tokens of its expert grid and all experts."""
-    whole = experts_on(ParallelMesh.single())
-    weights = list(zip(whole.weights("gate_up"), whole.weights("down"), strict=True))
-    found: dict[str, Any] = {}
+def expected_results(case: str, tokens: str, mesh: ParallelMesh, grid: list[int]) -> dict[str, Any]:
+    """Compute the results of this rank from all tokens of its expert grid and all experts."""
+    all_experts = build_experts(ParallelMesh.single())
+    weights = list(zip(all_experts.weights("gate_up"), all_experts.weights("down"), strict=True))
+    results: dict[str, Any] = {}
     for rank in grid:
         routed = route(case, SIZES[tokens](rank), SIZE, NUM_EXPERTS, rank)
         output = dense(routed, weights, "swiglu")
         (output * routed.outer).sum().backward()
         if rank == mesh.rank:
-            found = results_of(output, routed)
-    return found | {key: _gradient(parameter) for key, parameter in whole.named_parameters()}
+            results = results_of(output, routed)
+    return results | {
+        key: _gradient(parameter) for key, parameter in all_experts.named_parameters()
+    }
 
 
 def results_of(output: torch.Tensor, routed: Routed) -> dict[str, Any]:
@@ -84,59 +90,72 @@ def _gradient(leaf: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
-def errors_of(transport: Transport, case: str, tokens: str, mesh: ParallelMesh) -> dict[str, float]:
+def compute_errors(
+    transport: Transport, case: str, tokens: str, mesh: ParallelMesh
+) -> dict[str, float]:
     grid = next(ranks for ranks in mesh.layout.expert_groups("etp-ep") if mesh.rank in ranks)
-    wanted = expected(case, tokens, mesh, grid)
+    expected = expected_results(case, tokens, mesh, grid)
     module, routed = (
-        experts_on(mesh),
+        build_experts(mesh),
         route(case, SIZES[tokens](mesh.rank), SIZE, NUM_EXPERTS, mesh.rank),
     )
     dispatcher = choose_transport(NUM_EXPERTS, routed.experts.shape[1], mesh, transport).dispatcher
     prepared = dispatcher.prepare(routed.hidden, routed.probabilities, routed.experts)
-    sent = dispatcher.receive(dispatcher.send(prepared))
-    outputs = module(sent.rows, sent.probabilities, sent.ends)
-    output = dispatcher.combine(dispatcher.send_back(outputs, sent))
+    received = dispatcher.receive(dispatcher.send(prepared))
+    outputs = module(received.rows, received.probabilities, received.ends)
+    output = dispatcher.combine(dispatcher.send_back(outputs, received))
     (output * routed.outer).sum().backward()
-    errors = {key: _distance(one, wanted[key]) for key, one in results_of(output, routed).items()}
+    errors = {
+        key: _largest_difference(actual, expected[key])
+        for key, actual in results_of(output, routed).items()
+    }
     for key, parameter in module.named_parameters():
-        errors[key] = _distance(_gradient(parameter), shard_spec_of(parameter).shard(wanted[key]))
+        errors[key] = _largest_difference(
+            _gradient(parameter), shard_spec_of(parameter).shard(expected[key])
+        )
     return errors
 
 
-def _distance(one: Any, other: torch.Tensor) -> float:
-    assert one.shape == other.shape
-    difference = (one - other).abs()
+def _largest_difference(actual: Any, expected: torch.Tensor) -> float:
+    assert actual.shape == expected.shape
+    difference = (actual - expected).abs()
     return float(difference.max()) if difference.numel() else 0.0
 
 
-def resumed(folder: str, before: ParallelMesh, after: ParallelMesh) -> float:
-    """Train a step in one layout and one in another, and return how far that is from two in the
-    latter.
+def compare_resumed_training(folder: str, before: ParallelMesh, after: ParallelMesh) -> float:
+    """Train a step in one layout and a step in another; return the largest difference to two steps in
+    the second layout.
     """
-    first, second, both = (
-        TrainedExperts(experts_on(mesh), mesh) for mesh in (before, after, after)
+    first_training, resumed_training, uninterrupted = (
+        TrainedExperts(build_experts(mesh), mesh) for mesh in (before, after, after)
     )
-    first.train(0)
-    first.save(folder)
-    both.train(0)
-    second.load(folder)
-    second.train(1)
-    both.train(1)
-    pairs = zip(second.module.parameters(), both.module.parameters(), strict=True)
-    return max(_distance(one.detach(), other.detach()) for one, other in pairs)
+    first_training.train(0)
+    first_training.save(folder)
+    uninterrupted.train(0)
+    resumed_training.load(folder)
+    resumed_training.train(1)
+    uninterrupted.train(1)
+    pairs = zip(
+        resumed_training.module.parameters(), uninterrupted.module.parameters(), strict=True
+    )
+    return max(
+        _largest_difference(actual.detach(), expected.detach()) for actual, expected in pairs
+    )
 
 
-def world(
+def _world(
     rank: int, size: int, folder: str
 ) -> tuple[dict[tuple[str, ...], dict[str, float]], dict[str, float]]:
-    torch.use_deterministic_algorithms(True)  # fills memory that nobody has written with NaN
+    torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
     meshes = {
         name: ParallelMesh.create(ParallelLayout(size, **sizes)) for name, sizes in LAYOUTS.items()
     }
-    errors = {run: errors_of(*run[1:], meshes[run[0]]) for run in runs()}
+    errors = {run: compute_errors(*run[1:], meshes[run[0]]) for run in list_runs()}
     names = list(meshes)
     saved = {
-        f"{before} to {after}": resumed(f"{folder}/{number}", meshes[before], meshes[after])
+        f"{before} to {after}": compare_resumed_training(
+            f"{folder}/{number}", meshes[before], meshes[after]
+        )
         for number, (before, after) in enumerate(zip(names, [*names[1:], names[0]], strict=True))
     }
     return errors, saved
@@ -144,44 +163,46 @@ def world(
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run_world(world, 4, str(tmp_path_factory.mktemp("experts")))
+    return run_world(_world, 4, str(tmp_path_factory.mktemp("experts")))
 
 
-@pytest.mark.parametrize("run", runs(), ids=" ".join)
+@pytest.mark.parametrize("run", list_runs(), ids=" ".join)
 def test_outputs_and_all_gradients_equal_those_of_one_process(
     results: list[Any], run: tuple[str, ...]
 ) -> None:
-    for rank, (found, _) in enumerate(results):
-        for what, error in found[run].items():
-            assert error < 1e-10, f"rank {rank}: {what} differs by {error}"
+    for rank, (errors_of_runs, _) in enumerate(results):
+        for name, error in errors_of_runs[run].items():
+            assert error < 1e-10, f"rank {rank}: {name} differs by {error}"
 
 
-def test_training_continues_in_another_layout(results: list[Any]) -> None:
+def test_training_resumes_in_another_layout(results: list[Any]) -> None:
     for _, saved in results:
         assert len(saved) == len(LAYOUTS)
         for layouts, error in saved.items():
             assert error < 1e-10, layouts
 
 
-def test_only_the_steps_between_depend_on_the_routing_in_an_all_to_all() -> None:
+def test_shapes_before_and_after_an_all_to_all_do_not_depend_on_the_routing() -> None:
     dispatcher = AllToAllDispatcher(NUM_EXPERTS, MeshAxis("ep", (0,)))
-    shapes, numbers = [], []
+    shapes, row_counts = [], []
     for case in CASES:
         routed = route(case, NUM_TOKENS, SIZE, NUM_EXPERTS, 0)
         chosen = routed.experts[:, :1]
         prepared = dispatcher.prepare(routed.hidden, routed.probabilities[:, :1], chosen)
         dispatched = dispatcher.receive(dispatcher.send(prepared))
         returned = dispatcher.send_back(dispatched.rows, dispatched)
-        values = [one for _, one in leaves((prepared, returned)) if isinstance(one, torch.Tensor)]
-        shapes.append([tuple(one.shape) for one in values])
-        numbers.append(dispatched.rows.shape[0])
-        is_here = (chosen >= 0).to(routed.hidden.dtype)
-        assert torch.equal(dispatcher.combine(returned), routed.hidden * is_here), case
+        values = [
+            tensor for _, tensor in leaves((prepared, returned)) if isinstance(tensor, torch.Tensor)
+        ]
+        shapes.append([tuple(tensor.shape) for tensor in values])
+        row_counts.append(dispatched.rows.shape[0])
+        is_kept = (chosen >= 0).to(routed.hidden.dtype)
+        assert torch.equal(dispatcher.combine(returned), routed.hidden * is_kept), case
     assert shapes[1:] == shapes[:-1]
-    assert len(set(numbers)) > 1
+    assert len(set(row_counts)) > 1
 
 
-def test_the_choice_of_a_dispatcher_says_why() -> None:
+def test_the_choice_of_a_dispatcher_has_its_reason() -> None:
     single = ParallelMesh.single()
     assert "this rank has all experts" in choose_transport(4, 2, single).reason
     mesh = replace(single, ep=MeshAxis("ep", (0, 1)))
@@ -212,7 +233,7 @@ def test_the_choice_of_a_dispatcher_says_why() -> None:
         ("ranks are far apart", 2, False, "all_gather", "no puts: ranks are far apart"),
     ],
 )
-def test_gpus_put_tokens_where_they_can(
+def test_auto_chooses_puts_on_gpus_that_support_them(
     monkeypatch: pytest.MonkeyPatch,
     reason_unavailable: str | None,
     top_k: int,
@@ -223,14 +244,14 @@ def test_gpus_put_tokens_where_they_can(
     single = ParallelMesh.single()
     mesh = replace(single, ep=MeshAxis("ep", (0, 1)), device=torch.device("cuda"))
     monkeypatch.setattr(choosing, "reason_against_puts", lambda axis, device: reason_unavailable)
-    monkeypatch.setattr(choosing, "transfer_over", lambda axis, each, device: None)
+    monkeypatch.setattr(choosing, "transfer_over", lambda axis, experts_each, device: None)
     choice = choose_transport(4, top_k, mesh, has_shared=has_shared)
     assert choice.transport == kind
     assert isinstance(choice.dispatcher, OneSidedDispatcher) == (kind == "one_sided")
     assert choice.reason.endswith(reason)
 
 
-def test_puts_that_were_asked_for_are_never_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requested_puts_without_support_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = replace(ParallelMesh.single(), ep=MeshAxis("ep", (0, 1)), device=torch.device("cuda"))
     monkeypatch.setattr(
         peer_transfer, "reason_against_puts", lambda axis, device: "ranks are far apart"

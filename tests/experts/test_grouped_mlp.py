@@ -1,6 +1,4 @@
-"""Experts behind permute and unpermute equal one product for one token after the other, gradients
-included.
-"""
+"""Outputs and gradients of grouped experts with permute and unpermute equal a loop over tokens."""
 
 from __future__ import annotations
 
@@ -42,14 +40,14 @@ CONFIG = ExpertsConfig(num_experts=NUM_EXPERTS, top_k=2, ffn_hidden_size=INNER)
 
 
 @pytest.fixture(autouse=True)
-def _poisoned() -> Iterator[None]:
-    """Fill memory that nobody has written with NaN."""
+def _fill_memory_with_nan() -> Iterator[None]:
+    """Fill uninitialized memory with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
-def experts_of(
+def build_experts(
     activation: str = "swiglu", mesh: ParallelMesh | None = None, **settings: Any
 ) -> GroupedMLP:
     mesh = mesh or ParallelMesh.single()
@@ -70,12 +68,12 @@ def biases_of(module: GroupedMLP) -> list[tuple[Tensor, Tensor]] | None:
     return list(zip(module.biases(module.first_name), module.biases("down"), strict=True))
 
 
-def mixture(routed: Routed, module: GroupedMLP) -> Tensor:
+def run_mixture(routed: Routed, module: GroupedMLP) -> Tensor:
     dispatcher = choose_transport(NUM_EXPERTS, 2, ParallelMesh.single()).dispatcher
     prepared = dispatcher.prepare(routed.hidden, routed.probabilities, routed.experts)
-    sent = dispatcher.receive(dispatcher.send(prepared))
-    outputs = module(sent.rows, sent.probabilities, sent.ends)
-    return dispatcher.combine(dispatcher.send_back(outputs, sent))
+    received = dispatcher.receive(dispatcher.send(prepared))
+    outputs = module(received.rows, received.probabilities, received.ends)
+    return dispatcher.combine(dispatcher.send_back(outputs, received))
 
 
 @pytest.mark.parametrize("num_tokens", [9, 1, 0])
@@ -85,38 +83,38 @@ def mixture(routed: Routed, module: GroupedMLP) -> Tensor:
 def test_outputs_and_all_gradients_equal_those_of_a_loop_over_tokens(
     activation: str, has_biases: bool, case: str, num_tokens: int
 ) -> None:
-    module = experts_of(activation, linear_bias=has_biases)
+    module = build_experts(activation, linear_bias=has_biases)
     routed = route(case, num_tokens, SIZE, NUM_EXPERTS)
     inputs = (routed.hidden, routed.probabilities, *module.parameters())
-    expected = dense(routed, weights_of(module), activation, biases_of(module))
-    wanted = torch.autograd.grad(
-        (expected * routed.outer).sum(), inputs, allow_unused=True, materialize_grads=True
+    expected_output = dense(routed, weights_of(module), activation, biases_of(module))
+    expected_gradients = torch.autograd.grad(
+        (expected_output * routed.outer).sum(), inputs, allow_unused=True, materialize_grads=True
     )
-    output = mixture(routed, module)
-    assert torch.allclose(output, expected, atol=1e-10, rtol=0)
-    found = torch.autograd.grad((output * routed.outer).sum(), inputs)
-    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
-        assert torch.allclose(one, other, atol=1e-10, rtol=0), number
+    output = run_mixture(routed, module)
+    assert torch.allclose(output, expected_output, atol=1e-10, rtol=0)
+    gradients = torch.autograd.grad((output * routed.outer).sum(), inputs)
+    for number, (actual, expected) in enumerate(zip(gradients, expected_gradients, strict=True)):
+        assert torch.allclose(actual, expected, atol=1e-10, rtol=0), number
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_unpermute_multiplies_by_probabilities_as_experts_do(case: str) -> None:
+def test_unpermute_multiplies_by_probabilities(case: str) -> None:
     routed = route(case, 9, SIZE, NUM_EXPERTS)
     inputs = (routed.hidden, routed.probabilities)
     row_map = map_rows(routed.experts, 0, NUM_EXPERTS)
     doubled = unpermute(2 * permute(routed.hidden, row_map), row_map, routed.probabilities)
     scales = torch.where(routed.experts >= 0, routed.probabilities, 0.0)
-    expected = 2 * routed.hidden * scales.sum(1, keepdim=True)
-    assert torch.allclose(doubled, expected, atol=1e-10, rtol=0)
-    found = torch.autograd.grad((doubled * routed.outer).sum(), inputs)
-    wanted = torch.autograd.grad((expected * routed.outer).sum(), inputs)
+    expected_output = 2 * routed.hidden * scales.sum(1, keepdim=True)
+    assert torch.allclose(doubled, expected_output, atol=1e-10, rtol=0)
+    gradients = torch.autograd.grad((doubled * routed.outer).sum(), inputs)
+    expected_gradients = torch.autograd.grad((expected_output * routed.outer).sum(), inputs)
     assert all(
-        torch.allclose(one, other, atol=1e-10, rtol=0)
-        for one, other in zip(found, wanted, strict=True)
+        torch.allclose(actual, expected, atol=1e-10, rtol=0)
+        for actual, expected in zip(gradients, expected_gradients, strict=True)
     )
 
 
-def test_rows_of_an_expert_keep_the_order_of_tokens_and_sizes_follow_from_shapes() -> None:
+def test_row_maps_keep_the_order_of_tokens_and_have_static_sizes() -> None:
     experts = torch.tensor([[3, 1], [1, -1], [5, 2], [2, 1]])
     row_map = map_rows(experts, 1, 2)
     assert row_map.pairs.shape == (4 * 2,)
@@ -128,111 +126,120 @@ def test_rows_of_an_expert_keep_the_order_of_tokens_and_sizes_follow_from_shapes
 
 @pytest.mark.parametrize("case", ["random", "some without tokens", "every expert"])
 def test_experts_equal_those_of_hugging_face(case: str) -> None:
-    module, routed = experts_of(), route(case, 9, SIZE, NUM_EXPERTS)
+    module, routed = build_experts(), route(case, 9, SIZE, NUM_EXPERTS)
     sizes = MixtralConfig(hidden_size=SIZE, intermediate_size=INNER, num_local_experts=NUM_EXPERTS)
     sizes._experts_implementation = "eager"
-    theirs = MixtralExperts(sizes).double()
+    reference = MixtralExperts(sizes).double()
     weights = {"gate_up_proj": module.weights("gate_up"), "down_proj": module.weights("down")}
     for name, ours in weights.items():
-        getattr(theirs, name).data.copy_(torch.stack(ours))
-    expected = theirs(routed.hidden, routed.experts, routed.probabilities)
+        getattr(reference, name).data.copy_(torch.stack(ours))
+    expected_output = reference(routed.hidden, routed.experts, routed.probabilities)
     inputs = (routed.hidden, routed.probabilities)
-    wanted = torch.autograd.grad((expected * routed.outer).sum(), (*inputs, *theirs.parameters()))
-    output = mixture(routed, module)
-    assert torch.allclose(output, expected, atol=1e-10, rtol=0)
-    names = [name for name, _ in theirs.named_parameters()]
+    expected_gradients = torch.autograd.grad(
+        (expected_output * routed.outer).sum(), (*inputs, *reference.parameters())
+    )
+    output = run_mixture(routed, module)
+    assert torch.allclose(output, expected_output, atol=1e-10, rtol=0)
+    names = [name for name, _ in reference.named_parameters()]
     leaves = (*inputs, *[weight for name in names for weight in weights[name]])
-    found = torch.autograd.grad((output * routed.outer).sum(), leaves)
+    gradients = torch.autograd.grad((output * routed.outer).sum(), leaves)
     stacks = [
-        torch.stack(found[start : start + NUM_EXPERTS])
-        for start in range(2, len(found), NUM_EXPERTS)
+        torch.stack(gradients[start : start + NUM_EXPERTS])
+        for start in range(2, len(gradients), NUM_EXPERTS)
     ]
-    for one, other in zip([*found[:2], *stacks], wanted, strict=True):
-        assert torch.allclose(one, other, atol=1e-10, rtol=0)
+    for actual, expected in zip([*gradients[:2], *stacks], expected_gradients, strict=True):
+        assert torch.allclose(actual, expected, atol=1e-10, rtol=0)
 
 
 @pytest.mark.parametrize("scale", [1.0, 8.0])
-def test_experts_equal_those_of_gpt_oss_within_and_beyond_its_limits(scale: float) -> None:
-    module = experts_of("clamped_swiglu", linear_bias=True)
+def test_experts_equal_those_of_gpt_oss_within_and_beyond_the_clamp_limits(scale: float) -> None:
+    module = build_experts("clamped_swiglu", linear_bias=True)
     routed = route("random", 9, SIZE, NUM_EXPERTS)
     sizes = GptOssConfig(hidden_size=SIZE, intermediate_size=INNER, num_local_experts=NUM_EXPERTS)
     sizes._experts_implementation = "eager"
-    theirs: Any = GptOssExperts(sizes).double()
+    reference: Any = GptOssExperts(sizes).double()
     names = ("gate_up", "down")
     with torch.no_grad():
-        for one in module.weights("gate_up"):
-            one.mul_(scale)
+        for weight in module.weights("gate_up"):
+            weight.mul_(scale)
         for name in names:
-            # They are stored input first, and gate and up alternate.
+            # GPT-OSS stores the input dimension first, and alternates gate and up.
             stack, bias = torch.stack(module.weights(name)), torch.stack(module.biases(name))
             if name == "gate_up":
                 stack, bias = (
-                    torch.stack(one.chunk(2, dim=1), 2).flatten(1, 2) for one in (stack, bias)
+                    torch.stack(tensor.chunk(2, dim=1), 2).flatten(1, 2) for tensor in (stack, bias)
                 )
-            getattr(theirs, f"{name}_proj").copy_(stack.transpose(1, 2))
-            getattr(theirs, f"{name}_proj_bias").copy_(bias)
-    expected = theirs(routed.hidden, routed.experts, routed.probabilities)
+            getattr(reference, f"{name}_proj").copy_(stack.transpose(1, 2))
+            getattr(reference, f"{name}_proj_bias").copy_(bias)
+    expected_output = reference(routed.hidden, routed.experts, routed.probabilities)
     inputs = (routed.hidden, routed.probabilities)
-    leaves = (*inputs, *(getattr(theirs, f"{name}_proj_bias") for name in names))
-    wanted = torch.autograd.grad((expected * routed.outer).sum(), (*leaves, theirs.down_proj))
-    output = mixture(routed, module)
-    assert torch.allclose(output, expected, atol=1e-10, rtol=0)
-    found = torch.autograd.grad(
+    leaves = (*inputs, *(getattr(reference, f"{name}_proj_bias") for name in names))
+    expected_gradients = torch.autograd.grad(
+        (expected_output * routed.outer).sum(), (*leaves, reference.down_proj)
+    )
+    output = run_mixture(routed, module)
+    assert torch.allclose(output, expected_output, atol=1e-10, rtol=0)
+    gradients = torch.autograd.grad(
         (output * routed.outer).sum(),
         (*inputs, *module.biases("gate_up"), *module.biases("down"), *module.weights("down")),
     )
     first, second, down = (
-        torch.stack(found[start : start + NUM_EXPERTS])
-        for start in range(2, len(found), NUM_EXPERTS)
+        torch.stack(gradients[start : start + NUM_EXPERTS])
+        for start in range(2, len(gradients), NUM_EXPERTS)
     )
     first = torch.stack(first.chunk(2, dim=1), 2).flatten(1)
-    for one, other in zip((*found[:2], first, second, down.transpose(1, 2)), wanted, strict=True):
-        assert torch.allclose(one, other, atol=1e-9, rtol=0)
+    for actual, expected in zip(
+        (*gradients[:2], first, second, down.transpose(1, 2)), expected_gradients, strict=True
+    ):
+        assert torch.allclose(actual, expected, atol=1e-9, rtol=0)
 
 
-def test_experts_with_biases_have_no_clones() -> None:
-    module = experts_of(linear_bias=True)
+def test_clones_of_experts_with_biases_are_refused() -> None:
+    module = build_experts(linear_bias=True)
     rows, ends = torch.zeros(3, SIZE), torch.full((NUM_EXPERTS,), 3, dtype=torch.int32)
     with pytest.raises(UnsupportedError, match="expert_clones needs experts without biases"):
         module(rows.double(), torch.ones(3), ends, clones=())
 
 
-def test_biases_of_all_experts_lie_together_and_weights_as_far_apart_as_without() -> None:
+def test_training_stacks_biases_without_a_change_of_the_stride_of_weights() -> None:
     strides = []
     for has_biases in (False, True):
-        experts = experts_of(linear_bias=has_biases)
+        experts = build_experts(linear_bias=has_biases)
         parameters = dict(experts.named_parameters())
         names = {id(parameter): name for name, parameter in parameters.items()}
-        both = (*experts.biases("gate_up"), *experts.biases("down")) if has_biases else ()
-        stacks = [tuple(names[id(one)] for one in both)]
+        all_biases = (*experts.biases("gate_up"), *experts.biases("down")) if has_biases else ()
+        stacks = [tuple(names[id(bias)] for bias in all_biases)]
         MainParameters(parameters, ParallelMesh.single(), stacks=stacks).attach(
             torch.optim.AdamW(experts.parameters())
         )
-        for read in (experts.weights, experts.biases) if has_biases else (experts.weights,):
+        for get_parameters in (
+            (experts.weights, experts.biases) if has_biases else (experts.weights,)
+        ):
             for name in ("gate_up", "down"):
-                assert stacked_view(read(name)) is not None, name
+                assert stacked_view(get_parameters(name)) is not None, name
         strides.append(stacked(experts.weights("gate_up")).stride(0))
     assert strides[0] == strides[1]
 
 
-def test_autocast_multiplies_in_its_dtype_and_returns_gradients_in_those_of_the_operands() -> None:
-    module, routed = experts_of().float(), route("random", 9, SIZE, NUM_EXPERTS)
+def test_autocast_outputs_are_bfloat16_and_gradients_have_the_dtype_of_operands() -> None:
+    module, routed = build_experts().float(), route("random", 9, SIZE, NUM_EXPERTS)
     hidden, probabilities = (
         tensor.detach().float().requires_grad_() for tensor in (routed.hidden, routed.probabilities)
     )
     with torch.autocast("cpu", torch.bfloat16):
-        output = mixture(Routed(hidden, probabilities, routed.experts, routed.outer), module)
+        output = run_mixture(Routed(hidden, probabilities, routed.experts, routed.outer), module)
     assert output.dtype == torch.bfloat16
     output.float().square().sum().backward()
-    assert torch.allclose(output.double(), mixture(routed, experts_of()), atol=0.05, rtol=0.1)
+    assert torch.allclose(
+        output.double(), run_mixture(routed, build_experts()), atol=0.05, rtol=0.1
+    )
     for leaf in (hidden, probabilities, *module.parameters()):
         assert leaf.grad is not None
         assert leaf.grad.dtype == torch.float32
 
 
-def test_sorting_tokens_and_back_reads_nothing_from_the_device() -> None:
-    # A fake tensor has no values: whoever asks for one, or for a size that depends on some, is told
-    # so.
+def test_permute_and_unpermute_read_nothing_from_the_device() -> None:
+    # A fake tensor has no values: a read of a value, or of a size that depends on values, raises.
     with FakeTensorMode():
         hidden, probabilities = (
             torch.empty(9, SIZE, requires_grad=True),
@@ -244,8 +251,8 @@ def test_sorting_tokens_and_back_reads_nothing_from_the_device() -> None:
     assert hidden.grad is not None
 
 
-def test_training_lays_the_weights_of_all_experts_out_as_one_tensor() -> None:
-    module = experts_of()
+def test_training_stores_the_weights_of_all_experts_as_one_tensor() -> None:
+    module = build_experts()
     copies = stacked(module.weights("gate_up"))
     assert copies.data_ptr() != module.weights("gate_up")[0].data_ptr()
     MainParameters(dict(module.named_parameters()), ParallelMesh.single()).attach(
@@ -256,7 +263,7 @@ def test_training_lays_the_weights_of_all_experts_out_as_one_tensor() -> None:
     assert torch.equal(stacked(module.weights("gate_up")), copies)
 
 
-def test_first_values_depend_on_seed_and_number_alone() -> None:
+def test_initial_weights_differ_between_experts() -> None:
     wrapped = nn.ModuleDict({"experts": GroupedMLP(SIZE, CONFIG, ParallelMesh.single())})
     initialize_(wrapped, "cpu", 3)
     names = {name for name, _ in wrapped.named_parameters()}
@@ -269,7 +276,7 @@ def test_first_values_depend_on_seed_and_number_alone() -> None:
     assert shard_spec_of(first).is_expert
 
 
-def test_more_ranks_than_experts_are_refused() -> None:
+def test_indivisible_numbers_of_experts_are_refused() -> None:
     with pytest.raises(
         ParallelPlanError,
         match=r"num_experts \(4\) must be a multiple of ep \(8\).*Use ep of 1, 2 or",
@@ -277,24 +284,24 @@ def test_more_ranks_than_experts_are_refused() -> None:
         even_range(NUM_EXPERTS, 8, 0, what="num_experts", axis="ep")
 
 
-def test_backends_are_chosen_once_and_again_for_another_dtype(
+def test_backends_are_chosen_once_for_each_dtype(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[torch.dtype] = []
+    chosen_dtypes: list[torch.dtype] = []
     choose = grouped_mlp.choose_layer_backends
 
-    def counted(device: torch.device, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-        asked.append(dtype)
+    def record_choice(device: torch.device, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+        chosen_dtypes.append(dtype)
         return choose(device, dtype, *args, **kwargs)
 
-    monkeypatch.setattr(grouped_mlp, "choose_layer_backends", counted)
-    module = experts_of().float()
+    monkeypatch.setattr(grouped_mlp, "choose_layer_backends", record_choice)
+    module = build_experts().float()
     rows, probabilities = torch.ones(5, SIZE), torch.ones(5)
     ends = torch.tensor([1, 2, 2, 5], dtype=torch.int32)
     for _ in range(3):
         module(rows, probabilities, ends)
-    assert asked == [torch.float32]
+    assert chosen_dtypes == [torch.float32]
     with torch.autocast("cpu", torch.bfloat16):
         module(rows, probabilities, ends)
     deepcopy(module).double()(rows.double(), probabilities, ends)
-    assert asked == [torch.float32, torch.bfloat16, torch.float64]
+    assert chosen_dtypes == [torch.float32, torch.bfloat16, torch.float64]

@@ -1,4 +1,4 @@
-"""Grouped products are operators that torch's own checks accept, and that compile into one graph."""
+"""Grouped products are operators that pass the checks of torch and compile into one graph."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ NUM_ROWS, OUT, IN = 11, 24, 16
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> None:
-    """Forget what other tests have compiled, and which functions torch no longer compiles."""
+def reset_compiler() -> None:
+    """Clear the compiler caches and counters of other tests."""
     torch.compiler.reset()
 
 
-def operands(requires_grad: bool = True) -> tuple[Tensor, list[Tensor]]:
+def draw_operands(requires_grad: bool = True) -> tuple[Tensor, list[Tensor]]:
     rows, stack = draw("rows", shape=(NUM_ROWS, IN)), draw("weights", shape=(4, OUT, IN))
     weights = [weight.clone().requires_grad_(requires_grad) for weight in stack]
     return rows.clone().requires_grad_(requires_grad), weights
 
 
 @pytest.mark.parametrize("backend", ["loop", None])
-def test_torch_accepts_schema_fakes_and_autograd_of_the_operators(backend: str | None) -> None:
-    rows, weights = operands()
+def test_the_operators_pass_opcheck_of_torch(backend: str | None) -> None:
+    rows, weights = draw_operands()
     ops, grad = torch.ops.lightning_megatron, draw("grad", shape=(NUM_ROWS, OUT))
     torch.library.opcheck(ops.grouped_linear.default, (rows, weights, ENDS, backend))
     weights = [weight.detach() for weight in weights]
@@ -46,32 +46,32 @@ def test_torch_accepts_schema_fakes_and_autograd_of_the_operators(backend: str |
     )
 
 
-def test_one_operator_adds_all_weight_gradients_to_the_slots_that_accept_them() -> None:
+def test_one_operator_adds_weight_gradients_to_all_slots_that_accept_them() -> None:
     grad, rows = draw("grad", shape=(NUM_ROWS, OUT)), draw("rows", shape=(NUM_ROWS, IN))
-    arrived: list[int] = []
+    notices: list[int] = []
 
-    def slots(is_empty: bool) -> list[GradientSlot]:
-        made = []
+    def make_slots(is_empty: bool) -> list[GradientSlot]:
+        slots = []
         for number in range(4):
             slot = GradientSlot(
                 torch.ones(OUT, IN, dtype=torch.float64),
-                on_gradient=partial(arrived.append, number),
+                on_gradient=partial(notices.append, number),
                 accepts=partial(bool, number != 2),
                 scale=0.5,
             )
             slot.is_empty = is_empty
-            made.append(slot)
-        return made
+            slots.append(slot)
+        return slots
 
     for is_empty in (True, False):
-        found, expected = slots(is_empty), slots(is_empty)
-        LoopOperators.add_weight_gradients(grad, rows, ENDS, found)
-        assert arrived == [0, 1, 3]
-        Loop.add_weight_gradients(grad, rows, ENDS, expected)
-        arrived.clear()
-        for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one.gradient, other.gradient)
-            assert one.is_empty == other.is_empty
+        actual_slots, expected_slots = make_slots(is_empty), make_slots(is_empty)
+        LoopOperators.add_weight_gradients(grad, rows, ENDS, actual_slots)
+        assert notices == [0, 1, 3]
+        Loop.add_weight_gradients(grad, rows, ENDS, expected_slots)
+        notices.clear()
+        for actual, expected in zip(actual_slots, expected_slots, strict=True):
+            assert torch.equal(actual.gradient, expected.gradient)
+            assert actual.is_empty == expected.is_empty
     sums = [torch.ones(OUT, IN, dtype=torch.float64) for _ in range(4)]
     flags = [True, False, True, False]
     torch.library.opcheck(
@@ -80,21 +80,24 @@ def test_one_operator_adds_all_weight_gradients_to_the_slots_that_accept_them() 
     )
 
 
-def test_a_compiled_product_equals_the_eager_one_also_where_parts_are_frozen() -> None:
+def test_a_compiled_product_equals_the_eager_one_also_with_frozen_operands() -> None:
     compiled = torch.compile(grouped_linear, fullgraph=True, backend="aot_eager")
     for frozen in (None, "rows", 2):
-        rows, weights = operands()
+        rows, weights = draw_operands()
         leaves = {"rows": rows, **dict(enumerate(weights))}
         if frozen is not None:
             leaves.pop(frozen).requires_grad_(False)
-        outer = draw("outer", shape=(NUM_ROWS, OUT))
-        found, expected = compiled(rows, weights, ENDS), grouped_linear(rows, weights, ENDS)
-        assert torch.equal(found, expected)
-        pairs = (
-            torch.autograd.grad(output, tuple(leaves.values()), outer)
-            for output in (found, expected)
+        output_gradient = draw("outer", shape=(NUM_ROWS, OUT))
+        actual_output, expected_output = (
+            compiled(rows, weights, ENDS),
+            grouped_linear(rows, weights, ENDS),
         )
-        assert all(torch.equal(one, other) for one, other in zip(*pairs, strict=True))
+        assert torch.equal(actual_output, expected_output)
+        pairs = (
+            torch.autograd.grad(output, tuple(leaves.values()), output_gradient)
+            for output in (actual_output, expected_output)
+        )
+        assert all(torch.equal(actual, expected) for actual, expected in zip(*pairs, strict=True))
 
 
 def test_experts_compile_into_one_graph() -> None:
@@ -107,12 +110,14 @@ def test_experts_compile_into_one_graph() -> None:
         draw("probabilities", shape=(NUM_ROWS,)),
     )
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    expected = module(rows, probabilities, ENDS)
-    wanted = torch.autograd.grad(expected.square().sum(), list(module.parameters()))
+    expected_output = module(rows, probabilities, ENDS)
+    expected_gradients = torch.autograd.grad(
+        expected_output.square().sum(), list(module.parameters())
+    )
     output = compiled(rows, probabilities, ENDS)
-    found = torch.autograd.grad(output.square().sum(), list(module.parameters()))
-    assert torch.allclose(output, expected, atol=1e-12, rtol=0)
+    gradients = torch.autograd.grad(output.square().sum(), list(module.parameters()))
+    assert torch.allclose(output, expected_output, atol=1e-12, rtol=0)
     assert all(
-        torch.allclose(one, other, atol=1e-12, rtol=0)
-        for one, other in zip(found, wanted, strict=True)
+        torch.allclose(actual, expected, atol=1e-12, rtol=0)
+        for actual, expected in zip(gradients, expected_gradients, strict=True)
     )

@@ -1,6 +1,4 @@
-"""Product and SwiGLU in one launch: when, and what is handed to the kernels, shown by stand-ins
-that compute it.
-"""
+"""Product and SwiGLU in one launch: choice of the launch, and its results by stand-ins for kernels."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ def swiglu(gate_up: Tensor, probabilities: Tensor) -> Tensor:
 
 
 class Launches:
-    """Compute what the launch does, and remember whether the product was kept."""
+    """Stand-in for the launch, which records whether the product was kept."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.kept: list[bool] = []
@@ -48,25 +46,29 @@ class Launches:
     def __call__(
         self,
         result: Tensor,
-        kept: Tensor | None,
+        kept_product: Tensor | None,
         rows: Tensor,
         stack: Tensor,
         probabilities: Tensor,
         ends: Tensor,
         first_group: int = 0,
     ) -> None:
-        self.kept.append(kept is not None)
+        self.kept.append(kept_product is not None)
         assert probabilities.dtype == torch.float32
-        inner = rows.new_zeros((rows.shape[0], stack.shape[1])) if kept is None else kept
+        inner = (
+            rows.new_zeros((rows.shape[0], stack.shape[1]))
+            if kept_product is None
+            else kept_product
+        )
         if first_group == 0:
             inner.zero_()
         self._kernels(backends.Pass.FORWARD, inner, rows, stack, ends, first_group=first_group)
-        own = slice([0, *ends.tolist()][first_group], None)
-        result[own] = swiglu(inner, probabilities)[own]
+        rows_of_groups = slice([0, *ends.tolist()][first_group], None)
+        result[rows_of_groups] = swiglu(inner, probabilities)[rows_of_groups]
 
 
-class Computed(torch.autograd.Function):
-    """Give a result that was computed with the product the gradients of the activation."""
+class ComputedSwiglu(torch.autograd.Function):
+    """Activation whose result the product has already computed; only its gradients are computed."""
 
     @staticmethod
     def forward(ctx, gate_up: Tensor, probabilities: Tensor, computed: tuple[Tensor]) -> Tensor:  # noqa: ANN001
@@ -85,23 +87,23 @@ def apply_weighted_swiglu(
 ) -> Tensor:
     if computed is None:
         return swiglu(gate_up, probabilities)
-    return Computed.apply(gate_up, probabilities, (computed,))
+    return ComputedSwiglu.apply(gate_up, probabilities, (computed,))
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     kernels = Kernels()
-    found = Launches(kernels)
+    stand_in = Launches(kernels)
     monkeypatch.setattr(backends, "launch", kernels)
-    monkeypatch.setattr(backends, "launch_swiglu", found)
+    monkeypatch.setattr(backends, "launch_swiglu", stand_in)
     module = SimpleNamespace(apply_weighted_swiglu=apply_weighted_swiglu)
     monkeypatch.setattr(linear, "fused_kernels", lambda rows: module)
-    return found
+    return stand_in
 
 
 @pytest.fixture
 def bundled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Pretend that the bundled kernels are there."""
+    """Pretend that the bundled kernels are available."""
     monkeypatch.setattr(
         choosing, "choose_backend", lambda *kind: BackendChoice("bundled", "they are there")
     )
@@ -114,9 +116,9 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def test_outputs_and_gradients_are_those_of_product_and_activation(launches: Launches) -> None:
-    last, outer, results = int(ENDS[-1]), draw(NUM_ROWS, FEATURES, seed=1), []
-    outer[last:] = 0
+def test_outputs_and_gradients_equal_those_of_product_and_activation(launches: Launches) -> None:
+    last, output_gradient, results = int(ENDS[-1]), draw(NUM_ROWS, FEATURES, seed=1), []
+    output_gradient[last:] = 0
     for fused in (True, False):
         rows, probabilities = (
             draw(NUM_ROWS, IN, seed=2).requires_grad_(),
@@ -129,33 +131,35 @@ def test_outputs_and_gradients_are_those_of_product_and_activation(launches: Lau
         else:
             inner = grouped_linear(rows, weights, ENDS, "loop").nan_to_num()
             output = swiglu(inner, probabilities)
-        grads = torch.autograd.grad(output, (rows, probabilities, *weights), outer)
+        grads = torch.autograd.grad(output, (rows, probabilities, *weights), output_gradient)
         results.append((output[:last], grads[0][:last], grads[1][:last], *grads[2:]))
-    for one, other in zip(*results, strict=True):
-        assert torch.allclose(one.float(), other.float(), atol=3e-2, rtol=2e-2)
+    for fused_result, separate_result in zip(*results, strict=True):
+        assert torch.allclose(fused_result.float(), separate_result.float(), atol=3e-2, rtol=2e-2)
     assert launches.kept == [True]
 
 
-def test_without_gradients_the_product_is_not_kept(launches: Launches) -> None:
+def test_the_product_is_not_kept_without_gradients(launches: Launches) -> None:
     rows, weights = (
         draw(NUM_ROWS, IN),
         [draw(2 * FEATURES, IN, seed=e).requires_grad_() for e in range(4)],
     )
-    kept, recipe = grouped_swiglu(rows, weights, torch.ones(NUM_ROWS), ENDS)
+    output_with_gradients, recipe = grouped_swiglu(rows, weights, torch.ones(NUM_ROWS), ENDS)
     with torch.no_grad():
-        alone, none = grouped_swiglu(rows, weights, torch.ones(NUM_ROWS), ENDS)
+        output_without_gradients, no_recipe = grouped_swiglu(
+            rows, weights, torch.ones(NUM_ROWS), ENDS
+        )
     assert launches.kept == [True, False]
-    assert torch.equal(kept, alone)
-    assert none is None
+    assert torch.equal(output_with_gradients, output_without_gradients)
+    assert no_recipe is None
     assert recipe is not None
-    # The product is kept for the gradients of SwiGLU in any case.
+    # The recipe computes the same result from kept tensors.
     last = int(ENDS[-1])
-    assert torch.equal(recipe.make(*recipe.tensors)[:last], kept[:last])
-    assert kept.requires_grad
-    assert not alone.requires_grad
+    assert torch.equal(recipe.make(*recipe.tensors)[:last], output_with_gradients[:last])
+    assert output_with_gradients.requires_grad
+    assert not output_without_gradients.requires_grad
 
 
-def experts_of(activation: str) -> GroupedMLP:
+def build_experts(activation: str) -> GroupedMLP:
     config = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=FEATURES)
     module = GroupedMLP(IN, config, ParallelMesh.single(), activation=activation)  # type: ignore[arg-type]
     wrapped = nn.ModuleDict({"experts": module})
@@ -164,32 +168,36 @@ def experts_of(activation: str) -> GroupedMLP:
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "geglu"])
-def test_experts_take_one_launch_for_swiglu_where_it_is_chosen(
+def test_experts_use_one_launch_for_swiglu_if_it_is_chosen(
     activation: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, rows = experts_of(activation), draw(NUM_ROWS, IN)
+    module, rows = build_experts(activation), draw(NUM_ROWS, IN)
     expected = module(rows, torch.ones(NUM_ROWS), ENDS)
     assert launches.kept == []
     is_swiglu = activation == "swiglu"
     monkeypatch.setattr(
         GroupedMLP, "_backends", lambda *_: LayerBackends("loop", "loop", fuses_swiglu=is_swiglu)
     )
-    found = module(rows, torch.ones(NUM_ROWS), ENDS)
+    actual = module(rows, torch.ones(NUM_ROWS), ENDS)
     assert launches.kept == ([True] if activation == "swiglu" else [])
     last = int(ENDS[-1])
-    assert torch.allclose(found[:last].float(), expected[:last].float(), atol=1e-2, rtol=1e-2)
+    assert torch.allclose(actual[:last].float(), expected[:last].float(), atol=1e-2, rtol=1e-2)
 
 
-def test_without_the_kernels_it_is_two_launches_or_refused() -> None:
+def test_without_the_kernels_a_fused_swiglu_is_not_chosen_and_is_refused() -> None:
     rows, weights = draw(NUM_ROWS, IN), [draw(2 * FEATURES, IN)]
-    chosen = experts_of("swiglu")._backends(rows, weights, [draw(IN, FEATURES)], False)
-    assert chosen == LayerBackends("loop", "loop", fuses_swiglu=False)
+    backends_of_layer = build_experts("swiglu")._backends(
+        rows, weights, [draw(IN, FEATURES)], False
+    )
+    assert backends_of_layer == LayerBackends("loop", "loop", fuses_swiglu=False)
     with pytest.raises(UnsupportedError, match="half type on a GPU with Triton.*bfloat16 on cpu"):
         grouped_swiglu(rows, weights, torch.ones(NUM_ROWS), ENDS[:1])
 
 
 @pytest.mark.usefixtures("bundled")
-def test_the_choice_is_logged_once_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_choice_of_a_fused_swiglu_is_logged_once_with_its_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level("INFO", logger=choosing.__name__):
         assert choose_swiglu(GPU, BF16, 32, 2048, 1536).is_fused
         assert choose_swiglu(GPU, BF16, 32, 2048, 1536).is_fused
@@ -204,7 +212,7 @@ def test_the_choice_is_logged_once_with_its_reason(caplog: pytest.LogCaptureFixt
     )
 
 
-def test_other_products_leave_it_apart() -> None:
+def test_products_by_the_loop_do_not_fuse_swiglu() -> None:
     choose_swiglu.cache_clear()
     choice = choose_swiglu(torch.device("cpu"), torch.float32, 32, 2048, 1536)
     assert not choice.is_fused

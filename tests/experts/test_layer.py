@@ -1,5 +1,5 @@
-"""The layer of experts equals a loop over tokens, Hugging Face's own, and one process in every
-expert grid.
+"""The mixture-of-experts layer equals a loop over tokens, layers of Hugging Face, and one process in
+every expert grid.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def layer_of(
     mesh: ParallelMesh | None = None, options: dict[str, Any] | None = None, **settings: Any
 ) -> Any:
-    """Build a layer whose weights are the same numbers in every layout."""
+    """Build a layer with the same full weights in every layout."""
     config = ExpertsConfig(
         **{
             "num_experts": NUM_EXPERTS,
@@ -60,25 +60,25 @@ def layer_of(
     return layer
 
 
-def hidden_of(*what: object) -> Tensor:
-    return draw("hidden", *what, shape=(S, B, SIZE))
+def hidden_of(*names: object) -> Tensor:
+    return draw("hidden", *names, shape=(S, B, SIZE))
 
 
 def run(
-    layer: MixtureOfExperts, hidden: Tensor, outer: Tensor, weight: float = 0.5
+    layer: MixtureOfExperts, hidden: Tensor, output_gradient: Tensor, weight: float = 0.5
 ) -> tuple[Tensor, Tensor]:
-    """Run forward and backward; return output and gradient of the input, and leave those of
+    """Run forward and backward; return output and gradient of the input, and keep gradients of
     parameters.
     """
     hidden = hidden.clone().requires_grad_()
     layer.loss_weight.value = weight
     output = layer(hidden)
-    (weight * (output * outer).sum()).backward()
+    (weight * (output * output_gradient).sum()).backward()
     assert hidden.grad is not None
     return output.detach(), hidden.grad
 
 
-def by_hand(layer: MixtureOfExperts, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def compute_by_hand(layer: MixtureOfExperts, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Return output and losses of a loop over tokens."""
     routed = route_by_hand(hidden, layer.router)
     weights = dict(layer.experts.named_parameters())
@@ -89,8 +89,8 @@ def by_hand(layer: MixtureOfExperts, hidden: Tensor) -> tuple[Tensor, Tensor]:
         total = torch.zeros_like(token)
         for expert, scale in zip(experts, scales, strict=True):
             if expert >= 0:
-                own = weights[f"{expert}.gate_up.weight"] @ token
-                inner = ACTIVATIONS["swiglu"](own + weights.get(f"{expert}.gate_up.bias", 0.0))
+                features = weights[f"{expert}.gate_up.weight"] @ token
+                inner = ACTIVATIONS["swiglu"](features + weights.get(f"{expert}.gate_up.bias", 0.0))
                 update = weights[f"{expert}.down.weight"] @ inner
                 total = total + scale * (update + weights.get(f"{expert}.down.bias", 0.0))
         if layer.shared is not None:
@@ -110,26 +110,34 @@ def by_hand(layer: MixtureOfExperts, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs).view(hidden.shape), routed.balance_loss + routed.z_loss
 
 
-@pytest.mark.parametrize("again", ["nothing", "experts", "their inputs"])
+@pytest.mark.parametrize("recomputed", ["nothing", "experts", "their inputs"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_outputs_and_gradients_equal_those_of_a_loop_over_tokens(name: str, again: str) -> None:
-    layer, twin = layer_of(**SETTINGS[name]), layer_of(**SETTINGS[name])
-    layer.recomputes_experts = again == "experts"
-    layer.sends_inputs_again = again == "their inputs"
-    hidden, outer = hidden_of(name), draw("outer", name, shape=(S, B, SIZE))
-    output, gradient = run(layer, hidden, outer)
+def test_outputs_and_gradients_equal_those_of_a_loop_over_tokens(
+    name: str, recomputed: str
+) -> None:
+    layer, reference = layer_of(**SETTINGS[name]), layer_of(**SETTINGS[name])
+    layer.recomputes_experts = recomputed == "experts"
+    layer.sends_inputs_again = recomputed == "their inputs"
+    hidden, output_gradient = hidden_of(name), draw("outer", name, shape=(S, B, SIZE))
+    output, gradient = run(layer, hidden, output_gradient)
     hidden.requires_grad_()
-    expected, losses = by_hand(twin, hidden)
-    (0.5 * ((expected * outer).sum() + losses)).backward()
-    assert_equal(output, expected, "output")
+    expected_output, losses = compute_by_hand(reference, hidden)
+    (0.5 * ((expected_output * output_gradient).sum() + losses)).backward()
+    assert_equal(output, expected_output, "output")
     assert_equal(gradient, hidden.grad, "input")
-    for (what, found), wanted in zip(layer.named_parameters(), twin.parameters(), strict=True):
+    for (parameter_name, actual), expected_parameter in zip(
+        layer.named_parameters(), reference.parameters(), strict=True
+    ):
         assert_equal(
-            found.grad, torch.zeros_like(found) if wanted.grad is None else wanted.grad, what
+            actual.grad,
+            torch.zeros_like(actual)
+            if expected_parameter.grad is None
+            else expected_parameter.grad,
+            parameter_name,
         )
 
 
-def test_what_is_routed_is_counted_once() -> None:
+def test_statistics_count_each_training_microbatch_once() -> None:
     layer = layer_of(capacity_factor=0.6)
     layer.recomputes_experts = True
     run(layer, hidden_of(1), hidden_of(2))
@@ -142,7 +150,7 @@ def test_what_is_routed_is_counted_once() -> None:
     assert num_microbatches == 1
 
 
-def hugging_face_layers() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
+def make_hugging_face_layers() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
     sizes = {"hidden_size": SIZE, "num_experts_per_tok": TOP_K, "experts_implementation": "eager"}
     mixtral = MixtralConfig(**sizes, intermediate_size=INNER, num_local_experts=NUM_EXPERTS)
     qwen = Qwen3MoeConfig(
@@ -170,37 +178,39 @@ def hugging_face_layers() -> dict[str, tuple[nn.Module, dict[str, Any]]]:
 
 @pytest.mark.usefixtures("float32_is_float64")
 @pytest.mark.parametrize("name", ["mixtral", "qwen3", "deepseek"])
-def test_layer_equals_hugging_faces_own(name: str) -> None:
-    theirs, settings = hugging_face_layers()[name]
-    theirs = theirs.double()
+def test_the_layer_equals_layers_of_hugging_face(name: str) -> None:
+    reference, settings = make_hugging_face_layers()[name]
+    reference = reference.double()
     layer = layer_of(**settings, aux_loss=0.0, z_loss=0.0)
     with torch.no_grad():
-        theirs.gate.weight.copy_(layer.router.weight)
+        reference.gate.weight.copy_(layer.router.weight)
         if layer.router.expert_bias is not None:
             layer.router.expert_bias.copy_(draw("bias", shape=(NUM_EXPERTS,)))
-            theirs.gate.e_score_correction_bias = layer.router.expert_bias
-        theirs.experts.gate_up_proj.copy_(torch.stack(layer.experts.weights("gate_up")))
-        theirs.experts.down_proj.copy_(torch.stack(layer.experts.weights("down")))
+            reference.gate.e_score_correction_bias = layer.router.expert_bias
+        reference.experts.gate_up_proj.copy_(torch.stack(layer.experts.weights("gate_up")))
+        reference.experts.down_proj.copy_(torch.stack(layer.experts.weights("down")))
         if layer.shared is not None:
             gate, up = layer.shared.gate_up.weight.chunk(2)
-            theirs.shared_experts.gate_proj.weight.copy_(gate)
-            theirs.shared_experts.up_proj.weight.copy_(up)
-            theirs.shared_experts.down_proj.weight.copy_(layer.shared.down.weight)
-    hidden, outer = hidden_of("hf"), draw("outer", "hf", shape=(S, B, SIZE))
-    output, gradient = run(layer, hidden, outer, 1.0)
+            reference.shared_experts.gate_proj.weight.copy_(gate)
+            reference.shared_experts.up_proj.weight.copy_(up)
+            reference.shared_experts.down_proj.weight.copy_(layer.shared.down.weight)
+    hidden, output_gradient = hidden_of("hf"), draw("outer", "hf", shape=(S, B, SIZE))
+    output, gradient = run(layer, hidden, output_gradient, 1.0)
     hidden.requires_grad_()
-    # They have sequences first.
-    expected = theirs(hidden.transpose(0, 1).contiguous()).transpose(0, 1)
-    (expected * outer).sum().backward()
+    # Hugging Face has the batch dimension first.
+    expected = reference(hidden.transpose(0, 1).contiguous()).transpose(0, 1)
+    (expected * output_gradient).sum().backward()
     assert_equal(output, expected, "output")
     assert_equal(gradient, hidden.grad, "input")
-    assert_equal(layer.router.weight.grad, theirs.gate.weight.grad, "router")
-    for what, wanted in (
-        ("gate_up", theirs.experts.gate_up_proj),
-        ("down", theirs.experts.down_proj),
+    assert_equal(layer.router.weight.grad, reference.gate.weight.grad, "router")
+    for matrix, expected_parameter in (
+        ("gate_up", reference.experts.gate_up_proj),
+        ("down", reference.experts.down_proj),
     ):
         assert_equal(
-            torch.stack([weight.grad for weight in layer.experts.weights(what)]), wanted.grad, what
+            torch.stack([weight.grad for weight in layer.experts.weights(matrix)]),
+            expected_parameter.grad,
+            matrix,
         )
 
 
@@ -221,9 +231,9 @@ GRIDS: dict[str, dict[str, Any]] = chosen(
 )
 
 
-def cases(layout: ParallelLayout) -> list[tuple[str, bool, str, int, int]]:
-    """Name settings, sequence parallelism, transport, length and places for clones; a length that
-    tp does not divide is padded.
+def make_cases(layout: ParallelLayout) -> list[tuple[str, bool, str, int, int]]:
+    """List settings, sequence parallelism, transport, length and places for clones; a length that is
+    no multiple of tp is padded.
     """
     return [(*case, 0) for case in cases_without_clones(layout)] + cases_with_clones(layout)
 
@@ -231,112 +241,121 @@ def cases(layout: ParallelLayout) -> list[tuple[str, bool, str, int, int]]:
 def cases_with_clones(layout: ParallelLayout) -> list[tuple[str, bool, str, int, int]]:
     if layout.ep == 1:
         return []
-    found = [("plain", False, way, S, 1) for way in ("all_gather", "all_to_all", "one_sided")]
-    found += [("capacity", False, "one_sided", S, 2), ("shared", False, "all_to_all", S, 2)]
+    named_cases = [
+        ("plain", False, transport, S, 1) for transport in ("all_gather", "all_to_all", "one_sided")
+    ]
+    named_cases += [("capacity", False, "one_sided", S, 2), ("shared", False, "all_to_all", S, 2)]
     if layout.tp > 1:
-        found += [("plain", True, "one_sided", S, 1), ("plain", False, "one_sided", 5, 2)]
-    return found
+        named_cases += [("plain", True, "one_sided", S, 1), ("plain", False, "one_sided", 5, 2)]
+    return named_cases
 
 
 def cases_without_clones(layout: ParallelLayout) -> list[tuple[str, bool, str, int]]:
-    found = [(name, False, "auto", S) for name in SETTINGS]
-    found += [
+    named_cases = [(name, False, "auto", S) for name in SETTINGS]
+    named_cases += [
         ("plain", False, transport, S) for transport in ("all_gather", "all_to_all", "one_sided")
     ]
     if layout.tp > 1:
-        found += [(name, True, "auto", S) for name in SETTINGS]
-        found += [("plain", True, transport, S) for transport in ("all_to_all", "one_sided")]
-        found += [
+        named_cases += [(name, True, "auto", S) for name in SETTINGS]
+        named_cases += [("plain", True, transport, S) for transport in ("all_to_all", "one_sided")]
+        named_cases += [
             ("plain", False, "all_gather", 5),
             ("shared", False, "all_to_all", 3),
             ("capacity", False, "one_sided", 5),
         ]
-    return found
+    return named_cases
 
 
 def check_inputs_sent_again(
-    kept: MixtureOfExperts,
+    layer_with_kept_inputs: MixtureOfExperts,
     layer: MixtureOfExperts,
-    given: list[Tensor],
+    inputs: list[Tensor],
     output: Tensor,
     gradient: Tensor,
 ) -> None:
-    """Compare a layer that does not keep the inputs of its experts with one that does, bitwise."""
+    """Compare, bitwise, a layer that sends inputs of experts again with a layer that keeps them."""
     layer.sends_inputs_again = True
-    found = run(layer, *given)
-    assert torch.equal(found[0], output)
-    assert torch.equal(found[1], gradient)
-    for one, other in zip(layer.parameters(), kept.parameters(), strict=True):
-        assert one.grad is not None
-        assert torch.equal(one.grad, other.grad)
+    actual = run(layer, *inputs)
+    assert torch.equal(actual[0], output)
+    assert torch.equal(actual[1], gradient)
+    for parameter, expected_parameter in zip(
+        layer.parameters(), layer_with_kept_inputs.parameters(), strict=True
+    ):
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad, expected_parameter.grad)
 
 
-def _grids(rank: int, size: int) -> dict[str, dict[str, float]]:
+def _errors_of_grids(rank: int, size: int) -> dict[str, dict[str, float]]:
     errors: dict[str, dict[str, float]] = {}
     for grid, options in GRIDS.items():
         layout = ParallelLayout(size, **options)
         for sequence_parallel in (False, True)[: 1 + (layout.tp > 1)]:
             mesh = ParallelMesh.create(layout, sequence_parallel=sequence_parallel)
-            for name, wants, transport, length, places in cases(layout):
-                if wants == sequence_parallel:
-                    what = f"{grid}, {name}, sp {wants}, {transport}, length {length}"
-                    what += f", places {places}"
-                    errors[what] = errors_of(mesh, name, transport, length, places)
+            for name, needs_sequence_parallel, transport, length, places in make_cases(layout):
+                if needs_sequence_parallel == sequence_parallel:
+                    case_name = f"{grid}, {name}, sp {needs_sequence_parallel}, {transport}, length {length}"
+                    case_name += f", places {places}"
+                    errors[case_name] = compute_errors(mesh, name, transport, length, places)
             mesh.destroy()
     return errors
 
 
-def errors_of(
+def compute_errors(
     mesh: ParallelMesh, name: str, transport: str, length: int, places: int
 ) -> dict[str, float]:
-    """Return how far outputs and gradients are from one process that has the tokens of all data
-    ranks.
+    """Return the largest differences of outputs and gradients to one process with the tokens of all
+    data ranks.
     """
     options = {"transport": transport, "clones": CloneSettings(places) if places else None}
-    layer, twin = layer_of(mesh, options, **SETTINGS[name]), layer_of(**SETTINGS[name])
+    layer, single_process = layer_of(mesh, options, **SETTINGS[name]), layer_of(**SETTINGS[name])
     layer.recomputes_experts = places == 1
-    # Microbatches of one sequence, by data rank.
+    # Each data rank has a microbatch of one sequence.
     inputs = [
         draw("hidden", name, number, shape=(length, 1, SIZE)) for number in range(mesh.dp.size)
     ]
-    outers = [
+    output_gradients = [
         draw("outer", name, number, shape=(length, 1, SIZE)) for number in range(mesh.dp.size)
     ]
-    truths = [run(twin, *both) for both in zip(inputs, outers, strict=True)]
-    here = [tensor[mesh.dp.rank] for tensor in (inputs, outers)]
-    expected = truths[mesh.dp.rank]
+    expected_results = [
+        run(single_process, *microbatch)
+        for microbatch in zip(inputs, output_gradients, strict=True)
+    ]
+    local_inputs = [tensor[mesh.dp.rank] for tensor in (inputs, output_gradients)]
+    expected = expected_results[mesh.dp.rank]
     if mesh.sequence_parallel:
-        here = [one.chunk(mesh.tp.size)[mesh.tp.rank] for one in here]
-        expected = tuple(one.chunk(mesh.tp.size)[mesh.tp.rank] for one in expected)
-    output, gradient = run(layer, *here)
+        local_inputs = [tensor.chunk(mesh.tp.size)[mesh.tp.rank] for tensor in local_inputs]
+        expected = tuple(tensor.chunk(mesh.tp.size)[mesh.tp.rank] for tensor in expected)
+    output, gradient = run(layer, *local_inputs)
     check_inputs_sent_again(
-        layer, layer_of(mesh, options, **SETTINGS[name]), here, output, gradient
+        layer, layer_of(mesh, options, **SETTINGS[name]), local_inputs, output, gradient
     )
-    found = {
+    errors = {
         "output": float((output - expected[0]).abs().max()),
         "input": float((gradient - expected[1]).abs().max()),
     }
-    wanted = dict(twin.named_parameters())
-    for what, parameter in layer.named_parameters():
-        assert parameter.grad is not None, what
+    expected_parameters = dict(single_process.named_parameters())
+    for parameter_name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, parameter_name
         spec, total = shard_spec_of(parameter, mesh.tp.rank), parameter.grad.clone()
         if spec.partial:
             all_reduce_(total, mesh.tp)
         all_reduce_(total, mesh.replica_axis(spec.is_expert))
-        found[what] = float((total - spec.shard(wanted[what].grad)).abs().max())
-    return found
+        errors[parameter_name] = float(
+            (total - spec.shard(expected_parameters[parameter_name].grad)).abs().max()
+        )
+    return errors
 
 
 def test_every_expert_grid_equals_one_process() -> None:
-    for errors in run_world(_grids, 4):
-        assert len(errors) == len(
-            [case for grid in GRIDS.values() for case in cases(ParallelLayout(4, **grid))]
+    for errors_of_cases in run_world(_errors_of_grids, 4):
+        assert len(errors_of_cases) == len(
+            [case for grid in GRIDS.values() for case in make_cases(ParallelLayout(4, **grid))]
         )
-        for what, found in errors.items():
-            assert max(found.values()) < 1e-10, (what, found)
+        for case_name, errors in errors_of_cases.items():
+            assert max(errors.values()) < 1e-10, (case_name, errors)
 
 
-def test_more_ranks_than_experts_are_refused() -> None:
+def test_more_expert_parallel_ranks_than_experts_are_refused() -> None:
     mesh = ParallelMesh.single()
     object.__setattr__(mesh, "ep", type(mesh.ep)("ep", tuple(range(8)), 0))
     with pytest.raises(ParallelPlanError, match="num_experts .4. must be a multiple of ep .8."):

@@ -1,4 +1,4 @@
-"""Clones whose weights and gradients move by puts and reads equal those of collectives."""
+"""Clones whose weights and gradients move by one-sided puts do not change results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.kernels.program import interpreted
     importlib.util.find_spec("triton") is None,
     reason="needs triton, which comes with the CUDA builds of torch",
 )
-def test_puts_change_no_bit_of_exact_sums() -> None:
+def test_clones_by_puts_do_not_change_the_bits_of_exact_sums() -> None:
     results = interpreted("tests.experts.interpreted_clones")
     assert results.keys() == {"2 ranks", "4 ranks"}
     failed = [f"{name}:\n{report}" for name, report in results.items() if report]
@@ -23,7 +23,7 @@ def test_puts_change_no_bit_of_exact_sums() -> None:
 
 
 @pytest.mark.parametrize("element", [2, 4])
-def test_stacks_of_clones_lie_one_behind_the_other(element: int) -> None:
+def test_stacks_of_clones_are_adjacent_and_aligned_to_128_bytes(element: int) -> None:
     memory = CloneMemory(3, ((5, 7), (7, 4)), element)
     sizes = [3 * 35 * element, 3 * 28 * element]
     starts = [*memory.starts, memory.num_bytes]

@@ -1,4 +1,4 @@
-"""Rows of ranks that a step counts, against the plan of clones in whole numbers."""
+"""Counted rows of ranks in a step equal the plans of clones in Python numbers."""
 
 from __future__ import annotations
 
@@ -31,80 +31,86 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def counted(mesh: ParallelMesh, clones: CloneSettings | None) -> RankRows:
-    """Train on microbatches, and return what one layer has counted."""
+def count_rows(mesh: ParallelMesh, clones: CloneSettings | None) -> RankRows:
+    """Train on microbatches, and return the counted rows of a layer."""
     layer = MixtureOfExperts(SIZE, CONFIG, mesh, transport="all_gather", clones=clones).double()
     weight = torch.randn(8, SIZE, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    # Towards the first experts, so that the first rank is the busiest one.
+    # Larger scores of the first experts make the first rank the busiest.
     weight[:2] += 0.5
     layer.router.weight.data = weight
     layer.rank_rows.is_on = True
     for microbatch in range(MICROBATCHES):
-        draw = torch.Generator().manual_seed(10 * mesh.dp.rank + microbatch)
-        hidden = torch.randn(8, 2, SIZE, generator=draw, dtype=torch.float64) + 0.5
+        generator = torch.Generator().manual_seed(10 * mesh.dp.rank + microbatch)
+        hidden = torch.randn(8, 2, SIZE, generator=generator, dtype=torch.float64) + 0.5
         layer.train(microbatch != 1)
         layer(hidden)
     return layer.rank_rows
 
 
-def figures(counts: Mapping[int, Tensor], mesh: ParallelMesh) -> dict[str, Any]:
+def gather_figures(counts: Mapping[int, Tensor], mesh: ParallelMesh) -> dict[str, Any]:
     (step,) = gather_rows(counts, mesh).values()
     return {name: value.tolist() for name, value in vars(step).items()}
 
 
-def by_plan(plans: list[list[ClonePlan]], counts: list[list[Any]]) -> dict[str, Any]:
+def figures_of_plans(plans: list[list[ClonePlan]], counts: list[list[Any]]) -> dict[str, Any]:
     """Return the figures of a step from the plans of all replicas and microbatches."""
-    flat = [plan for own in plans for plan in own]
-    homes = flat[0].layout.homes
+    all_plans = [plan for of_replica in plans for plan in of_replica]
+    homes = all_plans[0].layout.homes
     before = [
         [
-            sum(map(sum, (row[first : first + homes] for row in of_one)))
+            sum(map(sum, (row[first : first + homes] for row in of_microbatch)))
             for first in range(0, 8, homes)
         ]
-        for own in counts
-        for of_one in own
+        for of_replica in counts
+        for of_microbatch in of_replica
     ]
-    moved = sum(sum(plan.amounts) for plan in flat)
-    after = [sum(rows) for rows in zip(*(plan.rows for plan in flat), strict=True)]
+    moved = sum(sum(plan.amounts) for plan in all_plans)
+    after = [sum(rows) for rows in zip(*(plan.rows for plan in all_plans), strict=True)]
     return {
         "before": [sum(rows) for rows in zip(*before, strict=True)],
         "after": after,
         "moved": moved / sum(after),
-        "clones": sum(owner >= 0 for plan in flat for owner in plan.owners) / len(flat),
+        "clones": sum(owner >= 0 for plan in all_plans for owner in plan.owners) / len(all_plans),
         "away": [
-            sum(owner // homes == rank for plan in flat for owner in plan.owners) / len(flat)
+            sum(owner // homes == rank for plan in all_plans for owner in plan.owners)
+            / len(all_plans)
             for rank in range(8 // homes)
         ],
-        "num_microbatches": len(flat),
-        "needed": max(max(plan.rows) for plan in flat),
+        "num_microbatches": len(all_plans),
+        "needed": max(max(plan.rows) for plan in all_plans),
     }
 
 
-def remembered(planned: list[Any], counts: Tensor, places: int, min_rows: int) -> PlacedClones:
+def record_and_place(
+    planned: list[Any], counts: Tensor, places: int, min_rows: int
+) -> PlacedClones:
     planned.append(counts.tolist())
     return place_clones(counts, places, min_rows)
 
 
-def _compare(rank: int, size: int) -> dict[str, tuple[Any, ...]]:
-    found = {}
+def _compare_layouts(rank: int, size: int) -> dict[str, tuple[Any, ...]]:
+    results = {}
     for name, sizes in LAYOUTS.items():
         mesh = ParallelMesh.create(ParallelLayout(size, **sizes))
-        plain = figures({5: counted(mesh, None).sums}, mesh)
+        plain = gather_figures({5: count_rows(mesh, None).sums}, mesh)
         planned: list[Any] = []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cloning_dispatcher, "place_clones", partial(remembered, planned))
-            cloned = figures({5: counted(mesh, CloneSettings(2, min_rows=2)).sums}, mesh)
-        # The second microbatch was an evaluation.
+            patch.setattr(cloning_dispatcher, "place_clones", partial(record_and_place, planned))
+            cloned = gather_figures({5: count_rows(mesh, CloneSettings(2, min_rows=2)).sums}, mesh)
+        # The second microbatch is an evaluation.
         del planned[1]
         counts = all_gather_objects(planned, mesh.on_cpu("edp"))
-        plans = [[plan_clones(one, 2, 2) for one in own] for own in counts]
-        found[name] = plain, cloned, by_plan(plans, counts)
+        plans = [
+            [plan_clones(of_microbatch, 2, 2) for of_microbatch in of_replica]
+            for of_replica in counts
+        ]
+        results[name] = plain, cloned, figures_of_plans(plans, counts)
         mesh.destroy()
-    return found
+    return results
 
 
-def test_counted_rows_are_those_of_the_plans() -> None:
-    ranks = run_world(_compare, 4)
+def test_counted_rows_equal_those_of_the_plans() -> None:
+    ranks = run_world(_compare_layouts, 4)
     for name in LAYOUTS:
         plain, cloned, planned = ranks[0][name]
         assert cloned.keys() == planned.keys()
@@ -115,10 +121,10 @@ def test_counted_rows_are_those_of_the_plans() -> None:
         assert plain["before"] == plain["after"] == cloned["before"], name
         assert (plain["moved"], plain["clones"]) == (0, 0), name
         assert plain["needed"] > cloned["needed"], name
-        assert all(found[name][:2] == (plain, cloned) for found in ranks), name
+        assert all(results[name][:2] == (plain, cloned) for results in ranks), name
 
 
-def test_nothing_is_counted_before_it_is_on() -> None:
+def test_rows_are_counted_only_while_counting_is_on() -> None:
     rows = RankRows(torch.device("cpu"))
     rows.add_(torch.tensor([7]), None, 0)
     assert rows.counted() is None

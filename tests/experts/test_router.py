@@ -1,5 +1,5 @@
-"""The router against a plain loop over tokens in float64, against Hugging Face, and between
-layouts.
+"""The router equals a loop over tokens in float64, routers of Hugging Face, and itself in every
+layout.
 """
 
 from __future__ import annotations
@@ -46,32 +46,32 @@ from tests.world import run_world
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_router_equals_a_loop_over_tokens(name: str) -> None:
+def test_the_router_equals_a_loop_over_tokens(name: str) -> None:
     router = router_of(config_of(**SETTINGS[name]))
     hidden = draw(S, B, D, seed=4).requires_grad_()
-    routing, twin = router(hidden), route_by_hand(hidden, router)
-    assert routing.experts.tolist() == twin.experts
-    assert routing.load.tolist() == twin.load
+    routing, reference = router(hidden), route_by_hand(hidden, router)
+    assert routing.experts.tolist() == reference.experts
+    assert routing.load.tolist() == reference.load
     assert routing.counts.tolist() == [
-        sum(chosen.count(e) for chosen in twin.experts) for e in range(E)
+        sum(chosen.count(expert) for chosen in reference.experts) for expert in range(E)
     ]
-    assert (0 if routing.dropped is None else int(routing.dropped)) == twin.dropped
+    assert (0 if routing.dropped is None else int(routing.dropped)) == reference.dropped
     assert routing.probabilities.dtype == torch.float64
     for field in ("probabilities", "balance_loss", "z_loss"):
-        assert_equal(getattr(routing, field), getattr(twin, field), field)
-    assert_equal(routing.entropy_sum, twin.entropy * S * B, "entropy_sum")
-    for what, actual, expected in (
-        ("probabilities", main_loss(routing.probabilities), main_loss(twin.probabilities)),
-        ("balance_loss", routing.balance_loss, twin.balance_loss),
-        ("z_loss", routing.z_loss, twin.z_loss),
+        assert_equal(getattr(routing, field), getattr(reference, field), field)
+    assert_equal(routing.entropy_sum, reference.entropy * S * B, "entropy_sum")
+    for loss_name, actual, expected in (
+        ("probabilities", main_loss(routing.probabilities), main_loss(reference.probabilities)),
+        ("balance_loss", routing.balance_loss, reference.balance_loss),
+        ("z_loss", routing.z_loss, reference.z_loss),
     ):
         pairs = zip(
             gradients_of(actual, hidden, router),
             gradients_of(expected, hidden, router),
             strict=True,
         )
-        for found, wanted in pairs:
-            assert_equal(found, wanted, f"gradient of {what}")
+        for actual_gradient, expected_gradient in pairs:
+            assert_equal(actual_gradient, expected_gradient, f"gradient of {loss_name}")
 
 
 def gradients_of(loss: Tensor, hidden: Tensor, router: Router) -> list[Tensor]:
@@ -79,7 +79,7 @@ def gradients_of(loss: Tensor, hidden: Tensor, router: Router) -> list[Tensor]:
     return list(torch.autograd.grad(loss, leaves, retain_graph=True))
 
 
-def test_settings_drop_some_choices_or_none() -> None:
+def test_only_small_capacities_drop_choices() -> None:
     dropped = {
         name: router_of(config_of(**SETTINGS[name]))(draw(S, B, D, seed=4)).dropped
         for name in SETTINGS
@@ -91,10 +91,15 @@ def test_settings_drop_some_choices_or_none() -> None:
     assert int(dropped["more capacity than tokens"]) == 0
 
 
-def hugging_face_routers() -> dict[str, tuple[torch.nn.Module, ExpertsConfig]]:
+def make_hugging_face_routers() -> dict[str, tuple[torch.nn.Module, ExpertsConfig]]:
     counts = {"hidden_size": D, "num_experts_per_tok": K}
-    groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True}
-    groups_here = {"num_groups": 4, "top_k_groups": 2, "score_scale": 2.5, "expert_bias": True}
+    their_groups = {
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+    }
+    our_groups = {"num_groups": 4, "top_k_groups": 2, "score_scale": 2.5, "expert_bias": True}
     return {
         "Mixtral": (MixtralTopKRouter(MixtralConfig(num_local_experts=E, **counts)), config_of()),
         "Qwen3-MoE": (
@@ -102,50 +107,52 @@ def hugging_face_routers() -> dict[str, tuple[torch.nn.Module, ExpertsConfig]]:
             config_of(normalize_top_k=False),
         ),
         "DeepSeek-V3": (
-            DeepseekV3TopkRouter(DeepseekV3Config(n_routed_experts=E, **counts, **groups)),
-            config_of(scoring="sigmoid", **groups_here),
+            DeepseekV3TopkRouter(DeepseekV3Config(n_routed_experts=E, **counts, **their_groups)),
+            config_of(scoring="sigmoid", **our_groups),
         ),
     }
 
 
 @pytest.mark.usefixtures("float32_is_float64")
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3-MoE", "DeepSeek-V3"])
-def test_router_equals_that_of_hugging_face(name: str) -> None:
-    theirs, config = hugging_face_routers()[name]
+def test_the_router_equals_routers_of_hugging_face(name: str) -> None:
+    reference, config = make_hugging_face_routers()[name]
     router = router_of(config)
     with torch.no_grad():
-        theirs.double().weight.copy_(router.weight)
+        reference.double().weight.copy_(router.weight)
         if router.expert_bias is not None:
-            theirs.e_score_correction_bias.copy_(router.expert_bias)
+            reference.e_score_correction_bias.copy_(router.expert_bias)
     hidden = draw(S, B, D, seed=4).requires_grad_()
     routing = router(hidden)
-    logits, weights, experts = theirs(hidden)
-    # DeepSeek's are in no order.
+    logits, weights, experts = reference(hidden)
+    # DeepSeek returns experts in no order.
     assert torch.equal(routing.experts.sort(-1).values, experts.sort(-1).values)
     actual = routing.probabilities.gather(-1, routing.experts.argsort(-1))
     expected = weights.gather(-1, experts.argsort(-1))
     assert expected.dtype == torch.float64
     assert_equal(actual, expected, "probabilities")
-    found = gradients(main_loss(actual), hidden, router.weight)
-    for one, other in zip(
-        found, gradients(main_loss(expected), hidden, theirs.weight), strict=True
+    actual_gradients = gradients(main_loss(actual), hidden, router.weight)
+    for actual_gradient, expected_gradient in zip(
+        actual_gradients, gradients(main_loss(expected), hidden, reference.weight), strict=True
     ):
-        assert_equal(one, other, "gradient")
+        assert_equal(actual_gradient, expected_gradient, "gradient")
     if config.scoring == "softmax":
-        # Theirs is top_k where experts are alike, ours is 1.
-        auxiliary = load_balancing_loss_func((theirs(hidden)[0],), E, K) * config.aux_loss / K
-        mine = router(hidden).balance_loss
-        assert_equal(mine, auxiliary, "auxiliary loss")
+        # For equal experts, the loss of Hugging Face is top_k, and ours is 1.
+        expected_loss = (
+            load_balancing_loss_func((reference(hidden)[0],), E, K) * config.aux_loss / K
+        )
+        balance_loss = router(hidden).balance_loss
+        assert_equal(balance_loss, expected_loss, "auxiliary loss")
         assert_equal(
-            gradients(mine, hidden)[0],
-            gradients(auxiliary, hidden)[0],
+            gradients(balance_loss, hidden)[0],
+            gradients(expected_loss, hidden)[0],
             "gradient of the auxiliary loss",
         )
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_nothing_is_read_back_from_the_device(name: str) -> None:
-    """A tensor on meta has no numbers to read."""
+def test_routing_reads_nothing_from_the_device(name: str) -> None:
+    """A meta tensor has no values, so any read raises."""
     mesh = ParallelMesh.single("meta")
     with torch.device("meta"):
         router = Router(config_of(**SETTINGS[name]), D, mesh)
@@ -157,7 +164,7 @@ def test_nothing_is_read_back_from_the_device(name: str) -> None:
     round_robin_experts(S * B, 0, router.config, mesh.device)
 
 
-def test_scores_are_those_of_float32_under_autocast_and_in_half_precision() -> None:
+def test_scores_are_computed_in_float32_under_autocast_and_in_bfloat16() -> None:
     wide = router_of(config_of()).float()
     half = router_of(config_of()).bfloat16()
     with torch.no_grad():
@@ -166,22 +173,22 @@ def test_scores_are_those_of_float32_under_autocast_and_in_half_precision() -> N
     expected = wide(hidden.float())
     with torch.autocast("cpu", torch.bfloat16):
         routing = half(hidden)
-    for one in (routing, wide(hidden)):
-        assert one.probabilities.dtype == torch.float32
-        assert torch.equal(one.probabilities, expected.probabilities)
-        assert torch.equal(one.experts, expected.experts)
+    for actual in (routing, wide(hidden)):
+        assert actual.probabilities.dtype == torch.float32
+        assert torch.equal(actual.probabilities, expected.probabilities)
+        assert torch.equal(actual.experts, expected.experts)
     main_loss(routing.probabilities).backward()
     assert hidden.grad is not None
     assert half.weight.grad is not None
     assert (hidden.grad.dtype, half.weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
-    exact = gradients(main_loss(expected.probabilities), wide.weight)[0]
+    expected_gradient = gradients(main_loss(expected.probabilities), wide.weight)[0]
     slot = GradientSlot(torch.empty(E, D), lambda: None)
     set_slot(half.weight, slot)
     main_loss(half(hidden).probabilities).backward()
-    assert_equal(slot.gradient, exact, "gradient in the slot", 1e-5)
+    assert_equal(slot.gradient, expected_gradient, "gradient in the slot", 1e-5)
 
 
-def test_losses_and_jitter_are_for_training_alone() -> None:
+def test_evaluation_has_no_losses_and_no_jitter() -> None:
     router = router_of(config_of(jitter=0.5)).eval()
     hidden = draw(S, B, D)
     routing = router(hidden)
@@ -191,20 +198,20 @@ def test_losses_and_jitter_are_for_training_alone() -> None:
     assert router_of(config_of(aux_loss=0.0, z_loss=0.0))(hidden).balance_loss is None
 
 
-def test_jitter_multiplies_inputs_within_its_bounds_and_returns_with_the_position() -> None:
+def test_jitter_is_within_its_bounds_and_repeats_with_the_position() -> None:
     mesh = ParallelMesh.single(seed=7)
     router = router_of(config_of(jitter=0.25), mesh)
-    hidden, outside = torch.ones(64, B, D, dtype=torch.float64), torch.get_rng_state()
+    hidden, default_state = torch.ones(64, B, D, dtype=torch.float64), torch.get_rng_state()
     first = router._jittered(hidden)
     assert 0.75 <= float(first.min()) < 0.8
     assert 1.2 < float(first.max()) <= 1.25
-    assert torch.equal(torch.get_rng_state(), outside)
+    assert torch.equal(torch.get_rng_state(), default_state)
     assert not torch.equal(router._jittered(hidden), first)
     mesh.random.seek(0)
     assert torch.equal(router._jittered(hidden), first)
 
 
-def test_forced_balance_gives_every_expert_as_many_tokens() -> None:
+def test_forced_balance_gives_every_expert_equally_many_tokens() -> None:
     router = router_of(config_of(expert_bias=True), forced_balance=True)
     hidden = draw(8, B, D).requires_grad_()
     routing = router(hidden)
@@ -220,13 +227,13 @@ def test_forced_balance_gives_every_expert_as_many_tokens() -> None:
     )
 
 
-def test_state_holds_biases_and_shares_where_settings_need_them() -> None:
+def test_the_state_has_biases_and_shares_if_settings_need_them() -> None:
     assert set(router_of(config_of()).state_dict()) == {"weight"}
     biased = router_of(config_of(expert_bias=True, aux_loss_scope="global"))
     assert set(biased.state_dict()) == {"weight", "expert_bias", "step_shares"}
 
 
-def test_biases_stay_in_float32_and_are_there_when_the_model_is_built_on_meta() -> None:
+def test_biases_of_a_router_built_on_meta_exist_and_stay_float32() -> None:
     with torch.device("meta"):
         router = Router(
             config_of(expert_bias=True, aux_loss_scope="global"), D, ParallelMesh.single()
@@ -251,7 +258,7 @@ WORLD_SETTINGS: dict[str, dict[str, Any]] = {
     "jitter": {"jitter": 0.3, "capacity_factor": 0.9, "aux_loss_scope": "sequence"},
 }
 
-CUTS: dict[str, Callable[[], ParallelMesh]] = {
+LAYOUTS: dict[str, Callable[[], ParallelMesh]] = {
     "tp": lambda: ParallelMesh.create(ParallelLayout(2, tp=2), seed=3),
     "tp with sequence parallelism": lambda: ParallelMesh.create(
         ParallelLayout(2, tp=2), seed=3, sequence_parallel=True
@@ -260,54 +267,58 @@ CUTS: dict[str, Callable[[], ParallelMesh]] = {
 }
 
 
-def compare_with_one_process(config: ExpertsConfig, mesh: ParallelMesh, what: str) -> None:
+def compare_with_one_process(config: ExpertsConfig, mesh: ParallelMesh, case_name: str) -> None:
     full = draw(S, B, D, seed=4).requires_grad_()
-    alone = router_of(config, ParallelMesh.single(seed=3))
-    expected = alone(full)
+    single_process = router_of(config, ParallelMesh.single(seed=3))
+    expected = single_process(full)
     weights = draw(S * B, config.top_k, seed=5)
     total = (weights * expected.probabilities).sum() + losses_of(expected)
-    wanted_hidden, wanted_weight = gradients(total, full, alone.weight)
+    expected_grad_hidden, expected_grad_weight = gradients(total, full, single_process.weight)
 
-    def own(x: Tensor) -> Tensor:
+    def local_part(x: Tensor) -> Tensor:
         x = x.unflatten(0, (S, B)) if x.shape[0] == S * B else x
         x = x.chunk(mesh.cp.size)[mesh.cp.rank]
         return sequence_part(x, mesh)
 
-    hidden = own(full).detach().requires_grad_()
+    hidden = local_part(full).detach().requires_grad_()
     router = router_of(config, mesh)
     routing = router(hidden)
-    assert torch.equal(routing.experts, own(expected.experts).flatten(0, 1)), what
+    assert torch.equal(routing.experts, local_part(expected.experts).flatten(0, 1)), case_name
     assert_equal(
-        routing.probabilities, own(expected.probabilities).flatten(0, 1), f"{what}: probabilities"
+        routing.probabilities,
+        local_part(expected.probabilities).flatten(0, 1),
+        f"{case_name}: probabilities",
     )
-    # Gradients are averaged over the data group, which cp is part of.
+    # Gradients are averaged over the data group, which includes cp.
     attached = attach_loss(routing.probabilities, losses_of(routing), 1.0)
-    part = (own(weights).flatten(0, 1) * attached).sum() * mesh.cp.size
-    grad_hidden, grad_weight = gradients(part, hidden, router.weight)
+    local_loss = (local_part(weights).flatten(0, 1) * attached).sum() * mesh.cp.size
+    grad_hidden, grad_weight = gradients(local_loss, hidden, router.weight)
     spec = shard_spec_of(router.weight, mesh.tp.rank)
-    assert spec.partial == mesh.sequence_parallel, what
+    assert spec.partial == mesh.sequence_parallel, case_name
     grad_weight = gather_full(grad_weight, spec, mesh, sum_copies=spec.partial)
     assert_equal(
         all_reduce_(grad_weight, mesh.data, "mean"),
-        wanted_weight,
-        f"{what}: gradient of the weight",
+        expected_grad_weight,
+        f"{case_name}: gradient of the weight",
     )
-    assert_equal(grad_hidden / mesh.cp.size, own(wanted_hidden), f"{what}: gradient of hidden")
+    assert_equal(
+        grad_hidden / mesh.cp.size,
+        local_part(expected_grad_hidden),
+        f"{case_name}: gradient of hidden",
+    )
     for field in ("balance_loss", "z_loss"):
         value = getattr(routing, field).detach().clone()
         all_reduce_(value, mesh.data, "mean")
         if mesh.sequence_parallel:
             all_reduce_(value, mesh.tp)
-        assert_equal(value, getattr(expected, field), f"{what}: {field}")
+        assert_equal(value, getattr(expected, field), f"{case_name}: {field}")
     assert torch.equal(
         add_over_tokens_(routing.load.to(torch.int64, copy=True), mesh), expected.load.long()
-    ), what
+    ), case_name
 
 
 def train(config: ExpertsConfig, mesh: ParallelMesh, num_microbatches: int) -> Router:
-    """Take three steps on the microbatches of this data rank, in the way that a caller of a router
-    should.
-    """
+    """Take three steps on the microbatches of this data rank, as callers of a router do."""
     router = router_of(config, mesh)
     for step in range(3):
         load = torch.zeros(E, dtype=torch.int32)
@@ -328,14 +339,14 @@ def train(config: ExpertsConfig, mesh: ParallelMesh, num_microbatches: int) -> R
     return router
 
 
-def check_cuts(rank: int, size: int) -> None:
-    for cut, build in CUTS.items():
+def check_layouts(rank: int, size: int) -> None:
+    for layout_name, build in LAYOUTS.items():
         mesh = build()
         for name, settings in WORLD_SETTINGS.items():
             config = config_of(**settings)
-            # A capacity and random numbers are those of a cp rank.
+            # Capacity and random numbers depend on the cp rank.
             if mesh.cp.size == 1 or not (config.capacity_factor or config.jitter):
-                compare_with_one_process(config, mesh, f"{name}, {cut}")
+                compare_with_one_process(config, mesh, f"{name}, {layout_name}")
         mesh.destroy()
     mesh = ParallelMesh.create(ParallelLayout(2))
     config = config_of(
@@ -348,5 +359,5 @@ def check_cuts(rank: int, size: int) -> None:
     mesh.destroy()
 
 
-def test_every_cut_equals_one_process() -> None:
-    run_world(check_cuts, 2)
+def test_every_layout_equals_one_process() -> None:
+    run_world(check_layouts, 2)

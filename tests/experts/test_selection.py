@@ -1,4 +1,4 @@
-"""Choices of experts: what a capacity takes."""
+"""Capacity of experts: its size, and the tokens that it drops."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from lightning_megatron.experts.routing.selection import expert_capacity
 from tests.experts.routed_by_hand import B, D, S, config_of, draw, router_of
 
 
-def test_capacity_is_rounded_up_from_the_factor_as_it_is_written() -> None:
+def test_the_capacity_is_rounded_up_from_the_exact_decimal_factor() -> None:
     config = config_of(num_experts=1, top_k=1, capacity_factor=1.1)
     assert expert_capacity(10, config) == 11
     assert expert_capacity(11, config) == 13
 
 
-def test_what_a_token_gets_does_not_depend_on_later_ones() -> None:
+def test_experts_of_a_token_do_not_depend_on_later_tokens() -> None:
     router = router_of(config_of(capacity_factor=0.7))
     hidden = draw(S, B, D, seed=4)
     changed = hidden.clone()

@@ -1,5 +1,5 @@
-"""The shared expert runs while tokens are on their way to experts, and backward while their
-gradients are.
+"""The shared expert runs during the transport of tokens to experts, and its backward pass during
+the transport of their gradients.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tests.recorded import record_starts
 from tests.world import run_world
 
 
-def record(layer: Any, patch: pytest.MonkeyPatch) -> list[str]:
-    """Run forward and backward, and return what happened in which order."""
+def record_events(layer: Any, patch: pytest.MonkeyPatch) -> list[str]:
+    """Run forward and backward, and return the events in order."""
     events: list[str] = []
     record_starts(patch, in_flight, ("all_gather", "reduce_scatter", "all_to_all"), events)
     layer.shared.register_forward_hook(lambda *_: events.append("shared"))
@@ -33,25 +33,27 @@ def record(layer: Any, patch: pytest.MonkeyPatch) -> list[str]:
 def check_order(rank: int, size: int) -> None:
     torch.set_default_dtype(torch.float64)
     mesh = ParallelMesh.create(ParallelLayout(world_size=size, ep=size))
-    for transport, there, back, num_tensors in (
+    for transport, dispatch, combine, num_tensors in (
         ("all_gather", "all_gather", "reduce_scatter", 3),
         ("all_to_all", "all_to_all", "all_to_all", 2),
     ):
         layer = layer_of(mesh, {"transport": transport}, shared_ffn_hidden_size=8, shared_gate=True)
         with pytest.MonkeyPatch.context() as patch:
-            events = record(layer, patch)
-        forward = [f"{there} starts"] * num_tensors + ["shared"] + [f"{there} ends"] * num_tensors
-        # Numbers of experts have no gradients.
-        backward = [f"{back} starts"] * 2 + ["shared backward"] + [f"{back} ends"] * 2
+            events = record_events(layer, patch)
+        forward = (
+            [f"{dispatch} starts"] * num_tensors + ["shared"] + [f"{dispatch} ends"] * num_tensors
+        )
+        # Indices of experts have no gradients.
+        backward = [f"{combine} starts"] * 2 + ["shared backward"] + [f"{combine} ends"] * 2
         assert events == [*forward, "experts", "backward", *backward], (transport, events)
     mesh.destroy()
 
 
-def test_the_shared_expert_overlaps_with_the_transport_of_tokens_and_of_their_gradients() -> None:
+def test_the_shared_expert_overlaps_with_the_transport_of_tokens_and_gradients() -> None:
     run_world(check_order, 2)
 
 
-def test_what_arrives_is_taken_once() -> None:
+def test_a_second_wait_for_a_transfer_raises() -> None:
     flight = in_flight.InFlight(torch.zeros(2))
     assert flight.wait().shape == (2,)
     with pytest.raises(AssertionError, match="wait is called once"):

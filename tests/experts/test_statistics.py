@@ -1,4 +1,4 @@
-"""What a step's statistics say against a loop over tokens, and on two ranks against one process."""
+"""Statistics of a step equal a loop over tokens, and statistics of two ranks equal one process."""
 
 from __future__ import annotations
 
@@ -36,62 +36,68 @@ from tests.world import run_world
 LAYERS, MICROBATCHES = (1, 3), 4
 
 
-def microbatch(layer: int, number: int) -> Tensor:
-    """Draw the tokens that a layer has in a microbatch of the step, so that layers and microbatches
-    differ.
-    """
+def draw_microbatch(layer: int, number: int) -> Tensor:
+    """Draw the tokens of a layer in a microbatch, which differ between layers and microbatches."""
     return draw(S, B, D, seed=10 * layer + number)
 
 
-def count(
+def count_step(
     settings: Mapping[str, Any], mesh: ParallelMesh
 ) -> tuple[dict[int, RouterStatistics], Mapping[int, StepStatistics]]:
-    """Route this rank's part of a step."""
+    """Route the tokens of this rank in a step; return counts of layers and statistics of the step."""
     config = config_of(**settings)
     router = router_of(config, mesh)
     layers = {layer: RouterStatistics(config, mesh.device) for layer in LAYERS}
     for layer, statistics in layers.items():
         for number in range(mesh.dp.rank, MICROBATCHES, mesh.dp.size):
-            hidden = microbatch(layer, number).chunk(mesh.cp.size)[mesh.cp.rank]
+            hidden = draw_microbatch(layer, number).chunk(mesh.cp.size)[mesh.cp.rank]
             statistics.add_(router(sequence_part(hidden, mesh)))
     return layers, step_statistics(layers, mesh)
 
 
-def test_a_step_equals_a_loop_over_its_tokens() -> None:
+def test_statistics_of_a_step_equal_a_loop_over_its_tokens() -> None:
     for name, settings in SETTINGS.items():
-        layers, found = count(settings, ParallelMesh.single())
+        layers, statistics = count_step(settings, ParallelMesh.single())
         router = router_of(config_of(**settings))
-        assert tuple(found) == LAYERS
-        for layer, step in found.items():
-            twins = [
-                route_by_hand(microbatch(layer, number), router) for number in range(MICROBATCHES)
+        assert tuple(statistics) == LAYERS
+        for layer, step in statistics.items():
+            references = [
+                route_by_hand(draw_microbatch(layer, number), router)
+                for number in range(MICROBATCHES)
             ]
             assert step.load.tolist() == [
-                sum(loads) for loads in zip(*(twin.load for twin in twins), strict=True)
+                sum(loads)
+                for loads in zip(*(reference.load for reference in references), strict=True)
             ]
-            assert int(step.dropped) == sum(twin.dropped for twin in twins), name
+            assert int(step.dropped) == sum(reference.dropped for reference in references), name
             assert_equal(
-                step.entropy, sum(twin.entropy for twin in twins) / MICROBATCHES, f"{name}: entropy"
+                step.entropy,
+                sum(reference.entropy for reference in references) / MICROBATCHES,
+                f"{name}: entropy",
             )
-            balance = sum(twin.balance_loss for twin in twins) / MICROBATCHES / LOSSES["aux_loss"]
+            balance = (
+                sum(reference.balance_loss for reference in references)
+                / MICROBATCHES
+                / LOSSES["aux_loss"]
+            )
             assert_equal(step.balance_loss, balance, f"{name}: balance_loss")
-            z = sum(twin.z_loss for twin in twins) / MICROBATCHES / LOSSES["z_loss"]
+            z = sum(reference.z_loss for reference in references) / MICROBATCHES / LOSSES["z_loss"]
             assert_equal(step.z_loss, z, f"{name}: z_loss")
             assert torch.equal(step.load, layers[layer].load), name
 
 
-def test_even_experts_have_the_entropy_of_their_number_and_a_balance_loss_of_one() -> None:
+def test_even_experts_have_maximal_entropy_and_a_balance_loss_of_one() -> None:
     config = config_of()
     router, statistics = router_of(config), RouterStatistics(config, torch.device("cpu"))
     with torch.no_grad():
         router.weight.zero_()
     statistics.add_(router(draw(S, B, D)))
-    found = step_statistics({0: statistics}, ParallelMesh.single())[0]
-    assert math.isclose(float(found.entropy), math.log(E), rel_tol=1e-12)
-    assert math.isclose(float(found.balance_loss), 1.0, rel_tol=1e-12)
+    step = step_statistics({0: statistics}, ParallelMesh.single())[0]
+    assert math.isclose(float(step.entropy), math.log(E), rel_tol=1e-12)
+    assert math.isclose(float(step.balance_loss), 1.0, rel_tol=1e-12)
 
 
-def test_counting_keeps_its_tensors_and_begins_again_when_cleared() -> None:
+def test_statistics_are_counted_and_cleared_in_place() -> None:
     config = config_of(capacity_factor=0.7)
     with torch.device("meta"):
         statistics = RouterStatistics(config, ParallelMesh.single().device)
@@ -108,18 +114,18 @@ def test_counting_keeps_its_tensors_and_begins_again_when_cleared() -> None:
     assert statistics.sums is sums
 
 
-def test_layers_without_losses_and_steps_without_microbatches_have_zeros() -> None:
+def test_statistics_without_losses_or_microbatches_are_zero() -> None:
     config = config_of(aux_loss=0.0, z_loss=0.0)
     statistics = RouterStatistics(config, torch.device("cpu"))
     empty = step_statistics({0: statistics}, ParallelMesh.single())[0]
     assert float(empty.entropy) == float(empty.balance_loss) == 0.0
     statistics.add_(router_of(config)(draw(S, B, D)))
-    found = step_statistics({0: statistics}, ParallelMesh.single())[0]
-    assert float(found.balance_loss) == float(found.z_loss) == 0.0
+    step = step_statistics({0: statistics}, ParallelMesh.single())[0]
+    assert float(step.balance_loss) == float(step.z_loss) == 0.0
     assert step_statistics({}, ParallelMesh.single()) == {}
 
 
-CUTS: dict[str, tuple[dict[str, int], bool]] = {
+LAYOUTS: dict[str, tuple[dict[str, int], bool]] = {
     "dp": ({}, False),
     "cp": ({"cp": 2}, False),
     "tp": ({"tp": 2}, False),
@@ -127,26 +133,31 @@ CUTS: dict[str, tuple[dict[str, int], bool]] = {
 }
 
 
-def check_cuts(rank: int, size: int) -> None:
-    for cut, (sizes, sequence_parallel) in CUTS.items():
+def check_layouts(rank: int, size: int) -> None:
+    for layout_name, (sizes, sequence_parallel) in LAYOUTS.items():
         mesh = ParallelMesh.create(
             ParallelLayout(size, **sizes), sequence_parallel=sequence_parallel
         )
         for settings in ({"scoring": "sigmoid"}, {"capacity_factor": 0.7}):
             if mesh.cp.size > 1 and "capacity_factor" in settings:
-                continue  # A capacity is that of a cp rank.
-            _, expected = count(settings, ParallelMesh.single())
-            layers, found = count(settings, mesh)
+                continue  # The capacity depends on the tokens of a cp rank.
+            _, expected_steps = count_step(settings, ParallelMesh.single())
+            layers, actual_steps = count_step(settings, mesh)
             for layer in LAYERS:
                 for field in ("load", "dropped", "entropy", "balance_loss", "z_loss"):
-                    actual, wanted = getattr(found[layer], field), getattr(expected[layer], field)
-                    assert_equal(actual.double(), wanted.double(), f"{cut}, layer {layer}: {field}")
+                    actual, expected = (
+                        getattr(actual_steps[layer], field),
+                        getattr(expected_steps[layer], field),
+                    )
+                    assert_equal(
+                        actual.double(), expected.double(), f"{layout_name}, layer {layer}: {field}"
+                    )
                 assert torch.equal(
-                    found[layer].load,
+                    actual_steps[layer].load,
                     add_over_tokens_(layers[layer].load.to(torch.int64, copy=True), mesh),
-                ), cut
+                ), layout_name
         mesh.destroy()
 
 
-def test_two_ranks_say_what_one_process_says() -> None:
-    run_world(check_cuts, 2)
+def test_statistics_of_two_ranks_match_one_process() -> None:
+    run_world(check_layouts, 2)

@@ -1,4 +1,4 @@
-"""Experts that are trained by given gradients, saved in one layout and trained on in another."""
+"""Training of experts by given gradients, which can be saved in one layout and resumed in another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.training.runs import Run
 
 
 class TrainedExperts(Run):
-    """Parameters of experts, and an optimizer that has made some steps."""
+    """Parameters of experts, and their optimizer."""
 
     def __init__(self, module: nn.Module, mesh: ParallelMesh) -> None:
         self.module = module
@@ -23,7 +23,7 @@ class TrainedExperts(Run):
         )
 
     def train(self, number: int) -> None:
-        """Make a step by gradients that add up to the same in every layout."""
+        """Take a step by gradients whose sum is the same in every layout."""
         num_parts = self.mesh.edp.size / self.mesh.data.size
         gradients: dict[str, Tensor] = {}
         for name, parameter in self.module.named_parameters():

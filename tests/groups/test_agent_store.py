@@ -1,4 +1,4 @@
-"""Ranks meet through a store that still contains the entries of an earlier attempt."""
+"""Ranks agree on a name through a store that still contains entries of an earlier attempt."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def agree(
     return names
 
 
-def test_every_attempt_gets_a_name_of_its_own_that_all_its_ranks_know() -> None:
+def test_ranks_of_an_attempt_share_a_name_that_differs_from_the_previous_attempt() -> None:
     store = dist.HashStore()
     first, second = (agree(store, [2, 1, 0], 3) for _ in range(2))
     assert len(set(first.values())) == len(set(second.values())) == 1
@@ -42,18 +42,24 @@ def test_every_attempt_gets_a_name_of_its_own_that_all_its_ranks_know() -> None:
 
 
 @pytest.mark.parametrize("died", [[0], [1], [0, 2], [1, 2]])
-def test_ranks_that_died_before_they_met_do_not_mislead_others(died: list[int]) -> None:
+def test_ranks_that_died_before_the_agreement_do_not_break_the_next_attempt(
+    died: list[int],
+) -> None:
     store = dist.HashStore()
-    left = agree(store, [rank for rank in range(3) if rank not in died], 3, timedelta(seconds=0.2))
+    answers = agree(
+        store, [rank for rank in range(3) if rank not in died], 3, timedelta(seconds=0.2)
+    )
     assert all(
-        "did not join in time" in text for rank, text in left.items() if rank == 0 or 0 in died
+        "did not join in time" in answer
+        for rank, answer in answers.items()
+        if rank == 0 or 0 in died
     )
     names = agree(store, [1, 2, 0], 3)
     assert len(set(names.values())) == 1
     assert "did not" not in names[0]
 
 
-def test_another_number_of_ranks_meets_after_a_machine_is_lost() -> None:
+def test_a_smaller_number_of_ranks_agrees_after_a_machine_is_lost() -> None:
     store = dist.HashStore()
     agree(store, [0, 1, 2, 3], 4)
     assert len(set(agree(store, [1, 0], 2).values())) == 1

@@ -1,4 +1,4 @@
-"""Conjugate pairs equal the computation of one process, forward and backward."""
+"""Collectives and their conjugates equal the computation of one process, forward and backward."""
 
 from __future__ import annotations
 
@@ -45,53 +45,55 @@ def _input(rank: int, shape=(4, 8, 4)) -> torch.Tensor:
 
 
 def _expected(axis: MeshAxis) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each pair's result and the gradient of sum(w * result), from all ranks' inputs."""
-    xs = [_input(r) for r in axis.ranks]
-    n, me = axis.size, axis.rank
-    total = sum(xs)
+    """Return the result of each pair and the gradient of sum(w * result), from inputs of all ranks."""
+    inputs = [_input(peer) for peer in axis.ranks]
+    size, rank = axis.size, axis.rank
+    total = sum(inputs)
 
-    def weight(r: int, like: torch.Tensor) -> torch.Tensor:
-        return _input(100 + axis.ranks[r], tuple(like.shape))
+    def weight(peer: int, like: torch.Tensor) -> torch.Tensor:
+        return _input(100 + axis.ranks[peer], tuple(like.shape))
 
     rows = []
-    rows.append((xs[me], sum(weight(r, xs[0]) for r in range(n))))
-    rows.append((total, weight(me, total)))
+    rows.append((inputs[rank], sum(weight(peer, inputs[0]) for peer in range(size))))
+    rows.append((total, weight(rank, total)))
     for dim in (0, 2):
-        joined = torch.cat(xs, dim)
-        rows.append((joined, weight(me, joined).chunk(n, dim)[me]))
+        joined = torch.cat(inputs, dim)
+        rows.append((joined, weight(rank, joined).chunk(size, dim)[rank]))
     for dim in (0, 1):
-        joined = torch.cat(xs, dim)
-        rows.append((joined, sum(weight(r, joined) for r in range(n)).chunk(n, dim)[me]))
+        joined = torch.cat(inputs, dim)
+        rows.append(
+            (joined, sum(weight(peer, joined) for peer in range(size)).chunk(size, dim)[rank])
+        )
     for dim in (0, 2):
-        part = total.chunk(n, dim)[me]
-        rows.append((part, torch.cat([weight(r, part) for r in range(n)], dim)))
-    part = xs[me].chunk(n, 1)[me]
-    rows.append((part, torch.cat([weight(r, part) for r in range(n)], 1)))
+        part = total.chunk(size, dim)[rank]
+        rows.append((part, torch.cat([weight(peer, part) for peer in range(size)], dim)))
+    part = inputs[rank].chunk(size, 1)[rank]
+    rows.append((part, torch.cat([weight(peer, part) for peer in range(size)], 1)))
     return rows
 
 
 def _check_pairs(axis: MeshAxis) -> None:
-    for pair, (result, grad) in zip(PAIRS, _expected(axis), strict=True):
+    for pair, (expected, expected_grad) in zip(PAIRS, _expected(axis), strict=True):
         x = _input(axis.ranks[axis.rank]).requires_grad_()
         before = x.detach().clone()
-        y = pair(x, axis)
-        torch.testing.assert_close(y, result, rtol=0, atol=1e-12)
-        (y * _input(100 + axis.ranks[axis.rank], tuple(y.shape))).sum().backward()
-        torch.testing.assert_close(x.grad, grad, rtol=0, atol=1e-12)
+        actual = pair(x, axis)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+        (actual * _input(100 + axis.ranks[axis.rank], tuple(actual.shape))).sum().backward()
+        torch.testing.assert_close(x.grad, expected_grad, rtol=0, atol=1e-12)
         assert torch.equal(x.detach(), before)
 
 
-def _check_plain(axis: MeshAxis) -> None:
-    mine = _input(axis.ranks[axis.rank])
-    everyone = torch.stack([_input(r) for r in axis.ranks])
+def _check_reductions_and_broadcasts(axis: MeshAxis) -> None:
+    local = _input(axis.ranks[axis.rank])
+    stacked = torch.stack([_input(peer) for peer in axis.ranks])
     for op, expected in {
-        "sum": everyone.sum(0),
-        "mean": everyone.mean(0),
-        "max": everyone.amax(0),
-        "min": everyone.amin(0),
+        "sum": stacked.sum(0),
+        "mean": stacked.mean(0),
+        "max": stacked.amax(0),
+        "min": stacked.amin(0),
     }.items():
-        torch.testing.assert_close(all_reduce_(mine.clone(), axis, op), expected)
-    assert torch.equal(broadcast_(mine.clone(), axis, axis.size - 1), everyone[-1])
+        torch.testing.assert_close(all_reduce_(local.clone(), axis, op), expected)
+    assert torch.equal(broadcast_(local.clone(), axis, axis.size - 1), stacked[-1])
     assert all_gather_objects(axis.rank, axis) == list(range(axis.size))
     assert broadcast_object(f"from {axis.rank}", axis, axis.size - 1) == f"from {axis.size - 1}"
 
@@ -113,7 +115,7 @@ def _check_fingerprint(rank: int, mesh: ParallelMesh) -> None:
         check_same_everywhere(mesh.world_cpu, {"tp": 2, "seed": 2 if rank == 3 else 1})
 
 
-def _check_bad_gather(axis: MeshAxis) -> None:
+def _check_indivisible_reduce_scatter(axis: MeshAxis) -> None:
     with pytest.raises(
         ValueError, match=r"dimension 0 \(3\) must be a multiple of tp \(2\).*Pad it to 4"
     ):
@@ -125,10 +127,10 @@ def _world(rank: int, size: int) -> dict[str, tuple[int, ...]]:
         ParallelMesh.create(ParallelLayout(8, tp=2))
     mesh = ParallelMesh.create(ParallelLayout(size, tp=2, pp=2), seed=7)
     _check_pairs(mesh.tp)
-    _check_plain(mesh.tp)
+    _check_reductions_and_broadcasts(mesh.tp)
     _check_p2p(mesh.world)
     _check_fingerprint(rank, mesh)
-    _check_bad_gather(mesh.tp)
+    _check_indivisible_reduce_scatter(mesh.tp)
     assert mesh.dp.group is None, "a group of one must not exist"
     ranks = {
         name: getattr(mesh, name).ranks
@@ -144,7 +146,7 @@ def _world(rank: int, size: int) -> dict[str, tuple[int, ...]]:
     return ranks
 
 
-def test_conjugate_pairs_and_collectives_equal_their_one_process_meaning():
+def test_conjugate_pairs_and_collectives_match_one_process():
     ranks = run_world(_world, 4)
     assert ranks[0]["tp"] == (0, 1)
     assert ranks[0]["pp"] == (0, 2)
@@ -155,7 +157,7 @@ def test_conjugate_pairs_and_collectives_equal_their_one_process_meaning():
     assert ranks[3]["embedding"] == (1, 3)
 
 
-def test_an_axis_of_one_rank_changes_nothing():
+def test_collectives_over_an_axis_of_one_rank_return_their_input():
     axis = MeshAxis("tp")
     x = torch.randn(4, 8, 4)
     for pair in PAIRS:

@@ -1,4 +1,4 @@
-"""Collectives of captured computations: recorded once, and counted again at every replay."""
+"""The journal records collectives of a captured computation once and counts them at every replay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def communicate(mesh: ParallelMesh) -> None:
     pending.wait()
 
 
-def world(rank: int, size: int) -> dict[str, Any]:
+def _world(rank: int, size: int) -> dict[str, Any]:
     mesh = ParallelMesh.create(ParallelLayout(size, tp=size))
     journal = mesh.journal
     communicate(mesh)
@@ -34,30 +34,30 @@ def world(rank: int, size: int) -> dict[str, Any]:
     last = journal.last
     with journal.recording() as calls:
         communicate(mesh)
-    found = {"once": once, "recorded": calls, "unmoved": (dict(journal.counts), journal.last)}
-    assert found["unmoved"] == (once, last)
+    results = {"once": once, "recorded": calls, "unmoved": (dict(journal.counts), journal.last)}
+    assert results["unmoved"] == (once, last)
     journal.repeat(calls, LABEL)
-    found |= {"counts": dict(journal.counts), "last": journal.last}
+    results |= {"counts": dict(journal.counts), "last": journal.last}
     communicate(mesh)
-    found["later"] = journal.last
+    results["later"] = journal.last
     mesh.destroy()
-    return found
+    return results
 
 
-def test_a_repeated_recording_counts_like_the_computation_itself() -> None:
-    for found in run_world(world, 2):
-        assert found["once"] == {"tp": 2}
-        assert found["recorded"] == [
+def test_a_repeated_recording_counts_like_the_recorded_computation() -> None:
+    for results in run_world(_world, 2):
+        assert results["once"] == {"tp": 2}
+        assert results["recorded"] == [
             RecordedCall("all_gather", "tp", (0, 1)),
             RecordedCall("all_reduce", "tp", (0, 1)),
         ]
-        assert found["counts"] == {"tp": 4}
-        assert found["last"] == Call(LABEL, "tp", 4, (0, 1))
-        # A later wait names the collective that it waits for, as ever.
-        assert found["later"] == Call("all_gather", "tp", 5, (0, 1))
+        assert results["counts"] == {"tp": 4}
+        assert results["last"] == Call(LABEL, "tp", 4, (0, 1))
+        # A later wait still names the collective that it waits for.
+        assert results["later"] == Call("all_gather", "tp", 5, (0, 1))
 
 
-def test_a_rank_that_does_not_repeat_looks_late() -> None:
+def test_counts_of_a_replaying_rank_equal_eager_counts_after_repeat() -> None:
     eager, replayed = Journal(), Journal()
     for journal in (eager, replayed):
         journal.note("all_reduce", "dp", (0, 1))
@@ -69,7 +69,7 @@ def test_a_rank_that_does_not_repeat_looks_late() -> None:
     assert eager.counts == replayed.counts
 
 
-def test_a_replay_without_collectives_leaves_the_last_one() -> None:
+def test_a_replay_without_collectives_keeps_the_last_call() -> None:
     journal = Journal()
     journal.repeat([], LABEL)
     assert journal.last is None
@@ -78,7 +78,7 @@ def test_a_replay_without_collectives_leaves_the_last_one() -> None:
     assert journal.last == Call(*first)
 
 
-def test_exchanges_in_a_replay_are_still_distinguished_from_collectives() -> None:
+def test_a_replay_of_an_exchange_is_reported_as_an_exchange() -> None:
     journal = Journal()
     with journal.recording() as calls:
         journal.note("exchange", "pp neighbours", (1,))
@@ -88,7 +88,7 @@ def test_exchanges_in_a_replay_are_still_distinguished_from_collectives() -> Non
     assert not Call(LABEL, "tp", 1, (0, 1)).is_exchange
 
 
-def test_recordings_are_not_nested_and_end_with_an_error() -> None:
+def test_nested_recordings_raise_and_leave_the_journal_usable() -> None:
     journal = Journal()
     with (
         pytest.raises(RuntimeError, match="must not be nested"),
@@ -100,7 +100,7 @@ def test_recordings_are_not_nested_and_end_with_an_error() -> None:
     assert journal.counts == {"dp": 1}
 
 
-def test_a_replay_after_the_run_is_refused_like_its_collectives() -> None:
+def test_a_replay_after_the_run_is_refused() -> None:
     journal = Journal()
     with journal.recording() as calls:
         journal.note("all_reduce", "dp", (0, 1))

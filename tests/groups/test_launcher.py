@@ -1,4 +1,4 @@
-"""A recorder sees every collective as a whole, and can run it again on new values."""
+"""A recorder gets every collective as a function that it can run again on new values."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from lightning_megatron.plan.layout import ParallelLayout
 from tests.world import run_world
 
 
-class Kept:
-    """Recorder that keeps functions which run the collectives again."""
+class StoringRecorder:
+    """Recorder that stores functions which repeat the collectives."""
 
     def __init__(self) -> None:
         self.entries: list[tuple[Callable[[], object], Tensor]] = []
@@ -47,32 +47,32 @@ def _run_again(rank: int, size: int) -> None:
     tp = mesh.tp
     assert tp.launcher is mesh.launcher is mesh.on_cpu("tp").launcher
 
-    def gathered(x: Tensor) -> Tensor:
+    def all_gather(x: Tensor) -> Tensor:
         out = x.new_empty(size * len(x))
         start_all_gather(out, x, tp).wait()
         return out
 
-    def scattered(x: Tensor) -> Tensor:
+    def reduce_scatter(x: Tensor) -> Tensor:
         out = x.new_empty(len(x) // size)
         start_reduce_scatter(out, x, tp).wait()
         return out
 
-    def summed(x: Tensor) -> Tensor:
+    def all_reduce(x: Tensor) -> Tensor:
         start_all_reduce(x, tp).wait()
         return x
 
-    def sent(x: Tensor) -> Tensor:
+    def all_to_all(x: Tensor) -> Tensor:
         out = torch.empty_like(x)
         start_all_to_all(out, x, (2, 2), (2, 2), tp).wait()
         return out
 
-    def exchanged(x: Tensor) -> Tensor:
+    def exchange(x: Tensor) -> Tensor:
         out = torch.empty_like(x)
         start_transfers([(x, 1 - rank)], [(out, 1 - rank)], tp).wait()
         return out
 
     collectives: list[Callable[[Tensor], Tensor]] = [
-        *(gathered, scattered, summed, sent, exchanged),
+        *(all_gather, reduce_scatter, all_reduce, all_to_all, exchange),
         lambda x: all_reduce_(x, tp),
         lambda x: broadcast_(x, tp),
         lambda x: all_gather_sequence(x, tp),
@@ -82,12 +82,12 @@ def _run_again(rank: int, size: int) -> None:
     for collective in collectives:
         x = torch.arange(4.0) + 10 * rank
         values = torch.arange(4.0) ** 2 - rank
-        recorder = mesh.launcher.recorder = Kept()
+        recorder = mesh.launcher.recorder = StoringRecorder()
         collective(x)
         mesh.launcher.recorder = None
         x.copy_(values)
-        ((again, written),) = recorder.entries
-        again()
+        ((repeat, written),) = recorder.entries
+        repeat()
         assert torch.equal(written, collective(values)), "the collective read the new values"
     mesh.destroy()
 

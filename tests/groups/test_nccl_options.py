@@ -33,7 +33,7 @@ mp:
   is_high_priority_stream: true
 ep_dp: {max_ctas: 4}
 """
-READ = {
+EXPECTED_OPTIONS = {
     "dp": {"cga_cluster_size": 2, "max_ctas": 32, "min_ctas": 8},
     "data": {"net_name": "IB"},
     "model": {"high_priority": True},
@@ -55,24 +55,24 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
 
 
-def test_a_file_of_megatron_lm_says_what_a_mapping_says(tmp_path: Path) -> None:
+def test_a_file_of_megatron_lm_is_read_like_a_mapping(tmp_path: Path) -> None:
     path = tmp_path / "nccl.yaml"
     path.write_text(MEGATRON_FILE)
-    assert read_nccl_options(str(path)) == READ == read_nccl_options(READ)
-    assert MegatronStrategy(nccl_options=str(path)).options.nccl_options == READ
-    assert read_nccl_options(yaml.safe_load(MEGATRON_FILE)) == READ
+    assert read_nccl_options(str(path)) == EXPECTED_OPTIONS == read_nccl_options(EXPECTED_OPTIONS)
+    assert MegatronStrategy(nccl_options=str(path)).options.nccl_options == EXPECTED_OPTIONS
+    assert read_nccl_options(yaml.safe_load(MEGATRON_FILE)) == EXPECTED_OPTIONS
     (tmp_path / "empty.yaml").write_text("")
     assert read_nccl_options(str(tmp_path / "empty.yaml")) == {} == read_nccl_options(None)
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], Any]]:
+def created_groups(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], Any]]:
     """Return the NCCL groups that a mesh of 8 ranks creates, with ranks and options."""
-    found: list[tuple[tuple[int, ...], Any]] = []
+    groups: list[tuple[tuple[int, ...], Any]] = []
 
     def new_group(ranks: list[int], **options: Any) -> Any:
         if options["backend"] == "nccl":
-            found.append((tuple(ranks), options["pg_options"]))
+            groups.append((tuple(ranks), options["pg_options"]))
         return SimpleNamespace(options=options.get("pg_options"))
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -80,61 +80,61 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], Any]]:
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(mesh_groups, "check_same_in_store", lambda *_: 0)
     monkeypatch.setattr(mesh_groups, "default_store", lambda: None)
-    return found
+    return groups
 
 
-@pytest.mark.usefixtures("nccl", "made")
+@pytest.mark.usefixtures("nccl", "created_groups")
 @pytest.mark.parametrize("data", [False, True], ids=["data as it is", "data high, too"])
-def test_messages_of_cp_do_not_queue_behind_those_of_data(
+def test_cp_groups_have_high_priority_whatever_the_data_group_has(
     data: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    built = ParallelMesh.create(
+    mesh = ParallelMesh.create(
         ParallelLayout(8, cp=8),
         backend="nccl",
         context=ContextLinks(inner=4, groups="documents"),
         options={"data": {"high_priority": data}},
     )
-    assert built.cp.ranks == built.data.ranks
-    assert built.cp.group is not built.data.group
-    parts = [built.cp, built.cp_inner, built.cp_outer, *built.cp_groups]
-    assert [part.group.options.is_high_priority_stream for part in parts] == [True] * len(parts)
-    assert built.data.group.options.is_high_priority_stream == data
+    assert mesh.cp.ranks == mesh.data.ranks
+    assert mesh.cp.group is not mesh.data.group
+    cp_axes = [mesh.cp, mesh.cp_inner, mesh.cp_outer, *mesh.cp_groups]
+    assert [axis.group.options.is_high_priority_stream for axis in cp_axes] == [True] * len(cp_axes)
+    assert mesh.data.group.options.is_high_priority_stream == data
 
 
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.parametrize("rank", range(8))
-def test_settings_reach_the_group_of_their_axis(
-    rank: int, monkeypatch: pytest.MonkeyPatch, made: list[tuple[tuple[int, ...], Any]]
+def test_nccl_settings_reach_the_group_of_their_axis(
+    rank: int, monkeypatch: pytest.MonkeyPatch, created_groups: list[tuple[tuple[int, ...], Any]]
 ) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    given = {name: {"max_ctas": number + 1} for number, name in enumerate(GROUP_NAMES)}
+    limits = {name: {"max_ctas": number + 1} for number, name in enumerate(GROUP_NAMES)}
     layout = ParallelLayout(8, tp=2, pp=2)
-    built = ParallelMesh.create(
-        layout, backend="nccl", options={**given, "tp": {"min_ctas": 3, "high_priority": True}}
+    mesh = ParallelMesh.create(
+        layout, backend="nccl", options={**limits, "tp": {"min_ctas": 3, "high_priority": True}}
     )
     for number, name in enumerate(GROUP_NAMES):
-        axis = getattr(built, name)
+        axis = getattr(mesh, name)
         if axis.size == 1:
             assert axis.group is None
             continue
-        found = axis.group.options
+        group_options = axis.group.options
         if name == "tp":
             assert (
-                found.config.min_ctas,
-                found.config.max_ctas,
-                found.is_high_priority_stream,
+                group_options.config.min_ctas,
+                group_options.config.max_ctas,
+                group_options.is_high_priority_stream,
             ) == (3, -1, True)
         else:
-            assert (found.config.max_ctas, found.is_high_priority_stream) == (
+            assert (group_options.config.max_ctas, group_options.is_high_priority_stream) == (
                 number + 1,
                 name in ("cp", "pp", "ep"),
             ), name
-    assert ((0, 1), 3) in [(ranks, options.config.min_ctas) for ranks, options in made]
+    assert ((0, 1), 3) in [(ranks, options.config.min_ctas) for ranks, options in created_groups]
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         (
             {"pipeline": {}},
@@ -183,9 +183,9 @@ def test_settings_reach_the_group_of_their_axis(
         ("\0", "cannot be read"),
     ],
 )
-def test_what_does_not_exist_is_refused_with_what_does(given: Any, message: str) -> None:
+def test_illegal_options_are_refused_with_the_legal_ones(options: Any, message: str) -> None:
     with pytest.raises(ParallelPlanError) as caught:
-        MegatronStrategy(nccl_options=given)
+        MegatronStrategy(nccl_options=options)
     assert message in str(caught.value)
 
 
@@ -235,21 +235,21 @@ def test_paths_that_are_not_files_are_refused_without_waiting(tmp_path: Path) ->
     content=st.binary(max_size=60)
     | st.text(alphabet="tpd:{}[],-&*!|>\n 1'\"#%@xmax_ctas", max_size=60)
 )
-def test_any_file_is_read_or_refused(
+def test_arbitrary_file_contents_are_read_or_refused(
     content: bytes | str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     refusal = None
     try:
-        found = read_nccl_options(str(path))
+        options = read_nccl_options(str(path))
     except ParallelPlanError as error:
         refusal = str(error)
-    assert refusal is not None or set(found) <= set(GROUP_NAMES)
+    assert refusal is not None or set(options) <= set(GROUP_NAMES)
 
 
 @pytest.mark.usefixtures("nccl")
-def test_a_setting_that_the_installed_nccl_lacks_is_refused_before_any_group(
+def test_settings_unknown_to_the_installed_nccl_are_refused_before_any_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dist, "new_group", None)
@@ -261,7 +261,7 @@ def test_a_setting_that_the_installed_nccl_lacks_is_refused_before_any_group(
         MegatronStrategy(nccl_options={"tp": {"nvls_ctas": 4}})
 
 
-def test_settings_that_gloo_ignores_are_refused_or_noted() -> None:
+def test_settings_are_refused_with_gloo_and_noted_on_cpu() -> None:
     with pytest.raises(ParallelPlanError, match="cannot be used with process_group_backend 'gloo'"):
         MegatronStrategy(nccl_options={"tp": {"max_ctas": 4}}, process_group_backend="gloo")
     options = MegatronStrategy(nccl_options={"tp": {"max_ctas": 4}}).options

@@ -1,4 +1,4 @@
-"""Layouts of several parts of a job coexist, and every axis has a twin on the CPU."""
+"""Layouts of disjoint parts of a job coexist, and every axis has a CPU counterpart."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ CONFIG = GPTConfig.llama(
 
 
 def trained_losses(mesh: ParallelMesh) -> list[float]:
-    """Train a small GPT for three steps under tp and dp, and list the losses of the whole batch."""
+    """Train a small GPT for three steps under tp and dp, and list the losses of the full batch."""
     tokens = torch.randint(0, 32, (4, 8), generator=torch.Generator().manual_seed(1))
-    mine = tokens.chunk(mesh.data.size)[mesh.data.rank]
+    local = tokens.chunk(mesh.data.size)[mesh.data.rank]
     model = GPT(CONFIG, mesh, seed=3).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for _ in range(3):
-        loss = model(mine, mine.roll(-1, 1)).mean()
+        loss = model(local, local.roll(-1, 1)).mean()
         optimizer.zero_grad()
         loss.backward()
         for parameter in model.parameters():
@@ -44,25 +44,25 @@ def trained_losses(mesh: ParallelMesh) -> list[float]:
     return losses
 
 
-def _side_by_side(rank: int, size: int) -> list[list[float]]:
-    first = rank < 2
-    found = []
-    # Both parts create their groups twice with the same ranks; then the first one creates others.
-    layout = ParallelLayout(2, tp=2) if first else ParallelLayout(2, rank_offset=2)
+def _train_side_by_side(rank: int, size: int) -> list[list[float]]:
+    is_first_part = rank < 2
+    losses = []
+    # Both parts create their groups twice with the same ranks; then the first part creates more.
+    layout = ParallelLayout(2, tp=2) if is_first_part else ParallelLayout(2, rank_offset=2)
     for _ in range(2):
         mesh = ParallelMesh.create(layout, seed=1)
-        assert mesh.world.ranks == ((0, 1) if first else (2, 3))
+        assert mesh.world.ranks == ((0, 1) if is_first_part else (2, 3))
         assert all_gather_objects(rank, mesh.world_cpu) == list(mesh.world.ranks)
-        found.append(trained_losses(mesh))
+        losses.append(trained_losses(mesh))
         mesh.destroy()
-    if first:
+    if is_first_part:
         mesh = ParallelMesh.create(ParallelLayout(2, pp=2))
         assert all_gather_objects(rank, mesh.embedding_cpu) == [0, 1]
         mesh.destroy()
-    return found
+    return losses
 
 
-def _odd_parts(rank: int, size: int) -> None:
+def _check_unequal_parts(rank: int, size: int) -> None:
     if rank:
         stages = ParallelMesh.create(ParallelLayout(3, pp=3, rank_offset=1))
         assert stages.embedding.ranks == ((2,) if rank == 2 else (1, 3))
@@ -72,9 +72,9 @@ def _odd_parts(rank: int, size: int) -> None:
     else:
         assert ParallelMesh.create(ParallelLayout(1)).world.size == 1
     # Collectives of all ranks still work after the parts are gone.
-    whole = dist.new_group(list(range(size)))
+    all_ranks = dist.new_group(list(range(size)))
     total = torch.ones(1)
-    dist.all_reduce(total, group=whole)
+    dist.all_reduce(total, group=all_ranks)
     assert total.item() == size
     mesh = ParallelMesh.create(ParallelLayout(size, tp=2))
     assert all_gather_objects(rank, mesh.world_cpu) == list(range(size))
@@ -83,46 +83,50 @@ def _odd_parts(rank: int, size: int) -> None:
         stages.destroy()
 
 
-def _outside(rank: int, size: int) -> None:
+def _check_rank_outside(rank: int, size: int) -> None:
     if rank == 0:
         with pytest.raises(ParallelPlanError, match="rank 0 is not in 1 to 3. Give this rank a"):
             ParallelMesh.create(ParallelLayout(3, rank_offset=1))
 
 
-def _all(rank: int, size: int) -> Any:
+def _world(rank: int, size: int) -> Any:
     torch.set_default_dtype(torch.float64)
-    _outside(rank, size)
-    losses = _side_by_side(rank, size)
-    _odd_parts(rank, size)
-    _twins(rank, size)
+    _check_rank_outside(rank, size)
+    losses = _train_side_by_side(rank, size)
+    _check_unequal_parts(rank, size)
+    _check_cpu_axes(rank, size)
     return losses
 
 
-def _twins(rank: int, size: int) -> None:
+def _check_cpu_axes(rank: int, size: int) -> None:
     mesh = ParallelMesh.create(ParallelLayout(size, tp=2, ep=2))
     for name in GROUP_NAMES:
-        axis, twin = getattr(mesh, name), mesh.on_cpu(name)
-        assert (twin.name, twin.ranks, twin.rank) == (f"{name}_cpu", axis.ranks, axis.rank)
-        assert all_gather_objects(rank, twin) == list(axis.ranks)
-        assert twin.group is None or dist.get_backend(twin.group) == "gloo"
+        axis, cpu_axis = getattr(mesh, name), mesh.on_cpu(name)
+        assert (cpu_axis.name, cpu_axis.ranks, cpu_axis.rank) == (
+            f"{name}_cpu",
+            axis.ranks,
+            axis.rank,
+        )
+        assert all_gather_objects(rank, cpu_axis) == list(axis.ranks)
+        assert cpu_axis.group is None or dist.get_backend(cpu_axis.group) == "gloo"
     with pytest.raises(ParallelPlanError, match="'tensor' is not. Use world, tp, cp, dp"):
         mesh.on_cpu("tensor")
     mesh.destroy()
 
 
-def test_layouts_side_by_side_train_like_one_process_and_none_waits_for_the_other() -> None:
+def test_layouts_of_disjoint_ranks_train_like_one_process() -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         expected = trained_losses(ParallelMesh.single(seed=1))
     finally:
         torch.set_default_dtype(before)
-    for losses in run_world(_all, 4):
-        for found in losses:
-            assert found == pytest.approx(expected, abs=1e-10)
+    for runs in run_world(_world, 4):
+        for actual in runs:
+            assert actual == pytest.approx(expected, abs=1e-10)
     assert expected[2] < expected[0]
 
 
-def test_a_single_process_has_twins_of_one_rank() -> None:
+def test_cpu_axes_of_a_single_process_have_one_rank() -> None:
     mesh = ParallelMesh.single()
     assert all(mesh.on_cpu(name).size == 1 for name in GROUP_NAMES)

@@ -1,4 +1,4 @@
-"""Symmetric memory grows on demand, and tokens in it reach their chosen experts only."""
+"""Peer memory grows on demand, and dispatched tokens reach only the ranks of their chosen experts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.world import run_world
 CPU = torch.device("cpu")
 
 
-def test_memory_is_shared_by_all_who_need_no_more() -> None:
+def test_reservations_that_fit_share_one_region() -> None:
     memory = PeerMemory()
     first = memory.reserve(None, 64, CPU)
     assert memory.reserve(None, 48, CPU) is first
@@ -27,14 +27,14 @@ def test_memory_is_shared_by_all_who_need_no_more() -> None:
     assert memory.reserve(None, 64, CPU) is not larger
 
 
-def test_memory_that_inference_asked_for_is_written_in_training() -> None:
+def test_memory_reserved_in_inference_mode_is_no_inference_tensor() -> None:
     memory = PeerMemory()
     with torch.inference_mode():
         region = memory.reserve(None, 64, CPU)
     assert not region.memory.is_inference()
 
 
-def test_parts_of_a_region_are_made_once_and_not_remembered_without_end(
+def test_views_of_a_region_are_cached_up_to_a_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(peer_memory, "_REMEMBERED_VIEWS", 2)
@@ -50,14 +50,14 @@ def test_parts_of_a_region_are_made_once_and_not_remembered_without_end(
     assert torch.equal(region.view(8, (2, 3), torch.uint8), first)
 
 
-def test_cpus_write_into_no_memory_of_others() -> None:
+def test_peer_memory_is_unavailable_on_cpu() -> None:
     assert PeerMemory().reason_unavailable(None, CPU) == "ranks are on cpu"
 
 
 @pytest.mark.parametrize(
     "sizes", [(2, 3, 5, 2, 2, 4), (3, 1, 1, 1, 2, 2), (1, 0, 4, 2, 8, 8), (4, 7, 64, 8, 4, 0)]
 )
-def test_parts_of_a_buffer_lie_side_by_side_where_wide_loads_may_begin(
+def test_parts_of_a_token_buffer_are_adjacent_and_aligned_to_16_bytes(
     sizes: tuple[int, ...],
 ) -> None:
     names = ("num_ranks", "num_tokens", "width", "top_k", "element", "scale")
@@ -71,14 +71,14 @@ def test_parts_of_a_buffer_lie_side_by_side_where_wide_loads_may_begin(
     assert buffer.scales_at % 16 == buffer.experts_at % 16 == 0
 
 
-def _spread(rank: int, size: int) -> None:
+def _check_dispatch(rank: int, size: int) -> None:
     mesh = ParallelMesh.create(ParallelLayout(size, ep=size))
     hidden = torch.arange(3.0).view(3, 1).expand(3, 4) + 10 * rank
     experts = torch.tensor([[0, 1], [3, -1], [-1, -1]])
     probabilities = torch.full((3, 2), 0.5 + rank)
     buffer = Collectives(mesh.ep, 2).dispatch(hidden, probabilities, experts)
-    # On both ranks token 0 chose experts of the first rank, token 1 one of the second, token 2
-    # none.
+    # On both ranks token 0 chose experts of the first rank, token 1 chose an expert of the
+    # second rank, and token 2 chose none.
     expected = torch.full((6, 4), torch.nan)
     expected[[rank, 3 + rank]] = torch.tensor([[0.0], [10.0]]) + rank
     assert torch.equal(buffer.rows.nan_to_num(99.0), expected.nan_to_num(99.0))
@@ -90,5 +90,5 @@ def _spread(rank: int, size: int) -> None:
     mesh.destroy()
 
 
-def test_tokens_that_chose_no_expert_here_are_not_there() -> None:
-    run_world(_spread, 2)
+def test_ranks_receive_only_tokens_that_chose_their_experts() -> None:
+    run_world(_check_dispatch, 2)

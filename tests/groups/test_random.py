@@ -1,4 +1,4 @@
-"""Streams are equal or different as specified, and independent of the order of computation."""
+"""Random streams agree or differ as specified, whatever the order of computation."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def test_replicated_streams_agree_and_tensor_streams_differ_over_tp():
 
 def test_no_two_streams_collide():
     """Hashed seeds do not collide, unlike sums of small multiples of ranks as in Megatron-Core."""
-    seen = {}
-    for cp, tp, ep, etp, micro, layer in itertools.product(
+    key_of_seed = {}
+    for cp, tp, ep, etp, microbatch, layer in itertools.product(
         range(2), range(4), range(4), range(2), range(3), range(4)
     ):
         streams = RandomStreams(1234, cp=cp, tp=tp, ep=ep, etp=etp)
-        streams.begin_microbatch(5, micro)
+        streams.begin_microbatch(5, microbatch)
         streams.seek(layer)
         for name, coordinates in {
             "replicated": (cp,),
             "tensor": (cp, tp),
             "expert": (cp, ep, etp),
         }.items():
-            key = (name, coordinates, micro, layer)
-            assert seen.setdefault(streams._seed_of(name), key) == key
-    assert len(seen) == 3 * 4 * (2 + 2 * 4 + 2 * 4 * 2)
+            key = (name, coordinates, microbatch, layer)
+            assert key_of_seed.setdefault(streams._seed_of(name), key) == key
+    assert len(key_of_seed) == 3 * 4 * (2 + 2 * 4 + 2 * 4 * 2)
 
 
 def test_draws_do_not_depend_on_the_order_of_layers_and_microbatches():
@@ -56,32 +56,32 @@ def test_draws_do_not_depend_on_the_order_of_layers_and_microbatches():
     assert run(places) == run(places[::-1])
 
 
-def test_a_layer_that_runs_again_in_a_microbatch_draws_other_numbers():
+def test_a_layer_that_runs_twice_in_a_microbatch_draws_different_numbers():
     streams = RandomStreams(9)
     streams.begin_microbatch(1, 0)
-    found, positions = [], []
+    draws, positions = [], []
     for layer in (3, 4, 3, 4):
         positions.append(streams.seek(layer))
-        found.append(_draw(streams, "tensor"))
-    assert len(set(found)) == 4
+        draws.append(_draw(streams, "tensor"))
+    assert len(set(draws)) == 4
     streams.begin_microbatch(1, 0)
-    for layer, position, expected in zip((3, 4, 3, 4), positions, found, strict=True):
+    for layer, position, expected in zip((3, 4, 3, 4), positions, draws, strict=True):
         streams.seek(layer, replace(position, is_replay=True))
         streams.seek(layer)
         assert _draw(streams, "tensor") == expected
     streams.begin_microbatch(1, 0)
     streams.seek(3)
-    assert _draw(streams, "tensor") == found[0]
+    assert _draw(streams, "tensor") == draws[0]
 
 
-def test_a_checkpoint_of_torch_repeats_the_draws_of_every_run():
+def test_torch_checkpointing_repeats_the_draws_of_every_run():
     streams = RandomStreams(9)
     streams.begin_microbatch(1, 0)
 
     def drop(x):
         streams.seek(3)
         with streams.fork("replicated"):
-            # Squared, so that the backward pass needs the activations.
+            # The square makes the backward pass need the activations.
             return (x * torch.rand(8)).square().sqrt()
 
     inputs = [torch.ones(8, requires_grad=True) for _ in range(3)]
@@ -92,7 +92,7 @@ def test_a_checkpoint_of_torch_repeats_the_draws_of_every_run():
         torch.testing.assert_close(x.grad, output)
 
 
-def test_a_layer_replays_from_the_position_it_was_given():
+def test_a_layer_replays_its_draws_from_a_saved_position():
     streams = RandomStreams(9)
     streams.begin_microbatch(1, 0)
     position = streams.seek(3)
@@ -109,7 +109,7 @@ def test_a_layer_replays_from_the_position_it_was_given():
     )
 
 
-def test_forking_leaves_the_default_generator_alone_even_after_an_error():
+def test_forking_leaves_the_default_generator_unchanged_even_after_an_error():
     streams = RandomStreams(4)
     torch.manual_seed(0)
     expected = torch.rand(3)
@@ -120,15 +120,15 @@ def test_forking_leaves_the_default_generator_alone_even_after_an_error():
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_state_goes_through_a_checkpoint():
+def test_a_loaded_state_continues_the_draws():
     streams = RandomStreams(4, tp=1)
     streams.begin_microbatch(7, 3)
-    other = RandomStreams(0, tp=1)
-    other.load_state_dict(streams.state_dict())
-    assert _draw(other, "tensor") == _draw(streams, "tensor")
+    loaded = RandomStreams(0, tp=1)
+    loaded.load_state_dict(streams.state_dict())
+    assert _draw(loaded, "tensor") == _draw(streams, "tensor")
 
 
-def test_unknown_stream_names_the_legal_ones():
+def test_an_unknown_stream_is_refused_with_the_legal_names():
     with (
         pytest.raises(ValueError, match="replicated, tensor, expert: 'model'"),
         RandomStreams(1).fork("model"),
@@ -136,7 +136,7 @@ def test_unknown_stream_names_the_legal_ones():
         pass
 
 
-def test_seeds_distinguish_words_from_numbers_and_fit_a_generator():
+def test_derived_seeds_depend_on_the_type_of_parts_and_fit_a_generator():
     assert derive_seed(1, "1") != derive_seed("1", 1)
     assert derive_seed(12, 3) != derive_seed(1, 23)
     assert all(0 <= derive_seed(i) < 2**63 for i in range(1000))

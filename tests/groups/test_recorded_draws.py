@@ -1,4 +1,4 @@
-"""Recorded computations draw, at every replay, the numbers of the same computation in Python."""
+"""A replay of a recorded computation draws the same numbers as the eager computation."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ def streams_at(step: int, microbatch: int) -> RandomStreams:
     return streams
 
 
-def layers(streams: RandomStreams) -> list[Tensor]:
+def draw_in_layers(streams: RandomStreams) -> list[Tensor]:
     """Draw from several streams of two layers, from some of them twice."""
-    found: list[Tensor] = []
+    draws: list[Tensor] = []
     with streams.fork_default():
-        found.append(torch.randint(0, 100, (5,)))
+        draws.append(torch.randint(0, 100, (5,)))
     for layer in (3, 4):
         streams.seek(layer)
         for _ in range(2):
             with streams.fork("replicated"):
-                found.append(F.dropout(torch.ones(7), 0.5))
+                draws.append(F.dropout(torch.ones(7), 0.5))
             with streams.fork("tensor"):
-                found.append(torch.empty(7).normal_())
+                draws.append(torch.empty(7).normal_())
         with streams.fork("replicated", "router"):
-            found.append(torch.rand(3))
-    return found
+            draws.append(torch.rand(3))
+    return draws
 
 
 class Recorded:
-    """Function that was recorded at one position, for replays at others."""
+    """Function that was recorded at one position, for replays at other positions."""
 
     def __init__(self, streams: RandomStreams, function: Function) -> None:
         pool = GeneratorPool(CPU)
@@ -63,35 +63,37 @@ class Recorded:
         return position
 
 
-def are_equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return len(one) == len(other) > 0 and all(map(torch.equal, one, other))
+def are_equal(actual: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(actual) == len(expected) > 0 and all(map(torch.equal, actual, expected))
 
 
-def test_a_recorded_computation_draws_what_it_would_draw_without_a_recording() -> None:
+def test_a_recorded_computation_draws_the_same_numbers_as_an_eager_one() -> None:
     default = torch.get_rng_state()
-    assert are_equal(Recorded(streams_at(1, 0), layers).results, layers(streams_at(1, 0)))
+    assert are_equal(
+        Recorded(streams_at(1, 0), draw_in_layers).results, draw_in_layers(streams_at(1, 0))
+    )
     assert torch.equal(torch.get_rng_state(), default), "the default generator is left alone"
 
 
 def test_a_replay_draws_the_numbers_of_its_own_position() -> None:
-    recorded = Recorded(streams_at(1, 0), layers)
+    recorded = Recorded(streams_at(1, 0), draw_in_layers)
     for step, microbatch in ((4, 7), (1, 0), (4, 8)):
         streams = streams_at(step, microbatch)
         recorded.replay(streams)
         expected = streams_at(step, microbatch)
-        assert are_equal(recorded.results, layers(expected))
+        assert are_equal(recorded.results, draw_in_layers(expected))
         assert streams.position == expected.position
         assert streams._runs == expected._runs
 
 
-def test_a_replay_without_new_seeds_is_noticed() -> None:
-    recorded = Recorded(streams_at(1, 0), layers)
+def test_a_replay_without_new_seeds_draws_other_numbers() -> None:
+    recorded = Recorded(streams_at(1, 0), draw_in_layers)
     recorded.tape.replay()
-    assert not are_equal(recorded.results, layers(streams_at(4, 7)))
+    assert not are_equal(recorded.results, draw_in_layers(streams_at(4, 7)))
 
 
-def test_the_record_names_each_stream_with_its_place() -> None:
-    draws = Recorded(streams_at(1, 5), layers).draws.draws
+def test_recorded_draws_list_each_stream_with_its_layer() -> None:
+    draws = Recorded(streams_at(1, 5), draw_in_layers).draws.draws
     assert [(draw.stream, draw.purpose, at.layer, at.run) for draw, at in draws] == [
         ("default", "", 0, 0),
         *(
@@ -114,25 +116,23 @@ def enter_and_drop(streams: RandomStreams) -> list[Tensor]:
     return drop(streams)
 
 
-def test_streams_continue_over_graphs_and_python_code_of_one_layer() -> None:
+def test_streams_continue_across_graphs_and_python_code_of_one_layer() -> None:
     streams = streams_at(1, 0)
     first = Recorded(streams, enter_and_drop)
-    # The Python code between the two does not run at the capture.
+    # The Python code between the two graphs does not run at the capture.
     second = Recorded(streams, drop)
     for microbatch in (1, 2):
         streams = streams_at(1, microbatch)
-        expected = streams_at(1, microbatch)
+        eager = streams_at(1, microbatch)
         first.replay(streams)
         between = drop(streams)
         second.replay(streams)
         after = drop(streams)
-        found = [*first.results, *between, *second.results, *after]
-        assert are_equal(
-            found, enter_and_drop(expected) + drop(expected) + drop(expected) + drop(expected)
-        )
+        actual = [*first.results, *between, *second.results, *after]
+        assert are_equal(actual, enter_and_drop(eager) + drop(eager) + drop(eager) + drop(eager))
 
 
-def test_a_graph_of_a_layer_that_runs_again_in_a_microbatch_draws_other_numbers() -> None:
+def test_repeated_replays_in_a_microbatch_draw_new_numbers_for_each_run() -> None:
     recorded = Recorded(streams_at(1, 0), enter_and_drop)
     streams = streams_at(2, 3)
     expected = streams_at(2, 3)
@@ -142,9 +142,9 @@ def test_a_graph_of_a_layer_that_runs_again_in_a_microbatch_draws_other_numbers(
         assert are_equal(recorded.results, enter_and_drop(expected))
 
 
-def recomputing(x: Tensor) -> tuple[Function, Function]:
-    """Return a forward pass that drops elements of ``x``, and its backward pass, which does it
-    again.
+def make_recomputation(x: Tensor) -> tuple[Function, Function]:
+    """Return a forward pass that drops elements of ``x``, and a backward pass that recomputes
+    the forward pass.
     """
     sums: list[Tensor] = []
 
@@ -160,49 +160,49 @@ def recomputing(x: Tensor) -> tuple[Function, Function]:
     return forward, backward
 
 
-def test_recomputed_activations_are_dropped_as_in_their_own_forward_pass() -> None:
+def test_recomputation_repeats_the_dropout_of_its_forward_pass() -> None:
     x = torch.arange(1.0, 10.0, requires_grad=True)
     captured = streams_at(1, 0)
-    forward, backward = recomputing(x)
-    forwards = Recorded(captured, forward)
-    backwards = Recorded(captured, backward)
-    assert [at.is_replay for _, at in backwards.draws.draws] == [True]
+    forward, backward = make_recomputation(x)
+    recorded_forward = Recorded(captured, forward)
+    recorded_backward = Recorded(captured, backward)
+    assert [at.is_replay for _, at in recorded_backward.draws.draws] == [True]
     streams = streams_at(5, 2)
     expected = streams_at(5, 2)
-    for _ in range(2):  # the second time it is a later run of the layer in the microbatch
-        position = forwards.replay(streams)
-        forward, backward = recomputing(x)
-        assert are_equal(forwards.results, forward(expected))
+    for _ in range(2):  # the second time is a later run of the layer in the microbatch
+        position = recorded_forward.replay(streams)
+        forward, backward = make_recomputation(x)
+        assert are_equal(recorded_forward.results, forward(expected))
         # Other microbatches run before the backward pass.
-        interrupted = replace_microbatch(streams)
-        backwards.replay(streams, position)
+        interrupted = seek_other_microbatch(streams)
+        recorded_backward.replay(streams, position)
         assert streams.position == interrupted
         streams.position = expected.position
-        assert are_equal(backwards.results, backward(expected))
+        assert are_equal(recorded_backward.results, backward(expected))
 
 
-def replace_microbatch(streams: RandomStreams) -> StreamPosition:
+def seek_other_microbatch(streams: RandomStreams) -> StreamPosition:
     """Move the streams to another microbatch, without a new count of runs."""
     return streams.seek(6, StreamPosition(8, 8))
 
 
-def test_recomputed_activations_need_the_position_of_their_forward_pass() -> None:
+def test_a_recomputing_replay_without_the_forward_position_raises() -> None:
     captured = streams_at(1, 0)
-    forward, backward = recomputing(torch.ones(9, requires_grad=True))
+    forward, backward = make_recomputation(torch.ones(9, requires_grad=True))
     Recorded(captured, forward)
-    backwards = Recorded(captured, backward)
+    recorded_backward = Recorded(captured, backward)
     with pytest.raises(RuntimeError, match="by the position of their forward pass"):
-        backwards.replay(captured)
+        recorded_backward.replay(captured)
 
 
-def test_microbatches_that_begin_inside_a_recording_keep_their_numbers() -> None:
+def test_a_replay_keeps_microbatch_numbers_that_begin_inside_its_recording() -> None:
     def step_of(number: int) -> Function:
         def step(streams: RandomStreams) -> list[Tensor]:
-            found = []
+            draws = []
             for microbatch in (2, 5):
                 streams.begin_microbatch(number, microbatch)
-                found += layers(streams)
-            return found
+                draws += draw_in_layers(streams)
+            return draws
 
         return step
 
@@ -211,24 +211,24 @@ def test_microbatches_that_begin_inside_a_recording_keep_their_numbers() -> None
     assert are_equal(recorded.results, step_of(7)(streams_at(0, 0)))
 
 
-def test_a_pool_of_a_fixed_size_says_how_to_find_the_right_one() -> None:
+def test_a_generator_pool_that_is_too_small_raises() -> None:
     streams = streams_at(1, 0)
     pool = GeneratorPool(CPU)
     with streams.recording(pool):
-        layers(streams)
+        draw_in_layers(streams)
     assert pool.num_taken == 7
     exact = GeneratorPool(CPU, pool.num_taken)
     with streams.recording(exact):
-        layers(streams)
+        draw_in_layers(streams)
     small = GeneratorPool(CPU, pool.num_taken - 1)
     with (
         pytest.raises(RuntimeError, match="at most the 6 random streams"),
         streams.recording(small),
     ):
-        layers(streams)
+        draw_in_layers(streams)
 
 
-def test_a_pool_knows_which_generator_draws() -> None:
+def test_a_pool_reports_the_current_generator() -> None:
     streams = streams_at(1, 0)
     pool = GeneratorPool(CPU)
     with streams.recording(pool):
@@ -241,7 +241,7 @@ def test_a_pool_knows_which_generator_draws() -> None:
     assert pool.current is None
 
 
-def test_recordings_are_not_nested_and_end_with_an_error() -> None:
+def test_nested_recordings_raise_and_leave_the_streams_usable() -> None:
     streams = streams_at(1, 0)
     with (
         pytest.raises(RuntimeError, match="must not be nested"),
@@ -254,31 +254,33 @@ def test_recordings_are_not_nested_and_end_with_an_error() -> None:
     assert recorder.recorded == RecordedDraws()
 
 
-def test_streams_return_to_a_kept_position() -> None:
+def test_preserve_position_restores_the_position_of_streams() -> None:
     streams = streams_at(1, 4)
     expected = streams_at(1, 4)
     enter_and_drop(streams)
     enter_and_drop(expected)
     with streams.preserve_position():
-        Recorded(streams_at(1, 0), layers)
+        Recorded(streams_at(1, 0), draw_in_layers)
         streams.begin_microbatch(8, 8)
-        layers(streams)
-    assert are_equal(drop(streams) + layers(streams), drop(expected) + layers(expected))
+        draw_in_layers(streams)
+    assert are_equal(
+        drop(streams) + draw_in_layers(streams), drop(expected) + draw_in_layers(expected)
+    )
 
 
-def test_a_block_draws_from_a_generator_and_leaves_the_default_one() -> None:
+def test_draw_from_uses_its_generator_and_not_the_default_generator() -> None:
     generator = torch.Generator().manual_seed(3)
     expected = torch.rand(6, generator=torch.Generator().manual_seed(3))
     default = torch.get_rng_state()
-    found = []
+    draws = []
     for _ in range(2):
         with draw_from(generator):
-            found.append(torch.rand(3))
-    assert torch.equal(torch.cat(found), expected)
+            draws.append(torch.rand(3))
+    assert torch.equal(torch.cat(draws), expected)
     assert torch.equal(torch.get_rng_state(), default)
 
 
-def test_streams_without_draws_have_no_generator_in_a_pool_for_a_capture() -> None:
+def test_an_exact_pool_has_no_generators_for_streams_without_draws() -> None:
     streams = RandomStreams(3)
 
     def step() -> Tensor:
@@ -290,12 +292,12 @@ def test_streams_without_draws_have_no_generator_in_a_pool_for_a_capture() -> No
                 drawn += [torch.rand(3) for _ in range(is_drawn)]
         return torch.stack(drawn)
 
-    found = GeneratorPool(CPU)
-    with streams.recording(found):
+    growing_pool = GeneratorPool(CPU)
+    with streams.recording(growing_pool):
         expected = step()
-    assert len(found.generators) == 3
-    pool = found.exact()
-    with streams.recording(pool) as recorder:
+    assert len(growing_pool.generators) == 3
+    exact_pool = growing_pool.exact()
+    with streams.recording(exact_pool) as recorder:
         assert torch.equal(step(), expected)
-    assert len(pool.generators) == 2
-    assert [draw.generator for draw, _ in recorder.recorded.draws] == pool.generators
+    assert len(exact_pool.generators) == 2
+    assert [draw.generator for draw, _ in recorder.recorded.draws] == exact_pool.generators

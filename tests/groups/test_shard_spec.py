@@ -1,4 +1,4 @@
-"""Specs shard and join tensors without losing or duplicating an element."""
+"""Shard specs split and join tensors without losing or duplicating an element."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_megatron.plan.shards import (
 )
 
 
-def test_fused_heads_with_replicated_keys_and_values_come_back_whole():
+def test_shards_of_fused_heads_with_replicated_keys_and_values_join_to_the_full_tensor():
     full = torch.randn(4 * 8 + 2 * 2 * 8, 6)
     joined, counted = torch.full_like(full, float("nan")), torch.zeros(())
     for rank in range(4):
@@ -51,14 +51,14 @@ def test_vocabulary_padding_is_zero_and_never_saved():
     assert sum(box.sizes[0] for spec in specs for box in spec.boxes()) == 300
 
 
-def test_a_cut_along_the_second_dimension_has_its_box_there():
+def test_a_shard_along_the_second_dimension_holds_its_columns():
     spec = ShardSpec((3, 8), (ShardRange(4, 8),), dim=1)
     assert spec.boxes() == [Box((0, 4), (3, 4), 0, 0)]
     full = torch.arange(24.0).view(3, 8)
     assert torch.equal(spec.shard(full), full[:, 4:])
 
 
-def test_a_parameter_without_a_spec_is_whole_on_every_rank():
+def test_a_parameter_without_a_spec_is_replicated():
     weight = nn.Parameter(torch.ones(2, 3))
     assert shard_spec_of(weight) == replicated_spec(weight)
     assert shard_spec_of(weight, 1).boxes()[0].copy == 1
@@ -76,7 +76,7 @@ def test_a_wrong_full_shape_is_refused():
 
 
 @st.composite
-def cut_tensors(draw: st.DrawFn) -> tuple[list[FlatSlice], torch.Tensor]:
+def sharded_tensors(draw: st.DrawFn) -> tuple[list[FlatSlice], torch.Tensor]:
     """Draw a local tensor of several ranges and padding, and a partition of its flattened elements."""
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     dim = draw(st.integers(0, len(shape) - 1))
@@ -92,8 +92,10 @@ def cut_tensors(draw: st.DrawFn) -> tuple[list[FlatSlice], torch.Tensor]:
     return [FlatSlice(spec, local, a, b) for a, b in pairwise(borders)], full
 
 
-@given(cut_tensors())
-def test_flat_slices_are_the_flattened_shard(case: tuple[list[FlatSlice], torch.Tensor]):
+@given(sharded_tensors())
+def test_flat_slices_equal_slices_of_the_flattened_shard(
+    case: tuple[list[FlatSlice], torch.Tensor],
+):
     slices, full = case
     spec, local_shape = slices[0].spec, slices[0].local_shape
     expected = spec.shard(full, local_shape[spec.dim]).flatten()
@@ -108,8 +110,8 @@ def test_flat_slices_are_the_flattened_shard(case: tuple[list[FlatSlice], torch.
             assert view.data_ptr() == flat[box.local_start :].data_ptr()
 
 
-@given(cut_tensors())
-def test_a_partition_of_the_local_tensor_reaches_each_held_element_once(
+@given(sharded_tensors())
+def test_flat_slices_of_a_partition_cover_each_local_element_once(
     case: tuple[list[FlatSlice], torch.Tensor],
 ):
     slices, full = case
@@ -133,7 +135,7 @@ def test_a_partition_of_the_local_tensor_reaches_each_held_element_once(
     assert torch.equal(joined, full * counted)
 
 
-def test_a_flat_slice_answers_for_its_spec():
+def test_a_flat_slice_has_the_attributes_of_its_spec():
     spec = ShardSpec((300, 4), (ShardRange(256, 300),), partial=True).tied("embedding.word.weight")
     piece = FlatSlice(spec, (128, 4), 170, 500)
     assert (piece.full_shape, piece.tied_to, piece.partial, piece.size) == (
@@ -159,7 +161,7 @@ def test_scalars_and_huge_tensors_are_sliced():
     assert len(views) <= 6
 
 
-def test_a_flat_slice_that_leaves_its_tensor_is_refused():
+def test_a_flat_slice_beyond_its_tensor_is_refused():
     spec = ShardSpec((4, 3), (ShardRange(0, 2),))
     with pytest.raises(ValueError, match=r"of 6 elements: \[0, 7\)"):
         FlatSlice(spec, (2, 3), 0, 7)

@@ -1,6 +1,6 @@
-"""Stand-ins on the CPU for torch's products of 8 bits and for those that overlap with collectives.
+"""CPU stand-ins for torch's 8-bit products and for the 8-bit products that overlap with collectives.
 
-They compute in float64, piece by piece, and check what they are given.
+They compute in float64, piece by piece, and check their arguments.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def multiply(
     assert left.is_contiguous()
     assert right.t().is_contiguous(), "the chip reads the right factor by columns"
     assert scale_a.shape == scale_b.shape == (1,)
-    found = (left.double() * scale_a.double()) @ (right.double() * scale_b.double())
-    return found.to(out_dtype) if out is None else out.copy_(found)
+    product = (left.double() * scale_a.double()) @ (right.double() * scale_b.double())
+    return product.to(out_dtype) if out is None else out.copy_(product)
 
 
 def gather_and_multiply(
@@ -69,7 +69,7 @@ def multiply_and_scatter(
     x: Tensor,
     matrix: Tensor,
     scale: Tensor,
-    other: Tensor,
+    matrix_scale: Tensor,
     op: str,
     dim: int,
     reshaped_dim: int,
@@ -83,17 +83,17 @@ def multiply_and_scatter(
     assert shape == [x.shape[0], matrix.shape[1]]
     group = _resolve_process_group(name)
     options: dict[str, Any] = {"out_dtype": out_dtype, "use_fast_accum": use_fast_accum}
-    own = torch.stack(
-        [multiply(piece, matrix, scale, other, **options) for piece in x.chunk(group.size())]
+    products = torch.stack(
+        [multiply(piece, matrix, scale, matrix_scale, **options) for piece in x.chunk(group.size())]
     )
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(parts, own, group=group)
-    return torch.stack([part[group.rank()] for part in parts]).sum(0)
+    gathered = [torch.empty_like(products) for _ in range(group.size())]
+    dist.all_gather(gathered, products, group=group)
+    return torch.stack([part[group.rank()] for part in gathered]).sum(0)
 
 
 @contextmanager
 def cut_operators() -> Iterator[Counter[str]]:
-    """Let products of 8 bits overlap on the CPU, by stand-ins; count the calls."""
+    """Let 8-bit products overlap with collectives on the CPU by stand-ins; count the calls."""
     counts: Counter[str] = Counter()
     stand_ins: dict[str, Callable[..., Any]] = {
         "fused_all_gather_scaled_matmul": gather_and_multiply,
@@ -101,14 +101,14 @@ def cut_operators() -> Iterator[Counter[str]]:
     }
     space = torch.ops.symm_mem
     originals = {name: getattr(space, name) for name in stand_ins}
-    kept = torch._scaled_mm, overlapped_products.overlaps_scaled_products
+    original_functions = torch._scaled_mm, overlapped_products.overlaps_scaled_products
 
     def counting(name: str) -> Callable[..., Any]:
-        known = [one.name for one in originals[name].default._schema.arguments]
+        argument_names = [argument.name for argument in originals[name].default._schema.arguments]
 
         def run(*args: Any, **options: Any) -> Any:
-            assert len(args) <= len(known)
-            assert set(options) <= set(known[len(args) :]), "torch has other names"
+            assert len(args) <= len(argument_names)
+            assert set(options) <= set(argument_names[len(args) :]), "torch has other names"
             counts[name] += 1
             return stand_ins[name](*args, **options)
 
@@ -121,6 +121,6 @@ def cut_operators() -> Iterator[Counter[str]]:
     try:
         yield counts
     finally:
-        torch._scaled_mm, overlapped_products.overlaps_scaled_products = kept
+        torch._scaled_mm, overlapped_products.overlaps_scaled_products = original_functions
         for name, original in originals.items():
             setattr(space, name, original)

@@ -1,7 +1,7 @@
 """A stand-in for the parts of Transformer Engine that this package calls, written with torch.
 
-Its products and norms are those of torch in any type, without casts to 8 bits: tests on CPUs prove
-what the layers ask for and what they do with the answers. Tests on GPUs prove the numbers.
+Torch computes its products and norms in any type, without casts to 8 bits: tests on CPUs check
+the calls of the layers and their use of the results. Tests on GPUs check the numbers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def general_gemm(
     alpha: float,
     use_split_accumulator: bool,
 ) -> tuple[Tensor, None, None, None]:
-    """Multiply as cuBLAS does, whose matrices have their columns one after the other."""
+    """Multiply as cuBLAS does, which stores matrices column by column."""
     assert grad == (layout != "TN")
     factors = {"TN": (right, left.t()), "NN": (right, left), "NT": (right.t(), left)}[layout]
-    found = (alpha * (factors[0] @ factors[1])).to(out_dtype)
+    product = (alpha * (factors[0] @ factors[1])).to(out_dtype)
     if out is None:
-        return found, None, None, None
+        return product, None, None, None
     assert out.dtype == out_dtype
-    out.copy_(out + found if accumulate else found)
+    out.copy_(out + product if accumulate else product)
     return out, None, None, None
 
 
@@ -49,19 +49,19 @@ def rmsnorm_fwd(
     margin: int,
     adds_one: bool,
 ) -> tuple[Tensor, None, Tensor]:
-    """Return the norm and what the backward pass needs."""
+    """Return the norm and the tensors that the backward pass needs."""
     assert dtype == f"type of {rows.dtype}"
-    spread = (rows.square().mean(-1) + eps).rsqrt()
-    return rows * spread[:, None] * (weight + adds_one), None, spread
+    inverse_std = (rows.square().mean(-1) + eps).rsqrt()
+    return rows * inverse_std[:, None] * (weight + adds_one), None, inverse_std
 
 
 def rmsnorm_bwd(
-    grad: Tensor, rows: Tensor, spread: Tensor, weight: Tensor, margin: int, adds_one: bool
+    grad: Tensor, rows: Tensor, inverse_std: Tensor, weight: Tensor, margin: int, adds_one: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the rows and of the weight."""
-    normal = rows * spread[:, None]
+    normal = rows * inverse_std[:, None]
     scaled = grad * (weight + adds_one)
-    return spread[:, None] * (scaled - normal * (scaled * normal).mean(-1, keepdim=True)), (
+    return inverse_std[:, None] * (scaled - normal * (scaled * normal).mean(-1, keepdim=True)), (
         grad * normal
     ).sum(0)
 
@@ -70,32 +70,36 @@ def layernorm_fwd(
     rows: Tensor, weight: Tensor, bias: Tensor, eps: float, out: None, quantizer: None, dtype: Any, margin: int,
     adds_one: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the norm and what the backward pass needs."""
+    """Return the norm and the tensors that the backward pass needs."""
     assert dtype == f"type of {rows.dtype}"
-    spread = (rows.var(-1, correction=0) + eps).rsqrt()
-    return F.layer_norm(rows, weight.shape, weight + adds_one, bias, eps), rows.mean(-1), spread
+    inverse_std = (rows.var(-1, correction=0) + eps).rsqrt()
+    return (
+        F.layer_norm(rows, weight.shape, weight + adds_one, bias, eps),
+        rows.mean(-1),
+        inverse_std,
+    )
 
 
 def layernorm_bwd(
     grad: Tensor,
     rows: Tensor,
     mean: Tensor,
-    spread: Tensor,
+    inverse_std: Tensor,
     weight: Tensor,
     margin: int,
     adds_one: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the rows, the weight and the bias."""
-    normal = (rows - mean[:, None]) * spread[:, None]
+    normal = (rows - mean[:, None]) * inverse_std[:, None]
     scaled = grad * (weight + adds_one)
     centred = (
         scaled - scaled.mean(-1, keepdim=True) - normal * (scaled * normal).mean(-1, keepdim=True)
     )
-    return spread[:, None] * centred, (grad * normal).sum(0), grad.sum(0)
+    return inverse_std[:, None] * centred, (grad * normal).sum(0), grad.sum(0)
 
 
 class _Types(dict):
-    """Name the types of torch as the library would."""
+    """Mapping of types of torch to names, in place of the mapping of the library."""
 
     def __missing__(self, dtype: torch.dtype) -> str:
         return f"type of {dtype}"
@@ -103,10 +107,10 @@ class _Types(dict):
 
 @contextmanager
 def installed(available: tuple[bool, str] = (True, "")) -> Iterator[ModuleType]:
-    """Put the stand-in in the place of Transformer Engine.
+    """Replace Transformer Engine by the stand-in.
 
     Args:
-        available: What it answers to the question whether a chip has the products of a recipe.
+        available: Answer of the stand-in whether a chip has the products of a recipe.
     """
     names = ("", ".pytorch", ".pytorch.cpp_extensions", ".pytorch.constants")
     fakes = {f"transformer_engine{name}": ModuleType(f"transformer_engine{name}") for name in names}

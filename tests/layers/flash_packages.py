@@ -1,4 +1,4 @@
-"""Stand-ins for packages of flash attention: their functions' arguments, computed by torch."""
+"""Stand-ins for packages of flash attention: functions with the same arguments, computed by torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 
-def _documents(rows: Tensor, borders: Tensor | None) -> list[Tensor]:
+def _split_documents(rows: Tensor, borders: Tensor | None) -> list[Tensor]:
     if borders is None:
         return list(rows.unbind())
     return [rows[a:b] for a, b in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True)]
 
 
-def _joined(parts: list[Tensor], borders: Tensor | None, dim: int = 0) -> Tensor:
+def _join_documents(parts: list[Tensor], borders: Tensor | None, dim: int = 0) -> Tensor:
     return torch.stack(parts) if borders is None else torch.cat(parts, dim)
 
 
@@ -23,60 +23,67 @@ def _scores(
     query: Tensor, key: Tensor, scale: float, cap: float, causal: bool, left: int, right: int
 ) -> tuple[Tensor, Tensor]:
     """Return the bounded, masked scores (heads, queries, keys), and the slope of the bound."""
-    shared = query.shape[1] // key.shape[1]
-    scores = torch.einsum("shd,thd->hst", query, key.repeat_interleave(shared, 1)) * scale
+    group_size = query.shape[1] // key.shape[1]
+    scores = torch.einsum("shd,thd->hst", query, key.repeat_interleave(group_size, 1)) * scale
     slope = torch.ones_like(scores)
     if cap:
         bounded = (scores / cap).tanh()
         scores, slope = cap * bounded, 1 - bounded**2
-    at = torch.arange(len(query))[:, None] + len(key) - len(query)
-    keys = torch.arange(len(key))[None]
-    hidden = torch.zeros(len(query), len(key), dtype=torch.bool)
+    positions = torch.arange(len(query))[:, None] + len(key) - len(query)
+    key_positions = torch.arange(len(key))[None]
+    masked = torch.zeros(len(query), len(key), dtype=torch.bool)
     if left >= 0:
-        hidden |= keys < at - left
+        masked |= key_positions < positions - left
     if right >= 0 or causal:
-        hidden |= keys > at + (0 if causal else right)
-    return scores.masked_fill(hidden, -torch.inf), slope
+        masked |= key_positions > positions + (0 if causal else right)
+    return scores.masked_fill(masked, -torch.inf), slope
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, q: Any, k: Any, **how: Any) -> Any:
+def _forward(query: Tensor, key: Tensor, value: Tensor, q: Any, k: Any, **options: Any) -> Any:
     outs, sums = [], []
-    parts = (_documents(one, own) for one, own in ((query, q), (key, k), (value, k)))
+    parts = (
+        _split_documents(tensor, borders) for tensor, borders in ((query, q), (key, k), (value, k))
+    )
     for queries, keys, values in zip(*parts, strict=True):
-        scores, _ = _scores(queries, keys, **how)
+        scores, _ = _scores(queries, keys, **options)
         lse = scores.logsumexp(-1)
         weights = (scores - lse[..., None]).exp().nan_to_num(0.0)
-        shared = queries.shape[1] // keys.shape[1]
-        outs.append(torch.einsum("hst,thd->shd", weights, values.repeat_interleave(shared, 1)))
+        group_size = queries.shape[1] // keys.shape[1]
+        outs.append(torch.einsum("hst,thd->shd", weights, values.repeat_interleave(group_size, 1)))
         sums.append(lse)
-    return _joined(outs, q), _joined(sums, q, 1)
+    return _join_documents(outs, q), _join_documents(sums, q, 1)
 
 
 def _backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
-    q: Any, k: Any, **how: Any,
+    q: Any, k: Any, **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    found: tuple[list[Tensor], ...] = ([], [], [])
+    gradients: tuple[list[Tensor], ...] = ([], [], [])
     pairs = ((grad, q), (query, q), (key, k), (value, k), (out, q))
-    sums = _documents(lse.transpose(-1, -2), q)
-    parts = (_documents(one, own) for one, own in pairs)
-    for grads, queries, keys, values, outs, own in zip(*parts, sums, strict=True):
-        scores, slope = _scores(queries, keys, **how)
-        weights = (scores - own.t()[..., None]).exp().nan_to_num(0.0, posinf=0.0)
-        shared = queries.shape[1] // keys.shape[1]
-        wide_keys, wide_values = (one.repeat_interleave(shared, 1) for one in (keys, values))
-        of_weights = torch.einsum("shd,thd->hst", grads, wide_values)
+    sums = _split_documents(lse.transpose(-1, -2), q)
+    parts = (_split_documents(tensor, borders) for tensor, borders in pairs)
+    for grads, queries, keys, values, outs, log_sums in zip(*parts, sums, strict=True):
+        scores, slope = _scores(queries, keys, **options)
+        weights = (scores - log_sums.t()[..., None]).exp().nan_to_num(0.0, posinf=0.0)
+        group_size = queries.shape[1] // keys.shape[1]
+        wide_keys, wide_values = (
+            tensor.repeat_interleave(group_size, 1) for tensor in (keys, values)
+        )
+        weight_gradients = torch.einsum("shd,thd->hst", grads, wide_values)
         delta = (grads * outs).sum(-1).t()[..., None]
-        of_scores = weights * (of_weights - delta) * slope * how["scale"]
-        found[0].append(torch.einsum("hst,thd->shd", of_scores, wide_keys))
-        for number, one in enumerate(
+        score_gradients = weights * (weight_gradients - delta) * slope * options["scale"]
+        gradients[0].append(torch.einsum("hst,thd->shd", score_gradients, wide_keys))
+        for number, gradient in enumerate(
             (
-                torch.einsum("hst,shd->thd", of_scores, queries),
+                torch.einsum("hst,shd->thd", score_gradients, queries),
                 torch.einsum("hst,shd->thd", weights, grads),
             )
         ):
-            found[1 + number].append(one.unflatten(1, (-1, shared)).sum(2))
-    joined = [_joined(one, own) for one, own in zip(found, (q, k, k), strict=True)]
+            gradients[1 + number].append(gradient.unflatten(1, (-1, group_size)).sum(2))
+    joined = [
+        _join_documents(documents, borders)
+        for documents, borders in zip(gradients, (q, k, k), strict=True)
+    ]
     return joined[0], joined[1], joined[2]
 
 
@@ -103,13 +110,13 @@ def _flash_attn_backward(
     softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0,
     deterministic=False, sm_margin=0,
 ):  # fmt: skip
-    found = _backward(
+    gradients = _backward(
         *(dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k), scale=softmax_scale,
         cap=softcap, causal=is_causal, left=window_size_left, right=window_size_right,
     )  # fmt: skip
-    for given, one in zip((dq, dk, dv), found, strict=True):
-        assert given.is_contiguous()
-        given.copy_(one)
+    for out_gradient, gradient in zip((dq, dk, dv), gradients, strict=True):
+        assert out_gradient.is_contiguous()
+        out_gradient.copy_(gradient)
     return torch.zeros(())
 
 
@@ -126,9 +133,15 @@ def _flash_attn_fwd(
     gather_bwd_recompute_p=False,
 ):  # fmt: skip
     assert return_lse
-    left, right = (-1 if one is None else one for one in (window_size_left, window_size_right))
-    how = {"scale": softmax_scale, "cap": softcap, "causal": causal, "left": left, "right": right}
-    return (*_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, **how), None, None, None)
+    left, right = (-1 if size is None else size for size in (window_size_left, window_size_right))
+    options = {
+        "scale": softmax_scale,
+        "cap": softcap,
+        "causal": causal,
+        "left": left,
+        "right": right,
+    }
+    return (*_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, **options), None, None, None)
 
 
 def _flash_attn_bwd(
@@ -141,9 +154,15 @@ def _flash_attn_bwd(
     mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, dlse=None,
     learnable_sink=None,
 ):  # fmt: skip
-    left, right = (-1 if one is None else one for one in (window_size_left, window_size_right))
-    how = {"scale": softmax_scale, "cap": softcap, "causal": causal, "left": left, "right": right}
-    return _backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, **how)
+    left, right = (-1 if size is None else size for size in (window_size_left, window_size_right))
+    options = {
+        "scale": softmax_scale,
+        "cap": softcap,
+        "causal": causal,
+        "left": left,
+        "right": right,
+    }
+    return _backward(dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, **options)
 
 
 class Wrapped(SimpleNamespace):
@@ -153,7 +172,7 @@ class Wrapped(SimpleNamespace):
         return self._init_fn(*args, **kwargs)
 
 
-def third() -> ModuleType:
+def make_flash_attention_3() -> ModuleType:
     """Return a stand-in for ``flash_attn_interface``."""
     module = ModuleType("flash_attn_interface")
     for function in (_flash_attn_forward, _flash_attn_backward):
@@ -161,7 +180,7 @@ def third() -> ModuleType:
     return module
 
 
-def fourth() -> ModuleType:
+def make_flash_attention_4() -> ModuleType:
     """Return a stand-in for ``flash_attn.cute.interface``."""
     module = ModuleType("flash_attn.cute.interface")
     for function in (_flash_attn_fwd, _flash_attn_bwd):

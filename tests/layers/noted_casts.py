@@ -1,5 +1,5 @@
-"""Models in 8 bits whose layers get magnitudes from the operators before them, against the same
-models whose layers find all magnitudes themselves.
+"""Comparison of models in 8 bits whose layers get magnitudes from preceding operators with models
+whose layers compute all magnitudes themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.plan.fp8 import FP8
 from tests.kernels.models import deterministic, run
 
-#: All sizes are multiples of 16 with tp 2, too.
+#: All sizes are multiples of 16, also with tp 2.
 SIZES: dict[str, Any] = {
     "vocab_size": 100,
     "max_seq_length": 16,
@@ -56,9 +56,9 @@ CONFIGS = {
         },
     ),
 }
-#: For each linear layer of a block, whether its input, and the gradient of its output, come with
-#: their magnitudes: fused queries, keys and values, or queries and then keys and values; output;
-#: up; down.
+#: For each linear layer of a block, whether its input (first tuple) and the gradient of its output
+#: (second tuple) come with their magnitudes. The layers are: fused queries, keys and values, or
+#: queries and then keys and values; output; up; down.
 GIVEN = {
     "llama": ((True, False, True, True), (False, False, True, False)),
     "gpt2": ((True, False, True, False), (False, False, False, False)),
@@ -73,10 +73,10 @@ GIVEN = {
 
 @dataclass(frozen=True)
 class NotedCast:
-    """Cast of a matrix.
+    """Recorded cast of a matrix.
 
     Args:
-        use: What the matrix is.
+        use: Role of the matrix.
         is_given: Whether its magnitude was known.
         numbers: Numbers and scales of the operands, as bit patterns.
     """
@@ -88,43 +88,43 @@ class NotedCast:
 
 @contextmanager
 def noting_casts(hands_over: bool = True) -> Iterator[list[NotedCast]]:
-    """Note every cast.
+    """Record every cast.
 
     Args:
-        hands_over: Whether layers get magnitudes; otherwise they find all themselves.
+        hands_over: Whether layers get magnitudes; otherwise they compute all magnitudes themselves.
     """
-    found: list[NotedCast] = []
+    casts: list[NotedCast] = []
     originals = Scaling._cast, Scaling.reads_magnitudes
 
     def cast(
         self: Scaling, matrix: Tensor, use: Any, *args: Any, bits: Tensor | None = None
     ) -> Any:
         result = originals[0](self, matrix, use, *args, bits=bits)
-        operands = [one for one in (result.rows, result.columns) if one is not None]
-        numbers = [one.values.view(torch.uint8).clone() for one in operands]
-        numbers += [one.scale.view(torch.int32).clone() for one in operands]
-        found.append(NotedCast(use, bits is not None, tuple(numbers)))
+        operands = [operand for operand in (result.rows, result.columns) if operand is not None]
+        numbers = [operand.values.view(torch.uint8).clone() for operand in operands]
+        numbers += [operand.scale.view(torch.int32).clone() for operand in operands]
+        casts.append(NotedCast(use, bits is not None, tuple(numbers)))
         return result
 
     Scaling._cast = cast  # type: ignore[method-assign, assignment]
     if not hands_over:
         Scaling.reads_magnitudes = property(lambda self: False)  # type: ignore[method-assign, assignment]
     try:
-        yield found
+        yield casts
     finally:
         Scaling._cast, Scaling.reads_magnitudes = originals  # type: ignore[method-assign]
 
 
-def assert_same_casts(found: list[NotedCast], expected: list[NotedCast]) -> None:
+def assert_same_casts(actual: list[NotedCast], expected: list[NotedCast]) -> None:
     """Demand the same bits of all casts, in the same order."""
-    assert len(found) == len(expected)
-    assert found, "nothing was cast"
-    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert one.use == other.use
-        assert not other.is_given
-        assert len(one.numbers) == len(other.numbers)
-        for bits, others in zip(one.numbers, other.numbers, strict=True):
-            assert torch.equal(bits, others), f"cast {number}, of a {one.use}"
+    assert len(actual) == len(expected)
+    assert actual, "nothing was cast"
+    for number, (cast, reference) in enumerate(zip(actual, expected, strict=True)):
+        assert cast.use == reference.use
+        assert not reference.is_given
+        assert len(cast.numbers) == len(reference.numbers)
+        for bits, reference_bits in zip(cast.numbers, reference.numbers, strict=True):
+            assert torch.equal(bits, reference_bits), f"cast {number}, of a {cast.use}"
 
 
 def compare_hand_over(
@@ -140,13 +140,13 @@ def compare_hand_over(
 ) -> list[NotedCast]:
     """Train a model for two steps with and without hand-over of magnitudes; return the casts.
 
-    All casts, losses and gradients must have the same bits.
+    All casts, losses and gradients of the two runs must have the same bits.
 
     Args:
         config: The model.
         mesh: Its process groups.
         dtype: Type of its parameters.
-        recompute: What the backward pass computes again.
+        recompute: Setting of recomputation.
         emulate: Whether products are computed in the precision of the device.
         batch: Sequences of the batch.
         length: Positions of this rank.
@@ -167,15 +167,15 @@ def compare_hand_over(
                 for rows in (tokens, tokens.flip(1).contiguous())
             ]
         results.append((casts, numbers))
-    (casts, numbers), (expected, others) = results
-    assert_same_casts(casts, expected)
-    for step, twin in zip(numbers, others, strict=True):
-        assert step.keys() == twin.keys()
+    (casts, numbers), (expected_casts, expected_numbers) = results
+    assert_same_casts(casts, expected_casts)
+    for step, expected_step in zip(numbers, expected_numbers, strict=True):
+        assert step.keys() == expected_step.keys()
         for name, value in step.items():
-            assert torch.equal(value, twin[name]), name
+            assert torch.equal(value, expected_step[name]), name
     return casts
 
 
 def given(casts: list[NotedCast], use: str) -> list[bool]:
-    """Return which casts of inputs, or of gradients, knew the magnitude, in the order of the casts."""
+    """Return, for each cast of a use in order, whether its magnitude was known."""
     return [cast.is_given for cast in casts if cast.use == use]

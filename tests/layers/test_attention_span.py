@@ -1,5 +1,5 @@
-"""A span says who sees whom without a mask; every kernel and every way of putting parts together
-computes the same attention from it.
+"""Attention spans describe which keys a query attends to, without a mask; every kernel and every
+merge of partial results computes the same attention from a span.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LENGTHS = torch.tensor([[2, 1, 2], [4, 0, 0]])
 HIDDEN = torch.tensor([[0, 1, 0, 1, 1], [1, 1, 1, 1, 1]])[:, None, None] > 0
 #: Rows of 3 and 5 tokens, the first of them with 2 more of padding.
 PADDED = AttentionSpan.padded(torch.tensor([3, 5]), 5)
-KINDS = {
+SPANS = {
     "causal": AttentionSpan(),
     "both ways": AttentionSpan(causal=False),
     "scaled": AttentionSpan(scale=0.7),
@@ -64,7 +64,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def drawn(length: int = 5, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+def draw_inputs(length: int = 5, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (
         torch.randn(length, 2, heads, 6, dtype=torch.float64, generator=generator)
@@ -73,20 +73,20 @@ def drawn(length: int = 5, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
 
 
-def by_loops(query: Tensor, key: Tensor, value: Tensor, span: AttentionSpan) -> Tensor:
+def attend_by_loops(query: Tensor, key: Tensor, value: Tensor, span: AttentionSpan) -> Tensor:
     """Compute attention one query at a time."""
-    seen = by_hand(span, len(query))
+    visible_keys = visible_keys_by_loops(span, len(query))
     rows = []
     for place, row, head in torch.cartesian_prod(*map(torch.arange, query.shape[:3])).tolist():
-        here = seen[row][place]
-        keys, values = (one[here, row, head // 2] for one in (key, value))
+        visible = visible_keys[row][place]
+        keys, values = (tensor[visible, row, head // 2] for tensor in (key, value))
         scores = keys @ query[place, row, head] * (span.scale or 6**-0.5)
         if span.soft_cap is not None:
             scores = span.soft_cap * torch.tanh(scores / span.soft_cap)
         if span.slopes is not None:
             # Four heads, whose slopes are powers of one number.
             slope = 2.0 ** (-(head + 1) * span.slopes.bias_max / 4)
-            scores = scores - slope * distances(span, row, place, here).double()
+            scores = scores - slope * distances(span, row, place, visible).double()
         sink = 0.0 if span.sinks is None else span.sinks[head].exp()
         weights = scores.exp() / (scores.exp().sum() + sink)
         rows.append(weights @ values)
@@ -94,14 +94,14 @@ def by_loops(query: Tensor, key: Tensor, value: Tensor, span: AttentionSpan) -> 
 
 
 def distances(span: AttentionSpan, row: int, place: int, keys: list[int]) -> Tensor:
-    """Count the tokens from a query to its keys."""
+    """Return the distances in tokens from a query to its keys."""
     places = torch.arange(5)
     if span.slopes is not None and span.slopes.skips_padding and span.mask is not None:
         places = span.mask[row, 0, 0].cumsum(0)
     return (places[place] - places[keys]).abs()
 
 
-def by_hand(span: AttentionSpan, length: int) -> list[list[list[int]]]:
+def visible_keys_by_loops(span: AttentionSpan, length: int) -> list[list[list[int]]]:
     """List the keys of each query of the two rows."""
     lengths = [[], []] if span.lengths is None else span.lengths.tolist()
     if span.key_borders is not None:
@@ -109,20 +109,20 @@ def by_hand(span: AttentionSpan, length: int) -> list[list[list[int]]]:
         return [[list(range(3))] * length, [list(range(5))] * length]
     rows = []
     for row, sizes in enumerate(lengths):
-        whole = [*sizes, length - sum(sizes)]
-        document = [number for number, size in enumerate(whole) for _ in range(size)]
-        found = []
+        document_lengths = [*sizes, length - sum(sizes)]
+        document = [number for number, size in enumerate(document_lengths) for _ in range(size)]
+        keys_of_queries = []
         for place in range(length):
             keys = [
-                other
-                for other in range(length)
-                if document[other] == document[place]
-                and (other <= place or not span.causal or is_prefix(span, row, other))
-                and (span.window is None or abs(place - other) < span.window)
-                and (span.mask is None or bool(span.mask[row, 0, 0, other]))
+                key
+                for key in range(length)
+                if document[key] == document[place]
+                and (key <= place or not span.causal or is_prefix(span, row, key))
+                and (span.window is None or abs(place - key) < span.window)
+                and (span.mask is None or bool(span.mask[row, 0, 0, key]))
             ]
-            found.append(keys or [place])
-        rows.append(found)
+            keys_of_queries.append(keys or [place])
+        rows.append(keys_of_queries)
     return rows
 
 
@@ -130,97 +130,110 @@ def is_prefix(span: AttentionSpan, row: int, place: int) -> bool:
     return span.prefix is not None and place < int(span.prefix[row])
 
 
-def results(output: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
-    outer = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
-    return [output, *torch.autograd.grad(output, inputs, outer)]
+def output_and_gradients(output: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    output_gradient = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+    return [output, *torch.autograd.grad(output, inputs, output_gradient)]
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_each_kind_of_attention_is_its_formula_however_it_is_computed(kind: str) -> None:
-    inputs, span = drawn(), KINDS[kind]
+@pytest.mark.parametrize("kind", list(SPANS))
+def test_every_implementation_of_attention_equals_loops_over_queries(kind: str) -> None:
+    inputs, span = draw_inputs(), SPANS[kind]
     if span.sinks is not None:
         span = replace(span, sinks=span.sinks.clone().requires_grad_())
     all_inputs = inputs if span.sinks is None else (*inputs, span.sinks)
-    expected = results(by_loops(*inputs, span), all_inputs)
+    expected_results = output_and_gradients(attend_by_loops(*inputs, span), all_inputs)
     laid_out = span.laid_out(2, 5, CPU)
     ready = prepared(span, 2, 5, dtype=torch.float64, device=CPU)
-    ways = {
+    outputs = {
         "attend": attend(*inputs, span),
         "prepared": attend(*inputs, span.over(ready) if ready is not None else span),
         "operators": attend_by_operators(*inputs, laid_out).flatten(2),
         "parts": attend_by_parts(*inputs, laid_out).flatten(2),
     }
-    for name, output in ways.items():
-        found = results(output, all_inputs)
-        for place, (one, wanted) in enumerate(zip(found, expected, strict=True)):
-            assert_equal(one, wanted, f"{name} {place}")
+    for name, output in outputs.items():
+        actual_results = output_and_gradients(output, all_inputs)
+        for place, (actual, expected) in enumerate(
+            zip(actual_results, expected_results, strict=True)
+        ):
+            assert_equal(actual, expected, f"{name} {place}")
 
 
-def test_parts_of_the_keys_merge_to_the_whole() -> None:
-    inputs, span = drawn(6, seed=1), AttentionSpan()
-    query, key, value = (one.detach() for one in inputs)
-    # The first half of the queries sees the first half of the keys, the second one both.
+def test_partial_attention_over_parts_of_the_keys_merges_to_full_attention() -> None:
+    inputs, span = draw_inputs(6, seed=1), AttentionSpan()
+    query, key, value = (tensor.detach() for tensor in inputs)
+    # The first half of the queries sees the first half of the keys, the second half sees all keys.
     first, second = slice(0, 3), slice(3, 6)
-    own, own_lse = forward_part(query[second], key[second], value[second], span)
+    late, late_lse = forward_part(query[second], key[second], value[second], span)
     early, early_lse = forward_part(
         query[second], key[first], value[first], AttentionSpan(causal=False), KeyRows(3)
     )
-    lse = torch.logaddexp(own_lse, early_lse)
-    shares_of = [(one - lse).exp().permute(2, 0, 1)[..., None] for one in (own_lse, early_lse)]
-    merged = own * shares_of[0] + early * shares_of[1]
+    lse = torch.logaddexp(late_lse, early_lse)
+    shares_of = [
+        (part_lse - lse).exp().permute(2, 0, 1)[..., None] for part_lse in (late_lse, early_lse)
+    ]
+    merged = late * shares_of[0] + early * shares_of[1]
     start, start_lse = forward_part(query[first], key[first], value[first], span)
-    whole = torch.cat((start, merged)).flatten(2)
-    expected = results(attend(*inputs, span), inputs)
-    assert_equal(whole, expected[0], "merged")
+    full = torch.cat((start, merged)).flatten(2)
+    expected_results = output_and_gradients(attend(*inputs, span), inputs)
+    assert_equal(full, expected_results[0], "merged")
 
-    outer = torch.linspace(-1, 1, whole.numel(), dtype=torch.float64).view_as(query)
+    output_gradient = torch.linspace(-1, 1, full.numel(), dtype=torch.float64).view_as(query)
     shares = [
         (second, second, merged, lse, span),
         (second, first, merged, lse, AttentionSpan(causal=False)),
         (first, first, start, start_lse, span),
     ]
-    found = [torch.zeros_like(one) for one in (query, key, value)]
-    for rows, keys, out, sums, kind in shares:
+    gradients = [torch.zeros_like(tensor) for tensor in (query, key, value)]
+    for rows, keys, out, sums, part_span in shares:
         grads = backward_part(
-            outer[rows], query[rows], key[keys], value[keys], out, sums, kind, KeyRows(3)
+            output_gradient[rows],
+            query[rows],
+            key[keys],
+            value[keys],
+            out,
+            sums,
+            part_span,
+            KeyRows(3),
         )
-        for total, part, where in zip(found, grads, (rows, keys, keys), strict=True):
+        for total, part, where in zip(gradients, grads, (rows, keys, keys), strict=True):
             total[where] += part
-    for place, (one, wanted) in enumerate(zip(found, expected[1:], strict=True)):
-        assert_equal(one, wanted, f"gradient {place}")
+    for place, (actual, expected) in enumerate(zip(gradients, expected_results[1:], strict=True)):
+        assert_equal(actual, expected, f"gradient {place}")
 
 
-def test_keys_of_a_document_end_where_its_queries_do() -> None:
+def test_causal_queries_and_keys_of_a_document_are_aligned_at_its_end() -> None:
     # Two documents with 1 and 2 queries, of 2 and 3 keys.
     span = AttentionSpan(borders=torch.tensor([0, 1, 3], dtype=torch.int32))
     keys = KeyRows(5, torch.tensor([0, 2, 5], dtype=torch.int32))
-    found = seen_pairs(span, 1, 3, CPU, keys)
-    assert found.int().tolist() == [[[[1, 1, 0, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]]]
+    pairs = seen_pairs(span, 1, 3, CPU, keys)
+    assert pairs.int().tolist() == [[[[1, 1, 0, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]]]
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 8, 12, 16, 71])
-def test_slopes_are_those_of_hugging_faces_families(num_heads: int) -> None:
+def test_alibi_slopes_equal_those_of_hugging_face(num_heads: int) -> None:
     bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
     mpt = pytest.importorskip("transformers.models.mpt.modeling_mpt")
-    found = AlibiSlopes(num_heads).on(CPU).float()
-    torch.testing.assert_close(found, bloom._get_alibi_slopes(num_heads, CPU))
-    for most in (8, 4):
-        # What the score of the last query loses for the key before it.
-        theirs = -mpt.build_mpt_alibi_tensor(num_heads, 2, most)[:, 0, 0]
-        found = AlibiSlopes(num_heads, most).on(CPU).float()
-        torch.testing.assert_close(found, theirs)
-    assert torch.equal(AlibiSlopes(num_heads, 4).of(range(1, num_heads)).on(CPU).float(), found[1:])
+    slopes = AlibiSlopes(num_heads).on(CPU).float()
+    torch.testing.assert_close(slopes, bloom._get_alibi_slopes(num_heads, CPU))
+    for bias_max in (8, 4):
+        # Reduction of the score of the last query for the key before it.
+        theirs = -mpt.build_mpt_alibi_tensor(num_heads, 2, bias_max)[:, 0, 0]
+        slopes = AlibiSlopes(num_heads, bias_max).on(CPU).float()
+        torch.testing.assert_close(slopes, theirs)
+    assert torch.equal(
+        AlibiSlopes(num_heads, 4).of(range(1, num_heads)).on(CPU).float(), slopes[1:]
+    )
 
 
-def test_a_part_without_visible_keys_adds_nothing() -> None:
-    query, key, value = (one.detach() for one in drawn(2))
+def test_attention_without_visible_keys_is_zero_with_infinite_negative_log_sum() -> None:
+    query, key, value = (tensor.detach() for tensor in draw_inputs(2))
     hidden = AttentionSpan(mask=torch.full((1, 1, 2, 2), -torch.inf, dtype=torch.float64))
     out, lse = forward_part(query, key, value, hidden)
     assert torch.equal(out, torch.zeros_like(query))
     assert torch.equal(lse, torch.full_like(lse, -torch.inf))
 
 
-def test_whole_rows_need_no_preparation() -> None:
+def test_full_rows_need_no_preparation() -> None:
     plain: list[AttentionSpan | None] = [
         None, AttentionSpan(), AttentionSpan(window=5), AttentionSpan(positions=torch.ones(2, 5).long()),
     ]  # fmt: skip
@@ -228,12 +241,14 @@ def test_whole_rows_need_no_preparation() -> None:
         assert prepared(span, 2, 5, dtype=torch.float64, device=CPU) is None
 
 
-def test_packed_rows_have_equally_many_lengths_and_know_the_longest() -> None:
+def test_packed_rows_have_padded_lengths_and_the_length_of_the_longest_document() -> None:
     span = AttentionSpan.packed([[3, 2], [4]], 8, num_documents=3)
     assert span.lengths is not None
     assert span.lengths.tolist() == [[3, 2, 0], [4, 0, 0]]
     assert span.longest == 4
-    assert AttentionSpan.packed([[1], [2]], 8).longest == 7, "the rest of a row is one, too"
+    assert AttentionSpan.packed([[1], [2]], 8).longest == 7, (
+        "the rest of a row counts as a document"
+    )
     laid_out = span.laid_out(2, 8, CPU)
     assert laid_out.borders is not None
     assert laid_out.borders.tolist() == [0, 3, 5, 5, 8, 12, 12, 12, 16]
@@ -241,13 +256,13 @@ def test_packed_rows_have_equally_many_lengths_and_know_the_longest() -> None:
     assert laid_out.positions.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 0, 1, 2, 3]]
 
 
-def test_lengths_beyond_a_row_never_reach_into_the_next_one() -> None:
+def test_lengths_beyond_a_row_are_cut_at_its_end() -> None:
     borders = AttentionSpan(torch.tensor([[9, 3], [2, 9]])).laid_out(2, 5, CPU).borders
     assert borders is not None
     assert borders.tolist() == [0, 5, 5, 5, 7, 10, 10]
 
 
-def test_rows_of_any_lengths_are_padded_within_their_bounds() -> None:
+def test_lengths_of_padded_rows_are_clamped_to_the_row() -> None:
     span = AttentionSpan.padded(torch.tensor([2, 0, 9, 5, -1]), 5)
     assert span.key_borders is not None
     assert span.key_borders.tolist() == [0, 2, 5, 10, 10, 15, 15, 20, 20, 25, 25]
@@ -255,8 +270,8 @@ def test_rows_of_any_lengths_are_padded_within_their_bounds() -> None:
     assert span.borders.tolist() == [0, 5, 5, 10, 10, 15, 15, 20, 20, 25, 25]
     assert (span.longest, span.borders.dtype) == (5, torch.int32)
     mask = torch.arange(5) < torch.tensor([2, 5, 5, 5, 5])[:, None]
-    seen = seen_pairs(span, 5, 5, CPU)
-    assert torch.equal(seen, mask[:, None, None].expand(-1, -1, 5, -1))
+    pairs = seen_pairs(span, 5, 5, CPU)
+    assert torch.equal(pairs, mask[:, None, None].expand(-1, -1, 5, -1))
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -281,78 +296,80 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", list(REFUSED))
-def test_spans_that_contradict_themselves_are_refused(kind: str) -> None:
+def test_contradictory_spans_are_refused(kind: str) -> None:
     make, message = REFUSED[kind]
     with pytest.raises(ParallelPlanError, match=message):
         make()
 
 
-def test_a_mask_goes_to_kernels_that_take_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_chosen_by_span_dtype_head_size_and_dropout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     cuda, half = torch.device("cuda"), torch.bfloat16
     masked = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
     for dtype in (half, torch.float32):
-        choice = choose_core(cuda, dtype, KINDS["keys hidden"])
+        choice = choose_core(cuda, dtype, SPANS["keys hidden"])
         assert (choice.core, choice.backends) == ("sdpa", masked)
         assert choice.expand_kv
         assert choice.remedy is None, "who hands in a mask has asked for it"
     assert choose_core(cuda, half).name == "cudnn, flash, efficient, math"
     for kind in ("documents", "window", "padded"):
-        assert choose_core(cuda, half, KINDS[kind]).name == "flash without a mask"
-        slow = choose_core(cuda, torch.float32, KINDS[kind])
+        assert choose_core(cuda, half, SPANS[kind]).name == "flash without a mask"
+        slow = choose_core(cuda, torch.float32, SPANS[kind])
         assert (slow.backends, slow.needs_mask) == (masked, True)
         assert "Trainer(precision='bf16-mixed')" in (slow.remedy or "")
         # Half types suffice for documents: flash attention drops their weights.
         assert ("without attention dropout" in (slow.remedy or "")) == (kind == "window")
-    assert choose_core(cuda, half, KINDS["window"], 2).name.startswith("cudnn")
+    assert choose_core(cuda, half, SPANS["window"], 2).name.startswith("cudnn")
     for kind in ("documents", "documents, window", "padded"):
-        choice = choose_core(cuda, half, KINDS[kind], dropout=0.1)
+        choice = choose_core(cuda, half, SPANS[kind], dropout=0.1)
         assert (choice.name, choice.needs_mask) == ("flash without a mask", False)
         assert "drop no weights" in choice.reason
-        assert choose_core(cuda, torch.float32, KINDS[kind], dropout=0.1).needs_mask
-    assert choose_core(cuda, half, KINDS["window"], dropout=0.1).needs_mask
-    assert choose_core(cuda, half, KINDS["sinks"], dropout=0.1).core == "operators"
-    assert "at most 256" in choose_core(cuda, half, KINDS["window"], head_dim=320).reason
+        assert choose_core(cuda, torch.float32, SPANS[kind], dropout=0.1).needs_mask
+    assert choose_core(cuda, half, SPANS["window"], dropout=0.1).needs_mask
+    assert choose_core(cuda, half, SPANS["sinks"], dropout=0.1).core == "operators"
+    assert "at most 256" in choose_core(cuda, half, SPANS["window"], head_dim=320).reason
     for kind in ("soft cap", "prefix"):
-        assert choose_core(cuda, half, KINDS[kind]).name == "FlexAttention"
-        assert choose_core(cuda, torch.float32, KINDS[kind]).core == "flex"
-        assert not choose_core(cuda, half, KINDS[kind]).needs_mask
-    assert "no dropout" in choose_core(cuda, half, KINDS["soft cap"], dropout=0.1).reason
-    assert choose_core(cuda, torch.float64, KINDS["soft cap"]).core == "operators"
-    assert choose_core(cuda, torch.float64, KINDS["prefix"]).needs_mask
-    assert choose_core(cuda, half, KINDS["prefix"], head_dim=8).needs_mask
-    assert choose_core(cuda, half, KINDS["soft cap"], head_dim=8).core == "operators"
-    assert choose_core(cuda, half, KINDS["sinks"], head_dim=320).core == "flex"
-    slopes = KINDS["slopes"]
+        assert choose_core(cuda, half, SPANS[kind]).name == "FlexAttention"
+        assert choose_core(cuda, torch.float32, SPANS[kind]).core == "flex"
+        assert not choose_core(cuda, half, SPANS[kind]).needs_mask
+    assert "no dropout" in choose_core(cuda, half, SPANS["soft cap"], dropout=0.1).reason
+    assert choose_core(cuda, torch.float64, SPANS["soft cap"]).core == "operators"
+    assert choose_core(cuda, torch.float64, SPANS["prefix"]).needs_mask
+    assert choose_core(cuda, half, SPANS["prefix"], head_dim=8).needs_mask
+    assert choose_core(cuda, half, SPANS["soft cap"], head_dim=8).core == "operators"
+    assert choose_core(cuda, half, SPANS["sinks"], head_dim=320).core == "flex"
+    slopes = SPANS["slopes"]
     assert choose_core(cuda, half, slopes).core == "flex"
-    assert choose_core(cuda, torch.float32, slopes.over(KINDS["documents"])).core == "flex"
+    assert choose_core(cuda, torch.float32, slopes.over(SPANS["documents"])).core == "flex"
     for stored in (
         choose_core(cuda, torch.float64, slopes),
-        choose_core(cuda, half, KINDS["slopes, keys hidden"]),
+        choose_core(cuda, half, SPANS["slopes, keys hidden"]),
     ):
         assert stored.core == "operators"
         assert "scores of all pairs of tokens are stored" in (stored.remedy or "")
     assert choose_core(cuda, half, AttentionSpan(sinks=torch.ones(4))).core == "flash"
 
 
-def test_parts_of_the_keys_go_to_kernels_that_return_log_sum_exps(
+def test_partial_attention_is_computed_by_kernels_that_return_log_sum_exps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     cuda, half, wide = torch.device("cuda"), torch.bfloat16, torch.float64
     for kind in ("causal", "documents", "window", "both ways"):
-        assert choose_part(cuda, half, KINDS[kind]).core == "flash"
-        assert choose_part(cuda, torch.float32, KINDS[kind]).core == "flex"
+        assert choose_part(cuda, half, SPANS[kind]).core == "flash"
+        assert choose_part(cuda, torch.float32, SPANS[kind]).core == "flex"
     for kind in ("soft cap", "slopes", "slopes, window, cap"):
-        assert choose_part(cuda, half, KINDS[kind]).core == "flex"
-    window = KINDS["window"]
+        assert choose_part(cuda, half, SPANS[kind]).core == "flex"
+    window = SPANS["window"]
     assert choose_part(cuda, half, window, behind=1).core == "flash"
     assert choose_part(cuda, half, window, behind=2).core == "flex", "no key for the last query"
-    assert choose_part(cuda, half, KINDS["causal"], behind=-1).core == "flex"
+    assert choose_part(cuda, half, SPANS["causal"], behind=-1).core == "flex"
     for stored in (
-        choose_part(cuda, wide, KINDS["causal"]),
-        choose_part(cuda, half, KINDS["soft cap"], head_dim=8),
+        choose_part(cuda, wide, SPANS["causal"]),
+        choose_part(cuda, half, SPANS["soft cap"], head_dim=8),
     ):
         assert stored.core == "operators"
         assert "scores of all pairs of tokens are stored" in (stored.remedy or "")
-    assert choose_part(CPU, wide, KINDS["slopes"]).remedy is None
+    assert choose_part(CPU, wide, SPANS["slopes"]).remedy is None

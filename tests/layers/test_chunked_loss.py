@@ -1,4 +1,4 @@
-"""The head and the loss in chunks of tokens, against the same with stored logits, in float64."""
+"""Head and loss in chunks of tokens equal head and loss with stored logits, in float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.oracles import assert_equal
 from tests.world import run_world
 
 S, B, D = 8, 3, 16
-CUTS = [(1, False), (2, False), (2, True), (4, True)]
+LAYOUTS = [(1, False), (2, False), (2, True), (4, True)]
 FORMS = [LogitForm(), LogitForm(scale=0.5), LogitForm(scale=2.0, soft_cap=3.0)]
 
 
@@ -32,31 +32,36 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def stored(
-    hidden: Tensor, weight: Tensor, labels: Tensor, mesh: ParallelMesh, form: LogitForm, **how: Any
+def cross_entropy_of_stored_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    mesh: ParallelMesh,
+    form: LogitForm,
+    **options: Any,
 ) -> Tensor:
     logits = vocab_logits(hidden, weight, mesh) * form.scale
     if form.soft_cap is not None:
         logits = form.soft_cap * torch.tanh(logits / form.soft_cap)
-    return vocab_parallel_cross_entropy(logits, labels, mesh, **how)
+    return vocab_parallel_cross_entropy(logits, labels, mesh, **options)
 
 
 def gradients_of(head: nn.Module, hidden: Tensor, losses: Tensor, slot: Tensor | None) -> Any:
     (losses * draw(S, B, seed=5).abs()).sum().backward()
-    found = head.weight.grad if slot is None else slot
-    result = losses.detach(), hidden.grad, found.clone()
+    gradient = head.weight.grad if slot is None else slot
+    result = losses.detach(), hidden.grad, gradient.clone()
     hidden.grad = head.weight.grad = None
     return result
 
 
-def compare(mesh: ParallelMesh, vocab_size: int, with_slot: bool, what: str) -> None:
+def compare(mesh: ParallelMesh, vocab_size: int, with_slot: bool, layout_name: str) -> None:
     head = VocabParallelHead(vocab_size, D, mesh, multiple=8)
     initialize_(head, "cpu", seed=2)
     with torch.no_grad():
         head.weight.mul_(20.0)
         # Padding must never receive probability.
-        full = vocab_size - mesh.tp.rank * len(head.weight)
-        head.weight[max(full, 0) :] = 100.0
+        num_true_rows = vocab_size - mesh.tp.rank * len(head.weight)
+        head.weight[max(num_true_rows, 0) :] = 100.0
     slot, calls = None, []
     if with_slot:
         slot = torch.full_like(head.weight, torch.nan)
@@ -67,39 +72,41 @@ def compare(mesh: ParallelMesh, vocab_size: int, with_slot: bool, what: str) -> 
     labels[0, 0], labels[1, 0] = vocab_size - 1, 0
     labels[2:4] = -100
     for form, smoothing, chunk in itertools.product(FORMS, (0.0, 0.1), (1, 7, 24, 100)):
-        how = {"vocab_size": vocab_size, "label_smoothing": smoothing}
-        losses = stored(hidden, head.weight, labels, mesh, form, **how)
-        expected = gradients_of(head, hidden, losses, None)
+        options = {"vocab_size": vocab_size, "label_smoothing": smoothing}
+        losses = cross_entropy_of_stored_logits(hidden, head.weight, labels, mesh, form, **options)
+        expected_results = gradients_of(head, hidden, losses, None)
         calls.clear()
         if slot is not None:
             set_slot(head.weight, GradientSlot(slot, lambda: calls.append(1)))
         losses = chunked_cross_entropy(
-            hidden, head.weight, labels, mesh, chunk=chunk, form=form, **how
+            hidden, head.weight, labels, mesh, chunk=chunk, form=form, **options
         )
-        found = gradients_of(head, hidden, losses, slot)
+        actual_results = gradients_of(head, hidden, losses, slot)
         set_slot(head.weight, None)
-        assert len(calls) == with_slot, "the owner of the slot is told of a gradient once"
-        for name, one, other in zip(("loss", "hidden", "weight"), found, expected, strict=True):
-            case = f"{what}, chunk {chunk}, smoothing {smoothing}, {form}: {name}"
-            assert_equal(one, other, case, tolerance=1e-12)
+        assert len(calls) == with_slot, "the owner of the slot is notified of a gradient once"
+        for name, actual, expected in zip(
+            ("loss", "hidden", "weight"), actual_results, expected_results, strict=True
+        ):
+            case = f"{layout_name}, chunk {chunk}, smoothing {smoothing}, {form}: {name}"
+            assert_equal(actual, expected, case, tolerance=1e-12)
 
 
-def check_cuts(rank: int, size: int) -> None:
+def check_layouts(rank: int, size: int) -> None:
     torch.set_default_dtype(torch.float64)
-    for tp, sequence_parallel in CUTS:
+    for tp, sequence_parallel in LAYOUTS:
         layout = ParallelLayout(world_size=4, tp=tp)
         mesh = ParallelMesh.create(layout, sequence_parallel=sequence_parallel)
-        # 9 leaves ranks without true columns.
+        # With 9 columns, some ranks have only padding.
         for vocab_size, with_slot in ((9, False), (21, True)):
             compare(mesh, vocab_size, with_slot, f"tp={tp} sp={sequence_parallel} V={vocab_size}")
         mesh.destroy()
 
 
-def test_chunks_equal_stored_logits_under_every_cut() -> None:
-    run_world(check_cuts, 4)
+def test_chunked_loss_equals_loss_of_stored_logits_in_every_layout() -> None:
+    run_world(check_layouts, 4)
 
 
-def test_only_the_logits_of_one_chunk_exist() -> None:
+def test_memory_holds_the_logits_of_one_chunk() -> None:
     num_tokens, vocab_size, chunk = 64, 512, 16
     hidden = torch.randn(num_tokens, 1, D).requires_grad_()
     weight = torch.randn(vocab_size, D).requires_grad_()
@@ -112,15 +119,15 @@ def test_only_the_logits_of_one_chunk_exist() -> None:
         losses = chunked_cross_entropy(
             hidden, weight, labels, ParallelMesh.single(), vocab_size, chunk
         )
-        kept = memory.now
+        memory_after_forward = memory.now
         losses.sum().backward()
     logits = 4 * chunk * vocab_size
     # A few numbers for each token stay: its loss, normaliser and index.
-    assert kept <= 64 * num_tokens
+    assert memory_after_forward <= 64 * num_tokens
     assert logits < memory.peak < 1.5 * logits
 
 
-def test_half_types_are_computed_in_float32_and_get_half_gradients() -> None:
+def test_losses_of_bfloat16_inputs_are_float32_with_bfloat16_gradients() -> None:
     hidden = torch.randn(S, B, D).bfloat16().requires_grad_()
     weight = (3 * torch.randn(40, D)).bfloat16().requires_grad_()
     labels = torch.randint(0, 40, (S, B))
@@ -136,26 +143,28 @@ def test_half_types_are_computed_in_float32_and_get_half_gradients() -> None:
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
 
 
-def test_autocast_computes_the_backward_pass_in_the_same_type() -> None:
+def test_autocast_gradients_equal_those_of_stored_logits() -> None:
     hidden = torch.randn(S, B, D).requires_grad_()
     weight = torch.randn(40, D).requires_grad_()
     labels = torch.randint(0, 40, (S, B))
-    found = []
-    for run in ("stored", "chunked"):
+    results = []
+    for method in ("stored", "chunked"):
         with torch.autocast("cpu", torch.bfloat16):
             mesh = ParallelMesh.single()
             losses = (
-                stored(hidden, weight, labels, mesh, LogitForm(), vocab_size=40)
-                if run == "stored"
+                cross_entropy_of_stored_logits(
+                    hidden, weight, labels, mesh, LogitForm(), vocab_size=40
+                )
+                if method == "stored"
                 else chunked_cross_entropy(hidden, weight, labels, mesh, 40, 100)
             )
-        found.append((losses, *torch.autograd.grad(losses.sum(), (hidden, weight))))
-    for one, other in zip(*found, strict=True):
-        assert one.dtype == other.dtype == torch.float32
-        assert_equal(one, other, "autocast", tolerance=2e-2)
+        results.append((losses, *torch.autograd.grad(losses.sum(), (hidden, weight))))
+    for stored_result, chunked_result in zip(*results, strict=True):
+        assert stored_result.dtype == chunked_result.dtype == torch.float32
+        assert_equal(stored_result, chunked_result, "autocast", tolerance=2e-2)
 
 
-def test_a_frozen_head_gets_no_gradient() -> None:
+def test_frozen_weights_or_inputs_get_no_gradient() -> None:
     hidden = draw(S, B, D).requires_grad_()
     weight = draw(40, D, seed=1)
     labels = torch.zeros(S, B, dtype=torch.long)
@@ -170,7 +179,7 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     assert weight.grad is not None
 
 
-def test_an_impossible_token_does_not_poison_the_others() -> None:
+def test_losses_are_finite_beside_a_logit_of_minus_infinity() -> None:
     hidden, weight = torch.ones(1, 1, 1), torch.zeros(8, 1)
     weight[0] = -torch.inf
     labels = torch.tensor([[3]])
@@ -187,13 +196,13 @@ def test_labels_outside_the_vocabulary_are_refused(label: int) -> None:
         )
 
 
-def test_auto_divides_only_large_logits_and_forward_all() -> None:
+def test_auto_chunks_only_large_logits_and_forward_chunks_all_logits() -> None:
     assert tokens_of_chunk(None, 10**6, 10**6, 2) is None
     assert tokens_of_chunk(100, 10, 10, 2) == 100
-    rows = 128_256
-    most = MAX_STORED_BYTES // (2 * rows)
-    assert tokens_of_chunk("auto", most, rows, 2) is None
+    vocab_size = 128_256
+    max_tokens = MAX_STORED_BYTES // (2 * vocab_size)
+    assert tokens_of_chunk("auto", max_tokens, vocab_size, 2) is None
     # 512 MiB of logits in half precision, rounded to a multiple of 256 tokens.
-    assert tokens_of_chunk("auto", most + 1, rows, 2) == 2048
+    assert tokens_of_chunk("auto", max_tokens + 1, vocab_size, 2) == 2048
     assert tokens_of_chunk("auto", 10**6, 2**30, 4) == 1
-    assert tokens_of_chunk("forward", 1, rows, 2) == 2048
+    assert tokens_of_chunk("forward", 1, vocab_size, 2) == 2048

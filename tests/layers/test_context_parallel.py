@@ -1,4 +1,4 @@
-"""Each transport of context parallelism against attention of one process, in float64."""
+"""Attention by each transport of context parallelism equals attention of one process, in float64."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ S, B, D = 16, 2, 4
 
 @dataclass(frozen=True)
 class Case:
-    """Heads and the attention of a layer; documents by row, the rest of a row is padding."""
+    """Heads and span of a layer, and the document lengths of each row; the rest of a row is padding."""
 
     heads: int
     kv_heads: int
     span: AttentionSpan = AttentionSpan()
     lengths: tuple[tuple[int, ...], ...] = ()
 
-    def whole(self) -> AttentionSpan:
-        """Return who attends to whom in whole rows."""
+    def full_span(self) -> AttentionSpan:
+        """Return the span of the full rows."""
         span = self.span
         if self.lengths:
             span = span.over(AttentionSpan.packed(self.lengths, S))
@@ -59,19 +59,19 @@ class Case:
 
 
 #: Odd lengths, documents of fewer tokens than pieces, and a row that is nearly all padding.
-ODD = ((5, 7), (1,))
+ODD_LENGTHS = ((5, 7), (1,))
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
-#: Keys that attention to both sides sees: padding on the right of a row, on its left, between its
+#: Visible keys of bidirectional attention: padding on the right of a row, on its left, between its
 #: tokens, or everywhere.
-SHOWN = {
+VISIBLE_KEYS = {
     "right": torch.arange(S) < torch.tensor([[13], [3]]),
     "left and between": torch.stack((torch.arange(S) > 4, torch.arange(S) % 3 == 1)),
     "nowhere": torch.tensor([[True], [False]]).expand(B, S),
 }
 
 
-def showing(where: str, **options: Any) -> AttentionSpan:
-    return AttentionSpan(causal=False, mask=SHOWN[where][:, None, None], **options)
+def span_of_visible_keys(where: str, **options: Any) -> AttentionSpan:
+    return AttentionSpan(causal=False, mask=VISIBLE_KEYS[where][:, None, None], **options)
 
 
 CASES = [
@@ -85,30 +85,30 @@ CASES = [
     Case(4, 4, AttentionSpan(window=3)),
     Case(4, 2, AttentionSpan(window=7)),
     Case(4, 1, AttentionSpan(window=100)),
-    Case(4, 2, AttentionSpan(scale=0.3), ODD),
+    Case(4, 2, AttentionSpan(scale=0.3), ODD_LENGTHS),
     Case(4, 4, AttentionSpan(), ((16,), (3, 3, 3, 3, 3))),
-    Case(4, 1, AttentionSpan(causal=False), ODD),
-    Case(4, 2, AttentionSpan(window=3), ODD),
+    Case(4, 1, AttentionSpan(causal=False), ODD_LENGTHS),
+    Case(4, 2, AttentionSpan(window=3), ODD_LENGTHS),
     Case(6, 3, AttentionSpan(), ((2, 0, 11), (9, 7))),
     Case(4, 2, AttentionSpan(soft_cap=0.7, sinks=SINKS)),
-    Case(4, 2, AttentionSpan(soft_cap=0.7, sinks=SINKS), ODD),
+    Case(4, 2, AttentionSpan(soft_cap=0.7, sinks=SINKS), ODD_LENGTHS),
     Case(6, 3, AttentionSpan(slopes=AlibiSlopes(6))),
     Case(4, 2, AttentionSpan(slopes=AlibiSlopes(4, 3.0), window=3)),
     Case(4, 1, AttentionSpan(slopes=AlibiSlopes(4, 3.0), causal=False)),
-    Case(4, 2, AttentionSpan(slopes=AlibiSlopes(4, 3.0)), ODD),
-    Case(4, 2, AttentionSpan(slopes=AlibiSlopes(4, 3.0), causal=False), ODD),
+    Case(4, 2, AttentionSpan(slopes=AlibiSlopes(4, 3.0)), ODD_LENGTHS),
+    Case(4, 2, AttentionSpan(slopes=AlibiSlopes(4, 3.0), causal=False), ODD_LENGTHS),
     Case(4, 4, AttentionSpan(slopes=AlibiSlopes(4, 3.0), window=3), ((2, 0, 11), (9, 7))),
-    Case(4, 2, showing("right")),
-    Case(3, 1, showing("left and between", scale=0.3)),
-    Case(4, 4, showing("nowhere", sinks=SINKS)),
+    Case(4, 2, span_of_visible_keys("right")),
+    Case(3, 1, span_of_visible_keys("left and between", scale=0.3)),
+    Case(4, 4, span_of_visible_keys("nowhere", sinks=SINKS)),
 ]
 
-#: Cases that FlexAttention computes, too; eagerly each takes seconds.
+#: Cases that FlexAttention also computes; eagerly each takes seconds.
 CASES_BY_FLEX = [
     Case(4, 2, AttentionSpan(soft_cap=0.7, sinks=SINKS, window=7)),
-    Case(6, 3, AttentionSpan(soft_cap=0.7, slopes=AlibiSlopes(6), scale=0.3), ODD),
+    Case(6, 3, AttentionSpan(soft_cap=0.7, slopes=AlibiSlopes(6), scale=0.3), ODD_LENGTHS),
     Case(4, 1, AttentionSpan(slopes=AlibiSlopes(4, 3.0), window=3), ((2, 0, 11), (9, 7))),
-    Case(4, 2, showing("left and between", soft_cap=0.7)),
+    Case(4, 2, span_of_visible_keys("left and between", soft_cap=0.7)),
 ]
 
 
@@ -118,7 +118,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 
 def transports(mesh: ParallelMesh) -> dict[str, Callable[..., Tensor]]:
-    """Return attention by transport, called with queries, keys, values and the span of whole rows."""
+    """Return attention by transport, called with queries, keys, values and the span of the full rows."""
     size, rank = mesh.cp.size, mesh.cp.rank
 
     def cut(span: AttentionSpan, inner: int = 1) -> AttentionSpan:
@@ -130,30 +130,30 @@ def transports(mesh: ParallelMesh) -> dict[str, Callable[..., Tensor]]:
         return replace(span, cut=documents)
 
     def by_heads(query: Tensor, key: Tensor, value: Tensor, span: AttentionSpan) -> Tensor:
-        own = of_own_heads(span, query.shape[2], mesh.cp)
+        head_span = of_own_heads(span, query.shape[2], mesh.cp)
         return exchanged_attention(
-            query, key, value, mesh.cp, partial(attend, span=own), cut(span).cut
+            query, key, value, mesh.cp, partial(attend, span=head_span), cut(span).cut
         )
 
-    found = {
+    attention_of = {
         "ring": lambda q, k, v, span: ring_attention(q, k, v, mesh.cp, cut(span)),
         "all_gather": lambda q, k, v, span: gathered_attention(q, k, v, mesh.cp, cut(span)),
         "all_to_all": by_heads,
     }
     if size == 4:
         groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
-        host, place = divmod(rank, 2)
-        inner = MeshAxis("cp", (2 * host, 2 * host + 1), place, groups[host])
-        outer = MeshAxis("cp", (place, place + 2), host, groups[2 + place])
-        found["hierarchical"] = lambda q, k, v, span: hierarchical_attention(
+        node, place = divmod(rank, 2)
+        inner = MeshAxis("cp", (2 * node, 2 * node + 1), place, groups[node])
+        outer = MeshAxis("cp", (place, place + 2), node, groups[2 + place])
+        attention_of["hierarchical"] = lambda q, k, v, span: hierarchical_attention(
             q, k, v, inner, outer, cut(span, 2)
         )
-    return found
+    return attention_of
 
 
 @contextmanager
 def flex_on_a_cpu() -> Iterator[None]:
-    """Compute all parts by FlexAttention, which runs eagerly and trains on a CPU once it is let."""
+    """Compute all parts by FlexAttention, eagerly on the CPU, without its check of the device."""
     module = sys.modules[flex_attention.__module__]
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*flex_attention called without torch.compile.*")
@@ -166,22 +166,22 @@ def flex_on_a_cpu() -> Iterator[None]:
 def check_transports(rank: int, size: int) -> list[tuple[str, float]]:
     """Return the largest difference of outputs and gradients of each transport and case."""
     mesh = ParallelMesh.create(ParallelLayout(size, cp=size))
-    found = check_cases(mesh, transports(mesh), CASES)
+    differences = check_cases(mesh, transports(mesh), CASES)
     if size == 2:
         with flex_on_a_cpu():
-            found += check_cases(mesh, {"ring": transports(mesh)["ring"]}, CASES_BY_FLEX)
-    found.append(("join of parts", check_join(mesh)))
-    return found
+            differences += check_cases(mesh, {"ring": transports(mesh)["ring"]}, CASES_BY_FLEX)
+    differences.append(("join of parts", check_join(mesh)))
+    return differences
 
 
 def check_cases(
-    mesh: ParallelMesh, ways: Mapping[str, Callable[..., Tensor]], cases: Sequence[Case]
+    mesh: ParallelMesh, attention_of: Mapping[str, Callable[..., Tensor]], cases: Sequence[Case]
 ) -> list[tuple[str, float]]:
-    found = []
+    differences = []
     size, rank = mesh.cp.size, mesh.cp.rank
-    for name, attention in ways.items():
+    for name, attention in attention_of.items():
         for number, case in enumerate(cases):
-            span = case.whole()
+            span = case.full_span()
             cut = None
             if span.borders is not None:
                 cut = DocumentCut.of(span.borders, B, S, size, rank)
@@ -191,78 +191,80 @@ def check_cases(
                 for at, count in enumerate((case.heads, case.kv_heads, case.kv_heads))
             ]
             sinks = [None if span.sinks is None else span.sinks.clone() for _ in range(2)]
-            spans = [replace(span, sinks=_learned(one)) for one in sinks]
+            spans = [replace(span, sinks=_require_grad(values)) for values in sinks]
             expected = attend(*full, spans[0])
             grad = draw(*expected.shape, seed=9)
             expected.backward(grad)
-            local = [part(one.detach()).requires_grad_() for one in full]
+            local = [part(tensor.detach()).requires_grad_() for tensor in full]
             actual = attention(*local, spans[1])
             actual.backward(part(grad))
-            # Megatron-LM's ring had other gradients of queries, keys and values than one GPU (its
-            # issue 1464).
+            # The ring of Megatron-LM had gradients of queries, keys and values that differ from
+            # those of one GPU (its issue 1464).
             pairs = [(actual, part(expected))]
-            for one, whole in zip(local, full, strict=True):
-                assert one.grad is not None
-                assert whole.grad is not None
-                pairs.append((one.grad, part(whole.grad)))
+            for local_input, full_input in zip(local, full, strict=True):
+                assert local_input.grad is not None
+                assert full_input.grad is not None
+                pairs.append((local_input.grad, part(full_input.grad)))
             if sinks[0] is not None:
                 # Each rank has the share of its own queries, or of its own heads.
                 assert sinks[1] is not None
-                share = sinks[1].grad
-                assert share is not None
-                dist.all_reduce(share)
-                pairs.append((share, sinks[0].grad))
-            worst = max(float((one - other).detach().abs().max()) for one, other in pairs)
-            found.append((f"{name} {number} {case}", worst))
-    return found
+                sink_gradient = sinks[1].grad
+                assert sink_gradient is not None
+                dist.all_reduce(sink_gradient)
+                pairs.append((sink_gradient, sinks[0].grad))
+            difference = max(
+                float((result - reference).detach().abs().max()) for result, reference in pairs
+            )
+            differences.append((f"{name} {number} {case}", difference))
+    return differences
 
 
-def _learned(sinks: Tensor | None) -> Tensor | None:
+def _require_grad(sinks: Tensor | None) -> Tensor | None:
     return None if sinks is None else sinks.requires_grad_()
 
 
 def check_join(mesh: ParallelMesh) -> float:
-    """Return how far the join of parts is from the whole, in values and gradients."""
-    whole = draw(B, S, 3, seed=4).requires_grad_()
-    joined = join_parts(own_part(whole, mesh.cp, 1), mesh.cp, 1)
+    """Return the largest difference of joined parts to the full tensor, in values and gradients."""
+    full = draw(B, S, 3, seed=4).requires_grad_()
+    joined = join_parts(own_part(full, mesh.cp, 1), mesh.cp, 1)
     grad = draw(B, S, 3, seed=5)
     joined.backward(grad)
-    assert whole.grad is not None
-    # The rank's own positions have the gradient of every rank's loss, the others none.
-    share = torch.zeros_like(grad)
-    rows = own_part(torch.arange(S), mesh.cp)
-    share[:, rows] = mesh.cp.size * grad[:, rows]
+    assert full.grad is not None
+    # The positions of this rank have the gradient of the loss of every rank, the others have none.
+    expected_grad = torch.zeros_like(grad)
+    local_positions = own_part(torch.arange(S), mesh.cp)
+    expected_grad[:, local_positions] = mesh.cp.size * grad[:, local_positions]
     return max(
-        float((joined - whole).detach().abs().max()), float((whole.grad - share).abs().max())
+        float((joined - full).detach().abs().max()), float((full.grad - expected_grad).abs().max())
     )
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_each_transport_equals_one_process(size: int) -> None:
-    for found in run_world(check_transports, size):
-        by_size = {2: 3 * len(CASES) + len(CASES_BY_FLEX), 4: 4 * len(CASES)}
-        assert len(found) == by_size[size] + 1
-        assert [one for one in found if not one[1] < 1e-12] == []
+def test_attention_by_each_transport_equals_one_process(size: int) -> None:
+    for differences in run_world(check_transports, size):
+        num_cases = {2: 3 * len(CASES) + len(CASES_BY_FLEX), 4: 4 * len(CASES)}
+        assert len(differences) == num_cases[size] + 1
+        assert [entry for entry in differences if not entry[1] < 1e-12] == []
 
 
-def test_a_query_without_keys_adds_nothing() -> None:
+def test_a_query_without_keys_adds_nothing_to_a_partial_sum() -> None:
     query, key, value = (draw(4, 1, 2, D, seed=at) for at in range(3))
     total = PartialSum(query)
     span = AttentionSpan(scale=0.5)
-    early = forward_part(query, key, value, span, KeyRows(4, behind=-2))
-    total.add(slice(None), *early)
+    hidden_part = forward_part(query, key, value, span, KeyRows(4, behind=-2))
+    total.add(slice(None), *hidden_part)
     assert total.out[:2].eq(0).all()
     assert total.log_sum[:, :, :2].isneginf().all()
-    whole = replace(span, causal=False)
-    total.add(slice(2), *forward_part(query[:2], key, value, whole, KeyRows(4)))
+    bidirectional = replace(span, causal=False)
+    total.add(slice(2), *forward_part(query[:2], key, value, bidirectional, KeyRows(4)))
     scores = torch.einsum("sbhd,tbhd->bhst", query, key) * 0.5
     expected = torch.einsum("bhst,tbhd->sbhd", scores.softmax(-1), value)
     torch.testing.assert_close(total.out[:2], expected[:2], rtol=0, atol=1e-14)
 
 
-def test_keys_that_end_before_the_last_query_count_from_their_own_end() -> None:
-    seen = seen_pairs(AttentionSpan(window=3), 1, 3, torch.device("cpu"), KeyRows(4, behind=1))
-    assert seen[0, 0].int().tolist() == [[1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
+def test_windows_count_from_keys_that_end_before_the_last_query() -> None:
+    pairs = seen_pairs(AttentionSpan(window=3), 1, 3, torch.device("cpu"), KeyRows(4, behind=1))
+    assert pairs[0, 0].int().tolist() == [[1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]]
 
 
 @given(
@@ -270,54 +272,54 @@ def test_keys_that_end_before_the_last_query_count_from_their_own_end() -> None:
     st.integers(1, 3),
     st.lists(st.lists(st.integers(0, 24), max_size=6), min_size=1, max_size=3),
 )
-def test_every_token_of_packed_documents_is_held_once(
+def test_one_rank_holds_each_token_of_packed_documents(
     size: int, inner: int, lengths: list[list[int]]
 ) -> None:
     ranks = size * inner
     longest = max(map(sum, lengths))
     seq_length = -(-max(longest, 1) // (2 * ranks)) * 2 * ranks
     span = AttentionSpan.packed(lengths, seq_length)
-    whole = span.laid_out(len(lengths), seq_length, torch.device("cpu"))
-    assert whole.borders is not None
+    full_span = span.laid_out(len(lengths), seq_length, torch.device("cpu"))
+    assert full_span.borders is not None
     cuts = [
         DocumentCut.of(
-            *(whole.borders, len(lengths), seq_length, ranks, rank),
+            *(full_span.borders, len(lengths), seq_length, ranks, rank),
             longest=span.longest,
             inner=inner,
         )
         for rank in range(ranks)
     ]
-    fine = cuts[0]
-    everywhere = torch.arange(seq_length).expand(len(lengths), -1)
-    assert torch.equal(fine.order.flatten(1).sort(1).values, everywhere)
-    assert torch.equal(fine.order.flatten(1).gather(1, fine.places), everywhere)
-    documents = document_of_tokens(whole.borders, len(lengths), seq_length)
-    sizes = fine.piece_borders.diff()
-    assert int(sizes.max()) <= fine.longest_piece
+    first_cut = cuts[0]
+    all_positions = torch.arange(seq_length).expand(len(lengths), -1)
+    assert torch.equal(first_cut.order.flatten(1).sort(1).values, all_positions)
+    assert torch.equal(first_cut.order.flatten(1).gather(1, first_cut.places), all_positions)
+    documents = document_of_tokens(full_span.borders, len(lengths), seq_length)
+    sizes = first_cut.piece_borders.diff()
+    assert int(sizes.max()) <= first_cut.longest_piece
     # The pieces of a document differ by at most one token, and a rank holds them in order.
     assert int((sizes.max(0).values - sizes.min(0).values).max()) <= 1
-    assert all(one.diff().gt(0).all() for one in fine.order.flatten(0, 1))
+    assert all(order.diff().gt(0).all() for order in first_cut.order.flatten(0, 1))
     for rank, cut in enumerate(cuts):
-        held = documents.gather(1, cut.order[:, rank]).flatten()
-        counts = torch.bincount(held, minlength=len(whole.borders) - 1)
+        documents_of_rank = documents.gather(1, cut.order[:, rank]).flatten()
+        counts = torch.bincount(documents_of_rank, minlength=len(full_span.borders) - 1)
         assert torch.equal(counts, cut.part_borders[rank].diff().long())
         for keys, borders in cut.prefixes:
             counts = torch.bincount(
-                documents.gather(1, keys).flatten(), minlength=len(whole.borders) - 1
+                documents.gather(1, keys).flatten(), minlength=len(full_span.borders) - 1
             )
             assert torch.equal(counts, borders.diff().long())
         if cut.outer is not None:
-            first = rank // inner * inner
-            joined = cut.order[:, first : first + inner].flatten(1).sort(1).values
+            first_rank = rank // inner * inner
+            joined = cut.order[:, first_rank : first_rank + inner].flatten(1).sort(1).values
             assert torch.equal(joined, cut.outer.order[:, rank // inner])
 
 
-def test_a_ring_of_one_rank_keeps_half_types() -> None:
+def test_a_ring_of_one_rank_keeps_bfloat16() -> None:
     query, key, value = (draw(8, 1, 2, D, seed=at).bfloat16().requires_grad_() for at in range(3))
-    mixed = ring_attention(query, key, value, MeshAxis("cp"), AttentionSpan())
-    mixed.sum().backward()
-    whole = attend(*(one.detach().float() for one in (query, key, value)), AttentionSpan())
-    assert mixed.dtype == torch.bfloat16
+    actual = ring_attention(query, key, value, MeshAxis("cp"), AttentionSpan())
+    actual.sum().backward()
+    expected = attend(*(tensor.detach().float() for tensor in (query, key, value)), AttentionSpan())
+    assert actual.dtype == torch.bfloat16
     assert query.grad is not None
     assert query.grad.dtype == torch.bfloat16
-    torch.testing.assert_close(mixed, whole.bfloat16(), rtol=0.016, atol=2e-3)
+    torch.testing.assert_close(actual, expected.bfloat16(), rtol=0.016, atol=2e-3)

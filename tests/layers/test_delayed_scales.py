@@ -1,4 +1,4 @@
-"""Scales of earlier steps against a plain simulation in float64, which shares no code with them."""
+"""Delayed scales equal an independent simulation in float64."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MESH = single_mesh(0)
 CPU = torch.device("cpu")
 
 
-def rounded(matrix: Tensor, magnitude: float, form: str) -> Tensor:
-    """Round a matrix to 8 bits and back, with the scale of a magnitude, one formula for all."""
+def round_to_8_bits(matrix: Tensor, magnitude: float, form: str) -> Tensor:
+    """Round a matrix to 8 bits and back, with the scale that follows from a magnitude."""
     largest, fraction, least = FORMATS[form]
     # Scales have 24 bits.
     factor = torch.tensor(largest / float(torch.tensor(magnitude))).double()
@@ -39,8 +39,8 @@ def rounded(matrix: Tensor, magnitude: float, form: str) -> Tensor:
 
 
 @dataclass
-class Tensors:
-    """Simulated scale of one tensor of a layer.
+class SimulatedTensor:
+    """Simulated scales of one tensor of a layer.
 
     Args:
         form: Format of 8 bits.
@@ -53,12 +53,12 @@ class Tensors:
     now: list[float] = field(default_factory=list)
 
     def cast(self, matrix: Tensor, margin: int) -> Tensor:
-        own = float(matrix.abs().max().float())
-        self.now.append(own)
+        magnitude = float(matrix.abs().max().float())
+        self.now.append(magnitude)
         if not self.history:
-            return rounded(matrix, own, self.form)
+            return round_to_8_bits(matrix, magnitude, self.form)
         largest = max(self.history) * 2**margin
-        return rounded(matrix, largest or FORMATS[self.form][0], self.form)
+        return round_to_8_bits(matrix, largest or FORMATS[self.form][0], self.form)
 
     def end_step(self, length: int) -> None:
         self.history = [max(self.now), *self.history][:length]
@@ -79,20 +79,24 @@ def microbatch(step: int, number: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("layer", [fp8_column_linear, fp8_row_linear])
 @pytest.mark.parametrize("form", ["hybrid", "e4m3"])
 @pytest.mark.parametrize("is_recomputed", [False, True])
-def test_steps_of_a_layer_are_those_of_the_simulation(
+def test_steps_of_a_layer_equal_those_of_the_simulation(
     layer: Layer, form: str, is_recomputed: bool
 ) -> None:
     settings = FP8("delayed", format=form, history=2, margin=1, emulate=True)
     scales = DelayedScales(settings, ["one"], CPU)
     ours = Scaling(settings, True, scales.layer(0))
     weight = draw(48, 32, seed=1).requires_grad_()
-    simulated = Tensors("e4m3"), Tensors("e4m3"), Tensors("e5m2" if form == "hybrid" else "e4m3")
-    num_cut = 0
+    simulated = (
+        SimulatedTensor("e4m3"),
+        SimulatedTensor("e4m3"),
+        SimulatedTensor("e5m2" if form == "hybrid" else "e4m3"),
+    )
+    num_clamped = 0
     for step in range(5):
-        expected = torch.zeros_like(weight)
+        expected_gradient = torch.zeros_like(weight)
         weight.grad = None
         for number in range(2):
-            hidden, outer = microbatch(step, number)
+            hidden, output_gradient = microbatch(step, number)
             hidden.requires_grad_()
             arguments = hidden, weight, None, MESH, ours
             output = (
@@ -100,76 +104,80 @@ def test_steps_of_a_layer_are_those_of_the_simulation(
                 if is_recomputed
                 else layer(*arguments)
             )
-            output.backward(outer)
-            rows, grads = hidden.detach().view(24, 32), outer.view(24, 48)
+            output.backward(output_gradient)
+            rows, grads = hidden.detach().view(24, 32), output_gradient.view(24, 48)
             inputs, matrix, gradient = (
-                one.cast(value, 1)
-                for one, value in zip(simulated, (rows, weight.detach(), grads), strict=True)
+                tensor.cast(value, 1)
+                for tensor, value in zip(simulated, (rows, weight.detach(), grads), strict=True)
             )
-            # Evaluations and trials change nothing.
+            # Calls without gradients change no history.
             with torch.no_grad():
                 torch.testing.assert_close(layer(hidden, weight, None, MESH, ours), output)
                 layer(hidden * 1000, weight, None, MESH, ours)
-            exact = {"rtol": 1e-13, "atol": 1e-13}
-            torch.testing.assert_close(output.detach().view(24, 48), inputs @ matrix.t(), **exact)
-            torch.testing.assert_close(hidden.grad.view(24, 32), gradient @ matrix, **exact)
-            expected += gradient.t() @ inputs
-            num_cut += int((inputs.abs() < rows.abs() * 0.9).logical_and(rows.abs() > 1).sum())
-        torch.testing.assert_close(weight.grad, expected, rtol=1e-13, atol=1e-13)
+            tolerance = {"rtol": 1e-13, "atol": 1e-13}
+            torch.testing.assert_close(
+                output.detach().view(24, 48), inputs @ matrix.t(), **tolerance
+            )
+            torch.testing.assert_close(hidden.grad.view(24, 32), gradient @ matrix, **tolerance)
+            expected_gradient += gradient.t() @ inputs
+            num_clamped += int((inputs.abs() < rows.abs() * 0.9).logical_and(rows.abs() > 1).sum())
+        torch.testing.assert_close(weight.grad, expected_gradient, rtol=1e-13, atol=1e-13)
         scales.end_step(MESH)
-        for one in simulated:
-            one.end_step(2)
-        histories = torch.tensor([one.history for one in simulated]).t()
+        for tensor in simulated:
+            tensor.end_step(2)
+        histories = torch.tensor([tensor.history for tensor in simulated]).t()
         assert torch.equal(scales.history[0, : len(histories)], histories)
         with torch.no_grad():
             weight.mul_(1.3)
-    assert num_cut > 0, "some inputs are beyond the range"
+    assert num_clamped > 0, "some inputs are beyond the range"
 
 
-def test_numbers_beyond_the_range_are_cut_off_and_infinite_ones_stay_visible() -> None:
+def test_numbers_beyond_the_range_are_clamped_and_infinite_numbers_become_nan() -> None:
     settings = FP8("delayed", emulate=True)
     scales = DelayedScales(settings, ["one"], CPU)
-    ours = Scaling(settings, True, scales.layer(0))
-    ours.cast_gradient(torch.full((16, 16), 0.5), rows=True, columns=False)
+    scaling = Scaling(settings, True, scales.layer(0))
+    scaling.cast_gradient(torch.full((16, 16), 0.5), rows=True, columns=False)
     scales.end_step(MESH)
     matrix = torch.tensor([[7.0, -1e30, 0.25, math.inf, -math.inf, math.nan] + [0.0] * 10] * 16)
-    found = ours.cast_gradient(matrix, rows=True, columns=True)
+    operands = scaling.cast_gradient(matrix, rows=True, columns=True)
     expected = torch.tensor([0.5, -0.5, 0.25, math.nan, math.nan, math.nan])
-    for values in (needed(found.rows), needed(found.columns)):
+    for values in (needed(operands.rows), needed(operands.columns)):
         numbers = values.numbers(torch.float32)
-        row = numbers[0] if values is found.rows else numbers[:, 0]
+        row = numbers[0] if values is operands.rows else numbers[:, 0]
         assert torch.equal(row[:6].nan_to_num(9.0), expected.nan_to_num(9.0))
 
 
-def test_magnitudes_that_say_nothing_set_no_scale() -> None:
+def test_old_and_non_finite_magnitudes_set_no_scale() -> None:
     settings = FP8("delayed", history=2, emulate=True)
     scales = DelayedScales(settings, ["one", "two"], CPU)
-    ours = Scaling(settings, True, scales.layer(1))
+    scaling = Scaling(settings, True, scales.layer(1))
     for value in (4.0, math.inf, math.nan):
-        ours.cast_input(torch.full((16, 16), value), rows=True, columns=False)
+        scaling.cast_input(torch.full((16, 16), value), rows=True, columns=False)
         scales.end_step(MESH)
     assert scales.history[1, :, 0].tolist() == [0.0, 0.0], "the step of 4.0 is too long ago"
-    # Without any magnitude the scale is 1.
-    found = needed(ours.cast_input(torch.full((16, 16), 3.0), rows=True, columns=False).rows)
-    assert found.scale.tolist() == [1.0]
-    assert found.numbers(torch.float32)[0, 0] == 3.0
+    # Without a finite magnitude the scale is 1.
+    operand = needed(scaling.cast_input(torch.full((16, 16), 3.0), rows=True, columns=False).rows)
+    assert operand.scale.tolist() == [1.0]
+    assert operand.numbers(torch.float32)[0, 0] == 3.0
     assert scales.layer(0).magnitude("weight") is not None
-    # A margin does not leave the range of scales.
+    # A margin keeps the scale within its range.
     wide = DelayedScales(FP8("delayed", margin=32, emulate=True), ["one"], CPU)
-    ours = Scaling(wide.settings, True, wide.layer(0))
-    ours.cast_input(torch.full((16, 16), 1e38), rows=True, columns=False)
+    scaling = Scaling(wide.settings, True, wide.layer(0))
+    scaling.cast_input(torch.full((16, 16), 1e38), rows=True, columns=False)
     wide.end_step(MESH)
-    found = needed(ours.cast_input(torch.full((16, 16), 1e38), rows=True, columns=False).rows)
-    assert found.numbers(torch.float64)[0, 0] == pytest.approx(1e38, rel=0.1)
+    operand = needed(scaling.cast_input(torch.full((16, 16), 1e38), rows=True, columns=False).rows)
+    assert operand.numbers(torch.float64)[0, 0] == pytest.approx(1e38, rel=0.1)
 
 
-def test_saved_histories_of_other_lengths_continue() -> None:
+def test_saved_histories_of_other_lengths_are_cut_or_padded() -> None:
     scales = DelayedScales(FP8("delayed", history=3, emulate=True), ["one", "two"], CPU)
     saved = [torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[float(n)] * 3 for n in range(1, 6)])]
     scales.start_with(saved, is_complete=True)
     assert scales.history[:, :, 0].tolist() == [[1.0, 0.0, 0.0], [1.0, 2.0, 3.0]]
-    found = [scales.layer(1).magnitude(use) for use in ("input", "weight", "gradient")]
-    assert [float(one.view(torch.float32)) for one in found if one is not None] == [3.0] * 3
+    magnitudes = [scales.layer(1).magnitude(use) for use in ("input", "weight", "gradient")]
+    assert [
+        float(magnitude.view(torch.float32)) for magnitude in magnitudes if magnitude is not None
+    ] == [3.0] * 3
     scales.start_with(saved, is_complete=False)
     assert scales.layer(1).magnitude("input") is None
 
@@ -179,6 +187,6 @@ def test_saved_histories_of_other_lengths_continue() -> None:
     [{"history": 16}, {"margin": 1}, {"recipe": "delayed", "history": 0}, {"margin": 33}],
     ids=str,
 )
-def test_settings_without_a_meaning_are_refused(wrong: dict[str, int]) -> None:
+def test_illegal_settings_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ParallelPlanError, match=r"fp8\.(history|margin)"):
         FP8(**wrong)  # type: ignore[arg-type]

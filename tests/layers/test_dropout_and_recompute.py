@@ -1,4 +1,4 @@
-"""Dropout masks across ranks, and recomputation that repeats them."""
+"""Dropout masks agree across ranks where they must, and recomputation repeats them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ CONFIGS = [
 ]
 
 
-def mask(mesh: ParallelMesh) -> list[bool]:
+def draw_mask(mesh: ParallelMesh) -> list[bool]:
     return (hidden_dropout(torch.ones(64), 0.5, True, mesh) == 0).tolist()
 
 
-def attention_mask(mesh: ParallelMesh) -> list[bool]:
-    """Drop attention weights of a layer whose heads all compute the same, and return which ones
-    were dropped.
+def draw_attention_mask(mesh: ParallelMesh) -> list[bool]:
+    """Drop attention weights of a layer whose heads compute the same, and return where weights were
+    dropped.
     """
     model = GPT(GPTConfig.gpt2(**SIZES, attention_dropout=0.5), mesh, seed=1)
     core = model.layers["0"].attention._core
@@ -41,7 +41,7 @@ def check_masks(mesh: ParallelMesh) -> None:
     before = torch.get_rng_state()
     mesh.random.begin_microbatch(3, 1)
     mesh.random.seek(2)
-    first, second = mask(mesh), mask(mesh)
+    first, second = draw_mask(mesh), draw_mask(mesh)
     assert first != second, "a layer's draws follow one another"
     assert torch.equal(torch.get_rng_state(), before), "default generators are left alone"
     masks = all_gather_objects(first, mesh.tp)
@@ -49,7 +49,7 @@ def check_masks(mesh: ParallelMesh) -> None:
         "masks are shared exactly where activations are"
     )
     mesh.random.seek(2)
-    weights = all_gather_objects(attention_mask(mesh), mesh.tp)
+    weights = all_gather_objects(draw_attention_mask(mesh), mesh.tp)
     assert weights[0] != weights[1], "heads of different ranks drop different weights"
 
 
@@ -70,10 +70,12 @@ def train(mesh: ParallelMesh, config: GPTConfig, recompute: str) -> list[Tensor]
 
 def check_replay(mesh: ParallelMesh) -> None:
     for config in CONFIGS:
-        kept = train(mesh, config, "none")
+        expected_tensors = train(mesh, config, "none")
         for recompute in ("selective", "full"):
-            for mine, theirs in zip(train(mesh, config, recompute), kept, strict=True):
-                assert torch.equal(mine, theirs), f"{recompute} sp={mesh.sequence_parallel}"
+            for actual, expected in zip(
+                train(mesh, config, recompute), expected_tensors, strict=True
+            ):
+                assert torch.equal(actual, expected), f"{recompute} sp={mesh.sequence_parallel}"
 
 
 def check_all(rank: int, size: int) -> None:
@@ -87,7 +89,7 @@ def check_all(rank: int, size: int) -> None:
         mesh.destroy()
 
 
-def test_masks_agree_where_they_must_and_recomputation_repeats_them() -> None:
+def test_masks_are_shared_with_activations_and_repeated_by_recomputation() -> None:
     run_world(check_all, 2)
 
 
@@ -95,7 +97,9 @@ def test_recomputation_repeats_masks_in_one_process() -> None:
     check_replay(ParallelMesh.single(seed=4))
 
 
-def test_nothing_is_drawn_in_evaluation_or_without_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_and_zero_dropout_draw_no_random_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     mesh = ParallelMesh.single()
     monkeypatch.setattr(mesh.random, "fork", lambda name: pytest.fail(f"stream {name} was opened"))
     tokens = torch.zeros(1, 4, dtype=torch.long)
@@ -103,14 +107,14 @@ def test_nothing_is_drawn_in_evaluation_or_without_dropout(monkeypatch: pytest.M
     GPT(GPTConfig.gpt2(**SIZES), mesh, seed=1).train()(tokens)
 
 
-def test_a_model_without_a_strategy_drops_other_elements_in_every_call() -> None:
+def test_every_call_of_a_model_without_a_strategy_draws_new_masks() -> None:
     model = GPT(CONFIGS[0], seed=1)
     tokens = torch.zeros(1, 4, dtype=torch.long)
     assert not torch.equal(model(tokens), model(tokens))
     assert torch.equal(model.eval()(tokens), model(tokens))
 
 
-def test_recomputation_keeps_the_position_of_the_streams() -> None:
+def test_recomputation_restores_the_position_of_the_streams() -> None:
     mesh = ParallelMesh.single()
     mesh.random.begin_microbatch(1, 1)
     x = torch.ones(4, requires_grad=True)
@@ -121,12 +125,14 @@ def test_recomputation_keeps_the_position_of_the_streams() -> None:
     assert mesh.random.position == position
 
 
-def test_full_recomputation_keeps_only_block_inputs() -> None:
-    kept = {recompute: saved_elements(recompute) for recompute in ("none", "selective", "full")}
-    assert kept["full"] < kept["selective"] <= kept["none"]
+def test_full_recomputation_saves_fewest_activations() -> None:
+    num_saved = {
+        recompute: count_saved_elements(recompute) for recompute in ("none", "selective", "full")
+    }
+    assert num_saved["full"] < num_saved["selective"] <= num_saved["none"]
 
 
-def saved_elements(recompute: str) -> int:
+def count_saved_elements(recompute: str) -> int:
     model = GPT(CONFIGS[0], seed=1)
     model.recompute = recompute
     total = 0

@@ -1,4 +1,4 @@
-"""The backward pass of an FP8 column layer hides the all-gather of its inputs."""
+"""The backward pass of an FP8 column layer overlaps the all-gather of its inputs with a product."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.layers.test_fp8_products import draw
 from tests.world import run_world
 
 
-def recorded(calls: list[str], module: Any, name: str) -> Any:
-    """Return a patch of a module's function that records its calls."""
+def record_calls(calls: list[str], module: Any, name: str) -> Any:
+    """Return a patch of a function of a module that records calls of the function."""
     function: Callable[..., Any] = getattr(module, name)
 
     def record(*args: Any, **options: Any) -> Any:
@@ -29,27 +29,27 @@ def recorded(calls: list[str], module: Any, name: str) -> Any:
 
 
 def backward_calls(rank: int, size: int) -> list[str]:
-    """Return the calls of a column layer's backward pass under sequence parallelism."""
+    """Return the calls in the backward pass of a column layer under sequence parallelism."""
     layout = ParallelLayout(world_size=size, tp=size)
     mesh = ParallelMesh.create(layout, sequence_parallel=True)
     hidden = draw(8, 32, seed=rank).requires_grad_()
     weight = draw(48, 32, seed=9).requires_grad_()
-    casts = Scaling(FP8(emulate=True), emulate=True)
-    output = fp8_regions.fp8_column_linear(hidden, weight, None, mesh, casts)
+    fp8_scaling = Scaling(FP8(emulate=True), emulate=True)
+    output = fp8_regions.fp8_column_linear(hidden, weight, None, mesh, fp8_scaling)
     calls: list[str] = []
     with (
-        recorded(calls, scaling, "one_shot_all_reduce_"),
-        recorded(calls, weight_products, "start_gathering"),
-        recorded(calls, fp8_regions, "product"),
-        recorded(calls, fp8_regions, "start_summing"),
-        recorded(calls, weight_products, "transposed"),
+        record_calls(calls, scaling, "one_shot_all_reduce_"),
+        record_calls(calls, weight_products, "start_gathering"),
+        record_calls(calls, fp8_regions, "product"),
+        record_calls(calls, fp8_regions, "start_summing"),
+        record_calls(calls, weight_products, "transposed"),
     ):
         output.backward(torch.ones_like(output))
     mesh.destroy()
     return calls
 
 
-def test_inputs_are_gathered_beside_the_product_of_the_input_gradient() -> None:
+def test_the_gather_of_inputs_starts_before_the_product_of_the_input_gradient() -> None:
     expected = [
         "one_shot_all_reduce_",
         "start_gathering",

@@ -1,6 +1,4 @@
-"""Layers that add their gradients to slots, against the same layers under plain autograd, in
-float64.
-"""
+"""Layers that add gradients to slots get the gradients of plain autograd, in float64."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ from tests.world import run_world
 
 S, B, D, F_OUT, V = 8, 3, 16, 12, 150
 
-CUTS = [(1, False), (2, False), (2, True), (4, False), (4, True)]
+LAYOUTS = [(1, False), (2, False), (2, True), (4, False), (4, True)]
 
 Run = Callable[[nn.Module, Tensor], Tensor]
 
@@ -47,20 +45,20 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def once(layer: nn.Module, x: Tensor) -> Tensor:
+def run_once(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x)
 
 
-def twice(layer: nn.Module, x: Tensor) -> Tensor:
+def run_twice(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x) + layer(x * 0.5 if x.is_floating_point() else x.flip(0))
 
 
-def recomputed(layer: nn.Module, x: Tensor) -> Tensor:
+def run_recomputed(layer: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(layer, x, use_reentrant=False)
 
 
-class Tied(nn.Module):
-    """Use one table at both ends, as a tied GPT on one stage does."""
+class TiedEmbedding(nn.Module):
+    """Use one table as embedding and head, as a tied GPT on one stage does."""
 
     def __init__(self, mesh: ParallelMesh) -> None:
         super().__init__()
@@ -75,8 +73,8 @@ def attach_slots(
     dtype: torch.dtype = torch.float64,
     queue: WeightGradientQueue | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Give every parameter a slot over memory that holds no number yet; return gradients and how
-    often each came.
+    """Give every parameter a slot over memory of NaN; return the gradients and the number of
+    notices of each parameter.
     """
     gradients, calls = {}, dict.fromkeys(dict(layer.named_parameters()), 0)
     for name, parameter in layer.named_parameters():
@@ -89,7 +87,7 @@ def attach_slots(
     return gradients, calls
 
 
-def compare(layer: nn.Module, x: Tensor, run: Run, what: str) -> None:
+def compare(layer: nn.Module, x: Tensor, run: Run, case_name: str) -> None:
     """Run forward and backward with and without slots and compare outputs and gradients."""
     initialize_(layer, "cpu", seed=3)
     with torch.no_grad():
@@ -98,22 +96,24 @@ def compare(layer: nn.Module, x: Tensor, run: Run, what: str) -> None:
     plain = copy.deepcopy(layer)
     gradients, calls = attach_slots(layer)
     inputs = [x.clone().requires_grad_(x.is_floating_point()) for _ in range(2)]
-    outputs = [run(module, given) for module, given in zip((plain, layer), inputs, strict=True)]
-    assert_equal(outputs[1], outputs[0], f"{what}: output")
+    outputs = [run(module, x_copy) for module, x_copy in zip((plain, layer), inputs, strict=True)]
+    assert_equal(outputs[1], outputs[0], f"{case_name}: output")
     for output in outputs:
         output.backward(draw(*output.shape, seed=7))
     if x.is_floating_point():
         assert inputs[0].grad is not None
         assert inputs[1].grad is not None
-        assert_equal(inputs[1].grad, inputs[0].grad, f"{what}: input gradient")
-    for (name, parameter), twin in zip(layer.named_parameters(), plain.parameters(), strict=True):
-        assert parameter.grad is None, f"{what}: autograd got a gradient of {name}"
-        assert calls[name] >= 1, f"{what}: {name} told nobody of its gradient"
-        assert twin.grad is not None
-        assert_equal(gradients[name], twin.grad, f"{what}: gradient of {name}")
+        assert_equal(inputs[1].grad, inputs[0].grad, f"{case_name}: input gradient")
+    for (name, parameter), plain_parameter in zip(
+        layer.named_parameters(), plain.parameters(), strict=True
+    ):
+        assert parameter.grad is None, f"{case_name}: autograd got a gradient of {name}"
+        assert calls[name] >= 1, f"{case_name}: {name} reported no gradient"
+        assert plain_parameter.grad is not None
+        assert_equal(gradients[name], plain_parameter.grad, f"{case_name}: gradient of {name}")
 
 
-def cases(mesh: ParallelMesh) -> Iterator[tuple[str, nn.Module, Tensor]]:
+def make_cases(mesh: ParallelMesh) -> Iterator[tuple[str, nn.Module, Tensor]]:
     seq, part = S // (mesh.tp.size if mesh.sequence_parallel else 1), D // mesh.tp.size
     for bias in (True, False):
         yield "column", ColumnParallelLinear(D, F_OUT, mesh, bias=bias), draw(seq, B, D)
@@ -132,11 +132,11 @@ def cases(mesh: ParallelMesh) -> Iterator[tuple[str, nn.Module, Tensor]]:
         VocabParallelEmbedding(V, D, mesh, padding_id=int(tokens[0, 1])),
         tokens,
     )
-    yield "tied", Tied(mesh), tokens
+    yield "tied", TiedEmbedding(mesh), tokens
 
 
 def check_overlap(mesh: ParallelMesh) -> None:
-    """Check what is under way beside which product in the backward pass."""
+    """Check the order of communication and products in the backward pass."""
     events: list[str] = []
 
     layer = ColumnParallelLinear(D, F_OUT, mesh)
@@ -144,7 +144,7 @@ def check_overlap(mesh: ParallelMesh) -> None:
     attach_slots(layer)
     seq = S // (mesh.tp.size if mesh.sequence_parallel else 1)
     output = layer(draw(seq, B, D).requires_grad_())
-    with pytest.MonkeyPatch.context() as patch, products_to(events):
+    with pytest.MonkeyPatch.context() as patch, record_products(events):
         record_starts(patch, regions, ("all_gather", "reduce_scatter", "all_reduce"), events)
         output.backward(draw(*output.shape))
     total = "reduce_scatter" if mesh.sequence_parallel else "all_reduce"
@@ -155,8 +155,8 @@ def check_overlap(mesh: ParallelMesh) -> None:
 
 
 @contextmanager
-def products_to(events: list[str]) -> Iterator[None]:
-    class Record(TorchDispatchMode):
+def record_products(events: list[str]) -> Iterator[None]:
+    class RecordProducts(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
@@ -166,35 +166,34 @@ def products_to(events: list[str]) -> Iterator[None]:
                 events.append("weight gradient")
             return func(*args, **(kwargs or {}))
 
-    with Record():
+    with RecordProducts():
         yield
 
 
 def check_all(rank: int, size: int) -> None:
     torch.set_default_dtype(torch.float64)
-    for tp, sequence_parallel in CUTS:
+    for tp, sequence_parallel in LAYOUTS:
         mesh = ParallelMesh.create(
             ParallelLayout(world_size=4, tp=tp), sequence_parallel=sequence_parallel
         )
-        for name, layer, x in cases(mesh):
-            for run in (once, twice, recomputed):
+        for name, layer, x in make_cases(mesh):
+            for run in (run_once, run_twice, run_recomputed):
                 compare(layer, x, run, f"{name} {run.__name__} tp={tp} sp={sequence_parallel}")
         if tp > 1:
             check_overlap(mesh)
-        # On CPUs the pieces of a pipelined product are one, but the layers take that way through
-        # it.
+        # On CPUs a pipelined product has one piece, but the layers run its code path.
         pipelined = replace(mesh, tp=replace(mesh.tp, overlaps_matmul=True))
-        for name, layer, x in cases(pipelined):
-            compare(layer, x, once, f"{name} pipelined tp={tp} sp={sequence_parallel}")
+        for name, layer, x in make_cases(pipelined):
+            compare(layer, x, run_once, f"{name} pipelined tp={tp} sp={sequence_parallel}")
         mesh.destroy()
 
 
-def test_slots_hold_what_autograd_would_under_every_cut() -> None:
+def test_slots_hold_the_gradients_of_autograd_in_every_layout() -> None:
     run_world(check_all, 4)
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-def test_frozen_parts_get_no_gradient_and_the_others_theirs(kind: Any) -> None:
+def test_frozen_parameters_and_inputs_get_no_gradient(kind: Any) -> None:
     mesh, x = ParallelMesh.single(), draw(S, B, D)
     for frozen in ({"weight"}, {"bias"}, {"weight", "bias"}, {"input"}, {"input", "bias"}):
         layer = kind(D, F_OUT, mesh).double()
@@ -202,76 +201,76 @@ def test_frozen_parts_get_no_gradient_and_the_others_theirs(kind: Any) -> None:
         gradients, calls = attach_slots(layer)
         for name in frozen - {"input"}:
             getattr(layer, name).requires_grad_(False)
-        given = x.clone().requires_grad_("input" not in frozen)
-        layer(given).backward(draw(S, B, F_OUT, seed=2))
+        layer_input = x.clone().requires_grad_("input" not in frozen)
+        layer(layer_input).backward(draw(S, B, F_OUT, seed=2))
         for name in ("weight", "bias"):
             assert calls[name] == (name not in frozen)
             assert bool(gradients[name].isnan().any()) == (name in frozen)
             assert getattr(layer, name).grad is None
         if "input" in frozen:
-            assert given.grad is None
+            assert layer_input.grad is None
         else:
-            assert given.grad is not None
+            assert layer_input.grad is not None
             assert_equal(
-                given.grad,
+                layer_input.grad,
                 draw(S, B, F_OUT, seed=2) @ layer.weight,
                 f"input gradient, frozen {frozen}",
             )
 
 
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
-def test_only_what_the_backward_pass_needs_is_kept(kind: Any) -> None:
+def test_only_tensors_that_the_backward_pass_needs_are_saved(kind: Any) -> None:
     layer = kind(D, F_OUT, ParallelMesh.single()).double()
     attach_slots(layer)
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         layer(draw(S, B, D).requires_grad_())
-        assert [tuple(t.shape) for t in kept] == [(S, B, D), (F_OUT, D)]
-        kept.clear()
+        assert [tuple(t.shape) for t in saved] == [(S, B, D), (F_OUT, D)]
+        saved.clear()
         layer(draw(S, B, D))
-        assert [tuple(t.shape) for t in kept] == [(S, B, D)]
-        kept.clear()
+        assert [tuple(t.shape) for t in saved] == [(S, B, D)]
+        saved.clear()
         layer.weight.requires_grad_(False)
         layer(draw(S, B, D).requires_grad_())
-        assert [tuple(t.shape) for t in kept] == [(F_OUT, D)]
-        kept.clear()
+        assert [tuple(t.shape) for t in saved] == [(F_OUT, D)]
+        saved.clear()
         with torch.no_grad():
             layer(draw(S, B, D).requires_grad_())
-        assert not kept
+        assert not saved
 
 
 @pytest.mark.parametrize("kind", ["column", "row", "head", "embedding"])
-def test_no_second_tensor_of_the_weights_size_is_made(kind: str) -> None:
-    found = {name: (layer, x) for name, layer, x in cases(ParallelMesh.single())}
-    layer, x = found[kind]
+def test_the_backward_pass_allocates_no_tensor_of_the_size_of_the_weight(kind: str) -> None:
+    case_of_kind = {name: (layer, x) for name, layer, x in make_cases(ParallelMesh.single())}
+    layer, x = case_of_kind[kind]
     layer.double()
     initialize_(layer, "cpu", seed=1)
     gradients, _ = attach_slots(layer)
     output = layer(x.requires_grad_(x.is_floating_point()))
-    made: list[str] = []
+    allocating_functions: list[str] = []
 
-    class Watch(TorchDispatchMode):
+    class RecordAllocations(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             result = func(*args, **(kwargs or {}))
-            shape, home = layer.weight.shape, gradients["weight"]
+            shape, slot_memory = layer.weight.shape, gradients["weight"]
             if isinstance(result, Tensor) and result.shape in (shape, shape[::-1]):
-                known = (home, layer.weight)
+                allowed_tensors = (slot_memory, layer.weight)
                 if all(
-                    result.untyped_storage().data_ptr() != k.untyped_storage().data_ptr()
-                    for k in known
+                    result.untyped_storage().data_ptr() != allowed.untyped_storage().data_ptr()
+                    for allowed in allowed_tensors
                 ):
-                    made.append(str(func))
+                    allocating_functions.append(str(func))
             return result
 
-    with Watch():
+    with RecordAllocations():
         output.backward(torch.ones_like(output))
-    assert not made
+    assert not allocating_functions
     assert not gradients["weight"].isnan().any()
 
 
-def test_half_layers_sum_a_float32_slot_over_microbatches() -> None:
+def test_bfloat16_layers_sum_gradients_of_microbatches_in_a_float32_slot() -> None:
     mesh = ParallelMesh.single()
     layer = ColumnParallelLinear(D, F_OUT, mesh).bfloat16()
     initialize_(layer, "cpu", seed=1)
@@ -285,24 +284,28 @@ def test_half_layers_sum_a_float32_slot_over_microbatches() -> None:
     assert_equal(gradients["weight"], expected, "sum over microbatches", tolerance=2e-2)
 
 
-def test_every_way_of_adding_multiplies_by_the_scale_of_a_slot() -> None:
+def test_all_add_methods_of_a_slot_multiply_by_its_scale() -> None:
     left, right, index = draw(6, V), draw(6, D), torch.tensor([2, 0, 5, 7, 1, 3])
     rows = torch.zeros(V, D, dtype=torch.float64).index_add(0, index, right)
-    ways: dict[str, tuple[Callable[[GradientSlot], None], Tensor]] = {
+    add_methods: dict[str, tuple[Callable[[GradientSlot], None], Tensor]] = {
         "whole": (lambda slot: slot.add(left.t() @ right), left.t() @ right),
         "product": (lambda slot: slot.add_product(left, right), left.t() @ right),
         "rows": (lambda slot: slot.add_rows(index, right), rows),
     }
-    for what, (add, gradient) in ways.items():
+    for method_name, (add, gradient) in add_methods.items():
         slot = GradientSlot(
             torch.full((V, D), torch.nan, dtype=torch.float64), lambda: None, scale=0.75
         )
-        for times in (1, 2):
+        for num_additions in (1, 2):
             add(slot)
-            assert_equal(slot.gradient, times * 0.75 * gradient, f"{what}, {times} times")
+            assert_equal(
+                slot.gradient,
+                num_additions * 0.75 * gradient,
+                f"{method_name}, {num_additions} times",
+            )
 
 
-def test_a_bias_that_the_caller_adds_is_not_added() -> None:
+def test_layers_leave_out_the_bias_with_add_bias_false() -> None:
     x = draw(S, B, D)
     for kind in (ColumnParallelLinear, RowParallelLinear):
         layer = kind(D, F_OUT, ParallelMesh.single()).double()
@@ -313,7 +316,7 @@ def test_a_bias_that_the_caller_adds_is_not_added() -> None:
         assert_equal(layer(x, add_bias=False) + layer.bias, layer(x), "output with bias")
 
 
-def test_positions_keep_autograds_gradient_beside_slots() -> None:
+def test_parameters_without_slots_keep_the_gradient_of_autograd() -> None:
     mesh = ParallelMesh.single()
     layer = InputEmbedding(
         VocabParallelEmbedding(V, D, mesh), PositionEmbedding(S, D, mesh), mesh=mesh
@@ -334,7 +337,7 @@ def test_positions_keep_autograds_gradient_beside_slots() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_parts_of_a_gradient_are_added_as_their_sum(dtype: torch.dtype, scale: float) -> None:
+def test_add_sum_adds_the_sum_of_partial_gradients(dtype: torch.dtype, scale: float) -> None:
     memory, calls, accepts = torch.full((2, D), torch.nan, dtype=dtype), [0], [True]
 
     def count() -> None:
@@ -344,13 +347,13 @@ def test_parts_of_a_gradient_are_added_as_their_sum(dtype: torch.dtype, scale: f
     parts = draw(5, 2, D)
     slot.add_sum(parts)
     expected = (parts.sum(0) * scale).to(dtype)
-    near = 1e-10 if dtype == torch.float64 else 1e-6
-    assert_equal(memory, expected, "the first gradient of a step", near)
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-6
+    assert_equal(memory, expected, "the first gradient of a step", tolerance)
     slot.add_sum(2 * parts)
-    assert_equal(memory, 3 * expected, "the second one", near)
+    assert_equal(memory, 3 * expected, "the second gradient", tolerance)
     accepts[0] = False
     slot.add_sum(parts)
-    assert_equal(memory, 3 * expected, "one that does not count", near)
+    assert_equal(memory, 3 * expected, "a gradient that the owner rejects", tolerance)
     assert calls == [2]
 
 
@@ -363,7 +366,7 @@ def stack_with_slots() -> tuple[ParameterStack, list[GradientSlot]]:
     return ParameterStack(parts), slots
 
 
-def test_a_stack_with_slots_is_one_leaf_until_a_part_is_frozen_or_moved() -> None:
+def test_a_stack_with_slots_is_one_leaf_until_a_parameter_is_frozen_or_moved() -> None:
     stack, _ = stack_with_slots()
     leaf = stack.concatenate()
     assert leaf.grad_fn is None
@@ -380,7 +383,7 @@ def test_a_stack_with_slots_is_one_leaf_until_a_part_is_frozen_or_moved() -> Non
     assert (stack.concatenate()[2:] == 1).all(), "the part lies elsewhere now"
 
 
-def test_a_stack_gives_slots_the_gradient_that_autograd_finds() -> None:
+def test_slots_of_a_stack_get_the_gradient_of_autograd() -> None:
     stack, slots = stack_with_slots()
     for _ in range(2):
         (stack.concatenate() * torch.arange(5.0)[:, None]).sum().backward()

@@ -1,5 +1,5 @@
-"""Initial weights: their distribution, their independence of the layout, and the memory that
-drawing them takes.
+"""Initial weights have the documented distribution, depend on seed and name alone, and need little
+memory beyond the shard.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CONFIG = GPTConfig.llama(
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follow how many bytes of real tensors are alive, and the most that ever were."""
+    """Count the bytes of live real tensors, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,11 +62,15 @@ class LiveBytes(TorchDispatchMode):
 
 
 def mesh_of(rank: int, **sizes: int) -> ParallelMesh:
-    """Describe one rank of a layout without its process groups: enough to build, not to run."""
+    """Describe one rank of a layout without process groups, to build a model that does not run."""
     layout = ParallelLayout(world_size=8, **sizes)
-    where = layout.coordinates(rank)
+    coordinates = layout.coordinates(rank)
     axes = {
-        name: MeshAxis(name, next(tuple(g) for g in layout.groups(name) if rank in g), where[name])
+        name: MeshAxis(
+            name,
+            next(tuple(ranks) for ranks in layout.groups(name) if rank in ranks),
+            coordinates[name],
+        )
         for name in ("tp", "pp")
     }
     return ParallelMesh(layout, rank, torch.device("cpu"), RandomStreams(0), **axes)
@@ -95,7 +99,7 @@ def test_no_rank_ever_holds_more_than_its_shard_and_one_full_tensor(sizes: dict[
         assert counter.peak < num_bytes(full_model)
 
 
-def test_the_counter_would_see_a_full_model() -> None:
+def test_the_counter_counts_a_full_model() -> None:
     with LiveBytes() as counter:
         model = GPT(CONFIG, seed=1)
     assert counter.peak >= num_bytes(model)
@@ -123,20 +127,20 @@ def test_weights_have_the_documented_distribution() -> None:
 
 def test_weights_depend_on_seed_and_name_and_not_on_default_generators() -> None:
     before = torch.get_rng_state()
-    first, second, other = GPT(CONFIG, seed=1), GPT(CONFIG, seed=1), GPT(CONFIG, seed=2)
+    first, second, other_seed = GPT(CONFIG, seed=1), GPT(CONFIG, seed=1), GPT(CONFIG, seed=2)
     assert torch.equal(torch.get_rng_state(), before)
     named = dict(second.named_parameters())
     assert all(torch.equal(p, named[name]) for name, p in first.named_parameters())
-    assert not torch.equal(first.embedding.word.weight, other.embedding.word.weight)
+    assert not torch.equal(first.embedding.word.weight, other_seed.embedding.word.weight)
     assert not torch.equal(first.layers["0"].mlp.down.weight, first.layers["1"].mlp.down.weight)
 
 
-def test_a_seed_of_none_is_the_seed_of_torch() -> None:
+def test_without_a_seed_weights_follow_the_seed_of_torch() -> None:
     torch.manual_seed(11)
     assert torch.equal(GPT(CONFIG).head.weight, GPT(CONFIG, seed=11).head.weight)
 
 
-def test_half_weights_are_the_rounded_float32_ones() -> None:
+def test_bfloat16_weights_are_rounded_float32_weights() -> None:
     wide = GPT(CONFIG, seed=1)
     try:
         torch.set_default_dtype(torch.bfloat16)
@@ -146,7 +150,7 @@ def test_half_weights_are_the_rounded_float32_ones() -> None:
     assert torch.equal(half.head.weight, wide.head.weight.bfloat16())
 
 
-def test_shared_parameters_stay_shared_and_keep_what_is_attached() -> None:
+def test_shared_parameters_stay_shared_and_keep_their_shard_spec() -> None:
     with torch.device("meta"):
         first, second = nn.Module(), nn.Module()
         first.weight = sharded_parameter(

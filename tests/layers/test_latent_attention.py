@@ -1,5 +1,5 @@
-"""Attention takes values of another size than keys, also where its kernels do not; settings of latent
-attention that contradict each other are refused.
+"""Attention accepts values of another size than keys, also with kernels of one size; contradictory
+settings of latent attention are refused.
 """
 
 from __future__ import annotations
@@ -18,43 +18,49 @@ from lightning_megatron.layers.choose_core import choose_core
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.latent_attention import LatentAttentionConfig
 from lightning_megatron.plan.layout import ParallelLayout
-from tests.layers.test_attention_span import KINDS, drawn
+from tests.layers.test_attention_span import SPANS, draw_inputs
 from tests.oracles import assert_equal
 
 SIZES: dict[str, Any] = {"key_value_rank": 8, "plain_dim": 6, "rotary_dim": 4, "value_dim": 8}
 
 
-def small(tensor: Tensor) -> Tensor:
-    """Return the first elements of every head of a result."""
+def first_elements(tensor: Tensor) -> Tensor:
+    """Return the first 4 elements of every head of a result."""
     return tensor.unflatten(-1, (-1, 6))[..., :4].flatten(2)
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_small_values_are_the_first_elements_of_large_ones(kind: str) -> None:
-    query, key, value = drawn()
-    core = partial(attend, span=KINDS[kind])
-    whole = core(query, key, value)
-    weights = torch.randn(
-        whole.shape, dtype=whole.dtype, generator=torch.Generator().manual_seed(3)
+@pytest.mark.parametrize("kind", list(SPANS))
+def test_attention_with_short_values_equals_the_first_elements_with_long_values(kind: str) -> None:
+    query, key, value = draw_inputs()
+    core = partial(attend, span=SPANS[kind])
+    full = core(query, key, value)
+    weights = torch.randn(full.shape, dtype=full.dtype, generator=torch.Generator().manual_seed(3))
+    expected_gradients = torch.autograd.grad(
+        (first_elements(full) * first_elements(weights)).sum(), (query, key, value)
     )
-    expected = torch.autograd.grad((small(whole) * small(weights)).sum(), (query, key, value))
-    for how in (core, partial(with_wide_values, core)):
-        found = how(query, key, value[..., :4])
-        assert_equal(found, small(whole), kind)
-        gradients = torch.autograd.grad((found * small(weights)).sum(), (query, key, value))
-        for name, one, other in zip(("query", "key", "value"), gradients, expected, strict=True):
-            assert_equal(one, other, f"{kind}: {name}")
+    for attention in (core, partial(with_wide_values, core)):
+        output = attention(query, key, value[..., :4])
+        assert_equal(output, first_elements(full), kind)
+        gradients = torch.autograd.grad(
+            (output * first_elements(weights)).sum(), (query, key, value)
+        )
+        for name, actual, expected in zip(
+            ("query", "key", "value"), gradients, expected_gradients, strict=True
+        ):
+            assert_equal(actual, expected, f"{kind}: {name}")
 
 
-def test_values_are_padded_for_kernels_with_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_padded_for_kernels_that_need_one_head_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cuda, half = torch.device("cuda"), torch.bfloat16
     capability = (9, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     large = {"head_dim": 192, "value_dim": 128}
     assert not choose_core(cuda, half, **large).pads_values, "cuDNN takes these sizes"
-    other = choose_core(cuda, half, head_dim=96, value_dim=64)
-    assert other.pads_values
-    assert other.reason.endswith("values of 64 elements are padded to 96")
+    choice = choose_core(cuda, half, head_dim=96, value_dim=64)
+    assert choice.pads_values
+    assert choice.reason.endswith("values of 64 elements are padded to 96")
     documents = AttentionSpan(torch.tensor([[2, 3]]))
     assert choose_core(cuda, half, documents, **large).pads_values
     assert choose_core(cuda, half, AttentionSpan(soft_cap=2.0), **large).pads_values
@@ -76,7 +82,9 @@ def test_values_are_padded_for_kernels_with_one_size(monkeypatch: pytest.MonkeyP
         ({"key_value_rank": 0}, "latent_attention.key_value_rank must be .* at least 1"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_illegal_sizes_of_latent_attention_are_refused(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ParallelPlanError, match=message):
         LatentAttentionConfig(**{**SIZES, **changes})
 
@@ -90,7 +98,7 @@ def test_sizes_that_do_not_fit_are_refused(changes: dict[str, Any], message: str
         ({"qk_norm": True}, r"qk_norm \(True\) must be False with latent_attention"),
     ],
 )
-def test_other_fields_must_not_contradict_latent_attention(
+def test_fields_that_contradict_latent_attention_are_refused(
     settings: dict[str, Any], message: str
 ) -> None:
     sizes = {"vocab_size": 16, "max_seq_length": 8, "num_layers": 1, "num_heads": 4}

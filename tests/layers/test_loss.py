@@ -1,4 +1,4 @@
-"""Vocabulary-parallel cross entropy against torch.nn.functional.cross_entropy on gathered logits."""
+"""Vocabulary-parallel cross entropy equals cross entropy of torch on gathered logits."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SHAPE = (6, 3)
 def check_case(
     mesh: ParallelMesh, vocab_size: int, smoothing: float, labels: torch.Tensor, padding: float
 ) -> None:
-    what = f"tp={mesh.tp.size} vocabulary={vocab_size} smoothing={smoothing}"
-    padded = -(-vocab_size // (8 * mesh.tp.size)) * 8 * mesh.tp.size
+    case_name = f"tp={mesh.tp.size} vocabulary={vocab_size} smoothing={smoothing}"
+    padded_size = -(-vocab_size // (8 * mesh.tp.size)) * 8 * mesh.tp.size
     generator = torch.Generator().manual_seed(vocab_size)
     full = 5 * torch.randn(*SHAPE, vocab_size, generator=generator)
     full = full.requires_grad_()
@@ -35,25 +35,25 @@ def check_case(
     ).view(SHAPE)
     (expected * weight).sum().backward()
 
-    everything = F.pad(full.detach(), (0, padded - vocab_size), value=padding)
-    shard = everything.chunk(mesh.tp.size, -1)[mesh.tp.rank].clone().requires_grad_()
+    padded_logits = F.pad(full.detach(), (0, padded_size - vocab_size), value=padding)
+    shard = padded_logits.chunk(mesh.tp.size, -1)[mesh.tp.rank].clone().requires_grad_()
     before = shard.detach().clone()
     losses = vocab_parallel_cross_entropy(
         shard, labels, mesh, vocab_size, smoothing, ignore_index=-1
     )
     (losses * weight).sum().backward()
-    assert torch.equal(shard.detach(), before), f"{what}: the input was modified"
-    assert_equal(losses, expected, f"{what}: loss")
-    gradient = F.pad(full.grad, (0, padded - vocab_size)).chunk(mesh.tp.size, -1)[mesh.tp.rank]
-    assert_equal(shard.grad, gradient, f"{what}: gradient")
+    assert torch.equal(shard.detach(), before), f"{case_name}: the input was modified"
+    assert_equal(losses, expected, f"{case_name}: loss")
+    gradient = F.pad(full.grad, (0, padded_size - vocab_size)).chunk(mesh.tp.size, -1)[mesh.tp.rank]
+    assert_equal(shard.grad, gradient, f"{case_name}: gradient")
 
 
 def check_losses(rank: int, size: int) -> None:
     torch.set_default_dtype(torch.float64)
     for tp in (1, 2, 4):
         mesh = ParallelMesh.create(ParallelLayout(world_size=4, tp=tp))
-        # 9 and 17 leave ranks with few true columns or none; large padding must never receive
-        # probability.
+        # With 9 and 17 columns some ranks have few true columns or none; large padding must never
+        # receive probability.
         for vocab_size, smoothing, padding in itertools.product(
             (9, 17, 32), (0.0, 0.1), (0.0, 1e3)
         ):
@@ -66,11 +66,11 @@ def check_losses(rank: int, size: int) -> None:
         mesh.destroy()
 
 
-def test_losses_and_gradients_equal_torch_at_every_tp() -> None:
+def test_losses_and_gradients_equal_torch_for_every_tp() -> None:
     run_world(check_losses, 4)
 
 
-def test_half_logits_are_computed_in_float32_and_get_half_gradients() -> None:
+def test_losses_of_bfloat16_logits_are_float32_with_bfloat16_gradients() -> None:
     logits = (3 * torch.randn(4, 2, 16)).bfloat16().requires_grad_()
     labels = torch.randint(0, 16, (4, 2))
     losses = vocab_parallel_cross_entropy(logits, labels, ParallelMesh.single(), 16)
@@ -84,7 +84,7 @@ def test_half_logits_are_computed_in_float32_and_get_half_gradients() -> None:
     assert_equal(losses, expected, "loss", tolerance=1e-6)
 
 
-def test_an_impossible_token_does_not_poison_the_others() -> None:
+def test_losses_are_finite_beside_a_logit_of_minus_infinity() -> None:
     logits = torch.randn(1, 1, 8)
     logits[..., 0] = -torch.inf
     losses = vocab_parallel_cross_entropy(logits, torch.tensor([[3]]), ParallelMesh.single(), 8)

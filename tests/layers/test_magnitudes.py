@@ -1,4 +1,4 @@
-"""Magnitudes that norms and SwiGLU hand over give the same bits as those that layers find."""
+"""Magnitudes handed over by norms and SwiGLU give the same bits as magnitudes computed by layers."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ from tests.world import run_world
 SETTINGS = FP8("tensorwise", emulate=True)
 
 
-def parts_of(tensor: Tensor) -> Tensor:
-    """Return the bit pattern of the magnitude, by a pass of its own."""
+def magnitude_bits(tensor: Tensor) -> Tensor:
+    """Return the bit pattern of the magnitude, computed by a separate pass."""
     return torch_casts.magnitude_parts(tensor.detach().reshape(1, -1)).amax()
 
 
-def drawn(*shape: int, strange: float | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+def draw_with_outlier(
+    *shape: int, strange: float | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
     tensor = draw(*shape, dtype=dtype)
     if strange is not None:
         tensor.view(-1)[3] = strange
@@ -48,57 +50,57 @@ def drawn(*shape: int, strange: float | None = None, dtype: torch.dtype = torch.
 
 @pytest.mark.parametrize("strange", [None, float("inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_norms_and_swiglu_find_the_magnitude_of_their_output(strange, dtype):
+def test_norms_and_swiglu_compute_the_magnitude_of_their_output(strange, dtype):
     mesh = single_mesh(0)
-    hidden = drawn(5, 2, 32, strange=strange, dtype=dtype)
+    hidden = draw_with_outlier(5, 2, 32, strange=strange, dtype=dtype)
     for norm in (RMSNorm(32, mesh), LayerNorm(32, mesh)):
-        for update in (None, drawn(5, 2, 32, dtype=dtype)):
-            seen = no_magnitude(hidden)
-            stream, found = norm.to(dtype)(hidden, update, True, seen)
+        for update in (None, draw_with_outlier(5, 2, 32, dtype=dtype)):
+            magnitude = no_magnitude(hidden)
+            stream, normalized = norm.to(dtype)(hidden, update, True, magnitude)
             expected = norm(hidden, update, True)
-            assert torch.equal(found.nan_to_num(), expected[1].nan_to_num())
+            assert torch.equal(normalized.nan_to_num(), expected[1].nan_to_num())
             assert torch.equal(stream.nan_to_num(), expected[0].nan_to_num())
-            assert torch.equal(seen.amax(), parts_of(found))
+            assert torch.equal(magnitude.amax(), magnitude_bits(normalized))
     features = hidden.clone().requires_grad_()
-    of_gradient = GradientMagnitude()
+    gradient_magnitude = GradientMagnitude()
     gradients: list[Tensor] = []
-    whole = features * 1
-    whole.register_hook(gradients.append)
-    seen = no_magnitude(whole)
-    output = apply_swiglu(whole, seen, of_gradient)
-    assert torch.equal(seen.amax(), parts_of(output))
-    output.backward(drawn(5, 2, 16, dtype=dtype))
-    found = of_gradient.take(gradients[0])
-    assert found is not None
-    assert torch.equal(found.amax(), parts_of(features.grad))
-    assert of_gradient.take(gradients[0]) is None
+    swiglu_input = features * 1
+    swiglu_input.register_hook(gradients.append)
+    magnitude = no_magnitude(swiglu_input)
+    output = apply_swiglu(swiglu_input, magnitude, gradient_magnitude)
+    assert torch.equal(magnitude.amax(), magnitude_bits(output))
+    output.backward(draw_with_outlier(5, 2, 16, dtype=dtype))
+    taken = gradient_magnitude.take(gradients[0])
+    assert taken is not None
+    assert torch.equal(taken.amax(), magnitude_bits(features.grad))
+    assert gradient_magnitude.take(gradients[0]) is None
 
 
-def test_a_magnitude_grows_from_the_one_that_was_seen():
-    seen = no_magnitude(torch.zeros(1))
-    find_magnitude(torch.tensor([[1.0, -3.0]]), seen)
-    find_magnitude(torch.tensor([[2.0]]), seen)
-    assert float(seen.amax().view(torch.float32)) == 3.0
+def test_find_magnitude_keeps_the_maximum_of_all_calls():
+    magnitude = no_magnitude(torch.zeros(1))
+    find_magnitude(torch.tensor([[1.0, -3.0]]), magnitude)
+    find_magnitude(torch.tensor([[2.0]]), magnitude)
+    assert float(magnitude.amax().view(torch.float32)) == 3.0
 
 
-def test_a_magnitude_belongs_to_its_tensor_alone():
+def test_a_magnitude_is_returned_only_for_its_unchanged_tensor():
     tensor = draw(4, 6)
-    found = Magnitude(tensor, no_magnitude(tensor))
-    assert found.of(tensor) is found.parts
-    for same in (tensor.view(2, 12), tensor.detach(), tensor[None], tensor.view_as(tensor)):
-        assert found.of(same) is found.parts
-    others: dict[str, Tensor] = {
+    magnitude = Magnitude(tensor, no_magnitude(tensor))
+    assert magnitude.of(tensor) is magnitude.parts
+    for view in (tensor.view(2, 12), tensor.detach(), tensor[None], tensor.view_as(tensor)):
+        assert magnitude.of(view) is magnitude.parts
+    other_tensors: dict[str, Tensor] = {
         "a copy": tensor.clone(),
         "a part": tensor[:2],
         "a transposed view": tensor.t(),
         "bits of another type": tensor.view(torch.int64),
         "the rounded numbers": tensor.float(),
     }
-    assert [name for name, other in others.items() if found.of(other) is not None] == []
+    assert [name for name, value in other_tensors.items() if magnitude.of(value) is not None] == []
     tensor[2, 3] = 1e9
-    assert found.of(tensor) is None
-    assert found.of(tensor.view(-1)) is None
-    assert Magnitude(tensor, found.parts).of(tensor) is found.parts
+    assert magnitude.of(tensor) is None
+    assert magnitude.of(tensor.view(-1)) is None
+    assert Magnitude(tensor, magnitude.parts).of(tensor) is magnitude.parts
 
 
 @pytest.mark.parametrize(
@@ -106,12 +108,12 @@ def test_a_magnitude_belongs_to_its_tensor_alone():
     ["none", "selective", "full", "full_except_core", "norms", "activations"],
 )
 @pytest.mark.parametrize("kind", list(CONFIGS))
-def test_models_have_the_bits_of_models_without_hand_over(kind, recompute):
+def test_models_with_hand_over_have_the_same_bits_as_models_without(kind, recompute):
     if recompute == "norms" and kind in ("post-norm", "neox"):
         pytest.skip("these norms are not recomputed alone")
     casts = compare_hand_over(CONFIGS[kind], ParallelMesh.single(seed=0), recompute=recompute)
     inputs, gradients = GIVEN[kind]
-    # A block that is computed again casts its inputs again; early stops leave out the last.
+    # A recomputed block casts its inputs again; early stops leave out the last cast.
     if not recompute.startswith("full"):
         assert given(casts, "input") == 2 * 2 * [*inputs]
     assert sum(given(casts, "input")) >= 2 * 2 * sum(inputs)
@@ -119,45 +121,45 @@ def test_models_have_the_bits_of_models_without_hand_over(kind, recompute):
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "delayed"])
-def test_only_recipes_whose_casts_begin_with_a_magnitude_get_one(recipe):
+def test_delayed_scaling_gets_magnitudes_but_rowwise_and_blockwise_do_not(recipe):
     sizes = {"hidden_size": 128, "num_heads": 1, "num_kv_heads": 1, "ffn_hidden_size": 128}
     config = type(CONFIGS["llama"]).llama(vocab_size=64, max_seq_length=16, num_layers=1, **sizes)
     casts = compare_hand_over(config, ParallelMesh.single(seed=0), recipe=recipe)
-    # Before the end of the first step there are no scales of earlier ones.
+    # Before the end of the first step there are no scales of earlier steps.
     assert any(given(casts, "input")) == (recipe == "delayed")
 
 
-def test_later_steps_with_scales_of_earlier_ones_find_no_magnitude():
+def test_delayed_scales_ignore_magnitudes_after_the_first_step():
     settings = FP8("delayed", emulate=True)
     scales = DelayedScales(settings, ["one"], torch.device("cpu"))
-    ours = Scaling(settings, True, scales.layer(0))
-    assert ours.reads_magnitudes
+    scaling = Scaling(settings, True, scales.layer(0))
+    assert scaling.reads_magnitudes
     scales.end_step(single_mesh(0))
-    assert not ours.reads_magnitudes
+    assert not scaling.reads_magnitudes
     matrix = draw(16, 32, dtype=torch.float32)
-    # Magnitudes that were found for a step before do no harm.
-    wrong = no_magnitude(matrix) + 5
-    found = needed(ours.cast_input(matrix, rows=True, columns=False, bits=wrong).rows)
-    expected = needed(ours.cast_input(matrix, rows=True, columns=False).rows)
-    assert torch.equal(found.scale, expected.scale)
+    # A given magnitude has no effect after the first step.
+    wrong_magnitude = no_magnitude(matrix) + 5
+    actual = needed(scaling.cast_input(matrix, rows=True, columns=False, bits=wrong_magnitude).rows)
+    expected = needed(scaling.cast_input(matrix, rows=True, columns=False).rows)
+    assert torch.equal(actual.scale, expected.scale)
 
 
 def scaled_mlp(recomputes: bool = False) -> MLP:
     layer = MLP(32, 48, single_mesh(0), activation="swiglu", bias=True).double()
     layer.recomputes_activation = recomputes
     with torch.no_grad():
-        for seed, one in enumerate(layer.parameters()):
-            one.copy_(draw(*one.shape, seed=seed))
-    for part in (layer.gate_up, layer.down):
-        part.scaling = Scaling(SETTINGS, emulate=True)
+        for seed, parameter in enumerate(layer.parameters()):
+            parameter.copy_(draw(*parameter.shape, seed=seed))
+    for linear in (layer.gate_up, layer.down):
+        linear.scaling = Scaling(SETTINGS, emulate=True)
     return layer
 
 
-def test_layers_find_magnitudes_of_inference_themselves():
-    ours = Scaling(SETTINGS, emulate=True)
-    assert ours.reads_magnitudes
+def test_layers_compute_magnitudes_themselves_in_inference_mode():
+    scaling = Scaling(SETTINGS, emulate=True)
+    assert scaling.reads_magnitudes
     with torch.inference_mode():
-        assert not ours.reads_magnitudes
+        assert not scaling.reads_magnitudes
     layer = scaled_mlp()
     hidden = draw(16, 1, 32)
     expected = layer(hidden)
@@ -197,82 +199,86 @@ def read_twice(module: nn.Module, args: Any, output: Tensor) -> Tensor:
         ("gate_up", read_twice, False),
     ],
 )
-def test_tensors_that_hooks_change_have_magnitudes_of_their_own(name, hook, is_input, recomputes):
+def test_magnitudes_of_tensors_changed_by_hooks_are_not_handed_over(
+    name, hook, is_input, recomputes
+):
     results = []
     for hands_over in (True, False):
         layer = scaled_mlp(recomputes)
-        part = layer.get_submodule(name)
+        linear = layer.get_submodule(name)
         if is_input:
-            part.register_forward_pre_hook(hook)
+            linear.register_forward_pre_hook(hook)
         else:
-            part.register_forward_hook(hook)
+            linear.register_forward_hook(hook)
         hidden = draw(20, 2, 32).requires_grad_()
         with noting_casts(hands_over) as casts:
             output = layer(hidden)
             output.backward(draw(20, 2, 32, seed=1))
-        results.append((output, hidden.grad, *(one.grad for one in layer.parameters()), casts))
-    for one, other in zip(*(found[:-1] for found in results), strict=True):
-        assert torch.equal(one, other)
-    # The other magnitude is still handed over. Hooks of a gradient may run before its magnitude is
-    # found.
+        results.append(
+            (output, hidden.grad, *(parameter.grad for parameter in layer.parameters()), casts)
+        )
+    for handed_over, computed in zip(*(result[:-1] for result in results), strict=True):
+        assert torch.equal(handed_over, computed)
+    # The magnitude of the unchanged tensor is still handed over. Hooks of a gradient may run before
+    # its magnitude is computed.
     casts = results[0][-1]
     assert given(casts, "input") == [False, not is_input]
     assert given(casts, "gradient")[1] or not is_input
 
 
-def test_an_mlp_takes_the_magnitude_of_its_input_alone():
+def test_an_mlp_uses_a_magnitude_only_for_the_tensor_it_describes():
     layer = scaled_mlp()
     hidden = draw(20, 2, 32)
-    seen = no_magnitude(hidden)
-    find_magnitude(hidden, seen)
+    magnitude = no_magnitude(hidden)
+    find_magnitude(hidden, magnitude)
     for tensor, is_known in ((hidden, True), (hidden.clone(), False)):
         with noting_casts() as casts:
-            layer(tensor, Magnitude(hidden, seen))
+            layer(tensor, Magnitude(hidden, magnitude))
         assert given(casts, "input") == [is_known, True]
 
 
 def compare_in_world(rank: int, size: int) -> list[tuple[list[bool], list[bool]]]:
-    """Compare the models of several layouts with themselves, on every rank."""
-    found = []
-    for layout, shares in (({"tp": 2}, False), ({"tp": 2}, True), ({"cp": 2}, False)):
+    """Compare models with and without hand-over in several layouts, on every rank."""
+    casts_with_magnitude = []
+    for layout, sequence_parallel in (({"tp": 2}, False), ({"tp": 2}, True), ({"cp": 2}, False)):
         mesh = ParallelMesh.create(
-            ParallelLayout(world_size=size, **layout), seed=0, sequence_parallel=shares
+            ParallelLayout(world_size=size, **layout), seed=0, sequence_parallel=sequence_parallel
         )
         for kind in ("llama", "gpt2"):
             casts = compare_hand_over(CONFIGS[kind], mesh, dtype=torch.float64)
-            found.append((given(casts, "input"), given(casts, "gradient")))
-        ours = Scaling(SETTINGS, emulate=True)
+            casts_with_magnitude.append((given(casts, "input"), given(casts, "gradient")))
+        scaling = Scaling(SETTINGS, emulate=True)
         matrix = draw(16, 32, seed=rank)
-        seen = no_magnitude(matrix)
-        find_magnitude(matrix, seen)
-        before = seen.clone()
+        magnitude = no_magnitude(matrix)
+        find_magnitude(matrix, magnitude)
+        before = magnitude.clone()
         axes = {"rows": True, "columns": False, "row_axes": (mesh.cp, mesh.tp)}
-        cast = needed(ours.cast_input(matrix, **axes, bits=seen).rows)
-        alone = needed(ours.cast_input(matrix, **axes).rows)
-        assert torch.equal(cast.scale, alone.scale)
+        actual = needed(scaling.cast_input(matrix, **axes, bits=magnitude).rows)
+        expected = needed(scaling.cast_input(matrix, **axes).rows)
+        assert torch.equal(actual.scale, expected.scale)
         # Another layer that reads the matrix may have other axes.
-        assert torch.equal(seen, before)
+        assert torch.equal(magnitude, before)
         mesh.destroy()
-    return found
+    return casts_with_magnitude
 
 
-def test_ranks_agree_on_the_magnitudes_that_they_hand_over():
+def test_parallel_ranks_hand_over_the_same_magnitudes_as_one_process():
     expected = []
     for kind in ("llama", "gpt2"):
         inputs, gradients = GIVEN[kind]
         expected.append((2 * 2 * [*inputs], 2 * 2 * [*reversed(gradients)]))
-    for found in run_world(compare_in_world, 2):
-        assert found == 3 * expected
+    for casts_with_magnitude in run_world(compare_in_world, 2):
+        assert casts_with_magnitude == 3 * expected
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_magnitudes_are_no_inputs_that_borders_of_regions_describe(has_bias):
+def test_a_magnitude_is_no_input_of_the_autograd_node(has_bias):
     layer = ColumnParallelLinear(32, 48, single_mesh(0), bias=has_bias).double()
     layer.scaling = Scaling(SETTINGS, emulate=True)
     hidden = draw(16, 1, 32).requires_grad_()
-    seen = no_magnitude(hidden)
-    find_magnitude(hidden, seen)
-    output = layer(hidden, magnitude=Magnitude(hidden, seen))
-    # The node of the view, and that of the product: input, weight and perhaps bias.
+    magnitude = no_magnitude(hidden)
+    find_magnitude(hidden, magnitude)
+    output = layer(hidden, magnitude=Magnitude(hidden, magnitude))
+    # The product is behind the node of the view; it has an input, a weight and perhaps a bias.
     (product, _), *_ = output.grad_fn.next_functions
     assert len(product.next_functions) == 2 + has_bias

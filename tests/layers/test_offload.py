@@ -1,5 +1,5 @@
-"""Inputs of layers that wait in host memory come back as the same bits, in time, and only two at
-once are on the device.
+"""Inputs of layers offloaded to host memory return with the same bits and in time, and only two are
+on the device at once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ CONFIG = GPTConfig.gpt2(**SIZES, num_layers=6, hidden_dropout=0.1)
 OFFLOAD = Recomputation(("full",), offload=True)
 
 
-class Noted(PlainCopies):
-    """Copies that fail if someone reads a tensor before it has arrived."""
+class RecordedCopies(PlainCopies):
+    """Copies that are NaN until they are waited for, and record their events."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -44,7 +44,7 @@ class Noted(PlainCopies):
             event[0].copy_(event[1])
 
 
-def built(copies: Any = None, settings: Any = OFFLOAD) -> GPT:
+def build_model(copies: Any = None, settings: Any = OFFLOAD) -> GPT:
     model = GPT(CONFIG, seed=1)
     model._owns_mesh = False
     model.recompute = settings
@@ -54,7 +54,7 @@ def built(copies: Any = None, settings: Any = OFFLOAD) -> GPT:
     return model.train()
 
 
-def run(model: GPT, order: tuple[int, ...]) -> list[Tensor]:
+def train_microbatches(model: GPT, order: tuple[int, ...]) -> list[Tensor]:
     """Run three microbatches forward, and then backward in an order."""
     losses = []
     for number in range(3):
@@ -63,39 +63,48 @@ def run(model: GPT, order: tuple[int, ...]) -> list[Tensor]:
         losses.append(model(tokens, labels=tokens).mean())
     for number in order:
         losses[number].backward()
-    found = [loss.detach() for loss in losses]
-    return [*found, *(one.grad for one in model.parameters() if one.grad is not None)]
+    results = [loss.detach() for loss in losses]
+    return [
+        *results,
+        *(parameter.grad for parameter in model.parameters() if parameter.grad is not None),
+    ]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
 @pytest.mark.parametrize("layers", [None, 1, 4])
-def test_gradients_are_the_same_bits(order: tuple[int, ...], layers: int | None) -> None:
-    expected = run(built(settings="full"), order)
+def test_gradients_with_offload_have_the_same_bits(
+    order: tuple[int, ...], layers: int | None
+) -> None:
+    expected_results = train_microbatches(build_model(settings="full"), order)
     settings = Recomputation(("full",), layers=layers, at="last", offload=True)
-    for number, (one, other) in enumerate(
-        zip(run(built(Noted(), settings), order), expected, strict=True)
+    for number, (actual, expected) in enumerate(
+        zip(
+            train_microbatches(build_model(RecordedCopies(), settings), order),
+            expected_results,
+            strict=True,
+        )
     ):
-        assert torch.equal(one, other), number
+        assert torch.equal(actual, expected), number
 
 
-def test_one_layer_is_fetched_while_the_next_one_runs() -> None:
-    copies = Noted()
-    model = built(copies)
+def test_the_input_of_a_layer_is_fetched_while_a_later_layer_runs_backward() -> None:
+    copies = RecordedCopies()
+    model = build_model(copies)
     tokens = torch.zeros(1, 16, dtype=torch.long)
     loss = model(tokens, labels=tokens).mean()
-    # Four of six inputs have left; the copies of the last two are under way.
+    # Four of six inputs left the device; the copies of the last two are in progress.
     assert copies.events == ["leave"] * 3 + ["wait", "leave"] * 3 + ["wait"]
     copies.events.clear()
     loss.backward()
-    # Layers 5 and 4 are on the device; each layer starts the copy of the one before it.
+    # Inputs of layers 5 and 4 are on the device; each layer starts the copy of an earlier layer.
     assert copies.events == ["wait", "wait", *["arrive", "wait"] * 4]
     assert copies.events.count("arrive") == 4
 
 
 def test_forward_passes_keep_two_inputs_on_the_device() -> None:
-    kept = {}
+    memory_after_forward = {}
     for name, settings in (("device", "full"), ("host", OFFLOAD)):
-        model = built(settings=settings)
+        model = build_model(settings=settings)
         memory = LiveMemory()
         for parameter in model.parameters():
             slot = GradientSlot(torch.zeros_like(parameter), lambda: None)
@@ -104,30 +113,33 @@ def test_forward_passes_keep_two_inputs_on_the_device() -> None:
         tokens = torch.zeros(2, 16, dtype=torch.long)
         with memory:
             loss = model(tokens, labels=tokens).mean()
-            kept[name] = memory.now
+            memory_after_forward[name] = memory.now
         assert loss.requires_grad
     stream = 2 * 16 * 32 * 4
-    # The copies of all inputs stand in for the memory of the host.
+    # On the CPU the counted memory includes the host copies of all inputs.
     on_host = CONFIG.num_layers * stream
-    assert kept["host"] - on_host == kept["device"] - (CONFIG.num_layers - IN_FLIGHT) * stream
+    assert (
+        memory_after_forward["host"] - on_host
+        == memory_after_forward["device"] - (CONFIG.num_layers - IN_FLIGHT) * stream
+    )
 
 
 def test_passes_without_gradients_copy_nothing() -> None:
-    copies = Noted()
-    model = built(copies)
+    copies = RecordedCopies()
+    model = build_model(copies)
     with torch.no_grad():
         model(torch.zeros(1, 16, dtype=torch.long))
     assert copies.events == []
 
 
-def test_a_pass_never_fetches_the_input_of_another_one() -> None:
+def test_offloaded_inputs_are_linked_only_within_one_forward_pass() -> None:
     offload = HostOffload(frozenset({0}))
     first = [offload._put(torch.zeros(1), layer) for layer in range(2)]
     second = [offload._put(torch.zeros(1), layer) for layer in range(2)]
-    assert [one.previous for one in (*first, *second)] == [None, first[0], None, second[0]]
+    assert [entry.previous for entry in (*first, *second)] == [None, first[0], None, second[0]]
 
 
-def test_what_cannot_wait_on_the_host_is_refused() -> None:
+def test_offload_of_norms_and_of_compiled_layers_is_refused() -> None:
     with pytest.raises(
         ParallelPlanError,
         match="recompute.offload needs parts of full or full_except_core: it is nor",

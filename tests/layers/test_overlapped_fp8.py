@@ -1,4 +1,4 @@
-"""Products of 8 bits that overlap with their communication equal those before or after it."""
+"""8-bit products that overlap with communication equal products without overlap."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.oracles import assert_equal
 from tests.world import run_world
 
 #: Of two layers: forward before two column layers, backward before two row layers.
-CALLS = {"fused_all_gather_scaled_matmul": 8, "fused_scaled_matmul_reduce_scatter": 4}
+EXPECTED_CALLS = {"fused_all_gather_scaled_matmul": 8, "fused_scaled_matmul_reduce_scatter": 4}
 
 
 def train(mesh: ParallelMesh, kind: str, recompute: Any, emulate: bool) -> dict[str, Tensor]:
@@ -41,18 +41,20 @@ def train(mesh: ParallelMesh, kind: str, recompute: Any, emulate: bool) -> dict[
 def compare_models(rank: int, size: int) -> None:
     """Compare models whose products overlap with models whose products do not."""
     for layout in ({"tp": 2}, {"tp": 2, "cp": 2})[: size // 2]:
-        own = ParallelLayout(world_size=size, **layout)
-        mesh = ParallelMesh.create(own, seed=0, sequence_parallel=True, overlaps_matmul=True)
+        parallel_layout = ParallelLayout(world_size=size, **layout)
+        mesh = ParallelMesh.create(
+            parallel_layout, seed=0, sequence_parallel=True, overlaps_matmul=True
+        )
         plain = replace(mesh, tp=replace(mesh.tp, overlaps_matmul=False))
         for kind, recompute in (("llama", "none"), ("gpt2", "none"), ("llama", "full")):
             expected = train(plain, kind, recompute, emulate=True)
             with cut_operators() as counts:
-                found = train(mesh, kind, recompute, emulate=False)
+                actual = train(mesh, kind, recompute, emulate=False)
             if recompute == "none":
-                assert dict(counts) == CALLS
-            assert counts.total() >= sum(CALLS.values())
-            assert found.keys() == expected.keys()
-            for name, value in found.items():
+                assert dict(counts) == EXPECTED_CALLS
+            assert counts.total() >= sum(EXPECTED_CALLS.values())
+            assert actual.keys() == expected.keys()
+            for name, value in actual.items():
                 assert_equal(value, expected[name], f"{kind}, {recompute}: {name}")
         mesh.destroy()
 
@@ -63,39 +65,41 @@ def test_models_with_overlap_equal_models_without(size):
 
 
 def compare_products(rank: int, size: int) -> None:
-    """Compare both products with those of whole matrices."""
+    """Compare both products with products of full matrices."""
     mesh = ParallelMesh.create(
         ParallelLayout(world_size=size, tp=size), sequence_parallel=True, overlaps_matmul=True
     )
-    ours = Scaling(FP8(emulate=True), emulate=True)
+    scaling = Scaling(FP8(emulate=True), emulate=True)
 
     def rows(matrix: Tensor) -> Operand:
-        return needed(ours.cast_input(matrix, rows=True, columns=False).rows)
+        return needed(scaling.cast_input(matrix, rows=True, columns=False).rows)
 
-    whole = rows(draw(8 * size, 32))
+    full_left = rows(draw(8 * size, 32))
     right = rows(draw(48, 32, seed=1))
-    local = Operand(whole.values.chunk(size)[rank].contiguous(), whole.scale)
-    exact = whole.numbers(torch.float64) @ right.numbers(torch.float64).t()
+    local = Operand(full_left.values.chunk(size)[rank].contiguous(), full_left.scale)
+    expected = full_left.numbers(torch.float64) @ right.numbers(torch.float64).t()
     left = rows(draw(8 * size, 32, seed=2 + rank))
-    part = left.numbers(torch.float64) @ right.numbers(torch.float64).t()
-    parts = [torch.empty_like(part) for _ in range(size)]
-    torch.distributed.all_gather(parts, part)
-    total = torch.stack(parts).sum(0).chunk(size)[rank]
+    partial_product = left.numbers(torch.float64) @ right.numbers(torch.float64).t()
+    partial_products = [torch.empty_like(partial_product) for _ in range(size)]
+    torch.distributed.all_gather(partial_products, partial_product)
+    expected_sum = torch.stack(partial_products).sum(0).chunk(size)[rank]
     for emulate in (True, False):
         with cut_operators() as counts:
             options = {"emulate": emulate}
-            full, found = gathered_product(local, right, mesh, torch.float64, **options)
-            assert torch.equal(full.values.view(torch.uint8), whole.values.view(torch.uint8))
-            assert torch.equal(full.scale, whole.scale)
-            assert_equal(found, exact, f"gathered, {emulate}")
+            gathered, actual = gathered_product(local, right, mesh, torch.float64, **options)
+            assert torch.equal(
+                gathered.values.view(torch.uint8), full_left.values.view(torch.uint8)
+            )
+            assert torch.equal(gathered.scale, full_left.scale)
+            assert_equal(actual, expected, f"gathered, {emulate}")
             scattered = scattered_product(left, right, mesh, torch.float64, **options)
-            assert_equal(scattered, total, f"scattered, {emulate}")
-        # Emulated products do not overlap.
+            assert_equal(scattered, expected_sum, f"scattered, {emulate}")
+        # Emulated products do not overlap with communication.
         assert counts.total() == (0 if emulate else 2)
     mesh.destroy()
 
 
-def test_products_with_overlap_equal_products_of_whole_matrices():
+def test_products_with_overlap_equal_products_of_full_matrices():
     run_world(compare_products, 2)
 
 

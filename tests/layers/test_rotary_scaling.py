@@ -1,4 +1,4 @@
-"""Stretched rotary positions are Hugging Face's, to the last bit."""
+"""Scaled rotary frequencies and tables have the same bits as those of Hugging Face."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ modeling_phi3 = pytest.importorskip("transformers.models.phi3.modeling_phi3")
 transformers = pytest.importorskip("transformers")
 
 SHORT, LONG = tuple(1.0 + 0.1 * i for i in range(24)), tuple(2.0 + 0.37 * i for i in range(24))
-# Ours, and the numbers that theirs has beside them under its own names.
+# Settings of this package, and further numbers under the names of Hugging Face.
 SCALINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"kind": "linear", "factor": 3.0}, {}),
     ({"kind": "llama3", "factor": 8.0, "original_length": 8192}, {"low_freq_factor": 1.0, "high_freq_factor": 4.0}),
@@ -54,12 +54,14 @@ SCALINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def their_config(ours: RotaryScaling, others: dict[str, Any], part: float) -> Any:
+def their_config(
+    ours: RotaryScaling, their_settings: dict[str, Any], rotary_fraction: float
+) -> Any:
     parameters = {
         "rope_type": ours.kind,
         "rope_theta": 10000.0,
         "factor": ours.factor,
-        "partial_rotary_factor": part,
+        "partial_rotary_factor": rotary_fraction,
     }
     if ours.original_length is not None:
         parameters["original_max_position_embeddings"] = ours.original_length
@@ -74,51 +76,55 @@ def their_config(ours: RotaryScaling, others: dict[str, Any], part: float) -> An
         if ours.original_length is None
         else {"original_max_position_embeddings": ours.original_length}
     )
-    kind = transformers.Phi3Config if ours.kind == "longrope" else transformers.LlamaConfig
-    return kind(**sizes, **original, rope_parameters=parameters | others)
+    config_class = transformers.Phi3Config if ours.kind == "longrope" else transformers.LlamaConfig
+    return config_class(**sizes, **original, rope_parameters=parameters | their_settings)
 
 
-@pytest.mark.parametrize(("ours", "others"), SCALINGS)
-def test_frequencies_are_hugging_faces(ours: dict[str, Any], others: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("ours", "their_settings"), SCALINGS)
+def test_frequencies_have_the_bits_of_hugging_face(
+    ours: dict[str, Any], their_settings: dict[str, Any]
+) -> None:
     scaling = RotaryScaling(**ours)
-    # The factors of longrope are as many as the angles.
-    for part in (0.75,) if scaling.kind == "longrope" else (0.75, 1.0):
-        config = their_config(scaling, others, part)
+    # longrope has one factor for each angle.
+    for rotary_fraction in (0.75,) if scaling.kind == "longrope" else (0.75, 1.0):
+        config = their_config(scaling, their_settings, rotary_fraction)
         for seq_length in (1, 16, 17):
             theirs, amplitude = modeling_rope_utils.ROPE_INIT_FUNCTIONS[scaling.kind](
                 config, "cpu", seq_len=seq_length
             )
             is_long = scaling.original_length is not None and seq_length > scaling.original_length
-            found = rotary_frequencies(
-                int(64 * part), 10000.0, scaling, is_long=is_long, device="cpu"
+            actual = rotary_frequencies(
+                int(64 * rotary_fraction), 10000.0, scaling, is_long=is_long, device="cpu"
             )
-            assert torch.equal(found, theirs)
+            assert torch.equal(actual, theirs)
             assert scaling.amplitude == amplitude
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("seq_length", [16, 17])
-@pytest.mark.parametrize(("ours", "others"), SCALINGS)
-def test_tables_are_hugging_faces_in_rows_and_at_positions(
-    ours: dict[str, Any], others: dict[str, Any], seq_length: int, dtype: torch.dtype
+@pytest.mark.parametrize(("ours", "their_settings"), SCALINGS)
+def test_tables_of_rows_and_positions_have_the_bits_of_hugging_face(
+    ours: dict[str, Any], their_settings: dict[str, Any], seq_length: int, dtype: torch.dtype
 ) -> None:
     scaling = RotaryScaling(**ours)
-    module = modeling_phi3.Phi3RotaryEmbedding(their_config(scaling, others, 0.75))
+    module = modeling_phi3.Phi3RotaryEmbedding(their_config(scaling, their_settings, 0.75))
     positions = torch.stack((torch.arange(seq_length), torch.arange(seq_length).flip(0)))
     theirs = module(torch.empty(0, dtype=dtype), positions)
-    rows = rotary_tables(seq_length, 48, scaling=scaling, dtype=dtype)
-    places = position_tables(positions, 48, scaling=scaling, dtype=dtype)
-    for row, place, their in zip(rows, places, theirs, strict=True):
-        assert torch.equal(row[:, 0, 0], their[0])
-        assert torch.equal(place[:, :, 0].transpose(0, 1), their)
+    tables_of_rows = rotary_tables(seq_length, 48, scaling=scaling, dtype=dtype)
+    tables_at_positions = position_tables(positions, 48, scaling=scaling, dtype=dtype)
+    for row_table, position_table, their_table in zip(
+        tables_of_rows, tables_at_positions, theirs, strict=True
+    ):
+        assert torch.equal(row_table[:, 0, 0], their_table[0])
+        assert torch.equal(position_table[:, :, 0].transpose(0, 1), their_table)
 
 
-def test_kept_tables_are_those_of_rows_and_never_of_positions() -> None:
+def test_tables_of_rows_are_cached_and_tables_of_positions_are_not() -> None:
     tables, hidden = RotaryTables(8, 100.0), torch.empty(0)
     positions = torch.tensor([[3, 1, 2]])
-    kept = tables(3, hidden)
-    assert tables(3, hidden) is kept
+    cached = tables(3, hidden)
+    assert tables(3, hidden) is cached
     assert torch.equal(
         tables(3, hidden, positions)[0][:, 0], position_tables(positions, 8, base=100.0)[0][:, 0]
     )
-    assert tables(3, hidden) is kept
+    assert tables(3, hidden) is cached

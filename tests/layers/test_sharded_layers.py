@@ -1,6 +1,4 @@
-"""Every layer against its torch.nn twin in float64: outputs, input gradients and all parameter
-gradients.
-"""
+"""Outputs, input gradients and parameter gradients of every layer equal those of torch.nn in float64."""
 
 from __future__ import annotations
 
@@ -33,24 +31,24 @@ from tests.world import run_world
 
 S, B, D, H, V = 8, 2, 16, 4, 150
 
-CUTS = [(1, False), (2, False), (2, True), (4, False), (4, True)]
+LAYOUTS = [(1, False), (2, False), (2, True), (4, False), (4, True)]
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def whole(tensor: Tensor, mesh: ParallelMesh) -> Tensor:
+def full_tensor(tensor: Tensor, mesh: ParallelMesh) -> Tensor:
     return tensor
 
 
-def features(tensor: Tensor, mesh: ParallelMesh) -> Tensor:
+def feature_part(tensor: Tensor, mesh: ParallelMesh) -> Tensor:
     return tensor.chunk(mesh.tp.size, -1)[mesh.tp.rank]
 
 
 def compare(
     layer: nn.Module,
-    twin: Callable[[Tensor], Tensor],
+    reference: Callable[[Tensor], Tensor],
     weights: Mapping[str, Tensor],
     mesh: ParallelMesh,
     *,
@@ -58,35 +56,35 @@ def compare(
     outputs: Callable[[Tensor, ParallelMesh], Tensor] = sequence_part,
     width: int = D,
 ) -> None:
-    """Compare a layer with its twin on the same tensors; ``inputs`` and ``outputs`` cut full
-    tensors to this rank.
+    """Compare a layer with its torch reference; ``inputs`` and ``outputs`` return the part of a full
+    tensor of this rank.
     """
-    what = f"{type(layer).__name__} tp={mesh.tp.size} sp={mesh.sequence_parallel}"
+    case_name = f"{type(layer).__name__} tp={mesh.tp.size} sp={mesh.sequence_parallel}"
     load_full_(layer, weights)
     full = draw(S, B, width, seed=1).requires_grad_()
-    expected = twin(full)
+    expected = reference(full)
     grad = draw(*expected.shape, seed=2)
     expected.backward(grad)
 
     local = inputs(full, mesh).detach().requires_grad_()
     actual = layer(local)
     actual.backward(outputs(grad, mesh))
-    assert_equal(actual, outputs(expected, mesh), f"{what}: output")
+    assert_equal(actual, outputs(expected, mesh), f"{case_name}: output")
     assert full.grad is not None
     assert local.grad is not None
-    assert_equal(local.grad, inputs(full.grad, mesh), f"{what}: input gradient")
+    assert_equal(local.grad, inputs(full.grad, mesh), f"{case_name}: input gradient")
     assert_same_gradients(
-        layer, mesh, {name: leaf_gradient(weight) for name, weight in weights.items()}, what
+        layer, mesh, {name: gradient_of(weight) for name, weight in weights.items()}, case_name
     )
 
 
-def leaf_gradient(weight: Tensor) -> Tensor:
+def gradient_of(weight: Tensor) -> Tensor:
     assert weight.grad is not None
     return weight.grad
 
 
-def leaves(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
-    """Draw a twin's weights; ``__`` in a keyword stands for a dot."""
+def draw_weights(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
+    """Draw the weights of a reference; ``__`` in a keyword stands for a dot."""
     return {
         name.replace("__", "."): draw(*shape, seed=10 + i).mul_(0.3).requires_grad_()
         for i, (name, shape) in enumerate(shapes.items())
@@ -95,41 +93,45 @@ def leaves(**shapes: tuple[int, ...]) -> dict[str, Tensor]:
 
 def check_linear(mesh: ParallelMesh) -> None:
     for bias in (True, False):
-        w = leaves(weight=(12, D), **({"bias": (12,)} if bias else {}))
-        twin = lambda x, w=w: F.linear(x, w["weight"], w.get("bias"))  # noqa: E731
-        compare(ColumnParallelLinear(D, 12, mesh, bias=bias), twin, w, mesh, outputs=features)
-        w = leaves(weight=(12, D), **({"bias": (12,)} if bias else {}))
-        twin = lambda x, w=w: F.linear(x, w["weight"], w.get("bias"))  # noqa: E731
-        compare(RowParallelLinear(D, 12, mesh, bias=bias), twin, w, mesh, inputs=features)
-    w = leaves(weight=(12, D), bias=(12,))
+        w = draw_weights(weight=(12, D), **({"bias": (12,)} if bias else {}))
+        reference = lambda x, w=w: F.linear(x, w["weight"], w.get("bias"))  # noqa: E731
+        compare(
+            ColumnParallelLinear(D, 12, mesh, bias=bias), reference, w, mesh, outputs=feature_part
+        )
+        w = draw_weights(weight=(12, D), **({"bias": (12,)} if bias else {}))
+        reference = lambda x, w=w: F.linear(x, w["weight"], w.get("bias"))  # noqa: E731
+        compare(RowParallelLinear(D, 12, mesh, bias=bias), reference, w, mesh, inputs=feature_part)
+    w = draw_weights(weight=(12, D), bias=(12,))
     compare(
         ColumnParallelLinear(D, 12, mesh, gather_output=True),
         lambda x: F.linear(x, w["weight"], w["bias"]),
         w,
         mesh,
-        outputs=whole,
+        outputs=full_tensor,
     )
 
 
 def check_norms(mesh: ParallelMesh) -> None:
-    w = leaves(weight=(D,), bias=(D,))
+    w = draw_weights(weight=(D,), bias=(D,))
     compare(LayerNorm(D, mesh), lambda x: F.layer_norm(x, (D,), w["weight"], w["bias"]), w, mesh)
-    v = leaves(weight=(D,))
+    v = draw_weights(weight=(D,))
     compare(LayerNorm(D, mesh, bias=False), lambda x: F.layer_norm(x, (D,), v["weight"]), v, mesh)
-    u = leaves(weight=(D,))
+    u = draw_weights(weight=(D,))
     compare(RMSNorm(D, mesh), lambda x: F.rms_norm(x, (D,), u["weight"], 1e-5), u, mesh)
 
 
 def check_mlps(mesh: ParallelMesh) -> None:
     for activation, approximate in (("gelu", "none"), ("gelu_tanh", "tanh")):
-        w = leaves(up__weight=(24, D), up__bias=(24,), down__weight=(D, 24), down__bias=(D,))
+        w = draw_weights(up__weight=(24, D), up__bias=(24,), down__weight=(D, 24), down__bias=(D,))
 
-        def twin(x: Tensor, w: dict[str, Tensor] = w, approximate: str = approximate) -> Tensor:
+        def reference(
+            x: Tensor, w: dict[str, Tensor] = w, approximate: str = approximate
+        ) -> Tensor:
             inner = F.gelu(F.linear(x, w["up.weight"], w["up.bias"]), approximate=approximate)
             return F.linear(inner, w["down.weight"], w["down.bias"])
 
-        compare(MLP(D, 24, mesh, activation=activation), twin, w, mesh)
-    w = leaves(gate_up__weight=(48, D), down__weight=(D, 24))
+        compare(MLP(D, 24, mesh, activation=activation), reference, w, mesh)
+    w = draw_weights(gate_up__weight=(48, D), down__weight=(D, 24))
 
     def gated(x: Tensor) -> Tensor:
         gate, up = F.linear(x, w["gate_up.weight"]).chunk(2, -1)
@@ -140,11 +142,11 @@ def check_mlps(mesh: ParallelMesh) -> None:
 
 def check_attention(mesh: ParallelMesh) -> None:
     for causal in (True, False):
-        w = leaves(
+        w = draw_weights(
             qkv__weight=(3 * D, D), qkv__bias=(3 * D,), output__weight=(D, D), output__bias=(D,)
         )
 
-        def twin(x: Tensor, w: dict[str, Tensor] = w, causal: bool = causal) -> Tensor:
+        def reference(x: Tensor, w: dict[str, Tensor] = w, causal: bool = causal) -> Tensor:
             hidden, _ = F.multi_head_attention_forward(
                 x, x, x, D, H, w["qkv.weight"], w["qkv.bias"], None, None, False, 0.0,
                 w["output.weight"], w["output.bias"], need_weights=False, is_causal=causal,
@@ -152,12 +154,12 @@ def check_attention(mesh: ParallelMesh) -> None:
             )  # fmt: skip
             return hidden
 
-        compare(SelfAttention(D, H, mesh, causal=causal), twin, w, mesh)
+        compare(SelfAttention(D, H, mesh, causal=causal), reference, w, mesh)
     for num_kv_heads in (1, 2):
-        w = leaves(qkv__weight=((H + 2 * num_kv_heads) * 6, D), output__weight=(D, H * 6))
+        w = draw_weights(qkv__weight=((H + 2 * num_kv_heads) * 6, D), output__weight=(D, H * 6))
         layer = SelfAttention(D, H, mesh, num_kv_heads=num_kv_heads, head_dim=6, bias=False)
         tables = rotary_tables(S, 6, dtype=torch.float64)
-        rotated = _WithTables(layer, tables)
+        rotated = _LayerWithTables(layer, tables)
         compare(
             rotated,
             lambda x, w=w, g=num_kv_heads, t=tables: grouped_attention(x, w, g, t),
@@ -166,7 +168,7 @@ def check_attention(mesh: ParallelMesh) -> None:
         )
 
 
-class _WithTables(nn.Module):
+class _LayerWithTables(nn.Module):
     def __init__(self, layer: nn.Module, tables: tuple[Tensor, Tensor]) -> None:
         super().__init__()
         self.layer, self.tables = layer, tables
@@ -192,7 +194,7 @@ def grouped_attention(
 def check_blocks(mesh: ParallelMesh) -> None:
     torch.manual_seed(0)
     for position in ("pre", "post"):
-        twin = nn.TransformerEncoderLayer(D, H, 24, 0.0, "gelu", norm_first=position == "pre")
+        reference = nn.TransformerEncoderLayer(D, H, 24, 0.0, "gelu", norm_first=position == "pre")
         block = TransformerBlock(
             SelfAttention(D, H, mesh, causal=False),
             MLP(D, 24, mesh),
@@ -203,23 +205,23 @@ def check_blocks(mesh: ParallelMesh) -> None:
             norm_position=position,
         )
         sources = {
-            "attention.qkv.weight": twin.self_attn.in_proj_weight,
-            "attention.qkv.bias": twin.self_attn.in_proj_bias,
+            "attention.qkv.weight": reference.self_attn.in_proj_weight,
+            "attention.qkv.bias": reference.self_attn.in_proj_bias,
             **{
-                f"attention.output.{k}": getattr(twin.self_attn.out_proj, k)
+                f"attention.output.{k}": getattr(reference.self_attn.out_proj, k)
                 for k in ("weight", "bias")
             },
-            **{f"mlp.up.{k}": getattr(twin.linear1, k) for k in ("weight", "bias")},
-            **{f"mlp.down.{k}": getattr(twin.linear2, k) for k in ("weight", "bias")},
-            **{f"attention_norm.{k}": getattr(twin.norm1, k) for k in ("weight", "bias")},
-            **{f"mlp_norm.{k}": getattr(twin.norm2, k) for k in ("weight", "bias")},
+            **{f"mlp.up.{k}": getattr(reference.linear1, k) for k in ("weight", "bias")},
+            **{f"mlp.down.{k}": getattr(reference.linear2, k) for k in ("weight", "bias")},
+            **{f"attention_norm.{k}": getattr(reference.norm1, k) for k in ("weight", "bias")},
+            **{f"mlp_norm.{k}": getattr(reference.norm2, k) for k in ("weight", "bias")},
         }
-        compare(block, twin, sources, mesh)
+        compare(block, reference, sources, mesh)
 
 
 def check_embedding_and_head(mesh: ParallelMesh) -> None:
-    what = f"tp={mesh.tp.size} sp={mesh.sequence_parallel}"
-    w = leaves(word__weight=(V, D), position__weight=(S + 3, D))
+    layout_name = f"tp={mesh.tp.size} sp={mesh.sequence_parallel}"
+    w = draw_weights(word__weight=(V, D), position__weight=(S + 3, D))
     tokens = torch.randint(0, V, (B, S), generator=torch.Generator().manual_seed(4))
     tokens[0, :2] = torch.tensor([0, V - 1])
     expected = F.embedding(tokens.t(), w["word.weight"]) + w["position.weight"][
@@ -233,22 +235,22 @@ def check_embedding_and_head(mesh: ParallelMesh) -> None:
     load_full_(layer, w)
     actual = layer(tokens, offset=2)
     actual.backward(sequence_part(grad, mesh))
-    assert_equal(actual, sequence_part(expected, mesh), f"embedding {what}")
+    assert_equal(actual, sequence_part(expected, mesh), f"embedding {layout_name}")
     assert_same_gradients(
-        layer, mesh, {k: leaf_gradient(v) for k, v in w.items()}, f"embedding {what}"
+        layer, mesh, {k: gradient_of(v) for k, v in w.items()}, f"embedding {layout_name}"
     )
     with pytest.raises(IndexError, match=rf"\[0, {V}\): an id is {V}"):
         layer(torch.full((1, S), V))
 
-    w = leaves(weight=(V, D))
+    w = draw_weights(weight=(V, D))
     padded = -(-V // (128 * mesh.tp.size)) * 128 * mesh.tp.size
     compare(
         VocabParallelHead(V, D, mesh),
         lambda x: F.pad(F.linear(x, w["weight"]), (0, padded - V)),
         w,
         mesh,
-        # The loss gives padded columns no gradient.
-        outputs=lambda full, mesh: features(full * (torch.arange(padded) < V), mesh),
+        # Padded columns have no gradient.
+        outputs=lambda full, mesh: feature_part(full * (torch.arange(padded) < V), mesh),
     )
 
 
@@ -256,15 +258,15 @@ def check_padded_rows_are_zero(mesh: ParallelMesh) -> None:
     layer = VocabParallelEmbedding(V, D, mesh)
     initialize_(layer, "cpu", seed=3)
     num_rows = layer.weight.shape[0]
-    here = min(max(V - mesh.tp.rank * num_rows, 0), num_rows)
+    num_true_rows = min(max(V - mesh.tp.rank * num_rows, 0), num_rows)
     assert num_rows % 128 == 0
-    assert bool((layer.weight[here:] == 0).all()), "padded rows start at zero"
-    assert bool((layer.weight[:here] != 0).any(1).all()), "true rows are drawn"
+    assert bool((layer.weight[num_true_rows:] == 0).all()), "padded rows start at zero"
+    assert bool((layer.weight[:num_true_rows] != 0).any(1).all()), "true rows are drawn"
 
 
 def check_all(rank: int, size: int) -> None:
     torch.set_default_dtype(torch.float64)
-    for tp, sequence_parallel in CUTS:
+    for tp, sequence_parallel in LAYOUTS:
         mesh = ParallelMesh.create(
             ParallelLayout(world_size=4, tp=tp), sequence_parallel=sequence_parallel
         )
@@ -282,24 +284,24 @@ def check_all(rank: int, size: int) -> None:
         mesh.destroy()
 
 
-def test_every_layer_equals_its_twin_under_every_cut() -> None:
+def test_every_layer_equals_its_torch_reference_in_every_layout() -> None:
     run_world(check_all, 4)
 
 
-def test_half_types_keep_their_dtype_and_use_float32_statistics() -> None:
+def test_norms_of_bfloat16_keep_the_dtype_and_use_float32_statistics() -> None:
     mesh = ParallelMesh.single()
     wide = 300 * draw(4, 2, 64).bfloat16()
-    for norm, twin in (
+    for norm, reference in (
         (LayerNorm(64, mesh), nn.LayerNorm(64)),
         (RMSNorm(64, mesh), nn.RMSNorm(64, eps=1e-5)),
     ):
         initialize_(norm, "cpu", seed=0)
-        result = norm.bfloat16()(wide)
-        assert result.dtype == torch.bfloat16
-        assert_equal(result.float(), twin(wide.float()), type(norm).__name__, tolerance=5e-3)
+        actual = norm.bfloat16()(wide)
+        assert actual.dtype == torch.bfloat16
+        assert_equal(actual.float(), reference(wide.float()), type(norm).__name__, tolerance=5e-3)
 
 
-def test_fused_ranges_cannot_be_gathered() -> None:
+def test_gather_output_with_fused_ranges_is_refused() -> None:
     mesh = ParallelMesh.single()
     qkv = SelfAttention(8, 2, mesh).qkv
     with pytest.raises(ValueError, match="equal parts"):

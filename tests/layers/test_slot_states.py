@@ -1,4 +1,4 @@
-"""States of several gradient slots at once."""
+"""Common state of several gradient slots: empty, filled or mixed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lightning_megatron.layers.slot_states import (
 )
 
 
-def slots_over(*values: float) -> tuple[list[GradientSlot], list[int]]:
-    """Return slots over memory with these values, and a list that counts their notices."""
+def make_slots(*values: float) -> tuple[list[GradientSlot], list[int]]:
+    """Return slots over memory with these values, and a list of the slots that gave notice."""
     notices: list[int] = []
     slots = [
         GradientSlot(torch.full((2,), value), lambda index=index: notices.append(index))
@@ -25,18 +25,18 @@ def slots_over(*values: float) -> tuple[list[GradientSlot], list[int]]:
 
 
 def test_slots_are_empty_filled_or_mixed() -> None:
-    slots, notices = slots_over(1.0, 2.0)
+    slots, notices = make_slots(1.0, 2.0)
     assert state_of(slots) == "empty"
     slots[0].add(torch.ones(2))
     assert state_of(slots) == "mixed"
     mark_filled(slots, {})
     assert state_of(slots) == "filled"
-    assert notices == [0], "a mark is no notice"
+    assert notices == [0], "a mark gives no notice"
     assert state_of([]) == "empty"
 
 
-def test_a_mixed_state_is_resolved_by_zeros_in_the_empty_slots_only() -> None:
-    slots, notices = slots_over(float("nan"), float("nan"))
+def test_fill_empty_writes_zeros_into_empty_slots_only() -> None:
+    slots, notices = make_slots(float("nan"), float("nan"))
     slots[0].add(torch.full((2,), 3.0))
     fill_empty(slots)
     assert state_of(slots) == "filled"
@@ -46,8 +46,8 @@ def test_a_mixed_state_is_resolved_by_zeros_in_the_empty_slots_only() -> None:
     assert [slot.gradient.tolist() for slot in slots] == [[7.0, 7.0], [4.0, 4.0]]
 
 
-def test_states_come_back_after_a_block_that_changed_them_or_failed() -> None:
-    slots, _ = slots_over(1.0, 2.0)
+def test_preserve_states_restores_states_after_an_error() -> None:
+    slots, _ = make_slots(1.0, 2.0)
     slots[0].add(torch.ones(2))
 
     def change() -> None:

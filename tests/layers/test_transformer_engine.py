@@ -1,4 +1,4 @@
-"""Layers call Transformer Engine with the right matrices, and communicate as our own do."""
+"""Layers that use Transformer Engine equal those of this package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.world import run_world
 CPU = torch.device("cpu")
 
 
-def results(module: Any, hidden: Tensor, seed: int) -> list[Tensor]:
+def output_and_gradients(module: Any, hidden: Tensor, seed: int) -> list[Tensor]:
     """Return the output and all gradients of a layer."""
     hidden = hidden.clone().requires_grad_()
     for parameter in module.parameters():
@@ -31,14 +31,14 @@ def results(module: Any, hidden: Tensor, seed: int) -> list[Tensor]:
     output = module(hidden)
     output.backward(draw(*output.shape, seed=seed))
     assert hidden.grad is not None
-    return [output.detach(), hidden.grad, *(one.grad for one in module.parameters())]
+    return [output.detach(), hidden.grad, *(parameter.grad for parameter in module.parameters())]
 
 
-def differences(rank: int, size: int, shards: bool) -> list[float]:
-    """Return how far layers with the library are from those without it, on one of two ranks."""
+def differences(rank: int, size: int, sequence_parallel: bool) -> list[float]:
+    """Return the largest differences between layers with and without the library on this rank."""
     layout = ParallelLayout(size, tp=size)
-    mesh = ParallelMesh.create(layout, sequence_parallel=shards)
-    found = []
+    mesh = ParallelMesh.create(layout, sequence_parallel=sequence_parallel)
+    largest_differences = []
     with installed():
         for kind, features in ((ColumnParallelLinear, (16, 24)), (RowParallelLinear, (32, 8))):
             module = kind(*features, mesh).double()
@@ -48,34 +48,36 @@ def differences(rank: int, size: int, shards: bool) -> list[float]:
                         draw(*parameter.shape, seed=seed + (10 * rank + 3) * (not seed))
                     )
             is_column = kind is ColumnParallelLinear
-            length = 4 // size if shards and is_column else 4
+            length = 4 // size if sequence_parallel and is_column else 4
             width = features[0] if is_column else features[0] // size
-            hidden = draw(length, 3, width, seed=rank if shards or not is_column else 5)
-            own = results(module, hidden, 7)
+            hidden = draw(length, 3, width, seed=rank if sequence_parallel or not is_column else 5)
+            expected = output_and_gradients(module, hidden, 7)
             module.scaling = EngineScaling(None, CPU)
-            engine = results(module, hidden, 7)
-            found += [float((a - b).abs().max()) for a, b in zip(own, engine, strict=True)]
-    return found
+            actual = output_and_gradients(module, hidden, 7)
+            largest_differences += [
+                float((a - b).abs().max()) for a, b in zip(expected, actual, strict=True)
+            ]
+    return largest_differences
 
 
-@pytest.mark.parametrize("shards", [False, True])
-def test_layers_of_two_ranks_equal_those_of_this_package(shards):
-    for found in run_world(differences, 2, shards):
-        assert len(found) == 8
-        assert max(found) < 1e-12
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_engine_layers_of_two_ranks_equal_those_of_this_package(sequence_parallel):
+    for largest_differences in run_world(differences, 2, sequence_parallel):
+        assert len(largest_differences) == 8
+        assert max(largest_differences) < 1e-12
 
 
 @pytest.mark.parametrize("is_split", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_weight_gradients_are_added_to_their_sums(is_split, scale):
+def test_engine_layers_add_weight_gradients_to_slots(is_split, scale):
     sums = torch.full((24, 16), 7.0, dtype=torch.float64)
-    parts = [GradientSlot(part, lambda: None, scale=scale) for part in sums.split([8, 16])]
-    whole = GradientSlot(sums, lambda: None, scale=scale)
+    part_slots = [GradientSlot(part, lambda: None, scale=scale) for part in sums.split([8, 16])]
+    full_slot = GradientSlot(sums, lambda: None, scale=scale)
     expected = torch.zeros_like(sums)
     with installed():
         for seed in range(2):
             weight = draw(24, 16, seed=3).requires_grad_()
-            set_slot(weight, StackedSlot(parts, [8, 16]) if is_split else whole)
+            set_slot(weight, StackedSlot(part_slots, [8, 16]) if is_split else full_slot)
             hidden = draw(5, 16, seed=seed).requires_grad_()
             output = engine_column_linear(
                 hidden, weight, None, single_mesh(0), EngineScaling(None, CPU)
@@ -87,7 +89,7 @@ def test_weight_gradients_are_added_to_their_sums(is_split, scale):
 
 
 @pytest.mark.parametrize("kind", ["layer", "layer without bias", "rms", "rms with offset"])
-def test_norms_equal_those_of_this_package(kind):
+def test_engine_norms_equal_those_of_this_package(kind):
     mesh = single_mesh(0)
     norm: Any = {
         "layer": lambda: LayerNorm(16, mesh),
@@ -98,32 +100,32 @@ def test_norms_equal_those_of_this_package(kind):
     with torch.no_grad():
         for seed, parameter in enumerate(norm.parameters()):
             parameter.copy_(draw(1, 16, seed=seed)[0])
-    own = results(norm, draw(3, 4, 16, seed=2), 5)
+    expected_results = output_and_gradients(norm, draw(3, 4, 16, seed=2), 5)
     norm.uses_engine = True
     with installed():
-        engine = results(norm, draw(3, 4, 16, seed=2), 5)
-    for one, other in zip(own, engine, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+        actual_results = output_and_gradients(norm, draw(3, 4, 16, seed=2), 5)
+    for expected, actual in zip(expected_results, actual_results, strict=True):
+        torch.testing.assert_close(expected, actual, rtol=1e-10, atol=1e-10)
 
 
-def test_an_offset_that_the_library_lacks_stays_with_this_package():
+def test_norms_with_an_unsupported_offset_do_not_call_the_library():
     norm = RMSNorm(16, single_mesh(0), offset=0.5).double()
     norm.uses_engine = True
     # Without the stand-in, a call of the library would fail.
     assert norm(draw(4, 16)).shape == (4, 16)
 
 
-def test_compiled_layers_call_the_library():
+def test_compiled_layers_with_the_library_equal_those_of_this_package():
     module = torch.nn.Sequential(
         RMSNorm(16, single_mesh(0)), ColumnParallelLinear(16, 8, single_mesh(0), bias=False)
     ).double()
     with torch.no_grad():
         module[1].weight.copy_(draw(8, 16, seed=1))
-    own = results(module, draw(5, 16), 3)
+    expected_results = output_and_gradients(module, draw(5, 16), 3)
     module[0].uses_engine = True
     module[1].scaling = EngineScaling(None, CPU)
     with installed():
-        compiled = results(torch.compile(module, backend="eager"), draw(5, 16), 3)
-    assert len(compiled) == len(own) == 4
-    for one, other in zip(compiled, own, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+        compiled = output_and_gradients(torch.compile(module, backend="eager"), draw(5, 16), 3)
+    assert len(compiled) == len(expected_results) == 4
+    for actual, expected in zip(compiled, expected_results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)

@@ -1,5 +1,5 @@
-"""Blocks that FlexAttention visits are those of the span, and what it computes from them is the
-formula's output.
+"""FlexAttention visits the blocks that a span makes visible, and its output equals attention by
+operators.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_megatron.layers.visible_blocks import BLOCK, visible_blocks
 
 CPU = torch.device("cpu")
 LENGTHS = torch.tensor([[100, 7, 0], [299, 0, 0]])
-KINDS = {
+SPANS = {
     "causal": AttentionSpan(),
     "both ways": AttentionSpan(causal=False),
     "window": AttentionSpan(window=33),
@@ -33,49 +33,49 @@ KINDS = {
 }
 
 
-def numbered(numbers: Tensor, indices: Tensor) -> Tensor:
-    """Return for each pair of blocks whether it is among the first of its row."""
-    is_named = torch.arange(indices.shape[-1]) < numbers[..., None]
-    found = torch.zeros_like(indices, dtype=torch.bool)
-    return found.scatter(-1, indices.long(), is_named)
+def listed_blocks(numbers: Tensor, indices: Tensor) -> Tensor:
+    """Return, for each pair of blocks, whether the first ``numbers`` indices of its row name it."""
+    is_first = torch.arange(indices.shape[-1]) < numbers[..., None]
+    is_listed = torch.zeros_like(indices, dtype=torch.bool)
+    return is_listed.scatter(-1, indices.long(), is_first)
 
 
 @pytest.mark.parametrize("length", [300, 384, 1000])
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_blocks_are_those_that_torch_finds_from_all_pairs(kind: str, length: int) -> None:
-    span = KINDS[kind].laid_out(2, length, CPU)
+@pytest.mark.parametrize("kind", list(SPANS))
+def test_visible_blocks_equal_those_of_create_block_mask(kind: str, length: int) -> None:
+    span = SPANS[kind].laid_out(2, length, CPU)
     blocks = visible_blocks(span, 2, length, CPU)
     expected = create_block_mask(
         blocks.mask_mod, 2, None, length, length, CPU, separate_full_blocks=True
     )
     pairs = [
-        (numbered(one.kv_num_blocks, one.kv_indices), numbered(one.full_kv_num_blocks, one.full_kv_indices))
-        for one in (blocks, expected)
+        (listed_blocks(block_mask.kv_num_blocks, block_mask.kv_indices), listed_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices))
+        for block_mask in (blocks, expected)
     ]  # fmt: skip
-    (partly, wholly), (partly_seen, wholly_seen) = pairs
-    assert not (partly & wholly).any()
-    assert torch.equal((partly | wholly).expand_as(wholly_seen), partly_seen | wholly_seen)
-    assert torch.equal(wholly.expand_as(wholly_seen), wholly_seen)
-    assert wholly.any() or "window" in kind or length < 3 * BLOCK
+    (partial, full), (expected_partial, expected_full) = pairs
+    assert not (partial & full).any()
+    assert torch.equal((partial | full).expand_as(expected_full), expected_partial | expected_full)
+    assert torch.equal(full.expand_as(expected_full), expected_full)
+    assert full.any() or "window" in kind or length < 3 * BLOCK
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_the_rule_for_pairs_is_that_of_the_dense_mask(kind: str) -> None:
+@pytest.mark.parametrize("kind", list(SPANS))
+def test_the_mask_function_equals_the_dense_mask(kind: str) -> None:
     length = 300
-    span = KINDS[kind].laid_out(2, length, CPU)
+    span = SPANS[kind].laid_out(2, length, CPU)
     rule = visible_blocks(span, 2, length, CPU).mask_mod
     grid = torch.meshgrid(torch.arange(length), torch.arange(length), indexing="ij")
-    found = torch.stack([rule(torch.tensor(row), torch.tensor(0), *grid) for row in range(2)])
+    actual = torch.stack([rule(torch.tensor(row), torch.tensor(0), *grid) for row in range(2)])
     expected = seen_pairs(span, 2, length, CPU).expand(2, 1, length, length)
-    assert torch.equal(found[:, None], expected)
+    assert torch.equal(actual[:, None], expected)
 
 
 def borders(*sizes: int) -> Tensor:
     return torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
 
 
-#: Spans whose keys lie elsewhere than their queries, in two rows.
-PARTS = {
+#: Spans whose keys have other positions than their queries, in two rows.
+SPANS_OF_OTHER_KEYS = {
     "all keys": (AttentionSpan(causal=False), KeyRows(500)),
     "aligned at the end": (AttentionSpan(), KeyRows(500)),
     "keys end behind the queries": (AttentionSpan(window=150), KeyRows(500, behind=40)),
@@ -91,29 +91,29 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("kind", list(PARTS))
-def test_blocks_of_other_keys_are_those_of_the_dense_mask(kind: str) -> None:
-    span, keys = PARTS[kind]
+@pytest.mark.parametrize("kind", list(SPANS_OF_OTHER_KEYS))
+def test_visible_blocks_of_other_keys_agree_with_the_dense_mask(kind: str) -> None:
+    span, keys = SPANS_OF_OTHER_KEYS[kind]
     length = 300
     blocks = visible_blocks(span, 2, length, CPU, keys)
     assert blocks.seq_lengths == (length, keys.seq_length)
     grid = torch.meshgrid(torch.arange(length), torch.arange(keys.seq_length), indexing="ij")
-    found = torch.stack(
+    actual = torch.stack(
         [blocks.mask_mod(torch.tensor(row), torch.tensor(0), *grid) for row in range(2)]
     )
     expected = seen_pairs(span, 2, length, CPU, keys).expand(2, 1, length, keys.seq_length)
-    assert torch.equal(found[:, None], expected)
-    # No pair of the blocks that are left out is visible, and every one of those seen whole is.
-    wholly = numbered(blocks.full_kv_num_blocks, blocks.full_kv_indices)
-    listed = wholly | numbered(blocks.kv_num_blocks, blocks.kv_indices)
-    of_pairs = [
-        one.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)[
+    assert torch.equal(actual[:, None], expected)
+    # No pair of the omitted blocks is visible, and every pair of the full blocks is visible.
+    full_blocks = listed_blocks(blocks.full_kv_num_blocks, blocks.full_kv_indices)
+    listed = full_blocks | listed_blocks(blocks.kv_num_blocks, blocks.kv_indices)
+    pairs_of_blocks = [
+        selected_blocks.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)[
             :, :, :length, : keys.seq_length
         ]
-        for one in (listed, wholly)
+        for selected_blocks in (listed, full_blocks)
     ]
-    assert not (expected & ~of_pairs[0]).any()
-    assert not (of_pairs[1] & ~expected).any()
+    assert not (expected & ~pairs_of_blocks[0]).any()
+    assert not (pairs_of_blocks[1] & ~expected).any()
     assert listed.float().mean() < 1 or not span.causal, "blocks are left out"
 
 
@@ -137,7 +137,7 @@ def test_blocks_of_other_keys_are_those_of_the_dense_mask(kind: str) -> None:
         "cap and sinks",
     ],
 )
-def test_the_output_is_that_of_the_formula(
+def test_flex_attention_equals_attention_by_operators(
     span: AttentionSpan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The compiled kernel has no backward pass on CPUs, and its compilation takes long.

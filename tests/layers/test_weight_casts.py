@@ -1,4 +1,4 @@
-"""Casts of weights that microbatches share: how many there are, and what makes a cast again."""
+"""Microbatches share casts of weights, and a write to a weight causes a new cast."""
 
 from __future__ import annotations
 
@@ -31,20 +31,22 @@ SIZE = 128
 
 @contextmanager
 def counting_casts() -> Iterator[list[str]]:
-    """Note the operands of every cast of a weight, as "rows" or "columns"."""
-    found: list[str] = []
+    """Record the operands of every cast of a weight, as "rows" or "columns"."""
+    operands: list[str] = []
     original = Scaling._cast
 
-    def cast(self: Scaling, matrix: Tensor, use: str, form: str, *args: Any, **known: Any) -> Any:
+    def cast(self: Scaling, matrix: Tensor, use: str, form: str, *args: Any, **options: Any) -> Any:
         if use == "weight":
-            found.extend(
-                name for name, asked in zip(("rows", "columns"), args, strict=False) if asked
+            operands.extend(
+                name
+                for name, is_requested in zip(("rows", "columns"), args, strict=False)
+                if is_requested
             )
-        return original(self, matrix, use, form, *args, **known)  # type: ignore[arg-type]
+        return original(self, matrix, use, form, *args, **options)  # type: ignore[arg-type]
 
     Scaling._cast = cast  # type: ignore[method-assign, assignment]
     try:
-        yield found
+        yield operands
     finally:
         Scaling._cast = original  # type: ignore[method-assign]
 
@@ -71,8 +73,10 @@ class Layer:
         if recipe == "delayed":
             self.scales = DelayedScales(settings, ["one"], torch.device("cpu"))
         self.casts = WeightCasts()
-        own = None if self.scales is None else self.scales.layer(0)
-        self.linear.scaling = Scaling(settings, True, own, casts=self.casts.layer(self.linear))
+        layer_scales = None if self.scales is None else self.scales.layer(0)
+        self.linear.scaling = Scaling(
+            settings, True, layer_scales, casts=self.casts.layer(self.linear)
+        )
 
     def step(self, seed: int, is_recomputed: bool = False) -> tuple[Tensor, Tensor]:
         """Run a microbatch; return the output and the gradient of the input."""
@@ -92,42 +96,42 @@ class Layer:
         return list(self.linear.weight_parts)
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of the weight's parameters."""
+        """Return the gradients of the parameters of the weight."""
         return [part.grad.clone() for part in self.parts if part.grad is not None]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
 @pytest.mark.parametrize("is_recomputed", [False, True])
-def test_microbatches_share_casts_and_compute_the_same(recipe, kind, is_recomputed):
-    alone, shared = Layer(kind, recipe), Layer(kind, recipe)
+def test_results_with_shared_casts_equal_those_with_separate_casts(recipe, kind, is_recomputed):
+    separate, shared = Layer(kind, recipe), Layer(kind, recipe)
     for step in range(3):
         seeds = [10 * step + number for number in range(3)]
-        with counting_casts() as found:
-            expected = [alone.step(seed, is_recomputed) for seed in seeds]
-        assert sorted(found) == ["columns"] * 3 + ["rows"] * (6 if is_recomputed else 3)
-        with counting_casts() as found, shared.casts.shared():
-            results = [shared.step(seed, is_recomputed) for seed in seeds]
-            # One byte for each number of both operands, and scales.
+        with counting_casts() as casts:
+            expected_results = [separate.step(seed, is_recomputed) for seed in seeds]
+        assert sorted(casts) == ["columns"] * 3 + ["rows"] * (6 if is_recomputed else 3)
+        with counting_casts() as casts, shared.casts.shared():
+            actual_results = [shared.step(seed, is_recomputed) for seed in seeds]
+            # Each number of both operands takes one byte; scales take little more.
             assert 2 * SIZE**2 < shared.casts.num_bytes < 2.1 * SIZE**2
-        assert sorted(found) == ["columns", "rows"]
+        assert sorted(casts) == ["columns", "rows"]
         assert shared.casts.num_bytes == 0
-        for one, two in zip(results, expected, strict=True):
-            assert all(map(torch.equal, one, two))
-        assert all(map(torch.equal, shared.gradients(), alone.gradients()))
-        for layer in (alone, shared):
+        for actual_pair, expected_pair in zip(actual_results, expected_results, strict=True):
+            assert all(map(torch.equal, actual_pair, expected_pair))
+        assert all(map(torch.equal, shared.gradients(), separate.gradients()))
+        for layer in (separate, shared):
             if layer.scales is not None:
                 layer.scales.end_step(single_mesh(0))
             with torch.no_grad():
                 layer.linear.weight.mul_(1.1).add_(layer.linear.weight.grad, alpha=-1e-3)
-    if alone.scales is not None and shared.scales is not None:
+    if separate.scales is not None and shared.scales is not None:
         assert float(shared.scales.history[0, :3, 1].min()) > 0
-        assert torch.equal(shared.scales.history, alone.scales.history)
+        assert torch.equal(shared.scales.history, separate.scales.history)
 
 
-def test_nothing_is_kept_outside_of_the_block() -> None:
+def test_no_casts_are_kept_outside_of_the_block() -> None:
     layer = Layer(ColumnParallelLinear)
-    with counting_casts() as found:
+    with counting_casts() as casts:
         layer.step(0)
         layer.step(1)
         with suppress(RuntimeError), layer.casts.shared():
@@ -136,13 +140,13 @@ def test_nothing_is_kept_outside_of_the_block() -> None:
             raise RuntimeError
         assert not layer.casts.is_open
         assert layer.casts.num_bytes == 0
-        # Neither the version counter nor the address of the memory shows this write.
+        # This write changes neither the version counter nor the address of the memory.
         layer.linear.weight.data.mul_(2)
-        expected = Layer(ColumnParallelLinear)
-        expected.linear.weight.data.mul_(2)
+        reference = Layer(ColumnParallelLinear)
+        reference.linear.weight.data.mul_(2)
         with layer.casts.shared():
-            assert torch.equal(layer.step(3)[0], expected.step(3)[0])
-    assert len(found) == 10
+            assert torch.equal(layer.step(3)[0], reference.step(3)[0])
+    assert len(casts) == 10
 
 
 def _write_in_place(layer: Layer) -> None:
@@ -174,22 +178,22 @@ def _replace_parameter(layer: Layer) -> None:
     "write",
     [_write_in_place, _write_a_view, _replace_memory, _write_data, _replace_parameter],
 )
-def test_writes_between_microbatches_are_cast_again(write, is_split):
-    alone, shared = (Layer(ColumnParallelLinear, is_split=is_split) for _ in range(2))
+def test_weights_written_between_microbatches_are_cast_again(write, is_split):
+    separate, shared = (Layer(ColumnParallelLinear, is_split=is_split) for _ in range(2))
     results = []
-    for layer in (alone, shared):
+    for layer in (separate, shared):
         with shared.casts.shared():
-            found = [layer.step(0)]
+            results_of_layer = [layer.step(0)]
             write(layer)
-            found += [layer.step(1), layer.step(2)]
-        results.append(found)
+            results_of_layer += [layer.step(1), layer.step(2)]
+        results.append(results_of_layer)
     assert not torch.equal(results[0][0][0], results[0][1][0])
-    for one, two in zip(*results, strict=True):
-        assert all(map(torch.equal, one, two))
+    for separate_pair, shared_pair in zip(*results, strict=True):
+        assert all(map(torch.equal, separate_pair, shared_pair))
 
 
 class Doubled(nn.Module):
-    """Parametrization that depends on state which torch does not count."""
+    """Parametrization that depends on state without a version counter."""
 
     factor = 2.0
 
@@ -197,46 +201,46 @@ class Doubled(nn.Module):
         return weight * self.factor
 
 
-def test_weights_that_are_no_parameters_are_cast_for_each_product() -> None:
+def test_parametrized_weights_are_cast_for_each_product() -> None:
     layer = Layer(RowParallelLinear)
     doubled = Doubled()
     parametrize.register_parametrization(layer.linear, "weight", doubled)
-    with counting_casts() as found, layer.casts.shared():
+    with counting_casts() as casts, layer.casts.shared():
         first = layer.step(0)[0]
         doubled.factor = 4.0
         second = layer.step(0)[0]
-    assert found == ["rows", "columns"] * 2
+    assert casts == ["rows", "columns"] * 2
     bias = layer.linear.bias.detach()
     torch.testing.assert_close(second - bias, 2 * (first - bias))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_passes_without_gradients_share_casts_but_count_for_no_step(recipe):
-    alone, shared = Layer(ColumnParallelLinear, recipe), Layer(ColumnParallelLinear, recipe)
-    with counting_casts() as found, shared.casts.shared():
-        for layer in (alone, shared):
+def test_passes_without_gradients_share_casts_but_leave_histories_unchanged(recipe):
+    separate, shared = Layer(ColumnParallelLinear, recipe), Layer(ColumnParallelLinear, recipe)
+    with counting_casts() as casts, shared.casts.shared():
+        for layer in (separate, shared):
             with torch.no_grad():
-                # A teacher with the weights of the student.
-                taught = layer.linear(draw(6, 2, SIZE, seed=9))
-            assert torch.equal(layer.step(0)[0], alone.step(0)[0])
-            assert taught.shape == (6, 2, SIZE)
-    assert found
-    if alone.scales is not None and shared.scales is not None:
-        for scales in (alone.scales, shared.scales):
+                # A teacher computes with the weights of the student.
+                teacher_output = layer.linear(draw(6, 2, SIZE, seed=9))
+            assert torch.equal(layer.step(0)[0], separate.step(0)[0])
+            assert teacher_output.shape == (6, 2, SIZE)
+    assert casts
+    if separate.scales is not None and shared.scales is not None:
+        for scales in (separate.scales, shared.scales):
             scales.end_step(single_mesh(0))
         assert float(shared.scales.history[0, 0, 1]) > 0
-        assert torch.equal(shared.scales.history[0, 0, 1:2], alone.scales.history[0, 0, 1:2])
+        assert torch.equal(shared.scales.history[0, 0, 1:2], separate.scales.history[0, 0, 1:2])
 
 
-def test_a_copy_of_a_layer_has_casts_of_its_own() -> None:
+def test_a_copied_layer_has_separate_casts() -> None:
     layer = Layer(ColumnParallelLinear)
     with layer.casts.shared():
         before = layer.step(0)[0]
-        other = copy.deepcopy(layer)
+        layer_copy = copy.deepcopy(layer)
         with torch.no_grad():
-            other.linear.weight.mul_(3)
+            layer_copy.linear.weight.mul_(3)
         bias = layer.linear.bias.detach()
-        assert not torch.equal(other.step(0)[0] - bias, before - bias)
+        assert not torch.equal(layer_copy.step(0)[0] - bias, before - bias)
         assert torch.equal(layer.step(0)[0], before)
 
 
@@ -244,7 +248,7 @@ def test_a_copy_of_a_layer_has_casts_of_its_own() -> None:
     ("backend", "graphs", "message"),
     [("te", None, "backend 'te'"), ("native", "segments", "mode 'segments'")],
 )
-def test_sharing_that_cannot_be_is_refused(
+def test_unsupported_sharing_of_casts_is_refused(
     backend: Backend, graphs: GraphMode | None, message: str
 ) -> None:
     with pytest.raises(ParallelPlanError, match=f"fp8.cast_weights.*{message}"):

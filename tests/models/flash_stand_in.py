@@ -20,9 +20,9 @@ from tests.layers import flash_packages
 
 @contextmanager
 def without_masks() -> Iterator[list[AttentionSpan | float]]:
-    """Compute what takes flash attention in half types on a GPU without a mask, in any dtype.
+    """Choose flash attention wherever a GPU would choose it in half types, in any dtype.
 
-    The formula takes the place of the kernel, for models without attention dropout.
+    Operators of torch replace the kernel, for models without attention dropout.
 
     Yields:
         Spans of the calls so far, forward and backward.
@@ -30,19 +30,21 @@ def without_masks() -> Iterator[list[AttentionSpan | float]]:
     calls: list[AttentionSpan | float] = []
     core_of_part = attention_parts.core_of_part
 
-    def chosen(device: Any, dtype: Any, span: AttentionSpan, *given: Any, **how: Any) -> CoreChoice:
+    def choose_flash_without_mask(
+        device: Any, dtype: Any, span: AttentionSpan, *arguments: Any, **options: Any
+    ) -> CoreChoice:
         if span.mask is None:
             return CoreChoice("flash", (), False, False, "a stand-in")
-        return choose_core(device, dtype, span, *given, **how)
+        return choose_core(device, dtype, span, *arguments, **options)
 
-    def noted(query: Any, span: AttentionSpan, keys: Any) -> str:
+    def record_span(query: Any, span: AttentionSpan, keys: Any) -> str:
         calls.append(span)
         return core_of_part(query, span, keys)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoder_rows, "choose_core", chosen)
-        patch.setattr(attention_core, "choose_core", chosen)
-        patch.setattr(attention_parts, "core_of_part", noted)
+        patch.setattr(encoder_rows, "choose_core", choose_flash_without_mask)
+        patch.setattr(attention_core, "choose_core", choose_flash_without_mask)
+        patch.setattr(attention_parts, "core_of_part", record_span)
         yield calls
 
 
@@ -53,9 +55,9 @@ def flash_stand_in() -> Iterator[list[AttentionSpan | float]]:
     The stand-in drops no weights, so that its results with and without dropout are equal.
 
     Yields:
-        Spans of the calls so far, or the probability of those with dropout.
+        Spans of the calls so far, or the dropout probability of calls with dropout.
     """
-    kernel = FlashAttention3(flash_packages.third())
+    kernel = FlashAttention3(flash_packages.make_flash_attention_3())
     choice = FlashChoice(kernel, "", bounds_scores=True)
     with without_masks() as calls, pytest.MonkeyPatch.context() as patch:
 
@@ -69,7 +71,7 @@ def flash_stand_in() -> Iterator[list[AttentionSpan | float]]:
 
         patch.setattr(attention_parts, "core_of_part", core_of_part)
         patch.setattr(attention_parts, "attend_with_dropout", drop)
-        patch.setattr(attention_parts, "choose_flash", lambda *given: choice)
+        patch.setattr(attention_parts, "choose_flash", lambda *arguments: choice)
         yield calls
 
 

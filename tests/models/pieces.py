@@ -1,4 +1,4 @@
-"""Run chunks piece by piece, like CUDA graphs, without an autograd graph between the pieces."""
+"""Runner of chunks in pieces, like CUDA graphs, without an autograd graph between the pieces."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lightning_megatron.nest import leaves, rebuild
 
 
 @dataclass
-class Ran:
-    """Piece that has run: its inputs, the leaves that replaced them, and its outputs."""
+class PieceRun:
+    """Completed run of a piece: its inputs, the leaves that replaced them, and its outputs."""
 
     sources: list[Tensor]
     copies: list[Tensor]
@@ -34,45 +34,55 @@ class PieceRunner:
 
     def run(self, chunk: int, values: Mapping[str, Any]) -> Any:
         self.pieces = split(self.model.segments(chunk), **self.options)
-        held = dict(values)
-        ran: list[Ran] = []
+        tensors_by_name = dict(values)
+        piece_runs: list[PieceRun] = []
         for piece in self.pieces:
-            sources = [held[name] for name in piece.inputs]
-            copies = tuple(map(detached, sources))
-            found = piece(copies)
-            ran.append(Ran(*map(floats_in, (sources, copies, found))))
-            held.update(zip(piece.outputs, found, strict=True))
+            sources = [tensors_by_name[name] for name in piece.inputs]
+            copies = tuple(map(detach_leaves, sources))
+            outputs = piece(copies)
+            piece_runs.append(PieceRun(*map(float_tensors_in, (sources, copies, outputs))))
+            tensors_by_name.update(zip(piece.outputs, outputs, strict=True))
         (name,) = self.model.segments(chunk).outputs
-        result = detached(held[name])
-        for source, copy in zip(floats_in(held[name]), floats_in(result), strict=True):
+        result = detach_leaves(tensors_by_name[name])
+        for source, copy in zip(
+            float_tensors_in(tensors_by_name[name]), float_tensors_in(result), strict=True
+        ):
             if copy.requires_grad:
                 copy.register_post_accumulate_grad_hook(
-                    lambda found, source=source: run_backward(ran, source, found.grad)
+                    lambda leaf, source=source: run_backward(piece_runs, source, leaf.grad)
                 )
         return result
 
 
-def floats_in(value: Any) -> list[Tensor]:
-    return [one for _, one in leaves(value) if isinstance(one, Tensor) and one.is_floating_point()]
+def float_tensors_in(value: Any) -> list[Tensor]:
+    return [
+        leaf for _, leaf in leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+    ]
 
 
-def detached(value: Any) -> Any:
+def detach_leaves(value: Any) -> Any:
     """Return a nest whose tensors are replaced by leaves of autograd."""
     if isinstance(value, Tensor):
         return value.detach().requires_grad_(value.requires_grad)
-    return rebuild(value, detached)
+    return rebuild(value, detach_leaves)
 
 
-def run_backward(ran: Sequence[Ran], result: Tensor, gradient: Tensor) -> None:
+def run_backward(piece_runs: Sequence[PieceRun], result: Tensor, gradient: Tensor) -> None:
     """Run the backward pass piece by piece, and pass gradients to the inputs of the chunk."""
     gradients: dict[int, Tensor] = {id(result): gradient}
-    for piece in reversed(ran):
-        reached = [one for one in piece.outputs if id(one) in gradients and one.requires_grad]
-        torch.autograd.backward(reached, [gradients.pop(id(one)) for one in reached])
-        for source, copy in zip(piece.sources, piece.copies, strict=True):
+    for piece_run in reversed(piece_runs):
+        outputs = [
+            output
+            for output in piece_run.outputs
+            if id(output) in gradients and output.requires_grad
+        ]
+        torch.autograd.backward(outputs, [gradients.pop(id(output)) for output in outputs])
+        for source, copy in zip(piece_run.sources, piece_run.copies, strict=True):
             if copy.grad is not None:
-                before = gradients.get(id(source))
-                gradients[id(source)] = copy.grad if before is None else before + copy.grad
-    for source in {id(one): one for piece in ran for one in piece.sources}.values():
+                sum_so_far = gradients.get(id(source))
+                gradients[id(source)] = copy.grad if sum_so_far is None else sum_so_far + copy.grad
+    for source in {
+        id(tensor): tensor for piece_run in piece_runs for tensor in piece_run.sources
+    }.values():
         if id(source) in gradients and source.requires_grad:
             source.backward(gradients[id(source)])

@@ -1,4 +1,4 @@
-"""Decoder in plain torch, written from the formulas, as an oracle for every setting of GPT."""
+"""Decoder in plain torch, written from the formulas, as a reference for every setting of GPT."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class PlainGPT:
 
     Args:
         config: Shape of the model.
-        weights: Every full weight by GPT's names; a tied head is left out.
-        span: The rows of the batch.
+        weights: Full weights by the names of GPT, without a tied head.
+        span: Span of the rows of the batch.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PlainGPT:
             update = self.mlp(self.norm(x, f"{name}.mlp_norm"), f"{name}.mlp")
             x = x + self.norm(update, f"{name}.mlp_output_norm") * config.residual_scale
         head = w.get("head.weight", w["embedding.word.weight"])
-        return bounded(
+        return apply_soft_cap(
             self.norm(x, "final_norm") @ head.t() * config.logit_scale, config.logit_soft_cap
         )
 
@@ -73,7 +73,7 @@ class PlainGPT:
             return torch.arange(tokens.shape[1]).expand(tokens.shape)
         documents = self.documents(tokens)
         return torch.tensor(
-            [[row[:at].count(row[at]) for at in range(len(row))] for row in documents]
+            [[row[:index].count(row[index]) for index in range(len(row))] for row in documents]
         )
 
     def documents(self, tokens: Tensor) -> list[list[int]]:
@@ -82,8 +82,10 @@ class PlainGPT:
         lengths = [[]] * num if self.span.lengths is None else self.span.lengths.tolist()
         rows = []
         for row in lengths:
-            whole = [*row, length - sum(row)]
-            rows.append([number for number, size in enumerate(whole) for _ in range(size)])
+            document_lengths = [*row, length - sum(row)]
+            rows.append(
+                [number for number, size in enumerate(document_lengths) for _ in range(size)]
+            )
         return rows
 
     def linear(self, x: Tensor, name: str) -> Tensor:
@@ -124,14 +126,16 @@ class PlainGPT:
         if config.qk_norm_over == "head":
             q, k = self.norm(q, names[0]), self.norm(k, names[1])
         if config.rotates_in(layer):
-            q, k = self.rotated(q, layer, tokens), self.rotated(k, layer, tokens)
+            q, k = self.rotate(q, layer, tokens), self.rotate(k, layer, tokens)
         k, v = (part.repeat_interleave(queries // keys, 2) for part in (k, v))
         scale = size**-0.5 if config.attention_scale is None else config.attention_scale
         scores = torch.einsum("bshk,bthk->bhst", q, k) * scale
-        scores = bounded(scores, config.attention_soft_cap)
+        scores = apply_soft_cap(scores, config.attention_soft_cap)
         if config.position == "alibi":
             scores = scores - self.slopes() * self.distances(tokens)
-        scores = scores.masked_fill(~self.seen(tokens, config.window_of(layer)), -torch.inf)
+        scores = scores.masked_fill(
+            ~self.visible_pairs(tokens, config.window_of(layer)), -torch.inf
+        )
         exponents = scores.exp()
         total = exponents.sum(-1, keepdim=True)
         if config.attention_sinks:
@@ -140,20 +144,20 @@ class PlainGPT:
         return self.linear(torch.einsum("bhst,bthk->bshk", weights, v).flatten(2), f"{name}.output")
 
     def slopes(self) -> Tensor:
-        """Return the slopes of the heads, which are powers of one number for four heads."""
+        """Return the ALiBi slopes of four heads, which are powers of one number."""
         assert self.config.num_heads == 4
         return torch.tensor([2 ** (-self.config.alibi_bias_max * n / 4) for n in range(1, 5)])[
             :, None, None
         ]
 
     def distances(self, tokens: Tensor) -> Tensor:
-        """Return the number of tokens (without masked ones) between every two positions."""
+        """Return the number of unmasked tokens between every two positions."""
         places = torch.arange(tokens.shape[1]).expand(tokens.shape)
         if self.config.alibi_skips_padding and self.span.mask is not None:
             places = self.span.mask[:, 0, 0].cumsum(-1).expand(tokens.shape)
         return (places[:, None, :, None] - places[:, None, None, :]).abs()
 
-    def rotated(self, heads: Tensor, layer: int, tokens: Tensor) -> Tensor:
+    def rotate(self, heads: Tensor, layer: int, tokens: Tensor) -> Tensor:
         """Rotate pairs of elements as complex numbers."""
         config, positions = self.config, self.positions(tokens)
         base, scaling = config.rotary_base, config.rotary_scaling
@@ -163,34 +167,34 @@ class PlainGPT:
         is_long = scaling is not None and int(positions.max()) + 1 > (
             scaling.original_length or 10**9
         )
-        speeds = rotary_frequencies(size, base, scaling, is_long=is_long, device="cpu")
-        angles = (positions[..., None].float() * speeds)[:, :, None]
-        turns = torch.complex(
+        frequencies = rotary_frequencies(size, base, scaling, is_long=is_long, device="cpu")
+        angles = (positions[..., None].float() * frequencies)[:, :, None]
+        rotations = torch.complex(
             (angles.cos() * amplitude).double(), (angles.sin() * amplitude).double()
         )
         if config.rotary_interleaved:
             pairs = heads[..., :size].unflatten(-1, (-1, 2))
-            turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns)
-            return torch.cat((turned.flatten(-2), heads[..., size:]), -1)
-        turned = torch.complex(heads[..., : size // 2], heads[..., size // 2 : size]) * turns
-        return torch.cat((turned.real, turned.imag, heads[..., size:]), -1)
+            rotated = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * rotations)
+            return torch.cat((rotated.flatten(-2), heads[..., size:]), -1)
+        rotated = torch.complex(heads[..., : size // 2], heads[..., size // 2 : size]) * rotations
+        return torch.cat((rotated.real, rotated.imag, heads[..., size:]), -1)
 
-    def seen(self, tokens: Tensor, window: int | None) -> Tensor:
+    def visible_pairs(self, tokens: Tensor, window: int | None) -> Tensor:
         """Return whether each position attends to each other position."""
         mask, documents = self.span.mask, self.documents(tokens)
         num, length = tokens.shape
-        seen = torch.zeros(num, 1, length, length, dtype=torch.bool)
+        pairs = torch.zeros(num, 1, length, length, dtype=torch.bool)
         for row in range(num):
-            for place in range(length):
-                for other in range(place + 1 if self.config.causal else length):
-                    near = window is None or abs(place - other) < window
-                    here = documents[row][place] == documents[row][other]
-                    holds = mask is None or bool(mask[row, 0, 0, other])
-                    seen[row, 0, place, other] = near and here and holds
-                seen[row, 0, place, place] |= not seen[row, 0, place].any()
-        return seen
+            for query in range(length):
+                for key in range(query + 1 if self.config.causal else length):
+                    is_in_window = window is None or abs(query - key) < window
+                    is_same_document = documents[row][query] == documents[row][key]
+                    is_unmasked = mask is None or bool(mask[row, 0, 0, key])
+                    pairs[row, 0, query, key] = is_in_window and is_same_document and is_unmasked
+                pairs[row, 0, query, query] |= not pairs[row, 0, query].any()
+        return pairs
 
 
-def bounded(values: Tensor, cap: float | None) -> Tensor:
+def apply_soft_cap(values: Tensor, cap: float | None) -> Tensor:
     """Apply a soft cap."""
     return values if cap is None else cap * torch.tanh(values / cap)

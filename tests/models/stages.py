@@ -1,4 +1,4 @@
-"""Run the pipeline stages of a GPT one after the other, each on its rank."""
+"""Pipeline that runs the stages of a GPT one after the other, each on its rank."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.stage import StageCursor, StageDone
 
 
-def run_pipeline(model: GPT, tokens: Tensor, labels: Tensor, grad: Tensor, **others: Any) -> Tensor:
+def run_pipeline(
+    model: GPT, tokens: Tensor, labels: Tensor, grad: Tensor, **options: Any
+) -> Tensor:
     """Run the forward and backward pass of every virtual stage; return the losses on every rank."""
     mesh = model.mesh
     pp, placement = mesh.pp, mesh.layout.placement
     stages = placement.num_virtual_stages
     model.cursor = StageCursor(0, probe=True)
     with pytest.raises(StageDone):
-        model(tokens, labels, **others)
+        model(tokens, labels, **options)
     ((shape, dtype),) = model.cursor.tensor_specs
     assert (shape, dtype) == model.boundary(labels), "a probe reports the boundary"
     inputs, outputs = {}, {}
     losses = torch.zeros(labels.shape, dtype=torch.float64)
 
-    def sent_from(stage: int, found: Callable[[int], Tensor]) -> Tensor:
+    def broadcast_from(stage: int, get_tensor: Callable[[int], Tensor]) -> Tensor:
         """Return, on every rank, the tensors that a virtual stage sends to its neighbour."""
         owner, chunk = placement.owner(stage)
         result = torch.zeros(shape, dtype=dtype)
         if pp.rank == owner:
-            result.copy_(found(chunk))
+            result.copy_(get_tensor(chunk))
         torch.distributed.broadcast(result, pp.ranks[owner], group=pp.group)
         return result
 
@@ -39,13 +41,13 @@ def run_pipeline(model: GPT, tokens: Tensor, labels: Tensor, grad: Tensor, **oth
         owner, chunk = placement.owner(stage)
         received = []
         if stage:
-            received = [sent_from(stage - 1, lambda chunk: outputs[chunk].detach())]
+            received = [broadcast_from(stage - 1, lambda chunk: outputs[chunk].detach())]
         if pp.rank != owner:
             continue
-        inputs[chunk] = [one.requires_grad_() for one in received]
+        inputs[chunk] = [tensor.requires_grad_() for tensor in received]
         model.cursor = StageCursor(chunk, received)
         try:
-            outputs[chunk] = model(tokens, labels, label_smoothing=0.1, **others)
+            outputs[chunk] = model(tokens, labels, label_smoothing=0.1, **options)
             losses = outputs[chunk].detach().clone()
         except StageDone:
             (outputs[chunk],) = model.cursor.sent
@@ -53,7 +55,7 @@ def run_pipeline(model: GPT, tokens: Tensor, labels: Tensor, grad: Tensor, **oth
         owner, chunk = placement.owner(stage)
         gradient = grad
         if stage < stages - 1:
-            gradient = sent_from(stage + 1, lambda chunk: inputs[chunk][0].grad)
+            gradient = broadcast_from(stage + 1, lambda chunk: inputs[chunk][0].grad)
         if pp.rank == owner:
             outputs[chunk].backward(gradient)
     model.cursor = None
@@ -62,12 +64,12 @@ def run_pipeline(model: GPT, tokens: Tensor, labels: Tensor, grad: Tensor, **oth
 
 
 def join_tied_gradients(model: GPT, gradients: dict[str, Tensor]) -> None:
-    """Sum the gradients of both copies of a tied weight, and expect the same sum for both."""
+    """Sum the gradients of both copies of a tied weight, and expect the same gradient for both names."""
     gradients["head.weight"] = gradients["embedding.word.weight"]
     if model.mesh.embedding.size > 1:
-        ends = [
+        tied_parameters = [
             p
             for key, p in model.named_parameters()
             if key in ("embedding.word.weight", "head.weight")
         ]
-        torch.distributed.all_reduce(ends[0].grad, group=model.mesh.embedding.group)
+        torch.distributed.all_reduce(tied_parameters[0].grad, group=model.mesh.embedding.group)

@@ -1,4 +1,4 @@
-"""BERT equals BertForPreTraining and MegatronBertForPreTraining, and has the paper's sizes."""
+"""BERT equals BertForPreTraining and MegatronBertForPreTraining, and has the sizes of the paper."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ SIZES: dict[str, Any] = {
     "attention_dropout": 0.0,
     "init_std": 0.2,
 }
-#: Names of ours (with gaps for a layer) and of theirs, for each order.
-ENDS = {
+#: Names of parameters of this package and of transformers, for each order of norms below.
+NAMES_OUTSIDE_LAYERS = {
     "embedding.word": "bert.embeddings.word_embeddings",
     "embedding.position": "bert.embeddings.position_embeddings",
     "embedding.token_type": "bert.embeddings.token_type_embeddings",
@@ -40,12 +40,12 @@ ENDS = {
     "head.pooler.dense": "bert.pooler.dense",
     "head.order": "cls.seq_relationship",
 }
-LAYER = {
+NAMES_IN_LAYERS = {
     "attention.output": "attention.output.dense",
     "mlp.up": "intermediate.dense",
     "mlp.down": "output.dense",
 }
-NORMS = {
+NAMES_OF_NORMS = {
     "post": {
         "embedding.norm": "bert.embeddings.LayerNorm",
         "attention_norm": "attention.output.LayerNorm",
@@ -75,31 +75,31 @@ def theirs(order: str) -> nn.Module:
 
 
 def renamed(values: dict[str, Tensor], order: str) -> dict[str, Tensor]:
-    """Return the tensors of a transformers model by the names of ours."""
-    names = dict(ENDS)
-    for name, other in (LAYER | NORMS[order]).items():
+    """Return the tensors of a transformers model by the names of this package."""
+    names = dict(NAMES_OUTSIDE_LAYERS)
+    for name, their_name in (NAMES_IN_LAYERS | NAMES_OF_NORMS[order]).items():
         if name.startswith(("embedding", "final")):
-            names[name] = other
+            names[name] = their_name
             continue
         for layer in range(3):
-            names[f"layers.{layer}.{name}"] = f"bert.encoder.layer.{layer}.{other}"
-    found = {
-        f"{name}.{kind}": values[f"{other}.{kind}"]
-        for name, other in names.items()
+            names[f"layers.{layer}.{name}"] = f"bert.encoder.layer.{layer}.{their_name}"
+    tensors = {
+        f"{name}.{kind}": values[f"{their_name}.{kind}"]
+        for name, their_name in names.items()
         for kind in ("weight", "bias")
-        if f"{other}.{kind}" in values
+        if f"{their_name}.{kind}" in values
     }
     for layer in range(3):
         start = f"bert.encoder.layer.{layer}.attention.self"
         for kind in ("weight", "bias"):
-            found[f"layers.{layer}.attention.qkv.{kind}"] = torch.cat(
+            tensors[f"layers.{layer}.attention.qkv.{kind}"] = torch.cat(
                 [values[f"{start}.{part}.{kind}"] for part in ("query", "key", "value")]
             )
-    found["head.bias"] = values["cls.predictions.bias"]
-    return found
+    tensors["head.bias"] = values["cls.predictions.bias"]
+    return tensors
 
 
-def ours(order: str) -> Encoder:
+def build_encoder(order: str) -> Encoder:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -113,20 +113,20 @@ def ours(order: str) -> Encoder:
 
 @pytest.mark.parametrize("kernel", ["mask", "lengths", "flash"])
 @pytest.mark.parametrize("order", ["post", "pre"])
-def test_losses_and_gradients_are_those_of_transformers(order: str, kernel: str) -> None:
-    model = ours(order)
-    other = theirs(order)
-    weights = {name: one.detach() for name, one in other.named_parameters()}
+def test_losses_and_gradients_equal_transformers(order: str, kernel: str) -> None:
+    model = build_encoder(order)
+    reference = theirs(order)
+    weights = {name: parameter.detach() for name, parameter in reference.named_parameters()}
     model.load_state_dict(renamed(weights, order), strict=True)
-    draw = torch.Generator().manual_seed(1)
-    tokens = torch.randint(VOCABULARY, (3, LENGTH), generator=draw)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (3, LENGTH), generator=generator)
     valid = torch.arange(LENGTH) < torch.tensor([[12], [9], [7]])
     types = (torch.arange(LENGTH) >= torch.tensor([[5], [4], [3]])).long()
-    labels = torch.where(torch.rand(3, LENGTH, generator=draw) < 0.4, tokens.flip(0), -100)
+    labels = torch.where(torch.rand(3, LENGTH, generator=generator) < 0.4, tokens.flip(0), -100)
     labels[~valid] = -100
     order_labels = torch.tensor([0, 1, 1])
 
-    expected = other(
+    expected = reference(
         input_ids=tokens, attention_mask=valid.long(), token_type_ids=types, labels=labels,
         next_sentence_label=order_labels,
     )  # fmt: skip
@@ -136,57 +136,57 @@ def test_losses_and_gradients_are_those_of_transformers(order: str, kernel: str)
         rows = EncoderInput(tokens, token_types=types, lengths=valid.sum(1))
     with flash_stand_in() if kernel == "flash" else nullcontext([]) as spans:
         result = model(rows, labels)
-        plain = model(rows).logits
+        logits = model(rows).logits
         assert len(spans) == (6 if kernel == "flash" else 0)
-    # Also at padding, whose queries attend to the same keys.
-    assert_equal(plain.transpose(0, 1), expected.prediction_logits, "token logits")
+    # Logits of padding are equal, too: its queries attend to the same keys.
+    assert_equal(logits.transpose(0, 1), expected.prediction_logits, "token logits")
     assert_equal(result.order_logits, expected.seq_relationship_logits, "order logits")
     loss = result.losses.sum() / (labels != -100).sum()
     loss = loss + nn.functional.cross_entropy(result.order_logits, order_labels)
     assert_equal(loss, expected.loss, "loss")
     with flash_stand_in() if kernel == "flash" else nullcontext():
         loss.backward()
-    gradients = {name: one.grad for name, one in other.named_parameters()}
-    found = {name: one.grad for name, one in model.named_parameters()}
-    for name, gradient in renamed(gradients, order).items():
-        assert_equal(found[name], gradient, name)
-    assert found.keys() == renamed(gradients, order).keys()
+    their_gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    our_gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for name, gradient in renamed(their_gradients, order).items():
+        assert_equal(our_gradients[name], gradient, name)
+    assert our_gradients.keys() == renamed(their_gradients, order).keys()
 
 
 @pytest.mark.parametrize(
     ("size", "count"), [("336m", 336_226_108), ("1.3b", 1_280_595_772), ("3.9b", 3_869_081_404)]
 )
-def test_the_sizes_of_the_paper_have_their_parameters(size: Any, count: int) -> None:
+def test_the_sizes_of_the_paper_have_its_numbers_of_parameters(size: Any, count: int) -> None:
     config = EncoderConfig.bert(size)
     with torch.device("meta"):
         model = Encoder(config)
-        kind = transformers.MegatronBertConfig(
+        reference_config = transformers.MegatronBertConfig(
             vocab_size=30522, hidden_size=config.hidden_size, num_attention_heads=config.num_heads,
             num_hidden_layers=config.num_layers, intermediate_size=config.ffn_hidden_size,
         )  # fmt: skip
-        other = transformers.MegatronBertForPreTraining(kind)
+        reference = transformers.MegatronBertForPreTraining(reference_config)
     # The table of tokens is padded to a multiple of 128 rows.
     padding = -30522 % 128 * (config.hidden_size + 1)
-    assert sum(one.numel() for one in model.parameters()) == count + padding
-    assert sum(one.numel() for one in other.parameters()) == count
+    assert sum(parameter.numel() for parameter in model.parameters()) == count + padding
+    assert sum(parameter.numel() for parameter in reference.parameters()) == count
     assert config.hidden_size // config.num_heads == 64
 
 
-def test_changes_of_a_size_of_the_paper() -> None:
+def test_fields_of_a_size_of_the_paper_can_be_changed() -> None:
     config = EncoderConfig.bert("1.3b", hidden_size=128, num_heads=2)
     assert (config.num_layers, config.ffn_hidden_size, config.norm_position) == (24, 512, "pre")
     with pytest.raises(ParallelPlanError, match=r"size .* must be one of 336m, 1.3b, 3.9b"):
         EncoderConfig.bert("2b")  # type: ignore[arg-type]
 
 
-def test_weights_before_residual_sums_start_smaller() -> None:
+def test_weights_before_residual_sums_have_a_smaller_initial_std() -> None:
     config = EncoderConfig.bert(**(SIZES | {"hidden_size": 96}), ffn_hidden_size=192)
     model = Encoder(config, seed=1)
     for layer in model.layers.values():
-        for part, std in (
+        for linear, std in (
             (layer.attention.qkv, 0.2),
             (layer.attention.output, 0.2 / 6**0.5),
             (layer.mlp.up, 0.2),
             (layer.mlp.down, 0.2 / 6**0.5),
         ):
-            assert float(part.weight.detach().std()) == pytest.approx(std, rel=0.05)
+            assert float(linear.weight.detach().std()) == pytest.approx(std, rel=0.05)

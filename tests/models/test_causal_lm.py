@@ -24,56 +24,56 @@ CONFIG = GPTConfig.gpt2(
 
 
 class Counting(L.LightningDataModule):
-    """Data of sequences that count upwards, so that the next token is always known."""
+    """Data of sequences that count upwards, whose next token is always predictable."""
 
     bytes_per_token = 2.0
 
-    def loader(self) -> DataLoader[dict[str, torch.Tensor]]:
+    def make_loader(self) -> DataLoader[dict[str, torch.Tensor]]:
         rows = [(torch.arange(9) + start) % 20 for start in range(16)]
         return DataLoader([{"tokens": row[:-1], "labels": row[1:]} for row in rows], batch_size=4)
 
     def train_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
-        return self.loader()
+        return self.make_loader()
 
     def val_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
-        return self.loader()
+        return self.make_loader()
 
     def test_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
-        return self.loader()
+        return self.make_loader()
 
     def predict_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
-        return self.loader()
+        return self.make_loader()
 
 
-def trainer(tmp_path: Path, **options: Any) -> L.Trainer:
+def make_trainer(tmp_path: Path, **options: Any) -> L.Trainer:
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     return L.Trainer(accelerator="cpu", devices=1, default_root_dir=tmp_path, **quiet, **options)
 
 
-def test_it_learns_logs_and_predicts(tmp_path: Path) -> None:
+def test_a_causal_lm_learns_logs_and_predicts(tmp_path: Path) -> None:
     L.seed_everything(1)
     module, data = CausalLM(CONFIG, learning_rate=1e-2, warmup_steps=4), Counting()
-    run = trainer(tmp_path, max_epochs=30)
-    run.fit(module, data)
-    metrics = run.callback_metrics
+    trainer = make_trainer(tmp_path, max_epochs=30)
+    trainer.fit(module, data)
+    metrics = trainer.callback_metrics
     assert metrics["val_loss"] < 0.5
     assert metrics["train_loss"] < 1.5
     assert metrics["val_bits_per_byte"] == pytest.approx(
         float(metrics["val_loss"]) / math.log(2) / 2.0
     )
-    tested = run.test(module, data, verbose=False)[0]
-    assert tested["test_loss"] == pytest.approx(float(metrics["val_loss"]))
-    losses = run.predict(module, data)
+    test_metrics = trainer.test(module, data, verbose=False)[0]
+    assert test_metrics["test_loss"] == pytest.approx(float(metrics["val_loss"]))
+    losses = trainer.predict(module, data)
     assert losses is not None
     assert losses[0].shape == (4, 8)
-    assert float(torch.cat(losses).mean()) == pytest.approx(tested["test_loss"], rel=1e-5)
+    assert float(torch.cat(losses).mean()) == pytest.approx(test_metrics["test_loss"], rel=1e-5)
 
 
 def test_a_checkpoint_restores_configuration_and_weights(tmp_path: Path) -> None:
-    run = trainer(tmp_path, max_steps=1)
+    trainer = make_trainer(tmp_path, max_steps=1)
     module = CausalLM(CONFIG, betas=(0.8, 0.9))
-    run.fit(module, Counting())
-    run.save_checkpoint(tmp_path / "one.ckpt")
+    trainer.fit(module, Counting())
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
     loaded = CausalLM.load_from_checkpoint(tmp_path / "one.ckpt", weights_only=False)
     assert loaded.config == CONFIG
     assert loaded.betas == (0.8, 0.9)
@@ -90,7 +90,7 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     assert sum(len(group["params"]) for group in groups) == len(list(module.parameters()))
 
 
-def test_configure_model_builds_once() -> None:
+def test_configure_model_builds_the_model_once() -> None:
     module = CausalLM(CONFIG)
     module.configure_model()
     built = module.model
@@ -98,7 +98,7 @@ def test_configure_model_builds_once() -> None:
     assert module.model is built
 
 
-def test_a_device_mesh_of_another_strategy_raises() -> None:
+def test_the_device_mesh_of_another_strategy_raises() -> None:
     module = CausalLM(CONFIG)
     module._device_mesh = object()
     with pytest.raises(UnsupportedError, match="Use MegatronStrategy, ddp or one device"):
@@ -127,46 +127,49 @@ def test_a_decay_without_an_end_and_an_unknown_shape_raise() -> None:
         WarmupSchedule("step", 0, 10, 0.0)  # type: ignore[arg-type]
 
 
-RATE = partial(WSDSchedule, num_steps=8, decay_steps=4, decay="linear", warmup_steps=2)
-DECAY = partial(WeightDecaySchedule, start=0.0, end=0.4, num_steps=8)
+RATE_SCHEDULE = partial(WSDSchedule, num_steps=8, decay_steps=4, decay="linear", warmup_steps=2)
+WEIGHT_DECAY_SCHEDULE = partial(WeightDecaySchedule, start=0.0, end=0.4, num_steps=8)
 
 
-def test_a_fit_follows_the_given_schedules_and_checkpoints_keep_them(tmp_path: Path) -> None:
-    run = trainer(tmp_path, max_steps=6)
+def test_a_fit_follows_its_schedules_and_checkpoints_restore_them(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=6)
     module = CausalLM(
         CONFIG,
         learning_rate=0.01,
-        lr_schedule=RATE,
-        weight_decay_schedule=DECAY,
+        lr_schedule=RATE_SCHEDULE,
+        weight_decay_schedule=WEIGHT_DECAY_SCHEDULE,
         token_weighted=False,
     )
-    run.fit(module, Counting())
-    matrices, vectors = run.optimizers[0].param_groups
+    trainer.fit(module, Counting())
+    matrices, vectors = trainer.optimizers[0].param_groups
     assert (matrices["lr"], matrices["weight_decay"]) == pytest.approx((0.005, 0.3))
     assert (vectors["lr"], vectors["weight_decay"]) == pytest.approx((0.005, 0.0))
-    run.save_checkpoint(tmp_path / "one.ckpt")
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
     saved = torch.load(tmp_path / "one.ckpt", weights_only=False)["hyper_parameters"]
     path = "lightning_megatron.models.lr_schedules.WSDSchedule"
-    assert saved["lr_schedule"] == {"class_path": path, "init_args": RATE.keywords}
+    assert saved["lr_schedule"] == {"class_path": path, "init_args": RATE_SCHEDULE.keywords}
     loaded = CausalLM.load_from_checkpoint(tmp_path / "one.ckpt", weights_only=False)
-    later = trainer(tmp_path, max_steps=7)
-    later.fit(loaded, Counting(), ckpt_path=tmp_path / "one.ckpt", weights_only=False)
-    group = later.optimizers[0].param_groups[0]
+    resumed_trainer = make_trainer(tmp_path, max_steps=7)
+    resumed_trainer.fit(loaded, Counting(), ckpt_path=tmp_path / "one.ckpt", weights_only=False)
+    group = resumed_trainer.optimizers[0].param_groups[0]
     assert (group["lr"], group["weight_decay"]) == pytest.approx((0.0025, 0.35))
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         (
-            {"lr_schedule": RATE, "warmup_steps": 3},
+            {"lr_schedule": RATE_SCHEDULE, "warmup_steps": 3},
             r"warmup_steps \(3\) must be 0 with lr_schedule",
         ),
         (
-            {"lr_schedule": partial(RATE, decay_steps=9)},
+            {"lr_schedule": partial(RATE_SCHEDULE, decay_steps=9)},
             r"lr_schedule \(WSDSchedule\): warmup_steps",
         ),
-        ({"lr_schedule": partial(RATE, speed=9)}, r"lr_schedule \(WSDSchedule\): .*'speed'"),
+        (
+            {"lr_schedule": partial(RATE_SCHEDULE, speed=9)},
+            r"lr_schedule \(WSDSchedule\): .*'speed'",
+        ),
         ({"lr_schedule": lambda optimizer: None}, "lr_schedule must be a functools.partial"),
         ({"lr_schedule": {"class_path": "os.system"}}, "lr_schedule must be a functools.partial"),
         (
@@ -174,11 +177,11 @@ def test_a_fit_follows_the_given_schedules_and_checkpoints_keep_them(tmp_path: P
             "ReduceLROnPlateau needs a metric",
         ),
         (
-            {"weight_decay_schedule": DECAY, "weight_decay": 0.0},
+            {"weight_decay_schedule": WEIGHT_DECAY_SCHEDULE, "weight_decay": 0.0},
             r"weight_decay_schedule \(WeightDecaySchedule\): .* must be above 0",
         ),
     ],
 )
-def test_invalid_schedules_raise_at_once(options: Any, words: str) -> None:
-    with pytest.raises(ParallelPlanError, match=words):
+def test_invalid_schedules_raise_in_the_constructor(options: Any, message: str) -> None:
+    with pytest.raises(ParallelPlanError, match=message):
         CausalLM(CONFIG, **options)

@@ -1,4 +1,4 @@
-"""Inconsistent sizes raise errors with rule, values, reason and legal values."""
+"""Model configurations check sizes and layouts with clear errors, and divide layers among stages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.rotary_scaling import RotaryScaling
 
-LONG = {
+LONGROPE = {
     "kind": "longrope",
     "original_length": 8,
     "short_factors": [1.0] * 3,
@@ -50,7 +50,7 @@ SIZES = {
         ({}, {"ep": 2}, "ep (2) needs a model with experts"),
     ],
 )
-def test_layouts_that_do_not_fit_the_model_raise(
+def test_layouts_that_do_not_divide_the_model_raise(
     sizes: dict[str, Any], layout: dict[str, int], message: str
 ) -> None:
     config = GPTConfig.gpt2(**(SIZES | sizes))
@@ -58,7 +58,7 @@ def test_layouts_that_do_not_fit_the_model_raise(
         config.check_layout(ParallelLayout(world_size=6, **layout))
 
 
-def test_sequences_must_divide_over_context_parallel_ranks() -> None:
+def test_sequences_must_be_a_multiple_of_2_cp() -> None:
     config = GPTConfig.gpt2(**SIZES)
     config.check_layout(ParallelLayout(world_size=4, cp=4), seq_length=16)
     message = "seq_length (12) must be a multiple of 2 cp (8), because each rank holds two of 2 cp "
@@ -66,7 +66,7 @@ def test_sequences_must_divide_over_context_parallel_ranks() -> None:
         config.check_layout(ParallelLayout(world_size=4, cp=4), seq_length=12)
 
 
-def test_sequences_must_fit_the_model_and_divide_over_tp() -> None:
+def test_sequences_must_fit_the_model_and_be_a_multiple_of_tp() -> None:
     config, layout = GPTConfig.gpt2(**SIZES), ParallelLayout(world_size=3, tp=3)
     config.check_layout(layout, sequence_parallel=False, seq_length=31)
     with pytest.raises(
@@ -116,7 +116,10 @@ def test_sequences_must_fit_the_model_and_divide_over_tp() -> None:
             {"position": "rotary", "rotary_dim": 6},
             "rotary_dim (6) must be even and at most head_dim (4)",
         ),
-        ({"position": "rotary", "rotary_scaling": LONG}, "rotary_scaling's factors (3) must be 2"),
+        (
+            {"position": "rotary", "rotary_scaling": LONGROPE},
+            "rotary_scaling's factors (3) must be 2",
+        ),
         (
             {"sliding_window": 0},
             "sliding_window must be a whole number of at least 1 or None: it is 0",
@@ -148,20 +151,21 @@ def test_inconsistent_sizes_raise(sizes: dict[str, Any], message: str) -> None:
         GPTConfig.gpt2(**(SIZES | sizes))
 
 
-def test_layers_are_cut_by_work_where_they_divide_evenly_too() -> None:
-    def counts(num_layers: int, vocab_size: int, pp: int, vpp: int = 1) -> list[int]:
+def test_layers_are_divided_among_stages_by_work() -> None:
+    def layers_of_stages(num_layers: int, vocab_size: int, pp: int, vpp: int = 1) -> list[int]:
         config = GPTConfig.gpt2(num_layers=num_layers, vocab_size=vocab_size)
         return list(config.partition(ParallelLayout(world_size=pp, pp=pp, vpp=vpp)).counts)
 
-    # A vocabulary of 50257 costs as much as 5 layers of GPT-2 small, one of 256 next to nothing.
-    assert counts(12, 50257, 4) == [4, 4, 4, 0]
-    assert counts(12, 256, 4) == [3, 3, 3, 3]
-    assert counts(8, 50257, 2, 2) == [3, 2, 3, 0]
-    assert counts(10, 256, 4) == [2, 3, 3, 2]
-    assert counts(13, 50257, 4) == [4, 4, 5, 0]
+    # A vocabulary of 50257 costs as much as 5 layers of GPT-2 small; a vocabulary of 256 costs almost
+    # nothing.
+    assert layers_of_stages(12, 50257, 4) == [4, 4, 4, 0]
+    assert layers_of_stages(12, 256, 4) == [3, 3, 3, 3]
+    assert layers_of_stages(8, 50257, 2, 2) == [3, 2, 3, 0]
+    assert layers_of_stages(10, 256, 4) == [2, 3, 3, 2]
+    assert layers_of_stages(13, 50257, 4) == [4, 4, 5, 0]
 
 
-def test_families_have_their_published_shapes() -> None:
+def test_default_sizes_of_families_equal_the_published_ones() -> None:
     assert GPTConfig.gpt2().ffn_size == 3072
     llama = GPTConfig.llama()
     assert (llama.ffn_size, llama.kv_heads, llama.head_size, llama.bias) == (14336, 8, 128, False)
@@ -169,7 +173,7 @@ def test_families_have_their_published_shapes() -> None:
     assert (small.ffn_size, small.kv_heads) == (256, 4)
 
 
-def test_plain_values_of_a_file_become_hashable() -> None:
+def test_configurations_from_plain_values_are_hashable() -> None:
     scaling = {
         "kind": "longrope",
         "original_length": 8,
@@ -203,7 +207,7 @@ def test_plain_values_of_a_file_become_hashable() -> None:
         ),
         ({"kind": "longrope", "original_length": 8}, "short_factors (()) must be numbers above 0"),
         (
-            {**LONG, "long_factors": [1.0]},
+            {**LONGROPE, "long_factors": [1.0]},
             "short_factors and long_factors (3 and 1) must be equally many",
         ),
     ],

@@ -1,4 +1,4 @@
-"""Estimated memory of layers in 8 bits equals that of their emulation on a CPU."""
+"""Estimated memory of layers in 8 bits equals the measured memory of their emulation on a CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lightning_megatron.plan.layout import ParallelLayout
 from lightning_megatron.plan.network_activations import MicrobatchShape
 from lightning_megatron.plan.recomputation import Recomputation
 from tests.live_memory import LiveMemory
-from tests.models.test_kept_activations import BATCH, built, saved_bytes, table_of
+from tests.models.test_kept_activations import BATCH, build_model, saved_bytes, table_of
 from tests.sweeps import chosen
 from tests.world import run_world
 
@@ -95,67 +95,69 @@ CONFIGS = {
 RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise"]
 PASSES = list(product(CONFIGS, RECIPES))
 TOKENS = 64 * BATCH
-#: Settings that no layer follows.
-WIDE = FP8(emulate=True, first_bf16=3)
+#: Settings that leave all layers in 16 bits.
+SIXTEEN_BITS = FP8(emulate=True, first_bf16=3)
 
 
 def eight_bit_model(
     config: GPTConfig, settings: FP8, dtype: torch.dtype, mesh: ParallelMesh | None = None
 ) -> GPT:
-    model = built(config, dtype, mesh)
+    model = build_model(config, dtype, mesh)
     set_fp8(model, settings, True, CPU)
     return model
 
 
-def kept_bytes(config: GPTConfig, settings: FP8, dtype: torch.dtype, **how: Any) -> int:
+def estimated_kept_bytes(
+    config: GPTConfig, settings: FP8, dtype: torch.dtype, **options: Any
+) -> int:
     """Return the estimated memory that a forward pass keeps (bytes)."""
     shape = config.memory_shape()
-    recompute = Recomputation.of(how.pop("recompute", None))
-    batch = MicrobatchShape(num_tokens=TOKENS, activation_bytes=dtype.itemsize, **how)
-    found = 0
+    recompute = Recomputation.of(options.pop("recompute", None))
+    batch = MicrobatchShape(num_tokens=TOKENS, activation_bytes=dtype.itemsize, **options)
+    total = 0
     for layer in range(config.num_layers):
-        layers = EightBitLayers.of(settings, shape, layer, batch.tp, shares_casts=False)
+        eight_bit_layers = EightBitLayers.of(settings, shape, layer, batch.tp, shares_casts=False)
         costs = activation_costs(
             *(shape, table_of(config, dtype), batch),
             seq_length=64,
             recompute=recompute.parts_of(layer, config.num_layers),
             has_experts=shape.has_experts_in(layer),
-            eight_bits=layers,
+            eight_bits=eight_bit_layers,
         )
-        found += costs.kept
-    return found + costs.masks + costs.head + costs.loss_kept
+        total += costs.kept
+    return total + costs.masks + costs.head + costs.loss_kept
 
 
-def live_bytes(model: GPT) -> int:
+def measured_kept_bytes(model: GPT) -> int:
     """Return the memory that a forward pass keeps for the backward pass (bytes)."""
     memory, tokens = LiveMemory(), torch.randint(0, 1024, (BATCH, 64))
     memory.leave_out(list(model.parameters()))
     with memory:
         loss = model(tokens, labels=tokens).mean()
-        found = memory.now
+        kept = memory.now
         del loss
-    return found
+    return kept
 
 
-#: Magnitudes of weights, and tensors of a few numbers (bytes).
-NEAR = 400
+#: Tolerance for magnitudes of weights and tensors of a few numbers (bytes).
+TOLERANCE = 400
 
 
 @pytest.mark.parametrize(
     ("kind", "recipe"),
     chosen(PASSES, *(PASSES[4 * number + number % 4] for number in range(len(CONFIGS)))),
 )
-def test_a_forward_pass_keeps_what_the_estimate_says(kind: str, recipe: Any) -> None:
+def test_memory_kept_by_a_forward_pass_equals_the_estimate(kind: str, recipe: Any) -> None:
     config = CONFIGS[kind]
     if recipe == "blockwise" and "latent" in kind:
         pytest.skip("blocks need larger latent vectors")
     settings = FP8(recipe, emulate=True)
-    wide = saved_bytes(built(config, torch.bfloat16))
-    change = saved_bytes(eight_bit_model(config, settings, torch.bfloat16)) - wide
-    expected = kept_bytes(config, settings, torch.bfloat16)
-    expected -= kept_bytes(config, WIDE, torch.bfloat16)
-    assert change == pytest.approx(expected, abs=NEAR)
-    # ReLU and the attention core keep their results beside the copies in 8 bits.
+    bytes_in_16_bits = saved_bytes(build_model(config, torch.bfloat16))
+    change = saved_bytes(eight_bit_model(config, settings, torch.bfloat16)) - bytes_in_16_bits
+    expected = estimated_kept_bytes(config, settings, torch.bfloat16)
+    expected -= estimated_kept_bytes(config, SIXTEEN_BITS, torch.bfloat16)
+    assert change == pytest.approx(expected, abs=TOLERANCE)
+    # ReLU and the attention core keep their results in addition to the copies in 8 bits.
     assert (change > 0) == (kind == "parallel relu")
 
 
@@ -173,58 +175,68 @@ def test_a_forward_pass_keeps_what_the_estimate_says(kind: str, recipe: Any) -> 
         ("parallel relu", "full"),
     ),
 )
-def test_recomputation_keeps_what_the_estimate_says(kind: str, recompute: Any) -> None:
+def test_memory_kept_with_recomputation_equals_the_estimate(kind: str, recompute: Any) -> None:
     if kind == "parallel relu" and recompute == "norms":
         pytest.skip("sublayers share the norm")
     config = CONFIGS[kind]
     settings = FP8(emulate=True)
-    found = []
-    for model in (built(config, torch.bfloat16), eight_bit_model(config, settings, torch.bfloat16)):
+    measured = []
+    for model in (
+        build_model(config, torch.bfloat16),
+        eight_bit_model(config, settings, torch.bfloat16),
+    ):
         model.recompute = recompute
-        found.append(live_bytes(model))
+        measured.append(measured_kept_bytes(model))
     expected = [
-        kept_bytes(config, one, torch.bfloat16, recompute=recompute) for one in (WIDE, settings)
+        estimated_kept_bytes(config, fp8, torch.bfloat16, recompute=recompute)
+        for fp8 in (SIXTEEN_BITS, settings)
     ]
-    assert found[1] - found[0] == pytest.approx(expected[1] - expected[0], abs=NEAR)
+    assert measured[1] - measured[0] == pytest.approx(expected[1] - expected[0], abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_layers_that_stay_out_keep_16_bits(kind: str) -> None:
+def test_memory_of_layers_excluded_from_8_bits_equals_the_estimate(kind: str) -> None:
     config = CONFIGS[kind]
-    wide = saved_bytes(built(config, torch.bfloat16))
-    others = kept_bytes(config, WIDE, torch.bfloat16)
+    bytes_in_16_bits = saved_bytes(build_model(config, torch.bfloat16))
+    estimate_in_16_bits = estimated_kept_bytes(config, SIXTEEN_BITS, torch.bfloat16)
     changes = []
     for settings in (FP8(emulate=True), FP8(emulate=True, first_bf16=1, keep=("*.mlp.*",))):
-        changes.append(saved_bytes(eight_bit_model(config, settings, torch.bfloat16)) - wide)
-        expected = kept_bytes(config, settings, torch.bfloat16) - others
-        assert changes[-1] == pytest.approx(expected, abs=NEAR)
+        changes.append(
+            saved_bytes(eight_bit_model(config, settings, torch.bfloat16)) - bytes_in_16_bits
+        )
+        expected = estimated_kept_bytes(config, settings, torch.bfloat16) - estimate_in_16_bits
+        assert changes[-1] == pytest.approx(expected, abs=TOLERANCE)
     assert changes[0] != changes[1]
 
 
-def cut_over_two_ranks(rank: int, size: int) -> list[tuple[int, int]]:
-    found = []
+def compare_on_two_ranks(rank: int, size: int) -> list[tuple[int, int]]:
+    changes = []
     for name in chosen(["gpt2", "llama", "latent"], "gpt2", "latent"):
         for sequence_parallel in chosen([False, True], name == "gpt2"):
             mesh = ParallelMesh.create(
                 ParallelLayout(2, tp=2), device="cpu", seed=0, sequence_parallel=sequence_parallel
             )
-            how = {"tp": 2, "sequence_parallel": sequence_parallel}
+            options = {"tp": 2, "sequence_parallel": sequence_parallel}
             config = CONFIGS[name]
-            wide = saved_bytes(built(config, torch.float32, mesh))
-            others = kept_bytes(config, WIDE, torch.float32, **how)
+            bytes_in_16_bits = saved_bytes(build_model(config, torch.float32, mesh))
+            estimate_in_16_bits = estimated_kept_bytes(
+                config, SIXTEEN_BITS, torch.float32, **options
+            )
             for recipe in ("tensorwise", "rowwise"):
                 settings = FP8(recipe, emulate=True)  # type: ignore[arg-type]
                 model = eight_bit_model(config, settings, torch.float32, mesh)
-                expected = kept_bytes(config, settings, torch.float32, **how)
-                found.append((saved_bytes(model) - wide, expected - others))
+                expected = estimated_kept_bytes(config, settings, torch.float32, **options)
+                changes.append(
+                    (saved_bytes(model) - bytes_in_16_bits, expected - estimate_in_16_bits)
+                )
             mesh.destroy()
-    return found
+    return changes
 
 
-def test_tensor_parallel_ranks_keep_what_the_estimate_says() -> None:
-    for rows in run_world(cut_over_two_ranks, 2):
+def test_memory_kept_by_tensor_parallel_ranks_equals_the_estimate() -> None:
+    for rows in run_world(compare_on_two_ranks, 2):
         for change, expected in rows:
-            assert change == pytest.approx(expected, abs=NEAR)
+            assert change == pytest.approx(expected, abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +249,7 @@ def test_tensor_parallel_ranks_keep_what_the_estimate_says() -> None:
         ("llama", "blockwise"),
     ),
 )
-def test_casts_of_weights_and_histories_are_counted(kind: str, recipe: Any) -> None:
+def test_the_estimate_counts_casts_of_weights_and_histories(kind: str, recipe: Any) -> None:
     config = CONFIGS[kind]
     history = {"history": 5} if recipe == "delayed" else {}
     settings = FP8(recipe, emulate=True, last_bf16=1, **history)
@@ -246,25 +258,25 @@ def test_casts_of_weights_and_histories_are_counted(kind: str, recipe: Any) -> N
     assert model.weight_casts is not None
     with model.weight_casts.shared():
         model(tokens, labels=tokens).mean().backward()
-        found = model.weight_casts.num_bytes
+        cast_bytes = model.weight_casts.num_bytes
     scales = model.delayed_scales
-    kept = 0 if scales is None else sum(one.nbytes for one in scales.step_tensors)
+    history_bytes = 0 if scales is None else sum(tensor.nbytes for tensor in scales.step_tensors)
     shape = config.memory_shape()
     training = TrainingShape(seq_length=64, microbatch_size=BATCH, num_microbatches=2, fp8=settings)
     (estimate,) = estimate_memory(shape, ParallelLayout(1), training)
-    assert estimate.casts == found + kept
-    for alone in (
+    assert estimate.casts == cast_bytes + history_bytes
+    for training_without_sharing in (
         replace(training, num_microbatches=1),
         replace(training, fp8=replace(settings, cast_weights="microbatch")),
         replace(training, cuda_graphs=CudaGraphs("segments")),
     ):
-        (estimate,) = estimate_memory(shape, ParallelLayout(1), alone)
-        assert estimate.casts == kept
+        (estimate,) = estimate_memory(shape, ParallelLayout(1), training_without_sharing)
+        assert estimate.casts == history_bytes
     (estimate,) = estimate_memory(shape, ParallelLayout(1), replace(training, fp8=None))
     assert estimate.casts == 0
 
 
-def slots_of(model: GPT, memory: LiveMemory, queue: WeightGradientQueue | None = None) -> None:
+def set_slots(model: GPT, memory: LiveMemory, queue: WeightGradientQueue | None = None) -> None:
     for parameter in model.parameters():
         slot = GradientSlot(torch.zeros_like(parameter), lambda: None, queue=queue)
         set_slot(parameter, slot)
@@ -279,19 +291,19 @@ def slots_of(model: GPT, memory: LiveMemory, queue: WeightGradientQueue | None =
         ("latent", "rowwise"),
     ),
 )
-def test_an_input_half_leaves_what_the_estimate_says(kind: str, recipe: Any) -> None:
+def test_memory_left_by_an_input_half_equals_the_estimate(kind: str, recipe: Any) -> None:
     config = CONFIGS[kind]
     settings = FP8(recipe, emulate=True)
     model = eight_bit_model(config, settings, torch.bfloat16)
     tokens = torch.randint(0, 1024, (BATCH, 64))
     memory, queue = LiveMemory(), WeightGradientQueue()
-    slots_of(model, memory, queue)
+    set_slots(model, memory, queue)
     with memory:
         loss = model(tokens, labels=tokens).mean()
         with queue.open("half"):
             loss.backward()
         del loss
-        waiting = memory.now
+        memory_after_input_half = memory.now
         queue.run("half")
     shape = config.memory_shape()
     batch = MicrobatchShape(num_tokens=TOKENS, activation_bytes=2)
@@ -301,12 +313,12 @@ def test_an_input_half_leaves_what_the_estimate_says(kind: str, recipe: Any) -> 
         eight_bits=EightBitLayers.of(settings, shape, 0, 1, shares_casts=False),
     )
     expected = config.num_layers * costs.waiting + costs.head_waiting
-    assert waiting - memory.now == pytest.approx(expected, rel=0.02)
+    assert memory_after_input_half - memory.now == pytest.approx(expected, rel=0.02)
 
 
 @contextmanager
-def allocating_as_kernels() -> Iterator[None]:
-    """Let casts and products allocate what those of GPUs do: operands and results, nothing else."""
+def allocate_like_kernels() -> Iterator[None]:
+    """Let casts and products allocate only operands and results, as kernels of GPUs do."""
 
     def magnitude_parts(matrix: Tensor) -> Tensor:
         return torch.zeros(1, dtype=torch.int32)
@@ -352,23 +364,23 @@ def allocating_as_kernels() -> Iterator[None]:
         ("clamped", "none", True),
     ),
 )
-def test_the_peak_of_a_step_is_what_the_estimate_says(
+def test_the_peak_memory_of_a_step_equals_the_estimate(
     kind: str, recompute: Any, is_shared: bool
 ) -> None:
     config = GPTConfig(**{**vars(CONFIGS[kind]), "vocab_size": 256})
-    how = "batch" if is_shared else "microbatch"
-    settings = FP8(emulate=True, cast_weights=how)  # type: ignore[arg-type]
+    cast_weights = "batch" if is_shared else "microbatch"
+    settings = FP8(emulate=True, cast_weights=cast_weights)  # type: ignore[arg-type]
     model = eight_bit_model(config, settings, torch.bfloat16)
     model.recompute = recompute
     memory, tokens = LiveMemory(), torch.randint(0, 256, (16, 64))
-    slots_of(model, memory)
+    set_slots(model, memory)
     assert model.weight_casts is not None
     with ExitStack() as stack:
         if is_shared:
             stack.enter_context(model.weight_casts.shared())
-        stack.enter_context(allocating_as_kernels())
+        stack.enter_context(allocate_like_kernels())
         stack.enter_context(memory)
-        # The second microbatch finds all casts.
+        # The second microbatch reuses all casts.
         for _ in range(2):
             (model(tokens, labels=tokens, sums=True) / tokens.numel()).backward()
     training = TrainingShape(seq_length=64, microbatch_size=16, recompute=recompute, fp8=settings)

@@ -1,4 +1,4 @@
-"""Settings and initial weights of encoders, and their parts in a layout."""
+"""Encoders check their settings, and have the same weights and results in every layout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOKENS = torch.arange(2, 26).view(2, 12)
 VALID = torch.arange(12).expand(2, 12) < torch.tensor([[12], [9]])
 
 
-def built(mesh: ParallelMesh | None = None, **changes: Any) -> Encoder:
+def build_encoder(mesh: ParallelMesh | None = None, **changes: Any) -> Encoder:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -63,7 +63,7 @@ def test_inconsistent_settings_raise(change: dict[str, Any], message: str) -> No
         EncoderConfig(**(SIZES | change))
 
 
-def test_layouts_that_do_not_fit_the_model_raise() -> None:
+def test_layouts_that_do_not_divide_the_encoder_raise() -> None:
     config = EncoderConfig(**SIZES)
     for layout, message in (
         (ParallelLayout(3, tp=3), "num_heads|heads"),
@@ -82,23 +82,23 @@ def test_layouts_that_do_not_fit_the_model_raise() -> None:
         config.check_layout(ParallelLayout(2, tp=2), True, seq_length=7)
 
 
-def test_rows_that_are_too_long_are_refused_where_positions_count_them() -> None:
-    long = torch.full((1, 30), 1)
-    long[0, :4] = 5
+def test_rows_longer_than_the_position_table_are_refused() -> None:
+    long_rows = torch.full((1, 30), 1)
+    long_rows[0, :4] = 5
     with pytest.raises(
         ParallelPlanError, match=r"seq_length \(30\) must not exceed max_seq_length \(20\)"
     ):
-        built()(EncoderInput(long))
-    counting = built(positions="tokens")
-    assert torch.isfinite(counting(EncoderInput(long, valid=long != 1)).hidden).all(), (
-        "padding has one position"
-    )
+        build_encoder()(EncoderInput(long_rows))
+    model_with_token_positions = build_encoder(positions="tokens")
+    assert torch.isfinite(
+        model_with_token_positions(EncoderInput(long_rows, valid=long_rows != 1)).hidden
+    ).all(), "padding has one position"
     with pytest.raises(IndexError):
-        counting(EncoderInput(long + 1))
+        model_with_token_positions(EncoderInput(long_rows + 1))
 
 
-def test_a_row_of_padding_alone_is_finite() -> None:
-    model = built()
+def test_outputs_and_gradients_of_a_row_of_only_padding_are_finite() -> None:
+    model = build_encoder()
     result = model(EncoderInput(TOKENS, valid=VALID & torch.tensor([[True], [False]])))
     (result.hidden.sum() + result.pooled.sum()).backward()
     assert torch.isfinite(result.hidden).all()
@@ -106,15 +106,15 @@ def test_a_row_of_padding_alone_is_finite() -> None:
 
 
 def test_an_encoder_draws_new_dropout_at_every_call() -> None:
-    model = built(hidden_dropout=0.3, attention_dropout=0.3).train()
+    model = build_encoder(hidden_dropout=0.3, attention_dropout=0.3).train()
     rows = EncoderInput(TOKENS, valid=VALID)
     assert not torch.equal(model(rows).hidden, model(rows).hidden)
     model.eval()
     assert torch.equal(model(rows).hidden, model(rows).hidden)
 
 
-def in_stages(model: Encoder, rows: EncoderInput) -> Tensor:
-    """Run the two chunks of a model in one process one after the other."""
+def run_in_chunks(model: Encoder, rows: EncoderInput) -> Tensor:
+    """Run the two chunks of a model one after the other in one process."""
     model.cursor = StageCursor(chunk=0)
     with pytest.raises(StageDone):
         model(rows)
@@ -126,39 +126,39 @@ def in_stages(model: Encoder, rows: EncoderInput) -> Tensor:
     return model(rows).pooled
 
 
-def test_chunks_in_turn_are_the_whole_model() -> None:
+def test_chunks_run_one_after_the_other_equal_the_full_model() -> None:
     rows = EncoderInput(TOKENS, valid=VALID)
     layout = ParallelLayout(1)
     object.__setattr__(layout, "vpp", 2)
     mesh = ParallelMesh.single(seed=3)
     object.__setattr__(mesh, "layout", layout)
-    model = built(mesh)
+    model = build_encoder(mesh)
     assert model.num_chunks == 2
     assert {model.chunk_of(f"layers.{index}.mlp.up.weight") for index in (0, 1)} == {0}
     assert [model.chunk_of(name) for name in ("embedding.norm.weight", "head.dense.bias")] == [0, 1]
-    assert_equal(in_stages(model, rows), built()(rows).pooled, "two chunks")
+    assert_equal(run_in_chunks(model, rows), build_encoder()(rows).pooled, "two chunks")
 
 
-def check_parts(rank: int, size: int) -> None:
+def check_tensor_parallel_models(rank: int, size: int) -> None:
     rows = EncoderInput(TOKENS, valid=VALID)
     for head in ("none", "pooler", "classifier", "masked_lm"):
-        whole = built(head=head)
-        expected, weights = whole(rows), full_weights(whole, ParallelMesh.single())
+        full_model = build_encoder(head=head)
+        expected, weights = full_model(rows), full_weights(full_model, ParallelMesh.single())
         for sequence_parallel in (False, True):
             mesh = ParallelMesh.create(
                 ParallelLayout(size, tp=size), sequence_parallel=sequence_parallel
             )
-            # Cut when it is built, filled later, and cut after it was built whole.
+            # Models sharded when built, filled later, and sharded after the full model was built.
             with torch.device("meta"):
-                later = built(mesh, head=head)
-            initialize_(later, mesh.device, 3)
-            root = nn.ModuleDict({"model": built(head=head)})
+                late_model = build_encoder(mesh, head=head)
+            initialize_(late_model, mesh.device, 3)
+            root = nn.ModuleDict({"model": build_encoder(head=head)})
             (record,) = parallelize(root, mesh)
             assert (record.source, record.target) == ("Encoder", "Encoder")
-            for model in (built(mesh, head=head), later, root["model"].eval()):
-                for name, found in full_weights(model, mesh).items():
+            for model in (build_encoder(mesh, head=head), late_model, root["model"].eval()):
+                for name, weight in full_weights(model, mesh).items():
                     assert_equal(
-                        found, weights[name], f"{head}: {name} does not depend on the layout"
+                        weight, weights[name], f"{head}: {name} does not depend on the layout"
                     )
                 result = model.eval()(rows)
                 if expected.hidden is not None:
@@ -170,5 +170,5 @@ def check_parts(rank: int, size: int) -> None:
             mesh.destroy()
 
 
-def test_parts_of_two_ranks_are_the_whole_model() -> None:
-    run_world(check_parts, 2)
+def test_tensor_parallel_encoders_equal_the_full_model() -> None:
+    run_world(check_tensor_parallel_models, 2)

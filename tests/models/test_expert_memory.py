@@ -1,4 +1,4 @@
-"""Estimated memory of models with experts equals the memory that they use."""
+"""Estimated memory of models with experts equals their measured memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from lightning_megatron.plan.network_activations import MicrobatchShape
 from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.training import DistributedOptimizerConfig
 from tests.live_memory import LiveMemory
-from tests.models.test_kept_activations import built
+from tests.models.test_kept_activations import build_model
 from tests.sweeps import chosen
 from tests.training.runs import Run
 from tests.world import run_world
@@ -44,7 +44,7 @@ from tests.world import run_world
 BATCH, LENGTH = 2, 64
 
 
-def config_of(experts: dict[str, Any], **settings: Any) -> GPTConfig:
+def make_config(experts: dict[str, Any], **settings: Any) -> GPTConfig:
     sizes = {
         "vocab_size": 256,
         "max_seq_length": LENGTH,
@@ -55,29 +55,29 @@ def config_of(experts: dict[str, Any], **settings: Any) -> GPTConfig:
     mixture = ExpertsConfig(
         **{"num_experts": 8, "top_k": 2, "ffn_hidden_size": 48, "layers": 2, **experts}
     )
-    # Not RMSNorm: on CPU torch computes it from smaller operations, which keep more.
-    kind = {"ffn_hidden_size": 96, "norm": "layernorm", "experts": mixture}
-    return GPTConfig.llama(**{**sizes, **kind, **settings})
+    # LayerNorm, because torch computes RMSNorm on CPUs by smaller operations, which keep more.
+    model_settings = {"ffn_hidden_size": 96, "norm": "layernorm", "experts": mixture}
+    return GPTConfig.llama(**{**sizes, **model_settings, **settings})
 
 
 CONFIGS = {
-    "every second layer": config_of({}),
-    "all layers": config_of({"layers": 1, "top_k": 3, "aux_loss": 0.01, "z_loss": 0.001}),
-    "the first layer": config_of({"layers": (True, False, False), "normalize_top_k": False}),
-    "sigmoid": config_of(
+    "every second layer": make_config({}),
+    "all layers": make_config({"layers": 1, "top_k": 3, "aux_loss": 0.01, "z_loss": 0.001}),
+    "the first layer": make_config({"layers": (True, False, False), "normalize_top_k": False}),
+    "sigmoid": make_config(
         {"scoring": "sigmoid", "aux_loss": 0.01, "num_experts": 64, "expert_bias": True}
     ),
-    "many scores": config_of({"num_experts": 128, "z_loss": 0.001}),
-    "jitter and capacity": config_of({"jitter": 0.1, "capacity_factor": 8.0}),
-    "shared": config_of({"shared_ffn_hidden_size": 80, "jitter": 0.1}),
-    "shared with a gate": config_of({"shared_ffn_hidden_size": 80, "shared_gate": True}),
-    "relu": config_of({}, activation="relu"),
-    "gelu": config_of({}, activation="gelu"),
-    "biases": config_of({"linear_bias": True, "router_bias": True}, activation="clamped_swiglu"),
+    "many scores": make_config({"num_experts": 128, "z_loss": 0.001}),
+    "jitter and capacity": make_config({"jitter": 0.1, "capacity_factor": 8.0}),
+    "shared": make_config({"shared_ffn_hidden_size": 80, "jitter": 0.1}),
+    "shared with a gate": make_config({"shared_ffn_hidden_size": 80, "shared_gate": True}),
+    "relu": make_config({}, activation="relu"),
+    "gelu": make_config({}, activation="gelu"),
+    "biases": make_config({"linear_bias": True, "router_bias": True}, activation="clamped_swiglu"),
 }
 
 
-#: Models, dtypes and recomputation of a forward pass; and, of a step, with the width of experts.
+#: Cases of a forward pass: model, dtype and recomputation; cases of a step have a width of experts.
 PASSES = list(product(CONFIGS, [torch.float32, torch.bfloat16], ["none", "expert_inputs"]))
 STEPS = list(
     product(
@@ -94,12 +94,12 @@ STEPS = list(
 )
 
 
-def tokens_of(config: GPTConfig, batch: int = BATCH) -> Tensor:
+def draw_tokens(config: GPTConfig, batch: int = BATCH) -> Tensor:
     return torch.randint(0, config.vocab_size, (batch, LENGTH))
 
 
-def follow(model: GPT) -> LiveMemory:
-    """Give parameters their gradient slots, and track all other memory."""
+def track_memory(model: GPT) -> LiveMemory:
+    """Give parameters gradient slots, and track all memory except parameters and gradients."""
     memory = LiveMemory()
     memory.leave_out(list(model.buffers()))
     for parameter in model.parameters():
@@ -109,24 +109,24 @@ def follow(model: GPT) -> LiveMemory:
     return memory
 
 
-def kept_bytes(model: GPT, config: GPTConfig, patience: float = 0.0) -> int:
-    memory, tokens = follow(model), tokens_of(config)
+def measured_kept_bytes(model: GPT, config: GPTConfig, patience: float = 0.0) -> int:
+    memory, tokens = track_memory(model), draw_tokens(config)
     with memory:
         loss = model(tokens, labels=tokens)
-    # A thread of the communication library lets go of what it sent a moment later.
-    until, least = time.monotonic() + patience, memory.now
-    while time.monotonic() < until:
+    # A thread of the communication library frees sent tensors a moment later.
+    deadline, smallest = time.monotonic() + patience, memory.now
+    while time.monotonic() < deadline:
         time.sleep(0.01)
-        least = min(least, memory.now)
-    return least - loss.nbytes
+        smallest = min(smallest, memory.now)
+    return smallest - loss.nbytes
 
 
-def estimated_bytes(
-    config: GPTConfig, dtype: torch.dtype, recompute: Recompute = "none", **how: Any
+def estimated_kept_bytes(
+    config: GPTConfig, dtype: torch.dtype, recompute: Recompute = "none", **options: Any
 ) -> int:
     shape = config.memory_shape()
     table = eager_activations(shape, dtype.itemsize)
-    batch = MicrobatchShape(num_tokens=LENGTH * BATCH, activation_bytes=dtype.itemsize, **how)
+    batch = MicrobatchShape(num_tokens=LENGTH * BATCH, activation_bytes=dtype.itemsize, **options)
     blocks = [
         activation_costs(
             shape,
@@ -146,50 +146,52 @@ def estimated_bytes(
     ("kind", "dtype", "recompute"),
     chosen(PASSES, *(PASSES[4 * number + number % 4] for number in range(len(CONFIGS)))),
 )
-def test_a_forward_pass_keeps_what_the_estimate_says(
+def test_memory_kept_by_a_forward_pass_equals_the_estimate(
     kind: str, dtype: torch.dtype, recompute: Recompute
 ) -> None:
     config = CONFIGS[kind]
-    model = built(config, dtype)
+    model = build_model(config, dtype)
     model.recompute = recompute
-    expected = estimated_bytes(config, dtype, recompute)
-    assert kept_bytes(model, config) == pytest.approx(expected, rel=0.015)
+    expected = estimated_kept_bytes(config, dtype, recompute)
+    assert measured_kept_bytes(model, config) == pytest.approx(expected, rel=0.015)
     check_parameters(model, config, ParallelLayout(1))
 
 
 def check_parameters(model: GPT, config: GPTConfig, layout: ParallelLayout) -> None:
     shape, num_mixtures = config.memory_shape(), sum(map(config.has_experts_in, range(3)))
-    found = {True: 0, False: 0}
+    num_parameters = {True: 0, False: 0}
     for parameter in model.parameters():
-        found[shard_spec_of(parameter).is_expert] += parameter.numel()
-    assert found[True] == num_mixtures * shape.expert_parameters(layout)
-    assert found[False] == shape.stage_parameters(layout, 0, 3, num_mixtures)
+        num_parameters[shard_spec_of(parameter).is_expert] += parameter.numel()
+    assert num_parameters[True] == num_mixtures * shape.expert_parameters(layout)
+    assert num_parameters[False] == shape.stage_parameters(layout, 0, 3, num_mixtures)
 
 
 @pytest.mark.parametrize(
-    ("model_of", "inner", "recompute"),
+    ("model_case", "expert_width", "recompute"),
     chosen(STEPS, *(STEPS[8 * number + 5 * number % 8] for number in range(5))),
 )
-def test_the_peak_of_a_step_is_what_the_estimate_says(
-    model_of: tuple[str, torch.dtype], inner: int, recompute: Recompute
+def test_the_peak_memory_of_a_step_equals_the_estimate(
+    model_case: tuple[str, torch.dtype], expert_width: int, recompute: Recompute
 ) -> None:
-    kind, dtype = model_of
+    kind, dtype = model_case
     config = replace(
         CONFIGS[kind],
         hidden_size=128,
-        experts=replace(CONFIGS[kind].experts, ffn_hidden_size=inner),
+        experts=replace(CONFIGS[kind].experts, ffn_hidden_size=expert_width),
     )
-    model = built(config, dtype)
+    model = build_model(config, dtype)
     model.recompute = recompute
     training = TrainingShape(
         seq_length=LENGTH, microbatch_size=4, recompute=recompute, activation_bytes=dtype.itemsize
     )
     (estimate,) = estimate_memory(config.memory_shape(), ParallelLayout(1), training)
-    assert estimate.peak - estimate.static == pytest.approx(peak_bytes(model, config, 4), rel=0.06)
+    assert estimate.peak - estimate.static == pytest.approx(
+        measured_peak_bytes(model, config, 4), rel=0.06
+    )
 
 
-def peak_bytes(model: GPT, config: GPTConfig, batch: int = BATCH) -> int:
-    memory, tokens = follow(model), tokens_of(config, batch)
+def measured_peak_bytes(model: GPT, config: GPTConfig, batch: int = BATCH) -> int:
+    memory, tokens = track_memory(model), draw_tokens(config, batch)
     with memory:
         model(tokens, labels=tokens).mean().backward()
     return memory.peak
@@ -198,7 +200,7 @@ def peak_bytes(model: GPT, config: GPTConfig, batch: int = BATCH) -> int:
 # Two ranks.
 
 #: Places of a rank in layouts with clones of experts.
-PLACES = {"ep 2 by puts, limited, with clones": 2, "ep 2 by puts, with clones": 2}
+CLONE_PLACES = {"ep 2 by puts, limited, with clones": 2, "ep 2 by puts, with clones": 2}
 #: Sizes, sequence parallelism, transport, and limit on the rows of experts.
 LAYOUTS: dict[str, tuple[dict[str, int], bool, Transport, float | None]] = {
     "etp 2": ({"tp": 2}, True, "auto", None),
@@ -216,10 +218,10 @@ LAYOUTS: dict[str, tuple[dict[str, int], bool, Transport, float | None]] = {
 }
 
 
-#: Layouts whose memory is compared, with inputs of experts that are kept and sent again.
-RECOMPUTED: tuple[Recompute, ...] = ("none", "expert_inputs")
-HELD = chosen(
-    list(product(LAYOUTS, RECOMPUTED)),
+#: Settings of recomputation, and pairs of layout and recomputation whose memory is compared.
+RECOMPUTE_SETTINGS: tuple[Recompute, ...] = ("none", "expert_inputs")
+MEASURED_CASES = chosen(
+    list(product(LAYOUTS, RECOMPUTE_SETTINGS)),
     ("etp 2", "none"),
     ("ep 2 inside tp 2", "expert_inputs"),
     ("ep 2 by an all-gather, limited", "none"),
@@ -227,9 +229,9 @@ HELD = chosen(
     ("ep 2 by puts, limited, with clones", "none"),
     ("ep 2 by puts, with clones", "expert_inputs"),
 )
-#: Between CPUs clones come by collectives, which need other buffers than puts.
-TRAINED = chosen(
-    {name: one for name, one in LAYOUTS.items() if name not in PLACES},
+#: Layouts of training. Between CPUs, collectives send clones, which need other buffers than puts.
+TRAINED_LAYOUTS = chosen(
+    {name: layout for name, layout in LAYOUTS.items() if name not in CLONE_PLACES},
     "etp 2 without sequence parallelism",
     "ep 2 inside tp 2 by puts",
     "ep 2 by an all-gather",
@@ -238,8 +240,10 @@ TRAINED = chosen(
 )
 
 
-def balanced(config: GPTConfig, mesh: ParallelMesh, transport: Transport, limit: RowLimit) -> GPT:
-    model = built(config, torch.bfloat16, mesh)
+def build_balanced_model(
+    config: GPTConfig, mesh: ParallelMesh, transport: Transport, limit: RowLimit
+) -> GPT:
+    model = build_model(config, torch.bfloat16, mesh)
     for number, layer in model.mixtures().items():
         layer.transport, layer.router.forced_balance = transport, True
         layer.row_limit = LayerRows(limit, number, mesh.ep.size)
@@ -251,38 +255,38 @@ def set_places(model: GPT, places: int) -> None:
         layer.clones = CloneSettings(places) if places else None
 
 
-def limiting(limit: RowLimit, rows: float | None) -> AbstractContextManager[None]:
+def limit_rows(limit: RowLimit, rows: float | None) -> AbstractContextManager[None]:
     return nullcontext() if rows is None else limit.limit_rows()
 
 
-def hold(
+def measure_memory(
     rank: int, size: int
 ) -> dict[tuple[str, Recompute], tuple[int, int, dict[str, int], dict[str, int]]]:
-    """Return what a rank keeps in a forward pass and always, each with its estimate (bytes)."""
-    config = config_of(
+    """Return memory that a forward pass keeps and memory that a rank always holds, with estimates."""
+    config = make_config(
         {"layers": 1, "shared_ffn_hidden_size": 64, "ffn_hidden_size": 64}, num_kv_heads=2
     )
-    found = {}
-    for name, recompute in HELD:
+    results = {}
+    for name, recompute in MEASURED_CASES:
         sizes, sequence_parallel, transport, rows = LAYOUTS[name]
         layout = ParallelLayout(size, **sizes)
-        # Memory that ranks share is that of this mesh alone.
+        # Each mesh has its own shared memory.
         mesh = ParallelMesh.create(layout, sequence_parallel=sequence_parallel)
         limit = RowLimit(rows or 1.0, mesh)
-        model = balanced(config, mesh, transport, limit)
+        model = build_balanced_model(config, mesh, transport, limit)
         model.recompute = recompute
         check_parameters(model, config, layout)
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "tp": layout.tp,
             "sequence_parallel": sequence_parallel,
             "transport": transport,
         }
-        places = PLACES.get(name, 0)
+        places = CLONE_PLACES.get(name, 0)
         set_places(model, places)
-        how |= {"ep": layout.ep, "etp": layout.etp, "expert_rows": rows, "clone_places": places}
-        expected = estimated_bytes(config, torch.bfloat16, recompute, **how)
-        with limiting(limit, rows):
-            kept = kept_bytes(model, config, patience=0.5)
+        options |= {"ep": layout.ep, "etp": layout.etp, "expert_rows": rows, "clone_places": places}
+        expected = estimated_kept_bytes(config, torch.bfloat16, recompute, **options)
+        with limit_rows(limit, rows):
+            kept_bytes = measured_kept_bytes(model, config, patience=0.5)
         run = Run(
             dict(model.named_parameters()),
             mesh,
@@ -295,33 +299,33 @@ def hold(
         run.finish()
         run.step()
         states = [value for state in run.optimizer.state.values() for value in state.values()]
-        held = {**run.main.memory(), "optimizer": sum(value.nbytes for value in states)}
+        permanent_bytes = {**run.main.memory(), "optimizer": sum(value.nbytes for value in states)}
         (estimate,) = estimate_memory(
             config.memory_shape(), layout, TrainingShape(seq_length=LENGTH)
         )
-        found[name, recompute] = (
-            kept,
+        results[name, recompute] = (
+            kept_bytes,
             expected,
-            held,
-            {part: getattr(estimate, part) for part in held},
+            permanent_bytes,
+            {part: getattr(estimate, part) for part in permanent_bytes},
         )
         mesh.destroy()
-    return found
+    return results
 
 
 def train_step(rank: int, size: int) -> dict[str, tuple[int, int]]:
-    """Return what a rank needs at the peak of a step beside what it holds all the time, and the
-    estimate (bytes).
+    """Return the memory of a rank at the peak of a step beyond its permanent memory, and the estimate
+    (bytes).
     """
-    config = config_of(
+    config = make_config(
         {"layers": 1, "shared_ffn_hidden_size": 64, "ffn_hidden_size": 256}, hidden_size=128
     )
-    found = {}
-    for name, (sizes, sequence_parallel, transport, rows) in TRAINED.items():
+    peaks = {}
+    for name, (sizes, sequence_parallel, transport, rows) in TRAINED_LAYOUTS.items():
         layout = ParallelLayout(size, **sizes)
         mesh = ParallelMesh.create(layout, sequence_parallel=sequence_parallel)
         limit = RowLimit(rows or 1.0, mesh)
-        model = balanced(config, mesh, transport, limit)
+        model = build_balanced_model(config, mesh, transport, limit)
         training = TrainingShape(
             seq_length=LENGTH,
             microbatch_size=BATCH,
@@ -330,56 +334,56 @@ def train_step(rank: int, size: int) -> dict[str, tuple[int, int]]:
             expert_rows=rows,
         )
         (estimate,) = estimate_memory(config.memory_shape(), layout, training)
-        with limiting(limit, rows):
-            found[name] = peak_bytes(model, config), estimate.peak - estimate.static
+        with limit_rows(limit, rows):
+            peaks[name] = measured_peak_bytes(model, config), estimate.peak - estimate.static
         mesh.destroy()
-    return found
+    return peaks
 
 
-def test_ranks_that_share_experts_hold_and_keep_what_the_estimate_says() -> None:
-    for found in run_world(hold, 2):
-        assert list(found) == HELD
-        for name, (kept, expected, held, estimate) in found.items():
-            assert kept == pytest.approx(expected, rel=0.025), name
-            assert held == pytest.approx(estimate, rel=0.02), name
+def test_kept_and_permanent_memory_of_expert_parallel_ranks_equals_the_estimate() -> None:
+    for results in run_world(measure_memory, 2):
+        assert list(results) == MEASURED_CASES
+        for name, (kept_bytes, expected, permanent_bytes, estimate) in results.items():
+            assert kept_bytes == pytest.approx(expected, rel=0.025), name
+            assert permanent_bytes == pytest.approx(estimate, rel=0.02), name
 
 
-def test_ranks_that_share_experts_need_what_the_estimate_says() -> None:
-    for found in run_world(train_step, 2):
-        assert list(found) == list(TRAINED)
-        for name, (peak, estimate) in found.items():
+def test_the_peak_memory_of_expert_parallel_ranks_equals_the_estimate() -> None:
+    for peaks in run_world(train_step, 2):
+        assert list(peaks) == list(TRAINED_LAYOUTS)
+        for name, (peak, estimate) in peaks.items():
             assert estimate == pytest.approx(peak, rel=0.08), name
 
 
-def test_places_for_clones_need_memory_once_for_all_layers() -> None:
+def test_all_layers_share_the_memory_of_places_for_clones() -> None:
     config = CONFIGS["all layers"]
     shape = config.memory_shape()
     layout = ParallelLayout(4, ep=4)
     training = TrainingShape(seq_length=LENGTH, expert_transport="one_sided", expert_rows=1.0)
-    (without,) = estimate_memory(shape, layout, training)
+    (without_places,) = estimate_memory(shape, layout, training)
     (with_places,) = estimate_memory(shape, layout, replace(training, clone_places=2))
     experts = config.experts
     assert experts is not None
     weights = 3 * config.hidden_size * experts.ffn_hidden_size
     assert clone_bytes(shape, layout, replace(training, clone_places=2)) == 2 * weights * (2 + 4)
-    assert with_places.peak - without.peak == 2 * weights * (2 + 4)
-    (alone,) = estimate_memory(shape, ParallelLayout(1), replace(training, clone_places=2))
-    assert alone == estimate_memory(shape, ParallelLayout(1), training)[0]
+    assert with_places.peak - without_places.peak == 2 * weights * (2 + 4)
+    (single_rank,) = estimate_memory(shape, ParallelLayout(1), replace(training, clone_places=2))
+    assert single_rank == estimate_memory(shape, ParallelLayout(1), training)[0]
 
 
-def test_the_estimate_and_the_layer_choose_the_same_way_for_tokens() -> None:
-    kinds = {
+def test_the_estimate_and_the_layer_choose_the_same_transport() -> None:
+    transport_of_dispatcher = {
         LocalDispatcher: "none",
         GatherDispatcher: "all_gather",
         AllToAllDispatcher: "all_to_all",
     }
-    kinds[OneSidedDispatcher] = "one_sided"
-    asked: tuple[Transport, ...] = ("auto", "all_gather", "all_to_all", "one_sided")
-    for ep, top_k, transport in product((1, 2, 4), (1, 2, 4), asked):
+    transport_of_dispatcher[OneSidedDispatcher] = "one_sided"
+    transports: tuple[Transport, ...] = ("auto", "all_gather", "all_to_all", "one_sided")
+    for ep, top_k, transport in product((1, 2, 4), (1, 2, 4), transports):
         mesh = replace(ParallelMesh.single(), ep=MeshAxis("ep", tuple(range(ep))))
         for is_limited in (False, True) if ep > 1 and transport != "all_to_all" else (False,):
             limit = LayerRows(RowLimit(1.5, mesh), 0, ep) if is_limited else None
             dispatcher = choose_transport(8, top_k, mesh, transport, limit=limit).dispatcher
-            found = transport_over_ep(top_k, ep, transport, is_limited=is_limited)
-            assert found == kinds[type(dispatcher)]
-            assert found != "all_to_all" or not is_limited
+            chosen_transport = transport_over_ep(top_k, ep, transport, is_limited=is_limited)
+            assert chosen_transport == transport_of_dispatcher[type(dispatcher)]
+            assert chosen_transport != "all_to_all" or not is_limited

@@ -1,4 +1,4 @@
-"""GPT equals Hugging Face's models of many families, also for padded and packed batches."""
+"""GPT equals models of many families of Hugging Face, also for padded and packed batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.oracles import assert_equal, assert_same_gradients, load_full_
 transformers = pytest.importorskip("transformers")
 
 B, S, V, D, H, LAYERS = 2, 12, 83, 32, 4, 2
-THEIRS: dict[str, Any] = {
+THEIR_SIZES: dict[str, Any] = {
     "vocab_size": V,
     "hidden_size": D,
     "intermediate_size": 40,
@@ -29,7 +29,7 @@ THEIRS: dict[str, Any] = {
     "max_position_embeddings": 32,
     "pad_token_id": 0,
 }
-OURS: dict[str, Any] = {
+OUR_SIZES: dict[str, Any] = {
     "vocab_size": V,
     "max_seq_length": 32,
     "num_layers": LAYERS,
@@ -37,12 +37,12 @@ OURS: dict[str, Any] = {
     "num_heads": H,
     "ffn_hidden_size": 40,
 }
-GROUPED = {"num_key_value_heads": 2, "rms_norm_eps": 1e-6}
+GROUPED_QUERY = {"num_key_value_heads": 2, "rms_norm_eps": 1e-6}
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Class of Hugging Face with its settings, and our settings."""
+    """Class of Hugging Face, its settings, and the settings of this package."""
 
     kind: str
     theirs: dict[str, Any]
@@ -55,7 +55,7 @@ def rotary(kind: str, **numbers: Any) -> dict[str, Any]:
 
 def llama(**settings: Any) -> GPTConfig:
     return GPTConfig.llama(
-        **OURS, **{"num_kv_heads": 2, "norm_eps": 1e-6, "rotary_base": 5000.0} | settings
+        **OUR_SIZES, **{"num_kv_heads": 2, "norm_eps": 1e-6, "rotary_base": 5000.0} | settings
     )
 
 
@@ -67,18 +67,18 @@ LLAMA3: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 PAIRS = {
     "Mistral": Pair(
         "Mistral",
-        GROUPED | rotary("default") | {"sliding_window": 4, "head_dim": 6},
+        GROUPED_QUERY | rotary("default") | {"sliding_window": 4, "head_dim": 6},
         llama(sliding_window=4, head_dim=6),
     ),
     "Qwen2": Pair(
         "Qwen2",
-        GROUPED | rotary("default") | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+        GROUPED_QUERY | rotary("default") | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
         llama(qkv_bias=True, sliding_window=3, window_layers=(False, True)),
     ),
-    "Qwen3": Pair("Qwen3", GROUPED | rotary("default") | {"head_dim": 10}, llama(qk_norm=True, head_dim=10)),
+    "Qwen3": Pair("Qwen3", GROUPED_QUERY | rotary("default") | {"head_dim": 10}, llama(qk_norm=True, head_dim=10)),
     "Gemma": Pair(
         "Gemma",
-        GROUPED
+        GROUPED_QUERY
         | rotary("default")
         | {"num_key_value_heads": 1, "head_dim": 12, "hidden_activation": "gelu_pytorch_tanh"},
         llama(
@@ -88,7 +88,7 @@ PAIRS = {
     ),
     "Phi-3": Pair(
         "Phi3",
-        GROUPED
+        GROUPED_QUERY
         | rotary("longrope", **FACTORS, partial_rotary_factor=0.75, original_max_position_embeddings=10)
         | {"original_max_position_embeddings": 10, "sliding_window": 5},
         llama(
@@ -102,61 +102,61 @@ PAIRS = {
         "GPTNeoX",
         rotary("default", partial_rotary_factor=0.5) | {"hidden_act": "gelu", "use_parallel_residual": True},
         GPTConfig.gpt2(
-            **OURS, position="rotary", rotary_base=5000.0, rotary_dim=4, parallel_residual=True, activation="gelu",
+            **OUR_SIZES, position="rotary", rotary_base=5000.0, rotary_dim=4, parallel_residual=True, activation="gelu",
             tie_embeddings=False,
         ),
     ),
     "GPT-NeoX in sequence": Pair(
         "GPTNeoX",
         rotary("default", partial_rotary_factor=1.0) | {"hidden_act": "relu", "use_parallel_residual": False},
-        GPTConfig.gpt2(**OURS, position="rotary", rotary_base=5000.0, activation="relu", tie_embeddings=False),
+        GPTConfig.gpt2(**OUR_SIZES, position="rotary", rotary_base=5000.0, activation="relu", tie_embeddings=False),
     ),
     "Llama, biases, linear": Pair(
         "Llama",
-        GROUPED | rotary("linear", factor=2.0) | {"attention_bias": True, "mlp_bias": True},
+        GROUPED_QUERY | rotary("linear", factor=2.0) | {"attention_bias": True, "mlp_bias": True},
         llama(
             qkv_bias=True, output_bias=True, mlp_bias=True, rotary_scaling={"kind": "linear", "factor": 2.0}
         ),
     ),
     "Llama, llama3": Pair(
         "Llama",
-        GROUPED | rotary("llama3", factor=4.0, original_max_position_embeddings=16, **LLAMA3),
+        GROUPED_QUERY | rotary("llama3", factor=4.0, original_max_position_embeddings=16, **LLAMA3),
         llama(rotary_scaling={"kind": "llama3", "factor": 4.0, "original_length": 16}),
     ),
     "Llama, yarn": Pair(
         "Llama",
-        GROUPED | rotary("yarn", factor=4.0, original_max_position_embeddings=16),
+        GROUPED_QUERY | rotary("yarn", factor=4.0, original_max_position_embeddings=16),
         llama(rotary_scaling={"kind": "yarn", "factor": 4.0, "original_length": 16}),
     ),
 }  # fmt: skip
 
 
-def build_twin(pair: Pair) -> nn.Module:
-    """Build a Hugging Face model without weights of 0 or 1, and with norms in float64."""
-    config = getattr(transformers, f"{pair.kind}Config")(**THEIRS, **pair.theirs)
-    twin = getattr(transformers, f"{pair.kind}ForCausalLM")(config).double().eval()
-    for index, parameter in enumerate(twin.parameters()):
+def build_reference(pair: Pair) -> nn.Module:
+    """Build a Hugging Face model with random weights and norms in float64."""
+    config = getattr(transformers, f"{pair.kind}Config")(**THEIR_SIZES, **pair.theirs)
+    reference = getattr(transformers, f"{pair.kind}ForCausalLM")(config).double().eval()
+    for index, parameter in enumerate(reference.parameters()):
         generator = torch.Generator().manual_seed(index)
         with torch.no_grad():
             parameter.copy_(
                 0.3 * torch.randn(parameter.shape, generator=generator) + (parameter.dim() == 1)
             )
-    for module in twin.modules():
+    for module in reference.modules():
         if type(module).__name__.endswith("RMSNorm"):
-            # Theirs rounds to float32 whatever the model's dtype.
-            module.forward = plain_norm(module, 1.0 if pair.kind == "Gemma" else 0.0)
-    return twin
+            # The norm of Hugging Face rounds to float32 for every dtype of the model.
+            module.forward = float64_norm(module, 1.0 if pair.kind == "Gemma" else 0.0)
+    return reference
 
 
-def plain_norm(module: Any, offset: float) -> Callable[[Tensor], Tensor]:
+def float64_norm(module: Any, offset: float) -> Callable[[Tensor], Tensor]:
     eps = 1e-6
     return lambda x: F.rms_norm(x, x.shape[-1:], module.weight + offset, eps)
 
 
-def from_theirs(theirs: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
-    """Rename tensors of Hugging Face to ours, and fuse their projections."""
+def rename_tensors(theirs: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+    """Rename tensors of Hugging Face to the names of this package, and fuse projections."""
     if "gpt_neox.embed_in.weight" in theirs:
-        return from_neox(theirs)
+        return rename_neox_tensors(theirs)
     ours = {
         "embedding.word.weight": theirs["model.embed_tokens.weight"],
         "final_norm.weight": theirs["model.norm.weight"],
@@ -187,7 +187,7 @@ def from_theirs(theirs: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Te
     return ours
 
 
-def from_neox(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def rename_neox_tensors(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     ours = {
         "embedding.word.weight": theirs["gpt_neox.embed_in.weight"],
         "head.weight": theirs["lm_head.weight"],
@@ -206,7 +206,7 @@ def from_neox(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
             for target, source in sources.items():
                 tensor = theirs[f"gpt_neox.layers.{layer}.{source}.{kind}"]
                 if target == "attention.qkv":
-                    # Theirs has query, key and value of each head beside each other.
+                    # Hugging Face stores query, key and value of each head next to each other.
                     tensor = tensor.unflatten(0, (H, 3, -1)).transpose(0, 1).flatten(0, 2)
                 ours[f"layers.{layer}.{target}.{kind}"] = tensor
     return ours
@@ -214,14 +214,14 @@ def from_neox(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Same rows as arguments of Hugging Face and as ours, and a mask of positions that count."""
+    """Same rows as arguments of both models, and a mask of the positions with labels."""
 
     theirs: dict[str, Tensor]
     span: AttentionSpan | None
     counts: Tensor
 
 
-def batches() -> dict[str, Batch]:
+def make_batches() -> dict[str, Batch]:
     all_count = torch.ones(B, S, dtype=torch.bool)
     lengths = torch.tensor([[7], [12]])
     right = torch.arange(S) < lengths
@@ -254,17 +254,17 @@ def _in_float64() -> Any:
     torch.set_default_dtype(before)
 
 
-@pytest.mark.parametrize("kind", list(batches()))
+@pytest.mark.parametrize("kind", list(make_batches()))
 @pytest.mark.parametrize("name", list(PAIRS))
-def test_a_family_equals_hugging_face(name: str, kind: str) -> None:
-    pair, batch, mesh = PAIRS[name], batches()[kind], ParallelMesh.single()
-    twin, model = build_twin(pair), GPT(pair.ours, mesh, seed=1)
-    load_full_(model, from_theirs(dict(twin.named_parameters()), pair.ours))
+def test_models_of_a_family_equal_hugging_face(name: str, kind: str) -> None:
+    pair, batch, mesh = PAIRS[name], make_batches()[kind], ParallelMesh.single()
+    reference, model = build_reference(pair), GPT(pair.ours, mesh, seed=1)
+    load_full_(model, rename_tensors(dict(reference.named_parameters()), pair.ours))
     tokens, labels = torch.randint(0, V, (2, B, S), generator=torch.Generator().manual_seed(0))
     labels = labels.masked_fill(~batch.counts, -100)
 
-    # With a cache theirs would not look for several documents in a row.
-    expected = twin(input_ids=tokens, use_cache=False, **batch.theirs).logits
+    # With a cache, Hugging Face does not look for several documents in a row.
+    expected = reference(input_ids=tokens, use_cache=False, **batch.theirs).logits
     loss = F.cross_entropy(expected.flatten(0, 1), labels.flatten())
     loss.backward()
     mean = model(tokens, labels, span=batch.span).sum() / batch.counts.sum()
@@ -272,5 +272,5 @@ def test_a_family_equals_hugging_face(name: str, kind: str) -> None:
     logits = model(tokens, span=batch.span)
     assert_equal(logits[batch.counts], expected[batch.counts], "logits")
     assert_equal(mean, loss, "loss")
-    gradients = {key: p.grad for key, p in twin.named_parameters() if p.grad is not None}
-    assert_same_gradients(model, mesh, from_theirs(gradients, pair.ours), name)
+    gradients = {key: p.grad for key, p in reference.named_parameters() if p.grad is not None}
+    assert_same_gradients(model, mesh, rename_tensors(gradients, pair.ours), name)

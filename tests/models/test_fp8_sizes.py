@@ -35,38 +35,38 @@ ENCODER = EncoderConfig(
     num_heads=4,
     ffn_hidden_size=72,
 )
-#: 40 features on each of two ranks are no multiple of 16.
-ODD = GPTConfig.gpt2(**SIZES, hidden_size=32, ffn_hidden_size=80)
+#: With two ranks, each has 40 features, which is no multiple of 16.
+INDIVISIBLE = GPTConfig.gpt2(**SIZES, hidden_size=32, ffn_hidden_size=80)
 MESSAGE = "multiples of 16: layers.0.mlp.up has 40 output and 32 input features"
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("kind", [*CONFIGS, "experts"])
-def test_sizes_are_those_of_the_built_layers(kind: str, tp: int) -> None:
+def test_linear_sizes_equal_those_of_the_built_layers(kind: str, tp: int) -> None:
     config = EXPERTS if kind == "experts" else CONFIGS[kind]
     model = GPT(config, mesh_of(tp - 1, tp=tp), seed=1)
-    expected = {name: _local_sizes(part) for _, name, part in _linears(model)}
+    expected = {name: _local_sizes(linear) for _, name, linear in _linears(model)}
     shape = config.memory_shape()
-    found = {
+    actual = {
         f"layers.{layer}.{name}": sizes
         for layer in range(config.num_layers)
         for name, sizes in linear_sizes(shape, layer, tp).items()
     }
-    assert found == expected
+    assert actual == expected
 
 
-def test_an_encoder_is_refused_for_the_sizes_that_it_builds() -> None:
-    built = dict.fromkeys(
+def test_an_encoder_with_indivisible_layers_is_refused() -> None:
+    indivisible_layers = dict.fromkeys(
         name
-        for _, name, part in _linears(Encoder(ENCODER, seed=1))
-        if any(size % 16 for size in _local_sizes(part))
+        for _, name, linear in _linears(Encoder(ENCODER, seed=1))
+        if any(size % 16 for size in _local_sizes(linear))
     )
-    assert list(built) == [
+    assert list(indivisible_layers) == [
         f"layers.{layer}.mlp.{name}" for layer in (0, 1) for name in ("up", "down")
     ]
     with pytest.raises(ParallelPlanError, match="layers.0.mlp.up has 72 output"):
         check_fp8_config(ENCODER, FP8(), 1)
-    check_fp8_config(ENCODER, FP8(keep=tuple(built)), 1)
+    check_fp8_config(ENCODER, FP8(keep=tuple(indivisible_layers)), 1)
 
 
 class WithConfig(LightningModule):
@@ -78,62 +78,60 @@ class WithConfig(LightningModule):
 
 
 class WithModel(LightningModule):
-    """Module that has already built its model."""
+    """Module whose model is built in the constructor."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
 
 
-class Later(WithModel):
-    """Module that builds its model when process groups exist."""
+class WithConfigureModel(WithModel):
+    """Module that builds its model in ``configure_model``."""
 
     def configure_model(self) -> None:
         """Build the model."""
 
 
-def hugging_face() -> Any:
+def make_hugging_face_config() -> Any:
     transformers = pytest.importorskip("transformers")
     return transformers.GPT2Config(
         vocab_size=64, n_positions=16, n_embd=32, n_head=4, n_layer=2, n_inner=80
     )
 
 
-def check(module: LightningModule, tp: int, **settings: Any) -> None:
+def check_fp8_sizes(module: LightningModule, tp: int, **settings: Any) -> None:
     options = MegatronStrategy(tp=tp, fp8=FP8(emulate=True, **settings)).options
     check_sizes(module, options, ParallelLayout(2, tp=tp), {})
 
 
 @pytest.mark.parametrize("kind", ["config", "model", "Hugging Face model", "folder"])
-def test_sizes_that_do_not_divide_are_refused_before_processes_start(
-    kind: str, tmp_path: Any
-) -> None:
+def test_indivisible_sizes_are_refused_before_processes_start(kind: str, tmp_path: Any) -> None:
     module: LightningModule
     if kind == "config":
-        module = WithConfig(ODD)
+        module = WithConfig(INDIVISIBLE)
     elif kind == "model":
-        module = WithModel(GPT(ODD, seed=1))
+        module = WithModel(GPT(INDIVISIBLE, seed=1))
     elif kind == "folder":
-        hugging_face().save_pretrained(tmp_path)
+        make_hugging_face_config().save_pretrained(tmp_path)
         module = HuggingFaceCausalLM(str(tmp_path), from_scratch=True)
     else:
         transformers = pytest.importorskip("transformers")
-        module = WithModel(transformers.GPT2LMHeadModel(hugging_face()))
+        module = WithModel(transformers.GPT2LMHeadModel(make_hugging_face_config()))
     with pytest.raises(ParallelPlanError, match=re.escape(MESSAGE)):
-        check(module, tp=2)
-    check(module, tp=2, keep=("*.mlp.*",))
-    check(module, tp=1)
+        check_fp8_sizes(module, tp=2)
+    check_fp8_sizes(module, tp=2, keep=("*.mlp.*",))
+    check_fp8_sizes(module, tp=1)
 
 
-def test_a_model_of_configure_model_is_not_known() -> None:
-    check(Later(GPT(ODD, seed=1)), tp=2)
+def test_models_built_in_configure_model_are_not_checked_early() -> None:
+    check_fp8_sizes(WithConfigureModel(GPT(INDIVISIBLE, seed=1)), tp=2)
 
 
-def test_low_ranks_are_no_layers_of_their_own() -> None:
+def test_lora_factors_are_not_counted_as_layers() -> None:
     model = GPT(CONFIGS["llama"], seed=1)
     before = [name for _, name, _ in _linears(model)]
     base = model.layers["0"].attention.qkv
-    # A rank of 4 is no multiple of 16.
+    # The LoRA rank of 4 is no multiple of 16.
     update = LowRank(base, range(16), 4, model.mesh)
     base.low_rank = LowRankUpdates({"query": update})
     assert [name for _, name, _ in _linears(model)] == before
@@ -144,9 +142,9 @@ def test_low_ranks_are_no_layers_of_their_own() -> None:
     assert update.b.scaling is None
 
 
-def test_patterns_of_other_names_are_refused_before_processes_start() -> None:
+def test_patterns_without_a_match_are_refused_before_processes_start() -> None:
     with pytest.raises(ParallelPlanError, match=r"'\*.mlp.gate' matches none of .*layers.N.mlp.up"):
-        check(WithConfig(ODD), tp=1, keep=("*.mlp.gate",))
-    check(WithConfig(EXPERTS), tp=1, keep=("*.mlp.shared.*",))
+        check_fp8_sizes(WithConfig(INDIVISIBLE), tp=1, keep=("*.mlp.gate",))
+    check_fp8_sizes(WithConfig(EXPERTS), tp=1, keep=("*.mlp.shared.*",))
     with pytest.raises(ParallelPlanError, match="fp8.keep must name linear layers"):
-        check(WithConfig(EXPERTS), tp=1, keep=("layers.2.*",))
+        check_fp8_sizes(WithConfig(EXPERTS), tp=1, keep=("layers.2.*",))

@@ -1,4 +1,4 @@
-"""Modules that wait for their parameters are called before the parameters are read."""
+"""Modules that gather parameters before their call run before anything reads the parameters."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ CALLS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-def arrive_late(model: PipelinedModule) -> None:
-    """Give parameters their values when the module is called that waits for them, as gathers do."""
-    values = {name: one.detach().clone() for name, one in model.named_parameters()}
-    names = {id(one): name for name, one in model.named_parameters()}
+def delay_parameters(model: PipelinedModule) -> None:
+    """Fill parameters with NaN until their module is called, as gathers do."""
+    values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     with torch.no_grad():
-        for one in model.parameters():
-            one.fill_(torch.nan)
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
 
     def hook(module: nn.Module, args: Any) -> None:
         with torch.no_grad():
-            for one in module.parameters():
-                one.copy_(values[names[id(one)]])
+            for parameter in module.parameters():
+                parameter.copy_(values[names[id(parameter)]])
 
     for group in model.gather_groups():
         group.register_forward_pre_hook(hook)
@@ -46,5 +46,5 @@ def test_no_parameter_is_read_before_its_module_is_called(kind: str, chunk: Any)
         model = GPT(KINDS[kind], seed=1).eval()
         model.loss_chunk = chunk
         expected = call(model, tokens).detach()
-        arrive_late(model)
+        delay_parameters(model)
         assert torch.equal(call(model, tokens), expected), name

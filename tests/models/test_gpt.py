@@ -27,7 +27,7 @@ CONFIGS = {
     "llama": GPTConfig.llama(**SIZES, num_kv_heads=2, ffn_hidden_size=24),
     "llama tied": GPTConfig.llama(**SIZES, num_kv_heads=1, ffn_hidden_size=24, tie_embeddings=True),
 }
-CUTS = [
+LAYOUTS = [
     ({"tp": 1}, False),
     ({"tp": 2}, False),
     ({"tp": 2}, True),
@@ -41,7 +41,7 @@ CUTS = [
 ]
 
 
-def batch() -> tuple[torch.Tensor, torch.Tensor]:
+def draw_batch() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, V, (B, S), generator=generator)
     labels = torch.randint(0, V, (B, S), generator=generator)
@@ -49,14 +49,14 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, labels
 
 
-def check_cut(mesh: ParallelMesh, name: str) -> None:
-    what = f"{name} {mesh.layout} sp={mesh.sequence_parallel}"
-    config, (tokens, labels) = CONFIGS[name], batch()
+def check_layout(mesh: ParallelMesh, name: str) -> None:
+    case_name = f"{name} {mesh.layout} sp={mesh.sequence_parallel}"
+    config, (tokens, labels) = CONFIGS[name], draw_batch()
     single, model = GPT(config, seed=7), GPT(config, mesh, seed=7)
     weights = full_weights(single, single.mesh)
     for key, weight in full_weights(model, mesh).items():
         source = "embedding.word.weight" if config.tie_embeddings and key == "head.weight" else key
-        assert torch.equal(weight, weights[source]), f"{what}: {key} starts differently"
+        assert torch.equal(weight, weights[source]), f"{case_name}: {key} starts differently"
 
     expected = single(tokens, labels, label_smoothing=0.1)
     grad = torch.rand(expected.shape, generator=torch.Generator().manual_seed(9))
@@ -73,23 +73,23 @@ def check_cut(mesh: ParallelMesh, name: str) -> None:
     else:
         losses = model(tokens, labels, label_smoothing=0.1)
         losses.backward(grad)
-        assert_equal(model(tokens), single(tokens), f"{what}: logits")
-    assert_equal(losses, expected, f"{what}: losses")
-    assert_same_gradients(model, mesh, gradients, what)
+        assert_equal(model(tokens), single(tokens), f"{case_name}: logits")
+    assert_equal(losses, expected, f"{case_name}: losses")
+    assert_same_gradients(model, mesh, gradients, case_name)
 
 
-def check_cuts(rank: int, size: int) -> None:
+def check_layouts(rank: int, size: int) -> None:
     torch.set_default_dtype(torch.float64)
-    for sizes, sequence_parallel in CUTS:
+    for sizes, sequence_parallel in LAYOUTS:
         layout = ParallelLayout(world_size=size, **sizes)
         mesh = ParallelMesh.create(layout, seed=5, sequence_parallel=sequence_parallel)
         for name in CONFIGS:
-            check_cut(mesh, name)
+            check_layout(mesh, name)
         mesh.destroy()
 
 
-def test_every_layout_has_the_weights_losses_and_gradients_of_one_process() -> None:
-    run_world(check_cuts, 4)
+def test_every_layout_matches_weights_losses_and_gradients_of_one_process() -> None:
+    run_world(check_layouts, 4)
 
 
 def test_invalid_inputs_raise() -> None:
@@ -104,17 +104,19 @@ def test_invalid_inputs_raise() -> None:
         model.recompute = "some"
 
 
-def test_an_ambient_meta_device_leaves_the_model_unmaterialised() -> None:
+def test_a_model_built_under_a_meta_device_stays_on_meta() -> None:
     with torch.device("meta"):
         model = GPT(CONFIGS["llama"], seed=1)
     assert all(p.is_meta for p in model.parameters())
 
 
-def test_a_copy_has_separate_values_and_the_same_shards() -> None:
+def test_a_copied_model_has_separate_parameters_and_the_same_shard_specs() -> None:
     model = GPT(CONFIGS["gpt2 tied"])
-    twin = copy.deepcopy(model)
-    for (name, parameter), copied in zip(model.named_parameters(), twin.parameters(), strict=True):
+    model_copy = copy.deepcopy(model)
+    for (name, parameter), copied in zip(
+        model.named_parameters(), model_copy.parameters(), strict=True
+    ):
         assert copied is not parameter, name
         assert shard_spec_of(copied) == shard_spec_of(parameter), name
-    tokens, labels = batch()
-    assert_equal(twin(tokens, labels), model(tokens, labels), "losses")
+    tokens, labels = draw_batch()
+    assert_equal(model_copy(tokens, labels), model(tokens, labels), "losses")

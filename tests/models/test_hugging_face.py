@@ -1,4 +1,4 @@
-"""GPT has the logits, loss and gradients of Hugging Face's models with the same weights."""
+"""GPT has the logits, loss and gradients of Hugging Face models with the same weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 B, S, V, D, LAYERS = 2, 10, 83, 24, 3
 
 
-def gpt2_twin() -> tuple[nn.Module, GPTConfig]:
+def build_gpt2() -> tuple[nn.Module, GPTConfig]:
     config = transformers.GPT2Config(
         vocab_size=V,
         n_positions=16,
@@ -33,14 +33,14 @@ def gpt2_twin() -> tuple[nn.Module, GPTConfig]:
         embd_pdrop=0.0,
         attn_pdrop=0.0,
     )
-    twin = transformers.GPT2LMHeadModel(config)
+    reference = transformers.GPT2LMHeadModel(config)
     ours = GPTConfig.gpt2(
         vocab_size=V, max_seq_length=16, num_layers=LAYERS, hidden_size=D, num_heads=4
     )
-    return twin, ours
+    return reference, ours
 
 
-def llama_twin(num_kv_heads: int, tied: bool) -> tuple[nn.Module, GPTConfig]:
+def build_llama(num_kv_heads: int, tied: bool) -> tuple[nn.Module, GPTConfig]:
     config = transformers.LlamaConfig(
         vocab_size=V,
         hidden_size=D,
@@ -53,10 +53,10 @@ def llama_twin(num_kv_heads: int, tied: bool) -> tuple[nn.Module, GPTConfig]:
         rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
         tie_word_embeddings=tied,
     )
-    twin = transformers.LlamaForCausalLM(config)
-    # Theirs rounds to float32 whatever the model's dtype; torch's own keeps float64, which the
-    # comparison needs.
-    for module in twin.modules():
+    reference = transformers.LlamaForCausalLM(config)
+    # The norm of Hugging Face rounds to float32 for every dtype; the norm of torch keeps float64,
+    # which the comparison needs.
+    for module in reference.modules():
         for name, child in module.named_children():
             if type(child).__name__ == "LlamaRMSNorm":
                 setattr(module, name, nn.RMSNorm(D, eps=1e-6))
@@ -72,11 +72,11 @@ def llama_twin(num_kv_heads: int, tied: bool) -> tuple[nn.Module, GPTConfig]:
         rotary_base=5000.0,
         tie_embeddings=tied,
     )
-    return twin, ours
+    return reference, ours
 
 
-def from_gpt2(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename GPT-2's tensors to ours; its linear weights are stored transposed."""
+def rename_gpt2_tensors(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename tensors of GPT-2 to the names of this package; its linear weights are transposed."""
     ours = {
         "embedding.word.weight": theirs["transformer.wte.weight"],
         "embedding.position.weight": theirs["transformer.wpe.weight"],
@@ -103,8 +103,8 @@ def from_gpt2(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return ours
 
 
-def from_llama(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename Llama's tensors to ours, and fuse its projections."""
+def rename_llama_tensors(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename tensors of Llama to the names of this package, and fuse projections."""
     ours = {
         "embedding.word.weight": theirs["model.embed_tokens.weight"],
         "final_norm.weight": theirs["model.norm.weight"],
@@ -130,50 +130,55 @@ def from_llama(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return ours
 
 
-def compare(twin: nn.Module, config: GPTConfig, rename: Any, mesh: ParallelMesh, what: str) -> None:
-    twin = twin.double().eval()
+def compare(
+    reference: nn.Module, config: GPTConfig, rename: Any, mesh: ParallelMesh, case_name: str
+) -> None:
+    reference = reference.double().eval()
     model = GPT(config, mesh, seed=1)
-    load_full_(model, rename(dict(twin.named_parameters())))
+    load_full_(model, rename(dict(reference.named_parameters())))
     generator = torch.Generator().manual_seed(0)
     tokens, labels = torch.randint(0, V, (2, B, S), generator=generator)
     labels[1, 3:5] = -100
 
-    expected = twin(input_ids=tokens).logits
+    expected = reference(input_ids=tokens).logits
     loss = F.cross_entropy(expected.flatten(0, 1), labels.flatten())
     loss.backward()
     losses = model(tokens, labels)
     mean = losses.sum() / (labels != -100).sum()
     mean.backward()
-    assert_equal(model(tokens), expected, f"{what}: logits")
-    assert_equal(mean, loss, f"{what}: loss")
+    assert_equal(model(tokens), expected, f"{case_name}: logits")
+    assert_equal(mean, loss, f"{case_name}: loss")
     assert_same_gradients(
-        model, mesh, rename({name: p.grad for name, p in twin.named_parameters()}), what
+        model, mesh, rename({name: p.grad for name, p in reference.named_parameters()}), case_name
     )
 
 
-def check_twins(rank: int, size: int) -> None:
+def check_models(rank: int, size: int) -> None:
     torch.set_default_dtype(torch.float64)
     meshes = [ParallelMesh.single()]
     if size > 1:
         layout = ParallelLayout(world_size=size, tp=size)
         meshes = [ParallelMesh.create(layout, sequence_parallel=sp) for sp in (False, True)]
     for mesh in meshes:
-        what = f"tp={mesh.tp.size} sp={mesh.sequence_parallel}"
+        layout_name = f"tp={mesh.tp.size} sp={mesh.sequence_parallel}"
         torch.manual_seed(0)
-        compare(*gpt2_twin(), from_gpt2, mesh, f"GPT-2 {what}")
+        compare(*build_gpt2(), rename_gpt2_tensors, mesh, f"GPT-2 {layout_name}")
         for num_kv_heads, tied in ((4, False), (2, True), (1, False)):
             compare(
-                *llama_twin(num_kv_heads, tied), from_llama, mesh, f"Llama kv={num_kv_heads} {what}"
+                *build_llama(num_kv_heads, tied),
+                rename_llama_tensors,
+                mesh,
+                f"Llama kv={num_kv_heads} {layout_name}",
             )
 
 
-def test_one_process_equals_hugging_face() -> None:
+def test_models_in_one_process_equal_hugging_face() -> None:
     before = torch.get_default_dtype()
     try:
-        check_twins(0, 1)
+        check_models(0, 1)
     finally:
         torch.set_default_dtype(before)
 
 
-def test_tensor_parallel_equals_hugging_face() -> None:
-    run_world(check_twins, 2)
+def test_tensor_parallel_models_equal_hugging_face() -> None:
+    run_world(check_models, 2)

@@ -29,8 +29,8 @@ from tests.world import run_world
 transformers = pytest.importorskip("transformers")
 
 V, B, S, STEPS = 31, 4, 9, 4
-#: The losses of routers weigh as much as those of their microbatch, so that all must weigh alike to
-#: be compared.
+#: The loss of a router has the weight of its microbatch; equal weights of all microbatches make runs
+#: comparable.
 BALANCED = {
     "expert_settings": {"aux_loss": 0.5, "aux_loss_scope": "global"},
     "token_weighted": False,
@@ -38,20 +38,24 @@ BALANCED = {
 
 
 class Batches(L.LightningDataModule):
-    """The same four sequences in every step, dealt out to the ranks; some labels are ignored,
-    unequally many.
+    """The same four sequences in every step, distributed over the ranks; rows have unequal numbers
+    of ignored labels.
     """
 
     vocab_size = V
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        place = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {
+        sampler_settings = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {
             "rank": 0,
             "num_replicas": 1,
         }
-        rows = [row for row in range(B) if row % place["num_replicas"] == place["rank"]]
+        rows = [
+            row
+            for row in range(B)
+            if row % sampler_settings["num_replicas"] == sampler_settings["rank"]
+        ]
         samples = [
-            {name: part[row] for name, part in batch().items()}
+            {name: part[row] for name, part in make_batch().items()}
             for _ in range(STEPS)
             for row in rows
         ]
@@ -61,14 +65,14 @@ class Batches(L.LightningDataModule):
         return self.train_dataloader()
 
 
-def batch() -> dict[str, Tensor]:
+def make_batch() -> dict[str, Tensor]:
     text = torch.randint(V, (B, S + 1), generator=torch.Generator().manual_seed(4))
     tokens, labels = text[:, :-1], text[:, 1:].clone()
     labels[0, 3:] = -100
     return {"tokens": tokens, "labels": labels}
 
 
-def save(folder: Path, kind: str = "llama") -> str:
+def save_model(folder: Path, kind: str = "llama") -> str:
     sizes: dict[str, Any] = {
         "vocab_size": V,
         "num_hidden_layers": 2,
@@ -91,14 +95,14 @@ def save(folder: Path, kind: str = "llama") -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    return save(tmp_path / "model")
+    return save_model(tmp_path / "model")
 
 
 def train(
     module: HuggingFaceCausalLM, layout: dict[str, Any] | None = None, devices: int = 1
 ) -> dict[str, float]:
-    """Train a few steps and return the last logged losses; without a layout as ordinary Lightning
-    does.
+    """Train a few steps and return the last logged validation loss; without a layout, by ordinary
+    Lightning.
     """
     L.seed_everything(1, verbose=False)
     trainer = L.Trainer(
@@ -113,68 +117,68 @@ def train(
         use_distributed_sampler=False,
     )
     trainer.fit(module, Batches())
-    # What a training step logs is a mean over microbatches, of its own part of the tokens each.
+    # The logged training loss is a mean over microbatches with unequal numbers of tokens.
     return {"val_loss": float(trainer.callback_metrics["val_loss"])}
 
 
-def learning(folder: str, **options: Any) -> HuggingFaceCausalLM:
+def build_module(folder: str, **options: Any) -> HuggingFaceCausalLM:
     return HuggingFaceCausalLM(folder, learning_rate=1e-2, schedule="constant", **options)
 
 
-def test_the_loss_is_that_of_logits_and_shifted_labels(folder: str) -> None:
+def test_the_mean_loss_equals_cross_entropy_of_shifted_labels(folder: str) -> None:
     module = HuggingFaceCausalLM(folder)
     module.configure_model()
-    given = batch()
-    count = (given["labels"] != -100).sum()
-    expected = F.cross_entropy(module(given["tokens"]).flatten(0, 1), given["labels"].flatten())
-    assert torch.allclose(module.mean_loss(given, count, is_trained=True), expected)
-    nothing = {"tokens": given["tokens"], "labels": torch.full((B, S), -100)}
-    assert module.mean_loss(nothing, torch.tensor(0), is_trained=True).item() == 0.0
+    batch = make_batch()
+    count = (batch["labels"] != -100).sum()
+    expected = F.cross_entropy(module(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
+    assert torch.allclose(module.mean_loss(batch, count, is_trained=True), expected)
+    batch_without_labels = {"tokens": batch["tokens"], "labels": torch.full((B, S), -100)}
+    assert module.mean_loss(batch_without_labels, torch.tensor(0), is_trained=True).item() == 0.0
 
 
-def test_the_strategy_trains_as_ordinary_lightning(folder: str) -> None:
-    plain, swapped = learning(folder), learning(folder)
-    expected, found = train(plain), train(swapped, {})
+def test_the_strategy_trains_like_ordinary_lightning(folder: str) -> None:
+    plain, swapped = build_module(folder), build_module(folder)
+    expected, actual = train(plain), train(swapped, {})
     assert type(plain.model).__name__ == "LlamaForCausalLM"
     assert isinstance(swapped.model, HuggingFaceLM)
     assert expected["val_loss"] < 3.0
-    assert found == pytest.approx(expected, abs=1e-4)
+    assert actual == pytest.approx(expected, abs=1e-4)
 
 
 def train_layouts(rank: int, size: int, folder: str) -> list[dict[str, float]]:
     """Train in every layout of four ranks, from the folder and from random weights."""
     layouts: list[dict[str, Any]] = [{"tp": 2, "pp": 2}, {}, {"tp": 2, "microbatch_size": 2}]
     return [
-        train(learning(folder, from_scratch=from_scratch), layout, size)
+        train(build_module(folder, from_scratch=from_scratch), layout, size)
         for from_scratch in (False, True)
         for layout in layouts
     ]
 
 
-def test_every_layout_weights_all_tokens_equally(folder: str) -> None:
-    loaded = train(learning(folder), {"microbatch_size": B})
-    drawn = train(learning(folder, from_scratch=True), {"microbatch_size": B})
+def test_every_layout_has_the_losses_of_one_process(folder: str) -> None:
+    loaded = train(build_module(folder), {"microbatch_size": B})
+    drawn = train(build_module(folder, from_scratch=True), {"microbatch_size": B})
     assert abs(loaded["val_loss"] - drawn["val_loss"]) > 1e-3
-    for found in run_world(train_layouts, 4, folder):
-        for losses, expected in zip(found, [loaded] * 3 + [drawn] * 3, strict=True):
+    for losses_of_layouts in run_world(train_layouts, 4, folder):
+        for losses, expected in zip(losses_of_layouts, [loaded] * 3 + [drawn] * 3, strict=True):
             assert losses == pytest.approx(expected, abs=1e-4)
 
 
-def train_unknown(rank: int, size: int, folder: str) -> tuple[dict[str, float], str]:
+def train_unknown_family(rank: int, size: int, folder: str) -> tuple[dict[str, float], str]:
     """Train a model of an unknown family with tp, and try it with pp."""
     with pytest.raises(
         UnsupportedError, match="needs exactly one model that can be cut into stages"
     ):
-        train(learning(folder), {"pp": 2}, size)
-    module = learning(folder)
+        train(build_module(folder), {"pp": 2}, size)
+    module = build_module(folder)
     return train(module, {"tp": 2}, size), type(module.model).__name__
 
 
-def test_an_unknown_family_trains_unchanged_but_not_in_stages(tmp_path: Path) -> None:
-    folder = save(tmp_path / "opt", "opt")
-    expected = train(learning(folder))
+def test_an_unknown_family_trains_with_tp_and_is_refused_with_pp(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "opt", "opt")
+    expected = train(build_module(folder))
     assert expected["val_loss"] < 3.0
-    for losses, name in run_world(train_unknown, 2, folder):
+    for losses, name in run_world(train_unknown_family, 2, folder):
         assert name == "OPTForCausalLM"
         assert losses == pytest.approx(expected, abs=1e-4)
 
@@ -184,15 +188,15 @@ def test_weights_have_the_requested_dtype(folder: str) -> None:
         module = HuggingFaceCausalLM(folder, **options)
         module.configure_model()
         assert {parameter.dtype for parameter in module.parameters()} == {torch.bfloat16}
-    whole = HuggingFaceCausalLM(folder, dtype="auto", from_scratch=True)
-    whole.configure_model()
-    assert whole.model is not None
-    assert whole.model.training
-    assert {parameter.dtype for parameter in whole.parameters()} == {torch.float32}
+    module_of_auto_dtype = HuggingFaceCausalLM(folder, dtype="auto", from_scratch=True)
+    module_of_auto_dtype.configure_model()
+    assert module_of_auto_dtype.model is not None
+    assert module_of_auto_dtype.model.training
+    assert {parameter.dtype for parameter in module_of_auto_dtype.parameters()} == {torch.float32}
 
 
 def test_a_checkpoint_restores_settings_and_weights(folder: str, tmp_path: Path) -> None:
-    module = learning(folder, betas=(0.8, 0.9))
+    module = build_module(folder, betas=(0.8, 0.9))
     trainer = L.Trainer(
         accelerator="cpu", devices=1, max_steps=1, logger=False, default_root_dir=tmp_path
     )
@@ -204,7 +208,7 @@ def test_a_checkpoint_restores_settings_and_weights(folder: str, tmp_path: Path)
     assert torch.equal(loaded.model.lm_head.weight, module.model.lm_head.weight)
 
 
-def test_a_checkpoint_of_a_replaced_model_gives_hugging_faces_own_its_weights(
+def test_a_consolidated_checkpoint_loads_into_the_hugging_face_model(
     folder: str, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {
@@ -213,16 +217,16 @@ def test_a_checkpoint_of_a_replaced_model_gives_hugging_faces_own_its_weights(
         "logger": False,
         "enable_checkpointing": False,
     }
-    module, again = learning(folder), learning(folder)
+    module, resumed = build_module(folder), build_module(folder)
     trainer = L.Trainer(strategy=MegatronStrategy(), max_steps=1, **options)
     trainer.fit(module, Batches())
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     L.Trainer(strategy=MegatronStrategy(), max_steps=1, **options).fit(
-        again, Batches(), ckpt_path=tmp_path / "one.ckpt"
+        resumed, Batches(), ckpt_path=tmp_path / "one.ckpt"
     )
-    for parameter, expected in zip(again.parameters(), module.parameters(), strict=True):
+    for parameter, expected in zip(resumed.parameters(), module.parameters(), strict=True):
         assert torch.equal(parameter, expected)
-    tokens = batch()["tokens"]
+    tokens = make_batch()["tokens"]
     for name, weights_only in {"plain.ckpt": False, "weights.ckpt": True}.items():
         consolidate(tmp_path / "one.ckpt", tmp_path / name, weights_only=weights_only)
         plain = HuggingFaceCausalLM.load_from_checkpoint(tmp_path / name)
@@ -230,7 +234,7 @@ def test_a_checkpoint_of_a_replaced_model_gives_hugging_faces_own_its_weights(
         assert torch.allclose(plain.eval()(tokens), module.eval()(tokens), atol=1e-5)
 
 
-def test_ordinary_lightning_continues_a_training_of_a_replaced_model(
+def test_ordinary_lightning_resumes_from_a_consolidated_checkpoint(
     folder: str, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {
@@ -239,19 +243,19 @@ def test_ordinary_lightning_continues_a_training_of_a_replaced_model(
         "logger": False,
         "enable_checkpointing": False,
     }
-    module, again, plain = learning(folder), learning(folder), learning(folder)
+    module, resumed, plain = build_module(folder), build_module(folder), build_module(folder)
     trainer = L.Trainer(strategy=MegatronStrategy(), max_steps=1, **options)
     trainer.fit(module, Batches())
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     consolidate(tmp_path / "one.ckpt", tmp_path / "plain.ckpt")
     L.Trainer(strategy=MegatronStrategy(), max_steps=3, **options).fit(
-        again, Batches(), ckpt_path=tmp_path / "one.ckpt"
+        resumed, Batches(), ckpt_path=tmp_path / "one.ckpt"
     )
     L.Trainer(max_steps=3, **options).fit(plain, Batches(), ckpt_path=tmp_path / "plain.ckpt")
     for (name, parameter), (_, expected) in zip(
-        again.named_parameters(), plain.named_parameters(), strict=True
+        resumed.named_parameters(), plain.named_parameters(), strict=True
     ):
-        # The rows of the replaced model's vocabulary beyond V are padding.
+        # In the replaced model, rows of the vocabulary beyond V are padding.
         assert torch.allclose(parameter[: len(expected)], expected, atol=1e-6), name
 
 
@@ -271,13 +275,15 @@ def test_a_path_that_no_file_system_accepts_raises(path: str) -> None:
     assert len(str(caught.value)) < 400
 
 
-NO_JSON = (b"", b"{", b"[" * 100_000, b"\xff\xfe", b"[]", b"null", b"3")
+NO_CONFIGURATION = (b"", b"{", b"[" * 100_000, b"\xff\xfe", b"[]", b"null", b"3")
 
 
 @pytest.mark.parametrize(
-    "content", [*NO_JSON, b'{"model_type": [1]}', b'{"model_type": "none_such"}', b"{}"]
+    "content", [*NO_CONFIGURATION, b'{"model_type": [1]}', b'{"model_type": "none_such"}', b"{}"]
 )
-def test_a_damaged_configuration_is_refused_with_its_folder(content: bytes, folder: str) -> None:
+def test_a_damaged_configuration_is_refused_with_the_name_of_its_folder(
+    content: bytes, folder: str
+) -> None:
     Path(folder, "config.json").write_bytes(content)
     with pytest.raises((CorruptDataError, CheckpointMismatchError)) as caught:
         HuggingFaceCausalLM(folder)
@@ -297,7 +303,7 @@ def test_a_damaged_configuration_is_refused_with_its_folder(content: bytes, fold
     ],
 )
 @pytest.mark.parametrize("from_scratch", [False, True])
-def test_wrong_fields_are_refused_with_their_folder(
+def test_illegal_configuration_fields_are_refused_with_the_name_of_the_folder(
     folder: str, change: dict[str, Any], from_scratch: bool
 ) -> None:
     path = Path(folder, "config.json")
@@ -309,8 +315,8 @@ def test_wrong_fields_are_refused_with_their_folder(
 
 
 @pytest.mark.parametrize("strategy", ["auto", "megatron"])
-def test_missing_weights_of_a_folder_are_not_drawn_at_random(tmp_path: Path, strategy: str) -> None:
-    folder = save(tmp_path / "opt", "opt")
+def test_missing_weights_of_a_folder_raise(tmp_path: Path, strategy: str) -> None:
+    folder = save_model(tmp_path / "opt", "opt")
     weights = Path(folder, "model.safetensors")
     tensors = load_file(weights)
     del tensors["model.decoder.layers.1.fc1.weight"]
@@ -320,25 +326,25 @@ def test_missing_weights_of_a_folder_are_not_drawn_at_random(tmp_path: Path, str
         CheckpointMismatchError,
         match=r"lacks 1 tensor\(s\) of OPTForCausalLM, such as 'model\..*fc1\.weight'",
     ):
-        train(learning(folder), layout)
+        train(build_module(folder), layout)
 
 
-def test_a_damaged_file_of_a_model_without_a_table_is_named(tmp_path: Path) -> None:
-    folder = save(tmp_path / "opt", "opt")
+def test_an_error_names_a_damaged_weights_file(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "opt", "opt")
     Path(folder, "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(CorruptDataError, match=r"opt/model\.safetensors"):
-        train(learning(folder), {})
+        train(build_module(folder), {})
 
 
-def test_a_damaged_generation_configuration_is_ignored_as_by_transformers(
+def test_a_damaged_generation_configuration_is_ignored(
     folder: str,
 ) -> None:
-    expected = train(learning(folder), {})
+    expected = train(build_module(folder), {})
     Path(folder, "generation_config.json").write_text("{")
-    assert train(learning(folder), {}) == expected
+    assert train(build_module(folder), {}) == expected
 
 
-def test_data_with_a_larger_vocabulary_raise(folder: str) -> None:
+def test_data_with_a_larger_vocabulary_than_the_model_raise(folder: str) -> None:
     module, data = HuggingFaceCausalLM(folder), Batches()
     data.vocab_size = V + 1
     with pytest.raises(
@@ -351,24 +357,24 @@ def test_data_with_a_larger_vocabulary_raise(folder: str) -> None:
 
 
 def train_with_experts(rank: int, size: int, folder: str) -> tuple[dict[str, float], float, bool]:
-    """Train with experts that two ranks share, and without a balancing loss; return also its mean
-    in the last step.
+    """Train expert-parallel with a balance loss and without; return the losses, the mean balance
+    loss of the last step, and whether both runs have the same losses.
     """
-    module = learning(folder, **BALANCED)
+    module = build_module(folder, **BALANCED)
     losses = train(module, {"ep": 2, "microbatch_size": 1, "check_microbatches": False}, size)
     statistics = module.trainer.strategy.expert_statistics
-    without = train(
-        learning(folder, token_weighted=False),
+    losses_without_balance = train(
+        build_module(folder, token_weighted=False),
         {"ep": 2, "microbatch_size": 1, "check_microbatches": False},
         size,
     )
-    return losses, float(statistics[0].balance_loss), losses == without
+    return losses, float(statistics[0].balance_loss), losses == losses_without_balance
 
 
-def test_experts_are_balanced_as_the_settings_say(tmp_path: Path) -> None:
-    folder = save(tmp_path / "mixtral", "mixtral")
-    module = learning(folder, **BALANCED)
-    # Sequences weigh alike, whatever number of labels they have.
+def test_expert_parallel_training_has_the_balance_loss_of_one_process(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "mixtral", "mixtral")
+    module = build_module(folder, **BALANCED)
+    # Sequences have equal weight, whatever their numbers of labels.
     expected = train(module, {"microbatch_size": 1, "check_microbatches": False})
     for losses, balance, is_same in run_world(train_with_experts, 2, folder):
         assert losses == pytest.approx(expected, abs=1e-4)
@@ -380,10 +386,10 @@ def test_experts_are_balanced_as_the_settings_say(tmp_path: Path) -> None:
         UnsupportedError,
         match="expert_settings .* need MegatronStrategy, because other strategies",
     ):
-        train(learning(folder, expert_settings={"aux_loss": 0.5}))
+        train(build_module(folder, expert_settings={"aux_loss": 0.5}))
 
 
-class Evaluated(HuggingFaceCausalLM):
+class ModuleInEvaluationMode(HuggingFaceCausalLM):
     """Module whose ``configure_model`` leaves the model in evaluation mode."""
 
     def configure_model(self) -> None:
@@ -393,14 +399,14 @@ class Evaluated(HuggingFaceCausalLM):
 
 
 def test_a_warning_names_routers_without_load_balancing(tmp_path: Path) -> None:
-    folder = save(tmp_path / "mixtral", "mixtral")
+    folder = save_model(tmp_path / "mixtral", "mixtral")
     with pytest.warns(UserWarning, match=r"layers with experts are in evaluation mode \(0, 1\)"):
-        train(Evaluated(folder, **BALANCED), {})
+        train(ModuleInEvaluationMode(folder, **BALANCED), {})
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*layers with experts are in evaluation mode")
-        train(Evaluated(folder), {})
+        train(ModuleInEvaluationMode(folder), {})
 
 
-def test_settings_of_experts_are_refused_of_a_family_without_any(folder: str) -> None:
+def test_expert_settings_are_refused_for_a_family_without_experts(folder: str) -> None:
     with pytest.raises(UnsupportedError, match="expert_settings of a Llama configuration must be"):
-        train(learning(folder, expert_settings={"aux_loss": 0.5}), {})
+        train(build_module(folder, expert_settings={"aux_loss": 0.5}), {})

@@ -1,4 +1,4 @@
-"""Estimated activations and peak memory of a GPT equal the memory that it uses."""
+"""Estimated activations and peak memory of a GPT equal its measured memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZES: dict[str, Any] = {
 }
 CONFIGS = {
     "gpt2": GPTConfig.gpt2(**SIZES),
-    # Not RMSNorm: on CPU torch computes it from smaller operations, which keep more.
+    # LayerNorm, because torch computes RMSNorm on CPUs by smaller operations, which keep more.
     "llama": GPTConfig.llama(**SIZES, num_kv_heads=2, ffn_hidden_size=96, norm="layernorm"),
     "post": GPTConfig.gpt2(**SIZES, norm_position="post"),
     "parallel relu": GPTConfig.gpt2(
@@ -45,7 +45,7 @@ CONFIGS = {
         output_bias=False,
     ),
     "window": GPTConfig.gpt2(**SIZES, sliding_window=9, window_layers=(True, False, True)),
-    # Small latent vectors: their RMSNorms keep more, as above.
+    # Latent vectors are small, because their RMSNorms keep more on CPUs.
     "latent": GPTConfig.llama(
         **SIZES,
         ffn_hidden_size=96,
@@ -76,11 +76,13 @@ BATCH = 2
 
 def saved_bytes(model: GPT) -> int:
     """Return the memory that a forward pass saves for backward, without parameters (bytes)."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    parameter_storages = {
+        parameter.untyped_storage().data_ptr() for parameter in model.parameters()
+    }
     saved: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in own:
+        if tensor.untyped_storage().data_ptr() not in parameter_storages:
             saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
@@ -90,21 +92,23 @@ def saved_bytes(model: GPT) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
-def estimated_bytes(config: GPTConfig, dtype: torch.dtype, **how: Any) -> int:
+def estimated_bytes(config: GPTConfig, dtype: torch.dtype, **options: Any) -> int:
     shape = config.memory_shape()
     table = table_of(config, dtype)
-    batch = MicrobatchShape(num_tokens=64 * BATCH, activation_bytes=dtype.itemsize, **how)
+    batch = MicrobatchShape(num_tokens=64 * BATCH, activation_bytes=dtype.itemsize, **options)
     costs = activation_costs(shape, table, batch, seq_length=64)
     return config.num_layers * costs.kept + costs.masks + costs.head + costs.loss_kept
 
 
 def table_of(config: GPTConfig, dtype: torch.dtype) -> KeptActivations:
-    """Return what layers keep on a CPU, where operators compute what torch's kernels do not."""
+    """Return the activations that layers keep on a CPU, where operators replace missing kernels."""
     table = eager_activations(config.memory_shape(), dtype.itemsize)
-    return replace(table, stores_scores=kept_activations_of(built(config, dtype)).stores_scores)
+    return replace(
+        table, stores_scores=kept_activations_of(build_model(config, dtype)).stores_scores
+    )
 
 
-def built(config: GPTConfig, dtype: torch.dtype, mesh: ParallelMesh | None = None) -> GPT:
+def build_model(config: GPTConfig, dtype: torch.dtype, mesh: ParallelMesh | None = None) -> GPT:
     torch.set_default_dtype(dtype)
     try:
         return GPT(config, mesh, seed=1)
@@ -114,15 +118,15 @@ def built(config: GPTConfig, dtype: torch.dtype, mesh: ParallelMesh | None = Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", list(CONFIGS))
-def test_a_forward_pass_saves_what_the_estimate_says(kind: str, dtype: torch.dtype):
-    model = built(CONFIGS[kind], dtype)
+def test_memory_saved_by_a_forward_pass_equals_the_estimate(kind: str, dtype: torch.dtype):
+    model = build_model(CONFIGS[kind], dtype)
     assert saved_bytes(model) == pytest.approx(estimated_bytes(CONFIGS[kind], dtype), rel=0.015)
     shape = CONFIGS[kind].memory_shape()
     count = sum(parameter.numel() for parameter in model.parameters())
     assert shape.stage_parameters(ParallelLayout(1), 0, 3) == count
 
 
-def test_the_parameters_of_every_setting_are_counted():
+def test_numbers_of_parameters_with_every_setting_equal_the_estimate():
     for settings in (
         {"qkv_bias": True},
         {"output_bias": True},
@@ -154,12 +158,12 @@ PEAKS = [
 
 
 @pytest.mark.parametrize(("kind", "vocab_size", "recompute", "loss_chunk"), PEAKS)
-def test_the_peak_of_a_step_is_what_the_estimate_says(
+def test_the_peak_memory_of_a_step_equals_the_estimate(
     kind: str, vocab_size: int, recompute: Any, loss_chunk: LossChunk
 ):
     sizes = {"vocab_size": vocab_size, "hidden_size": 128, "ffn_hidden_size": 384}
     config = GPTConfig(**{**vars(CONFIGS[kind]), **sizes})
-    model = built(config, torch.bfloat16)
+    model = build_model(config, torch.bfloat16)
     model.recompute = recompute
     model.loss_chunk = loss_chunk
     memory, tokens = LiveMemory(), torch.randint(0, vocab_size, (4, 64))
@@ -181,11 +185,11 @@ def test_the_peak_of_a_step_is_what_the_estimate_says(
 @pytest.mark.parametrize("loss_chunk", [None, 50])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "post", "latent"])
-def test_an_input_half_leaves_what_the_estimate_says(
+def test_memory_left_by_an_input_half_equals_the_estimate(
     kind: str, recompute: Any, loss_chunk: int | None
 ):
     config = CONFIGS[kind]
-    model = built(config, torch.bfloat16)
+    model = build_model(config, torch.bfloat16)
     model.recompute = recompute
     model.loss_chunk = loss_chunk
     tokens = torch.randint(0, 1024, (BATCH, 64))
@@ -200,7 +204,7 @@ def test_an_input_half_leaves_what_the_estimate_says(
         with queue.open("half"):
             loss.backward()
         del loss
-        waiting = memory.now
+        memory_after_input_half = memory.now
         queue.run("half")
     shape = config.memory_shape()
     batch = MicrobatchShape(num_tokens=64 * BATCH, activation_bytes=2)
@@ -208,30 +212,30 @@ def test_an_input_half_leaves_what_the_estimate_says(
         shape, eager_activations(shape, 2), batch, seq_length=64, loss_chunk=loss_chunk
     )
     estimate = config.num_layers * costs.waiting + costs.head_waiting
-    assert waiting - memory.now == pytest.approx(estimate, rel=0.02)
+    assert memory_after_input_half - memory.now == pytest.approx(estimate, rel=0.02)
 
 
-def cut_over_two_ranks(rank: int, size: int) -> list[tuple[int, int, int, int]]:
-    found = []
+def measure_on_two_ranks(rank: int, size: int) -> list[tuple[int, int, int, int]]:
+    results = []
     for config in (CONFIGS["gpt2"], CONFIGS["llama"], CONFIGS["latent"]):
         for sequence_parallel in (False, True):
             layout = ParallelLayout(2, tp=2)
             mesh = ParallelMesh.create(
                 layout, device="cpu", seed=0, sequence_parallel=sequence_parallel
             )
-            model = built(config, torch.float32, mesh)
+            model = build_model(config, torch.float32, mesh)
             estimate = estimated_bytes(
                 config, torch.float32, tp=2, sequence_parallel=sequence_parallel
             )
             count = sum(parameter.numel() for parameter in model.parameters())
             expected = config.memory_shape().stage_parameters(layout, 0, 3)
-            found.append((saved_bytes(model), estimate, count, expected))
+            results.append((saved_bytes(model), estimate, count, expected))
             mesh.destroy()
-    return found
+    return results
 
 
-def test_tensor_parallel_ranks_save_what_the_estimate_says():
-    for rows in run_world(cut_over_two_ranks, 2):
+def test_memory_saved_by_tensor_parallel_ranks_equals_the_estimate():
+    for rows in run_world(measure_on_two_ranks, 2):
         for saved, estimate, count, expected in rows:
             assert saved == pytest.approx(estimate, rel=0.015)
             assert count == expected

@@ -1,4 +1,4 @@
-"""Recomputed blocks without their attention core have the gradients of kept activations."""
+"""Recomputation of blocks without their attention core gives the gradients of kept activations."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "num_heads": 4,
 }
-GATED = {"num_kv_heads": 2, "ffn_hidden_size": 160}
+GROUPED_QUERY = {"num_kv_heads": 2, "ffn_hidden_size": 160}
 CONFIGS = {
     "gpt2": GPTConfig.gpt2(**SIZES, hidden_dropout=0.1),
     "post-norm": GPTConfig.gpt2(**SIZES, norm_position="post"),
     "parallel": GPTConfig.gpt2(**SIZES, parallel_residual=True),
     "window, sinks": GPTConfig.llama(
-        **SIZES, **GATED, qk_norm=True, attention_sinks=True, sliding_window=5
+        **SIZES, **GROUPED_QUERY, qk_norm=True, attention_sinks=True, sliding_window=5
     ),
-    "soft cap": GPTConfig.llama(**SIZES, **GATED, attention_soft_cap=0.5),
+    "soft cap": GPTConfig.llama(**SIZES, **GROUPED_QUERY, attention_soft_cap=0.5),
     "alibi": GPTConfig.gpt2(**SIZES, position="alibi"),
     "latent, experts": GPTConfig.llama(
         **SIZES,
@@ -58,7 +58,7 @@ SETTINGS = {
 }
 
 
-def built(config: GPTConfig, mesh: ParallelMesh | None = None) -> GPT:
+def build_model(config: GPTConfig, mesh: ParallelMesh | None = None) -> GPT:
     model = GPT(config, mesh, seed=1).double()
     model._owns_mesh = False
     return model.train()
@@ -67,39 +67,49 @@ def built(config: GPTConfig, mesh: ParallelMesh | None = None) -> GPT:
 def gradients_of(model: GPT, settings: Any, packed: bool = False) -> list[Tensor]:
     """Return losses and gradients of two microbatches, both forward passes first."""
     model.recompute = settings
-    found = []
+    losses_of_microbatches = []
     for number in range(2):
         model.mesh.random.begin_microbatch(0, number)
         generator = torch.Generator().manual_seed(number)
         tokens = torch.randint(0, 256, (2, S), generator=generator)
         span = AttentionSpan.packed([[20, 5], [3, 29]], S) if packed else None
-        found.append(model(tokens, labels=tokens, span=span))
+        losses_of_microbatches.append(model(tokens, labels=tokens, span=span))
     gradients = [
         torch.autograd.grad(losses.mean(), list(model.parameters()), allow_unused=True)
-        for losses in found
+        for losses in losses_of_microbatches
     ]
-    return [*found, *(one for both in gradients for one in both if one is not None)]
+    return [
+        *losses_of_microbatches,
+        *(
+            gradient
+            for of_microbatch in gradients
+            for gradient in of_microbatch
+            if gradient is not None
+        ),
+    ]
 
 
 @pytest.mark.parametrize("settings", list(SETTINGS))
 @pytest.mark.parametrize("kind", list(CONFIGS))
-def test_gradients_are_those_of_kept_activations(kind: str, settings: str) -> None:
-    model = built(CONFIGS[kind])
-    expected = gradients_of(model, "none")
-    found = gradients_of(model, SETTINGS[settings])
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+def test_gradients_equal_those_of_kept_activations(kind: str, settings: str) -> None:
+    model = build_model(CONFIGS[kind])
+    expected_results = gradients_of(model, "none")
+    actual_results = gradients_of(model, SETTINGS[settings])
+    for actual, expected in zip(actual_results, expected_results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
-def test_packed_rows_keep_their_documents_apart() -> None:
-    model = built(CONFIGS["window, sinks"])
-    expected = gradients_of(model, "none", packed=True)
-    found = gradients_of(model, "full_except_core", packed=True)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+def test_gradients_of_packed_rows_equal_those_of_kept_activations() -> None:
+    model = build_model(CONFIGS["window, sinks"])
+    expected_results = gradients_of(model, "none", packed=True)
+    actual_results = gradients_of(model, "full_except_core", packed=True)
+    for actual, expected in zip(actual_results, expected_results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
-def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, calls: Counter[str]) -> None:
+def count_calls(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, calls: Counter[str]
+) -> None:
     function = getattr(module, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -109,11 +119,11 @@ def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, calls: Coun
     monkeypatch.setattr(module, name, call)
 
 
-def test_a_core_is_computed_once_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_core_runs_forward_once_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: Counter[str] = Counter()
     for name in ("forward_part", "backward_part"):
-        counted(monkeypatch, attention_parts, name, calls)
-    model = built(CONFIGS["window, sinks"])
+        count_calls(monkeypatch, attention_parts, name, calls)
+    model = build_model(CONFIGS["window, sinks"])
     gradients_of(model, "full_except_core")
     assert calls == {"forward_part": 2 * LAYERS, "backward_part": 2 * LAYERS}
     with torch.no_grad():
@@ -121,72 +131,80 @@ def test_a_core_is_computed_once_forward(monkeypatch: pytest.MonkeyPatch) -> Non
     assert calls["forward_part"] == 2 * LAYERS, "nothing is kept without gradients"
 
 
-def test_a_pass_backward_twice_takes_the_same_results() -> None:
-    model = built(CONFIGS["soft cap"])
+def test_two_backward_passes_give_the_same_gradients() -> None:
+    model = build_model(CONFIGS["soft cap"])
     model.recompute = "full_except_core"
     tokens = torch.arange(S)[None]
     loss = model(tokens, labels=tokens).mean()
     first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     second = torch.autograd.grad(loss, list(model.parameters()))
-    assert all(torch.equal(*both) for both in zip(first, second, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
 
 
-def test_kept_bytes_are_those_of_the_estimate() -> None:
-    config = GPTConfig.llama(**SIZES, **GATED, norm="layernorm")
+def test_memory_kept_for_cores_equals_the_estimate() -> None:
+    config = GPTConfig.llama(**SIZES, **GROUPED_QUERY, norm="layernorm")
     torch.set_default_dtype(torch.bfloat16)
     model = GPT(config, seed=1)
     torch.set_default_dtype(torch.float32)
     model._owns_mesh = False
     tokens = torch.randint(0, 256, (4, S))
-    kept, estimates = [], []
+    measured, estimates = [], []
     for recompute in ("full", "full_except_core"):
         model.recompute = recompute
         memory = LiveMemory()
         memory.leave_out(list(model.parameters()))
-        # Rotary tables are kept for later calls.
+        # The first call fills the cache of rotary tables.
         model(tokens, labels=tokens)
         with memory:
             loss = model(tokens, labels=tokens).mean()
-            kept.append(memory.now)
+            measured.append(memory.now)
             loss.backward()
         training = TrainingShape(seq_length=S, microbatch_size=4, recompute=recompute)
         estimates += estimate_memory(config.memory_shape(), ParallelLayout(1), training)
         model.zero_grad()
-    held = [one.activations + one.loss for one in estimates]
-    results = LAYERS * 4 * S * (64 * 2 + 4 * 4)
-    assert kept[1] - kept[0] == results
-    assert held[1] - held[0] == results
+    estimated = [estimate.activations + estimate.loss for estimate in estimates]
+    bytes_of_cores = LAYERS * 4 * S * (64 * 2 + 4 * 4)
+    assert measured[1] - measured[0] == bytes_of_cores
+    assert estimated[1] - estimated[0] == bytes_of_cores
 
 
-def _in_parts(rank: int, size: int, transport: str) -> tuple[list[bool], int, int]:
+def _compare_with_context_parallelism(
+    rank: int, size: int, transport: str
+) -> tuple[list[bool], int, int]:
     links = ContextLinks(transport)  # type: ignore[arg-type]
     mesh = ParallelMesh.create(ParallelLayout(size, cp=size), context=links)
     calls: Counter[str] = Counter()
     try:
-        model = built(CONFIGS["window, sinks" if transport == "all_to_all" else "soft cap"], mesh)
-        expected = gradients_of(model, "none", packed=True)
+        model = build_model(
+            CONFIGS["window, sinks" if transport == "all_to_all" else "soft cap"], mesh
+        )
+        expected_results = gradients_of(model, "none", packed=True)
         with pytest.MonkeyPatch.context() as monkeypatch:
-            counted(monkeypatch, ring, "_mixed", calls)
+            count_calls(monkeypatch, ring, "_mixed", calls)
             gradients_of(model, "full", packed=True)
-            again = calls["_mixed"]
-            found = gradients_of(model, "full_except_core", packed=True)
-        near = [
-            torch.allclose(one, other, rtol=0, atol=1e-12)
-            for one, other in zip(found, expected, strict=True)
+            num_with_full = calls["_mixed"]
+            actual_results = gradients_of(model, "full_except_core", packed=True)
+        are_close = [
+            torch.allclose(actual, expected, rtol=0, atol=1e-12)
+            for actual, expected in zip(actual_results, expected_results, strict=True)
         ]
-        return near, again, calls["_mixed"] - again
+        return are_close, num_with_full, calls["_mixed"] - num_with_full
     finally:
         mesh.destroy()
 
 
 @pytest.mark.parametrize("transport", ["ring", "all_gather", "all_to_all"])
-def test_ranks_that_share_rows_send_keys_once_less(transport: str) -> None:
-    for near, again, once in run_world(_in_parts, 2, transport):
-        assert all(near)
-        assert (again, once) == ((0, 0) if transport == "all_to_all" else (4 * LAYERS, 2 * LAYERS))
+def test_context_parallel_recomputation_without_cores_sends_keys_less_often(transport: str) -> None:
+    for are_close, num_with_full, num_without_core in run_world(
+        _compare_with_context_parallelism, 2, transport
+    ):
+        assert all(are_close)
+        assert (num_with_full, num_without_core) == (
+            (0, 0) if transport == "all_to_all" else (4 * LAYERS, 2 * LAYERS)
+        )
 
 
-def test_layers_whose_core_must_be_recomputed_raise() -> None:
+def test_layers_whose_core_cannot_be_kept_raise() -> None:
     model = GPT(GPTConfig.gpt2(**SIZES, attention_dropout=0.1), seed=1)
     with pytest.raises(UnsupportedError, match=r"layer 1 drops 0\.1 of its weights\. Use full"):
         model.recompute = "full_except_core"

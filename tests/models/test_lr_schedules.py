@@ -25,7 +25,7 @@ W, N, D = 7, 40, 12
 
 
 def adamw(*decays: float) -> torch.optim.AdamW:
-    """Return an optimizer whose groups have different rates and given weight decays."""
+    """Return an optimizer whose groups have different learning rates and given weight decays."""
     groups = [
         {"params": [torch.nn.Parameter(torch.ones(2))], "lr": peak, "weight_decay": decay}
         for peak, decay in zip(PEAKS, decays or (0.1, 0.0), strict=True)
@@ -33,17 +33,19 @@ def adamw(*decays: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups)
 
 
-def walk(scheduler: LRScheduler, num_steps: int = N + 10, key: str = "lr") -> list[list[float]]:
+def values_of_steps(
+    scheduler: LRScheduler, num_steps: int = N + 10, key: str = "lr"
+) -> list[list[float]]:
     """Return a value of each parameter group before every step."""
-    found = []
+    values = []
     for _ in range(num_steps):
-        found.append([group[key] for group in scheduler.optimizer.param_groups])
+        values.append([group[key] for group in scheduler.optimizer.param_groups])
         scheduler.optimizer.step()
         scheduler.step()
-    return found
+    return values
 
 
-TRANSFORMERS: dict[str, tuple[Any, str, dict[str, Any]]] = {
+TRANSFORMERS_SCHEDULES: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "constant": (
         lambda o: ConstantSchedule(o, warmup_steps=W),
         "constant_with_warmup",
@@ -66,44 +68,44 @@ TRANSFORMERS: dict[str, tuple[Any, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMERS)
-def test_every_rate_equals_that_of_transformers(name: str) -> None:
+@pytest.mark.parametrize("name", TRANSFORMERS_SCHEDULES)
+def test_learning_rates_equal_those_of_transformers(name: str) -> None:
     optimization = pytest.importorskip("transformers.optimization")
-    make, kind, options = TRANSFORMERS[name]
+    make, kind, options = TRANSFORMERS_SCHEDULES[name]
     warmup = options.get("warmup", W)
-    expected = optimization.get_scheduler(
+    reference = optimization.get_scheduler(
         kind,
         adamw(),
         num_warmup_steps=warmup,
         num_training_steps=N,
         scheduler_specific_kwargs={k: v for k, v in options.items() if k != "warmup"},
     )
-    # A cosine of transformers rises again after its end; ours holds the floor.
-    until = N + 1 if kind.startswith("cosine") else N + 10
-    found = walk(make(adamw()))
-    for step, rates in enumerate(walk(expected, until)):
-        assert found[step] == pytest.approx(rates, rel=1e-13, abs=1e-18), step
+    # The cosine of transformers rises again after its end; ours stays at the floor.
+    num_steps = N + 1 if kind.startswith("cosine") else N + 10
+    actual = values_of_steps(make(adamw()))
+    for step, rates in enumerate(values_of_steps(reference, num_steps)):
+        assert actual[step] == pytest.approx(rates, rel=1e-13, abs=1e-18), step
     if "inverse" not in name:
-        assert found[N:] == [found[N]] * len(found[N:])
+        assert actual[N:] == [actual[N]] * len(actual[N:])
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine", "1-sqrt"])
-def test_a_stable_phase_and_its_decay_are_those_of_transformers(decay: Any) -> None:
+def test_wsd_rates_equal_those_of_transformers(decay: Any) -> None:
     optimization = pytest.importorskip("transformers.optimization")
     optimizer = adamw()
-    expected = optimization.get_wsd_schedule(
+    reference = optimization.get_wsd_schedule(
         optimizer, W, D, num_training_steps=N, decay_type=decay, min_lr_ratio=0.0
     )
-    found = walk(WSDSchedule(adamw(), N, D, decay, W))
-    for step, rates in enumerate(walk(expected)):
-        assert found[step] == pytest.approx(rates, rel=1e-13, abs=1e-18), step
-    assert found[W] == found[N - D] == list(PEAKS)
-    assert found[N] == found[N + 9] == [0.0, 0.0]
+    actual = values_of_steps(WSDSchedule(adamw(), N, D, decay, W))
+    for step, rates in enumerate(values_of_steps(reference)):
+        assert actual[step] == pytest.approx(rates, rel=1e-13, abs=1e-18), step
+    assert actual[W] == actual[N - D] == list(PEAKS)
+    assert actual[N] == actual[N + 9] == [0.0, 0.0]
 
 
-def megatron(step: int, peak: float, floor: float, initial: float, style: str) -> float:
+def megatron_rate(step: int, peak: float, floor: float, initial: float, style: str) -> float:
     """Return the learning rate that Megatron-LM documents for its options after some steps."""
-    cosine = {"linear": lambda u: 1 - u, "cosine": lambda u: (math.cos(math.pi * u) + 1) / 2}
+    decays = {"linear": lambda u: 1 - u, "cosine": lambda u: (math.cos(math.pi * u) + 1) / 2}
     if step <= W:
         return initial + (peak - initial) * step / W
     if step > N:
@@ -111,14 +113,16 @@ def megatron(step: int, peak: float, floor: float, initial: float, style: str) -
     if style == "inverse-square-root":
         return max(floor, peak * W**0.5 / step**0.5)
     if style.startswith("WSD "):
-        part = max(0.0, (step - (N - D)) / D)
-        fall = 1 - math.sqrt(part) if style == "WSD minus_sqrt" else cosine[style[4:]](part)
+        fraction = max(0.0, (step - (N - D)) / D)
+        factor = (
+            1 - math.sqrt(fraction) if style == "WSD minus_sqrt" else decays[style[4:]](fraction)
+        )
     else:
-        fall = cosine[style]((step - W) / (N - W))
-    return floor + (peak - floor) * fall
+        factor = decays[style]((step - W) / (N - W))
+    return floor + (peak - floor) * factor
 
 
-STYLES: dict[str, Callable[..., LRScheduler]] = {
+MEGATRON_STYLES: dict[str, Callable[..., LRScheduler]] = {
     "linear": lambda o, **rates: LinearSchedule(o, N, W, **rates),
     "cosine": lambda o, **rates: CosineSchedule(o, N, W, **rates),
     "inverse-square-root": lambda o, **rates: InverseSqrtSchedule(o, W, **rates),
@@ -128,96 +132,102 @@ STYLES: dict[str, Callable[..., LRScheduler]] = {
 }
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_every_rate_equals_that_of_megatron(style: str) -> None:
-    # The floor is reached by the inverse square root before step N, where Megatron-LM jumps to it.
+@pytest.mark.parametrize("style", MEGATRON_STYLES)
+def test_learning_rates_equal_those_of_megatron(style: str) -> None:
+    # The inverse square root reaches the floor before step N, where Megatron-LM jumps to it.
     floor, initial = 0.0045, 0.001
-    found = walk(STYLES[style](adamw(), initial_lr=initial, min_lr=floor))
-    for step, rates in enumerate(found):
+    actual = values_of_steps(MEGATRON_STYLES[style](adamw(), initial_lr=initial, min_lr=floor))
+    for step, rates in enumerate(actual):
         if style == "inverse-square-root" and step > N:
             expected = [max(floor, peak * math.sqrt(W / step)) for peak in PEAKS]
         else:
-            expected = [megatron(step, peak, floor, initial, style) for peak in PEAKS]
+            expected = [megatron_rate(step, peak, floor, initial, style) for peak in PEAKS]
         assert rates == pytest.approx(expected, rel=1e-13), step
-    assert found[0] == [initial, initial]
-    assert found[W] == list(PEAKS)
+    assert actual[0] == [initial, initial]
+    assert actual[W] == list(PEAKS)
 
 
 @pytest.mark.parametrize(("start", "end"), [(0.02, 0.1), (0.3, 0.0)])
 @pytest.mark.parametrize("shape", ["linear", "cosine"])
-def test_every_weight_decay_equals_that_of_megatron(shape: Any, start: float, end: float) -> None:
+def test_weight_decays_equal_those_of_megatron(shape: Any, start: float, end: float) -> None:
     optimizer = adamw(0.1, 0.0)
     before = [group["lr"] for group in optimizer.param_groups]
-    found = walk(WeightDecaySchedule(optimizer, start, end, N, shape), key="weight_decay")
+    actual = values_of_steps(
+        WeightDecaySchedule(optimizer, start, end, N, shape), key="weight_decay"
+    )
     assert [group["lr"] for group in optimizer.param_groups] == before
-    for step, (decay, none) in enumerate(found):
-        part = min(1.0, step / N)
-        rise = part if shape == "linear" else (math.cos(math.pi * (1 - part)) + 1) / 2
-        assert decay == pytest.approx(start + rise * (end - start), rel=1e-13, abs=1e-17), step
-        assert none == 0.0
-    assert found[0][0] == start
-    assert found[N:] == [[end, 0.0]] * 10
+    for step, (decay, zero_decay) in enumerate(actual):
+        fraction = min(1.0, step / N)
+        factor = fraction if shape == "linear" else (math.cos(math.pi * (1 - fraction)) + 1) / 2
+        assert decay == pytest.approx(start + factor * (end - start), rel=1e-13, abs=1e-17), step
+        assert zero_decay == 0.0
+    assert actual[0][0] == start
+    assert actual[N:] == [[end, 0.0]] * 10
 
 
-def test_groups_keep_the_proportions_of_their_weight_decays() -> None:
-    found = walk(WeightDecaySchedule(adamw(0.1, 0.05), 0.2, 0.4, 2), 4, "weight_decay")
-    assert found == [[0.2, 0.1], [pytest.approx(0.3), pytest.approx(0.15)], *[[0.4, 0.2]] * 2]
+def test_weight_decays_of_groups_keep_their_proportions() -> None:
+    actual = values_of_steps(WeightDecaySchedule(adamw(0.1, 0.05), 0.2, 0.4, 2), 4, "weight_decay")
+    assert actual == [[0.2, 0.1], [pytest.approx(0.3), pytest.approx(0.15)], *[[0.4, 0.2]] * 2]
     constant = WeightDecaySchedule(adamw(0.1, 0.0), 0.2, 0.2, 2, "constant")
-    assert walk(constant, 4, "weight_decay") == [[0.2, 0.0]] * 4
+    assert values_of_steps(constant, 4, "weight_decay") == [[0.2, 0.0]] * 4
 
 
-def both(optimizer: torch.optim.Optimizer, num_steps: int = N) -> list[LRScheduler]:
+def make_schedulers(optimizer: torch.optim.Optimizer, num_steps: int = N) -> list[LRScheduler]:
     rates = WSDSchedule(optimizer, num_steps, D, warmup_steps=W, min_ratio=0.1)
     return [rates, WeightDecaySchedule(optimizer, 0.0, 0.2, num_steps)]
 
 
-def numbers(optimizer: torch.optim.Optimizer, schedulers: list[LRScheduler]) -> list[Any]:
-    found = []
+def rates_and_decays_of_steps(
+    optimizer: torch.optim.Optimizer, schedulers: list[LRScheduler]
+) -> list[Any]:
+    values = []
     for _ in range(15):
-        found.append([(group["lr"], group["weight_decay"]) for group in optimizer.param_groups])
+        values.append([(group["lr"], group["weight_decay"]) for group in optimizer.param_groups])
         optimizer.step()
-        for one in schedulers:
-            one.step()
-    return found
+        for scheduler in schedulers:
+            scheduler.step()
+    return values
 
 
-@pytest.mark.parametrize("cut", [0, 3, 30])
-def test_schedules_continue_exactly(cut: int) -> None:
+@pytest.mark.parametrize("num_steps", [0, 3, 30])
+def test_resumed_schedules_continue_exactly(num_steps: int) -> None:
     optimizer = adamw(0.1, 0.0)
-    schedulers = both(optimizer)
-    for _ in range(cut):
+    schedulers = make_schedulers(optimizer)
+    for _ in range(num_steps):
         optimizer.step()
-        for one in schedulers:
-            one.step()
-    states = [one.state_dict() for one in schedulers]
+        for scheduler in schedulers:
+            scheduler.step()
+    states = [scheduler.state_dict() for scheduler in schedulers]
     assert all(type(value) in (int, float, list) for state in states for value in state.values()), (
         "states are plain values"
     )
-    later = adamw(0.1, 0.0)
-    resumed = both(later)
-    later.load_state_dict(optimizer.state_dict())
-    for one, state in zip(resumed, states, strict=True):
-        one.load_state_dict(state)
-        assert one.get_last_lr() == [group["lr"] for group in later.param_groups]
-    assert numbers(later, resumed) == numbers(optimizer, schedulers)
+    resumed_optimizer = adamw(0.1, 0.0)
+    resumed_schedulers = make_schedulers(resumed_optimizer)
+    resumed_optimizer.load_state_dict(optimizer.state_dict())
+    for scheduler, state in zip(resumed_schedulers, states, strict=True):
+        scheduler.load_state_dict(state)
+        assert scheduler.get_last_lr() == [group["lr"] for group in resumed_optimizer.param_groups]
+    assert rates_and_decays_of_steps(
+        resumed_optimizer, resumed_schedulers
+    ) == rates_and_decays_of_steps(optimizer, schedulers)
 
 
-def test_a_stable_phase_resumes_with_another_end_and_after_another_scheduler() -> None:
+def test_a_wsd_schedule_resumes_with_a_new_end_from_another_scheduler() -> None:
     optimizer = adamw()
     first = LambdaLR(optimizer, lambda step: 1.0)
     for _ in range(20):
         optimizer.step()
         first.step()
-    later = adamw()
-    second = WSDSchedule(later, 30, 10, "linear")
+    resumed_optimizer = adamw()
+    second = WSDSchedule(resumed_optimizer, 30, 10, "linear")
     second.load_state_dict(first.state_dict())
-    found = walk(second, 12)
-    assert found[0] == list(PEAKS)
-    assert found[5] == pytest.approx([peak / 2 for peak in PEAKS])
-    assert found[10] == found[11] == [0.0, 0.0]
+    actual = values_of_steps(second, 12)
+    assert actual[0] == list(PEAKS)
+    assert actual[5] == pytest.approx([peak / 2 for peak in PEAKS])
+    assert actual[10] == actual[11] == [0.0, 0.0]
 
 
-def test_rates_that_are_tensors_are_filled() -> None:
+def test_learning_rates_that_are_tensors_are_filled_in_place() -> None:
     optimizer = adamw()
     rate = optimizer.param_groups[0]["lr"] = torch.tensor(0.02)
     scheduler = LinearSchedule(optimizer, 4)
@@ -227,7 +237,7 @@ def test_rates_that_are_tensors_are_filled() -> None:
     assert float(rate) == pytest.approx(0.015)
 
 
-WRONG: list[tuple[Callable[[Any], LRScheduler], str]] = [
+INVALID_SETTINGS: list[tuple[Callable[[Any], LRScheduler], str]] = [
     (lambda o: CosineSchedule(o, 10, 10), r"warmup_steps \(10\) must be below num_steps \(10\)"),
     (lambda o: LinearSchedule(o, 10, 12), "Use warmup_steps from 0 to 9"),
     (lambda o: WSDSchedule(o, 10, 6, warmup_steps=5), "num_steps of at least 11"),
@@ -246,8 +256,8 @@ WRONG: list[tuple[Callable[[Any], LRScheduler], str]] = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(WRONG)))
+@pytest.mark.parametrize("number", range(len(INVALID_SETTINGS)))
 def test_invalid_settings_raise(number: int) -> None:
-    make, words = WRONG[number]
-    with pytest.raises(ParallelPlanError, match=words):
+    make, message = INVALID_SETTINGS[number]
+    with pytest.raises(ParallelPlanError, match=message):
         make(adamw())

@@ -1,4 +1,4 @@
-"""Models that run as lists of segments, or in pieces, compute the same bits."""
+"""Models run in pieces of segments compute the same bits as complete models."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ SIZES: dict[str, Any] = {
     "vocab_size": V, "max_seq_length": S, "num_layers": 2, "hidden_size": 16, "num_heads": 4,
     "hidden_dropout": 0.3, "attention_dropout": 0.3,
 }  # fmt: skip
-EXPERTS = ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=8, aux_loss=0.3, z_loss=0.01)
-SHARED = ExpertsConfig(
+EXPERTS_WITH_LOSSES = ExpertsConfig(
+    num_experts=4, top_k=2, ffn_hidden_size=8, aux_loss=0.3, z_loss=0.01
+)
+EXPERTS_WITH_SHARED_EXPERT = ExpertsConfig(
     num_experts=4, top_k=2, ffn_hidden_size=8, shared_ffn_hidden_size=8, capacity_factor=0.8
 )
 DENSE = {
@@ -41,22 +43,22 @@ DENSE = {
     "llama": GPTConfig.llama(**SIZES, num_kv_heads=2),
     "llama post": GPTConfig.llama(**SIZES, norm_position="post"),
 }
-MIXED = {
-    "experts": GPTConfig.llama(**SIZES, experts=EXPERTS),
-    "experts post": GPTConfig.llama(**SIZES, experts=EXPERTS, norm_position="post"),
-    "shared expert": GPTConfig.llama(**SIZES, experts=SHARED),
+WITH_EXPERTS = {
+    "experts": GPTConfig.llama(**SIZES, experts=EXPERTS_WITH_LOSSES),
+    "experts post": GPTConfig.llama(**SIZES, experts=EXPERTS_WITH_LOSSES, norm_position="post"),
+    "shared expert": GPTConfig.llama(**SIZES, experts=EXPERTS_WITH_SHARED_EXPERT),
 }
-CONFIGS = DENSE | MIXED
-#: Every scope alone, all of them, and the two that belong together.
+CONFIGS = DENSE | WITH_EXPERTS
+#: All scopes together, each scope alone, and the pair of router and preprocess.
 SCOPES = [("all",), *((scope,) for scope in get_args(SegmentScope)), ("router", "preprocess")]
 
 
-def tokens_of(number: int, mesh: ParallelMesh) -> Tensor:
+def draw_tokens(number: int, mesh: ParallelMesh) -> Tensor:
     generator = torch.Generator().manual_seed(number + 10 * mesh.dp.rank)
     return torch.randint(0, V, (2, S), generator=generator)
 
 
-def gpt_of(config: GPTConfig, mesh: ParallelMesh, recompute: Recompute, transport: str) -> GPT:
+def build_gpt(config: GPTConfig, mesh: ParallelMesh, recompute: Recompute, transport: str) -> GPT:
     model = GPT(config, mesh, seed=1)
     model.recompute = recompute
     for mixture in model.mixtures().values():
@@ -76,29 +78,29 @@ def train(model: GPT | Encoder, mesh: ParallelMesh) -> dict[str, Tensor | None]:
     losses = []
     for number in range(2):
         mesh.random.begin_microbatch(5, number)
-        tokens = tokens_of(number, mesh)
+        tokens = draw_tokens(number, mesh)
         if isinstance(model, GPT):
             losses.append(model(tokens, tokens, label_smoothing=0.1).mean())
         else:
             result = model(EncoderInput(tokens, **padding_of(model)), tokens)
-            found = result.pooled if result.losses is None else result.losses
-            losses.append(found.mean())
-    found: dict[str, Tensor | None] = {}
+            output = result.pooled if result.losses is None else result.losses
+            losses.append(output.mean())
+    losses_and_gradients: dict[str, Tensor | None] = {}
     for number, loss in enumerate(losses):
-        # One by one, because a tied weight gets two gradients, which pieces do not add up first.
+        # One loss at a time, because pieces do not add the two gradients of a tied weight first.
         model.zero_grad()
         loss.backward()
-        found[f"loss {number}"] = loss.detach()
+        losses_and_gradients[f"loss {number}"] = loss.detach()
         for name, parameter in model.named_parameters():
-            found[f"{name} {number}"] = parameter.grad
-    return found
+            losses_and_gradients[f"{name} {number}"] = parameter.grad
+    return losses_and_gradients
 
 
-def assert_same_bits(found: dict[str, Any], expected: dict[str, Any], what: str) -> None:
-    assert found.keys() == expected.keys(), what
+def assert_same_bits(actual: dict[str, Any], expected: dict[str, Any], case_name: str) -> None:
+    assert actual.keys() == expected.keys(), case_name
     for name, value in expected.items():
-        same = value is None if found[name] is None else torch.equal(found[name], value)
-        assert same, f"{what}: {name}"
+        is_same = value is None if actual[name] is None else torch.equal(actual[name], value)
+        assert is_same, f"{case_name}: {name}"
 
 
 def check_scopes(
@@ -108,16 +110,16 @@ def check_scopes(
     scopes: Any,
     transport: str = "auto",
 ) -> list[int]:
-    """Compare a model in pieces with the whole one; return the number of pieces by scope."""
-    expected = train(gpt_of(config, mesh, recompute, transport), mesh)
-    found = []
+    """Compare a model in pieces with the complete model; return the number of pieces by scope."""
+    expected = train(build_gpt(config, mesh, recompute, transport), mesh)
+    num_pieces = []
     for scope in scopes:
-        model = gpt_of(config, mesh, recompute, transport)
+        model = build_gpt(config, mesh, recompute, transport)
         runner = PieceRunner(model, scopes=scope)
-        what = f"{config} {mesh.layout} {transport} {recompute} {scope}"
-        assert_same_bits(train(model, mesh), expected, what)
-        found.append(len(runner.pieces))
-    return found
+        case_name = f"{config} {mesh.layout} {transport} {recompute} {scope}"
+        assert_same_bits(train(model, mesh), expected, case_name)
+        num_pieces.append(len(runner.pieces))
+    return num_pieces
 
 
 @pytest.fixture(autouse=True)
@@ -129,10 +131,10 @@ def _float64() -> Any:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_pieces_of_every_scope_compute_the_same_bits(name: str) -> None:
-    numbers = check_scopes(CONFIGS[name], ParallelMesh.single(seed=4), "none", SCOPES)
-    assert numbers[0] == 1
-    # The eager rest lies between, before and after the static runs.
-    assert len(set(numbers)) > 2
+    num_pieces = check_scopes(CONFIGS[name], ParallelMesh.single(seed=4), "none", SCOPES)
+    assert num_pieces[0] == 1
+    # Numbers of pieces differ, as eager segments lie before, between and after static segments.
+    assert len(set(num_pieces)) > 2
 
 
 @pytest.mark.parametrize("recompute", ["selective", "experts", "full"])
@@ -160,19 +162,19 @@ def test_an_encoder_in_pieces_computes_the_same_bits(head: Any, dropout: float) 
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_segments_read_all_parameters_and_cuts_end_runs(name: str) -> None:
+def test_segments_read_all_parameters_and_pieces_end_at_cuts(name: str) -> None:
     model = GPT(CONFIGS[name], seed=1)
-    opened = model.segments().expand()
-    assert set(opened.parameters) == set(model.parameters())
+    expanded = model.segments().expand()
+    assert set(expanded.parameters) == set(model.parameters())
     PieceRunner(model, cuts=["embedding", "layers.0.attention"])
     runner = PieceRunner(model, cuts=["embedding", "layers.0.attention"])
-    model(tokens_of(0, model.mesh))
+    model(draw_tokens(0, model.mesh))
     ends = [piece.segments[-1].name for piece in runner.pieces]
     assert ends == ["embedding", "layers.0.attention", "head"]
     assert all(piece.is_static for piece in runner.pieces)
 
 
-def test_masks_and_rotary_tables_come_from_outside() -> None:
+def test_masks_and_rotary_tables_are_inputs_of_segments() -> None:
     config = GPTConfig.llama(**SIZES, sliding_window=4, window_layers=(False, True))
     model = GPT(config, seed=1)
     assert model.segments().inputs == (
@@ -181,19 +183,19 @@ def test_masks_and_rotary_tables_come_from_outside() -> None:
     )  # fmt: skip
     mesh = model.mesh
     span = AttentionSpan(torch.tensor([[S], [5]]), positions=torch.arange(S).repeat(2, 1))
-    twin = GPT(config, mesh, seed=1)
-    runner = PieceRunner(twin, scopes=("attention",))
-    tokens = tokens_of(0, mesh)
-    assert torch.equal(twin.eval()(tokens, span=span), model.eval()(tokens, span=span))
+    model_in_pieces = GPT(config, mesh, seed=1)
+    runner = PieceRunner(model_in_pieces, scopes=("attention",))
+    tokens = draw_tokens(0, mesh)
+    assert torch.equal(model_in_pieces.eval()(tokens, span=span), model.eval()(tokens, span=span))
     assert [piece.is_static for piece in runner.pieces] == [False, True, False, True, False]
 
 
-def test_full_recomputation_is_one_segment_of_all_scopes_of_its_block() -> None:
+def test_a_fully_recomputed_block_is_one_segment_with_all_its_scopes() -> None:
     model = GPT(CONFIGS["shared expert"], seed=1)
     model.recompute = "full"
-    found = {segment.name: segment for segment in model.segments().expand()}
-    assert list(found) == ["embedding", "layers.0.block", "layers.1.block", "head"]
-    assert found["layers.1.block"].scopes == (
+    segments = {segment.name: segment for segment in model.segments().expand()}
+    assert list(segments) == ["embedding", "layers.0.block", "layers.1.block", "head"]
+    assert segments["layers.1.block"].scopes == (
         "attention", "router", "preprocess", "experts", "combine",
     )  # fmt: skip
 
@@ -206,13 +208,13 @@ def test_a_layer_without_segments_is_eager() -> None:
     model = GPT(CONFIGS["gpt2"], seed=1)
     model.layers["1"] = Doubled()
     runner = PieceRunner(model)
-    model(tokens_of(0, model.mesh))
+    model(draw_tokens(0, model.mesh))
     names = [[segment.name for segment in piece] for piece in runner.pieces]
     assert names == [["embedding", "layers.0.attention", "layers.0.mlp"], ["layers.1"], ["head"]]
     assert [piece.is_static for piece in runner.pieces] == [True, False, True]
 
 
-def test_compiled_blocks_share_one_graph_and_stay_whole() -> None:
+def test_compiled_blocks_share_one_graph_and_are_one_segment_each() -> None:
     torch.compiler.reset()
     model = GPT(
         GPTConfig.llama(**SIZES | {"hidden_dropout": 0.0, "attention_dropout": 0.0}), seed=1
@@ -220,18 +222,18 @@ def test_compiled_blocks_share_one_graph_and_stay_whole() -> None:
     counter = CompileCounter()
     for block in model.layers.values():
         block.compile(backend=counter)
-    model(tokens_of(0, model.mesh)).sum().backward()
+    model(draw_tokens(0, model.mesh)).sum().backward()
     assert counter.frame_count == 1
-    opened = model.segments().expand()
-    assert [segment.name for segment in opened] == ["embedding", "layers.0", "layers.1", "head"]
-    assert opened.is_static
-    assert opened.segments[1].scopes == ("attention", "mlp")
+    expanded = model.segments().expand()
+    assert [segment.name for segment in expanded] == ["embedding", "layers.0", "layers.1", "head"]
+    assert expanded.is_static
+    assert expanded.segments[1].scopes == ("attention", "mlp")
 
 
 def _check_ranks(rank: int, size: int) -> list[Any]:
     torch.set_default_dtype(torch.float64)
-    few = [("all",), ("router", "preprocess"), ("attention", "combine")]
-    found = []
+    scopes = [("all",), ("router", "preprocess"), ("attention", "combine")]
+    results = []
     for options, sequence_parallel in (({"tp": 2}, True), ({"ep": 2}, False)):
         mesh = ParallelMesh.create(
             ParallelLayout(size, **options), seed=4, sequence_parallel=sequence_parallel
@@ -243,34 +245,37 @@ def _check_ranks(rank: int, size: int) -> list[Any]:
                 ("all_gather", "all_to_all", "one_sided") if mesh.ep.size > 1 else ("auto",)
             )
             for transport in transports:
-                numbers = check_scopes(config, mesh, "none", few, transport)
-                model = gpt_of(config, mesh, "none", transport)
+                num_pieces = check_scopes(config, mesh, "none", scopes, transport)
+                model = build_gpt(config, mesh, "none", transport)
                 eager = [
                     [segment.name.removeprefix("layers.1.mlp.") for segment in piece]
                     for piece in split(model.segments())
                     if not piece.is_static
                 ]
-                found.append((name, transport, numbers[0], eager))
+                results.append((name, transport, num_pieces[0], eager))
         mesh.destroy()
-    return found
+    return results
 
 
 def test_pieces_of_parallel_ranks_compute_the_same_bits() -> None:
-    for found in run_world(_check_ranks, 2):
-        assert len(found) == len(CONFIGS) - 2 + 3 * len(MIXED)
-        for name, transport, number, eager in found:
+    for results in run_world(_check_ranks, 2):
+        assert len(results) == len(CONFIGS) - 2 + 3 * len(WITH_EXPERTS)
+        for name, transport, number, eager in results:
             assert number == (5 if transport == "all_to_all" else 1), (name, transport)
-            # Only the exchanges, the experts and what runs beside an exchange are eager.
-            beside = ["shared"] if name == "shared expert" else []
-            last = ["send", *beside, "receive", "experts", "send_back"]
-            assert eager[1:] == ([last] if transport == "all_to_all" else []), (name, transport)
+            # Only exchanges, experts and the shared expert during an exchange are eager.
+            shared_expert = ["shared"] if name == "shared expert" else []
+            eager_segments = ["send", *shared_expert, "receive", "experts", "send_back"]
+            assert eager[1:] == ([eager_segments] if transport == "all_to_all" else []), (
+                name,
+                transport,
+            )
 
 
 def _check_stages(rank: int, size: int) -> list[list[str]]:
     torch.set_default_dtype(torch.float64)
     mesh = ParallelMesh.create(ParallelLayout(size, pp=2), seed=4)
     config = GPTConfig.gpt2(**SIZES | {"num_layers": 3})
-    tokens = tokens_of(0, mesh)
+    tokens = draw_tokens(0, mesh)
     grad = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(3))
     results = []
     for options in (None, {"scopes": ("attention",)}):
@@ -281,10 +286,10 @@ def _check_stages(rank: int, size: int) -> list[list[str]]:
         losses = run_pipeline(model, tokens, tokens, grad)
         results.append({"losses": losses} | {n: p.grad for n, p in model.named_parameters()})
     assert_same_bits(results[1], results[0], f"stage {rank}")
-    return [list(model.segments().inputs), [one.name for one in model.segments()]]
+    return [list(model.segments().inputs), [segment.name for segment in model.segments()]]
 
 
-def test_a_stage_begins_with_what_it_receives() -> None:
+def test_segments_of_a_later_stage_begin_with_the_received_hidden_state() -> None:
     first, second = run_world(_check_stages, 2)
     assert first[0] == ["tokens", "positions", "vectors", "cut", "rotary", "rows"]
     assert second[0][:3] == ["hidden", "rotary", "rows"]

@@ -1,4 +1,4 @@
-"""Packed documents compute the same as each of them alone, in every layout."""
+"""Packed documents have the results of separate documents in every layout."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ CONFIGS = {
         **SIZES, experts=ExpertsConfig(num_experts=4, top_k=2, ffn_hidden_size=8)
     ),
 }
-#: Sizes of the layout, with the transport over cp; sequence parallelism, recomputation and
-#: configuration.
+#: Sizes of the layout with the transport over cp, sequence parallelism, recomputation, and name of
+#: the configuration.
 LAYOUTS: list[tuple[dict[str, Any], bool, str, str]] = [
     ({"pp": 4}, False, "none", "rotary"),
     ({"pp": 4}, False, "full", "learned, windows"),
@@ -74,28 +74,30 @@ def draw(*shape: int, seed: int) -> Tensor:
     return torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5
 
 
-def rows() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return tokens, labels, the gradient of the losses, and a mask of tokens without padding."""
+def make_rows() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return tokens, labels, the gradient of the losses, and a mask of tokens that are no padding."""
     tokens, labels = torch.randint(V, (2, B, S), generator=torch.Generator().manual_seed(1))
     counts = torch.arange(S) < torch.tensor([[sum(row)] for row in DOCUMENTS])
     return tokens, labels, draw(B, S, seed=2) * counts, counts
 
 
 @cache
-def alone(name: str) -> tuple[dict[str, Tensor], Tensor, Tensor, dict[str, Tensor]]:
-    """Return weights, losses, logits and summed gradients of the documents one after the other."""
+def results_of_separate_documents(
+    name: str,
+) -> tuple[dict[str, Tensor], Tensor, Tensor, dict[str, Tensor]]:
+    """Return weights, losses, logits and summed gradients of documents that run separately."""
     model = GPT(CONFIGS[name], ParallelMesh.single(), seed=1)
     shapes = {key: shard_spec_of(p).full_shape for key, p in model.named_parameters()}
     weights = {key: draw(*shape, seed=i) for i, (key, shape) in enumerate(shapes.items())}
     load_full_(model, weights)
-    tokens, labels, grad, _ = rows()
+    tokens, labels, grad, _ = make_rows()
     losses, logits = torch.zeros(B, S).double(), torch.zeros(B, S, V).double()
     for row, lengths in enumerate(DOCUMENTS):
         for end, length in zip(torch.tensor(lengths).cumsum(0).tolist(), lengths, strict=True):
-            at = slice(row, row + 1), slice(end - length, end)
-            found = model(tokens[at], labels[at], 0.1)
-            found.backward(grad[at])
-            losses[at], logits[at] = found.detach(), model(tokens[at]).detach()
+            where = slice(row, row + 1), slice(end - length, end)
+            document_losses = model(tokens[where], labels[where], 0.1)
+            document_losses.backward(grad[where])
+            losses[where], logits[where] = document_losses.detach(), model(tokens[where]).detach()
     gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
     return weights, losses, logits, gradients
 
@@ -103,48 +105,48 @@ def alone(name: str) -> tuple[dict[str, Tensor], Tensor, Tensor, dict[str, Tenso
 def check_layouts(rank: int, size: int) -> int:
     torch.set_default_dtype(torch.float64)
     for sizes, is_sharded, recompute, name in LAYOUTS:
-        what = f"{name} {sizes} sp={is_sharded} recompute={recompute}"
+        case_name = f"{name} {sizes} sp={is_sharded} recompute={recompute}"
         sizes = {"transport": "auto", **sizes}
         transport = sizes.pop("transport")
         layout = ParallelLayout(size, **sizes)
         links = ContextLinks.of(transport, layout, size)
         mesh = ParallelMesh.create(layout, seed=5, sequence_parallel=is_sharded, context=links)
-        weights, losses, logits, gradients = alone(name)
+        weights, losses, logits, gradients = results_of_separate_documents(name)
         model = GPT(CONFIGS[name], mesh, seed=1)
         model.recompute = recompute
         load_full_(model, weights)
-        tokens, labels, grad, counts = rows()
+        tokens, labels, grad, counts = make_rows()
         span = AttentionSpan.packed(DOCUMENTS, S, num_documents=6)
         if mesh.pp.size > 1:
-            found = run_pipeline(model, tokens, labels, grad, span=span)
+            actual = run_pipeline(model, tokens, labels, grad, span=span)
         else:
-            ours = model(tokens, span=span)
-            assert_equal(ours[counts], logits[counts], f"{what}: logits")
-            found = model(tokens, labels, 0.1, span=span)
-            found.backward(grad)
-        assert_equal(found[counts], losses[counts], f"{what}: losses")
-        # Ranks that share experts sum the gradients of their equal rows.
+            actual_logits = model(tokens, span=span)
+            assert_equal(actual_logits[counts], logits[counts], f"{case_name}: logits")
+            actual = model(tokens, labels, 0.1, span=span)
+            actual.backward(grad)
+        assert_equal(actual[counts], losses[counts], f"{case_name}: losses")
+        # Expert-parallel ranks sum the gradients of their equal rows.
         if "ep" not in sizes:
-            for p in model.parameters():
-                # The mean over cp, whose ranks are data ranks.
-                if mesh.cp.size > 1 and p.grad is not None:
-                    dist.all_reduce(p.grad, group=mesh.cp.group)
-                    p.grad /= mesh.cp.size
+            for parameter in model.parameters():
+                # Gradients are averaged over cp, whose ranks are data ranks.
+                if mesh.cp.size > 1 and parameter.grad is not None:
+                    dist.all_reduce(parameter.grad, group=mesh.cp.group)
+                    parameter.grad /= mesh.cp.size
             names = {key for key, _ in model.named_parameters()}
-            own = {key: one for key, one in gradients.items() if key in names}
-            assert_same_gradients(model, mesh, own, what)
+            local_gradients = {key: gradient for key, gradient in gradients.items() if key in names}
+            assert_same_gradients(model, mesh, local_gradients, case_name)
         mesh.destroy()
     return len(LAYOUTS)
 
 
-def test_documents_are_what_they_are_alone_on_four_stages_and_in_other_layouts() -> None:
+def test_packed_documents_in_every_layout_equal_separate_documents() -> None:
     assert run_world(check_layouts, 4) == [len(LAYOUTS)] * 4
 
 
-class Packed(Dataset):
-    """Give rows whose documents change from row to row, in equally many lengths.
+class PackedRows(Dataset):
+    """Rows with different document lengths, and equal numbers of lengths.
 
-    The length of the rows is no multiple of what cp asks for.
+    The length of the rows is not a multiple of the length that cp needs.
     """
 
     length = 13
@@ -168,7 +170,7 @@ def trained(
 ) -> Fit:
     """Fit a GPT with windows in some layers on packed rows."""
     seed_everything(3, verbose=False)
-    found = Fit("" if graphs is None else graphs.mode)
+    fit = Fit("" if graphs is None else graphs.mode)
     options = {
         **{"microbatch_size": 2, "check_microbatches": False},
         **{"recompute": recompute, **(layout or {})},
@@ -176,17 +178,17 @@ def trained(
     strategy = MegatronStrategy(cuda_graphs=graphs, **options)
     if graphs is not None:
         strategy._make_backend = lambda mesh: TapeBackend(mesh.launcher)
-    # On a CPU alone the host checks learned positions and reads numbers of tokens.
+    # Without a GPU the host checks learned positions and reads numbers of tokens.
     config = GPTConfig.llama(**SIZES, sliding_window=4, window_layers=(True, False, True, False))
     module = CausalLM(config, learning_rate=0.01, warmup_steps=0, token_weighted=False)
     with counted_replays() as replays:
         Trainer(
             accelerator="cpu", devices=devices, strategy=strategy, precision="64-true",
             logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, callbacks=[Watch(found)], max_steps=5,
-        ).fit(module, DataLoader(Packed(), batch_size=4))  # fmt: skip
-    found.replays = dict(replays)
-    return found
+            enable_model_summary=False, callbacks=[Watch(fit)], max_steps=5,
+        ).fit(module, DataLoader(PackedRows(), batch_size=4))  # fmt: skip
+    fit.replays = dict(replays)
+    return fit
 
 
 @pytest.mark.parametrize(("mode", "recompute"), [("segments", "none"), ("full", "full")])
@@ -196,7 +198,9 @@ def test_graphs_follow_the_lengths_of_each_step(mode: Any, recompute: str) -> No
     assert graphs.num_graphs[-1] > 0, "something was captured"
     assert graphs.num_graphs[-1] == graphs.num_graphs[2], "other lengths need no other graph"
     names = ("losses", "logged")
-    assert [getattr(graphs, one) for one in names] == [getattr(eager, one) for one in names]
+    assert [getattr(graphs, attribute) for attribute in names] == [
+        getattr(eager, attribute) for attribute in names
+    ]
     for name, weight in graphs.weights.items():
         assert torch.equal(weight, eager.weights[name]), name
     assert len(set(eager.losses)) == 5

@@ -1,4 +1,4 @@
-"""GPT in half types and under autocast stays close to GPT in float32."""
+"""GPT in half precision and under autocast stays close to GPT in float32."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOKENS = torch.randint(0, 50, (2, 16), generator=torch.Generator().manual_seed(1
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["gpt2", "llama", "gemma"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_weights_give_half_logits_and_float32_losses(
+def test_half_precision_weights_give_half_precision_logits_and_float32_losses(
     config: GPTConfig, dtype: torch.dtype
 ) -> None:
     wide, half = GPT(config, seed=1), GPT(config, seed=1).to(dtype)
@@ -41,7 +41,7 @@ def test_half_weights_give_half_logits_and_float32_losses(
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["gpt2", "llama", "gemma"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_autocast_runs_products_in_half_and_keeps_float32_gradients(
+def test_autocast_losses_are_near_float32_and_gradients_are_float32(
     config: GPTConfig, recompute: str
 ) -> None:
     model = GPT(config, seed=1)
@@ -53,7 +53,7 @@ def test_autocast_runs_products_in_half_and_keeps_float32_gradients(
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
 
 
-def test_token_vectors_are_scaled_by_a_number_of_their_own_dtype() -> None:
+def test_the_scale_of_token_vectors_is_rounded_to_their_dtype() -> None:
     config = GPTConfig.llama(**SIZES, embedding_scale=5.71)
     embedding = GPT(config, seed=1).bfloat16().embedding
     assert embedding is not None

@@ -1,4 +1,4 @@
-"""Recomputation of parts of blocks, and of numbers of layers."""
+"""Recomputation of parts of blocks in all or some layers keeps gradients and saves memory."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "num_heads": 4,
 }
-GATED = {"num_kv_heads": 2, "ffn_hidden_size": 160}
+GROUPED_QUERY = {"num_kv_heads": 2, "ffn_hidden_size": 160}
 EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 32, "aux_loss": 0.1}
 CONFIGS = {
     "gpt2": GPTConfig.gpt2(**SIZES, hidden_dropout=0.1),
-    # Not RMSNorm: on CPU torch computes it from smaller operations, which keep more.
-    "llama": GPTConfig.llama(**SIZES, **GATED, norm="layernorm"),
-    "geglu": GPTConfig.gpt2(**SIZES, **GATED, activation="geglu", mlp_bias=False),
+    # LayerNorm, because torch computes RMSNorm on CPUs by smaller operations, which keep more.
+    "llama": GPTConfig.llama(**SIZES, **GROUPED_QUERY, norm="layernorm"),
+    "geglu": GPTConfig.gpt2(**SIZES, **GROUPED_QUERY, activation="geglu", mlp_bias=False),
     "relu": GPTConfig.gpt2(**SIZES, activation="relu"),
-    "experts": GPTConfig.llama(**SIZES, **GATED, experts=EXPERTS),
+    "experts": GPTConfig.llama(**SIZES, **GROUPED_QUERY, experts=EXPERTS),
 }
 SETTINGS = {
     "norms": Recomputation(("norms",)),
@@ -55,20 +55,22 @@ def gradients_of(model: GPT, settings: Any, autocast: bool = False) -> list[Tens
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", list(CONFIGS))
-def test_gradients_are_the_same_bits(kind: str, autocast: bool) -> None:
+def test_gradients_with_recomputation_have_the_same_bits(kind: str, autocast: bool) -> None:
     model = GPT(CONFIGS[kind], seed=1)
     model._owns_mesh = False
     model.train()
-    expected = gradients_of(model, "none", autocast)
+    expected_results = gradients_of(model, "none", autocast)
     for name, settings in SETTINGS.items():
-        found = gradients_of(model, settings, autocast)
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert torch.equal(one, other), f"{name}: {number}"
+        actual_results = gradients_of(model, settings, autocast)
+        for number, (actual, expected) in enumerate(
+            zip(actual_results, expected_results, strict=True)
+        ):
+            assert torch.equal(actual, expected), f"{name}: {number}"
 
 
 @pytest.mark.parametrize("settings", list(SETTINGS))
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "geglu", "relu"])
-def test_kept_and_peak_bytes_are_those_of_the_estimate(kind: str, settings: str) -> None:
+def test_kept_and_peak_memory_equal_the_estimate(kind: str, settings: str) -> None:
     # The head needs the most memory.
     config = GPTConfig(**{**vars(CONFIGS[kind]), "hidden_dropout": 0.0, "vocab_size": 1024})
     torch.set_default_dtype(torch.bfloat16)
@@ -76,7 +78,7 @@ def test_kept_and_peak_bytes_are_those_of_the_estimate(kind: str, settings: str)
     torch.set_default_dtype(torch.float32)
     shape = config.memory_shape()
     sizes = {"seq_length": 64, "microbatch_size": 4}
-    kept, peaks, estimates = [], [], []
+    measured, peaks, estimates = [], [], []
     for recompute in ("none", SETTINGS[settings]):
         model.recompute = recompute
         memory, tokens = LiveMemory(), torch.randint(0, 256, (4, 64))
@@ -84,32 +86,32 @@ def test_kept_and_peak_bytes_are_those_of_the_estimate(kind: str, settings: str)
             slot = GradientSlot(torch.zeros_like(parameter), lambda: None)
             set_slot(parameter, slot)
             memory.leave_out([parameter, slot.gradient])
-        # Rotary tables are kept for later calls.
+        # The first call fills the cache of rotary tables.
         model(tokens, labels=tokens)
         with memory:
             loss = model(tokens, labels=tokens).mean()
-            kept.append(memory.now)
+            measured.append(memory.now)
             loss.backward()
         peaks.append(memory.peak)
         training = TrainingShape(**sizes, recompute=recompute)
         estimates += estimate_memory(shape, ParallelLayout(1), training)
-    # The memory of the host is that of the device here.
-    kept[1] -= estimates[1].host
+    # On the CPU the measured memory includes that of the host.
+    measured[1] -= estimates[1].host
     peaks[1] -= estimates[1].host
-    held = [estimate.activations + estimate.loss for estimate in estimates]
-    saved = held[0] - held[1]
+    estimated = [estimate.activations + estimate.loss for estimate in estimates]
+    estimated_saving = estimated[0] - estimated[1]
     if settings == "activations" and kind == "relu":
-        assert kept[0] == kept[1]
+        assert measured[0] == measured[1]
     else:
-        assert kept[1] < kept[0]
-        # Both peaks are at the head, where all blocks keep what they keep.
+        assert measured[1] < measured[0]
+        # Both peaks are at the head, while all blocks hold their kept activations.
         assert estimates[0].moment == estimates[1].moment == "backward"
-        assert kept[0] - kept[1] == pytest.approx(saved, rel=0.02)
+        assert measured[0] - measured[1] == pytest.approx(estimated_saving, rel=0.02)
     for peak, estimate in zip(peaks, estimates, strict=True):
         assert estimate.peak - estimate.static == pytest.approx(peak, rel=0.1)
 
 
-def test_layers_are_counted_in_each_chunk_from_its_start_or_its_end() -> None:
+def test_recomputed_layers_are_counted_from_the_start_or_end_of_each_chunk() -> None:
     first = Recomputation(("full",), layers=2)
     last = Recomputation(("norms", "activations"), layers=1, at="last")
     assert [first.parts_of(place, 4) for place in range(4)] == [("full",)] * 2 + [()] * 2
@@ -126,7 +128,7 @@ def test_layers_are_counted_in_each_chunk_from_its_start_or_its_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "message"),
     [
         (
             "some",
@@ -140,12 +142,12 @@ def test_layers_are_counted_in_each_chunk_from_its_start_or_its_end() -> None:
         ({"at": "middle"}, "recompute.at must be first"),
     ],
 )
-def test_illegal_settings_are_refused(value: Any, words: str) -> None:
-    with pytest.raises(ParallelPlanError, match=words):
+def test_illegal_settings_are_refused(value: Any, message: str) -> None:
+    with pytest.raises(ParallelPlanError, match=message):
         Recomputation.of(value)
 
 
-def test_norms_that_others_read_are_not_computed_again() -> None:
+def test_recomputation_of_norms_with_other_readers_is_refused() -> None:
     for settings in (
         {"norm_position": "post"},
         {"norm_position": "output"},

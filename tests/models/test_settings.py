@@ -33,14 +33,14 @@ SIZES: dict[str, Any] = {
 }
 LLAMA: dict[str, Any] = SIZES | {"ffn_hidden_size": 24, "num_kv_heads": 2}
 
-# The first row has padding before its tokens, the second one behind them.
+# The first row has padding before its tokens, the second row after them.
 VALID = torch.tensor(
     [[False, False, False, True, True, True, True, True], [True] * 5 + [False] * 3]
 )
 POSITIONS = torch.tensor([[0, 0, 0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 0, 0]])
 PADDED = torch.tensor([[3, 5], [5, 0]])
 KEYS = VALID[:, None, None]
-# Three documents in the first row, two in the second, of which the rest of the row is one.
+# Three documents in the first row; two in the second, of which the rest of the row is the second.
 PACKED = torch.tensor([[3, 4, 1], [4, 0, 0]])
 FAR = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 11], [4, 5, 6, 7, 8, 9, 10, 11]])
 
@@ -185,7 +185,7 @@ CASES = {
         GPTConfig.llama(**LLAMA, sliding_window=3), AttentionSpan(mask=KEYS), embeds=True
     ),
 }
-CUTS = [
+LAYOUTS = [
     ({"tp": 1}, False),
     ({"tp": 2}, False),
     ({"tp": 2}, True),
@@ -202,15 +202,15 @@ def draw(*shape: int, seed: int) -> Tensor:
     )
 
 
-def batch() -> tuple[Tensor, Tensor, Tensor]:
+def draw_batch() -> tuple[Tensor, Tensor, Tensor]:
     tokens, labels = torch.randint(0, V, (2, B, S), generator=torch.Generator().manual_seed(3))
     labels[0, 2] = -100
     return tokens, labels, draw(B, S, D, seed=4)
 
 
 @dataclass(frozen=True)
-class Expected:
-    """Outputs and gradients by the formulas."""
+class PlainResults:
+    """Outputs and gradients of the plain model."""
 
     weights: dict[str, Tensor]
     logits: Tensor
@@ -220,8 +220,8 @@ class Expected:
 
 
 @cache
-def expected(name: str) -> Expected:
-    case, (tokens, labels, embeddings) = CASES[name], batch()
+def results_of_plain_model(name: str) -> PlainResults:
+    case, (tokens, labels, embeddings) = CASES[name], draw_batch()
     shapes = {
         key: shard_spec_of(p).full_shape for key, p in GPT(case.config, seed=1).named_parameters()
     }
@@ -230,57 +230,59 @@ def expected(name: str) -> Expected:
         for i, (key, shape) in enumerate(shapes.items())
     }
     inputs = embeddings.requires_grad_() if case.embeds else None
-    twin = PlainGPT(case.config, weights, case.span)
-    losses = twin.losses(tokens, labels, inputs)
+    plain_model = PlainGPT(case.config, weights, case.span)
+    losses = plain_model.losses(tokens, labels, inputs)
     losses.backward(draw(B, S, seed=2))
     gradients = {
         key: torch.zeros_like(w) if w.grad is None else w.grad for key, w in weights.items()
     }
-    logits = twin.logits(tokens, inputs).detach()
-    return Expected(
+    logits = plain_model.logits(tokens, inputs).detach()
+    return PlainResults(
         weights, logits, losses.detach(), gradients, None if inputs is None else inputs.grad
     )
 
 
 def check_case(name: str, mesh: ParallelMesh) -> None:
-    case, found, what = (
+    case, expected, case_name = (
         CASES[name],
-        expected(name),
+        results_of_plain_model(name),
         f"{name} {mesh.layout} sp={mesh.sequence_parallel}",
     )
-    tokens, labels, embeddings = batch()
+    tokens, labels, embeddings = draw_batch()
     model = GPT(case.config, mesh, seed=1)
     model.recompute = case.recompute
-    weights, gradients = dict(found.weights), dict(found.gradients)
+    weights, gradients = dict(expected.weights), dict(expected.gradients)
     if case.config.tie_embeddings and mesh.pp.size > 1:
         weights["head.weight"] = weights["embedding.word.weight"]
     load_full_(model, weights)
-    given = None if case.embeds else tokens
+    given_tokens = None if case.embeds else tokens
     inputs: dict[str, Any] = {
         "span": case.span,
         "embeddings": embeddings.requires_grad_() if case.embeds else None,
     }
     if mesh.pp.size > 1:
-        losses = run_pipeline(model, given, labels, draw(B, S, seed=2), **inputs)
+        losses = run_pipeline(model, given_tokens, labels, draw(B, S, seed=2), **inputs)
     else:
-        assert_equal(model(given, **inputs), found.logits, f"{what}: logits")
-        losses = model(given, labels, 0.1, **inputs)
+        assert_equal(model(given_tokens, **inputs), expected.logits, f"{case_name}: logits")
+        losses = model(given_tokens, labels, 0.1, **inputs)
         losses.backward(draw(B, S, seed=2))
-    assert_equal(losses, found.losses, f"{what}: losses")
+    assert_equal(losses, expected.losses, f"{case_name}: losses")
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     if case.config.tie_embeddings and mesh.pp.size > 1:
         join_tied_gradients(model, gradients)
     names = {key for key, _ in model.named_parameters()}
-    assert_same_gradients(model, mesh, {key: gradients[key] for key in names}, what)
-    if found.input_gradient is not None and mesh.pp.is_first:
-        assert embeddings.grad is not None, what
-        assert_equal(embeddings.grad, found.input_gradient, f"{what}: gradient of the embeddings")
+    assert_same_gradients(model, mesh, {key: gradients[key] for key in names}, case_name)
+    if expected.input_gradient is not None and mesh.pp.is_first:
+        assert embeddings.grad is not None, case_name
+        assert_equal(
+            embeddings.grad, expected.input_gradient, f"{case_name}: gradient of the embeddings"
+        )
 
 
-def check_cuts(rank: int, size: int) -> None:
+def check_layouts(rank: int, size: int) -> None:
     torch.set_default_dtype(torch.float64)
-    for sizes, sequence_parallel in CUTS:
+    for sizes, sequence_parallel in LAYOUTS:
         mesh = ParallelMesh.create(
             ParallelLayout(world_size=size, **sizes), seed=5, sequence_parallel=sequence_parallel
         )
@@ -290,7 +292,7 @@ def check_cuts(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("name", list(CASES))
-def test_a_setting_equals_its_formula(name: str) -> None:
+def test_every_setting_equals_the_plain_model_in_one_process(name: str) -> None:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -299,13 +301,13 @@ def test_a_setting_equals_its_formula(name: str) -> None:
         torch.set_default_dtype(before)
 
 
-def test_every_setting_equals_its_formula_in_every_layout() -> None:
-    run_world(check_cuts, 4)
+def test_every_setting_equals_the_plain_model_in_every_layout() -> None:
+    run_world(check_layouts, 4)
 
 
-def test_chunks_of_tokens_have_the_scale_and_bound_of_logits() -> None:
+def test_chunked_losses_use_the_scale_and_soft_cap_of_logits() -> None:
     config = CASES["norms before and after, bounded and scaled logits"].config
-    tokens, labels, _ = batch()
+    tokens, labels, _ = draw_batch()
     model = GPT(config, seed=1).double()
     results = []
     for chunk in (None, 5):
@@ -319,21 +321,24 @@ def test_chunks_of_tokens_have_the_scale_and_bound_of_logits() -> None:
 
 
 @pytest.mark.parametrize("loss_chunk", [None, 5, "forward"])
-def test_a_sum_is_that_of_the_losses_and_may_have_early_gradients(loss_chunk: Any) -> None:
+def test_summed_losses_have_the_sum_and_gradients_of_the_losses(loss_chunk: Any) -> None:
     config = CASES["norms before and after, bounded and scaled logits"].config
-    tokens, labels, _ = batch()
+    tokens, labels, _ = draw_batch()
     model = GPT(config, seed=1).double()
-    expected = model(tokens, labels, 0.1).sum()
+    expected_total = model(tokens, labels, 0.1).sum()
     model.loss_chunk = loss_chunk
     total = model(tokens, labels, 0.1, sums=True)
     assert total.shape == ()
-    assert_equal(total, expected, "sum")
+    assert_equal(total, expected_total, "sum")
     pairs = zip(
-        *(torch.autograd.grad(2.0 * one, list(model.parameters())) for one in (total, expected)),
+        *(
+            torch.autograd.grad(2.0 * loss, list(model.parameters()))
+            for loss in (total, expected_total)
+        ),
         strict=True,
     )
-    for one, other in pairs:
-        assert_equal(one, other, "gradient")
+    for actual, expected in pairs:
+        assert_equal(actual, expected, "gradient")
     names, node = [], model(tokens, labels, 0.1, sums=True).grad_fn
     while node is not None:
         names.append(type(node).__name__)
@@ -341,7 +346,7 @@ def test_a_sum_is_that_of_the_losses_and_may_have_early_gradients(loss_chunk: An
     assert ("_SummedCrossEntropyBackward" in names) == (loss_chunk == "forward")
 
 
-def test_norms_with_an_offset_start_as_the_identity() -> None:
+def test_norm_weights_with_an_offset_start_at_zero() -> None:
     config = CASES["offset, scale, geglu"].config
     weights = dict(GPT(config, seed=1).named_parameters())
     for name in (
@@ -353,7 +358,7 @@ def test_norms_with_an_offset_start_as_the_identity() -> None:
 
 
 def test_invalid_batches_raise() -> None:
-    model, (tokens, _, embeddings) = GPT(GPTConfig.gpt2(**SIZES), seed=1), batch()
+    model, (tokens, _, embeddings) = GPT(GPTConfig.gpt2(**SIZES), seed=1), draw_batch()
     with pytest.raises(UnsupportedError, match="tokens or embeddings, .*: both were given"):
         model(tokens, embeddings=embeddings.float())
     with pytest.raises(UnsupportedError, match="tokens or embeddings, .*: neither were given"):
@@ -371,7 +376,7 @@ def test_invalid_batches_raise() -> None:
         model(tokens, span=AttentionSpan(positions=FAR + 1))
 
 
-def test_half_rows_that_are_long_and_mostly_padding_stay_finite() -> None:
+def test_bfloat16_losses_of_long_padded_rows_are_finite() -> None:
     config = GPTConfig.llama(**(SIZES | {"max_seq_length": 640}), qk_norm=True)
     model = GPT(config, seed=1).bfloat16()
     tokens = torch.randint(0, V, (2, 640))
