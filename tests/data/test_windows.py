@@ -132,7 +132,7 @@ def test_windows_in_order_predict_every_token_once(lengths: list[int], seq_lengt
     lengths=some_lengths,
     seq_length=st.integers(1, 9),
     samples=st.integers(1, 30),
-    more=st.integers(0, 30),
+    additional=st.integers(0, 30),
 )
 def test_larger_sample_counts_only_extend_the_passes(
     lengths: list[int], seq_length: int, samples: int, additional: int
