@@ -29,7 +29,13 @@ from lightning_megatron import CausalLM, GPTConfig, MegatronStrategy, TokenDataM
 
 PLAIN = "bf16"
 RECIPES = (PLAIN, "tensorwise", "delayed", "rowwise", "blockwise")
-SMALL = {"num_layers": 12, "hidden_size": 768, "num_heads": 12, "max_seq_length": 1024}
+SMALL = {
+    "vocab_size": 50257,
+    "num_layers": 12,
+    "hidden_size": 768,
+    "num_heads": 12,
+    "max_seq_length": 1024,
+}
 #: Number of equal parts of a training for which the table prints mean losses.
 NUM_PARTS = 8
 
@@ -108,7 +114,7 @@ def train(
     recorder = Recorder(recipe, path)
     fp8 = {} if recipe == PLAIN else {"fp8": recipe}
     layout = {"microbatch_size": 8, **(layout or {})}
-    config = GPTConfig(vocab_size=50257, hidden_dropout=0.0, attention_dropout=0.0, **sizes)
+    config = GPTConfig(hidden_dropout=0.0, attention_dropout=0.0, **sizes)
     trainer = L.Trainer(
         devices=layout.get("tp", 1) * layout.get("pp", 1),
         precision="bf16-mixed",

@@ -13,7 +13,7 @@ from lightning_megatron.data.token_file import TokenFileWriter
 from lightning_megatron.data.tokenizer import ByteTokenizer
 from tests.world import run_world
 
-TINY = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_seq_length": 16}
+TINY = {"vocab_size": 320, "num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_seq_length": 16}
 
 
 def test_the_table_compares_parts_of_trainings_with_the_first_recipe() -> None:
