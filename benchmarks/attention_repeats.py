@@ -30,31 +30,31 @@ def attention_repeats(
 
     def drawn(heads: int) -> Tensor:
         shape = (config.max_seq_length, 1, heads, config.head_size)
-        found = torch.randn(shape, device=device, generator=generator)
-        return found.bfloat16().requires_grad_()
+        values = torch.randn(shape, device=device, generator=generator)
+        return values.bfloat16().requires_grad_()
 
     query, key, value = (
         drawn(heads) for heads in (config.num_heads, config.kv_heads, config.kv_heads)
     )
-    outer = drawn(config.num_heads).detach().flatten(2)
+    grad_output = drawn(config.num_heads).detach().flatten(2)
 
     def gradients() -> tuple[Tensor, ...]:
         output = attend(query, key, value, AttentionSpan())
-        return torch.autograd.grad(output, (query, key, value), outer)
+        return torch.autograd.grad(output, (query, key, value), grad_output)
 
-    first = gradients()
+    first_gradients = gradients()
 
-    def count(beside: Callable[[], None]) -> int:
-        differing = 0
+    def count(start_other_work: Callable[[], None]) -> int:
+        num_differing = 0
         for _ in range(repeats):
-            beside()
-            pairs = zip(gradients(), first, strict=True)
-            differing += not all(torch.equal(*pair) for pair in pairs)
-        return differing
+            start_other_work()
+            pairs = zip(gradients(), first_gradients, strict=True)
+            num_differing += not all(torch.equal(*pair) for pair in pairs)
+        return num_differing
 
-    alone = count(lambda: None)
+    num_differing_alone = count(lambda: None)
     if device.type != "cuda":
-        return alone, None
+        return num_differing_alone, None
     factor = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
     stream = torch.cuda.Stream()
 
@@ -64,4 +64,4 @@ def attention_repeats(
                 torch.mm(factor, factor)
 
     stream.wait_stream(torch.cuda.current_stream())
-    return alone, count(multiply)
+    return num_differing_alone, count(multiply)

@@ -33,7 +33,7 @@ TABLE = [
 
 def train(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
     """Run the recipe under a layout and return the measurements of its steps."""
-    given = {
+    options = {
         **options_of_layout(args, layout),
         **options_to_measure(
             args, layout, steps=args.steps - args.warmup, row_steps=args.row_steps
@@ -48,17 +48,17 @@ def train(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
         "data.global_batch_size": args.batch,
         "data.data_dir": f"{args.out}/data",
     }
-    run_recipe(args, "recipe:bert_336m_gpu", given)
+    run_recipe(args, "recipe:bert_336m_gpu", options)
     return figures_of(args, layout)
 
 
-def row(name: str, found: dict[str, Any]) -> str:
+def row(name: str, figures: dict[str, Any]) -> str:
     """Return the row of a layout in the table."""
-    rate = found["tokens_per_second_per_rank"] * found["step_ms"] / found["row_ms"]
-    losses = " ".join(f"{loss:.4f}" for loss in found["losses"])
+    rate = figures["tokens_per_second_per_rank"] * figures["step_ms"] / figures["row_ms"]
+    losses = " ".join(f"{loss:.4f}" for loss in figures["losses"])
     return (
-        f"| {name} | {found['step_ms']} | {found['row_ms']} | {rate:,.0f} | {found['peak_gib']} | "
-        f"{losses} |"
+        f"| {name} | {figures['step_ms']} | {figures['row_ms']} | {rate:,.0f} | "
+        f"{figures['peak_gib']} | {losses} |"
     )
 
 
@@ -68,13 +68,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layouts", nargs="+", type=layout_of, required=True)
-    parser.add_argument("--row-steps", type=int, default=8, help="steps in a row after those")
+    parser.add_argument("--row-steps", type=int, default=8, help="later steps in a row")
     parser.add_argument("--microbatch", type=int, default=16, help="pairs of a microbatch")
     add_run_arguments(parser, steps=16, batch=256, tolerance=0.02, timeout=300.0, out="runs/bert")
     args = parser.parse_args()
-    found = {layout.name: train(args, layout) for layout in args.layouts}
-    print("\n".join([*TABLE, *(row(name, figures) for name, figures in found.items())]), flush=True)
-    check_same(found, args.tolerance)
+    figures_by_layout = {layout.name: train(args, layout) for layout in args.layouts}
+    print(
+        "\n".join([*TABLE, *(row(name, figures) for name, figures in figures_by_layout.items())]),
+        flush=True,
+    )
+    check_same(figures_by_layout, args.tolerance)
 
 
 if __name__ == "__main__":

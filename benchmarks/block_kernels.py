@@ -54,7 +54,7 @@ class Case:
     Args:
         name: Label of the row in the table.
         inputs: Inputs of both variants; floating-point inputs get gradients.
-        fused: Step with our kernel; returns one tensor or several.
+        fused: Step with the fused kernel; returns one tensor or several tensors.
         eager: Step with the operators of torch.
         forward_bytes: Minimum memory traffic of the forward pass (bytes).
         backward_bytes: Minimum memory traffic of the backward pass (bytes).
@@ -88,15 +88,15 @@ def rotary_case() -> Case:
     def fused(qkv: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, ...]:
         return kernels.rotate_qkv(qkv, (cosines, sines), heads, kv_heads)
 
-    moved = 2 * 4096 * SIZE
+    bytes_per_feature = 2 * 4096 * SIZE
     inputs = (drawn(4096, 1, sum(widths)), *tables)
     return Case(
         "rotary, 32 + 8 heads of 128",
         inputs,
         fused,
         eager,
-        moved * sum(widths[:2]),
-        moved * sum(widths),
+        bytes_per_feature * sum(widths[:2]),
+        bytes_per_feature * sum(widths),
     )
 
 
@@ -159,10 +159,10 @@ def norm_case(config: GPTConfig, has_update: bool) -> Case:
         f"{width}"
     )
     elements = rows[0] * rows[1] * width * SIZE
-    used = tuple(inputs[:3]) + (
+    case_inputs = tuple(inputs[:3]) + (
         (torch.zeros((), device="cuda", dtype=torch.int64),) if is_rms else (inputs[3],)
     )
-    return Case(name, used, fused, eager, (4 if has_update else 2) * elements, 4 * elements)
+    return Case(name, case_inputs, fused, eager, (4 if has_update else 2) * elements, 4 * elements)
 
 
 def cross_entropy_case(tokens: int, vocab_size: int) -> Case:
@@ -184,12 +184,12 @@ def cross_entropy_case(tokens: int, vocab_size: int) -> Case:
 @contextmanager
 def without_kernels() -> Iterator[None]:
     """Let all operators run without the fused kernels."""
-    served = choose_kernels.is_served
+    original = choose_kernels.is_served
     choose_kernels.is_served = lambda tensor: False
     try:
         yield
     finally:
-        choose_kernels.is_served = served
+        choose_kernels.is_served = original
 
 
 def passes(
@@ -199,9 +199,9 @@ def passes(
     outputs = step(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     grads = [torch.randn_like(output) for output in outputs]
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+    with_gradients = [tensor for tensor in inputs if tensor.requires_grad]
     return lambda: step(*inputs), lambda: torch.autograd.grad(
-        outputs, wanted, grads, retain_graph=True
+        outputs, with_gradients, grads, retain_graph=True
     )
 
 
@@ -215,14 +215,14 @@ def measure(case: Case, rounds: int) -> str:
     }
     calls = {name: passes(step, case.inputs) for name, step in steps.items()}
     rows = []
-    for index, (kind, moved) in enumerate(
+    for index, (kind, num_bytes) in enumerate(
         (("forward", case.forward_bytes), ("backward", case.backward_bytes))
     ):
         medians = median_times(
             {name: directions[index] for name, directions in calls.items()}, rounds
         )
-        cells = [f"{time:.0f} ({moved / time / 1e6:.2f})" for time in medians.values()]
-        rows.append(f"| {case.name} | {kind} | {moved / 1e6:.0f} | " + " | ".join(cells) + " |")
+        cells = [f"{time:.0f} ({num_bytes / time / 1e6:.2f})" for time in medians.values()]
+        rows.append(f"| {case.name} | {kind} | {num_bytes / 1e6:.0f} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 

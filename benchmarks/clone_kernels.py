@@ -74,23 +74,25 @@ def move_rows(rounds: int) -> list[str]:
     owners = torch.arange(RANKS * PLACES, device=DEVICE) % HOMES
     owners[:PLACES] = -1
     num_clones = int((owners >= 0).sum())
-    found = []
-    for what, dtype in (("put weights", torch.bfloat16), ("add gradients", torch.float32)):
+    lines = []
+    for operation, dtype in (("put weights", torch.bfloat16), ("add gradients", torch.float32)):
         layout = CloneMemory(PLACES, SHAPES, dtype.itemsize)
         memory = torch.zeros(RANKS, layout.num_bytes, dtype=torch.uint8, device=DEVICE)
-        pointers = torch.tensor([part.data_ptr() for part in memory], device=DEVICE)
-        is_put = what == "put weights"
+        pointers = torch.tensor([rank_memory.data_ptr() for rank_memory in memory], device=DEVICE)
+        is_put = operation == "put weights"
         move: Callable[..., None] = kernels.put_weights if is_put else kernels.add_clone_gradients
         for shape, start in zip(SHAPES, layout.starts, strict=True):
             stack = torch.zeros(HOMES, *shape, dtype=dtype, device=DEVICE)
-            taken = median(partial(move, stack, owners, pointers, 0, start), rounds)
+            microseconds = median(partial(move, stack, owners, pointers, 0, start), rounds)
             size = num_clones * shape[0] * shape[1] * dtype.itemsize
-            speed = size / taken / 1e3
-            found.append(f"| {what} {shape} x {num_clones} | {taken:.1f} | {speed:.0f} GB/s |")
+            speed = size / microseconds / 1e3
+            lines.append(
+                f"| {operation} {shape} x {num_clones} | {microseconds:.1f} | {speed:.0f} GB/s |"
+            )
             no_owners = torch.full_like(owners, -1)
             idle = median(partial(move, stack, no_owners, pointers, 0, start), rounds)
-            found.append(f"| {what} {shape}, no clone | {idle:.1f} | |")
-    return found
+            lines.append(f"| {operation} {shape}, no clone | {idle:.1f} | |")
+    return lines
 
 
 def direction_rows(rounds: int) -> list[str]:
@@ -103,23 +105,23 @@ def direction_rows(rounds: int) -> list[str]:
     owners[:PLACES] = -1
     layout = CloneMemory(PLACES, SHAPES, 4)
     memory = torch.zeros(RANKS, layout.num_bytes, dtype=torch.uint8, device=DEVICE)
-    pointers = torch.tensor([part.data_ptr() for part in memory], device=DEVICE)
-    found = []
+    pointers = torch.tensor([rank_memory.data_ptr() for rank_memory in memory], device=DEVICE)
+    lines = []
     for shape, start in zip(SHAPES, layout.starts, strict=True):
         stack = torch.zeros(HOMES, *shape, device=DEVICE)
-        where = stack, owners, pointers, 0, start
-        read = median(partial(kernels.add_clone_gradients, *where), rounds)
+        operands = stack, owners, pointers, 0, start
+        read_time = median(partial(kernels.add_clone_gradients, *operands), rounds)
 
-        def write(where: tuple[Any, ...] = where) -> None:
-            kernels.put_weights(*where)
-            kernels.add_clone_gradients(*where)
+        def write(operands: tuple[Any, ...] = operands) -> None:
+            kernels.put_weights(*operands)
+            kernels.add_clone_gradients(*operands)
 
-        written = median(write, rounds)
-        found.append(
-            f"| gradients {shape}, read by homes and written by clones | {read:.1f}, "
-            f"{written:.1f} | {100 * (written / read - 1):+.1f} % |"
+        write_time = median(write, rounds)
+        lines.append(
+            f"| gradients {shape}, read by homes and written by clones | {read_time:.1f}, "
+            f"{write_time:.1f} | {100 * (write_time / read_time - 1):+.1f} % |"
         )
-    return found
+    return lines
 
 
 def product_rows(rounds: int) -> list[str]:
@@ -158,14 +160,15 @@ def products_of(n: int, k: int, num_rows: int, ends: Tensor, rounds: int) -> lis
             partial(Bundled.add_weight_gradients_of_both, grad, rows, ends, *separate),
         ),
     }
-    found = []
-    for what, (joined, split) in pairs.items():
-        first, second = median_times({"one": joined, "two": split}, rounds).values()
-        more = 100 * (second / first - 1)
-        found.append(
-            f"| {what} {n, k}, one and two launches | {first:.1f}, {second:.1f} | {more:+.1f} % |"
+    lines = []
+    for name, (joined, split) in pairs.items():
+        joined_time, split_time = median_times({"one": joined, "two": split}, rounds).values()
+        percent = 100 * (split_time / joined_time - 1)
+        lines.append(
+            f"| {name} {n, k}, one and two launches | {joined_time:.1f}, {split_time:.1f} "
+            f"| {percent:+.1f} % |"
         )
-    return found
+    return lines
 
 
 def main() -> None:

@@ -65,11 +65,11 @@ def case_of(text: str) -> ContextCase:
         ArgumentTypeError: If cp is not a positive integer, or the transport is unknown.
     """
     cp, _, transport = text.partition(":")
-    known = ("auto", *get_args(ContextTransport))
-    if not (cp.isdecimal() and int(cp) > 0) or (transport or "auto") not in known:
+    transports = ("auto", *get_args(ContextTransport))
+    if not (cp.isdecimal() and int(cp) > 0) or (transport or "auto") not in transports:
         raise ArgumentTypeError(
-            f"a case must be a number of ranks and a transport of {', '.join(known)}: {text!r}. "
-            "Use 4 or 4:ring."
+            f"a case must be a number of ranks and a transport of {', '.join(transports)}: "
+            f"{text!r}. Use 4 or 4:ring."
         )
     return ContextCase(int(cp), transport or "auto")
 
@@ -91,15 +91,15 @@ def run_ours(
     out = Path(args.out) / name
     out.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
-    line = ["-m", "benchmarks.context_steps", "--model", args.model, "--cp", str(case.cp)]
-    line += ["--transport", case.transport, "--length", str(length), "--rows", rows]
-    line += ["--layers", str(args.layers), "--vocabulary", str(args.vocabulary)]
-    line += ["--steps", str(args.steps), "--warmup", str(args.warmup), "--out", str(out)]
-    line += ["--accelerator", args.accelerator, "--options", args.options]
-    line += ["--row-steps", str(args.row_steps), "--attention", attention]
+    arguments = ["-m", "benchmarks.context_steps", "--model", args.model, "--cp", str(case.cp)]
+    arguments += ["--transport", case.transport, "--length", str(length), "--rows", rows]
+    arguments += ["--layers", str(args.layers), "--vocabulary", str(args.vocabulary)]
+    arguments += ["--steps", str(args.steps), "--warmup", str(args.warmup), "--out", str(out)]
+    arguments += ["--accelerator", args.accelerator, "--options", args.options]
+    arguments += ["--row-steps", str(args.row_steps), "--attention", attention]
     if case.cp > 1 and not args.no_profile:
-        line += ["--profile", "--profile-steps", str(args.profile_steps)]
-    launch(line, case.cp, {}, args.timeout)
+        arguments += ["--profile", "--profile-steps", str(args.profile_steps)]
+    launch(arguments, case.cp, {}, args.timeout)
     figures = json.loads(out.read_text()) if out.exists() else {}
     program = "ours"
     if rows == "transformers":
@@ -121,22 +121,22 @@ def run_ours(
 
 def run_peer(args: argparse.Namespace, case: ContextCase, length: int) -> str:
     """Run the peer on whole rows and return a row of the table."""
-    line = [args.peer, "--model", args.model, "--cp", str(case.cp), "--mbs", "1", "--gbs", "1"]
-    line += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
-    line += ["--layers", str(args.layers)] if args.layers else []
-    line += ["--seq", str(length)] if length != SHAPES[args.model].max_seq_length else []
-    line += args.peer_options.split()
+    arguments = [args.peer, "--model", args.model, "--cp", str(case.cp), "--mbs", "1", "--gbs", "1"]
+    arguments += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+    arguments += ["--layers", str(args.layers)] if args.layers else []
+    arguments += ["--seq", str(length)] if length != SHAPES[args.model].max_seq_length else []
+    arguments += args.peer_options.split()
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": args.peer_path}
-    output = launch(line, case.cp, variables, args.timeout)
+    output = launch(arguments, case.cp, variables, args.timeout)
     start = f"| peer | {case.cp} | {length} | whole"
-    results = [text[7:] for text in output.splitlines() if text.startswith("RESULT ")]
+    results = [line[7:] for line in output.splitlines() if line.startswith("RESULT ")]
     if not results:
         return f"{start} | failed | | | | | | | |"
-    found = json.loads(results[-1])
+    figures = json.loads(results[-1])
     return (
-        f"{start} | {found['ms']} | {found.get('min_ms', '')} | "
-        f"{found.get('row_ms', '')} | {found['tok_s_gpu']:,} | "
-        f"{found['tflops_gpu']} | {found['mem_gib']} | | {found.get('loss', '')} |"
+        f"{start} | {figures['ms']} | {figures.get('min_ms', '')} | "
+        f"{figures.get('row_ms', '')} | {figures['tok_s_gpu']:,} | "
+        f"{figures['tflops_gpu']} | {figures['mem_gib']} | | {figures.get('loss', '')} |"
     )
 
 
@@ -146,12 +146,12 @@ def flop_rule(args: argparse.Namespace) -> list[str]:
     for length in args.lengths:
         config = shape_of(argparse.Namespace(**{**vars(args), "length": length}))
         documents = document_lengths(length)
-        whole, packed = (
+        whole_gflops, packed_gflops = (
             flops_per_token(config, tokens) / 1e9 for tokens in (length, seen_length(documents))
         )
         lines.append(
-            f"- {length} tokens: {whole:.4g} in whole rows, {packed:.4g} in {len(documents)} "
-            f"documents of {min(documents)} to {max(documents)} tokens"
+            f"- {length} tokens: {whole_gflops:.4g} in whole rows, {packed_gflops:.4g} "
+            f"in {len(documents)} documents of {min(documents)} to {max(documents)} tokens"
         )
     return lines
 
@@ -170,29 +170,37 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["auto"],
         choices=["auto", *ATTENTIONS],
-        help="attention of transformers, a row for each (auto: flash attention on a GPU)",
+        help="attentions of transformers, a row for each (auto: flash attention on a GPU)",
     )
-    result.add_argument("--layers", type=int, default=0, help="number of layers (0: of the shape)")
-    result.add_argument("--vocabulary", type=int, default=0, help="tokens (0: of the shape)")
+    result.add_argument(
+        "--layers", type=int, default=0, help="number of layers (0: as in the shape)"
+    )
+    result.add_argument(
+        "--vocabulary", type=int, default=0, help="size of the vocabulary (0: as in the shape)"
+    )
     result.add_argument("--steps", type=int, default=6, help="measured steps")
-    result.add_argument("--warmup", type=int, default=3, help="steps before the measured ones")
-    result.add_argument("--row-steps", type=int, default=0, help="steps in a row after those")
+    result.add_argument("--warmup", type=int, default=3, help="steps before the measured steps")
+    result.add_argument("--row-steps", type=int, default=0, help="later steps in a row")
     result.add_argument(
         "--profile-steps", type=int, default=3, help="profiled steps (1 suits steps of seconds)"
     )
     result.add_argument("--no-profile", action="store_true", help="do not profile steps")
     result.add_argument("--peer", default="", help="program to compare with")
-    result.add_argument("--peer-path", default="", help="folders for its imports alone")
-    result.add_argument("--peer-options", default="", help="more arguments of the peer")
-    result.add_argument("--options", default="{}", help="more arguments of the strategy, as JSON")
+    result.add_argument("--peer-path", default="", help="folders that only the peer imports from")
+    result.add_argument("--peer-options", default="", help="further arguments of the peer")
+    result.add_argument(
+        "--options", default="{}", help="further arguments of the strategy, as JSON"
+    )
     result.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
-    result.add_argument("--timeout", type=float, default=240.0, help="seconds for each program")
+    result.add_argument(
+        "--timeout", type=float, default=240.0, help="time limit of each program (seconds)"
+    )
     result.add_argument("--out", default="runs/context_parallel", help="folder of the measurements")
     return result
 
 
 def main() -> None:
-    """Run all cases, the peer's first, and print the table."""
+    """Run all cases, first those of the peer, and print the table."""
     args = parser().parse_args()
     rows = []
     if args.peer:

@@ -44,14 +44,14 @@ _SHORTEST = 64
 def document_lengths(length: int) -> list[int]:
     """Return random log-uniform document lengths up to half of the row, which fill it (tokens)."""
     generator = torch.Generator().manual_seed(length)
-    found: list[int] = []
-    left = length
-    while left > 0:
-        share = float(torch.rand((), generator=generator))
-        drawn = int(_SHORTEST * (max(2 * _SHORTEST, length // 2) / _SHORTEST) ** share)
-        found.append(min(drawn, left))
-        left -= found[-1]
-    return found
+    lengths: list[int] = []
+    remaining = length
+    while remaining > 0:
+        fraction = float(torch.rand((), generator=generator))
+        drawn_length = int(_SHORTEST * (max(2 * _SHORTEST, length // 2) / _SHORTEST) ** fraction)
+        lengths.append(min(drawn_length, remaining))
+        remaining -= lengths[-1]
+    return lengths
 
 
 def seen_length(lengths: list[int]) -> int:
@@ -61,12 +61,12 @@ def seen_length(lengths: list[int]) -> int:
 
 def shape_of(args: argparse.Namespace) -> GPTConfig:
     """Return the configuration of the model that is trained."""
-    given = {**vars(SHAPES[args.model]), "max_seq_length": args.length}
+    fields = {**vars(SHAPES[args.model]), "max_seq_length": args.length}
     if args.layers:
-        given["num_layers"] = args.layers
+        fields["num_layers"] = args.layers
     if args.vocabulary:
-        given["vocab_size"] = args.vocabulary
-    return GPTConfig(**given)
+        fields["vocab_size"] = args.vocabulary
+    return GPTConfig(**fields)
 
 
 class Rows(Tokens):
@@ -153,10 +153,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         module = TrainedOnDocuments(config, lengths, args.rows == "mask")
         data = Rows(config, steps, lengths)
     trainer.fit(module, DataLoader(data, batch_size=1))
-    found = {**measure.figures, "documents": len(lengths), "profile": profile.result}
+    figures = {**measure.figures, "documents": len(lengths), "profile": profile.result}
     if trainer.is_global_zero:
-        out.write_text(json.dumps(found))
-    return found
+        out.write_text(json.dumps(figures))
+    return figures
 
 
 def train_transformers(args: argparse.Namespace) -> dict[str, Any]:
@@ -200,21 +200,21 @@ def train_transformers(args: argparse.Namespace) -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
         seconds.append(time.perf_counter() - start)
-    step = statistics.median(seconds[args.warmup :])
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    median_seconds = statistics.median(seconds[args.warmup :])
+    peak_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     flops = flops_per_token(config, seen_length(lengths)) * args.length
-    found = {
-        "step_ms": round(step * 1e3, 2),
+    figures = {
+        "step_ms": round(median_seconds * 1e3, 2),
         "fastest_ms": round(min(seconds[args.warmup :]) * 1e3, 2),
-        "tokens_per_second_per_rank": round(args.length / step),
-        "model_tflops_per_rank": round(flops / step / 1e12, 1),
-        "peak_gib": round(peak / 2**30, 2),
+        "tokens_per_second_per_rank": round(args.length / median_seconds),
+        "model_tflops_per_rank": round(flops / median_seconds / 1e12, 1),
+        "peak_gib": round(peak_bytes / 2**30, 2),
         "losses": losses,
         "documents": len(lengths),
         "attention": attention,
     }
-    Path(args.out).write_text(json.dumps(found))
-    return found
+    Path(args.out).write_text(json.dumps(figures))
+    return figures
 
 
 def parser() -> argparse.ArgumentParser:
@@ -223,8 +223,12 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     result.add_argument("--model", default="llama8b_half", choices=list(SHAPES))
-    result.add_argument("--layers", type=int, default=0, help="number of layers (0: of the shape)")
-    result.add_argument("--vocabulary", type=int, default=0, help="tokens (0: of the shape)")
+    result.add_argument(
+        "--layers", type=int, default=0, help="number of layers (0: as in the shape)"
+    )
+    result.add_argument(
+        "--vocabulary", type=int, default=0, help="size of the vocabulary (0: as in the shape)"
+    )
     result.add_argument("--cp", type=int, default=1, help="ranks that share a row")
     result.add_argument("--transport", default="auto", help="cp_transport of the strategy")
     result.add_argument("--length", type=int, default=4096, help="length of the rows (tokens)")
@@ -236,9 +240,11 @@ def parser() -> argparse.ArgumentParser:
         help="attention of transformers (auto: flash attention on a GPU, else a dense mask)",
     )
     result.add_argument("--steps", type=int, default=6, help="measured steps")
-    result.add_argument("--warmup", type=int, default=3, help="steps before the measured ones")
-    result.add_argument("--row-steps", type=int, default=0, help="steps in a row after those")
-    result.add_argument("--options", default="{}", help="more arguments of the strategy, as JSON")
+    result.add_argument("--warmup", type=int, default=3, help="steps before the measured steps")
+    result.add_argument("--row-steps", type=int, default=0, help="later steps in a row")
+    result.add_argument(
+        "--options", default="{}", help="further arguments of the strategy, as JSON"
+    )
     result.add_argument("--profile", action="store_true", help="measure exposed communication")
     result.add_argument(
         "--profile-steps", type=int, default=3, help="profiled steps (1 suits steps of seconds)"
@@ -249,8 +255,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    given = parser().parse_args()
+    options = parser().parse_args()
     warnings.filterwarnings("ignore", module="lightning")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    Path(given.out).parent.mkdir(parents=True, exist_ok=True)
-    (train_transformers if given.rows == "transformers" else train)(given)
+    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+    (train_transformers if options.rows == "transformers" else train)(options)

@@ -33,7 +33,7 @@ TABLE = [
 
 def launch(args: list[str], num_processes: int, variables: dict[str, str], timeout: float) -> str:
     """Run a program under torchrun, print its output and return it."""
-    line = [
+    command = [
         sys.executable,
         "-m",
         "torch.distributed.run",
@@ -43,10 +43,12 @@ def launch(args: list[str], num_processes: int, variables: dict[str, str], timeo
     ]
     root = str(Path(__file__).parents[1])
     path = os.pathsep.join(
-        p for p in (variables.pop("PYTHONPATH", ""), root, os.environ.get("PYTHONPATH", "")) if p
+        folder
+        for folder in (variables.pop("PYTHONPATH", ""), root, os.environ.get("PYTHONPATH", ""))
+        if folder
     )
     process = subprocess.Popen(
-        line,
+        command,
         env={**os.environ, **variables, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -84,7 +86,7 @@ def run_ours(args: Any, extra: list[str]) -> list[str]:
 def run_peer(args: Any) -> list[str]:
     """Run the peer on the same work and return a row of the table."""
     layout = LAYOUTS[args.layout]
-    line = [
+    arguments = [
         args.peer,
         "--model",
         args.model,
@@ -93,42 +95,51 @@ def run_peer(args: Any) -> list[str]:
         "--mbs",
         str(args.batch or layout.batch(args.model)),
     ]
-    line += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
-    line += ["--ep", str(layout.ep)] if layout.ep > 1 else []
-    line += ["--force-balance"] if args.forced_balance else []
-    line += ["--layers", str(args.layers)] if args.layers else []
+    arguments += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+    arguments += ["--ep", str(layout.ep)] if layout.ep > 1 else []
+    arguments += ["--force-balance"] if args.forced_balance else []
+    arguments += ["--layers", str(args.layers)] if args.layers else []
     output = launch(
-        line,
+        arguments,
         layout.devices,
         {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONPATH": args.peer_path},
         args.timeout,
     )
     rows = []
-    for found in (
-        json.loads(text[7:]) for text in output.splitlines() if text.startswith("RESULT ")
+    for figures in (
+        json.loads(line[7:]) for line in output.splitlines() if line.startswith("RESULT ")
     ):
         rows.append(
-            f"| peer | {args.model} | {args.layout} | {found['ms']} | {found.get('min_ms', '')} | "
-            f"{found['tok_s_gpu']:,} | {found['tflops_gpu']} | {found['mem_gib']} | "
-            f"{found.get('loss', '')} |"
+            f"| peer | {args.model} | {args.layout} | {figures['ms']} | "
+            f"{figures.get('min_ms', '')} | {figures['tok_s_gpu']:,} | {figures['tflops_gpu']} | "
+            f"{figures['mem_gib']} | {figures.get('loss', '')} |"
         )
     return rows or [f"| peer | {args.model} | {args.layout} | failed | | | | | |"]
 
 
 def main() -> None:
     """Run one case with both programs and print the table."""
-    options = parser()
-    options.description = __doc__
-    options.add_argument("--peer", default="", help="program to compare with")
-    options.add_argument("--peer-path", default="", help="folders for its imports alone")
-    options.add_argument("--only", choices=["ours", "peer"], help="run one of the two")
-    options.add_argument(
-        "--connections", type=int, default=0, help="CUDA_DEVICE_MAX_CONNECTIONS for ours"
+    option_parser = parser()
+    option_parser.description = __doc__
+    option_parser.add_argument("--peer", default="", help="program to compare with")
+    option_parser.add_argument(
+        "--peer-path", default="", help="folders that only the peer imports from"
     )
-    options.add_argument("--timeout", type=float, default=240.0, help="seconds for each program")
-    options.add_argument("--table", default="", help="append the rows to this file")
-    args = options.parse_args()
-    comparison_options = vars(options.parse_args([])).keys() - vars(parser().parse_args([])).keys()
+    option_parser.add_argument("--only", choices=["ours", "peer"], help="run this program only")
+    option_parser.add_argument(
+        "--connections",
+        type=int,
+        default=0,
+        help="CUDA_DEVICE_MAX_CONNECTIONS of this package's training",
+    )
+    option_parser.add_argument(
+        "--timeout", type=float, default=240.0, help="time limit of each program (seconds)"
+    )
+    option_parser.add_argument("--table", default="", help="append the rows to this file")
+    args = option_parser.parse_args()
+    comparison_options = (
+        vars(option_parser.parse_args([])).keys() - vars(parser().parse_args([])).keys()
+    )
     extra: list[str] = []
     for name, value in vars(args).items():
         if name in comparison_options or value in ("", False, None):

@@ -48,11 +48,11 @@ def median_times(
         rounds: Number of measured calls of each variant.
         timer: Function that measures one call.
     """
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(WARMUP + rounds):
         for name, call in calls.items():
-            found[name].append(timer(call))
-    return {name: statistics.median(times[WARMUP:]) for name, times in found.items()}
+            samples[name].append(timer(call))
+    return {name: statistics.median(times[WARMUP:]) for name, times in samples.items()}
 
 
 def burst(
@@ -82,7 +82,7 @@ def burst(
             pairs[name].append((start, stop))
     torch.cuda.synchronize()
     return {
-        name: [start.elapsed_time(stop) for start, stop in found] for name, found in pairs.items()
+        name: [start.elapsed_time(stop) for start, stop in events] for name, events in pairs.items()
     }
 
 
@@ -93,6 +93,6 @@ def host_time(call: Callable[[], Any]) -> float:
     start = time.perf_counter()
     for _ in range(10):
         call()
-    taken = time.perf_counter() - start
+    seconds = time.perf_counter() - start
     torch.cuda.synchronize()
-    return 1e5 * taken
+    return 1e5 * seconds

@@ -63,12 +63,12 @@ def synchronised(after: bool = False) -> Iterator[None]:
 @contextmanager
 def serial() -> Iterator[None]:
     """Run each replay, and each collective outside graphs, while no other work runs."""
-    start = CollectiveLauncher.start
+    original_start = CollectiveLauncher.start
 
     def start_and_wait(
         launcher: CollectiveLauncher, collective: Callable[[], Work], *written: Tensor
     ) -> Work:
-        work = start(launcher, collective, *written)
+        work = original_start(launcher, collective, *written)
         is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if launcher.recorder is None and not is_captured:
             work.wait()
@@ -87,19 +87,19 @@ def without_cuts() -> AbstractContextManager[Any]:
 def math_attention() -> AbstractContextManager[Any]:
     """Compute attention by matrix products and a softmax, whose summation order is fixed."""
     choice = CoreChoice("sdpa", (SDPBackend.MATH,), False, True, "sums in one order")
-    return patch.object(attention_core, "choose_core", lambda *given, **options: choice)
+    return patch.object(attention_core, "choose_core", lambda *arguments, **options: choice)
 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
     """Allow only deterministic algorithms of torch, as ``Trainer(deterministic=True)`` does."""
-    before = torch.are_deterministic_algorithms_enabled()
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
     with patch.dict(os.environ, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}):
         torch.use_deterministic_algorithms(True)
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(before)
+            torch.use_deterministic_algorithms(was_deterministic)
 
 
 @dataclass(frozen=True)
@@ -126,20 +126,20 @@ class Setting:
 
 
 def settings_of(config: GPTConfig, layout: Layout) -> list[Setting]:
-    """Return all settings for a model and a layout, the most informative ones first."""
-    found = [
+    """Return all settings for a model and a layout, the most informative settings first."""
+    settings = [
         Setting(EAGER),
         Setting("segments", _SEGMENTS),
         Setting("eager again"),
         Setting("segments again", _SEGMENTS, twin="segments"),
     ]
     if layout.data_ranks > 1:
-        found += [
+        settings += [
             Setting("no overlap", _SEGMENTS, {"overlap_gradients": False}),
             Setting("no cuts", _SEGMENTS, around=without_cuts),
             Setting("few blocks of NCCL", _SEGMENTS, {"nccl_options": _FEW_BLOCKS}),
         ]
-    found += [
+    settings += [
         Setting("deterministic", _SEGMENTS, around=deterministic, has_own_twin=True),
         Setting("synchronised", _SEGMENTS, around=synchronised),
         Setting("serial", _SEGMENTS, around=serial),
@@ -147,18 +147,18 @@ def settings_of(config: GPTConfig, layout: Layout) -> list[Setting]:
         Setting("full", _FULL),
     ]
     if layout.data_ranks > 1:
-        found += [
+        settings += [
             Setting("one bucket", _SEGMENTS, {"bucket_size": 10**12}, has_own_twin=True),
             Setting("gathered at once", _SEGMENTS, {"overlap_parameters": False}),
         ]
     if layout.ep > 1:
         transport = {"expert_transport": "all_gather"}
-        found.append(Setting("all-gather", _SEGMENTS, transport, has_own_twin=True))
-    of_layers = (("mlp",),) if config.experts is None else _SCOPES_OF_EXPERTS
-    for scopes in (("attention",), *of_layers, ("head",), ("embedding",)):
+        settings.append(Setting("all-gather", _SEGMENTS, transport, has_own_twin=True))
+    layer_scopes = (("mlp",),) if config.experts is None else _SCOPES_OF_EXPERTS
+    for scopes in (("attention",), *layer_scopes, ("head",), ("embedding",)):
         graphs = {**_SEGMENTS, "scopes": list(scopes)}
-        found.append(Setting(f"only {' and '.join(scopes)}", graphs))
-    return found
+        settings.append(Setting(f"only {' and '.join(scopes)}", graphs))
+    return settings
 
 
 def chosen_settings(settings: Sequence[Setting], names: Collection[str]) -> list[Setting]:
@@ -171,13 +171,13 @@ def chosen_settings(settings: Sequence[Setting], names: Collection[str]) -> list
     Raises:
         ValueError: If a name is unknown.
     """
-    known = {setting.name: setting for setting in settings}
-    unknown = sorted(set(names) - known.keys())
+    by_name = {setting.name: setting for setting in settings}
+    unknown = sorted(set(names) - by_name.keys())
     if unknown:
         raise ValueError(
             f"settings must be among those of the model and layout: {', '.join(unknown)} are not. "
-            f"Use {', '.join(known)}."
+            f"Use {', '.join(by_name)}."
         )
-    wanted = set(names or known)
-    wanted |= {EAGER, *(known[name].twin for name in wanted)}
-    return [setting for setting in settings if setting.name in wanted]
+    chosen = set(names or by_name)
+    chosen |= {EAGER, *(by_name[name].twin for name in chosen)}
+    return [setting for setting in settings if setting.name in chosen]

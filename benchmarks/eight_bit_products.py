@@ -48,10 +48,10 @@ def cast_lines(matrix: Tensor, *, rows: bool, columns: bool) -> tuple[Cast | Non
     """
     kernels = cast_kernels(matrix)
     magnitudes = kernels.line_magnitudes(matrix, of_rows=rows, of_columns=columns)
-    found: tuple[Cast | None, Cast | None] = kernels.cast_by_lines(
+    casts: tuple[Cast | None, Cast | None] = kernels.cast_by_lines(
         matrix, *magnitudes, FORMAT, multiple=MULTIPLE
     )
-    return found
+    return casts
 
 
 def cast_weights(weights: Tensor) -> Cast:
@@ -90,7 +90,7 @@ def cast_tokens(
 
 def given(cast: Cast | None) -> Cast:
     """Return a cast that must exist."""
-    assert cast is not None, "the cast was not asked for"
+    assert cast is not None, "the cast was not requested"
     return cast
 
 

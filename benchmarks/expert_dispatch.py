@@ -75,18 +75,18 @@ class Pass:
         """Time both passes once (ms)."""
         begin = self._synchronize_ranks()
         start = time.perf_counter()
-        found = self.run()
-        taken = time.perf_counter() - start
+        results = self.run()
+        seconds = time.perf_counter() - start
         end = _mark()
         begin_backward = self._synchronize_ranks()
         start = time.perf_counter()
-        self.run_backward(*found)
-        taken += time.perf_counter() - start
+        self.run_backward(*results)
+        seconds += time.perf_counter() - start
         end_backward = _mark()
         torch.cuda.synchronize()
         self.forward.append(begin.elapsed_time(end))
         self.backward.append(begin_backward.elapsed_time(end_backward))
-        self.host.append(1e3 * taken)
+        self.host.append(1e3 * seconds)
 
     def _synchronize_ranks(self) -> torch.cuda.Event:
         torch.cuda._sleep(HEAD_START)
@@ -105,11 +105,11 @@ def sent_bytes(
 ) -> int:
     """Return the data that this rank sends to other ranks in one direction (bytes)."""
     holders = experts // (num_experts // mesh.ep.size)
-    others = holders != mesh.ep.rank
+    is_remote = holders != mesh.ep.rank
     if transport == "all_gather":
         return (mesh.ep.size - 1) * experts.shape[0] * row
     if transport == "all_to_all":
-        return int(others.sum()) * row
+        return int(is_remote.sum()) * row
     ranks = torch.arange(mesh.ep.size, device=holders.device)
     is_holder = (holders.unsqueeze(-1) == ranks).any(1)
     return int(is_holder[:, ranks != mesh.ep.rank].sum()) * row
@@ -122,7 +122,7 @@ def measure(
     width, num_experts, top_k = SHAPES[shape]
     generator = torch.Generator("cuda").manual_seed(mesh.ep.rank)
     scores = torch.rand(num_tokens, num_experts, device="cuda", generator=generator)
-    found = scores.topk(top_k)
+    choices = scores.topk(top_k)
     hidden = (
         torch.randn(num_tokens, width, device="cuda", generator=generator)
         .bfloat16()
@@ -131,8 +131,8 @@ def measure(
     passes = {}
     for transport in TRANSPORTS:
         dispatcher = choose_transport(num_experts, top_k, mesh, transport).dispatcher
-        probabilities = found.values.clone().requires_grad_()
-        passes[transport] = Pass(dispatcher, mesh, hidden, probabilities, found.indices)
+        probabilities = choices.values.clone().requires_grad_()
+        passes[transport] = Pass(dispatcher, mesh, hidden, probabilities, choices.indices)
     for number in range(rounds + 3):
         for timed in passes.values():
             timed.measure()
@@ -142,7 +142,7 @@ def measure(
                 timed.host.clear()
     lines = []
     for transport, timed in passes.items():
-        moved = 2 * sent_bytes(transport, found.indices, num_experts, mesh, 2 * width)
+        moved = 2 * sent_bytes(transport, choices.indices, num_experts, mesh, 2 * width)
         forward, backward = statistics.median(timed.forward), statistics.median(timed.backward)
         times = f"{1e3 * forward:.0f} | {1e3 * backward:.0f} | {1e3 * (forward + backward):.0f}"
         host = (
