@@ -142,21 +142,21 @@ def measure(
                 timed.host.clear()
     lines = []
     for transport, timed in passes.items():
-        moved = 2 * sent_bytes(transport, choices.indices, num_experts, mesh, 2 * width)
+        num_bytes = 2 * sent_bytes(transport, choices.indices, num_experts, mesh, 2 * width)
         forward, backward = statistics.median(timed.forward), statistics.median(timed.backward)
         times = f"{1e3 * forward:.0f} | {1e3 * backward:.0f} | {1e3 * (forward + backward):.0f}"
         host = (
             "waits" if transport == "all_to_all" else f"{1e3 * statistics.median(timed.host):.0f}"
         )
         lines.append(
-            f"| {shape} | {transport} | {moved / 1e6:.1f} | {times} | {moved / forward / 1e6:.0f} "
-            f"| {host} |"
+            f"| {shape} | {transport} | {num_bytes / 1e6:.1f} | {times} "
+            f"| {num_bytes / forward / 1e6:.0f} | {host} |"
         )
         if profiles:
             kernels = by_kernel(lambda timed=timed: timed.run_backward(*timed.run()), 10)[:LONGEST]
             lines += [
-                f"    {taken:8.1f} us  {count:4.0f} x  {name[:90]}"
-                for name, count, taken in kernels
+                f"    {microseconds:8.1f} us  {count:4.0f} x  {name[:90]}"
+                for name, count, microseconds in kernels
             ]
     return lines
 
@@ -180,9 +180,9 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     mesh = ParallelMesh.create(ParallelLayout(size, ep=size), device=device)
-    where = f"{size} x {torch.cuda.get_device_name()}, torch {torch.__version__}"
+    machine = f"{size} x {torch.cuda.get_device_name()}, torch {torch.__version__}"
     lines = [
-        f"{where}, bfloat16, {options.tokens} tokens a rank\n",
+        f"{machine}, bfloat16, {options.tokens} tokens a rank\n",
         (
             "| shape | transport | MB sent | forward us | backward us | both us | GB/s forward | "
             "host us |"

@@ -171,8 +171,8 @@ def measure(name: str, flops: int, variants: Calls, rounds: int, timer: Timer) -
     times: dict[str, float] = {}
 
     def time_all() -> None:
-        for variant, found in timer(running, flops / 6e11, rounds).items():
-            times[variant] = statistics.median(found)
+        for variant, samples in timer(running, flops / 6e11, rounds).items():
+            times[variant] = statistics.median(samples)
 
     error = why_it_fails(time_all)
     if error is not None:
@@ -197,13 +197,13 @@ def measure_pass(
     weight_cast = bits.weight_cast(which)
     if weight_cast is not None:
         variants[WEIGHTS] = weight_cast
-    found = measure(PASSES[which], problem.flops, variants, rounds, timer)
+    measured = measure(PASSES[which], problem.flops, variants, rounds, timer)
     errors = {
         variant: relative_error(problem, which, call)
         for variant, call in products.items()
-        if variant in found.times
+        if variant in measured.times
     }
-    return Measured(found.name, found.flops, found.times, found.failures, errors)
+    return Measured(measured.name, measured.flops, measured.times, measured.failures, errors)
 
 
 def layer_calls(problems: Sequence[Problem], backend: BackendName) -> Calls:
@@ -294,9 +294,10 @@ def run_case(
     shape = SHAPES[name]
     sizes = padded_sizes(shape, skewed, torch.Generator().manual_seed(0))
     problems = {
-        part: draw(shape.experts, k, n, sizes, device) for part, (k, n) in shape.products.items()
+        product_name: draw(shape.experts, k, n, sizes, device)
+        for product_name, (k, n) in shape.products.items()
     }
-    place = torch.device(device, 0) if device == "cuda" else torch.device(device)
+    torch_device = torch.device(device, 0) if device == "cuda" else torch.device(device)
     rows: list[tuple[str, Measured]] = []
     lines = [
         f"## {name}: {shape.experts} experts, {shape.rows:,} rows, "
@@ -304,13 +305,13 @@ def run_case(
         "",
     ]
     backend: BackendName = "loop"
-    for part, (k, n) in shape.products.items():
-        choice = choose_backend(place, torch.bfloat16, shape.experts, k, n)
+    for product_name, (k, n) in shape.products.items():
+        choice = choose_backend(torch_device, torch.bfloat16, shape.experts, k, n)
         backend = choice.backend
-        lines.append(f"{BF16} {part}: {backend}, {choice.reason}")
+        lines.append(f"{BF16} {product_name}: {backend}, {choice.reason}")
         for which in PASSES:
-            found = measure_pass(problems[part], which, backend, rounds, timer)
-            rows.append((f"{part} ({n}, {k})", found))
+            measured = measure_pass(problems[product_name], which, backend, rounds, timer)
+            rows.append((f"{product_name} ({n}, {k})", measured))
     layer = measure_layer(shape, list(problems.values()), backend, rounds, timer)
     return "\n".join([*lines, "", pass_table(rows), "", layer_table(layer), ""])
 
@@ -326,12 +327,12 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--groups", nargs="+", choices=["equal", "skewed"], default=["equal", "skewed"]
     )
-    result.add_argument("--first", type=int, default=0, help="number of cases to leave out")
+    result.add_argument("--first", type=int, default=0, help="number of cases to skip")
     return result
 
 
 def publish(text: str, out: Path | None) -> None:
-    """Print a part of the result, and append it to a file if one is given."""
+    """Print a part of the result, and append it to a file if ``out`` is not None."""
     print(text, flush=True)
     if out is not None:
         with out.open("a", encoding="utf-8") as file:

@@ -119,9 +119,15 @@ def cases_of(shape: Shape) -> list[Case]:
     def plain_product(x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x.float(), weight.float())
 
-    moved = (token + logits, 2 * token + logits)
+    product_traffic = (token + logits, 2 * token + logits)
     return [
-        Case("router's product", exact_linear, (hidden, router.weight), moved, plain_product),
+        Case(
+            "router's product",
+            exact_linear,
+            (hidden, router.weight),
+            product_traffic,
+            plain_product,
+        ),
         Case("router", route, (hidden,), (token + 3 * scores, token + logits + 3 * scores)),
         Case("row map", lambda e: map_rows(e, 0, num_experts).rows, (experts,), (6 * scores, 0)),
         Case(
@@ -155,13 +161,13 @@ def passes(step: Callable[..., Any], inputs: tuple[Tensor, ...]) -> list[Callabl
     """Return functions that run the forward pass of a step and, if any, the backward pass."""
     outputs = step(*inputs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
-    if not wanted:
+    with_gradients = [tensor for tensor in inputs if tensor.requires_grad]
+    if not with_gradients:
         return [lambda: step(*inputs)]
     grads = [torch.randn_like(output) for output in outputs]
     return [
         lambda: step(*inputs),
-        lambda: torch.autograd.grad(outputs, wanted, grads, retain_graph=True),
+        lambda: torch.autograd.grad(outputs, with_gradients, grads, retain_graph=True),
     ]
 
 
@@ -180,11 +186,11 @@ def measure(case: Case, rounds: int) -> list[str]:
         calls = {"fused": fused[index], "torch": plain_call}
         medians = median_times(calls, rounds)
         hosts = {name: host_time(call) for name, call in calls.items()}
-        least = 1e6 * case.moved[index] / COPY_SPEED
+        copy_time = 1e6 * case.moved[index] / COPY_SPEED
         rows.append(
             f"| {case.name} | {kind} | {case.moved[index] / 1e6:.1f} | {medians['fused']:.1f} "
-            f"| {medians['torch']:.1f} | {medians['torch'] / medians['fused']:.1f} | {least:.1f} "
-            f"| {least / medians['fused']:.2f} | {hosts['fused']:.0f} | {hosts['torch']:.0f} |"
+            f"| {medians['torch']:.1f} | {medians['torch'] / medians['fused']:.1f} "
+            f"| {copy_time:.1f} | {copy_time / medians['fused']:.2f} | {hosts['fused']:.0f} | {hosts['torch']:.0f} |"
         )
     return rows
 
@@ -200,7 +206,7 @@ def main() -> None:
     lines = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}: microseconds"]
     print(lines[0], flush=True)
     for shape in SHAPES:
-        heads = (
+        columns = (
             "step",
             "pass",
             "MB",
@@ -213,8 +219,8 @@ def main() -> None:
             "host of torch",
         )
         title = (
-            f"\n{shape.name}, {shape.num_tokens} tokens\n\n| {' | '.join(heads)} "
-            f"|\n|{' --- |' * len(heads)}"
+            f"\n{shape.name}, {shape.num_tokens} tokens\n\n| {' | '.join(columns)} "
+            f"|\n|{' --- |' * len(columns)}"
         )
         lines.append(title)
         print(lines[-1], flush=True)

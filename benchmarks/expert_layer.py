@@ -65,7 +65,7 @@ def host_times(
     forward: Callable[[], Tensor], backward: Callable[[Tensor], None], rounds: int
 ) -> tuple[float, float]:
     """Return the time that the host needs to queue a forward and a backward pass (µs)."""
-    found = []
+    times = []
     for _ in range(rounds):
         torch.cuda.synchronize()
         torch.cuda._sleep(HEAD_START)
@@ -73,10 +73,10 @@ def host_times(
         output = forward()
         middle = time.perf_counter()
         backward(output)
-        found.append((middle - start, time.perf_counter() - middle))
+        times.append((middle - start, time.perf_counter() - middle))
     torch.cuda.synchronize()
-    return 1e6 * statistics.median(first for first, _ in found), 1e6 * statistics.median(
-        last for _, last in found
+    return 1e6 * statistics.median(first for first, _ in times), 1e6 * statistics.median(
+        last for _, last in times
     )
 
 
@@ -87,8 +87,8 @@ def by_kernel(step: Callable[[], object], rounds: int) -> list[tuple[str, float,
             step()
         torch.cuda.synchronize()
     rows = [
-        (e.key, e.count / rounds, e.self_device_time_total / rounds)
-        for e in profiler.key_averages()
+        (event.key, event.count / rounds, event.self_device_time_total / rounds)
+        for event in profiler.key_averages()
     ]
     return sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2])
 
@@ -98,9 +98,9 @@ def kept_bytes(forward: Callable[[], Tensor]) -> int:
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     output = forward()
-    kept = torch.cuda.memory_allocated() - before
-    assert output.requires_grad, "the backward pass needs what is kept"
-    return kept
+    num_bytes = torch.cuda.memory_allocated() - before
+    assert output.requires_grad, "the backward pass needs the kept tensors"
+    return num_bytes
 
 
 def measure(num_experts: int, num_tokens: int, rounds: int, inputs: str) -> list[str]:
@@ -114,43 +114,49 @@ def measure(num_experts: int, num_tokens: int, rounds: int, inputs: str) -> list
     layer = laid_out(layer.to("cuda", DTYPE))
     layer.sends_inputs_again = inputs == "again"
     hidden = torch.randn(num_tokens, 1, HIDDEN_SIZE, device="cuda").to(DTYPE).requires_grad_()
-    outer = torch.randn(num_tokens, 1, HIDDEN_SIZE, device="cuda").to(DTYPE)
+    grad_output = torch.randn(num_tokens, 1, HIDDEN_SIZE, device="cuda").to(DTYPE)
 
     def backward(output: Tensor) -> None:
         hidden.grad = None
-        output.backward(outer)
+        output.backward(grad_output)
 
     for _ in range(3):
         backward(layer(hidden))
-    kept = kept_bytes(lambda: layer(hidden))
+    num_kept_bytes = kept_bytes(lambda: layer(hidden))
     outputs: list[Tensor] = []
-    device = [device_time(lambda: outputs.append(layer(hidden)), HEAD_START) for _ in range(rounds)]
-    device_back = [device_time(partial(backward, output), HEAD_START) for output in outputs]
+    device_forward = [
+        device_time(lambda: outputs.append(layer(hidden)), HEAD_START) for _ in range(rounds)
+    ]
+    device_backward = [device_time(partial(backward, output), HEAD_START) for output in outputs]
     outputs.clear()
     host = host_times(lambda: layer(hidden), backward, rounds)
-    found = by_kernel(lambda: backward(layer(hidden)), rounds)
-    launches, total = sum(row[1] for row in found), sum(row[2] for row in found)
+    kernels = by_kernel(lambda: backward(layer(hidden)), rounds)
+    launches, total = sum(row[1] for row in kernels), sum(row[2] for row in kernels)
     assert all(slot_of(parameter) is not None for parameter in layer.parameters()), (
         "gradients are in slots"
     )
     lines = [
         f"\n{num_experts} experts, {num_tokens} tokens, inputs {inputs}: "
-        f"{kept / num_tokens:,.0f} bytes a token kept; device {statistics.median(device):.0f} "
-        "us forward, "
-        f"{statistics.median(device_back):.0f} backward; host {host[0]:.0f} and {host[1]:.0f}; "
-        f"{launches:.0f} "
-        f"launches, {total:.0f} us in kernels\n",
+        f"{num_kept_bytes / num_tokens:,.0f} bytes a token kept; "
+        f"device {statistics.median(device_forward):.0f} us forward, "
+        f"{statistics.median(device_backward):.0f} backward; host {host[0]:.0f} and {host[1]:.0f}; "
+        f"{launches:.0f} launches, {total:.0f} us in kernels\n",
         "| us | launches | kernels |\n| --- | --- | --- |",
     ]
     kinds: dict[str, tuple[float, float]] = {}
-    for name, count, taken in found:
+    for name, count, microseconds in kernels:
         kind = Kernel(name, 0.0, 0.0, 0).kind
-        kinds[kind] = kinds.get(kind, (0.0, 0.0))[0] + taken, kinds.get(kind, (0.0, 0.0))[1] + count
+        kinds[kind] = (
+            kinds.get(kind, (0.0, 0.0))[0] + microseconds,
+            kinds.get(kind, (0.0, 0.0))[1] + count,
+        )
     lines += [
-        f"| {taken:.1f} | {count:.0f} | all of {kind} |" for kind, (taken, count) in kinds.items()
+        f"| {microseconds:.1f} | {count:.0f} | all of {kind} |"
+        for kind, (microseconds, count) in kinds.items()
     ]
     lines += [
-        f"| {taken:.1f} | {count:.0f} | `{name[:100]}` |" for name, count, taken in found[:LONGEST]
+        f"| {microseconds:.1f} | {count:.0f} | `{name[:100]}` |"
+        for name, count, microseconds in kernels[:LONGEST]
     ]
     return lines
 
@@ -161,9 +167,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--experts", type=int, nargs="+", default=[128, 32], help="experts of the layer"
+        "--experts", type=int, nargs="+", default=[128, 32], help="number of experts of the layer"
     )
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the layer")
+    parser.add_argument("--tokens", type=int, default=4096, help="number of tokens of the layer")
     parser.add_argument(
         "--inputs",
         nargs="+",
@@ -177,9 +183,9 @@ def main() -> None:
     lines = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {DTYPE}"]
     print(lines[0], flush=True)
     for num_experts, inputs in product(options.experts, options.inputs):
-        found = measure(num_experts, options.tokens, options.rounds, inputs)
-        print("\n".join(found), flush=True)
-        lines += found
+        report = measure(num_experts, options.tokens, options.rounds, inputs)
+        print("\n".join(report), flush=True)
+        lines += report
         torch.cuda.empty_cache()
     if options.out:
         options.out.write_text("\n".join(lines) + "\n", encoding="utf-8")

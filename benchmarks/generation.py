@@ -60,7 +60,7 @@ def bytes_of_token(gpt: GPT, batch: int, length: float) -> float:
         length: Average length of the rows (tokens).
     """
     config = gpt.config
-    weights = sum(one.nbytes for one in gpt.parameters())
+    weights = sum(parameter.nbytes for parameter in gpt.parameters())
     if gpt.head is not None and gpt.embedding is not None:
         # A pass reads only one row of the embedding for each row of the batch.
         weights -= gpt.embedding.word.weight.nbytes
@@ -75,17 +75,17 @@ def timed(tokens: Iterator[list[int | None]]) -> tuple[float, float]:
     start = time.perf_counter()
     next(tokens)
     first = time.perf_counter()
-    # The time to capture the CUDA graph is excluded.
+    # The mean excludes the time to capture the CUDA graph.
     next(tokens)
     next(tokens)
-    begun = time.perf_counter()
-    count = sum(1 for _ in tokens)
+    later_start = time.perf_counter()
+    num_later = sum(1 for _ in tokens)
     end = time.perf_counter()
-    return first - start, (end - begun) / count
+    return first - start, (end - later_start) / num_later
 
 
-def ours(model: Any, prompts: list[list[int]], new: int, cuda_graph: bool) -> Callable[[], Any]:
-    settings = GenerationSettings(new, cuda_graph=cuda_graph)
+def ours(model: Any, prompts: list[list[int]], num_new: int, cuda_graph: bool) -> Callable[[], Any]:
+    settings = GenerationSettings(num_new, cuda_graph=cuda_graph)
     return lambda: timed(generated_tokens(model, prompts, settings))
 
 
@@ -102,25 +102,32 @@ class Clock:
         pass
 
 
-def theirs(model: Any, prompts: list[list[int]], new: int, how: dict[str, Any]) -> tuple[Any, ...]:
+def theirs(
+    model: Any, prompts: list[list[int]], num_new: int, options: dict[str, Any]
+) -> tuple[Any, ...]:
     """Return the output of transformers' ``generate``, and its times as :func:`timed` (seconds)."""
     rows = torch.tensor(prompts, device="cuda")
-    call = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, **how}
+    arguments = {
+        "max_new_tokens": num_new,
+        "min_new_tokens": num_new,
+        "do_sample": False,
+        **options,
+    }
     clock = Clock()
     torch.cuda.synchronize()
     start = time.perf_counter()
-    found = model.generate(
+    output = model.generate(
         rows, attention_mask=torch.ones_like(rows), streamer=clock if len(rows) == 1 else None,
-        **call,
+        **arguments,
     )  # fmt: skip
     torch.cuda.synchronize()
     end = time.perf_counter()
     if len(rows) > 1:
         # A streamer supports one row only. The time per token then includes the prompt.
-        return found, 0.0, (end - start) / new
+        return output, 0.0, (end - start) / num_new
     # The first call of the streamer passes the prompt.
     times = clock.times[1:]
-    return found, times[0] - start, (times[-1] - times[2]) / (len(times) - 3)
+    return output, times[0] - start, (times[-1] - times[2]) / (len(times) - 3)
 
 
 def mesh_of(world: int) -> ParallelMesh:
@@ -140,7 +147,9 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--compiled", action="store_true", help="and transformers' compiled passes")
+    parser.add_argument(
+        "--compiled", action="store_true", help="also measure transformers' compiled passes"
+    )
     parser.add_argument("--table", type=Path)
     args = parser.parse_args()
 
@@ -164,10 +173,10 @@ def main() -> None:
         kinds["transformers, static cache, compiled"] = {"cache_implementation": "static"}
     with torch.no_grad():
         for batch in args.batch:
-            for name, how in kinds.items():
+            for name, options in kinds.items():
                 for _ in range(args.rounds):
-                    _, first, each = theirs(model, prompts[batch], args.new, how)
-                    keep(results, (batch, name), first, each)
+                    _, prompt_time, token_time = theirs(model, prompts[batch], args.new, options)
+                    keep(results, (batch, name), prompt_time, token_time)
     root = torch.nn.ModuleDict({"model": model})
     mesh = mesh_of(world)
     parallelize(root, mesh)
@@ -179,16 +188,16 @@ def main() -> None:
     for batch in args.batch:
         for name, cuda_graph in (("captured", True), ("not captured", False)):
             for _ in range(args.rounds):
-                first, each = ours(root, prompts[batch], args.new, cuda_graph)()
-                keep(results, (batch, name), first, each)
+                prompt_time, token_time = ours(root, prompts[batch], args.new, cuda_graph)()
+                keep(results, (batch, name), prompt_time, token_time)
     lines = [*HEAD]
     for batch in args.batch:
         bound = bytes_of_token(gpt, batch, args.prompt + args.new / 2) / speed
-        for (size, name), (first, each) in results.items():
+        for (size, name), (prompt_time, token_time) in results.items():
             if size == batch:
                 lines.append(
-                    f"| {batch} | {name} | {1e3 * first:.1f} | {1e3 * each:.2f} | "
-                    f"{batch / each:,.0f} | {1e3 * bound:.2f} | {bound / each:.0%} |"
+                    f"| {batch} | {name} | {1e3 * prompt_time:.1f} | {1e3 * token_time:.2f} | "
+                    f"{batch / token_time:,.0f} | {1e3 * bound:.2f} | {bound / token_time:.0%} |"
                 )
     device = torch.cuda.get_device_name()
     gpus = device if world == 1 else f"{world} x {device}, tp={world}"
@@ -204,14 +213,17 @@ def main() -> None:
 def keep(
     results: dict[tuple[int, str], tuple[float, float]],
     key: tuple[int, str],
-    first: float,
-    each: float,
+    prompt_time: float,
+    token_time: float,
 ) -> None:
-    """Keep the fastest times of a kind; print the new ones, in case the run ends early."""
+    """Keep the fastest times of a kind; print the new times, in case the run ends early."""
     if int(os.environ.get("RANK", "0")) == 0:
-        print(f"batch {key[0]}, {key[1]}: {1e3 * first:.1f} ms, {1e3 * each:.2f} ms", flush=True)
-    best = results.get(key, (first, each))
-    results[key] = min(best[0], first), min(best[1], each)
+        print(
+            f"batch {key[0]}, {key[1]}: {1e3 * prompt_time:.1f} ms, {1e3 * token_time:.2f} ms",
+            flush=True,
+        )
+    best = results.get(key, (prompt_time, token_time))
+    results[key] = min(best[0], prompt_time), min(best[1], token_time)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from lightning_megatron.strategy.callbacks.memory_report import MemoryReport
 
 _MIB = 2**20
 _GIB = 2**30
-#: Number of steps before the measured ones; graphs are captured in them.
+#: Number of steps before the measured steps; graphs are captured in them.
 _WARMUP = 8
 _MOST_NAMES = 6
 #: Fraction of the free memory that the estimate of a training may reach.
@@ -55,7 +55,7 @@ class Row:
         check: Name of the check.
         setting: Model and mode.
         found: Result of the check.
-        demand: Requirement; empty for a figure without one.
+        demand: Requirement; empty for a figure without a requirement.
         is_met: Whether the result meets the requirement.
     """
 
@@ -79,18 +79,18 @@ def check_bits(args: argparse.Namespace) -> Iterator[Row]:
     yield Row("bits", f"{args.model} eager again", _words(repeated, args.steps))
     demand = f"equal but for {', '.join(repeated)}" if repeated else "equal"
     for mode in args.modes:
-        found = _long_training(mode, args)
-        wrong = found.differences_from(eager)
-        words = f"{_words(wrong, args.steps)}, {found.num_graphs} graphs"
+        bits = _long_training(mode, args)
+        differences = bits.differences_from(eager)
+        words = f"{_words(differences, args.steps)}, {bits.num_graphs} graphs"
         # Values that differ between two eager trainings may also differ here.
-        is_met = found.num_graphs > 0 and wrong.keys() <= repeated.keys()
+        is_met = bits.num_graphs > 0 and differences.keys() <= repeated.keys()
         yield Row("bits", f"{args.model} {mode}", words, demand, is_met)
-        yield from _growth(f"{args.model} {mode}", found)
+        yield from _growth(f"{args.model} {mode}", bits)
 
 
 def _words(differences: Mapping[str, int], steps: int) -> str:
-    found = [f"{name} differ from number {first} on" for name, first in differences.items()]
-    return "; ".join(found) or f"equal in all bits of {steps} steps"
+    phrases = [f"{name} differ from number {first} on" for name, first in differences.items()]
+    return "; ".join(phrases) or f"equal in all bits of {steps} steps"
 
 
 def _long_training(mode: str, args: argparse.Namespace) -> Bits:
@@ -107,13 +107,13 @@ def _long_training(mode: str, args: argparse.Namespace) -> Bits:
 
 def _growth(setting: str, bits: Bits) -> Iterator[Row]:
     """Compare the memory of the first and the last of the last three validations."""
-    late = sorted(bits.in_use)[-3:]
-    if len(late) < 3:
+    last_steps = sorted(bits.in_use)[-3:]
+    if len(last_steps) < 3:
         return
-    grown = [sizes[late[-1]] - sizes[late[0]] for sizes in (bits.in_use, bits.taken)]
-    words = f"{grown[0] / _MIB:.2f} MiB in use, {grown[1] / _MIB:.2f} of the device"
-    demand = f"below 1 and 8 MiB, steps {late[0]} to {late[-1]}"
-    is_met = grown[0] < _MIB and grown[1] < 8 * _MIB
+    growth = [sizes[last_steps[-1]] - sizes[last_steps[0]] for sizes in (bits.in_use, bits.taken)]
+    words = f"{growth[0] / _MIB:.2f} MiB in use, {growth[1] / _MIB:.2f} of the device"
+    demand = f"below 1 and 8 MiB, steps {last_steps[0]} to {last_steps[-1]}"
+    is_met = growth[0] < _MIB and growth[1] < 8 * _MIB
     yield Row("growth", setting, words, demand, is_met)
 
 
@@ -124,39 +124,39 @@ def check_waits(args: argparse.Namespace) -> Iterator[Row]:
             watch = NoWaits(_WARMUP)
             try:
                 train(SHAPES[model], mode, [watch], _WARMUP + 8, args.accelerator)
-                found = f"none in {watch.num_steps} steps"
+                result = f"none in {watch.num_steps} steps"
             except RuntimeError as error:
-                found = str(error).splitlines()[0][:200]
+                result = str(error).splitlines()[0][:200]
             is_met = watch.num_steps == 8
-            yield Row("waits", f"{model} {mode}", found, "none", is_met)
+            yield Row("waits", f"{model} {mode}", result, "none", is_met)
 
 
 def check_launches(args: argparse.Namespace) -> Iterator[Row]:
     """Count the launches of a step."""
     num_microbatches = 4
     for mode in args.modes:
-        timeline, watch = StepTimeline(_WARMUP), Bits(_WARMUP + 9)
+        timeline, bits = StepTimeline(_WARMUP), Bits(_WARMUP + 9)
         train(
             SHAPES[args.model],
             mode,
-            [timeline, watch],
+            [timeline, bits],
             timeline.last,
             args.accelerator,
             batch=num_microbatches,
         )
         steps = steps_between_waits(timeline.events)
-        found = count_launches(launches_of(timeline.events), steps)
+        counts = count_launches(launches_of(timeline.events), steps)
         captures_update = mode.endswith("+update")
         if mode.startswith("full"):
-            most = 1 + captures_update
-            demand, is_met = f"{most} graphs", found["graphs"] == most
+            max_graphs = 1 + captures_update
+            demand, is_met = f"{max_graphs} graphs", counts["graphs"] == max_graphs
         else:
             # A slot has three graphs for each segment: forward, first backward and later backward.
-            most = 2 * (watch.num_graphs // 3) * num_microbatches + 5
-            demand, is_met = f"at most {most} graphs", 0 < found["graphs"] <= most
-        calls = ", ".join(f"{number:g} {name}" for name, number in found["calls"].items())
+            max_graphs = 2 * (bits.num_graphs // 3) * num_microbatches + 5
+            demand, is_met = f"at most {max_graphs} graphs", 0 < counts["graphs"] <= max_graphs
+        calls = ", ".join(f"{number:g} {name}" for name, number in counts["calls"].items())
         yield Row("launches", f"{args.model} {mode}", calls, demand, is_met)
-        names = Counter(found["names"]).most_common(_MOST_NAMES)
+        names = Counter(counts["names"]).most_common(_MOST_NAMES)
         listed = ", ".join(f"{number:g} {name.split('<')[0][:60]}" for name, number in names)
         yield Row("launches", f"{args.model} {mode}", f"kernels alone: {listed or 'none'}")
 
@@ -164,21 +164,21 @@ def check_launches(args: argparse.Namespace) -> Iterator[Row]:
 def check_memory(args: argparse.Namespace) -> Iterator[Row]:
     """Compare the memory of few and many microbatches."""
     peaks = []
-    for number in (8, 64):
+    for num_microbatches in (8, 64):
         peak = Peak()
-        train(SHAPES[args.model], "segments", [peak], 6, args.accelerator, batch=number)
+        train(SHAPES[args.model], "segments", [peak], 6, args.accelerator, batch=num_microbatches)
         peaks.append(peak)
         words = (
             f"in use {peak.in_use / _GIB:.3f} GiB, reserved {peak.reserved / _GIB:.3f}, pools "
             f"{peak.pools / _GIB:.3f}"
         )
-        yield Row("memory", f"{args.model} segments, {number} microbatches", words)
+        yield Row("memory", f"{args.model} segments, {num_microbatches} microbatches", words)
     few, many = peaks
     if not few.in_use:
         return
-    more = [many.in_use / few.in_use - 1, many.reserved / few.reserved - 1]
-    words = f"{more[0]:+.1%} in use, {more[1]:+.1%} reserved"
-    is_met = max(more) <= 0.05
+    increases = [many.in_use / few.in_use - 1, many.reserved / few.reserved - 1]
+    words = f"{increases[0]:+.1%} in use, {increases[1]:+.1%} reserved"
+    is_met = max(increases) <= 0.05
     yield Row("memory", f"{args.model} segments, 64 against 8", words, "at most +5 %", is_met)
 
 
@@ -273,7 +273,10 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--mixture", default="tiny_moe", choices=list(SHAPES))
     result.add_argument("--large", default="qwen3_12", choices=list(SHAPES))
     result.add_argument(
-        "--layers", type=int, default=0, help="layers of the large one (0: by memory)"
+        "--layers",
+        type=int,
+        default=0,
+        help="layers of the large model (0: as many as fit into memory)",
     )
     result.add_argument("--steps", type=int, default=500, help="steps of the long trainings")
     result.add_argument("--folder", default="", help="folder for checkpoints (default: temporary)")
