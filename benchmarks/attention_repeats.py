@@ -20,7 +20,7 @@ def attention_repeats(
     Args:
         config: Model that gives the number of heads and the sequence length.
         device: Device that computes.
-        repeats: Number of runs after the first one.
+        repeats: Number of runs after the first run.
 
     Returns:
         Number of differing runs without other work, and number of differing runs while matrix

@@ -32,7 +32,7 @@ from lightning_megatron.models.gpt import GPT
 
 DTYPE = torch.bfloat16
 SIZE = 2  # bytes of an element
-# Llama 3 8B with one sequence of 4096 tokens; GPT-2 1.2B with eight of 1024.
+# Llama 3 8B with one sequence of 4096 tokens; GPT-2 1.2B with eight sequences of 1024 tokens.
 LLAMA = GPTConfig.llama(
     vocab_size=131072,
     max_seq_length=4096,

@@ -70,7 +70,7 @@ def plan_rows(rounds: int) -> list[str]:
 
 
 def move_rows(rounds: int) -> list[str]:
-    """Time one rank's puts of weights and reads of gradients for the clone places of all others."""
+    """Time one rank's puts of weights and reads of gradients for all other ranks' clone places."""
     owners = torch.arange(RANKS * PLACES, device=DEVICE) % HOMES
     owners[:PLACES] = -1
     num_clones = int((owners >= 0).sum())

@@ -81,7 +81,7 @@ class Rows(Tokens):
 
 
 class TrainedOnDocuments(Trained):
-    """GPT that trains on packed rows, whose documents lengths or a dense mask describe."""
+    """GPT that trains on packed rows; lengths or a dense mask describe the documents."""
 
     def __init__(self, config: GPTConfig, lengths: list[int], has_mask: bool) -> None:
         super().__init__(config)

@@ -62,7 +62,7 @@ def burst(
 
     Args:
         variants: Functions to time.
-        guess: Approximate time of a call (ms); the GPU idles longer than this before each.
+        guess: Approximate time of a call (ms); the GPU idles longer than this before each call.
         rounds: Calls of each variant.
     """
     pairs: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {

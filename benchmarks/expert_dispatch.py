@@ -6,7 +6,7 @@ The benchmark runs dispatch and combine of one layer in bfloat16, without the ex
 backward with the gradients of tokens and probabilities. A barrier on the device precedes each pass
 while the host queues ahead. Transports alternate, and a time is the median. The forward time of an
 all-to-all includes host work after the host has read the sizes. MB is the data that a rank sends to
-other ranks in dispatch and combine. GB/s divides it by the forward time, which includes the
+other ranks in dispatch and combine. GB/s is this data per forward time, which includes the
 permutation of rows. The host time is the time to queue both passes.
 """
 

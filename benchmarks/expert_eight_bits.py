@@ -92,7 +92,7 @@ class ExpertShape:
         return len(STEP) * sum(map(self.flops, self.products))
 
 
-#: The rows of Qwen3 are 4,096 tokens with 8 experts each; Mixtral has 8,192 tokens with 2.
+#: Qwen3 has 4,096 tokens with 8 experts each; Mixtral has 8,192 tokens with 2 experts each.
 SHAPES = {
     "Qwen3-30B-A3B, 32 experts": ExpertShape(32, 2048, 768, 32768),
     "Qwen3-30B-A3B, 128 experts": ExpertShape(128, 2048, 768, 32768),
@@ -159,7 +159,7 @@ def gpu_is_lost() -> bool:
 
 
 def measure(name: str, flops: int, variants: Calls, rounds: int, timer: Timer) -> Measured:
-    """Measure the variants that run, and record the errors of the others."""
+    """Measure the variants that run, and record the errors of the other variants."""
     failures = {
         variant: error
         for variant, call in variants.items()

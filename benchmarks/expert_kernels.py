@@ -4,8 +4,8 @@
 
 A time is the median of single calls, each after an idle period and with a cold cache. The variants
 alternate, so that all run at the same temperature. Bytes are the minimum that a step must read and
-write, and the time of this traffic is given at the speed of a copy. "Host" is the time to queue the
-call.
+write. The table gives the time of this traffic at the speed of a copy. "Host" is the time to queue
+the call.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Case:
     Args:
         name: Label of the row in the table.
         step: Function of the inputs, with fused kernels if ``layers.choose_kernels`` selects them.
-        inputs: Inputs of the step; those that require gradients get them.
+        inputs: Inputs of the step; inputs that require gradients get gradients.
         moved: Minimum traffic of the forward and of the backward pass (bytes).
         plain: Function to compare with; None uses ``step`` without fused kernels.
     """
@@ -190,7 +190,9 @@ def measure(case: Case, rounds: int) -> list[str]:
         rows.append(
             f"| {case.name} | {kind} | {case.moved[index] / 1e6:.1f} | {medians['fused']:.1f} "
             f"| {medians['torch']:.1f} | {medians['torch'] / medians['fused']:.1f} "
-            f"| {copy_time:.1f} | {copy_time / medians['fused']:.2f} | {hosts['fused']:.0f} | {hosts['torch']:.0f} |"
+            f"| {copy_time:.1f} "
+            f"| {copy_time / medians['fused']:.2f} "
+            f"| {hosts['fused']:.0f} | {hosts['torch']:.0f} |"
         )
     return rows
 

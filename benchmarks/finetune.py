@@ -9,7 +9,7 @@
 Llama-3-8B). Every layout sees the same samples in every step. Times are those of whole steps, after
 each of which the host waits for the device. ``benchmarks/measure.py`` computes tokens, FLOPs
 (causal half) and memory. ``--export`` converts the recipe's checkpoint to a Hugging Face folder.
-With ``--chat`` samples are packed conversations; their FLOPs count attention to the whole sample,
+With ``--chat``, samples are packed conversations; their FLOPs count attention to the whole sample,
 as if it were one document. The command fails if the losses of two layouts differ by more than
 ``--tolerance``.
 """

@@ -60,7 +60,7 @@ class Recorder(L.Callback):
 
     Args:
         recipe: Recipe of the products in 8 bits, or ``"bf16"``.
-        path: File that gets the losses so far after each validation; None means none.
+        path: File that gets the losses so far after each validation; None writes no file.
     """
 
     def __init__(self, recipe: str, path: Path | None = None) -> None:
@@ -108,7 +108,7 @@ def train(
         sizes: Fields of the model's configuration.
         options: Further arguments of the Trainer.
         layout: Arguments of the strategy; None means one GPU and one microbatch.
-        path: File that gets the losses so far after each validation; None means none.
+        path: File that gets the losses so far after each validation; None writes no file.
     """
     L.seed_everything(1234)
     recorder = Recorder(recipe, path)

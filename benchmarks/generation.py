@@ -52,7 +52,7 @@ def copy_speed() -> float:
 
 
 def bytes_of_token(gpt: GPT, batch: int, length: float) -> float:
-    """Return the bytes that this rank must read to generate one token of each row (bytes).
+    """Return the data that this rank must read to generate one token of each row (bytes).
 
     Args:
         gpt: The model.
