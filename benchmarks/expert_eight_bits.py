@@ -92,7 +92,7 @@ class ExpertShape:
         return len(STEP) * sum(map(self.flops, self.products))
 
 
-#: Qwen3 has 4,096 tokens with 8 experts each; Mixtral has 8,192 tokens with 2 experts each.
+#: Rows: 4,096 tokens with 8 experts each (Qwen3), 8,192 tokens with 2 experts each (Mixtral).
 SHAPES = {
     "Qwen3-30B-A3B, 32 experts": ExpertShape(32, 2048, 768, 32768),
     "Qwen3-30B-A3B, 128 experts": ExpertShape(128, 2048, 768, 32768),
