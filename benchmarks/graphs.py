@@ -196,7 +196,7 @@ def run_case(case: Case, args: argparse.Namespace, timeout: float) -> Measured:
         outcome = run_ranks(our_line(case, args, path), devices, log, timeout)
     failure = outcome.failure
     if path.exists():
-        # The peer's result is valid even if its processes fail after printing it.
+        # The peer's result is valid even if its processes fail after they print it.
         failure = failure if case.program == "ours" else ""
     else:
         failure = failure or "no figures were written"
@@ -284,7 +284,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--timeout", type=float, default=60.0, help="seconds for each case")
     result.add_argument("--seconds", type=float, default=580.0, help="seconds for all cases")
     result.add_argument(
-        "--least", type=float, default=12.0, help="least remaining seconds to start a case"
+        "--least", type=float, default=12.0, help="start a case only if this many seconds are left"
     )
     result.add_argument("--out", default="runs/graphs", help="folder of the measurements")
     return result
