@@ -17,7 +17,7 @@ If ``segments`` differs, the other lines mean:
 * ``no overlap``, ``no cuts`` and ``one bucket`` are equal: the cause is the gradient sums that run
   during replays. If ``math attention`` and ``few blocks of NCCL`` are also equal, the cause is
   attention's backward pass, whose order of sums depends on the available multiprocessors. The first
-  lines of the output, with repeats beside other work, show this directly.
+  lines of the output show this directly: they report repeats of this pass beside other work.
 * ``deterministic`` is equal, with only deterministic algorithms of torch (flash attention in place
   of cuDNN): the cause is cuDNN's backward pass of attention.
 * ``synchronised`` is equal: a replay begins before a tensor that it reads is complete. Only
@@ -96,11 +96,11 @@ class Search:
         """Train with a setting, and print the first difference from its twin."""
         start = time.perf_counter()
         try:
-            found = self._compared(setting)
+            result = self._compared(setting)
         except (CaptureError, ParallelPlanError, UnsupportedError) as error:
             # All ranks raise these errors together, before further communication.
-            found = f"failed: {type(error).__name__}: {str(error).splitlines()[0]}"
-        self._say(f"{setting.name}: {found}, {time.perf_counter() - start:.1f} s")
+            result = f"failed: {type(error).__name__}: {str(error).splitlines()[0]}"
+        self._say(f"{setting.name}: {result}, {time.perf_counter() - start:.1f} s")
 
     def _compared(self, setting: Setting) -> str:
         twin = setting.twin
@@ -189,12 +189,12 @@ def search(args: argparse.Namespace) -> None:
 
     for title, around in (("", nullcontext), (" by deterministic algorithms", deterministic)):
         with around():
-            alone, beside = attention_repeats(config_of(args), device)
-        ending = "" if beside is None else f", {beside} of 40 beside other work"
-        say(f"attention's backward pass{title}: {alone} of 40 repeats differ alone{ending}")
-    run = Search(args, say)
+            num_alone, num_beside = attention_repeats(config_of(args), device)
+        ending = "" if num_beside is None else f", {num_beside} of 40 beside other work"
+        say(f"attention's backward pass{title}: {num_alone} of 40 repeats differ alone{ending}")
+    comparison = Search(args, say)
     for setting in settings_in(args):
-        run.run(setting)
+        comparison.run(setting)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -206,7 +206,9 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--model", default="tiny_moe", choices=list(SHAPES))
     result.add_argument("--layout", default="ep2", choices=list(LAYOUTS))
-    result.add_argument("--layers", type=int, default=0, help="number of layers (0: of the shape)")
+    result.add_argument(
+        "--layers", type=int, default=0, help="number of layers (0: that of the shape)"
+    )
     result.add_argument("--steps", type=int, default=12, help="steps of each training")
     result.add_argument("--settings", nargs="*", default=[], help="names of settings (default all)")
     result.add_argument("--options", default="{}", help="more arguments of the strategy, as JSON")
@@ -220,7 +222,7 @@ def parser() -> argparse.ArgumentParser:
         "--in-a-row", action="store_true", help="do not wait for the device between the steps"
     )
     result.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
-    result.add_argument("--seconds", type=float, default=230.0, help="time for all settings")
+    result.add_argument("--seconds", type=float, default=230.0, help="seconds for all settings")
     result.add_argument("--log", default="runs/graph_drift.log", help="file of all output")
     result.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     return result
@@ -237,10 +239,10 @@ def lines_of(arguments: Sequence[str]) -> tuple[list[str], str]:
     """
     args = parser().parse_args(arguments)
     settings_in(args)
-    line = ["-m", "benchmarks.graph_drift", *arguments, "--as-rank"]
-    outcome = run_ranks(line, LAYOUTS[args.layout].devices, Path(args.log), args.seconds)
-    found = [text for text in outcome.output.splitlines() if text.startswith(_MARK)]
-    return [text.removeprefix(_MARK) for text in found], outcome.failure
+    command = ["-m", "benchmarks.graph_drift", *arguments, "--as-rank"]
+    outcome = run_ranks(command, LAYOUTS[args.layout].devices, Path(args.log), args.seconds)
+    lines = [line for line in outcome.output.splitlines() if line.startswith(_MARK)]
+    return [line.removeprefix(_MARK) for line in lines], outcome.failure
 
 
 def main() -> None:

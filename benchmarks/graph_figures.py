@@ -28,7 +28,7 @@ class CaptureTimes:
         self._original = CudaBackend.capture
 
     def install(self) -> None:
-        """Start to time captures."""
+        """Start timing captures."""
         original = self._original
 
         def capture(*args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ class CaptureTimes:
 
 
 class GraphFigures(Callback):
-    """Callback that measures number, captures and memory of this rank's graphs.
+    """Callback that measures the number, captures and memory of this rank's graphs.
 
     Args:
         measure: Callback with the times of all steps.
@@ -62,7 +62,7 @@ class GraphFigures(Callback):
         self._capturing: list[int] = []
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start to time captures."""
+        """Start timing captures."""
         self._times.install()
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
@@ -82,15 +82,17 @@ class GraphFigures(Callback):
         objects = gc.get_objects()
         # If the host does not wait in steps, their times are known only at the end of training.
         seconds = self._measure.seconds
-        usual = statistics.median(self._measure.counted()) if seconds else 0.0
-        extra = [seconds[step - 1] - usual for step in self._capturing if step <= len(seconds)]
+        median = statistics.median(self._measure.counted()) if seconds else 0.0
+        extra_seconds = [
+            seconds[step - 1] - median for step in self._capturing if step <= len(seconds)
+        ]
         self.result = {
             "graphs": sum(graph._graph is not None for graph in _of(objects, CudaGraph)),
             "slots": len(_of(objects, Slot)),
             "captures": self._times.num_captures,
             "capture_seconds": round(self._times.seconds, 3),
             "capturing_steps": self._capturing,
-            "capturing_steps_seconds": round(sum(extra), 3),
+            "capturing_steps_seconds": round(sum(extra_seconds), 3),
             "static_inputs": sum(
                 inputs.num_bytes
                 for kind in (PieceInputs, StaticInputs)
@@ -106,7 +108,7 @@ class GraphFigures(Callback):
 
 
 def _of(objects: Iterable[Any], kind: type) -> list[Any]:
-    # isinstance would run code of proxy objects.
+    # On a proxy object, isinstance would run the object's own code.
     return [candidate for candidate in objects if type(candidate) is kind]
 
 
@@ -114,9 +116,9 @@ def _pools(trainer: Trainer) -> dict[str, int]:
     """Return the number and size of the graphs' private pools in torch's allocator."""
     if trainer.strategy.root_device.type != "cuda":
         return {"pools": 0, "pool_bytes": 0, "reserved_bytes": 0}
-    private = private_pools(trainer.strategy.root_device)
+    pool_bytes = private_pools(trainer.strategy.root_device)
     return {
-        "pools": len(private),
-        "pool_bytes": sum(private.values()),
+        "pools": len(pool_bytes),
+        "pool_bytes": sum(pool_bytes.values()),
         "reserved_bytes": torch.cuda.max_memory_reserved(),
     }

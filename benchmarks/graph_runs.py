@@ -84,13 +84,13 @@ def train(
         default_root_dir=tempfile.gettempdir(),
     )
     options = {"batch_size": batch, "pin_memory": accelerator == "cuda"}
-    data = DataLoader(Tokens(config, (epoch or steps) * batch), **options)
-    others = DataLoader(Tokens(config, 4 * batch), **options)
+    training_data = DataLoader(Tokens(config, (epoch or steps) * batch), **options)
+    validation_data = DataLoader(Tokens(config, 4 * batch), **options)
     try:
         trainer.fit(
             Validated(config, forced_balance=True),
-            data,
-            others if validates_every else None,
+            training_data,
+            validation_data if validates_every else None,
             ckpt_path=checkpoint,
             weights_only=False,
         )
@@ -158,27 +158,27 @@ class Bits(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record digests of the parameters, and the memory."""
-        found = [digest(part.main.detach()) for _, part in own_slices(trainer)]
-        self.digests.append(torch.stack(found).tolist())
+        digests = [digest(part.main.detach()) for _, part in own_slices(trainer)]
+        self.digests.append(torch.stack(digests).tolist())
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize()
             free, total = torch.cuda.mem_get_info()
             self.in_use[trainer.global_step] = torch.cuda.memory_allocated()
             self.taken[trainer.global_step] = total - free
 
-    def differences_from(self, other: Bits) -> dict[str, int]:
-        """Return the number of the first bitwise difference, by kind of value that differs."""
+    def differences_from(self, expected: Bits) -> dict[str, int]:
+        """Return the number of the first value that differs in bits, by kind of value."""
         pairs: dict[str, tuple[Sequence[Any], Sequence[Any]]] = {
-            "losses": (self.losses, other.losses),
-            "validation losses": (self.evaluated, other.evaluated),
-            "parameters": (self.digests, other.digests),
+            "losses": (self.losses, expected.losses),
+            "validation losses": (self.evaluated, expected.evaluated),
+            "parameters": (self.digests, expected.digests),
         }
-        found = {}
+        differences = {}
         for name, values in pairs.items():
             equal = [left == right for left, right in zip(*values, strict=True)]
             if not all(equal):
-                found[name] = equal.index(False) + 1
-        return found
+                differences[name] = equal.index(False) + 1
+        return differences
 
 
 class SaveAt(Callback):
@@ -206,7 +206,7 @@ class NoWaits(Callback):
         first: Number of the step before the first checked one.
     """
 
-    #: Nothing reads gradients.
+    #: The callback reads no gradients.
     reads_gradients = False
 
     def __init__(self, first: int) -> None:
@@ -234,7 +234,7 @@ class NoWaits(Callback):
 class Peak(Callback):
     """Callback that records the peak of torch's allocator, and the size of the graphs' pools."""
 
-    #: Nothing reads gradients.
+    #: The callback reads no gradients.
     reads_gradients = False
 
     def __init__(self) -> None:

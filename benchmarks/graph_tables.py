@@ -111,16 +111,16 @@ class Measured:
         return self.figures.get(name) or {}
 
 
-def tables(found: Sequence[Measured], steps: int, warmup: int) -> str:
+def tables(results: Sequence[Measured], steps: int, warmup: int) -> str:
     """Return all tables.
 
     Args:
-        found: Figures of all cases.
+        results: Figures of all cases.
         steps: Measured steps of each kind (steps).
         warmup: Steps before the measured ones (steps).
     """
-    ours = [measured for measured in found if measured.is_ours and not measured.failure]
-    rows = [_speed(measured, found) for measured in found]
+    ours = [measured for measured in results if measured.is_ours and not measured.failure]
+    rows = [_speed(measured, results) for measured in results]
     blocks = [[SPEED, _rule_of(SPEED), *rows], [RULE.format(steps=steps, warmup=warmup)]]
     if ours:
         host = "| work | graphs | " + " | ".join(["all", LOOP, *PARTS]) + " |"
@@ -143,95 +143,95 @@ def _row(*cells: object) -> str:
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
 
 
-def _speed(measured: Measured, found: Sequence[Measured]) -> str:
+def _speed(measured: Measured, results: Sequence[Measured]) -> str:
     case = measured.case
-    start = (case.work, case.program, case.graphs)
+    first_cells = (case.work, case.program, case.graphs)
     if measured.failure:
-        return _row(*start, f"failed: {measured.failure}", *[""] * 8)
+        return _row(*first_cells, f"failed: {measured.failure}", *[""] * 8)
     figures = measured.figures
     flops = flops_per_token(case.work.config, case.work.config.max_seq_length)
     tokens = measured.tokens_per_ms * measured.waited
     times = [measured.waited] + ([measured.row_mean] if measured.row_mean else [])
-    rates = [tokens / taken * 1e3 for taken in times]
+    rates = [tokens / time * 1e3 for time in times]
     losses = figures.get("losses") or [figures.get("loss", "")]
     return _row(
-        *start,
+        *first_cells,
         measured.waited,
         figures.get("row_ms", "") if measured.is_ours else "",
         measured.row_mean or "",
         " / ".join(f"{rate:,.0f}" for rate in rates),
         " / ".join(f"{rate * flops / 1e12:.1f}" for rate in rates),
         figures["peak_gib"] if measured.is_ours else figures["mem_gib"],
-        _ratio(measured, found, lambda peer: peer.waited),
-        _ratio(measured, found, lambda peer: peer.row_mean),
+        _ratio(measured, results, lambda peer: peer.waited),
+        _ratio(measured, results, lambda peer: peer.row_mean),
         losses[-1] if isinstance(losses[-1], str) else f"{losses[-1]:.4f}",
     )
 
 
 def _ratio(
-    measured: Measured, found: Sequence[Measured], time_of: Callable[[Measured], float | None]
+    measured: Measured, results: Sequence[Measured], time_of: Callable[[Measured], float | None]
 ) -> str:
     """Return this package's time relative to the peer's in the same mode, and to its fastest."""
     time = time_of(measured)
     peers = [
-        (taken, peer.case.mode)
-        for peer in found
+        (peer_time, peer.case.mode)
+        for peer in results
         if peer.case.work == measured.case.work and not peer.is_ours and not peer.failure
-        if (taken := time_of(peer))
+        if (peer_time := time_of(peer))
     ]
     if not measured.is_ours or not peers or time is None:
         return ""
-    same = [taken for taken, mode in peers if mode == measured.case.mode]
+    same_mode = [peer_time for peer_time, mode in peers if mode == measured.case.mode]
     fastest = f"({time / min(peers)[0]:.3f})"
-    return f"{time / min(same):.3f} {fastest}" if same else fastest
+    return f"{time / min(same_mode):.3f} {fastest}" if same_mode else fastest
 
 
 def _graphs(measured: Measured, ours: Sequence[Measured]) -> str:
-    found = measured.part("GraphFigures")
+    figures = measured.part("GraphFigures")
     eager = [
         run.figures["peak_gib"]
         for run in ours
         if run.case.mode == "eager" and run.case.work == measured.case.work
     ]
     peak = measured.figures["peak_gib"]
-    more = f"{peak}, {peak - eager[0]:+.2f}" if eager else str(peak)
+    peak_cell = f"{peak}, {peak - eager[0]:+.2f}" if eager else str(peak)
     return _row(
         measured.case.work,
         measured.case.graphs,
-        found["graphs"],
-        found["slots"],
-        f"{found['capture_seconds']:.2f} ({found['capturing_steps_seconds']:.2f})",
-        more,
-        f"{found['pool_bytes'] / _GIB:.2f} in {found['pools']}",
-        f"{found['static_inputs'] / _MIB:.1f}",
-        f"{found['gradient_copies'] / _MIB:.1f}",
+        figures["graphs"],
+        figures["slots"],
+        f"{figures['capture_seconds']:.2f} ({figures['capturing_steps_seconds']:.2f})",
+        peak_cell,
+        f"{figures['pool_bytes'] / _GIB:.2f} in {figures['pools']}",
+        f"{figures['static_inputs'] / _MIB:.1f}",
+        f"{figures['gradient_copies'] / _MIB:.1f}",
     )
 
 
 def _launches(measured: Measured) -> str:
-    start = (measured.case.work, measured.case.graphs)
+    first_cells = (measured.case.work, measured.case.graphs)
     profile = measured.part("Profile")
     if not profile.get("kernels"):
-        return _row(*start, "not profiled", *[""] * 6)
-    found = profile["launches"]
+        return _row(*first_cells, "not profiled", *[""] * 6)
+    launches = profile["launches"]
     busy = profile["step_ms"] - profile["idle_ms"]
-    in_row = f"{max(0.0, 1 - busy / measured.row_mean):.1%}" if measured.row_mean else ""
-    calls = ", ".join(f"{name} {number:g}" for name, number in found["calls"].items())
+    idle_in_row = f"{max(0.0, 1 - busy / measured.row_mean):.1%}" if measured.row_mean else ""
+    calls = ", ".join(f"{name} {number:g}" for name, number in launches["calls"].items())
     return _row(
-        *start,
-        f"{found['graphs']:g}",
-        f"{found['in_graphs']:g}",
-        f"{found['kernels']:g}",
+        *first_cells,
+        f"{launches['graphs']:g}",
+        f"{launches['in_graphs']:g}",
+        f"{launches['kernels']:g}",
         calls,
         f"{busy:.2f}",
         f"{profile['idle_ms'] / profile['step_ms']:.1%}",
-        in_row,
+        idle_in_row,
     )
 
 
 def _host(measured: Measured) -> str:
-    found = measured.part("HostTime")
-    cells = [f"{found[name]:.2f}" for name in ("all", LOOP, *PARTS)] if found else ["not timed"]
+    times = measured.part("HostTime")
+    cells = [f"{times[name]:.2f}" for name in ("all", LOOP, *PARTS)] if times else ["not timed"]
     return _row(measured.case.work, measured.case.graphs, *cells)
 
 
@@ -243,23 +243,23 @@ def _names(measured: Measured) -> list[str]:
     lines = [f"{measured.case.work}, {measured.case.graphs}: kernels launched alone in a step:"]
     shown = list(names.items())[:_MOST_NAMES]
     lines += [f"- {number:g} x `{name[:_LONGEST_NAME]}`" for name, number in shown]
-    more = sum(names.values()) - sum(number for _, number in shown)
-    return [*lines, f"- {more:g} others"] if more > 0 else lines
+    num_others = sum(names.values()) - sum(number for _, number in shown)
+    return [*lines, f"- {num_others:g} others"] if num_others > 0 else lines
 
 
 def _notes(measured: Measured, warmup: int) -> list[str]:
     """Return notes on a case with graphs: log messages, late captures and missing graphs."""
     if measured.case.mode == "eager":
         return []
-    found = measured.part("GraphFigures")
+    figures = measured.part("GraphFigures")
     notes = list(measured.said[:_MOST_NOTES])
-    late = [step for step in found["capturing_steps"] if step > warmup]
+    late = [step for step in figures["capturing_steps"] if step > warmup]
     if late:
         notes.append(
             f"Steps {', '.join(map(str, late))} captured graphs after the warm-up, so the times "
             "include captures. Use a larger --warmup."
         )
-    if not found["graphs"]:
+    if not figures["graphs"]:
         notes.append("No graphs exist at the end: the steps were eager.")
-    start = f"{measured.case.work}, {measured.case.graphs}:"
-    return [start, *[f"- {note[:_LONGEST_NOTE]}" for note in notes]] if notes else []
+    heading = f"{measured.case.work}, {measured.case.graphs}:"
+    return [heading, *[f"- {note[:_LONGEST_NOTE]}" for note in notes]] if notes else []

@@ -4,7 +4,7 @@
     python -m benchmarks.graph_timeline --measured runs/graph_timeline.json --svg step.svg
 
 The first command trains a few steps of each mode on one GPU (about a minute), writes the measured
-timelines to ``--measured``, and draws them. If ``--measured`` already exists, nothing is trained.
+timelines to ``--measured``, and draws them. If ``--measured`` exists, nothing is trained.
 Each mode has two rows on one scale of time: launches by the host, and work on the device by class
 of kernel.
 """
@@ -81,13 +81,13 @@ def measure(
         args: Arguments of the program.
         read: Function that finds a step in the events of a trace.
     """
-    found = []
+    panels = []
     for mode in args.modes:
         callback = StepTimeline(args.warmup)
         train(SHAPES[args.model], mode, [callback], callback.last, args.accelerator)
-        found.append(Panel(mode, read(callback.events)))
-        print(found[-1].title(), flush=True)
-    return found
+        panels.append(Panel(mode, read(callback.events)))
+        print(panels[-1].title(), flush=True)
+    return panels
 
 
 def picture(panels: Sequence[Panel], title: str) -> str:
@@ -122,10 +122,10 @@ def picture(panels: Sequence[Panel], title: str) -> str:
 
 
 def _legend(panels: Sequence[Panel]) -> list[str]:
-    shown = {kind for panel in panels for kind in (*panel.timeline.host, *panel.timeline.device)}
+    kinds = {kind for panel in panels for kind in (*panel.timeline.host, *panel.timeline.device)}
     lines = []
     x = 10
-    for kind in [kind for kind in _COLORS if kind in shown]:
+    for kind in [kind for kind in _COLORS if kind in kinds]:
         lines.append(f"<rect x='{x}' y='32' width='12' height='12' fill='{_COLORS[kind]}'/>")
         lines.append(f"<text x='{x + 16}' y='43' {_STYLE}>{kind}</text>")
         x += 34 + 7 * len(kind)
@@ -133,24 +133,28 @@ def _legend(panels: Sequence[Panel]) -> list[str]:
 
 
 def _bars(kind: str, spans: Sequence[Interval], top: int, scale: float) -> str:
-    """Return intervals as one SVG path; intervals with invisible gaps are merged."""
-    wide = [(start * scale, max(stop, start) * scale + _FINEST) for start, stop in spans]
-    steps = [
+    """Return intervals as one SVG path, in which intervals with invisible gaps are merged."""
+    bars = [(start * scale, max(stop, start) * scale + _FINEST) for start, stop in spans]
+    shapes = [
         f"M{_LEFT + start:.1f} {top}h{max(stop - start - _FINEST, 0.3):.1f}v{_BAR}"
         f"H{_LEFT + start:.1f}z"
-        for start, stop in union(wide)
+        for start, stop in union(bars)
     ]
-    return f"<path fill='{_COLORS[kind]}' d='{''.join(steps)}'/>"
+    return f"<path fill='{_COLORS[kind]}' d='{''.join(shapes)}'/>"
 
 
 def _axis(longest: float, scale: float, height: int) -> list[str]:
     """Return the time axis below the panels, with at most about twelve marks."""
-    every = next(step for step in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if longest / step <= 12)
+    interval = next(
+        candidate
+        for candidate in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
+        if longest / candidate <= 12
+    )
     lines = []
-    for number in range(int(longest / every) + 1):
-        x = _LEFT + number * every * scale
+    for number in range(int(longest / interval) + 1):
+        x = _LEFT + number * interval * scale
         lines.append(f"<path stroke='#aaa' d='M{x:.1f} {height - 30}v6'/>")
-        label = f"{number * every:g} ms"
+        label = f"{number * interval:g} ms"
         lines.append(f"<text x='{x - 8:.1f}' y='{height - 10}' {_STYLE}>{label}</text>")
     return lines
 
@@ -172,7 +176,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Measure unless the timelines exist, and draw them."""
+    """Measure the timelines unless their file exists, and draw them."""
     args = parser().parse_args()
     be_quiet()
     path = Path(args.measured)
@@ -183,9 +187,11 @@ def main() -> None:
         path.write_text(
             json.dumps({"title": f"One step of {args.model} on one {name}", "steps": steps})
         )
-    found = json.loads(path.read_text())
-    panels = [Panel(name, Timeline.of_dict(timeline)) for name, timeline in found["steps"].items()]
-    Path(args.svg).write_text(picture(panels, found["title"]))
+    measured = json.loads(path.read_text())
+    panels = [
+        Panel(name, Timeline.of_dict(timeline)) for name, timeline in measured["steps"].items()
+    ]
+    Path(args.svg).write_text(picture(panels, measured["title"]))
     print(f"drawn: {args.svg}", flush=True)
 
 

@@ -108,7 +108,9 @@ class Case:
     def file(self, folder: str) -> Path:
         """Return the file of the measurements."""
         words = f"{self.program} {self.work} {self.graphs}"
-        name = "".join(sign if sign.isalnum() or sign in "_-" else "_" for sign in words)
+        name = "".join(
+            character if character.isalnum() or character in "_-" else "_" for character in words
+        )
         return Path(folder) / f"{name}.json"
 
 
@@ -118,8 +120,8 @@ def work_of(text: str) -> Work:
     Raises:
         ArgumentTypeError: If the model or the layout is unknown, or a number is not valid.
     """
-    model, _, rest = text.partition(":")
-    layout, *numbers = (rest or "single").split(":")
+    model, _, layout_and_numbers = text.partition(":")
+    layout, *numbers = (layout_and_numbers or "single").split(":")
     if model not in SHAPES or layout not in LAYOUTS:
         raise ArgumentTypeError(
             f"a work must have a known model and layout: {text!r}. Models: {', '.join(SHAPES)}. "
@@ -156,25 +158,25 @@ def mode_of(text: str) -> tuple[str, str, Any]:
         return "eager", "eager", None
     if not text.startswith("{"):
         return text, mode, settings
-    rest = [f"{name} {value}" for name, value in settings.items() if name != "mode"]
-    return " ".join([mode, *rest]), mode, settings
+    fields = [f"{name} {value}" for name, value in settings.items() if name != "mode"]
+    return " ".join([mode, *fields]), mode, settings
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
     """Return the cases in order: for each work, this package's modes and then the peer's."""
-    found = []
+    cases = []
     for work in args.works:
         for name, mode, settings in args.modes:
             value = {} if settings is None else {"cuda_graphs": settings}
-            found.append(Case(work, "ours", name, mode, value))
+            cases.append(Case(work, "ours", name, mode, value))
         if not args.peer:
             continue
         for text in args.peer_graphs or PEER_GRAPHS[work.config.experts is not None]:
             graph, _, scope = text.partition(":")
             mode = MODE_OF_PEER.get(graph, graph)
             name = "eager" if graph == "none" else text
-            found.append(Case(work, "peer", name, mode, {"graph": graph, "scope": scope}))
-    return found
+            cases.append(Case(work, "peer", name, mode, {"graph": graph, "scope": scope}))
+    return cases
 
 
 def run_case(case: Case, args: argparse.Namespace, timeout: float) -> Measured:
@@ -204,8 +206,8 @@ def run_case(case: Case, args: argparse.Namespace, timeout: float) -> Measured:
 
 def said_of_graphs(output: str) -> tuple[str, ...]:
     """Return the log messages of a training about its graphs, without duplicates."""
-    found = [line.strip() for line in output.splitlines() if "CUDA graphs" in line]
-    return tuple(dict.fromkeys(line[line.index("CUDA graphs") :] for line in found))
+    messages = [message.strip() for message in output.splitlines() if "CUDA graphs" in message]
+    return tuple(dict.fromkeys(message[message.index("CUDA graphs") :] for message in messages))
 
 
 def our_line(case: Case, args: argparse.Namespace, path: Path) -> list[str]:
@@ -237,21 +239,21 @@ def peer_line(case: Case, args: argparse.Namespace) -> list[str]:
 
 def run_cases(cases: Sequence[Case], args: argparse.Namespace) -> list[Measured]:
     """Run all cases, print one line after each, and return their figures."""
-    stop = time.perf_counter() + args.seconds
-    found = []
+    end = time.perf_counter() + args.seconds
+    results = []
     for case in cases:
-        left = min(args.timeout, stop - time.perf_counter())
-        if left < args.least:
+        seconds_left = min(args.timeout, end - time.perf_counter())
+        if seconds_left < args.least:
             measured = Measured(case, {}, f"not run: {args.seconds:.0f} s were over", 0.0)
         else:
-            measured = run_case(case, args, left)
-        found.append(measured)
-        what = f"failed: {measured.failure}" if measured.failure else "measured"
+            measured = run_case(case, args, seconds_left)
+        results.append(measured)
+        status = f"failed: {measured.failure}" if measured.failure else "measured"
         print(
-            f"{case.program} {case.work} {case.graphs}: {what}, {measured.seconds:.1f} s",
+            f"{case.program} {case.work} {case.graphs}: {status}, {measured.seconds:.1f} s",
             flush=True,
         )
-    return found
+    return results
 
 
 def parser() -> argparse.ArgumentParser:
@@ -282,7 +284,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--timeout", type=float, default=60.0, help="seconds for each case")
     result.add_argument("--seconds", type=float, default=580.0, help="seconds for all cases")
     result.add_argument(
-        "--least", type=float, default=12.0, help="seconds that must be left to start a case"
+        "--least", type=float, default=12.0, help="start a case only if this many seconds are left"
     )
     result.add_argument("--out", default="runs/graphs", help="folder of the measurements")
     return result
@@ -291,8 +293,8 @@ def parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Run all cases and print the tables."""
     args = parser().parse_args()
-    found = run_cases(cases_of(args), args)
-    text = tables(found, args.steps, args.warmup)
+    results = run_cases(cases_of(args), args)
+    text = tables(results, args.steps, args.warmup)
     (Path(args.out) / "tables.md").write_text(text + "\n")
     print(text, flush=True)
 

@@ -58,17 +58,21 @@ def calls(problem: Problem, which: Pass, ours: str = "bundled") -> dict[str, Cal
     weights = problem.weights.unbind()
     products = {OURS: BACKENDS[ours], TORCH: BACKENDS["grouped_mm"]}  # type: ignore[index]
     if which is Pass.FORWARD:
-        found = {
+        variants = {
             name: lambda product=product: product.output(rows, weights, ends)
             for name, product in products.items()
         }
-        return {**found, **_engine_calls(problem), LOOP: lambda: loop_over_groups(problem, which)}
+        return {
+            **variants,
+            **_engine_calls(problem),
+            LOOP: lambda: loop_over_groups(problem, which),
+        }
     if which is Pass.DATA_GRAD:
-        found = {
+        variants = {
             name: lambda product=product: product.input_gradient(grad, weights, ends)
             for name, product in products.items()
         }
-        return {**found, LOOP: lambda: loop_over_groups(problem, which)}
+        return {**variants, LOOP: lambda: loop_over_groups(problem, which)}
     if which is Pass.WEIGHT_GRAD_BF16:
         return {
             OURS: lambda: BACKENDS[ours].weight_gradients(grad, rows, ends),  # type: ignore[index]
@@ -107,9 +111,13 @@ def loop_over_groups(problem: Problem, which: Pass) -> Tensor:
         elif which is Pass.WEIGHT_GRAD_BF16:
             torch.mm(grad[group].t(), rows[group], out=result[number])
         elif rows.is_cuda:
-            left = grad[group].t()
+            transposed_grad = grad[group].t()
             torch.addmm(
-                result[number], left, rows[group], out_dtype=torch.float32, out=result[number]
+                result[number],
+                transposed_grad,
+                rows[group],
+                out_dtype=torch.float32,
+                out=result[number],
             )
         else:
             result[number] += grad[group].t() @ rows[group]
@@ -175,7 +183,8 @@ def measure(shape: str, skewed: bool, rounds: int, generator: torch.Generator) -
         problem.sums.zero_()
         times = burst(variants, problem.flops / 6e11, rounds)
         rates = {
-            name: problem.flops / statistics.median(found) / 1e9 for name, found in times.items()
+            name: problem.flops / statistics.median(milliseconds) / 1e9
+            for name, milliseconds in times.items()
         }
         halves = [statistics.median(times[TORCH][half::2]) for half in range(2)]
         variant = choose_variant(which, num_rows, num_groups, n, k).variant.removeprefix(
@@ -193,7 +202,7 @@ def table(rows: Sequence[Row]) -> str:
     columns = [
         name for name in (OURS, TORCH, LOOP, ENGINE) if any(name in row.rates for row in rows)
     ]
-    head = [
+    titles = [
         "shape (groups, k, n, rows)",
         "groups",
         "pass",
@@ -202,7 +211,7 @@ def table(rows: Sequence[Row]) -> str:
         "variant",
         "error ours, grouped_mm",
     ]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
     for row in rows:
         rates = " | ".join(
             f"{row.rates[name]:.0f}" if name in row.rates else "" for name in columns
@@ -224,8 +233,8 @@ def means(rows: Sequence[Row]) -> list[str]:
     }
     for name, passes in parts.items():
         cells = []
-        for kinds in ({False}, {True}, {False, True}):
-            ratios = [row.ratio for row in rows if row.which in passes and row.skewed in kinds]
+        for skews in ({False}, {True}, {False, True}):
+            ratios = [row.ratio for row in rows if row.which in passes and row.skewed in skews]
             cells.append(f"{prod(ratios) ** (1 / len(ratios)):.2f}" if ratios else "")
         lines.append(f"| {name} | {' | '.join(cells)} |")
     spread = max(row.spread for row in rows)
@@ -251,7 +260,11 @@ def read_options(description: str, shapes: Sequence[str]) -> argparse.Namespace:
         "--rounds", type=int, default=10, metavar="N", help="calls of each variant (default: 10)"
     )
     parser.add_argument(
-        "--shapes", nargs="+", choices=shapes, default=list(shapes), help="measure these only"
+        "--shapes",
+        nargs="+",
+        choices=shapes,
+        default=list(shapes),
+        help="measure only these shapes",
     )
     options = parser.parse_args()
     choice = choose_backend(torch.device("cuda", 0), torch.bfloat16, 8, 64, 64)
@@ -261,7 +274,7 @@ def read_options(description: str, shapes: Sequence[str]) -> argparse.Namespace:
 
 
 def publish(table: str, unit: str, out: Path | None) -> None:
-    """Print a table with the name of the GPU, and write it to a file if one is given."""
+    """Print a table with the name of the GPU, and write it to ``out`` unless that is None."""
     text = f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}, {unit}\n\n{table}"
     print(text)
     if out is not None:

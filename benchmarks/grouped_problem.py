@@ -69,7 +69,7 @@ def draw(num_groups: int, k: int, n: int, sizes: Sequence[int], device: str = "c
 def group_sizes(
     num_rows: int, num_groups: int, skewed: bool, generator: torch.Generator
 ) -> list[int]:
-    """Return equal group sizes, or skewed ones as of an unbalanced router.
+    """Return equal group sizes, or skewed ones like those of an unbalanced router.
 
     Skewed sizes are proportional to the squares of uniform random numbers.
     """
@@ -84,7 +84,7 @@ def group_sizes(
 def relative_error(problem: Problem, which: Pass, call: Callable[[], Tensor]) -> float:
     """Return the distance from the float64 result, relative to its norm."""
     problem.sums.fill_(1.0)
-    found = call()
+    result = call()
     distance = size = 0.0
     for number, group in enumerate(problem.groups):
         rows, grad, weight = (
@@ -93,13 +93,13 @@ def relative_error(problem: Problem, which: Pass, call: Callable[[], Tensor]) ->
         )
         if which is Pass.FORWARD:
             expected = rows @ weight.t()
-            got = found[group]
+            actual = result[group]
         elif which is Pass.DATA_GRAD:
             expected = grad @ weight
-            got = found[group]
+            actual = result[group]
         else:
             expected = grad.t() @ rows + (1.0 if which is Pass.WEIGHT_GRAD_ADD else 0.0)
-            got = found[number]
-        distance += float((got.double() - expected).square().sum())
+            actual = result[number]
+        distance += float((actual.double() - expected).square().sum())
         size += float(expected.square().sum())
     return (distance / size) ** 0.5

@@ -4,9 +4,9 @@
     python -m benchmarks.grouped_swiglu --out grouped_swiglu.md
 
 A time is the median of single calls, each after an idle period of the GPU; the variants alternate.
-``kept`` also stores the product for the backward pass. ``not stored`` does not, as without
-gradients and in the first forward pass of recomputed experts. Both are compared with the bundled
-product followed by the Triton kernel of SwiGLU, which always stores the product."""
+``kept`` also stores the product for the backward pass. ``not stored`` does not store it, as in
+calls without gradients and in the first forward pass of recomputed experts. Both are compared with
+the bundled product followed by the Triton kernel of SwiGLU, which always stores the product."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def calls(
     rows: Tensor, weights: Tensor, probabilities: Tensor, ends: Tensor
 ) -> dict[str, Callable[[], Tensor]]:
     """Return the variants as functions; all but the plain product return the result of SwiGLU."""
-    parts = weights.unbind()
-    operands = (rows, parts, probabilities, ends)
+    matrices = weights.unbind()
+    operands = (rows, matrices, probabilities, ends)
     return {
-        PRODUCT: lambda: Bundled.output(rows, parts, ends),
+        PRODUCT: lambda: Bundled.output(rows, matrices, ends),
         BOTH: lambda: weighted_activation(
-            Bundled.output(rows, parts, ends), probabilities, ends, "swiglu"
+            Bundled.output(rows, matrices, ends), probabilities, ends, "swiglu"
         )[0],
         KEPT: lambda: Bundled.swiglu(*operands, keep=True)[0],
         ALONE: lambda: Bundled.swiglu(*operands, keep=False)[0],
@@ -95,15 +95,15 @@ def measure(shape: str, skewed: bool, rounds: int, generator: torch.Generator) -
     return Row(
         shape,
         skewed,
-        {name: 1e3 * statistics.median(found) for name, found in times.items()},
+        {name: 1e3 * statistics.median(milliseconds) for name, milliseconds in times.items()},
         chosen,
     )
 
 
 def table(rows: Sequence[Row]) -> str:
     """Return the table and the geometric means."""
-    head = ["shape (groups, k, n, rows)", "groups", *NAMES, "kept", "not stored", "variant"]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    titles = ["shape (groups, k, n, rows)", "groups", *NAMES, "kept", "not stored", "variant"]
+    lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
     for row in rows:
         times = " | ".join(f"{row.times[name]:.0f}" for name in NAMES)
         shape = f"{row.shape} {SHAPES[row.shape]}"

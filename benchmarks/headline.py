@@ -35,15 +35,15 @@ MOST_GIB, LEAST_TOKENS = 105.0, 14_000
 
 def strategy_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of the strategy."""
-    found: dict[str, Any] = {
+    options: dict[str, Any] = {
         "microbatch_size": args.microbatch_size,
         "recompute": args.recompute,
         "gradient_dtype": "bfloat16",
         "moments_dtype": "bfloat16",
     }
-    found |= {"expert_rows": args.expert_rows} if args.expert_rows else {}
-    found |= {"expert_clones": args.clones} if args.clones else {}
-    return found | json.loads(args.options)
+    options |= {"expert_rows": args.expert_rows} if args.expert_rows else {}
+    options |= {"expert_clones": args.clones} if args.clones else {}
+    return options | json.loads(args.options)
 
 
 def estimate(args: argparse.Namespace) -> StageMemory:
@@ -65,15 +65,15 @@ def estimate(args: argparse.Namespace) -> StageMemory:
         state_bytes=4,
     )
     layout = ParallelLayout(args.devices, ep=args.devices)
-    (found,) = estimate_memory(shape, layout, training, table=fused_activations(shape))
-    return found
+    (memory,) = estimate_memory(shape, layout, training, table=fused_activations(shape))
+    return memory
 
 
-def estimate_line(found: StageMemory) -> str:
+def estimate_line(memory: StageMemory) -> str:
     """Format an estimate as one line."""
     parts = ("static", "activations", "loss", "workspace", "communication")
-    sizes = ", ".join(f"{name} {getattr(found, name) / GIB:.1f}" for name in parts)
-    return f"estimate: {found.peak / GIB:.1f} GiB a GPU ({sizes}); {MOST_GIB:.0f} are the goal"
+    sizes = ", ".join(f"{name} {getattr(memory, name) / GIB:.1f}" for name in parts)
+    return f"estimate: {memory.peak / GIB:.1f} GiB a GPU ({sizes}); the goal is {MOST_GIB:.0f} GiB"
 
 
 def case(routing: str, args: argparse.Namespace) -> list[str]:
@@ -85,53 +85,64 @@ def case(routing: str, args: argparse.Namespace) -> list[str]:
     line += ["--accelerator", args.accelerator]
     line += ["--forced-balance"] if routing == "balanced" else ["--routing", routing]
     line += ["--options", json.dumps(strategy_options(args))]
-    given = argparse.Namespace(**vars(parser().parse_args(line)))
-    given.peer = args.peer
-    given.peer_path = args.peer_path
-    given.timeout = args.timeout
-    given.connections = 0
-    rows = run_peer(given) if args.peer and routing == "balanced" else []
-    rows += run_ours(given, line)
+    run_args = argparse.Namespace(**vars(parser().parse_args(line)))
+    run_args.peer = args.peer
+    run_args.peer_path = args.peer_path
+    run_args.timeout = args.timeout
+    run_args.connections = 0
+    rows = run_peer(run_args) if args.peer and routing == "balanced" else []
+    rows += run_ours(run_args, line)
     return [row.replace(f"| {SHAPE} |", f"| {SHAPE}, {routing} |") for row in rows]
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Estimate, run all routings and print the table."""
-    options = argparse.ArgumentParser(
+    command_line = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     devices = [layout.devices for layout in LAYOUTS.values() if layout.ep == layout.devices > 1]
-    options.add_argument("--devices", type=int, default=4, choices=devices)
-    options.add_argument("--routing", nargs="*", default=["balanced", "natural"])
-    options.add_argument("--microbatch-size", type=int, default=1, choices=[1, 2, 4, 8])
-    options.add_argument("--recompute", default="expert_inputs", choices=get_args(Recompute))
-    options.add_argument("--expert-rows", type=float, default=1.25, help="0 is the worst routing")
-    options.add_argument("--clones", type=int, default=1, help="places of a rank for clones")
-    options.add_argument("--most", type=float, default=135.0, help="GiB of a GPU")
-    options.add_argument(
-        "--layers", type=int, default=0, help="train so many layers only, to try the program"
+    command_line.add_argument("--devices", type=int, default=4, choices=devices)
+    command_line.add_argument("--routing", nargs="*", default=["balanced", "natural"])
+    command_line.add_argument("--microbatch-size", type=int, default=1, choices=[1, 2, 4, 8])
+    command_line.add_argument("--recompute", default="expert_inputs", choices=get_args(Recompute))
+    command_line.add_argument(
+        "--expert-rows", type=float, default=1.25, help="0 sizes buffers for the worst routing"
     )
-    options.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
-    options.add_argument("--estimate-only", action="store_true", help="train nothing")
-    options.add_argument("--steps", type=int, default=8, help="steps that count")
-    options.add_argument("--peer", default="", help="program to compare with")
-    options.add_argument("--peer-path", default="", help="folders for its imports alone")
-    options.add_argument(
+    command_line.add_argument(
+        "--clones", type=int, default=1, help="places for clones of experts on each rank"
+    )
+    command_line.add_argument(
+        "--most",
+        type=float,
+        default=135.0,
+        help="run nothing if the estimate is above this number of GiB per GPU",
+    )
+    command_line.add_argument(
+        "--layers", type=int, default=0, help="train only this number of layers, to try the program"
+    )
+    command_line.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
+    command_line.add_argument("--estimate-only", action="store_true", help="train nothing")
+    command_line.add_argument("--steps", type=int, default=8, help="measured steps")
+    command_line.add_argument("--peer", default="", help="program to compare with")
+    command_line.add_argument("--peer-path", default="", help="folders for its imports alone")
+    command_line.add_argument(
         "--options", default="{}", help="further arguments of the strategy, as JSON"
     )
-    options.add_argument("--timeout", type=float, default=500.0, help="seconds for each program")
-    options.add_argument("--out", default="runs/headline", help="folder for figures")
-    args = options.parse_args(arguments)
-    found = estimate(args)
-    print(estimate_line(found), flush=True)
+    command_line.add_argument(
+        "--timeout", type=float, default=500.0, help="seconds for each program"
+    )
+    command_line.add_argument("--out", default="runs/headline", help="folder of the figures")
+    args = command_line.parse_args(arguments)
+    memory = estimate(args)
+    print(estimate_line(memory), flush=True)
     if args.estimate_only:
         return
-    if found.peak > args.most * GIB:
+    if memory.peak > args.most * GIB:
         raise SystemExit(f"The estimate exceeds --most ({args.most:g} GiB): nothing was run.")
     Path(args.out).mkdir(parents=True, exist_ok=True)
     rows = [row for routing in args.routing for row in case(routing, args)]
     goal = f"goal: {LEAST_TOKENS:,} tokens/s/GPU within {MOST_GIB:.0f} GiB"
-    text = "\n".join([*TABLE, *rows, "", estimate_line(found), goal])
+    text = "\n".join([*TABLE, *rows, "", estimate_line(memory), goal])
     print(text, flush=True)
     (Path(args.out) / "table.md").write_text(text + "\n")
 

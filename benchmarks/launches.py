@@ -52,21 +52,21 @@ def launches_of(events: Iterable[dict[str, Any]]) -> list[Launch]:
         events: Events of a torch.profiler trace.
     """
     calls: dict[int, str] = {}
-    started: dict[int, list[tuple[float, str]]] = {}
+    kernels: dict[int, list[tuple[float, str]]] = {}
     for event in events:
-        number = event.get("args", {}).get("correlation")
-        if event.get("ph") != "X" or number is None:
+        correlation = event.get("args", {}).get("correlation")
+        if event.get("ph") != "X" or correlation is None:
             continue
         if event.get("cat") in ("cuda_runtime", "cuda_driver"):
-            calls[number] = event["name"]
+            calls[correlation] = event["name"]
         elif event.get("cat") in ON_DEVICE:
-            started.setdefault(number, []).append((float(event["ts"]), event["name"]))
-    found = [
-        Launch(calls[number], min(work)[0], tuple(name for _, name in work))
-        for number, work in started.items()
-        if number in calls
+            kernels.setdefault(correlation, []).append((float(event["ts"]), event["name"]))
+    launches = [
+        Launch(calls[correlation], min(group)[0], tuple(name for _, name in group))
+        for correlation, group in kernels.items()
+        if correlation in calls
     ]
-    return sorted(found, key=lambda launch: launch.start)
+    return sorted(launches, key=lambda launch: launch.start)
 
 
 def count_launches(launches: Sequence[Launch], steps: Sequence[Interval]) -> dict[str, Any]:
@@ -81,18 +81,18 @@ def count_launches(launches: Sequence[Launch], steps: Sequence[Interval]) -> dic
         ``kernels``: number of single-kernel launches; ``in_graphs``: number of kernels inside
         graphs; ``names``: number of single-kernel launches by kernel name.
     """
-    inside = [
+    in_steps = [
         launch for launch in launches if any(begin <= launch.start < end for begin, end in steps)
     ]
-    single_launches = [launch for launch in inside if launch.is_kernel]
-    graphs = [launch for launch in inside if launch.is_graph]
+    single_launches = [launch for launch in in_steps if launch.is_kernel]
+    graphs = [launch for launch in in_steps if launch.is_graph]
     scale = 1 / max(len(steps), 1)
 
     def mean(counts: Counter[str]) -> dict[str, float]:
         return {name: round(number * scale, 2) for name, number in counts.most_common()}
 
     return {
-        "calls": mean(Counter(launch.call for launch in inside)),
+        "calls": mean(Counter(launch.call for launch in in_steps)),
         "graphs": round(len(graphs) * scale, 2),
         "kernels": round(len(single_launches) * scale, 2),
         "in_graphs": round(sum(len(launch.kernels) for launch in graphs) * scale, 2),

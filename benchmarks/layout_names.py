@@ -31,7 +31,7 @@ class Layout:
 
 
 def layout_of(name: str) -> Layout:
-    """Return the layout with a given name.
+    """Return the layout with the name ``name``.
 
     Raises:
         ArgumentTypeError: If the name has another form.

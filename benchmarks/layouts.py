@@ -58,13 +58,15 @@ def draw(rows: list[dict[str, object]], path: Path) -> None:
     """Draw all loss curves, and their distance from the first, into one image file."""
     pyplot = import_extra("matplotlib.pyplot", "plot")
     figure, (top, bottom) = pyplot.subplots(2, 1, figsize=(9, 7), sharex=True, height_ratios=(3, 2))
-    first = rows[0]["losses"]
-    assert isinstance(first, list), "every run writes its losses"
+    first_losses = rows[0]["losses"]
+    assert isinstance(first_losses, list), "every run writes its losses"
     for row, style in zip(rows, ("-", "--", "-.", ":"), strict=False):
         losses = row["losses"]
         assert isinstance(losses, list), "every run writes its losses"
         top.plot(range(1, len(losses) + 1), losses, style, label=row["label"], linewidth=1.6)
-        gaps = [abs(a - b) for a, b in zip(losses, first, strict=True)]
+        gaps = [
+            abs(loss - first_loss) for loss, first_loss in zip(losses, first_losses, strict=True)
+        ]
         bottom.plot(range(1, len(gaps) + 1), gaps, style, label=row["label"], linewidth=1.2)
     top.set_ylabel("training loss (nats a token)")
     top.legend(title="layout")
@@ -84,7 +86,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="recipes/gpt_speeches_gpu.yaml")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument(
-        "--batch", type=int, default=32, help="samples of an optimizer step over all ranks"
+        "--batch", type=int, default=32, help="samples per optimizer step over all ranks"
     )
     parser.add_argument(
         "--layouts", nargs="+", type=layout_of, default=list(map(layout_of, FOUR_GPUS))

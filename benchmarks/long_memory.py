@@ -72,14 +72,14 @@ def train(args: argparse.Namespace, setting: str, length: int, out: Path) -> Non
     trainer.fit(Trained(config), DataLoader(Tokens(config, steps), batch_size=1))
     seconds = sorted(measure.seconds[_WARMUP:])[args.steps // 2]
     speed = config.max_seq_length / seconds
-    found = {
+    figures = {
         "seconds": seconds,
         "tokens_per_second": speed,
         "tflops": speed * flops_per_token(config, config.max_seq_length) / 1e12,
         "loss": measure.losses[-1],
         "memory": as_figures(report.reports[0]),
     }
-    out.write_text(json.dumps(found))
+    out.write_text(json.dumps(figures))
 
 
 def run_alone(args: argparse.Namespace, setting: str, length: int) -> dict[str, Any] | None:
@@ -95,16 +95,16 @@ def run_alone(args: argparse.Namespace, setting: str, length: int) -> dict[str, 
     return None if failed or not out.exists() else json.loads(out.read_text())
 
 
-def row(setting: str, length: int, found: dict[str, Any] | None) -> str:
+def row(setting: str, length: int, figures: dict[str, Any] | None) -> str:
     """Return a row of the table."""
-    if found is None:
+    if figures is None:
         return f"| {length} | {setting} | failed, see its log | | | | | |"
-    memory = found["memory"]
+    memory = figures["memory"]
     peak = "n/a" if memory["peak"] is None else f"{memory['peak'] / 2**30:.1f}"
     estimate = memory["estimate"]
     return (
-        f"| {length} | {setting} | {found['seconds'] * 1e3:.0f} | "
-        f"{found['tokens_per_second']:,.0f} | {found['tflops']:.0f} | {peak} | "
+        f"| {length} | {setting} | {figures['seconds'] * 1e3:.0f} | "
+        f"{figures['tokens_per_second']:,.0f} | {figures['tflops']:.0f} | {peak} | "
         f"{estimate['peak'] / 2**30:.1f} | {estimate['host'] / 2**30:.1f} |"
     )
 
@@ -137,9 +137,9 @@ def main() -> int:
     num_failed = 0
     for length in args.lengths:
         for setting in args.settings:
-            found = run_alone(args, setting, length)
-            num_failed += found is None
-            lines.append(row(setting, length, found))
+            figures = run_alone(args, setting, length)
+            num_failed += figures is None
+            lines.append(row(setting, length, figures))
             print(lines[-1], flush=True)
     (Path(args.out) / "table.md").write_text("\n".join(lines) + "\n")
     return num_failed

@@ -92,18 +92,18 @@ def summed(
 
 def liger(function: Any, hidden: Tensor, head: Tensor, labels: Tensor, smoothing: float) -> Tensor:
     """Compute the mean loss by liger-kernel, which sums the head's gradient in float32."""
-    found: Tensor = function.apply(
+    loss: Tensor = function.apply(
         *(hidden, head, labels, None, None, IGNORED, 0.0, smoothing),
         *("mean", None, False, torch.float32),
     )[0]
-    return found
+    return loss
 
 
 def cut(function: Any, hidden: Tensor, head: Tensor, labels: Tensor, smoothing: float) -> Tensor:
     """Compute the mean loss by cut-cross-entropy, which has no label smoothing."""
     assert smoothing == 0.0, "cut-cross-entropy has no label smoothing"
-    found: Tensor = function(hidden, head, labels, ignore_index=IGNORED)
-    return found
+    loss: Tensor = function(hidden, head, labels, ignore_index=IGNORED)
+    return loss
 
 
 def liger_loss() -> MeanLoss:
@@ -112,8 +112,8 @@ def liger_loss() -> MeanLoss:
     Raises:
         ImportError: If liger-kernel cannot be imported.
     """
-    room = import_module("liger_kernel.ops.fused_linear_cross_entropy")
-    return partial(liger, room.LigerFusedLinearCrossEntropyFunction)
+    operators = import_module("liger_kernel.ops.fused_linear_cross_entropy")
+    return partial(liger, operators.LigerFusedLinearCrossEntropyFunction)
 
 
 def cut_loss(*, exact: bool = False) -> MeanLoss:
@@ -136,25 +136,25 @@ def variants(chunk: int, smoothing: float) -> tuple[dict[str, MeanLoss], list[st
         chunk: Number of tokens per chunk (tokens).
         smoothing: Label smoothing.
     """
-    found: dict[str, MeanLoss] = {
+    losses: dict[str, MeanLoss] = {
         "torch": torch_operators,
         "stored": stored,
         f"chunks of {chunk}": partial(chunked, chunk=chunk),
         f"chunks of {chunk}, forward": partial(summed, chunk=chunk),
     }
-    left: list[str] = []
-    others: dict[str, Callable[[], MeanLoss]] = {"liger-kernel": liger_loss}
+    omitted: list[str] = []
+    libraries: dict[str, Callable[[], MeanLoss]] = {"liger-kernel": liger_loss}
     if smoothing:
-        left.append("cut-cross-entropy: it has no label smoothing")
+        omitted.append("cut-cross-entropy: it has no label smoothing")
     else:
-        others["cut-cross-entropy"] = cut_loss
-        others["cut-cross-entropy, exact"] = partial(cut_loss, exact=True)
-    for name, make in others.items():
+        libraries["cut-cross-entropy"] = cut_loss
+        libraries["cut-cross-entropy, exact"] = partial(cut_loss, exact=True)
+    for name, make in libraries.items():
         try:
-            found[name] = make()
+            losses[name] = make()
         except ImportError as error:
-            left.append(f"{name}: {error}")
-    return found, left
+            omitted.append(f"{name}: {error}")
+    return losses, omitted
 
 
 def operands(tokens: int, features: int, vocabulary: int, device: str) -> tuple[Tensor, ...]:
@@ -169,16 +169,16 @@ def operands(tokens: int, features: int, vocabulary: int, device: str) -> tuple[
     return hidden.requires_grad_(), head.requires_grad_(), labels
 
 
-def measure(loss: MeanLoss, given: tuple[Tensor, ...], smoothing: float, rounds: int) -> Measured:
+def measure(loss: MeanLoss, inputs: tuple[Tensor, ...], smoothing: float, rounds: int) -> Measured:
     """Time a loss and its gradients.
 
     Args:
         loss: Loss to time.
-        given: Hidden states, head and labels.
+        inputs: Hidden states, head and labels.
         smoothing: Label smoothing.
         rounds: Calls after the first one, which compiles kernels.
     """
-    hidden, head, labels = given
+    hidden, head, labels = inputs
     on_gpu = hidden.is_cuda
 
     def call() -> None:
@@ -205,20 +205,20 @@ def measure(loss: MeanLoss, given: tuple[Tensor, ...], smoothing: float, rounds:
     return Measured(statistics.median(seconds), peak)
 
 
-def row(tokens: int, name: str, flops: float, found: Measured | None) -> str:
+def row(tokens: int, name: str, flops: float, figures: Measured | None) -> str:
     """Return a row of the table.
 
     Args:
         tokens: Number of tokens per call (tokens).
         name: Name of the variant.
         flops: Floating-point operations of the three products.
-        found: Figures; None if the variant ran out of memory.
+        figures: Figures; None if the variant ran out of memory.
     """
-    if found is None:
+    if figures is None:
         return f"| {tokens} | {name} | out of memory | | |"
-    peak = "n/a" if found.peak is None else f"{found.peak / 2**30:.2f}"
-    speed = flops / found.seconds / 1e12
-    return f"| {tokens} | {name} | {found.seconds * 1e3:.1f} | {speed:.0f} | {peak} |"
+    peak = "n/a" if figures.peak is None else f"{figures.peak / 2**30:.2f}"
+    speed = flops / figures.seconds / 1e12
+    return f"| {tokens} | {name} | {figures.seconds * 1e3:.1f} | {speed:.0f} | {peak} |"
 
 
 def main() -> None:
@@ -235,25 +235,25 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     options = parser.parse_args()
-    losses, left = variants(options.chunk, options.smoothing)
+    losses, omitted = variants(options.chunk, options.smoothing)
     device = torch.cuda.get_device_name(0) if options.device == "cuda" else "CPU"
     lines = [
         f"{device}, torch {torch.__version__}",
-        *(f"left out: {reason}" for reason in left),
+        *(f"left out: {reason}" for reason in omitted),
         "",
     ]
     lines += ["| tokens | variant | ms | TFLOP/s | peak GiB |", "|---|---|---|---|---|"]
     print("\n".join(lines), flush=True)
     for tokens in options.tokens:
         flops = 6.0 * tokens * options.features * options.vocabulary
-        given = operands(tokens, options.features, options.vocabulary, options.device)
+        inputs = operands(tokens, options.features, options.vocabulary, options.device)
         for name, loss in losses.items():
-            found: Measured | None = None
+            figures: Measured | None = None
             try:
-                found = measure(loss, given, options.smoothing, options.rounds)
+                figures = measure(loss, inputs, options.smoothing, options.rounds)
             except torch.OutOfMemoryError:
-                given[0].grad = given[1].grad = None
-            lines.append(row(tokens, name, flops, found))
+                inputs[0].grad = inputs[1].grad = None
+            lines.append(row(tokens, name, flops, figures))
             print(lines[-1], flush=True)
             if options.device == "cuda":
                 torch.cuda.empty_cache()

@@ -47,8 +47,8 @@ class Passes:
         """Return a function that runs the operator and a second pass for magnitudes."""
 
         def run() -> tuple[Tensor, Tensor]:
-            found = self.alone()
-            return found, kernels.magnitude_parts(found)
+            matrix = self.alone()
+            return matrix, kernels.magnitude_parts(matrix)
 
         return run
 
@@ -94,9 +94,9 @@ def swiglu_passes(tokens: int, features: int) -> tuple[Passes, Passes]:
     """
     gate_up = drawn(tokens, 2 * features)
     grad = drawn(tokens, features).detach()
-    taken: list[tuple[Tensor, Tensor]] = []
+    results: list[tuple[Tensor, Tensor]] = []
     output = kernels.apply_swiglu(gate_up)
-    measured_output = kernels.apply_swiglu(gate_up, None, lambda *found: taken.append(found))
+    measured_output = kernels.apply_swiglu(gate_up, None, lambda *result: results.append(result))
 
     def forward() -> tuple[Tensor, Tensor]:
         bits = no_magnitude(gate_up)
@@ -104,7 +104,7 @@ def swiglu_passes(tokens: int, features: int) -> tuple[Passes, Passes]:
 
     def backward() -> tuple[Tensor, Tensor]:
         torch.autograd.grad(measured_output, gate_up, grad, retain_graph=True)
-        return taken.pop()
+        return results.pop()
 
     def plain() -> Tensor:
         return torch.autograd.grad(output, gate_up, grad, retain_graph=True)[0]

@@ -191,7 +191,8 @@ class Measure(Callback):
         if self._ends:
             torch.cuda.synchronize()
             self.seconds = [
-                a.elapsed_time(b) / 1e3 for a, b in zip(self._ends, self._ends[1:], strict=False)
+                begin.elapsed_time(end) / 1e3
+                for begin, end in zip(self._ends, self._ends[1:], strict=False)
             ]
             self.losses = torch.stack(self._losses).tolist()
 

@@ -38,7 +38,7 @@ class Case:
         devices: Number of ranks.
         batch: Samples per data-parallel rank and step.
         microbatch: Samples per microbatch.
-        layers: Number of layers; 0 keeps the shape's own.
+        layers: Number of layers; 0 means that of the shape.
         precision: Precision of the Trainer.
         options: Further arguments of the strategy.
     """
@@ -126,7 +126,7 @@ def run_case(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     return json.loads(out.read_text()) if out.exists() else []
 
 
-def table(found: dict[str, list[dict[str, Any]]]) -> str:
+def table(results: dict[str, list[dict[str, Any]]]) -> str:
     """Format the peaks as a Markdown table."""
     lines = [
         (
@@ -135,20 +135,20 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
         ),
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name, stages in found.items():
+    for name, stages in results.items():
         if not stages:
             lines.append(f"| {name} | failed | | | | | | |")
         for stage in stages:
             static = sum(stage["estimate"][part] for part in stage["held"])
             sizes = [static, sum(stage["held"].values()), stage["estimate"]["peak"], stage["peak"]]
-            first, second, estimate, peak = (
+            static_gib, held_gib, estimate_gib, peak_gib = (
                 "n/a" if size is None else f"{size / 2**30:.2f}" for size in sizes
             )
             ratio = "n/a" if stage["ratio"] is None else f"{stage['ratio']:.3f}"
             lines.append(
-                f"| {name} | {stage['stage']} | {first} | {second} | "
-                f"{stage['bytes_per_parameter']:.2f} | {estimate} | "
-                f"{peak} | {ratio} |"
+                f"| {name} | {stage['stage']} | {static_gib} | {held_gib} | "
+                f"{stage['bytes_per_parameter']:.2f} | {estimate_gib} | "
+                f"{peak_gib} | {ratio} |"
             )
     return "\n".join(lines)
 
@@ -159,7 +159,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--devices", type=int, default=1, help="run the cases with at most this number of ranks"
+        "--devices", type=int, default=1, help="run only cases with at most this number of ranks"
     )
     parser.add_argument("--cases", nargs="*", choices=list(CASES), help="run only these cases")
     parser.add_argument("--case", choices=list(CASES), help=argparse.SUPPRESS)
@@ -176,19 +176,21 @@ def main() -> int:
             (out / f"{args.case}.json").write_text(json.dumps(figures))
         return 0
     names = args.cases or [
-        n for n, c in CASES.items() if c.devices <= args.devices and not n.startswith("tiny")
+        name
+        for name, case in CASES.items()
+        if case.devices <= args.devices and not name.startswith("tiny")
     ]
-    found = {name: run_case(name, args) for name in names}
-    text = table(found)
+    results = {name: run_case(name, args) for name in names}
+    text = table(results)
     (out / "table.md").write_text(text + "\n")
     print(text, flush=True)
     ratios = [
         stage["ratio"]
-        for stages in found.values()
+        for stages in results.values()
         for stage in stages
         if stage["ratio"] is not None
     ]
-    failed = sum(not stages for stages in found.values())
+    failed = sum(not stages for stages in results.values())
     return failed + sum(abs(ratio - 1) > args.tolerance for ratio in ratios)
 
 
