@@ -162,9 +162,9 @@ def reviews() -> tuple[list[Review], list[Review]]:
     return train, held_out
 
 
-def batches(chosen: Sequence[Review], tokenizer: Tokenizer, size: int) -> list[dict[str, Tensor]]:
+def batches(samples: Sequence[Review], tokenizer: Tokenizer, size: int) -> list[dict[str, Tensor]]:
     """Return batches of reviews with similar lengths, which need little padding."""
-    by_length = sorted(chosen, key=lambda review: len(review[0]))
+    by_length = sorted(samples, key=lambda review: len(review[0]))
     encoded_batches = []
     for first in range(0, len(by_length), size):
         texts, labels = zip(*by_length[first : first + size], strict=True)
