@@ -13,10 +13,10 @@ peer. The FLOPs of a token include only its selected experts.
 
 With several ranks, a second table shows the rows of the busiest rank over the mean, before and
 after clones take over rows, and the time that clones save per step, measured and predicted. The
-prediction counts the rows that the busiest rank saves minus the transfers of clones, without
-overlap. With ``--profile``, a third table shows the parts of a step. Its last columns are the times
-of some kernels: barriers between ranks, placement of clones, puts of weights and reads of
-gradients.
+prediction is the time of the rows that the busiest rank saves minus the time of the transfers of
+clones, without overlap. With ``--profile``, a third table shows the parts of a step. Its last
+columns are the times of some kernels: barriers between ranks, placement of clones, puts of weights
+and reads of gradients.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ PARTS = {
 
 def strategy_options(clones: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of the strategy for a number of places for clones."""
-    found: dict[str, Any] = json.loads(options.options)
-    found |= {"expert_clones": clones} if clones else {}
-    return found | ({"expert_rows": options.expert_rows} if options.expert_rows else {})
+    arguments: dict[str, Any] = json.loads(options.options)
+    arguments |= {"expert_clones": clones} if clones else {}
+    return arguments | ({"expert_rows": options.expert_rows} if options.expert_rows else {})
 
 
 def case(shape: str, routing: str, clones: int, options: argparse.Namespace) -> list[str]:
@@ -91,20 +91,20 @@ def figures_of(shape: str, routing: str, clones: int, options: argparse.Namespac
 def rank_rows(shape: str, routing: str, options: argparse.Namespace) -> list[str]:
     """Return the rows of the table of ranks, one for each measured number of clones."""
     rows: list[str] = []
-    plain: float | None = None
+    plain_ms: float | None = None
     for clones in options.clones:
         path = figures_of(shape, routing, clones, options)
-        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        ranks = found.get("RankLoad")
+        figures: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        ranks = figures.get("RankLoad")
         if not ranks:
             continue
-        taken = found["step_ms"]
-        plain = taken if clones == 0 else plain
-        gain = "" if plain is None or not clones else f"{plain - taken:.2f}"
+        step_ms = figures["step_ms"]
+        plain_ms = step_ms if clones == 0 else plain_ms
+        gain = "" if plain_ms is None or not clones else f"{plain_ms - step_ms:.2f}"
         cells = (
             f"{shape}, {routing}",
             clones,
-            taken,
+            step_ms,
             ranks["max_over_mean"],
             ranks["max_over_mean_after"],
             f"{ranks['moved']:.1%}",
@@ -122,59 +122,63 @@ def breakdown(folder: Path) -> list[str]:
     names = [*PARTS, "exposed communication", "nothing runs", *CLONE_PARTS]
     lines = ["| shape | step | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
     for path in sorted(folder.glob("*.json")):
-        found: dict[str, Any] = json.loads(path.read_text()).get("Profile", {})
-        if not found:
+        profile: dict[str, Any] = json.loads(path.read_text()).get("Profile", {})
+        if not profile:
             continue
         parts = [
-            sum(found["kinds_ms"].get(kind, 0.0) for kind in kinds) for kinds in PARTS.values()
+            sum(profile["kinds_ms"].get(kind, 0.0) for kind in kinds) for kinds in PARTS.values()
         ]
-        figures = [found["step_ms"], *parts, found["exposed_ms"], found["idle_ms"]]
-        figures += [found["clone_parts_ms"][part] for part in CLONE_PARTS]
+        figures = [profile["step_ms"], *parts, profile["exposed_ms"], profile["idle_ms"]]
+        figures += [profile["clone_parts_ms"][part] for part in CLONE_PARTS]
         lines.append(f"| {path.stem} | " + " | ".join(f"{figure:.2f}" for figure in figures) + " |")
     return lines
 
 
 def main() -> None:
     """Run all cases and print the tables."""
-    options = argparse.ArgumentParser(
+    command_line = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--devices", type=int, default=4)
-    options.add_argument("--shapes", nargs="*", default=list(SHAPES))
-    options.add_argument(
+    command_line.add_argument("--devices", type=int, default=4)
+    command_line.add_argument("--shapes", nargs="*", default=list(SHAPES))
+    command_line.add_argument(
         "--routing",
         nargs="*",
         default=list(ROUTINGS),
         help="balanced, natural, zipf:EXPONENT:random or zipf:EXPONENT:ordered",
     )
-    options.add_argument(
+    command_line.add_argument(
         "--clones",
         nargs="*",
         type=int,
         default=[0],
         help="places of a rank for clones of busy experts",
     )
-    options.add_argument(
+    command_line.add_argument(
         "--expert-rows", type=float, help="rows of a rank's buffers over the even share"
     )
-    options.add_argument("--steps", type=int, default=8, help="steps that count")
-    options.add_argument("--peer", default="", help="program to compare with")
-    options.add_argument("--peer-path", default="", help="folders for its imports alone")
-    options.add_argument("--only-peer", action="store_true", help="run only the peer")
-    options.add_argument(
+    command_line.add_argument("--steps", type=int, default=8, help="steps that count")
+    command_line.add_argument("--peer", default="", help="program to compare with")
+    command_line.add_argument("--peer-path", default="", help="folders for its imports alone")
+    command_line.add_argument("--only-peer", action="store_true", help="run only the peer")
+    command_line.add_argument(
         "--in-a-row", action="store_true", help="ours: do not wait for the device between the steps"
     )
-    options.add_argument("--profile", action="store_true", help="also print the parts of our steps")
-    options.add_argument(
+    command_line.add_argument(
+        "--profile", action="store_true", help="also print the parts of our steps"
+    )
+    command_line.add_argument(
         "--options", default="{}", help="further arguments of the strategy, as JSON"
     )
-    options.add_argument(
+    command_line.add_argument(
         "--connections", type=int, default=0, help="CUDA_DEVICE_MAX_CONNECTIONS for ours"
     )
-    options.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
-    options.add_argument("--timeout", type=float, default=120.0, help="seconds for each program")
-    options.add_argument("--out", default="runs/moe", help="folder for figures and profiles")
-    args = options.parse_args()
+    command_line.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
+    command_line.add_argument(
+        "--timeout", type=float, default=120.0, help="seconds for each program"
+    )
+    command_line.add_argument("--out", default="runs/moe", help="folder for figures and profiles")
+    args = command_line.parse_args()
     Path(args.out).mkdir(parents=True, exist_ok=True)
     for name in args.routing:
         popularity_of(name)

@@ -78,9 +78,9 @@ class Losses(Callback):
     @property
     def values(self) -> list[float]:
         """Return the losses before the first one that is not finite (nats)."""
-        found = torch.stack(self._found).tolist() if self._found else []
-        wrong = [at for at, loss in enumerate(found) if not math.isfinite(loss)]
-        return found[: wrong[0]] if wrong else found
+        losses = torch.stack(self._found).tolist() if self._found else []
+        non_finite = [step for step, loss in enumerate(losses) if not math.isfinite(loss)]
+        return losses[: non_finite[0]] if non_finite else losses
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         # Copy the loss on the device, so that the host does not wait.
@@ -90,26 +90,26 @@ class Losses(Callback):
             print(f"step {len(self._found)}: {mean(last):.3f} nats", flush=True)
 
 
-def train(order: str, learning_rate: float, given: argparse.Namespace) -> tuple[Curve, bool]:
+def train(order: str, learning_rate: float, options: argparse.Namespace) -> tuple[Curve, bool]:
     """Train one order of norms; return its losses, and whether this is the first rank."""
-    pl.seed_everything(given.seed, verbose=False)
+    pl.seed_everything(options.seed, verbose=False)
     config = EncoderConfig.bert(
         norm_position=order,
         vocab_size=4096,
-        num_positions=given.seq_length,
-        num_layers=given.layers,
-        hidden_size=given.hidden,
-        num_heads=given.heads,
-        hidden_dropout=given.dropout,
-        attention_dropout=given.dropout,
-        init_std=given.init_std,
-        scaled_init=given.scaled_init,
+        num_positions=options.seq_length,
+        num_layers=options.layers,
+        hidden_size=options.hidden,
+        num_heads=options.heads,
+        hidden_dropout=options.dropout,
+        attention_dropout=options.dropout,
+        init_std=options.init_std,
+        scaled_init=options.scaled_init,
     )
     module = BERTPretraining(
         config,
         learning_rate=learning_rate,
-        warmup_steps=given.warmup,
-        max_steps=given.steps,
+        warmup_steps=options.warmup,
+        max_steps=options.steps,
         schedule="linear",
         min_lr_ratio=0.0,
         weight_decay=0.01,
@@ -118,18 +118,18 @@ def train(order: str, learning_rate: float, given: argparse.Namespace) -> tuple[
     data = BERTDataModule(
         corpus="speeches",
         tokenizer="speeches-wordpiece",
-        seq_length=given.seq_length,
-        global_batch_size=given.batch,
-        num_workers=given.workers,
-        data_dir=given.data_dir,
+        seq_length=options.seq_length,
+        global_batch_size=options.batch,
+        num_workers=options.workers,
+        data_dir=options.data_dir,
     )
-    losses = Losses(given.every)
+    losses = Losses(options.every)
     trainer = pl.Trainer(
-        accelerator=given.accelerator,
-        devices=given.devices,
-        precision=given.precision,
+        accelerator=options.accelerator,
+        devices=options.devices,
+        precision=options.precision,
         strategy=MegatronStrategy(),
-        max_steps=given.steps,
+        max_steps=options.steps,
         gradient_clip_val=1.0,
         limit_val_batches=0,
         logger=False,
@@ -155,7 +155,7 @@ def mean(values: list[float]) -> float:
 
 def smoothed(values: list[float], span: int) -> list[float]:
     """Return the mean of each value and up to ``span - 1`` values before it."""
-    return [mean(values[max(0, at - span + 1) : at + 1]) for at in range(len(values))]
+    return [mean(values[max(0, index - span + 1) : index + 1]) for index in range(len(values))]
 
 
 def draw(curves: list[Curve], title: str, path: Path) -> None:
@@ -203,23 +203,23 @@ def arguments() -> argparse.Namespace:
     add("--data-dir", default="runs/data")
     add("--losses", type=Path, default=Path("norm_positions.json"))
     add("--picture", type=Path, default=Path("norm_positions.png"))
-    given = parser.parse_args()
-    given.accelerator = given.accelerator or ("gpu" if torch.cuda.is_available() else "cpu")
-    for name, value in PRESETS[given.accelerator].items():
-        if getattr(given, name) is None:
-            setattr(given, name, value)
-    return given
+    options = parser.parse_args()
+    options.accelerator = options.accelerator or ("gpu" if torch.cuda.is_available() else "cpu")
+    for name, value in PRESETS[options.accelerator].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
 
 
-def save(curves: list[Curve], given: argparse.Namespace) -> None:
+def save(curves: list[Curve], options: argparse.Namespace) -> None:
     """Write the losses with the options of the training."""
     settings = {
         name: value
-        for name, value in vars(given).items()
+        for name, value in vars(options).items()
         if name not in ("draw", "losses", "picture")
     }
     content = {"settings": settings, "curves": [curve._asdict() for curve in curves]}
-    given.losses.write_text(json.dumps(content))
+    options.losses.write_text(json.dumps(content))
 
 
 def read(files: list[Path]) -> tuple[list[Curve], dict[str, Any]]:
@@ -243,23 +243,23 @@ def report(curves: list[Curve], layers: int, hidden: int, picture: Path) -> None
 
 def main() -> None:
     """Train the orders, write their losses and draw them; or draw losses of earlier runs."""
-    given = arguments()
-    if given.draw:
-        curves, settings = read(given.draw)
-        report(curves, settings["layers"], settings["hidden"], given.picture)
+    options = arguments()
+    if options.draw:
+        curves, settings = read(options.draw)
+        report(curves, settings["layers"], settings["hidden"], options.picture)
         return
     warnings.filterwarnings("ignore")
     curves = []
-    for rate in given.learning_rate:
-        for order in given.orders:
-            curve, is_first = train(order, rate, given)
+    for rate in options.learning_rate:
+        for order in options.orders:
+            curve, is_first = train(order, rate, options)
             curves.append(curve)
             if is_first:
-                # The file is written after each training, so that an interruption loses no finished
+                # Write the file after each training, so that an interruption loses no finished
                 # training.
-                save(curves, given)
+                save(curves, options)
     if is_first:
-        report(curves, given.layers, given.hidden, given.picture)
+        report(curves, options.layers, options.hidden, options.picture)
 
 
 if __name__ == "__main__":

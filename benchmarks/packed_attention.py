@@ -81,21 +81,24 @@ def attention_by(product: Callable[..., Any]) -> Callable[..., tuple[Tensor, Non
         max_length_q: int,
         scaling: float | None = None,
         dropout: float = 0.0,
-        **others: Any,
+        **arguments: Any,
     ) -> tuple[Tensor, None]:
-        given = {name: others[name] for name in _UNSUPPORTED if others.get(name) is not None}
-        if attention_mask is not None or dropout or given or len(query) != 1:
+        unsupported = {
+            name: arguments[name] for name in _UNSUPPORTED if arguments.get(name) is not None
+        }
+        if attention_mask is not None or dropout or unsupported or len(query) != 1:
             mask = "no mask" if attention_mask is None else "a mask"
             raise ValueError(
                 "torch_flash computes causal attention inside the documents of one row: this call "
                 f"has {len(query)} rows, dropout {dropout}, {mask} and "
-                f"{given or 'no further arguments'}. varlen_attn supports one row of documents and "
-                'nothing else. Use one row without padding and dropout, or attention "sdpa".'
+                f"{unsupported or 'no further arguments'}. varlen_attn supports one row of "
+                "documents and nothing else. "
+                'Use one row without padding and dropout, or attention "sdpa".'
             )
         tokens = [rows[0].transpose(0, 1) for rows in (query, key, value)]
         borders = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-        found = product(*tokens, *borders, scale=scaling, window_size=(-1, 0), **options)
-        return found[None], None
+        output = product(*tokens, *borders, scale=scaling, window_size=(-1, 0), **options)
+        return output[None], None
 
     return attend
 
@@ -103,8 +106,8 @@ def attention_by(product: Callable[..., Any]) -> Callable[..., tuple[Tensor, Non
 def packed_inputs(lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
     """Return the arguments that describe the documents of a row to a model of transformers.
 
-    Equal to the arguments from ``DataCollatorWithFlattening``. transformers derives the dense mask
-    from the positions.
+    The arguments equal those from ``DataCollatorWithFlattening``. transformers derives the dense
+    mask from the positions.
 
     Args:
         lengths: Lengths of the documents (tokens).

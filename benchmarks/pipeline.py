@@ -120,10 +120,10 @@ def run_peer(args: argparse.Namespace, chunks: int) -> str:
     results = [text[7:] for text in output.splitlines() if text.startswith("RESULT ")]
     if not results:
         return f"{start} | failed | | | | | | | |"
-    found = json.loads(results[-1])
+    figures = json.loads(results[-1])
     return (
-        f"{start} | {found['ms']} | {found.get('min_ms', '')} | {found['tok_s_gpu']:,} | "
-        f"{found['tflops_gpu']} | {found['mem_gib']} | {found.get('loss', '')} | | |"
+        f"{start} | {figures['ms']} | {figures.get('min_ms', '')} | {figures['tok_s_gpu']:,} | "
+        f"{figures['tflops_gpu']} | {figures['mem_gib']} | {figures.get('loss', '')} | | |"
     )
 
 

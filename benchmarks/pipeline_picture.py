@@ -42,8 +42,8 @@ def recorded_timeline(schedule: Schedule, rows: list[list[list[Any]]]) -> Timeli
         )
         for stage, row in enumerate(rows)
     )
-    found = tuple(tuple(span.action for span in row) for row in spans)
-    if found != schedule.rows:
+    actions = tuple(tuple(span.action for span in row) for row in spans)
+    if actions != schedule.rows:
         raise ValueError(
             f"the recorded actions must be those of schedule {schedule.name!r}: they are of "
             "another schedule, or of other sizes. Use the --name that was recorded."
@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--costs", required=True, help="measurements of a case auto")
+    parser.add_argument("--costs", required=True, help="measurements of an auto case")
     parser.add_argument("--recorded", required=True, help="measurements of the drawn case")
     parser.add_argument("--name", required=True, help="schedule of the drawn case")
     parser.add_argument("--png", required=True, help="file to write")
@@ -68,11 +68,13 @@ def main() -> None:
     num_microbatches = 1 + max(microbatch for row in rows for _, _, microbatch, *_ in row)
     schedule = build_schedule(args.name, num_stages, num_microbatches, num_chunks)
     costs = replace(costs, kept=tuple(size / 2**30 for size in costs.kept))
-    above = simulated(schedule, costs, f"{args.name} simulated")
+    simulation = simulated(schedule, costs, f"{args.name} simulated")
     timeline = recorded_timeline(schedule, rows)
-    pair = [above, replace(above, label=f"{args.name} recorded", timeline=timeline)]
+    outcomes = [simulation, replace(simulation, label=f"{args.name} recorded", timeline=timeline)]
     title = f"{args.name}, {num_stages} stages, {num_microbatches} microbatches (microseconds, GiB)"
-    draw_schedules(pair, args.png, title, "Simulated and recorded timeline of one training step")
+    draw_schedules(
+        outcomes, args.png, title, "Simulated and recorded timeline of one training step"
+    )
 
 
 if __name__ == "__main__":

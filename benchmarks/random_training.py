@@ -36,7 +36,7 @@ class Trained(LightningModule):
     Args:
         config: Configuration of the model.
         forced_balance: Whether tokens are routed to experts in turn, independent of the router.
-        routing: Name of another routing; see ``benchmarks/routing.py``.
+        routing: Name of the routing without ``forced_balance``; see ``benchmarks/routing.py``.
         num_tokens: Number of tokens per microbatch, for routings that draw experts (tokens).
     """
 

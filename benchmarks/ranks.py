@@ -105,7 +105,7 @@ def gpu_of(rank: int) -> torch.device:
 def last_error(output: str) -> str:
     """Return the last line that names an error, else the last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    errors = [found[1] for line in lines if (found := _ERROR.match(line))]
+    errors = [match[1] for line in lines if (match := _ERROR.match(line))]
     return (errors or lines or ["no output"])[-1][:300].replace("|", "/")
 
 
@@ -129,12 +129,12 @@ def _free_port() -> int:
     The ranks open the port seconds later. Until then, the system could assign a port of its range
     to another program.
     """
-    numbers = random.SystemRandom()
+    generator = random.SystemRandom()
     while True:
-        port = numbers.randrange(*_PORTS)
-        with socket.socket() as tried:
+        port = generator.randrange(*_PORTS)
+        with socket.socket() as candidate:
             try:
-                tried.bind(("127.0.0.1", port))
+                candidate.bind(("127.0.0.1", port))
             except OSError:
                 continue
         return port

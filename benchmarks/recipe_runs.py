@@ -66,28 +66,28 @@ def options_to_measure(args: argparse.Namespace, layout: Layout, **more: Any) ->
     }
 
 
-def run_recipe(args: argparse.Namespace, recipe: str, given: Mapping[str, Any]) -> None:
+def run_recipe(args: argparse.Namespace, recipe: str, options: Mapping[str, Any]) -> None:
     """Run a recipe with the given options, and with the user's options after ``--``."""
     Path(args.out).mkdir(parents=True, exist_ok=True)
     line = [sys.executable, "-m", "lightning_megatron", "fit", "-c", recipe]
-    line += [f"--{key}={value}" for key, value in given.items()]
+    line += [f"--{key}={value}" for key, value in options.items()]
     subprocess.run(line + args.options, check=True, timeout=args.timeout)
 
 
 def figures_of(args: argparse.Namespace, layout: Layout) -> dict[str, Any]:
     """Return the measurements of a run with :func:`options_to_measure`."""
-    found: dict[str, Any] = json.loads(Path(args.out, f"{layout.name}.json").read_text())
-    return found
+    figures: dict[str, Any] = json.loads(Path(args.out, f"{layout.name}.json").read_text())
+    return figures
 
 
-def check_same(found: dict[str, dict[str, Any]], tolerance: float) -> None:
+def check_same(figures_by_layout: dict[str, dict[str, Any]], tolerance: float) -> None:
     """Check that all layouts have the same losses.
 
     Raises:
         SystemExit: If the losses of a step differ by more than the tolerance (nats).
     """
     for number, losses in enumerate(
-        zip(*(figures["losses"] for figures in found.values()), strict=True)
+        zip(*(figures["losses"] for figures in figures_by_layout.values()), strict=True)
     ):
         if max(losses) - min(losses) > tolerance:
             raise SystemExit(f"losses of step {number} differ by more than {tolerance}: {losses}")

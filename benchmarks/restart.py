@@ -131,22 +131,26 @@ def kill_one(folder: Path, ranks: int, steps: int) -> dict[str, float]:
     return parts([moments(folder, rank) for rank in range(ranks)], killed)
 
 
-def parts(noted: list[list[tuple[str, float, int]]], killed: float) -> dict[str, float]:
+def parts(logs: list[list[tuple[str, float, int]]], killed: float) -> dict[str, float]:
     """Return the time of each phase of a restart; a phase ends when the last rank completes it (s).
 
     Args:
-        noted: Logs of all ranks.
+        logs: Logs of all ranks.
         killed: Time at which a rank was killed (s).
     """
     result = {}
     before = killed
-    for moment, part in MOMENTS.items():
+    for moment, phase in MOMENTS.items():
         first = [
-            next((w for m, w, _ in rank if m == moment and w > killed), None) for rank in noted
+            next(
+                (noted_at for name, noted_at, _ in rank if name == moment and noted_at > killed),
+                None,
+            )
+            for rank in logs
         ]
         times = [when for when in first if when is not None]
         if times:
-            result[part] = max(times) - before
+            result[phase] = max(times) - before
             before = max(times)
     return result
 
@@ -164,13 +168,15 @@ def main() -> None:
     if options.train is not None:
         train(options.train, options.steps)
         return
-    found = []
+    restarts = []
     for _ in range(options.runs):
         with tempfile.TemporaryDirectory() as folder:
-            found.append(kill_one(Path(folder), options.ranks, options.steps))
-    for part in MOMENTS.values():
-        print(f"{statistics.median(restart.get(part, 0.0) for restart in found):7.2f} s  {part}")
-    print(f"{statistics.median(sum(restart.values()) for restart in found):7.2f} s  together")
+            restarts.append(kill_one(Path(folder), options.ranks, options.steps))
+    for phase in MOMENTS.values():
+        print(
+            f"{statistics.median(restart.get(phase, 0.0) for restart in restarts):7.2f} s  {phase}"
+        )
+    print(f"{statistics.median(sum(restart.values()) for restart in restarts):7.2f} s  together")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ class Popularity:
     """Popularity of experts, which falls as a power of their place.
 
     Args:
-        exponent: Negative exponent of the power; 0 makes all experts equally popular.
+        exponent: Negative of the power's exponent; 0 makes all experts equally popular.
         is_ordered: Whether places follow the order of experts in all layers.
     """
 
@@ -42,8 +42,8 @@ class Popularity:
         if not self.is_ordered:
             generator = torch.Generator().manual_seed(layer)
             places = places[torch.randperm(num_experts, generator=generator)]
-        worth = (1.0 + places) ** -self.exponent
-        return worth / worth.sum()
+        weights = (1.0 + places) ** -self.exponent
+        return weights / weights.sum()
 
     def choices(
         self, num_tokens: int, top_k: int, num_experts: int, layer: int, rank: int, device: Any
@@ -61,7 +61,7 @@ class Popularity:
 
 
 def popularity_of(name: str) -> Popularity | None:
-    """Return the popularity that a routing's name describes; None if nothing is drawn.
+    """Return the popularity that a routing's name describes; None if it draws no experts.
 
     Raises:
         ValueError: If the name is not that of a routing.
@@ -81,7 +81,7 @@ def set_routing(model: GPT, name: str, num_tokens: int, rank: int) -> None:
     """Set the routing of all tokens of a model.
 
     With a routing by popularity, drawn experts replace the experts that routers select; the
-    probabilities of the routers stay.
+    probabilities of the routers stay the same.
 
     Args:
         model: The model.
@@ -102,7 +102,7 @@ def set_routing(model: GPT, name: str, num_tokens: int, rank: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class _Drawn:
-    """Forward pass of a router with given experts."""
+    """Forward pass of a router with drawn experts."""
 
     choices: Tensor
 

@@ -147,13 +147,13 @@ class OptimizerTime(Callback):
         torch.cuda.synchronize()
         groups = trainer.optimizers[0].param_groups
         elements = sum(p.numel() for group in groups for p in group["params"])
-        taken = statistics.median(start.elapsed_time(end) for start, end in self._spans)
-        floor = elements * OPTIMIZER_BYTES / COPY_RATE * 1e3
+        optimizer_ms = statistics.median(start.elapsed_time(end) for start, end in self._spans)
+        floor_ms = elements * OPTIMIZER_BYTES / COPY_RATE * 1e3
         self.result = {
             "elements": elements,
-            "optimizer_ms": round(taken, 2),
-            "floor_ms": round(floor, 2),
-            "ratio": round(taken / floor, 2),
+            "optimizer_ms": round(optimizer_ms, 2),
+            "floor_ms": round(floor_ms, 2),
+            "ratio": round(optimizer_ms / floor_ms, 2),
             "rule": f"{OPTIMIZER_BYTES} bytes an element of this rank's slice / "
             f"{COPY_RATE / 1e12} TB/s",
         }
@@ -196,14 +196,14 @@ class SaveStall(Callback):
         median = statistics.median(self.measure.counted())
         for number, call in enumerate(self._calls):
             start = self.first + number * self.steps
-            after = self.measure.seconds[start : start + self.steps - 2]
+            step_seconds = self.measure.seconds[start : start + self.steps - 2]
             self.result[("first", "second")[number]] = {
                 "call_ms": round(call * 1e3, 1),
-                "next_step_ms": round(after[0] * 1e3, 1),
-                "stall_ms": round(sum(s - median for s in after) * 1e3, 1),
-                "in_steps": round(sum(s - median for s in after) / median, 2),
-                "looked_at_steps": len(after),
-                "first_steps_ms": [round(s * 1e3, 1) for s in after[:8]],
+                "next_step_ms": round(step_seconds[0] * 1e3, 1),
+                "stall_ms": round(sum(seconds - median for seconds in step_seconds) * 1e3, 1),
+                "in_steps": round(sum(seconds - median for seconds in step_seconds) / median, 2),
+                "looked_at_steps": len(step_seconds),
+                "first_steps_ms": [round(seconds * 1e3, 1) for seconds in step_seconds[:8]],
             }
         if trainer.is_global_zero:
             print("background save:", self.result, flush=True)

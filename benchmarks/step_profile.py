@@ -1,9 +1,9 @@
 """Analysis of a profiler trace: the time of a training step by class of kernel.
 
 Kernels are classified by their names. Communication that runs at the same time as another kernel is
-hidden; the rest is exposed. A communication kernel also runs while it waits for other ranks, so
-exposed time includes load imbalance. Idle time is time without any kernel on the device. A step
-lasts from one optimizer step to the next on the device, independent of the host.
+hidden; all other communication is exposed. A communication kernel also runs while it waits for
+other ranks, so exposed time includes load imbalance. Idle time is time without any kernel on the
+device. A step lasts from one optimizer step to the next on the device, independent of the host.
 """
 
 from __future__ import annotations
@@ -89,21 +89,22 @@ class Kernel:
     @property
     def kind(self) -> str:
         """Class of the kernel."""
-        lower = self.name.lower()
+        lower_name = self.name.lower()
         return next(
-            (kind for kind, marks in _CLASSES if any(mark in lower for mark in marks)), ELEMENTWISE
+            (kind for kind, marks in _CLASSES if any(mark in lower_name for mark in marks)),
+            ELEMENTWISE,
         )
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Sort intervals, and merge overlapping and adjacent ones."""
-    joined: list[Interval] = []
+    merged: list[Interval] = []
     for start, stop in sorted(intervals):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
         else:
-            joined.append((start, stop))
-    return joined
+            merged.append((start, stop))
+    return merged
 
 
 def length(intervals: Iterable[Interval]) -> float:
@@ -111,16 +112,16 @@ def length(intervals: Iterable[Interval]) -> float:
     return sum(stop - start for start, stop in union(intervals))
 
 
-def outside(intervals: Iterable[Interval], others: Iterable[Interval]) -> float:
-    """Return the time that ``intervals`` cover and ``others`` do not."""
-    union = [*intervals, *(others := list(others))]
-    return length(union) - length(others)
+def outside(intervals: Iterable[Interval], excluded: Iterable[Interval]) -> float:
+    """Return the time that ``intervals`` cover and ``excluded`` do not."""
+    combined = [*intervals, *(excluded := list(excluded))]
+    return length(combined) - length(excluded)
 
 
 def read_events(path: str | Path) -> list[dict[str, Any]]:
     """Return the events of a torch.profiler trace (``.json`` or ``.gz``)."""
-    opened = gzip.open if str(path).endswith(".gz") else open
-    with opened(path, "rt", encoding="utf-8") as file:
+    opener = gzip.open if str(path).endswith(".gz") else open
+    with opener(path, "rt", encoding="utf-8") as file:
         events: list[dict[str, Any]] = json.load(file)["traceEvents"]
     return events
 
@@ -173,7 +174,7 @@ def whole_window(kernels: Sequence[Kernel]) -> list[Interval]:
 
 def analyse(kernels: Sequence[Kernel], steps: Sequence[Interval]) -> dict[str, Any]:
     """Return the parts of a step's time (ms), as the mean over ``steps``."""
-    found: dict[str, Any] = {"step_ms": 0.0, "idle_ms": 0.0, "kernels": 0.0}
+    analysis: dict[str, Any] = {"step_ms": 0.0, "idle_ms": 0.0, "kernels": 0.0}
     kinds: dict[str, float] = defaultdict(float)
     collectives: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     names: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -181,16 +182,16 @@ def analyse(kernels: Sequence[Kernel], steps: Sequence[Interval]) -> dict[str, A
     covered = exposed = 0.0
     scale = 1.0 / (1e3 * max(len(steps), 1))
     for begin, end in steps:
-        inside = [k for k in kernels if begin <= k.start < end]
-        spans = [(k.start, k.stop) for k in inside]
-        found["step_ms"] += (end - begin) * scale
-        found["idle_ms"] += (end - begin - length(spans)) * scale
-        found["kernels"] += len(inside) / len(steps)
-        compute = union((k.start, k.stop) for k in inside if k.kind != COMMUNICATION)
-        communication = [k for k in inside if k.kind == COMMUNICATION]
+        step_kernels = [k for k in kernels if begin <= k.start < end]
+        spans = [(k.start, k.stop) for k in step_kernels]
+        analysis["step_ms"] += (end - begin) * scale
+        analysis["idle_ms"] += (end - begin - length(spans)) * scale
+        analysis["kernels"] += len(step_kernels) / len(steps)
+        compute = union((k.start, k.stop) for k in step_kernels if k.kind != COMMUNICATION)
+        communication = [k for k in step_kernels if k.kind == COMMUNICATION]
         covered += length((k.start, k.stop) for k in communication) * scale
         exposed += outside([(k.start, k.stop) for k in communication], compute) * scale
-        for kernel in inside:
+        for kernel in step_kernels:
             kinds[kernel.kind] += (kernel.stop - kernel.start) * scale
             names[kernel.name]["ms"] += (kernel.stop - kernel.start) * scale
             names[kernel.name]["count"] += 1 / len(steps)
@@ -202,40 +203,40 @@ def analyse(kernels: Sequence[Kernel], steps: Sequence[Interval]) -> dict[str, A
             row["count"] += 1 / len(steps)
             row["ms"] += (kernel.stop - kernel.start) * scale
             row["exposed_ms"] += outside([(kernel.start, kernel.stop)], compute) * scale
-    found["kinds_ms"] = dict(sorted(kinds.items(), key=lambda item: -item[1]))
-    found["clone_parts_ms"] = parts
-    found["communication_ms"] = covered
-    found["exposed_ms"] = exposed
-    found["hidden_percent"] = 100.0 * (1.0 - exposed / covered) if covered else 100.0
-    found["collectives"] = {name: dict(row) for name, row in collectives.items()}
-    found["longest"] = [
+    analysis["kinds_ms"] = dict(sorted(kinds.items(), key=lambda item: -item[1]))
+    analysis["clone_parts_ms"] = parts
+    analysis["communication_ms"] = covered
+    analysis["exposed_ms"] = exposed
+    analysis["hidden_percent"] = 100.0 * (1.0 - exposed / covered) if covered else 100.0
+    analysis["collectives"] = {name: dict(row) for name, row in collectives.items()}
+    analysis["longest"] = [
         {"name": name, **row}
         for name, row in sorted(names.items(), key=lambda item: -item[1]["ms"])[:40]
     ]
-    return found
+    return analysis
 
 
-def report(found: dict[str, Any], width: int = 96) -> str:
+def report(analysis: dict[str, Any], width: int = 96) -> str:
     """Format the result of :func:`analyse` as text."""
     lines = [
         (
-            f"step under the profiler {found['step_ms']:8.2f} ms, {found['kernels']:.0f} kernels; "
-            "device time of:"
+            f"step under the profiler {analysis['step_ms']:8.2f} ms, "
+            f"{analysis['kernels']:.0f} kernels; device time of:"
         )
     ]
-    lines += [f"  {kind:<28}{ms:8.2f} ms" for kind, ms in found["kinds_ms"].items()]
-    lines.append(f"  {'nothing runs (host, gaps)':<28}{found['idle_ms']:8.2f} ms")
+    lines += [f"  {kind:<28}{ms:8.2f} ms" for kind, ms in analysis["kinds_ms"].items()]
+    lines.append(f"  {'nothing runs (host, gaps)':<28}{analysis['idle_ms']:8.2f} ms")
     lines.append(
-        f"communication {found['communication_ms']:.2f} ms, exposed {found['exposed_ms']:.2f} ms: "
-        f"{found['hidden_percent']:.1f}% hidden"
+        f"communication {analysis['communication_ms']:.2f} ms, "
+        f"exposed {analysis['exposed_ms']:.2f} ms: {analysis['hidden_percent']:.1f}% hidden"
     )
-    for name, row in sorted(found["collectives"].items()):
+    for name, row in sorted(analysis["collectives"].items()):
         lines.append(
             f"  {name:<40}{row['count']:6.0f} x {row['ms']:8.2f} ms, exposed "
             f"{row['exposed_ms']:8.2f} ms"
         )
     lines.append("longest kernels:")
-    for row in found["longest"]:
+    for row in analysis["longest"]:
         lines.append(f"  {row['ms']:8.2f} ms {row['count']:6.0f} x  {row['name'][:width]}")
     return "\n".join(lines)
 

@@ -53,19 +53,19 @@ class Timeline:
         """Return a dictionary for JSON files, which :meth:`of_dict` reads."""
         return {
             "duration": self.duration,
-            "host": {kind: list(map(list, found)) for kind, found in self.host.items()},
-            "device": {kind: list(map(list, found)) for kind, found in self.device.items()},
+            "host": {kind: list(map(list, intervals)) for kind, intervals in self.host.items()},
+            "device": {kind: list(map(list, intervals)) for kind, intervals in self.device.items()},
             "num_launches": dict(self.num_launches),
         }
 
     @classmethod
-    def of_dict(cls, found: Mapping[str, Any]) -> Timeline:
+    def of_dict(cls, content: Mapping[str, Any]) -> Timeline:
         """Return the timeline from a dictionary of :meth:`as_dict`."""
         host, device = (
-            {kind: [(begin, end) for begin, end in spans] for kind, spans in found[row].items()}
-            for row in ("host", "device")
+            {kind: [(begin, end) for begin, end in spans] for kind, spans in content[name].items()}
+            for name in ("host", "device")
         )
-        return cls(found["duration"], host, device, found["num_launches"])
+        return cls(content["duration"], host, device, content["num_launches"])
 
 
 def timeline_of(events: Iterable[dict[str, Any]]) -> Timeline:
@@ -181,10 +181,10 @@ class StepTimeline(Callback):
 
     def _start(self, trainer: Trainer) -> None:
         on_gpu = trainer.strategy.root_device.type == "cuda"
-        kind = torch.profiler.ProfilerActivity
+        activity = torch.profiler.ProfilerActivity
         self._profiler = torch.profiler.profile(
             # On a GPU, record no host operators, because recording them slows the host down.
-            activities=[kind.CUDA if on_gpu else kind.CPU],
+            activities=[activity.CUDA if on_gpu else activity.CPU],
             schedule=torch.profiler.schedule(wait=0, warmup=1, active=self._steps, repeat=1),
             on_trace_ready=self._read,
         )

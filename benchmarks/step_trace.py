@@ -87,9 +87,9 @@ def first_difference(first: Sequence[Trace], second: Sequence[Trace]) -> Differe
         for stage in ("loss", "gradients", "parameters"):
             for rank, (left, right) in enumerate(zip(first, second, strict=True)):
                 assert left.names == right.names, "both train the same parts of parameters"
-                found = _difference(left, right, step, stage)
-                if found is not None:
-                    names, gaps = found
+                difference = _difference(left, right, step, stage)
+                if difference is not None:
+                    names, gaps = difference
                     return Difference(step + 1, stage, rank, names, len(left.names), gaps)
     return None
 
@@ -165,8 +165,8 @@ class Tracer(Callback):
             torch.stack(self._losses).tolist(),
             tuple(name for name, _ in own_slices(trainer)),
             *(
-                torch.stack(digests).cpu()
-                for digests in (self._gradients, self._magnitudes, self._updated)
+                torch.stack(tensors).cpu()
+                for tensors in (self._gradients, self._magnitudes, self._updated)
             ),
         )
         self.traces = all_gather_objects(trace, strategy.mesh.world_cpu)
@@ -175,8 +175,8 @@ class Tracer(Callback):
         mixtures = [
             module for module in pl_module.modules() if isinstance(module, MixtureOfExperts)
         ]
-        found = (mixture.transport_choice.transport for mixture in mixtures)
-        self.transports = tuple(dict.fromkeys(found))
+        transports = (mixture.transport_choice.transport for mixture in mixtures)
+        self.transports = tuple(dict.fromkeys(transports))
 
 
 def strategy_of(trainer: Trainer) -> MegatronStrategy:

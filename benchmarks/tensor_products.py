@@ -61,15 +61,17 @@ def build(name: str, mesh: ParallelMesh, local: bool, scaling: Scaling | None) -
         local: Whether to build only this rank's part, without communication.
         scaling: Settings of products in 8 bits; None for products without 8 bits.
     """
-    kind, width, features = LAYERS[name]
+    layer_type, width, features = LAYERS[name]
     size = mesh.tp.size
     if local:
-        parts = (
-            (width, features // size) if kind is ColumnParallelLinear else (width // size, features)
+        local_sizes = (
+            (width, features // size)
+            if layer_type is ColumnParallelLinear
+            else (width // size, features)
         )
-        layer = kind(*parts, ParallelMesh.single(mesh.device), bias=False)
+        layer = layer_type(*local_sizes, ParallelMesh.single(mesh.device), bias=False)
     else:
-        layer = kind(width, features, mesh, bias=False)
+        layer = layer_type(width, features, mesh, bias=False)
     layer.scaling = scaling
     nn.init.normal_(layer.weight, std=0.02)
     set_slot(
@@ -137,10 +139,10 @@ def main() -> None:
         pipelined = replace(mesh, tp=replace(mesh.tp, overlaps_matmul=True))
         cases = [("plain, high priority" if priority else "plain", mesh, False)]
         cases += [] if priority else [("alone", mesh, True), ("pipelined", pipelined, False)]
-        for label, chosen, local in cases:
+        for label, case_mesh, local in cases:
             for name in LAYERS:
                 barrier(mesh.world, device)
-                forward, step = measure(name, chosen, rows, local, args.repeats, scaling)
+                forward, step = measure(name, case_mesh, rows, local, args.repeats, scaling)
                 lines.append(
                     f"| {label} | {name} | {forward:.3f} | {step:.3f} | {step - forward:.3f} |"
                 )

@@ -6,8 +6,8 @@
 Several processes compare the all-reduce of NCCL with the kernel of ``layers.one_shot``; one process
 compares ``torch.nn.functional.linear`` with the kernel of ``layers.vector_product`` for the weights
 of Llama-3-8B, whole and divided by four. A graph holds many calls, one after the other; the time of
-a call is that of a replay divided by their number. The weights of the calls differ, so that no
-cache holds them. The tests of the kernels compare the results.
+a call is the time of a replay divided by the number of calls. The weights of the calls differ, so
+that no cache holds them. The tests of the kernels compare the results.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def sums(device: torch.device, width: int, counts: list[int]) -> list[str]:
 
     Args:
         device: GPU of this rank.
-        width: Numbers of a token.
+        width: Number of elements of a token.
         counts: Numbers of tokens.
     """
     dist.init_process_group("nccl", device_id=device)
@@ -133,7 +133,7 @@ def products(device: torch.device) -> list[str]:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=4096, help="numbers of a token")
+    parser.add_argument("--width", type=int, default=4096, help="number of elements of a token")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 8, 16, 32])
     args = parser.parse_args()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

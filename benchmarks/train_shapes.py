@@ -115,15 +115,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     data = DataLoader(Tokens(config, num_samples), batch_size=batch, drop_last=True)
     num_tokens = batch * config.max_seq_length
     trainer.fit(Trained(config, args.forced_balance, args.routing, num_tokens), data)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for callback in callbacks:
         if isinstance(callback, Measure):
-            found.update(callback.figures)
+            results.update(callback.figures)
         elif isinstance(callback, _WITH_RESULTS):
-            found[type(callback).__name__] = callback.result
+            results[type(callback).__name__] = callback.result
     if trainer.is_global_zero:
-        out.write_text(json.dumps(found))
-    return found
+        out.write_text(json.dumps(results))
+    return results
 
 
 def parser() -> argparse.ArgumentParser:
@@ -156,7 +156,7 @@ def parser() -> argparse.ArgumentParser:
         "--row-steps",
         type=int,
         default=0,
-        help="after the measured steps, measure as many in a row, for which the host does not wait",
+        help="steps to measure in a row after the measured ones, without waits of the host",
     )
     result.add_argument(
         "--time-host",
@@ -174,7 +174,7 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--async-save", default="", help="save in the background to this folder")
     result.add_argument(
-        "--save-steps", type=int, default=20, help="steps to look at after each save"
+        "--save-steps", type=int, default=20, help="steps to measure after each save"
     )
     result.add_argument(
         "--forced-balance", action="store_true", help="route tokens to experts in turn"
