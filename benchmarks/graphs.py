@@ -269,12 +269,12 @@ def parser() -> argparse.ArgumentParser:
         default=[mode_of(name) for name in (*MODES, f"full{_UPDATE}")],
     )
     result.add_argument("--peer", default="", help="program to compare with")
-    result.add_argument("--peer-path", default="", help="folders for its imports alone")
+    result.add_argument("--peer-path", default="", help="folders that only the peer imports from")
     result.add_argument(
         "--peer-graphs", nargs="*", default=[], help="the peer's graphs, as IMPLEMENTATION:SCOPES"
     )
     result.add_argument("--steps", type=int, default=20, help="measured steps of each kind")
-    result.add_argument("--warmup", type=int, default=8, help="steps before the measured ones")
+    result.add_argument("--warmup", type=int, default=8, help="steps before the measured steps")
     result.add_argument("--forced-balance", action="store_true", help="route tokens in turn")
     result.add_argument(
         "--no-profile", dest="profile", action="store_false", help="profile no steps"

@@ -139,7 +139,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--microbatches", type=int, default=8, help="microbatches of a step")
     result.add_argument("--layers", type=int, default=0, help="number of layers (0: of the shape)")
     result.add_argument("--steps", type=int, default=8, help="measured steps")
-    result.add_argument("--warmup", type=int, default=4, help="steps before the measured ones")
+    result.add_argument("--warmup", type=int, default=4, help="steps before the measured steps")
     result.add_argument("--peer", default="", help="program to compare with")
     result.add_argument("--peer-path", default="", help="folders for its imports alone")
     result.add_argument(

@@ -29,7 +29,7 @@ class Popularity:
     """Popularity of experts, which falls as a power of their place.
 
     Args:
-        exponent: Negative of the power's exponent; 0 makes all experts equally popular.
+        exponent: Exponent s of the popularity 1 / place**s; 0 makes all experts equally popular.
         is_ordered: Whether places follow the order of experts in all layers.
     """
 

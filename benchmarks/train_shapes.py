@@ -133,12 +133,14 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--model", default="llama8b_half", choices=list(SHAPES))
     result.add_argument("--layout", default="dp4", choices=list(LAYOUTS))
-    result.add_argument("--layers", type=int, default=0, help="number of layers (0: of the shape)")
+    result.add_argument(
+        "--layers", type=int, default=0, help="number of layers (0: as in the shape)"
+    )
     result.add_argument(
         "--batch", type=int, default=0, help="samples of one data-parallel rank (0: by the layout)"
     )
     result.add_argument("--steps", type=int, default=8, help="measured steps")
-    result.add_argument("--warmup", type=int, default=4, help="steps before the measured ones")
+    result.add_argument("--warmup", type=int, default=4, help="steps before the measured steps")
     result.add_argument("--accelerator", default="cuda", choices=["cuda", "cpu"])
     result.add_argument("--zero", type=int, default=1, choices=[0, 1])
     result.add_argument(
