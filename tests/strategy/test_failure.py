@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.strategy.process import children as children_module
+from lightning_megatron.strategy.process import parent_watch
 from lightning_megatron.strategy.process.children import ChildProcesses
 from lightning_megatron.strategy.process.failure import FailureWatch
 from lightning_megatron.strategy.process.job_folder import JobFolder
@@ -236,6 +238,23 @@ def test_a_rank_detects_that_its_launcher_is_gone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("os.getppid", lambda: 1)
     assert [is_gone() for is_gone in checks] == [True, True]  # type: ignore[misc]
     assert launcher_is_gone({"TORCHELASTIC_RUN_ID": "x"}) is None
+
+
+def test_the_watch_of_a_launcher_ends_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Owner:
+        def end(self) -> None:
+            """End nothing: the launcher lives."""
+
+    monkeypatch.setattr(parent_watch, "launcher_is_gone", lambda environment: lambda: False)
+    before = set(threading.enumerate())
+    owner = Owner()
+    parent_watch.watch_launcher(owner.end)
+    (thread,) = set(threading.enumerate()) - before
+    thread.join(0.5)
+    assert thread.is_alive()
+    del owner
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_the_last_rank_to_leave_removes_the_folder_of_a_job(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 
 from lightning_megatron.strategy.process.rank_status import start_time_of
@@ -43,22 +44,28 @@ def launcher_is_gone(environment: Mapping[str, str]) -> Callable[[], bool] | Non
 
 
 def watch_launcher(end: Callable[[], None]) -> None:
-    """Call a function soon after the launcher has ended, from a daemon thread.
+    """Call a method soon after the launcher has ended, from a daemon thread.
 
-    A kill signal from the operating system at the death of the parent would be faster, but would
-    leave temporary files behind.
+    The thread ends when the object of the method is garbage-collected, so that a process with many
+    Trainers has few threads. A kill signal from the operating system at the death of the parent
+    would be faster, but would leave temporary files behind.
 
     Args:
-        end: Function that ends this process.
+        end: Bound method that ends this process.
     """
     is_gone = launcher_is_gone(os.environ)
     if is_gone is None:
         return
+    reference = weakref.WeakMethod(end)
 
     def poll_launcher() -> None:
         pause = threading.Event()
         while not is_gone():
             pause.wait(_POLL_SECONDS)
-        end()
+            if reference() is None:
+                return
+        method = reference()
+        if method is not None:
+            method()
 
     threading.Thread(target=poll_launcher, daemon=True, name="parent-watch").start()
