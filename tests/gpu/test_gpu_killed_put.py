@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ PATIENCE = 120.0
 
 
 def check_killed_job(accelerator: str, payload: str) -> None:
-    start = time.monotonic()
     process = subprocess.run(
         [sys.executable, "-m", "tests.gpu.run_killed_put", accelerator, payload],
         cwd=ROOT,
@@ -33,8 +31,6 @@ def check_killed_job(accelerator: str, payload: str) -> None:
     )
     assert process.returncode != 0
     assert "the training has ended" not in process.stdout
-    # Long before the 60 s after which a collective gives up.
-    assert time.monotonic() - start < PATIENCE
 
 
 def test_a_rank_that_is_killed_in_a_collective_on_the_cpu_is_named() -> None:
