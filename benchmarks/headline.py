@@ -124,7 +124,9 @@ def main(arguments: list[str] | None = None) -> None:
     command_line.add_argument("--estimate-only", action="store_true", help="train nothing")
     command_line.add_argument("--steps", type=int, default=8, help="measured steps")
     command_line.add_argument("--peer", default="", help="program to compare with")
-    command_line.add_argument("--peer-path", default="", help="folders for its imports alone")
+    command_line.add_argument(
+        "--peer-path", default="", help="folders that only the peer imports from"
+    )
     command_line.add_argument(
         "--options", default="{}", help="further arguments of the strategy, as JSON"
     )

@@ -159,7 +159,9 @@ def main() -> None:
     )
     command_line.add_argument("--steps", type=int, default=8, help="steps that count")
     command_line.add_argument("--peer", default="", help="program to compare with")
-    command_line.add_argument("--peer-path", default="", help="folders for its imports alone")
+    command_line.add_argument(
+        "--peer-path", default="", help="folders that only the peer imports from"
+    )
     command_line.add_argument("--only-peer", action="store_true", help="run only the peer")
     command_line.add_argument(
         "--in-a-row", action="store_true", help="ours: do not wait for the device between the steps"

@@ -141,7 +141,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--steps", type=int, default=8, help="measured steps")
     result.add_argument("--warmup", type=int, default=4, help="steps before the measured steps")
     result.add_argument("--peer", default="", help="program to compare with")
-    result.add_argument("--peer-path", default="", help="folders for its imports alone")
+    result.add_argument("--peer-path", default="", help="folders that only the peer imports from")
     result.add_argument(
         "--peer-chunks", nargs="*", type=int, default=[1], help="chunks per stage of the peer"
     )

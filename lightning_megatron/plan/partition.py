@@ -160,11 +160,9 @@ def lightest_partition(costs: LayerCosts, placement: Placement) -> LayerPartitio
         least[-1] = 0
     counts = _filled(costs, placement, least)
     if not costs.are_equal:
-        starts = (counts, _lightest_virtual_stages(costs, least))
-        counts = min(
-            (_move_layers(start, costs, placement, least) for start in starts),
-            key=lambda moved: _sorted_costs(moved, costs, placement),
-        )
+        # With several chunks, even virtual stages need not make even stages.
+        start = _lightest_virtual_stages(costs, least) if placement.num_chunks == 1 else counts
+        counts = _move_layers(start, costs, placement, least)
     weights = "layers count alike"
     if costs.embedding or costs.head:
         weights = (

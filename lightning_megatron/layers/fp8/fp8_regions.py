@@ -133,11 +133,7 @@ class _FP8ColumnLinear(torch.autograd.Function):
         kept: tuple[Tensor | None, Tensor | None] = (None, None)
         if not mesh.sequence_parallel:
             inputs = scaling.cast_input(
-                as_rows(hidden),
-                rows=True,
-                columns=keeps_input,
-                row_axes=(mesh.cp,),
-                bits=bits,
+                as_rows(hidden), rows=True, columns=keeps_input, row_axes=(mesh.cp,), bits=bits
             )
             rows = inputs.rows
             if inputs.columns is not None:
