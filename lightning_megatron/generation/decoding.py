@@ -153,11 +153,17 @@ def _chosen_tokens(session: GenerationSession, sampler: Sampler) -> Iterator[lis
 
 
 def _start_read(tokens: Tensor) -> Callable[[], list[int]]:
-    """Start to copy tokens from a GPU to the host, and return a function that waits for them."""
+    """Start to copy tokens from a GPU to the host, and return a function that waits for them.
+
+    The next pass does not wait for the copy, which runs on another stream.
+    """
     on_host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-    on_host.copy_(tokens, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        on_host.copy_(tokens, non_blocking=True)
+    tokens.record_stream(stream)
+    copied = stream.record_event()
 
     def read() -> list[int]:
         copied.synchronize()

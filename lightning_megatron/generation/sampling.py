@@ -8,6 +8,9 @@ from torch import Tensor
 from lightning_megatron.generation.settings import GenerationSettings
 from lightning_megatron.shapes import Float, Int
 
+#: Logits of a group.
+_GROUP = 256
+
 
 class Sampler:
     """Choose the most probable token, or sample a token.
@@ -30,11 +33,26 @@ class Sampler:
         Args:
             logits: Next-token logits of each row.
         """
-        wide = logits.float()
         if not self.settings.sample:
-            return wide.argmax(-1)
-        probabilities = sampling_logits(wide, self.settings).softmax(-1)
+            return argmax(logits)
+        probabilities = sampling_logits(logits.float(), self.settings).softmax(-1)
         return torch.multinomial(probabilities, 1, generator=self._generator)[:, 0]
+
+
+def argmax(logits: Float[Tensor, "batch vocab"]) -> Int[Tensor, " batch"]:
+    """Return the index of a largest logit of each row.
+
+    Equals ``logits.argmax(-1)``. The logits of a row are first divided into groups, because a
+    reduction of few long rows uses few multiprocessors of a GPU.
+
+    Args:
+        logits: Logits of each row.
+    """
+    if logits.shape[-1] % _GROUP:
+        return logits.argmax(-1)
+    peaks, places = logits.unflatten(-1, (-1, _GROUP)).max(-1)
+    group = peaks.argmax(-1, keepdim=True)
+    return (group * _GROUP + places.gather(-1, group))[:, 0]
 
 
 def sampling_logits(

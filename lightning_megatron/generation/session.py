@@ -113,6 +113,8 @@ class GenerationSession:
         Args:
             tokens: Tokens of the prompts of this rank; None means 0.
         """
+        if tokens is not None and len(tokens) == self._num_rows:
+            return tokens
         # Filler rows come after the prompts of this rank. Nothing is sampled for them, so samples
         # depend on the prompts of this rank only.
         filled = torch.zeros(self._num_rows, dtype=torch.long, device=self._device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from lightning_megatron.errors import SpeedWarning
+from lightning_megatron.generation.fused_pass import FusedPass, reason_against_fused_pass
 from lightning_megatron.graphs.backend import (
     CAPTURE_ERRORS,
     CaptureBackend,
@@ -27,6 +29,7 @@ from lightning_megatron.models.gpt import GPT
 from lightning_megatron.models.gpt_block import attention_kind
 from lightning_megatron.shapes import Float, Int
 
+_log = logging.getLogger(__name__)
 #: Smallest number of new tokens for which a capture saves time; it takes as long as computing a few
 #: tokens.
 _MIN_TOKENS = 16
@@ -124,6 +127,12 @@ class TokenPass:
         self._backend = backend
         self._graph: CapturedGraph | None = None
         self._logits: Tensor | None = None
+        self._fused: FusedPass | None = None
+        reason = reason_against_fused_pass(gpt, num_rows, padding)
+        if reason is not None:
+            _log.info("passes over single tokens do not run on fused layers: %s", reason)
+        #: Whether the pass runs the kernels of :class:`FusedPass`.
+        self.is_fused = reason is None
 
     @property
     def is_captured(self) -> bool:
@@ -150,6 +159,12 @@ class TokenPass:
 
     def _run(self) -> Tensor:
         """Compute the logits; a repetition with the same inputs stores the same keys and values."""
+        if self.is_fused:
+            if self._fused is None:
+                # The layers of the cache exist once the prompt is in it.
+                self._fused = FusedPass(self._gpt, self._cache)
+            with evaluation_mode(self._gpt):
+                return self._fused.logits(self._tokens, self._position)
         positions = self._position.expand(self._tokens.shape)
         if self._padding is not None:
             positions = positions - self._padding[:, None]

@@ -29,6 +29,7 @@ PeerUse = Literal[
     "clone gradients",
     "sums",
     "magnitudes",
+    "token sums",
 ]
 
 

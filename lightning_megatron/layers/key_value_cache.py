@@ -233,6 +233,14 @@ class KeyValueCache:
             return keys, values
         return self._written(keys, new[0]), self._written(values, new[1])
 
+    def stored(self, layer: int) -> KeysAndValues:
+        """Return all slots of a layer that has stored tokens.
+
+        Args:
+            layer: Number of the layer.
+        """
+        return self._layers[layer]
+
     def places(self, window: int | None, count: int, device: torch.device) -> Int[Tensor, " _"]:
         """Return the place in its row of each token that ``extend`` returns for new tokens.
 

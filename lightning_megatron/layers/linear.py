@@ -103,6 +103,16 @@ class ColumnParallelLinear(nn.Module):
         """Return whether :meth:`forward` uses the magnitude of its input."""
         return isinstance(self.scaling, Scaling) and self.scaling.reads_magnitudes
 
+    @property
+    def whole_weight(self) -> Float[Tensor, "out_local in_features"]:
+        """Return the weight, or that of the fused layers together."""
+        return self.weight if self.weights is None else self.weights.concatenate()
+
+    @property
+    def whole_bias(self) -> Float[Tensor, "out_local"] | None:
+        """Return the bias, or that of the fused layers together; None without a bias."""
+        return self.bias if self.biases is None else self.biases.concatenate()
+
     def split(self, rows: Sequence[int]) -> None:
         """Split the fused weight and bias into one parameter for each of the fused layers.
 
@@ -137,9 +147,8 @@ class ColumnParallelLinear(nn.Module):
             of_gradient: Object in which the backward pass of the operator that reads the output
                 stores the magnitude of the output's gradient; None if it stores no magnitude.
         """
-        weight = self.weight if self.weights is None else self.weights.concatenate()
-        bias = self.bias if self.biases is None or not add_bias else self.biases.concatenate()
-        bias = bias if add_bias else None
+        weight = self.whole_weight
+        bias = self.whole_bias if add_bias else None
         if self.scaling is None:
             output = column_linear(hidden, weight, bias, self.mesh)
         elif isinstance(self.scaling, EngineScaling):

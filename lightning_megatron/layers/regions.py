@@ -85,13 +85,15 @@ def row_linear(
 def leave_tensor_region(
     part: Float[Tensor, "seq *batch hidden"], mesh: ParallelMesh
 ) -> Float[Tensor, "seq_local *batch hidden"]:
-    """Sum the partial results of the tensor-parallel ranks.
+    """Sum the partial results of the tensor-parallel ranks, which may be overwritten.
 
     Communication: all-reduce over tp; under sequence parallelism reduce-scatter, backward
         all-gather.
     """
     if mesh.sequence_parallel:
         return reduce_scatter_sequence(part, mesh.tp)
+    if not part.requires_grad:
+        return one_shot_all_reduce_(part, mesh.tp, "sum")
     return reduce_from_axis(part, mesh.tp)
 
 

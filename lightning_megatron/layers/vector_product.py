@@ -31,10 +31,18 @@ def linear(
     kernels = fused_kernels(hidden) if _is_vector(hidden, weight, bias) else None
     if kernels is None:
         return F.linear(hidden, weight, bias)
-    # Other weights than parameters and views of adjacent parameters are results of a kernel.
-    is_stored = isinstance(weight, nn.Parameter) or weight._is_view()
-    product: Tensor = kernels.multiply_vector(hidden.view(-1), weight, bias, is_stored=is_stored)
+    product: Tensor = kernels.multiply_vector(
+        hidden.view(-1), weight, bias, is_stored=is_stored(weight)
+    )
     return product.view(*hidden.shape[:-1], -1)
+
+
+def is_stored(weight: Float[Tensor, "out_features in_features"]) -> bool:
+    """Return whether a weight is a parameter, or a view of adjacent parameters.
+
+    Other weights are results of a kernel.
+    """
+    return isinstance(weight, nn.Parameter) or weight._is_view()
 
 
 def _is_vector(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

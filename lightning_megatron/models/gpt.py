@@ -75,7 +75,8 @@ class GPT(LayeredModule):
         self, config: GPTConfig, mesh: ParallelMesh | None = None, seed: int | None = None
     ) -> None:
         super().__init__(config, mesh, seed)
-        self._rotary = build_rotary(config, self.mesh)
+        #: Rotary tables of the layers, by name.
+        self.rotary = build_rotary(config, self.mesh)
         #: Transport of attention over cp in all layers.
         self.context = context_choice(config, self.mesh)
         #: List to which a call appends the input of each layer and the output of the last norm;
@@ -223,7 +224,7 @@ class GPT(LayeredModule):
                 "past": rows.past,
             }
             layers = self._layers_of_chunk[chunk]
-            parts_of_model = self.config, layers, self._rotary, self.mesh
+            parts_of_model = self.config, layers, self.rotary, self.mesh
             dropout = self.config.attention_dropout if self.training else 0.0
             shared = layer_inputs(*parts_of_model, like, inputs.shape[:2], span, dropout=dropout)
             return self._run_chunk(chunk, values | shared)

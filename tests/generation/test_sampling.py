@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_megatron import GenerationSettings, ParallelPlanError
-from lightning_megatron.generation.sampling import Sampler, sampling_logits
+from lightning_megatron.generation.sampling import Sampler, argmax, sampling_logits
 
 processors = pytest.importorskip("transformers.generation.logits_process")
 
@@ -72,3 +72,13 @@ def test_without_sampling_the_most_probable_token_is_chosen() -> None:
 def test_errors_name_invalid_settings(setting: str, value: Any) -> None:
     with pytest.raises(ParallelPlanError, match=setting):
         GenerationSettings(**{setting: value})
+
+
+@pytest.mark.parametrize("width", [5, 256, 768, 1000])
+def test_argmax_in_groups_equals_that_of_torch(width: int) -> None:
+    torch.manual_seed(0)
+    # Few different values, so that several logits are the largest.
+    logits = torch.randint(0, 30, (7, width)).bfloat16()
+    assert torch.equal(argmax(logits), logits.argmax(-1))
+    logits[2, width // 2] = torch.nan
+    assert torch.equal(argmax(logits), logits.argmax(-1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 from unittest import mock
 
@@ -13,9 +14,12 @@ from lightning_megatron.generation import token_pass
 from lightning_megatron.generation.prompts import PromptRows
 from lightning_megatron.generation.token_pass import TokenPass, reason_against_capture
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.layers.choose_kernels import choose_kernels
 from lightning_megatron.layers.key_value_cache import KeyValueCache
 from lightning_megatron.plan.layout import ParallelLayout
 from tests.gpu.shared_gpu import gpu_of, require_gpus
+from tests.kernels.models import KINDS
+from tests.kernels.pass_checks import check_fused_pass
 from tests.world import run_world
 
 pytestmark = [
@@ -87,6 +91,42 @@ def test_captured_passes_in_bfloat16_have_the_logits_of_eager_passes(case: str) 
         results.append(torch.stack(logits).double())
     distance = (results[0] - results[1]).norm() / results[1].norm()
     assert distance < 2e-2
+
+
+FUSED = ("llama", "window", "qwen")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", FUSED)
+def test_fused_passes_have_the_logits_of_full_rows(kind: str, dtype: torch.dtype) -> None:
+    token_pass = check_fused_pass(KINDS[kind], ParallelMesh.single("cuda"), dtype)
+    assert token_pass.is_captured
+
+
+def count_fused_passes(rank: int, size: int) -> int:
+    """Return the number of captured passes of one row that tensor-parallel ranks share."""
+    mesh = ParallelMesh.create(ParallelLayout(size, tp=size), device=gpu_of(rank))
+    kernels = choose_kernels(mesh.device).kernels
+    assert kernels is not None
+    num_captured = 0
+    with mock.patch.object(
+        kernels, "send_vector_product", side_effect=kernels.send_vector_product
+    ) as send:
+        for case in ("llama", "window"):
+            config = dataclasses.replace(MODELS[case], num_kv_heads=4)
+            # A graph that is kept would prevent the destruction of its communicator.
+            num_captured += check_fused_pass(config, mesh, torch.bfloat16).is_captured
+    assert send.call_count == 2 * 2 * 2 * SIZES["num_layers"]
+    mesh.destroy()
+    return num_captured
+
+
+@pytest.mark.parametrize(
+    "size", [pytest.param(2, marks=pytest.mark.gpu2), pytest.param(4, marks=pytest.mark.gpu4)]
+)
+def test_fused_passes_of_tensor_parallel_ranks_have_the_logits_of_full_rows(size: int) -> None:
+    require_gpus(size, needs_nccl="ranks write into each other's memory")
+    assert run_world(count_fused_passes, size, backend="nccl") == [2] * size
 
 
 def count_models_with_equal_tokens(rank: int, size: int) -> int:

@@ -20,6 +20,7 @@ from tests.kernels.magnitude_checks import (
     check_norm_magnitudes,
     check_swiglu_magnitudes,
 )
+from tests.kernels.token_checks import check_gated_vector_products, check_rotated_attention
 from tests.kernels.vector_checks import check_vector_products
 
 # Largest relative change by one rounding to nearest.
@@ -403,4 +404,6 @@ CHECKS: dict[str, Callable[[Draw, Sizes], None]] = {
     "norm magnitudes": check_norm_magnitudes,
     "growing magnitudes": check_growing_magnitudes,
     "vector products": check_vector_products,
+    "gated vector products": check_gated_vector_products,
+    "rotated attention": check_rotated_attention,
 }

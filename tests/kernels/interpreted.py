@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import triton.language as tl
+from torch import Tensor
 from triton.runtime import interpreter
 
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -23,7 +24,9 @@ from lightning_megatron.plan.layout import ParallelLayout
 from tests.kernels.checks import CHECKS, ROUNDOFF, SMALL, Draw, use_kernels_everywhere
 from tests.kernels.models import KINDS, compare_model
 from tests.kernels.one_shot_checks import check_one_shot
+from tests.kernels.pass_checks import check_fused_pass
 from tests.kernels.program import report_checks
+from tests.kernels.token_checks import WIDTH, check_token_sums
 from tests.layers.noted_casts import CONFIGS, GIVEN, compare_hand_over, given
 from tests.oracles import assert_equal
 from tests.world import run_world
@@ -88,6 +91,7 @@ FULL_MODELS = (
     ("dropout", "full", 0.0), ("llama", "selective", 0.0), ("gemma", "none", 0.0), ("neox", "full", 0.0),
     ("glm", "selective", 0.0),
 )  # fmt: skip
+FUSED_PASSES = ("llama", "window", "qwen")
 SHARDED_MODELS = (("llama", "full", 0.1), ("gpt2", "none", 0.0), ("gemma", "selective", 0.0))
 
 
@@ -104,6 +108,13 @@ def check_models(mesh: ParallelMesh, cases: tuple[tuple[str, str, float], ...]) 
             ),
             smoothing=smoothing,
         )
+
+
+def check_fused_passes(mesh: ParallelMesh) -> None:
+    """Compare passes over single tokens with passes over full rows."""
+    for kind in FUSED_PASSES:
+        for dtype in (torch.float16, torch.bfloat16):
+            check_fused_pass(KINDS[kind], mesh, dtype)
 
 
 def check_hand_over() -> None:
@@ -123,24 +134,46 @@ def check_shards(rank: int, size: int) -> None:
             ParallelLayout(world_size=2, tp=2), seed=0, sequence_parallel=sequence_parallel
         )
         check_models(mesh, SHARDED_MODELS[int(sequence_parallel) :])
+        if not sequence_parallel:
+            check_fused_passes(mesh)
         mesh.destroy()
+
+
+def shared_regions(folder: Path, num_ranks: int, num_bytes: int) -> list[Tensor]:
+    """Return the regions of all ranks, as files in memory.
+
+    Args:
+        folder: Folder of the files.
+        num_ranks: Number of ranks.
+        num_bytes: Size of a region (bytes).
+    """
+    folder.mkdir(exist_ok=True)
+    options = {"shared": True, "size": num_bytes // 8, "dtype": torch.int64}
+    return [torch.from_file(str(folder / str(peer)), **options) for peer in range(num_ranks)]
 
 
 def check_one_shot_of_rank(rank: int, size: int, folder: str) -> None:
     """Check the kernel between processes whose regions are files in memory."""
-    length = kernels.one_shot_bytes(size, 2**13) // 8
-    regions = [
-        torch.from_file(str(Path(folder) / str(peer)), shared=True, size=length, dtype=torch.int64)
-        for peer in range(size)
-    ]
+    regions = shared_regions(Path(folder), size, kernels.one_shot_bytes(size, 2**13))
     pointers = torch.tensor([region.data_ptr() for region in regions])
     check_one_shot(rank, size, lambda x, op: kernels.reduce_one_shot_(x, pointers, rank, op), "cpu")
 
 
-def check_shared_files() -> None:
-    """Check all-reduces over processes that share files."""
+def check_token_sums_of_rank(rank: int, size: int, folder: str) -> None:
+    """Check sums of sent products between processes whose regions are files in memory."""
+    for dtype in (torch.float16, torch.bfloat16):
+        # Regions start as zeros.
+        regions = shared_regions(
+            Path(folder) / str(dtype), size, kernels.token_sum_bytes(size, WIDTH)
+        )
+        pointers = torch.tensor([region.data_ptr() for region in regions])
+        check_token_sums(rank, size, pointers, regions[rank][:1], dtype, "cpu")
+
+
+def check_shared_files(check: Callable[..., None]) -> None:
+    """Check kernels over processes that share files."""
     with tempfile.TemporaryDirectory() as folder:
-        run_world(check_one_shot_of_rank, 3, folder)
+        run_world(check, 3, folder)
 
 
 def main(selected: list[str]) -> None:
@@ -154,8 +187,10 @@ def main(selected: list[str]) -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
     }
     checks["models"] = lambda: check_models(ParallelMesh.single(seed=0), FULL_MODELS)
+    checks["fused passes"] = lambda: check_fused_passes(ParallelMesh.single(seed=0))
     checks["hand-over"] = check_hand_over
-    checks["one shot"] = check_shared_files
+    checks["one shot"] = lambda: check_shared_files(check_one_shot_of_rank)
+    checks["token sums"] = lambda: check_shared_files(check_token_sums_of_rank)
     checks["shards"] = lambda: run_world(check_shards, 2)
     chosen = {
         name: check

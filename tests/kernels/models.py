@@ -36,6 +36,10 @@ KINDS: dict[str, GPTConfig] = {
     "glm": GPTConfig.llama(
         **TINY, vocab_multiple=8, num_kv_heads=2, rotary_dim=4, rotary_interleaved=True, norm_position="sandwich"
     ),
+    "qwen": GPTConfig.llama(
+        **TINY, vocab_multiple=8, num_kv_heads=2, ffn_hidden_size=48, qk_norm=True, qkv_bias=True,
+        tie_embeddings=True,
+    ),
     "window": GPTConfig.llama(**TINY, vocab_multiple=8, num_kv_heads=2, ffn_hidden_size=48, sliding_window=3),
 }  # fmt: skip
 

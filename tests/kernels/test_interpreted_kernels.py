@@ -20,7 +20,18 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    "group", ["float32", "bfloat16", "float16", "models", "shards", "hand-over", "one shot"]
+    "group",
+    [
+        "float32",
+        "bfloat16",
+        "float16",
+        "models",
+        "shards",
+        "hand-over",
+        "fused passes",
+        "one shot",
+        "token sums",
+    ],
 )
 def test_interpreted_kernels_equal_float64_and_torch_operators(group: str):
     results = interpreted("tests.kernels.interpreted", group)

@@ -1,8 +1,9 @@
 """Fused Triton kernels of Transformer blocks, experts and the optimizer.
 
 Triton is installed with the CUDA builds of torch. ``layers.choose_kernels`` imports this package
-for tensors of half types on a GPU. Kernels use atomics for maxima alone, so equal inputs give
-bitwise equal results. ``lightning_megatron.layers`` lists the names of the dimensions.
+for tensors of half types on a GPU. Kernels use atomics only for maxima and to count programs, so
+equal inputs give bitwise equal results. ``lightning_megatron.layers`` lists the names of the
+dimensions.
 """
 
 from lightning_megatron.kernels.triton.adamw import AdamKernel
@@ -34,14 +35,26 @@ from lightning_megatron.kernels.triton.peer_clones import (
 )
 from lightning_megatron.kernels.triton.peer_rows import add_buffer_rows, put_sums, put_tokens
 from lightning_megatron.kernels.triton.rotary import rotate_qkv
+from lightning_megatron.kernels.triton.rotated_attention import attend_rotated_token
 from lightning_megatron.kernels.triton.route import route_tokens
 from lightning_megatron.kernels.triton.route_settings import RouteSettings
 from lightning_megatron.kernels.triton.router_losses import add_routing, attach_losses
 from lightning_megatron.kernels.triton.swiglu import apply_swiglu
 from lightning_megatron.kernels.triton.token_attention import attend_one_token, store_token
 from lightning_megatron.kernels.triton.token_rows import permute_tokens, unpermute_rows
+from lightning_megatron.kernels.triton.token_sums import (
+    MAX_SUM_WIDTH,
+    add_norm_sums,
+    send_token_vector,
+    token_sum_bytes,
+)
 from lightning_megatron.kernels.triton.two_halves import split_rows
-from lightning_megatron.kernels.triton.vector_product import multiply_vector
+from lightning_megatron.kernels.triton.vector_product import (
+    MAX_PAIRED_WIDTH,
+    multiply_vector,
+    multiply_vector_swiglu,
+    send_vector_product,
+)
 from lightning_megatron.kernels.triton.weight_slices import SliceCastKernel, padded_transpose
 from lightning_megatron.kernels.triton.weighted_swiglu import (
     apply_weighted_clamped_swiglu,
@@ -51,17 +64,21 @@ from lightning_megatron.kernels.triton.weighted_swiglu import (
 __all__ = [
     "AdamKernel",
     "MAX_NORM_WIDTH",
+    "MAX_PAIRED_WIDTH",
     "MAX_PLACED_EXPERTS",
     "MAX_SORTED_EXPERTS",
+    "MAX_SUM_WIDTH",
     "RouteSettings",
     "SliceCastKernel",
     "add_norm",
+    "add_norm_sums",
     "add_routing",
     "add_buffer_rows",
     "add_clone_gradients",
     "assign_clones",
     "attach_losses",
     "attend_one_token",
+    "attend_rotated_token",
     "cast_by_blocks",
     "cast_by_lines",
     "cast_by_one_scale",
@@ -71,6 +88,7 @@ __all__ = [
     "line_magnitudes",
     "magnitude_parts",
     "multiply_vector",
+    "multiply_vector_swiglu",
     "norm_and_rotate_qkv",
     "reduce_one_shot_",
     "rotate_qkv",
@@ -88,6 +106,9 @@ __all__ = [
     "route_tokens",
     "sort_selections",
     "split_rows",
+    "send_token_vector",
+    "send_vector_product",
     "store_token",
+    "token_sum_bytes",
     "unpermute_rows",
 ]

@@ -132,7 +132,7 @@ def _tile(head_dim: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _partner(lanes: tl.tensor, rotated: tl.tensor, INTERLEAVED: tl.constexpr) -> tl.tensor:
+def rotation_partners(lanes: tl.tensor, rotated: tl.tensor, INTERLEAVED: tl.constexpr) -> tl.tensor:
     """Return the other element of each element's pair; elements that are not rotated have none."""
     if INTERLEAVED:
         partners = lanes ^ 1
@@ -142,7 +142,7 @@ def _partner(lanes: tl.tensor, rotated: tl.tensor, INTERLEAVED: tl.constexpr) ->
 
 
 @triton.jit
-def _angles(
+def rotation_angles(
     table: tl.tensor,
     row: tl.tensor,
     lanes: tl.tensor,
@@ -185,7 +185,7 @@ def _forward(
     inside = (row < num_rows) & (lanes < head_dim)
     token = row // num_turned
     head = row % num_turned
-    partners = _partner(lanes, rotated, INTERLEAVED)
+    partners = rotation_partners(lanes, rotated, INTERLEAVED)
     source = qkv + token * width + head * head_dim
     values = tl.load(source + lanes, mask=inside, other=0.0).to(tl.float32)
     partner = tl.load(source + partners, mask=inside, other=0.0).to(tl.float32)
@@ -200,8 +200,8 @@ def _forward(
         values *= factor * scale
         partner *= factor * across
     angle = token // num_sequences * table_sequences + token % num_sequences % table_sequences
-    cosine = _angles(cosines, angle, lanes, rotated, inside, 1.0, INTERLEAVED)
-    sine = _angles(sines, angle, lanes, rotated, inside, 0.0, INTERLEAVED)
+    cosine = rotation_angles(cosines, angle, lanes, rotated, inside, 1.0, INTERLEAVED)
+    sine = rotation_angles(sines, angle, lanes, rotated, inside, 0.0, INTERLEAVED)
     result = values * cosine + tl.where(partners > lanes, -partner, partner) * sine
     target = turned + row * head_dim + lanes
     tl.store(target, result.to(turned.dtype.element_ty), mask=inside)
@@ -239,7 +239,7 @@ def _backward(
     # fmt: on
     program = tl.program_id(0)
     lanes = tl.arange(0, LANES)[None, :]
-    partners = _partner(lanes, rotated, INTERLEAVED)
+    partners = rotation_partners(lanes, rotated, INTERLEAVED)
     num_turned = num_heads + num_kv_heads
     num_all = num_turned + num_kv_heads
     query_sum = tl.zeros((LANES,), dtype=tl.float32)
@@ -278,8 +278,8 @@ def _backward(
         is_turned = of_query | of_key
         # The gradient is rotated back. Sines may differ within a pair only by rounding of tables,
         # whose halves are equal.
-        cosine = _angles(cosines, angle, lanes, rotated, is_turned, 1.0, INTERLEAVED)
-        sine = _angles(sines, angle, partners, rotated, is_turned, 0.0, INTERLEAVED)
+        cosine = rotation_angles(cosines, angle, lanes, rotated, is_turned, 1.0, INTERLEAVED)
+        sine = rotation_angles(sines, angle, partners, rotated, is_turned, 0.0, INTERLEAVED)
         grad = output_grad * cosine + tl.where(partners > lanes, partner, -partner) * sine
         if HAS_NORM:
             source = qkv + token * (num_all * head_dim) + head * head_dim + lanes

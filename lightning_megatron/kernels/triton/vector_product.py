@@ -8,16 +8,20 @@ from triton import language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lightning_megatron.kernels.triton.early_start import early_start
+from lightning_megatron.kernels.triton.half_words import pack_halves
 from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of, power_of_two
-from lightning_megatron.shapes import Float
+from lightning_megatron.kernels.triton.token_sums import launch_number, region_of, send_words
+from lightning_megatron.shapes import Float, Int
 
 #: Elements of the weight that a program reads at once, and how many of them are of one row.
 #: Programs are small, so that all multiprocessors read even a weight of a few MB.
 _BLOCK = 4096
 _BLOCK_IN = 2048
 _WARPS = 4
-#: Largest input of which a program has several rows.
+#: Widest input of which a program has several rows.
 _WIDE = 16384
+#: Widest input of products whose programs have pairs of rows.
+MAX_PAIRED_WIDTH = _WIDE
 
 
 def multiply_vector(
@@ -25,7 +29,7 @@ def multiply_vector(
     weight: Float[Tensor, "out_features in_features"],
     bias: Float[Tensor, "out_features"] | None,
     *,
-    is_stored: bool,
+    is_stored: bool = True,
 ) -> Float[Tensor, "out_features"]:
     """Return the product of a weight and a vector, plus a bias, rounded once.
 
@@ -38,48 +42,129 @@ def multiply_vector(
         is_stored: Whether the weight is stored, and not computed by the previous kernel. In a
             captured pass, the kernel then reads it before the previous kernel has ended.
     """
+    result = vector.new_empty(weight.shape[0])
+    _launch(vector, weight, bias, result, is_stored=is_stored)
+    return result
+
+
+def multiply_vector_swiglu(
+    vector: Float[Tensor, "in_features"],
+    weight: Float[Tensor, "gate_up in_features"],
+) -> Float[Tensor, "gate_up//2"]:
+    """Return the SwiGLU of the product of a stored weight and a vector.
+
+    Equal to ``apply_swiglu(linear(vector, weight))``; the product is rounded before the activation.
+    There is no gradient.
+
+    Args:
+        vector: Contiguous vector of at most ``MAX_PAIRED_WIDTH`` elements.
+        weight: Contiguous weight: all gates, then the features that they multiply.
+    """
+    result = vector.new_empty(weight.shape[0] // 2)
+    _launch(vector, weight, None, result, is_gated=True)
+    return result
+
+
+def send_vector_product(
+    vector: Float[Tensor, "in_features"],
+    weight: Float[Tensor, "out_features in_features"],
+    pointers: Int[Tensor, "ranks"],
+    rank: int,
+    number: int,
+) -> None:
+    """Send the product of a stored weight and a vector to all ranks, rounded once.
+
+    ``add_norm_sums`` with the same number receives the products of all ranks and adds them.
+
+    Args:
+        vector: Contiguous vector of a half type with at most ``MAX_PAIRED_WIDTH`` elements.
+        weight: Contiguous weight with an even number of rows.
+        pointers: Address of the region of every rank, on the device; see ``token_sums``.
+        rank: Position of this rank.
+        number: Number of the sum in the pass.
+    """
+    _launch(
+        vector, weight, None, vector, pointers=pointers, rank=rank,
+        number=number,
+    )  # fmt: skip
+
+
+def _launch(
+    vector: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    result: Tensor,
+    *,
+    is_stored: bool = True,
+    is_gated: bool = False,
+    pointers: Tensor | None = None,
+    rank: int = 0,
+    number: int = 0,
+) -> None:
     num_out, num_in = weight.shape
     block_in = min(_BLOCK_IN, power_of_two(num_in))
     # A program holds its part of the weight in registers.
     block_out = _BLOCK // block_in if num_in <= _WIDE else 1
-    result = vector.new_empty(num_out)
+    num_results = num_out // 2 if is_gated else num_out
+    num_ranks = 0 if pointers is None else pointers.shape[0]
+    seq_length = 1 if is_stored else None
     with on_device_of(vector):
-        options = early_start(1 if is_stored else None)
         _multiply[(ceil_div(num_out, block_out),)](
-            vector, weight, result if bias is None else bias, result, num_out, NUM_IN=num_in,
-            HAS_BIAS=bias is not None, BLOCK_OUT=block_out, BLOCK_IN=block_in, num_warps=_WARPS,
-            **options,
+            vector, weight, bias, result, pointers, rank, number, num_results, NUM_IN=num_in,
+            IS_GATED=is_gated, NUM_RANKS=num_ranks, SLOT=power_of_two(num_out // 2),
+            BLOCK_OUT=block_out, BLOCK_IN=block_in, num_warps=_WARPS, **early_start(seq_length),
         )  # fmt: skip
-    return result
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["number"])
 def _multiply(
     vector: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
     result: tl.tensor,
-    num_out: tl.tensor,
+    pointers: tl.tensor,
+    rank: tl.tensor,
+    number: tl.tensor,
+    num_results: tl.tensor,
     NUM_IN: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    SLOT: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     if EARLY:
         gdc_launch_dependents()
-    outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    program = tl.program_id(0)
+    outs = program * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    if IS_GATED:
+        # Each gate is followed by the feature that it multiplies.
+        has_row = outs < 2 * num_results
+        outs = outs // 2 + outs % 2 * num_results
+    else:
+        has_row = outs < num_results
     lanes = tl.arange(0, BLOCK_IN)
     rows = weight + outs.to(tl.int64)[:, None] * NUM_IN
-    has_row = outs < num_out
     # A stored weight does not depend on the previous kernel, so all of its reads are in flight
     # before this kernel waits for the vector.
     parts = ()
     for start in tl.static_range(0, NUM_IN, BLOCK_IN):
         columns = start + lanes
         inside = columns < NUM_IN
-        part = tl.load(rows + columns[None, :], mask=has_row[:, None] & inside[None, :], other=0.0)
+        # A weight is read once in a pass, and must not replace other data in the cache.
+        part = tl.load(
+            rows + columns[None, :],
+            mask=has_row[:, None] & inside[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
         parts = parts + (part,)  # type: ignore[assignment]
+    if NUM_RANKS > 0:
+        regions = ()
+        for peer in tl.static_range(NUM_RANKS):
+            regions = regions + (region_of(pointers, peer),)  # type: ignore[assignment]
+        launch = launch_number(region_of(pointers, rank), number)
     if EARLY:
         gdc_wait()
     total = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
@@ -88,6 +173,20 @@ def _multiply(
         values = tl.load(vector + columns, mask=columns < NUM_IN, other=0.0)
         total += parts[index].to(tl.float32) * values.to(tl.float32)[None, :]
     sums = tl.sum(total, 1)
-    if HAS_BIAS:
+    if bias is not None:
         sums += tl.load(bias + outs, mask=has_row, other=0.0).to(tl.float32)
-    tl.store(result + outs, sums.to(result.dtype.element_ty), mask=has_row)
+    rounded = sums.to(result.dtype.element_ty)
+    if IS_GATED or NUM_RANKS > 0:
+        first, second = tl.split(tl.reshape(rounded, [BLOCK_OUT // 2, 2]))
+        pairs = program * (BLOCK_OUT // 2) + tl.arange(0, BLOCK_OUT // 2)
+        if IS_GATED:
+            gate = first.to(tl.float32)
+            activated = gate / (1.0 + tl.exp(-gate)) * second.to(tl.float32)
+            inside = pairs < num_results
+            tl.store(result + pairs, activated.to(result.dtype.element_ty), mask=inside)
+        else:
+            inside = 2 * pairs < num_results
+            words = pack_halves(first, second)
+            send_words(words, pairs, inside, regions, launch, rank, NUM_RANKS, SLOT)
+    else:
+        tl.store(result + outs, rounded, mask=has_row)
