@@ -19,6 +19,7 @@ from torch import Tensor
 from triton import language as tl
 
 from lightning_megatron.kernels.triton.early_start import early_start, wait_early
+from lightning_megatron.kernels.triton.half_words import unpack_halves
 from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of
 from lightning_megatron.shapes import Int, Shaped
 
@@ -143,8 +144,7 @@ def _values(
     """Return the values of the words of a rank; two for each word of half types."""
     words = tl.load(row, mask=inside, other=0, volatile=True).to(tl.int32)
     if IS_HALF:
-        low = (words & 0xFFFF).to(tl.int16).to(x.dtype.element_ty, bitcast=True).to(tl.float32)
-        high = (words >> 16).to(tl.int16).to(x.dtype.element_ty, bitcast=True).to(tl.float32)
+        low, high = unpack_halves(words, x)
     else:
         low = words.to(x.dtype.element_ty, bitcast=True)
         high = low
