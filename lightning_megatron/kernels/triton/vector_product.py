@@ -103,8 +103,8 @@ def _launch(
 ) -> None:
     num_out, num_in = weight.shape
     block_in = min(_BLOCK_IN, power_of_two(num_in))
-    # A program holds its part of the weight in registers. Other sizes of programs, and programs that
-    # loop over rows with two tiles in flight, were slower in captured passes.
+    # A program holds its part of the weight in registers. Other sizes of programs were slower in
+    # captured passes, and so were programs that loop over rows with two tiles in flight.
     block_out = _BLOCK // block_in if num_in <= _WIDE else 1
     num_results = num_out // 2 if is_gated else num_out
     num_ranks = 0 if pointers is None else pointers.shape[0]
