@@ -13,7 +13,7 @@ from lightning_megatron.half_types import HALF_TYPES
 from lightning_megatron.layers.attention import SelfAttention
 from lightning_megatron.layers.block import TransformerBlock
 from lightning_megatron.layers.choose_kernels import fused_kernels
-from lightning_megatron.layers.key_value_cache import KeysAndValues, KeyValueCache
+from lightning_megatron.layers.key_value_cache import KeyValueCache
 from lightning_megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.layers.mlp import MLP
 from lightning_megatron.layers.norm import RMSNorm
@@ -86,15 +86,14 @@ def _reason_against_block(block: Any) -> str | None:
         return "a linear layer was replaced"
     if any(layer.low_rank is not None for layer in (*columns, *rows)):
         return "a linear layer has a low-rank update"
-    if any(layer.bias is not None for layer in (network.gate_up, *rows)):
+    biases = (network.gate_up.whole_bias, *(layer.bias for layer in rows))
+    if any(bias is not None for bias in biases):
         return "a linear layer other than that of queries, keys and values has a bias"
-    if network.gate_up.biases is not None:
-        return "the layer of gates has a bias"
     return _reason_against_weights(block)
 
 
 def _reason_against_weights(block: TransformerBlock) -> str | None:
-    layer = _Layer.of(block, None)
+    layer = _Layer.of(block)
     weights = (layer.qkv, layer.output, layer.gate_up, layer.down)
     if not all(is_stored(weight) and weight.is_contiguous() for weight in weights):
         return "the parts of a weight are not adjacent in memory"
@@ -120,10 +119,9 @@ class _Layer:
     down: Tensor
     #: Arguments of the attention kernel that are equal for all tokens.
     attention: dict[str, Any]
-    stored: KeysAndValues | None
 
     @classmethod
-    def of(cls, block: Any, cache: KeyValueCache | None) -> _Layer:
+    def of(cls, block: Any) -> _Layer:
         attention = block.attention
         scale = attention.kind.scale
         settings: dict[str, Any] = {
@@ -142,7 +140,6 @@ class _Layer:
             block.mlp.gate_up.whole_weight,
             block.mlp.down.weight,
             settings,
-            None if cache is None else cache.stored(attention.layer),
         )
 
 
@@ -164,8 +161,9 @@ class FusedPass:
 
     def __init__(self, gpt: GPT, cache: KeyValueCache) -> None:
         self._gpt = gpt
-        blocks = gpt.layers.values()
-        self._layers = [_Layer.of(block, cache) for block in blocks]
+        blocks: Any = gpt.layers.values()
+        self._layers = [_Layer.of(block) for block in blocks]
+        self._stored = [cache.stored(block.attention.layer) for block in blocks]
         first = self._layers[0]
         kernels = fused_kernels(first.qkv)
         assert kernels is not None, "the kernels support the parameters"
@@ -175,10 +173,8 @@ class FusedPass:
         names = [rotary_name(gpt.config, index) for index in map(int, gpt.layers)]
         tables = {name: gpt.rotary[name](cache.max_length, like, places) for name in set(names)}
         self._tables = [tables[name] for name in names]
-        assert first.stored is not None, "the prompt is in the cache"
-        self._counters = torch.zeros(
-            first.stored[0].shape[1], dtype=torch.int32, device=like.device
-        )
+        kv_heads = self._stored[0][0].shape[1]
+        self._counters = torch.zeros(kv_heads, dtype=torch.int32, device=like.device)
         self._sums = TokenSums(gpt.mesh.tp, kernels, first.qkv.shape[1], like.device)
 
     def logits(
@@ -193,10 +189,13 @@ class FusedPass:
         gpt = self._gpt
         stream, normed = self._embedded(tokens)
         norms = [layer.attention_norm for layer in self._layers[1:]]
-        for layer, tables, next_norm in zip(
-            self._layers, self._tables, [*norms, gpt.final_norm], strict=True
+        for layer, tables, stored, next_norm in zip(
+            self._layers, self._tables, self._stored, [*norms, gpt.final_norm], strict=True
         ):
-            attended = self._attended(layer, tables, normed, place)
+            qkv = self._kernels.multiply_vector(normed.view(-1), layer.qkv, layer.qkv_bias)
+            attended = self._kernels.attend_rotated_token(
+                qkv, tables, *stored, place, self._counters, **layer.attention
+            )
             stream, normed = self._sums.add_norm(attended, layer.output, stream, layer.mlp_norm)
             activated = self._kernels.multiply_vector_swiglu(normed.view(-1), layer.gate_up)
             stream, normed = self._sums.add_norm(activated, layer.down, stream, next_norm)
@@ -216,13 +215,3 @@ class FusedPass:
             return self._sums.embed(tokens, embedding.word.weight, norm)
         stream = embedding(tokens)
         return stream, norm(stream)
-
-    def _attended(
-        self, layer: _Layer, tables: tuple[Tensor, Tensor], normed: Tensor, place: Tensor
-    ) -> Tensor:
-        assert layer.stored is not None, "the prompt is in the cache"
-        qkv = self._kernels.multiply_vector(normed.view(-1), layer.qkv, layer.qkv_bias)
-        attended: Tensor = self._kernels.attend_rotated_token(
-            qkv, tables, *layer.stored, place, self._counters, **layer.attention
-        )
-        return attended

@@ -6,7 +6,6 @@ import torch
 
 from lightning_megatron.generation.prompts import PromptRows
 from lightning_megatron.generation.token_pass import TokenPass
-from lightning_megatron.graphs.backend import CaptureBackend
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.key_value_cache import KeyValueCache
 from lightning_megatron.models.config import GPTConfig
@@ -20,19 +19,13 @@ TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 @torch.no_grad()
-def check_fused_pass(
-    config: GPTConfig,
-    mesh: ParallelMesh,
-    dtype: torch.dtype,
-    backend: CaptureBackend | None = None,
-) -> TokenPass:
+def check_fused_pass(config: GPTConfig, mesh: ParallelMesh, dtype: torch.dtype) -> TokenPass:
     """Compare the logits of fused passes with those of the same model in float32.
 
     Args:
         config: Configuration of the model.
         mesh: Process groups of this rank.
         dtype: Half type of the fused passes.
-        backend: Backend that captures the passes; None means that of the device.
 
     Returns:
         The pass.
@@ -48,7 +41,7 @@ def check_fused_pass(
     tokens, span = rows.prefill_inputs(cache)
     gpt.logits_at(tokens, len(PROMPT) - 1, span)
     cache.advance(len(PROMPT))
-    token_pass = TokenPass(gpt, cache, rows.padding, 1, backend)
+    token_pass = TokenPass(gpt, cache, rows.padding, 1)
     assert token_pass.is_fused
     row = list(PROMPT)
     for token in NEW:

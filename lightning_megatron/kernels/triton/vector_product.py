@@ -83,10 +83,7 @@ def send_vector_product(
         rank: Position of this rank.
         number: Number of the sum in the pass.
     """
-    _launch(
-        vector, weight, None, vector, pointers=pointers, rank=rank,
-        number=number,
-    )  # fmt: skip
+    _launch(vector, weight, None, vector, pointers=pointers, rank=rank, number=number)
 
 
 def _launch(
