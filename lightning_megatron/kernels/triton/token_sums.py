@@ -5,14 +5,14 @@ regions of all ranks. One kernel receives them, adds them, adds the sum to the r
 normalises the result.
 
 Memory layout of a region: the number of sums before this pass, then two slots with one row for each
-rank. A word of two half-type numbers travels together with the number of the sum in one store of 8
-bytes, so a reader knows from the number that the word has arrived. Sums use the two slots in turn.
-A rank writes to a slot again only after it has received the words of the sum in between, which the
-others send after they have read that slot.
+rank. A word of two half-type numbers travels together with the sequence number of the sum in one
+store of 8 bytes, so a reader knows from that number that the word has arrived. Sums use the two
+slots in turn. A rank writes to a slot again only after it has received the words of the sum in
+between, which the others send after they have read that slot.
 
 The kernel that receives does not wait for the previous kernel: the words of this rank have the
-number of the sum only after all of that kernel's programs have read their inputs, and that kernel
-has waited for all kernels before it.
+sequence number of the sum only after all of that kernel's programs have read their inputs, and that
+kernel has waited for all kernels before it.
 """
 
 from __future__ import annotations
@@ -128,11 +128,11 @@ def _send_vector(
     is_held = (row >= 0) & (row < num_rows)
     rows = table.to(tl.pointer_type(tl.int32), bitcast=True) + row * num_words
     words = tl.load(rows + places, mask=inside & is_held, other=0)
-    launch = launch_number(region_of(pointers, rank), number)
+    sequence = sequence_number(region_of(pointers, rank), number)
     regions = ()
     for peer in tl.static_range(NUM_RANKS):
         regions = regions + (region_of(pointers, peer),)  # type: ignore[assignment]
-    send_words(words, places, inside, regions, launch, rank, NUM_RANKS, SLOT)
+    send_words(words, places, inside, regions, sequence, rank, NUM_RANKS, SLOT)
 
 
 @triton.jit
@@ -142,8 +142,8 @@ def region_of(pointers: tl.tensor, rank: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def launch_number(region: tl.tensor, number: tl.tensor) -> tl.tensor:
-    """Return the number of a sum among those of all passes.
+def sequence_number(region: tl.tensor, number: tl.tensor) -> tl.tensor:
+    """Return the sequence number of a sum, which counts the sums of all passes.
 
     Args:
         region: Address of the region of this rank.
@@ -158,7 +158,7 @@ def send_words(
     places: tl.tensor,
     inside: tl.tensor,
     regions: tl.tuple,
-    launch: tl.tensor,
+    sequence: tl.tensor,
     rank: tl.tensor,
     NUM_RANKS: tl.constexpr,
     SLOT: tl.constexpr,
@@ -170,13 +170,13 @@ def send_words(
         places: Place of each word in the row of a rank.
         inside: Whether each word is sent.
         regions: Address of the region of every rank.
-        launch: Number of the sum among those of all passes.
+        sequence: Sequence number of the sum.
         rank: Position of this rank.
         NUM_RANKS: Number of ranks.
         SLOT: Words of the row of a rank.
     """
-    row = _HEADER + ((launch & 1) * NUM_RANKS + rank) * SLOT
-    sent = (words.to(tl.int64) & 0xFFFFFFFF) | (launch.to(tl.int64) << 32)
+    row = _HEADER + ((sequence & 1) * NUM_RANKS + rank) * SLOT
+    sent = (words.to(tl.int64) & 0xFFFFFFFF) | (sequence.to(tl.int64) << 32)
     for peer in tl.static_range(NUM_RANKS):
         tl.store(regions[peer] + row + places, sent, mask=inside)
 
@@ -201,11 +201,11 @@ def _add_norm(
     lanes = tl.arange(0, SLOT)
     inside = lanes < num_words
     region = region_of(pointers, rank)
-    launch = launch_number(region, number)
+    sequence = sequence_number(region, number)
     factors = tl.load(
         scale.to(tl.pointer_type(tl.int32), bitcast=True) + lanes, mask=inside, other=0
     )
-    low, high = _received(region, launch, inside, scale, NUM_RANKS, SLOT)
+    low, high = _received(region, sequence, inside, scale, NUM_RANKS, SLOT)
     if stream is not None:
         # The words have arrived, so earlier kernels have written the residual stream; the barrier
         # keeps its load behind the loads of the words.
@@ -234,7 +234,7 @@ def _add_norm(
 @triton.jit
 def _received(
     region: tl.tensor,
-    launch: tl.tensor,
+    sequence: tl.tensor,
     inside: tl.tensor,
     like: tl.tensor,
     NUM_RANKS: tl.constexpr,
@@ -243,12 +243,12 @@ def _received(
     """Wait for the words of all ranks, and return the rounded sums of their numbers."""
     # Ranks are padded to a power of two; the words of the padding are zeros that have arrived.
     peers = tl.arange(0, triton.next_power_of_2(NUM_RANKS))[:, None]
-    row = _HEADER + ((launch & 1) * NUM_RANKS + peers) * SLOT
+    row = _HEADER + ((sequence & 1) * NUM_RANKS + peers) * SLOT
     words = region + row + tl.arange(0, SLOT)[None, :]
     expected = (peers < NUM_RANKS) & inside[None, :]
-    number = launch.to(tl.int64) << 32
+    number = sequence.to(tl.int64) << 32
     arrived = tl.load(words, mask=expected, other=number, volatile=True)
-    while tl.max(((arrived >> 32).to(tl.int32) != launch).to(tl.int32)) > 0:
+    while tl.max(((arrived >> 32).to(tl.int32) != sequence).to(tl.int32)) > 0:
         arrived = tl.load(words, mask=expected, other=number, volatile=True)
     low, high = unpack_halves(arrived.to(tl.int32), like)
     low = tl.sum(low, 0).to(like.dtype.element_ty).to(tl.float32)

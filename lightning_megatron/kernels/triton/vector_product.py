@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lightning_megatron.kernels.triton.early_start import early_start
 from lightning_megatron.kernels.triton.half_words import pack_halves
 from lightning_megatron.kernels.triton.launch import ceil_div, on_device_of, power_of_two
-from lightning_megatron.kernels.triton.token_sums import launch_number, region_of, send_words
+from lightning_megatron.kernels.triton.token_sums import region_of, send_words, sequence_number
 from lightning_megatron.shapes import Float, Int
 
 #: Elements of the weight that a program reads at once, and how many of them are of one row.
@@ -162,7 +162,7 @@ def _multiply(
         regions = ()
         for peer in tl.static_range(NUM_RANKS):
             regions = regions + (region_of(pointers, peer),)  # type: ignore[assignment]
-        launch = launch_number(region_of(pointers, rank), number)
+        sequence = sequence_number(region_of(pointers, rank), number)
     if EARLY:
         gdc_wait()
     total = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
@@ -185,6 +185,6 @@ def _multiply(
         else:
             inside = 2 * pairs < num_results
             words = pack_halves(first, second)
-            send_words(words, pairs, inside, regions, launch, rank, NUM_RANKS, SLOT)
+            send_words(words, pairs, inside, regions, sequence, rank, NUM_RANKS, SLOT)
     else:
         tl.store(result + outs, rounded, mask=has_row)
