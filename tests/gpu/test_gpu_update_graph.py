@@ -65,7 +65,7 @@ def test_a_captured_kernel_reads_the_numbers_of_each_step(case: Case) -> None:
             for updated in (eager, captured):
                 updated.prepare(number)
             eager.run()
-            graph.run(Update("", captured, tuple, captured.run))
+            graph.run(Update("", captured, tuple, (captured.run,)))
         assert graph.num_graphs == 1
         for name in ("parameters", "averages", "squares", "steps"):
             pairs = zip(getattr(eager.slices, name), getattr(captured.slices, name), strict=True)
