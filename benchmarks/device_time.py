@@ -73,7 +73,7 @@ def burst(
         call()
     torch.cuda._sleep(60 * CYCLES)
     for number in range(rounds):
-        for name in variants if number % 2 else reversed(variants):
+        for name in variants if number % 2 else reversed(list(variants)):
             torch.cuda._sleep(gap)
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

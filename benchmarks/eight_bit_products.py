@@ -203,11 +203,11 @@ class EightBits:
         if which is Pass.DATA_GRAD:
             grad = given(self._cast(self.problem.grad, rows=True, columns=False)[0])
             return multiply_rows(grad, self.transposed_weights, ends, fast=True)
-        columns = (
+        grad, inputs = (
             given(self._cast(matrix, rows=False, columns=True)[1])
             for matrix in (self.problem.grad, self.problem.rows)
         )
-        return self._sum(which, multiply_columns(*columns, ends, fast=True))
+        return self._sum(which, multiply_columns(grad, inputs, ends, fast=True))
 
     def weight_cast(self, which: Pass) -> Callable[[], Cast] | None:
         """Return a function that casts the weights of a pass; None if it reads no weights."""

@@ -71,6 +71,10 @@ class Pass:
             (output.detach(), sent.probabilities),
         )
 
+    def run_both(self) -> None:
+        """Run both passes."""
+        self.run_backward(*self.run())
+
     def measure(self) -> None:
         """Time both passes once (ms)."""
         begin = self._synchronize_ranks()
@@ -153,7 +157,7 @@ def measure(
             f"| {num_bytes / forward / 1e6:.0f} | {host} |"
         )
         if profiles:
-            kernels = by_kernel(lambda timed=timed: timed.run_backward(*timed.run()), 10)[:LONGEST]
+            kernels = by_kernel(timed.run_both, 10)[:LONGEST]
             lines += [
                 f"    {microseconds:8.1f} us  {count:4.0f} x  {name[:90]}"
                 for name, count, microseconds in kernels

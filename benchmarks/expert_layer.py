@@ -19,6 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +110,7 @@ def measure(num_experts: int, num_tokens: int, rounds: int, inputs: str) -> list
         num_experts=num_experts, top_k=TOP_K, ffn_hidden_size=FFN_SIZE, aux_loss=0.001
     )
     mesh = ParallelMesh.single("cuda", seed=0)
-    layer = MixtureOfExperts(HIDDEN_SIZE, config, mesh)
+    layer: Any = MixtureOfExperts(HIDDEN_SIZE, config, mesh)
     initialize_(layer, torch.device("cuda"), 0)
     layer = laid_out(layer.to("cuda", DTYPE))
     layer.sends_inputs_again = inputs == "again"

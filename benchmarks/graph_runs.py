@@ -83,7 +83,7 @@ def train(
         enable_model_summary=False,
         default_root_dir=tempfile.gettempdir(),
     )
-    options = {"batch_size": batch, "pin_memory": accelerator == "cuda"}
+    options: dict[str, Any] = {"batch_size": batch, "pin_memory": accelerator == "cuda"}
     training_data = DataLoader(Tokens(config, (epoch or steps) * batch), **options)
     validation_data = DataLoader(Tokens(config, 4 * batch), **options)
     try:

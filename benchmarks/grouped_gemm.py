@@ -179,7 +179,7 @@ def measure(shape: str, skewed: bool, rounds: int, generator: torch.Generator) -
     rows = []
     for which in PASSES:
         variants = calls(problem, which)
-        errors = tuple(relative_error(problem, which, variants[name]) for name in (OURS, TORCH))
+        ours, theirs = (relative_error(problem, which, variants[name]) for name in (OURS, TORCH))
         problem.sums.zero_()
         times = burst(variants, problem.flops / 6e11, rounds)
         rates = {
@@ -191,7 +191,9 @@ def measure(shape: str, skewed: bool, rounds: int, generator: torch.Generator) -
             f"{which}_"
         )
         rows.append(
-            Row(shape, skewed, which, rates, variant, errors, abs(halves[0] / halves[1] - 1))
+            Row(
+                shape, skewed, which, rates, variant, (ours, theirs), abs(halves[0] / halves[1] - 1)
+            )
         )
         del variants
     return rows

@@ -108,7 +108,7 @@ def timing(times: PartTimes) -> Iterator[None]:
 @contextmanager
 def _replaced(owner: type, name: str, part: str, times: PartTimes) -> Iterator[None]:
     """Replace a method of a class by a timed one inside the block."""
-    attribute = owner.__dict__.get(name)
+    attribute: Any = owner.__dict__.get(name)
     is_of_class = isinstance(attribute, classmethod)
     original: Callable[..., Any] = attribute.__func__ if is_of_class else getattr(owner, name)
 

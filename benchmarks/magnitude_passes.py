@@ -57,7 +57,7 @@ class Passes:
 
         def cast() -> Any:
             matrix, parts = run()
-            settings = {"rows": True, "columns": True, "multiple": 16}
+            settings: dict[str, Any] = {"rows": True, "columns": True, "multiple": 16}
             return kernels.cast_by_one_scale(matrix, parts, self.dtype, **settings)
 
         return cast

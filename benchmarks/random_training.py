@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -56,8 +58,9 @@ class Trained(LightningModule):
     def configure_model(self) -> None:
         """Build this rank's part of the model."""
         if self.model is None:
-            self.model = GPT(self.config, mesh=self.device_mesh, seed=1234)
-            set_routing(self.model, self.routing, self.num_tokens, self.device_mesh.data.rank)
+            mesh: Any = self.device_mesh
+            self.model = GPT(self.config, mesh=mesh, seed=1234)
+            set_routing(self.model, self.routing, self.num_tokens, mesh.data.rank)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss."""

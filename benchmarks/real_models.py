@@ -133,7 +133,9 @@ def perplexity(args: argparse.Namespace) -> None:
     """Print a table of perplexities."""
     text = Path(args.text).read_text(encoding="utf-8")[: args.characters]
     tokens = torch.tensor(Tokenizer.from_file(f"{args.folder}/tokenizer.json").encode(text).ids)
-    windows = [window for window in tokens.split(args.window)[: args.windows] if len(window) > 1]
+    windows: Any = [
+        window for window in tokens.split(args.window)[: args.windows] if len(window) > 1
+    ]
     began = time.monotonic()
     trainer = trainer_of(args.layout, 1, accelerator=args.accelerator)
     (metrics,) = trainer.validate(
@@ -185,6 +187,8 @@ def sentiment(args: argparse.Namespace) -> None:
     tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
     tokenizer.enable_truncation(128)
     tokenizer.enable_padding()
+    train: Any
+    held_out: Any
     train, held_out = (batches(part, tokenizer, args.batch) for part in reviews())
     L.seed_everything(args.seed, verbose=False)
     began = time.monotonic()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 
+from benchmarks.measure import megatron_strategy_of
 from lightning_megatron.cli.schedule_costs import PipelineCosts
 from lightning_megatron.groups.collectives import all_gather_objects, barrier
 from lightning_megatron.pipeline.action_times import ActionTimes
@@ -44,28 +45,30 @@ class StageTimes(Callback):
         """Synchronise all ranks, and record the actions of this step."""
         if trainer.global_step != self.first:
             return
-        executor = trainer.strategy.run.executor
+        strategy = megatron_strategy_of(trainer)
+        executor: Any = strategy.run.executor
         run = executor.run
-        device = trainer.strategy.root_device
+        device = strategy.root_device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        barrier(trainer.strategy.mesh.world, device)
+        barrier(strategy.mesh.world, device)
         self._times = ActionTimes(device)
         executor.run = lambda *args, **options: run(*args, **{**options, "times": self._times})
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Stop recording."""
-        trainer.strategy.run.executor.__dict__.pop("run", None)
+        megatron_strategy_of(trainer).run.executor.__dict__.pop("run", None)
 
     def on_train_end(self, trainer: Trainer, *args: Any) -> None:
         """Gather the actions of all stages, and the measurements of ``schedule="auto"``."""
         assert self._times is not None, "the recorded step was trained"
-        mesh = trainer.strategy.mesh
+        strategy = megatron_strategy_of(trainer)
+        mesh = strategy.mesh
         actions = [
             (action.kind, action.chunk, action.microbatch, round(start * 1e6), round(stop * 1e6))
             for action, start, stop in self._times.spans()
         ]
-        measured = trainer.strategy.run.measured_stages
+        measured = strategy.run.measured_stages
         self.result = {
             "rows": all_gather_objects(actions, mesh.pp_cpu),
             "costs": None if measured is None else measured.as_dict(),

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ def milliseconds(run: Callable[[], object], repeats: int) -> float:
     return (time.perf_counter() - start) / repeats * 1e3
 
 
-def build(name: str, mesh: ParallelMesh, local: bool, scaling: Scaling | None) -> nn.Module:
+def build(name: str, mesh: ParallelMesh, local: bool, scaling: Scaling | None) -> Any:
     """Return one layer with gradient slots.
 
     Args:
@@ -69,7 +70,7 @@ def build(name: str, mesh: ParallelMesh, local: bool, scaling: Scaling | None) -
             if layer_type is ColumnParallelLinear
             else (width // size, features)
         )
-        layer = layer_type(*local_sizes, ParallelMesh.single(mesh.device), bias=False)
+        layer: Any = layer_type(*local_sizes, ParallelMesh.single(mesh.device), bias=False)
     else:
         layer = layer_type(width, features, mesh, bias=False)
     layer.scaling = scaling

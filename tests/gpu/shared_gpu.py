@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import traceback
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,8 @@ def share(size: int) -> None:
     timer = threading.Timer(_TIMEOUT, print_stack, [threading.main_thread().ident])
     timer.daemon = True
     timer.start()
-    for accelerator in (fabric.CUDAAccelerator, pytorch.CUDAAccelerator):
+    accelerators: tuple[Any, ...] = (fabric.CUDAAccelerator, pytorch.CUDAAccelerator)
+    for accelerator in accelerators:
         accelerator.get_parallel_devices = staticmethod(
             lambda devices: [torch.device("cuda", 0)] * len(devices)
         )

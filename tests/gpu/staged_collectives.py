@@ -105,7 +105,8 @@ class StagedCollectives:
             options |= {"device_id": None, "pg_options": None}
         self._torch["init_process_group"](_on_host(backend), *args, **options)
         if backend == "nccl":
-            self._names.add(dist.group.WORLD.group_name)
+            world: Any = dist.group.WORLD
+            self._names.add(world.group_name)
 
     def new_group(
         self,
@@ -127,7 +128,8 @@ class StagedCollectives:
     def get_backend(self, group: Any = None) -> str:
         """Return the name of the backend from which a group was requested."""
         backend = self._torch["get_backend"](group)
-        name = (dist.group.WORLD if group is None else group).group_name
+        asked: Any = dist.group.WORLD if group is None else group
+        name = asked.group_name
         return "nccl" if name in self._names else str(backend)
 
     # ---- collectives

@@ -78,9 +78,11 @@ def check_core(core: str, span: AttentionSpan, dtype: torch.dtype, bound: float)
     assert choose_core(inputs[0].device, dtype, span, S, head_dim=K).core == core
     ready = span.over(prepared(span, B, S, dtype=dtype, device=inputs[0].device))
     wide = tuple(tensor.detach().double().requires_grad_() for tensor in inputs)
+    query, key, value = wide
     sinks = () if span.sinks is None else (span.sinks,)
     output = attend(*inputs, ready)
-    expected_output = attend_by_operators(*wide, span.laid_out(B, S, inputs[0].device)).flatten(2)
+    laid_out = span.laid_out(B, S, inputs[0].device)
+    expected_output = attend_by_operators(query, key, value, laid_out).flatten(2)
     outer = torch.randn_like(expected_output)
     actual_tensors = [output, *torch.autograd.grad(output, (*inputs, *sinks), outer.to(dtype))]
     expected_tensors = [

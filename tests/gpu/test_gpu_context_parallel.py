@@ -83,7 +83,8 @@ def test_attention_by_blocks_in_half_precision_equals_float64(
     shapes = [(S, B, heads, D) for heads in (8, kv_heads, kv_heads)]
     full = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
     exact = [tensor.double().requires_grad_() for tensor in full]
-    expected = attend(*exact, span)
+    query, key, value = exact
+    expected = attend(query, key, value, span)
     grad = torch.randn_like(expected)
     expected.backward(grad)
 

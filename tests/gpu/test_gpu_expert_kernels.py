@@ -5,7 +5,7 @@ agree with torch's operators.
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -74,9 +74,9 @@ def test_the_product_of_the_router_has_float32_precision(dtype: torch.dtype) -> 
     for actual, expected, what in zip(
         gradients, expected_gradients, ("hidden", "weight"), strict=True
     ):
-        distance = float((actual.double() - expected).norm() / expected.norm())
+        error = float((actual.double() - expected).norm() / expected.norm())
         # One rounding to the dtype of the operand.
-        assert distance < {torch.bfloat16: 2.5e-3, torch.float16: 3e-4}[dtype], what
+        assert error < {torch.bfloat16: 2.5e-3, torch.float16: 3e-4}[dtype], what
 
 
 def mixture(config: ExpertsConfig, hidden: Tensor, keeps_rows: bool = True) -> list[Tensor]:
@@ -107,7 +107,7 @@ def mixture(config: ExpertsConfig, hidden: Tensor, keeps_rows: bool = True) -> l
     return [tensor.detach() for tensor in (output, routing.load.float(), *losses, *grads)]
 
 
-SETTINGS = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "softmax": {"aux_loss": 10.0, "z_loss": 1.0},
     "sequence": {"aux_loss": 10.0, "aux_loss_scope": "sequence", "normalize_top_k": False},
     "DeepSeek-V3": {

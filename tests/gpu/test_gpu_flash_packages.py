@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -37,21 +38,24 @@ def draw(*shape: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
 def test_attention_parts_by_a_package_agree_with_operators_of_torch(
-    package: object, kind: str, monkeypatch: pytest.MonkeyPatch
+    package: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capability = torch.cuda.get_device_capability()[0]
-    obstacle = package.obstacle(capability, D)  # type: ignore[attr-defined]
-    module, reason = loaded(package)  # type: ignore[arg-type]
+    obstacle = package.obstacle(capability, D)
+    module, reason = loaded(package)
     if obstacle or module is None:
-        pytest.skip(f"{package.name} {obstacle or reason}")  # type: ignore[attr-defined]
+        pytest.skip(f"{package.name} {obstacle or reason}")
     span, keys = KINDS[kind]
     span = span.laid_out(B, S, torch.device("cuda"))
     query, grad = draw(S, B, H, D, seed=1), draw(S, B, H, D, seed=4)
     key, value = draw(S, B, K, D, seed=2), draw(S, B, K, D, seed=3)
-    wide = [tensor.double() for tensor in (query, key, value, grad)]
-    out, lse = forward_part(*wide[:3], span, keys)
-    expected_tensors = out, lse, *backward_part(wide[3], *wide[:3], out, lse, span, keys)
-    choice = FlashChoice(package.make(module), "", bounds_scores=True)  # type: ignore[attr-defined]
+    wide_query, wide_key, wide_value, wide_grad = (
+        tensor.double() for tensor in (query, key, value, grad)
+    )
+    out, lse = forward_part(wide_query, wide_key, wide_value, span, keys)
+    gradients = backward_part(wide_grad, wide_query, wide_key, wide_value, out, lse, span, keys)
+    expected_tensors = out, lse, *gradients
+    choice = FlashChoice(package.make(module), "", bounds_scores=True)
     monkeypatch.setattr(attention_parts, "core_of_part", lambda *values: "flash")
     monkeypatch.setattr(attention_parts, "choose_flash", lambda *values: choice)
     package_out, package_lse = forward_part(query, key, value, span, keys)

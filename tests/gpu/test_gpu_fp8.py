@@ -231,7 +231,9 @@ def test_graphs_of_steps_with_delayed_scales_equal_eager_steps(mode):
         record = fit(
             *(graphs, 1, layout),
             module=TinyLM(hidden_size=64, num_heads=4),
-            **{"accelerator": "gpu", "precision": "bf16-mixed", "max_steps": 8},
+            accelerator="gpu",
+            precision="bf16-mixed",
+            max_steps=8,
             num_samples=40,
         )
         assert graphs is None or record.num_graphs[-1] > 0

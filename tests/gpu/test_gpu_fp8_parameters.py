@@ -85,8 +85,8 @@ def test_slices_are_cast_like_full_weights(dtype: torch.dtype, strange: float | 
         slices.cast(magnitudes, FORMAT)
         results.append((magnitudes, target))
     # NaN has several bit patterns.
-    magnitudes = [result[0].view(torch.float32) for result in results]
-    torch.testing.assert_close(*magnitudes, rtol=0, atol=0, equal_nan=True)
+    actual, expected = (result[0].view(torch.float32) for result in results)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
     # This rank has no slice of the third weight.
     assert int(results[0][0][2]) == 0
     inside = torch.zeros(60000, dtype=torch.bool, device="cuda")
@@ -218,7 +218,7 @@ def _compare_graphs(rank: int, size: int, recipe: Any, layouts: dict[str, dict[s
         second_eager, _ = _fit_on_gpu(None, recipe, size, layout)
         repeated = set(second_eager.differences_from(eager))
         for mode in ("segments", "full"):
-            settings = CudaGraphs(mode, evaluation=True, on_failure="error")  # type: ignore[arg-type]
+            settings = CudaGraphs(mode, evaluation=True, on_failure="error")
             captured, captured_weights = _fit_on_gpu(settings, recipe, size, layout)
             what = f"{name}, {mode}"
             assert captured.num_graphs[-1] > 0, what
@@ -254,7 +254,7 @@ def test_captured_updates_of_8_bit_weights_have_the_bits_of_eager_updates(recipe
     eager = run_updates(None, module=make(), **options)
     repeated = differences(run_updates(None, module=make(), **options), eager)
     for mode in ("segments", "full"):
-        settings = CudaGraphs(mode, optimizer=True, on_failure="error")  # type: ignore[arg-type]
+        settings = CudaGraphs(mode, optimizer=True, on_failure="error")
         captured = run_updates(settings, module=make(), **options)
         assert captured[0].num_graphs[-1] > 0, mode
         assert set(differences(captured, eager)) <= set(repeated), mode

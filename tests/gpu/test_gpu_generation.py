@@ -52,12 +52,12 @@ def test_captured_passes_generate_the_tokens_of_eager_passes(case: str) -> None:
     gpt = model_of(case, torch.float32)
     for prompts in (PROMPTS, PROMPTS[:1]):
         for sampling in ({}, {"sample": True, "top_k": 20, "seed": 5}):
-            settings = {"max_new_tokens": 80, **sampling}
+            settings: dict[str, Any] = {"max_new_tokens": 80, **sampling}
             captured = generate(gpt, prompts, GenerationSettings(**settings))
             expected = generate(gpt, prompts, GenerationSettings(**settings, cuda_graph=False))
             assert captured == expected
             assert len(set(captured[0])) > 3
-            stop = {"stop_tokens": (captured[0][30],), **settings}
+            stop: dict[str, Any] = {"stop_tokens": (captured[0][30],), **settings}
             ended = generate(gpt, prompts, GenerationSettings(**stop))
             assert ended == generate(gpt, prompts, GenerationSettings(**stop, cuda_graph=False))
             assert len(ended[0]) <= 31

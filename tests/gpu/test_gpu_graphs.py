@@ -58,7 +58,7 @@ def test_a_capture_runs_nothing_and_replays_follow_their_inputs() -> None:
 
 
 ERRORS: dict[str, Callable[[Tensor], object]] = {
-    "of Python": lambda x: {}["missing"],
+    "of Python": lambda x: dict[str, int]()["missing"],
     "of CUDA": lambda x: x.sum().item(),
     "of CUDA that the function catches": lambda x: _catch_error(x),
 }

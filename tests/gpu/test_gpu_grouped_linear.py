@@ -4,6 +4,7 @@ with sums in gradient slots.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_weight_gradients_of_microbatches_are_summed_in_float32_slots(
         slots = [slot.clone() for slot in slots]
     arrived: list[int] = []
     for number, (weight, slot) in enumerate(zip(weights, slots, strict=True)):
-        set_slot(weight, GradientSlot(slot, lambda number=number: arrived.append(number)))
+        set_slot(weight, GradientSlot(slot, partial(arrived.append, number)))
     expected = torch.zeros(E, N, K, device="cuda", dtype=torch.float64)
     for sizes in (SIZES[1], SIZES[0], SIZES[2], SIZES[3]):
         rows, outer = poisoned(draw(R, K), sizes), poisoned(draw(R, N), sizes)

@@ -34,6 +34,7 @@ def _options_of(axis: MeshAxis) -> Any:
 
 def _read_back(rank: int, size: int, path: str) -> None:
     options = MegatronStrategy(nccl_options=path).options.nccl_options
+    expected_options: Any = options or {}
     device = gpu_of(rank)
     for layout, names in (
         (ParallelLayout(size, tp=2), ("tp", "model")),
@@ -44,7 +45,7 @@ def _read_back(rank: int, size: int, path: str) -> None:
             axis = getattr(mesh, name)
             total = all_reduce_(torch.ones(1 << 20, device=device), axis)
             assert total.min().item() == total.max().item() == size
-            actual, expected = _options_of(axis), (options or {})[name]
+            actual, expected = _options_of(axis), expected_options[name]
             for setting, value in expected.items():
                 holder = actual if setting == "high_priority" else actual.config
                 assert (

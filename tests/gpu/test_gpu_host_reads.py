@@ -48,8 +48,9 @@ class StrictLM(LightningModule):
 
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 def test_no_microbatch_makes_the_host_wait_for_the_gpu(tmp_path: Path, kind: str) -> None:
-    twin_of("llama").save_pretrained(tmp_path)
-    rows = []
+    twin: Any = twin_of("llama")
+    twin.save_pretrained(tmp_path)
+    rows: Any = []
     for index in range(4 * BATCH):
         tokens = torch.randint(2, 50, (S,), generator=torch.Generator().manual_seed(index))
         positions = torch.arange(S)

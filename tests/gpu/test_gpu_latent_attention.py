@@ -30,12 +30,16 @@ def test_attention_with_values_smaller_than_keys_equals_the_formula(
         torch.randn(S, B, H, size, device="cuda", dtype=dtype, generator=generator)
         for size in sizes
     )
-    inputs = [tensor.requires_grad_() for tensor in inputs]
-    output = attend(*inputs, span)
-    gradients = torch.autograd.grad(output, inputs, weights.flatten(2))
-    wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    expected_output = attend_by_operators(*wide, span).flatten(2)
-    expected_gradients = torch.autograd.grad(expected_output, wide, weights.double().flatten(2))
+    query, key, value = (tensor.requires_grad_() for tensor in inputs)
+    output = attend(query, key, value, span)
+    gradients = torch.autograd.grad(output, (query, key, value), weights.flatten(2))
+    wide_query, wide_key, wide_value = (
+        tensor.detach().double().requires_grad_() for tensor in inputs
+    )
+    expected_output = attend_by_operators(wide_query, wide_key, wide_value, span).flatten(2)
+    expected_gradients = torch.autograd.grad(
+        expected_output, (wide_query, wide_key, wide_value), weights.double().flatten(2)
+    )
     tolerance = 0.02 if dtype == torch.bfloat16 else 2e-3
     for actual, expected in zip(
         (output, *gradients), (expected_output, *expected_gradients), strict=True

@@ -11,7 +11,7 @@ from tests.gpu.shared_gpu import require_gpus
 from tests.proof.training import Job, Report, train
 from tests.world import run_world
 
-LAYOUTS = {
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {"dp1": {}},
     2: {
         "tp2+sp": {"tp": 2},
@@ -39,7 +39,7 @@ LAYOUTS = {
     },
 }
 #: Layouts whose ranks share sequences.
-CONTEXT = {
+CONTEXT: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "cp2": {"cp": 2},
         "cp2 ring": {"cp": 2, "cp_transport": "ring"},

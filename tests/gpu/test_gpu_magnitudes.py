@@ -46,7 +46,7 @@ def test_models_with_hand_over_of_magnitudes_have_the_bits_of_models_without(kin
 @pytest.mark.parametrize("recompute", ["selective", "full", "norms", "activations"])
 def test_recomputed_models_with_hand_over_have_the_bits_of_models_without(recompute: str) -> None:
     mesh = ParallelMesh.single("cuda", seed=0)
-    options = {"dtype": torch.bfloat16, "emulate": False}
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "emulate": False}
     casts = compare_hand_over(CONFIGS["llama"], mesh, recompute=recompute, **options)
     inputs, gradients = expected_of("llama")
     assert sum(given(casts, "input")) >= sum(inputs)
@@ -59,7 +59,12 @@ def test_layers_of_real_size_with_hand_over_have_the_bits_of_layers_without(
     kind: str, batch: int, length: int
 ) -> None:
     mesh = ParallelMesh.single("cuda", seed=0)
-    options = {"dtype": torch.bfloat16, "emulate": False, "batch": batch, "length": length}
+    options: dict[str, Any] = {
+        "dtype": torch.bfloat16,
+        "emulate": False,
+        "batch": batch,
+        "length": length,
+    }
     casts = compare_hand_over(REAL[kind], mesh, **options)
     assert (given(casts, "input"), given(casts, "gradient")) == expected_of(kind, 1)
     torch.cuda.empty_cache()
@@ -73,7 +78,9 @@ def test_graphs_with_hand_over_of_magnitudes_equal_eager_steps(mode: Any) -> Non
         record = fit(
             *(graphs, 1, {"fp8": FP8("tensorwise")}),
             module=TinyLM(hidden_size=64, num_heads=4, activation="swiglu"),
-            **{"accelerator": "gpu", "precision": "bf16-mixed", "max_steps": 8},
+            accelerator="gpu",
+            precision="bf16-mixed",
+            max_steps=8,
             num_samples=40,
         )
         assert graphs is None or record.num_graphs[-1] > 0
@@ -87,7 +94,7 @@ def _compare_in_world(rank: int, size: int) -> list[tuple[list[bool], list[bool]
     for shares in (False, True):
         layout = ParallelLayout(world_size=size, tp=size)
         mesh = ParallelMesh.create(layout, device=gpu_of(rank), seed=0, sequence_parallel=shares)
-        options = {"dtype": torch.bfloat16, "emulate": False}
+        options: dict[str, Any] = {"dtype": torch.bfloat16, "emulate": False}
         casts = compare_hand_over(CONFIGS["llama"], mesh, **options)
         handed_over.append((given(casts, "input"), given(casts, "gradient")))
         mesh.destroy()

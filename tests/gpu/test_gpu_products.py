@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -120,8 +121,8 @@ def _scaled_products(rank: int, size: int) -> None:
     right = needed(ours.cast_weight(_draw(768, 512, seed=9), rows=True, columns=False).rows)
     for rows in (64, 256):
         for cast, fast in ((ours.cast_input, True), (ours.cast_gradient, False)):
-            options = {"emulate": False, "fast": fast}
-            axes = {"rows": True, "columns": False, "row_axes": (mesh.tp,)}
+            options: dict[str, bool] = {"emulate": False, "fast": fast}
+            axes: dict[str, Any] = {"rows": True, "columns": False, "row_axes": (mesh.tp,)}
             local = needed(cast(_draw(rows, 512, seed=rank), **axes).rows)
             full, product = gathered_product(local, right, plain, torch.bfloat16, **options)
             gathered, pipelined_product = gathered_product(

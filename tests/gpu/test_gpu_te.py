@@ -76,8 +76,10 @@ def bf16(*sizes: int, seed: int = 0) -> Tensor:
     return draw(*sizes, seed=seed, dtype=torch.bfloat16).cuda()
 
 
-def gap(actual: Tensor, expected: Tensor) -> float:
+def gap(actual: Tensor | None, expected: Tensor | None) -> float:
     """Return the norm of the difference, relative to the norm of the expected tensor."""
+    assert actual is not None
+    assert expected is not None
     wide = actual.detach().double(), expected.detach().double()
     return float((wide[0] - wide[1]).norm() / wide[1].norm())
 
@@ -177,13 +179,14 @@ def test_delayed_scales_equal_delayed_scales_of_this_package():
         tensors = []
         for step in range(4):
             hidden = (bf16(94, 1024, seed=step) * (1.0 + step)).view(47, 2, 1024).requires_grad_()
-            layer = engine_column_linear if is_engine else fp8_column_linear
+            layer: Any = engine_column_linear if is_engine else fp8_column_linear
             output = layer(hidden, weight, None, single_mesh(0), engine if is_engine else ours)
             with torch.no_grad():
                 # Evaluations do not change the scales.
                 layer(hidden * 100.0, weight, None, single_mesh(0), engine if is_engine else ours)
             output.backward(bf16(94, 512, seed=step + 9).view(47, 2, 512))
             scales.end_step(single_mesh(0))
+            assert weight.grad is not None
             tensors += [output.detach(), hidden.grad, weight.grad.clone()]
         results.append((tensors, scales.history))
     assert torch.equal(results[0][1], results[1][1])
@@ -363,7 +366,7 @@ def test_the_precision_plugin_of_lightning_selects_transformer_engine():
 
 
 def test_checkpoints_resume_with_the_other_backend(tmp_path):
-    kinds = {
+    kinds: dict[str, Any] = {
         "native": MegatronStrategy,
         "te": lambda **more: MegatronStrategy(backend="te", **more),
     }

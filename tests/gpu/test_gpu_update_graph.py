@@ -88,7 +88,7 @@ def test_a_fit_with_captured_updates_has_the_bits_of_an_eager_fit(name: str) -> 
     eager = run(None, **options)
     repeated = differences(run(None, **options), eager)
     for mode in ("segments", "full"):
-        settings = CudaGraphs(mode, optimizer=True, on_failure="error")  # type: ignore[arg-type]
+        settings = CudaGraphs(mode, optimizer=True, on_failure="error")
         captured = run(settings, **options)
         assert captured[0].num_graphs[-1] > captured[0].num_graphs[2], mode
         assert set(differences(captured, eager)) <= set(repeated), mode

@@ -100,7 +100,8 @@ def _compare(rank: int, size: int) -> None:
     plain = MeshAxis("tp", ranks, rank, dist.new_group(list(ranks)))
     expected = {name: call(plain) for name, call in CALLS.items()}
     StagedCollectives(stages=lambda tensor: True).install()
-    group = dist.new_group(list(ranks), backend="nccl", pg_options="NCCL's", device_id="a GPU")
+    options: dict[str, Any] = {"pg_options": "NCCL's", "device_id": "a GPU"}
+    group = dist.new_group(list(ranks), backend="nccl", **options)
     assert dist.get_backend(group) == "nccl"
     assert dist.get_backend(plain.group) == dist.get_backend() == "gloo"
     staged = MeshAxis("tp", ranks, rank, group)
