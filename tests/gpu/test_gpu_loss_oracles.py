@@ -34,7 +34,8 @@ def run(loss: MeanLoss, inputs: tuple[Tensor, ...], smoothing: float) -> list[Te
     hidden, head, labels = inputs
     mean_loss = loss(hidden, head, labels, smoothing)
     return [
-        tensor.double() for tensor in (mean_loss, *torch.autograd.grad(mean_loss, (hidden, head)))
+        tensor.detach().double()
+        for tensor in (mean_loss, *torch.autograd.grad(mean_loss, (hidden, head)))
     ]
 
 
