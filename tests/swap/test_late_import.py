@@ -9,11 +9,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from lightning_megatron.swap import build_on_meta
 from lightning_megatron.swap.pretrained.late_import import call_on_import
 
 NAME = "a_module_of_this_test"
+GPT2_CONFIG = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16, n_positions=8)
 
 
 @pytest.fixture
@@ -70,5 +72,9 @@ def test_build_on_meta_works_after_a_partly_failed_import_of_peft(
         module = ModuleType(name)
         module.BaseTuner = object
         monkeypatch.setitem(sys.modules, name, module)
+    finders = list(sys.meta_path)
     with build_on_meta():
-        pass
+        model = AutoModelForCausalLM.from_config(GPT2_CONFIG)
+    assert model.lm_head.weight.is_meta
+    assert sys.meta_path == finders
+    assert not AutoModelForCausalLM.from_config(GPT2_CONFIG).lm_head.weight.is_meta
