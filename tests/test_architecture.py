@@ -582,3 +582,13 @@ def test_no_public_class_name_occurs_in_two_rooms() -> None:
                 homes.setdefault(node.name, set()).add(room_of(path))
     shared = {name: sorted(rooms) for name, rooms in homes.items() if len(rooms) > 1}
     assert not shared, shared
+
+
+def test_tests_on_gpus_are_selected_by_marker() -> None:
+    # `pytest -m gpu` misses tests that a condition skips.
+    conditional = [
+        path.name
+        for path in (ROOT / "tests" / "gpu").glob("*.py")
+        if "skipif(not torch.cuda" in path.read_text(encoding="utf-8")
+    ]
+    assert not conditional, conditional

@@ -14,7 +14,7 @@ from lightning_megatron.layers.attention_operators import attend_by_operators
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.choose_core import choose_core
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 B, S, H, KV, K = 2, 384, 8, 2, 64
 LENGTHS = [[100, 7, 277], [384, 0, 0]]

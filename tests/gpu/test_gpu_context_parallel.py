@@ -24,7 +24,7 @@ from lightning_megatron.layers.context_parallel.sequence_order import in_rank_or
 from lightning_megatron.layers.document_cut import DocumentCut
 from lightning_megatron.plan.context import ContextCut
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 S, B, D, CP = 512, 2, 64, 4
 SPANS = {

@@ -18,10 +18,7 @@ from tests.models.flash_stand_in import padded_on_the_right
 from tests.strategy.bert_fits import bert_fit
 from tests.strategy.graph_fits import Fit
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 ROWS, LENGTH = 6, 256
 LENGTHS = [256, 200, 64, 1, 0, 131]

@@ -22,10 +22,7 @@ from tests.kernels.models import KINDS
 from tests.kernels.pass_checks import check_fused_pass
 from tests.world import run_world
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 SIZES = {"num_layers": 4, "hidden_size": 256, "num_heads": 8}
 MODELS = {
     "llama": GPTConfig.llama(vocab_size=997, max_seq_length=512, num_kv_heads=2, **SIZES),

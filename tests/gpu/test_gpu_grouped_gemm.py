@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
@@ -101,6 +103,23 @@ def test_every_variant_of_the_product_equals_float64(
             d, expected = d[:rows], expected[:rows]
         error = (d.double() - expected).norm() / expected.norm().clamp_min(1e-30)
         assert error < TOLERANCE[d.dtype], f"{name}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("variant", PLAIN)
+def test_a_launch_may_be_the_first_cuda_call_of_a_thread(variant: str) -> None:
+    which = pass_of(variant)
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    sizes, n, k = CASES["uneven"]
+    a, b, expected = operands(which, sizes, n, k)
+    actual = expected.clone()
+    ends = torch.tensor(sizes, device="cuda").cumsum(0).int()
+    workspace = torch.empty(workspace_bytes(len(sizes), num_sms), dtype=torch.uint8, device="cuda")
+    run, settings = torch.ops.lm_kernels.grouped_gemm, (variant, False, 0, num_sms)
+    run(expected, a, b, ends, workspace, *settings)
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(run, actual, a, b, ends, workspace, *settings).result()
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("variant", PLAIN)

@@ -11,7 +11,7 @@ from lightning_megatron.layers.attention_core import attend
 from lightning_megatron.layers.attention_operators import attend_by_operators
 from lightning_megatron.layers.attention_span import AttentionSpan
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 S, B, H = 384, 2, 8
 

@@ -15,7 +15,7 @@ from lightning_megatron.groups.random import RandomStreams
 from lightning_megatron.groups.recorded_draws import RecordedDraws
 from lightning_megatron.layers.recompute import replayed
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 
 class Step:
