@@ -54,21 +54,21 @@ class Row:
     Args:
         check: Name of the check.
         setting: Model and mode.
-        found: Result of the check.
+        result: Result of the check.
         demand: Requirement; empty for a figure without a requirement.
         is_met: Whether the result meets the requirement.
     """
 
     check: str
     setting: str
-    found: str
+    result: str
     demand: str = ""
     is_met: bool = True
 
     def line(self) -> str:
         """Format the row in Markdown."""
         word = ("yes" if self.is_met else "NO") if self.demand else ""
-        cells = (self.check, self.setting, self.found, self.demand, word)
+        cells = (self.check, self.setting, self.result, self.demand, word)
         return "| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |"
 
 
@@ -258,7 +258,7 @@ def run(args: argparse.Namespace) -> list[Row]:
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as a table in Markdown."""
-    heading = ["| check | setting | found | demand | met |", "|---|---|---|---|---|"]
+    heading = ["| check | setting | result | demand | met |", "|---|---|---|---|---|"]
     return "\n".join([*heading, *[row.line() for row in rows]])
 
 

@@ -140,14 +140,14 @@ class HostTime(Callback):
         #: Median time of each part, and of the whole step (ms).
         self.result: dict[str, float] = {}
         self._times = PartTimes()
-        self._found: list[dict[str, float]] = []
+        self._steps: list[dict[str, float]] = []
         self._undo = ExitStack()
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Start, read or remove the timers."""
         step = trainer.global_step
         if self.first < step <= self.last:
-            self._found.append(self._times.take())
+            self._steps.append(self._times.take())
         if step == self.first:
             self._undo.enter_context(timing(self._times))
         if step == self.last:
@@ -163,10 +163,10 @@ class HostTime(Callback):
 
     def on_train_end(self, trainer: Trainer, *args: Any) -> None:
         """Compute the medians."""
-        if self._found:
+        if self._steps:
             parts = {
-                name: statistics.median(times[name] for times in self._found)
-                for name in self._found[0]
+                name: statistics.median(times[name] for times in self._steps)
+                for name in self._steps[0]
             }
-            parts["all"] = statistics.median(sum(times.values()) for times in self._found)
+            parts["all"] = statistics.median(sum(times.values()) for times in self._steps)
             self.result = {name: round(seconds * 1e3, 3) for name, seconds in parts.items()}

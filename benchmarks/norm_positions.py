@@ -73,21 +73,21 @@ class Losses(Callback):
 
     def __init__(self, every: int) -> None:
         self.every = every
-        self._found: list[Tensor] = []
+        self._losses: list[Tensor] = []
 
     @property
     def values(self) -> list[float]:
         """Return the losses before the first one that is not finite (nats)."""
-        losses = torch.stack(self._found).tolist() if self._found else []
+        losses = torch.stack(self._losses).tolist() if self._losses else []
         non_finite = [step for step, loss in enumerate(losses) if not math.isfinite(loss)]
         return losses[: non_finite[0]] if non_finite else losses
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         # Copy the loss on the device, so that the host does not wait.
-        self._found.append(trainer.callback_metrics["train_loss"].detach().clone())
-        if len(self._found) % self.every == 0 and trainer.is_global_zero:
+        self._losses.append(trainer.callback_metrics["train_loss"].detach().clone())
+        if len(self._losses) % self.every == 0 and trainer.is_global_zero:
             last = self.values[-self.every :]
-            print(f"step {len(self._found)}: {mean(last):.3f} nats", flush=True)
+            print(f"step {len(self._losses)}: {mean(last):.3f} nats", flush=True)
 
 
 def train(order: str, learning_rate: float, options: argparse.Namespace) -> tuple[Curve, bool]:

@@ -25,15 +25,15 @@ def rows_of(*line: str) -> list[Row]:
 
 def test_graphs_keep_all_bits_of_a_training_with_validations_a_save_and_a_load() -> None:
     repetition, bits = rows_of("--checks", "bits", "--modes", "full", "--steps", "10")
-    assert repetition.found == "equal in all bits of 10 steps"
-    assert bits.found == "equal in all bits of 10 steps, 1 graphs"
+    assert repetition.result == "equal in all bits of 10 steps"
+    assert bits.result == "equal in all bits of 10 steps, 1 graphs"
     assert bits.demand == "equal"
     assert bits.is_met
 
 
 def test_a_check_that_cannot_run_is_a_failed_row_and_later_checks_still_run() -> None:
     launches, *waits = rows_of("--checks", "launches", "waits", "--modes", "full")
-    assert "0 kernels. Record on a GPU" in launches.found
+    assert "0 kernels. Record on a GPU" in launches.result
     assert "| NO |" in launches.line()
     assert [row.setting for row in waits] == ["tiny_llama full", "tiny_mixtral full"]
     assert "| waits | tiny_llama full | none in 8 steps | none | yes |" in table(waits)
@@ -78,7 +78,7 @@ def test_more_memory_for_more_microbatches_is_reported() -> None:
 
     with patch.object(graph_checks, "train", record_peak):
         *_, last = rows_of("--checks", "memory")
-    assert last.found == "+5.6% in use, +0.0% reserved"
+    assert last.result == "+5.6% in use, +0.0% reserved"
     assert not last.is_met
 
 

@@ -66,8 +66,8 @@ def test_a_diverged_training_ends_its_curve(
     class Diverging(Losses):
         def on_train_batch_end(self, trainer: Any, *more: Any) -> None:
             super().on_train_batch_end(trainer, *more)
-            if len(self._found) == 2:
-                self._found[-1] *= math.nan
+            if len(self._losses) == 2:
+                self._losses[-1] *= math.nan
                 raise NonFiniteError("the loss is not finite")
 
     monkeypatch.setattr(norm_positions, "Losses", Diverging)
