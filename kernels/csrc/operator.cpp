@@ -160,8 +160,8 @@ void launch(const Variant& chosen, const lm_kernels::Problem& problem, int devic
   if (problem.num_groups == 0 || (problem.num_rows == 0 && !lm_kernels::is_weight_grad(chosen.kind))) return;
   LM_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "this torch is built without CUDA");
   torch::stable::accelerator::DeviceGuard guard(device);
-  // The guard makes no call for a device that is current already, such as the first one in a new thread. The driver
-  // encodes tensor maps only in a thread with a context, and cudaSetDevice makes that of the device current.
+  // The guard does nothing if the device is current already, as GPU 0 is in a new thread. But the driver encodes tensor
+  // maps only in threads with a context: cudaSetDevice makes that of the device current.
   const cudaError_t error = cudaSetDevice(device);
   LM_CHECK(error == cudaSuccess, "GPU ", device, " cannot be used: ", cudaGetErrorString(error));
   void* stream = nullptr;
