@@ -72,23 +72,20 @@ def test_top_k_last_and_monitored_files_match_those_of_a_plain_lightning_run(
             self.log("loss", loss)
             return loss
 
-    results = []
+    results, scores = [], []
     for number, strategy in enumerate((layout, None)):
         folder = tmp_path / str(number)
         saver = every_step(folder, save_top_k=2, save_last=True, monitor="loss", mode="min")
         saver.filename = "{step}-{loss:.3f}"
         trainer, _ = fit(strategy, 5, saver, module=Watched())
-        results.append(
-            (
-                sorted(os.listdir(folder)),
-                Path(saver.best_model_path).name,
-                float(saver.best_model_score),
-            )
-        )
+        results.append((sorted(os.listdir(folder)), Path(saver.best_model_path).name))
+        scores.append(float(saver.best_model_score))
         if strategy is not None:
             assert all(is_sharded_checkpoint(folder / name) for name in os.listdir(folder))
             verify_checkpoint(saver.best_model_path)
     assert results[0] == results[1]
+    # The last bit of a loss depends on the order of sums, and so on the CPU.
+    assert scores[0] == pytest.approx(scores[1], rel=1e-12)
 
 
 def test_a_weights_only_checkpoint_behind_a_last_link_cannot_resume_training(
