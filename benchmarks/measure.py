@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_megatron import MegatronStrategy
+from benchmarks.step_trace import strategy_of
 from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.model_flops import flops_per_token as flops_per_token
 from lightning_megatron.strategy.callbacks.progress import count_replicas, count_tokens
@@ -35,13 +35,6 @@ def _seconds_between(begin: Any, end: Any) -> float:
         return end - begin
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
-
-
-def megatron_strategy_of(trainer: Trainer) -> MegatronStrategy:
-    """Return the strategy of a trainer, which has the mesh."""
-    strategy = trainer.strategy
-    assert isinstance(strategy, MegatronStrategy), f"the strategy is {type(strategy).__name__}"
-    return strategy
 
 
 class Measure(Callback):
@@ -130,7 +123,7 @@ class Measure(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Gather the memory of all ranks and write the file."""
         self._read_device()
-        strategy = megatron_strategy_of(trainer)
+        strategy = strategy_of(trainer)
         on_gpu = strategy.root_device.type == "cuda"
         peak = torch.tensor(
             float(torch.cuda.max_memory_allocated() if on_gpu else 0),

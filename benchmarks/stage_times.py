@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 
-from benchmarks.measure import megatron_strategy_of
+from benchmarks.step_trace import strategy_of
 from lightning_megatron.cli.schedule_costs import PipelineCosts
 from lightning_megatron.groups.collectives import all_gather_objects, barrier
 from lightning_megatron.pipeline.action_times import ActionTimes
@@ -45,7 +45,7 @@ class StageTimes(Callback):
         """Synchronise all ranks, and record the actions of this step."""
         if trainer.global_step != self.first:
             return
-        strategy = megatron_strategy_of(trainer)
+        strategy = strategy_of(trainer)
         executor: Any = strategy.run.executor
         run = executor.run
         device = strategy.root_device
@@ -57,12 +57,12 @@ class StageTimes(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         """Stop recording."""
-        megatron_strategy_of(trainer).run.executor.__dict__.pop("run", None)
+        strategy_of(trainer).run.executor.__dict__.pop("run", None)
 
     def on_train_end(self, trainer: Trainer, *args: Any) -> None:
         """Gather the actions of all stages, and the measurements of ``schedule="auto"``."""
         assert self._times is not None, "the recorded step was trained"
-        strategy = megatron_strategy_of(trainer)
+        strategy = strategy_of(trainer)
         mesh = strategy.mesh
         actions = [
             (action.kind, action.chunk, action.microbatch, round(start * 1e6), round(stop * 1e6))

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.launches import count_launches, launches_of
-from benchmarks.measure import Measure, mark_on_device, megatron_strategy_of
+from benchmarks.measure import Measure, mark_on_device
 from benchmarks.step_profile import (
     analyse,
     find_steps,
@@ -20,6 +20,7 @@ from benchmarks.step_profile import (
     report,
     whole_window,
 )
+from benchmarks.step_trace import strategy_of
 
 #: Minimum memory traffic of the optimizer step per element (bytes): read gradient, main parameter
 #: and two moments (4 x 4), write the last three (3 x 4), write the model's parameter in bfloat16
@@ -185,7 +186,7 @@ class SaveStall(Callback):
         """Start a save; its call counts in the next step, because this step is already recorded."""
         if trainer.global_step == self.first + self.steps - 2:
             # The second save waits for the first one. Wait here instead, in an unmeasured step.
-            megatron_strategy_of(trainer).finish_saves()
+            strategy_of(trainer).finish_saves()
         if trainer.global_step in (self.first, self.first + self.steps):
             start = time.perf_counter()
             trainer.save_checkpoint(self.folder / f"step{trainer.global_step}")

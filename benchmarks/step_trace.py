@@ -180,6 +180,7 @@ class Tracer(Callback):
 
 
 def strategy_of(trainer: Trainer) -> MegatronStrategy:
+    """Return the strategy of a trainer, which has the mesh."""
     assert isinstance(trainer.strategy, MegatronStrategy)
     return trainer.strategy
 

@@ -103,6 +103,12 @@ def assert_equal(actual: Tensor, expected: Tensor, what: str, tolerance: float =
     assert error <= tolerance * scale, f"{what}: off by {error:.3e}"
 
 
+def relative_difference(actual: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference, relative to that of the expected values."""
+    wide_actual, wide_expected = actual.detach().double(), expected.detach().double()
+    return float((wide_actual - wide_expected).norm() / wide_expected.norm())
+
+
 def assert_same_gradients(
     module: nn.Module, mesh: ParallelMesh, expected: Mapping[str, Tensor], what: str
 ) -> None:

@@ -13,6 +13,7 @@ from lightning_megatron.layers.attention_core import attend, prepared
 from lightning_megatron.layers.attention_operators import attend_by_operators
 from lightning_megatron.layers.attention_span import AttentionSpan
 from lightning_megatron.layers.choose_core import choose_core
+from tests.oracles import relative_difference
 
 pytestmark = pytest.mark.gpu
 
@@ -90,8 +91,7 @@ def check_core(core: str, span: AttentionSpan, dtype: torch.dtype, bound: float)
         *torch.autograd.grad(expected_output, (*wide, *sinks), outer),
     ]
     for number, (actual, expected) in enumerate(zip(actual_tensors, expected_tensors, strict=True)):
-        wide_actual, wide_expected = actual.detach().double(), expected.detach().double()
-        error = float((wide_actual - wide_expected).norm() / wide_expected.norm())
+        error = relative_difference(actual, expected)
         assert error < bound, f"{number}: off by {error:.2g} of its norm"
 
 

@@ -15,6 +15,7 @@ from lightning_megatron.layers.choose_core import choose_core
 from lightning_megatron.models import encoder_rows
 from lightning_megatron.plan.cuda_graphs import GraphMode
 from tests.models.flash_stand_in import padded_on_the_right
+from tests.oracles import relative_difference
 from tests.strategy.bert_fits import bert_fit
 from tests.strategy.graph_fits import Fit
 
@@ -24,12 +25,6 @@ ROWS, LENGTH = 6, 256
 LENGTHS = [256, 200, 64, 1, 0, 131]
 #: Largest norm of a difference, relative to that of the expected values.
 BOUND = 0.03
-
-
-def difference(actual: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference, relative to that of the expected values."""
-    wide_actual, wide_expected = actual.detach().double(), expected.detach().double()
-    return float((wide_actual - wide_expected).norm() / wide_expected.norm())
 
 
 def build_encoder(dtype: torch.dtype, **changes: Any) -> Encoder:
@@ -83,7 +78,8 @@ def test_rows_with_lengths_equal_rows_with_a_mask(
     assert shapes == [(ROWS * LENGTH, 1, 256)]
     for name, tensor in actual.items():
         assert torch.isfinite(tensor).all(), name
-        error, usual = difference(tensor, exact[name]), difference(masked[name], exact[name])
+        error = relative_difference(tensor, exact[name])
+        usual = relative_difference(masked[name], exact[name])
         assert error < max(1.5 * usual, BOUND), f"{name}: off by {error:.2g}, a mask by {usual:.2g}"
 
 
@@ -145,7 +141,7 @@ def test_both_passes_drop_the_same_attention_weights() -> None:
         *torch.autograd.grad(expected_output, wide, outer.double()),
     ]
     for number, (actual, expected) in enumerate(zip(actual_tensors, expected_tensors, strict=True)):
-        assert difference(actual, expected) < BOUND, number
+        assert relative_difference(actual, expected) < BOUND, number
 
 
 def fit_on_gpu(graphs: CudaGraphs | None, **options: Any) -> Fit:

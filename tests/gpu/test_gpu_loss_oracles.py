@@ -17,6 +17,7 @@ from benchmarks.loss import (
     summed,
     torch_operators,
 )
+from tests.oracles import relative_difference
 
 pytestmark = pytest.mark.gpu
 
@@ -34,14 +35,8 @@ def run(loss: MeanLoss, inputs: tuple[Tensor, ...], smoothing: float) -> list[Te
     hidden, head, labels = inputs
     mean_loss = loss(hidden, head, labels, smoothing)
     return [
-        tensor.detach().double()
-        for tensor in (mean_loss, *torch.autograd.grad(mean_loss, (hidden, head)))
+        tensor.double() for tensor in (mean_loss, *torch.autograd.grad(mean_loss, (hidden, head)))
     ]
-
-
-def distance(actual: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference, relative to the norm of the expected tensor."""
-    return float((actual - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("loss", [chunked, summed])
@@ -63,9 +58,9 @@ def test_chunked_losses_agree_with_other_libraries(name: str, loss: Callable[...
         ("loss", "gradient of hidden", "gradient of head"), ours, theirs, exact, strict=True
     ):
         # Both losses round logits or their gradients to bfloat16, with 8 significant bits.
-        assert distance(our_tensor, exact_tensor) < 0.01, f"{what}: chunks"
+        assert relative_difference(our_tensor, exact_tensor) < 0.01, f"{what}: chunks"
         # cut-cross-entropy adds up gradients of hidden states in bfloat16.
-        assert distance(their_tensor, exact_tensor) < 0.03, f"{what}: {name}"
-        assert distance(our_tensor, their_tensor) < 0.03, what
+        assert relative_difference(their_tensor, exact_tensor) < 0.03, f"{what}: {name}"
+        assert relative_difference(our_tensor, their_tensor) < 0.03, what
     assert float(ours[2].abs().max()) > 0, "the head has gradients"
     assert not ours[1][::8].any(), "ignored labels have no gradients"

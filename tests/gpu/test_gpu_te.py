@@ -29,6 +29,7 @@ from lightning_megatron.models.config import GPTConfig
 from lightning_megatron.models.layered import single_mesh
 from tests.gpu.shared_gpu import require_gpus
 from tests.layers.test_fp8_products import draw
+from tests.oracles import relative_difference
 from tests.proof import training
 from tests.proof.training import Job, Report, train
 from tests.strategy.tiny import TinyLM, loader
@@ -77,11 +78,10 @@ def bf16(*sizes: int, seed: int = 0) -> Tensor:
 
 
 def gap(actual: Tensor | None, expected: Tensor | None) -> float:
-    """Return the norm of the difference, relative to the norm of the expected tensor."""
+    """Return the relative difference of tensors that must exist, such as gradients."""
     assert actual is not None
     assert expected is not None
-    wide = actual.detach().double(), expected.detach().double()
-    return float((wide[0] - wide[1]).norm() / wide[1].norm())
+    return relative_difference(actual, expected)
 
 
 def leaves() -> tuple[Tensor, Tensor, Tensor]:
