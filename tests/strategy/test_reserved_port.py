@@ -63,5 +63,8 @@ def test_port_is_free_after_its_release(environment: LightningEnvironment) -> No
     reserved.hold(environment)
     reserved.release()
     assert reserved.detach() is None
+    second = ReservedPort()
+    second.hold(environment)
+    second.release()
     with socket.create_server(("", environment.main_port)) as other_socket:
         assert other_socket.getsockname()[1] == environment.main_port
