@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import lightning_megatron
 
@@ -64,3 +67,21 @@ def test_trainer_knows_the_strategy_by_name_if_it_is_imported_first() -> None:
         run(f"import lightning_megatron.strategy, lightning as L; {STRATEGY}").splitlines()[-1]
         == "MegatronStrategy"
     )
+
+
+def test_the_tested_versions_are_admitted() -> None:
+    """constraints.txt, which README's commands install, lies in the ranges of pyproject.toml."""
+    root = Path(lightning_megatron.__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    ranges = [Requirement(text) for group in groups for text in group]
+    admitted = {canonicalize_name(entry.name): entry.specifier for entry in ranges}
+    lines = (root / "constraints.txt").read_text().splitlines()
+    tested = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    for version in tested:
+        (pin,) = version.specifier
+        assert pin.operator == "=="
+        assert pin.version in admitted.get(canonicalize_name(version.name), version.specifier), (
+            version
+        )
+    assert {"torch", "lightning", "transformers", "peft"} <= {version.name for version in tested}
