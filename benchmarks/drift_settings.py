@@ -145,6 +145,7 @@ def settings_of(config: GPTConfig, layout: Layout) -> list[Setting]:
         Setting("serial", _SEGMENTS, around=serial),
         Setting("math attention", _SEGMENTS, around=math_attention, has_own_twin=True),
         Setting("full", _FULL),
+        Setting("deterministic full", _FULL, around=deterministic, has_own_twin=True),
     ]
     if layout.data_ranks > 1:
         settings += [

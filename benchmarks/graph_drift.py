@@ -18,8 +18,8 @@ If ``segments`` differs, the other lines mean:
   during replays. If ``math attention`` and ``few blocks of NCCL`` are also equal, the cause is
   attention's backward pass, whose order of sums depends on the available multiprocessors. The first
   lines of the output show this directly: they report repeats of this pass beside other work.
-* ``deterministic`` is equal, with only deterministic algorithms of torch (flash attention in place
-  of cuDNN): the cause is cuDNN's backward pass of attention.
+* ``deterministic`` (``deterministic full``) is equal, with only deterministic algorithms of torch
+  (flash attention in place of cuDNN): the cause is cuDNN's backward pass of attention.
 * ``synchronised`` is equal: a replay begins before a tensor that it reads is complete. Only
   ``serial`` is equal: collectives and replays interfere with each other.
 * ``gathered at once`` is equal: a forward pass reads parameters before they have arrived.

@@ -1,4 +1,8 @@
-"""Test that trainings by CUDA graphs keep eager bits while gradients are summed."""
+"""Test that trainings by CUDA graphs keep eager bits while gradients are summed.
+
+Only deterministic algorithms run: the order of sums in cuDNN's backward pass of attention depends on
+the multiprocessors that other kernels leave free, so that one weight of hundreds may differ by 4e-13.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,9 @@ def test_graphs_keep_eager_bits_while_gradients_are_summed_between_them(
 ) -> None:
     require_gpus(2)
     arguments = ["--model", model, "--layout", layout, "--log", str(tmp_path / "log")]
-    modes = ["segments"] if is_shared() else ["segments", "full"]
-    lines, failure = lines_of([*arguments, "--settings", "eager again", *modes])
+    modes = ["deterministic"] if is_shared() else ["deterministic", "deterministic full"]
+    lines, failure = lines_of([*arguments, "--settings", *modes])
     assert failure == "", lines
     line_of = {line.partition(":")[0]: line for line in lines}
-    if "equal to eager" not in line_of["eager again"]:
-        pytest.skip(f"eager steps are not deterministic: {line_of['eager again']}")
     for mode in modes:
-        assert "equal to eager" in line_of[mode], lines
+        assert f"equal to {mode}, eager in all bits" in line_of[mode], lines
