@@ -19,7 +19,7 @@ from lightning_megatron.models.stage import pipelined_modules
 from lightning_megatron.plan.loss_chunks import LossChunk
 from lightning_megatron.plan.recomputation import Recomputation, Recompute
 from lightning_megatron.strategy.checks.fp8_checks import emulates
-from lightning_megatron.strategy.checks.run_checks import check_module
+from lightning_megatron.strategy.checks.run_checks import check_is_sharded, check_module
 from lightning_megatron.strategy.optimization.mixtures import MixtureRuntime, check_experts
 from lightning_megatron.strategy.options.notes import notes_on
 from lightning_megatron.strategy.options.sizes import check_places
@@ -63,7 +63,9 @@ def shard_module(
         options.needs_tables,
     ):
         rank_zero_info(str(record))
-    if options.tensor_parallel_plan is not None and mesh.tp.size > 1:
+    if options.tensor_parallel_plan is None:
+        check_is_sharded(module, mesh)
+    elif mesh.tp.size > 1:
         rank_zero_info(
             f"tensor_parallel_plan: {describe_unsharded(module) or 'everything is cut.'}"
         )

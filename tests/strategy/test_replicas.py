@@ -131,7 +131,6 @@ MODULES: dict[str, Callable[[], Regress]] = {
     "Apertus": lambda: Predict(language_model("ApertusForCausalLM")),
     "Cohere": lambda: Predict(language_model("CohereForCausalLM", use_qk_norm=True)),
     "Doge": lambda: Predict(language_model("DogeForCausalLM")),
-    "GPTBigCode": lambda: Predict(language_model("GPTBigCodeForCausalLM", **_BIGCODE)),
     "LFM2": lambda: Predict(
         language_model("Lfm2ForCausalLM", layer_types=["conv", "full_attention"])
     ),
@@ -413,6 +412,18 @@ REFUSED: dict[str, tuple[Callable[[], Regress], dict[str, Any], str]] = {
         module_with(asserts_sizes),
         {"tp": 2, "tensor_parallel_plan": PLAN},
         r"AssertionError: .*tp \(2\): .*'net.up' \('column'\), 'net.down' \('row'\)\. .*x.shape\[-1\]",
+    ),
+    "linear layers without a plan": (
+        lambda: Regress(plain_net),
+        {"tp": 2},
+        r"UnsupportedError: tp \(2\) above 1 needs a module .*: Regress has none\..* equal copies.*"
+        r"tensor_parallel_plan \{'net.up': 'column', 'net.down': 'row'\}, or tp=1",
+    ),
+    "a Hugging Face model that is not cut": (
+        lambda: Predict(language_model("GPTBigCodeForCausalLM", **_BIGCODE)),
+        {"tp": 2},
+        r"UnsupportedError: tp \(2\) above 1 needs a module .*: Predict has none\..*'net.transformer.h.\*"
+        r".mlp.c_fc': 'column', 'net.transformer.h.\*.mlp.c_proj': 'row'",
     ),
     "a row layer that splits a part": (
         lambda: Regress(plain_net),

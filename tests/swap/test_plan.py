@@ -24,6 +24,7 @@ from lightning_megatron.swap.blocks.rules import (
     fill_target,
     rules_of,
 )
+from lightning_megatron.swap.decide.model_plan import describe_unsharded, suggest_tensor_plan
 from tests.swap.cases import CLASSIFIER_PLAN, MLP_PLAN, AttentionOnly, Classifier, TiedDecoder, mlp
 
 
@@ -215,6 +216,39 @@ def test_a_gpt_that_differs_from_its_config_is_refused() -> None:
 def test_a_record_describes_a_swap_in_one_line() -> None:
     record = parallelize(mlp(), mesh_of(), {"0": "column"})[0]
     assert str(record) == "0: Linear -> ColumnParallelLinear (column, 104 of 208 elements here)"
+
+
+def test_only_modules_without_a_sharded_weight_are_listed_as_whole() -> None:
+    root = nn.ModuleDict(
+        {"norm": nn.LayerNorm(8), "up": nn.Linear(8, 12), "down": nn.Linear(12, 8)}
+    )
+    parallelize(root, mesh_of(tp=2), {"up": "column", "down": "row"})
+    assert describe_unsharded(root) == "Whole on every rank: norm."
+
+
+def test_suggested_plans_pair_the_layers_of_attention_and_of_mlps() -> None:
+    def linear(**sizes: tuple[int, int]) -> dict[str, nn.Module]:
+        return {name: nn.Linear(*size) for name, size in sizes.items()}
+
+    attention = nn.ModuleDict(linear(q=(8, 8), k=(8, 4), v=(8, 4), out=(8, 8)))
+    mlp = nn.ModuleDict({"norm": nn.LayerNorm(8), **linear(gate=(8, 12), up=(8, 12), down=(12, 8))})
+    chain = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    blocks = nn.ModuleList(nn.ModuleDict({"att": attention, "mlp": mlp}) for _ in range(2))
+    root = nn.ModuleDict({"first": nn.Linear(3, 8), "blocks": blocks, "chain": chain})
+    assert suggest_tensor_plan(root, 2) == {
+        "blocks.*.att.q": "column",
+        "blocks.*.att.k": "column",
+        "blocks.*.att.v": "column",
+        "blocks.*.att.out": "row",
+        "blocks.*.mlp.gate": "column",
+        "blocks.*.mlp.up": "column",
+        "blocks.*.mlp.down": "row",
+        "chain.2": "column",
+        "chain.4": "row",
+    }
+    single = nn.ModuleDict({"head": nn.Linear(8, 4), "odd": nn.Linear(5, 3)})
+    assert suggest_tensor_plan(single, 2) == {"head": "column_gather"}
+    assert suggest_tensor_plan(nn.ModuleDict({"norm": nn.LayerNorm(8)}), 2) == {}
 
 
 def test_a_rule_joins_several_source_tensors_into_one() -> None:

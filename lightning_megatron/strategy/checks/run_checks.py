@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron.errors import UnsupportedError
+from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.groups.shard_spec import shard_spec_of
 from lightning_megatron.models.stage import PipelinedModule, pipelined_modules
 from lightning_megatron.nest import leaves
 from lightning_megatron.plan.layout import ParallelLayout
@@ -28,6 +30,7 @@ from lightning_megatron.strategy.options.sizes import (
 )
 from lightning_megatron.strategy.options.strategy_options import StrategyOptions
 from lightning_megatron.strategy.private.data_loading import train_dataloaders
+from lightning_megatron.swap.decide.model_plan import suggest_tensor_plan
 from lightning_megatron.swap.decide.stages import suggest_plan
 from lightning_megatron.version import __version__
 
@@ -85,6 +88,28 @@ def _remedy(module: LightningModule, mesh: ParallelMesh) -> str:
             "mesh=self.device_mesh."
         )
     return f"Its blocks are in a list: use the pipeline_plan {plan}, or pp=1."
+
+
+def check_is_sharded(module: LightningModule, mesh: ParallelMesh) -> None:
+    """Refuse tp above 1 if no rank has a part of any weight.
+
+    Raises:
+        UnsupportedError: On all ranks, with a plan that shards the linear layers.
+
+    Communication: one gather of a flag over the world, on the CPU.
+    """
+    tp = mesh.tp.size
+    has_parts = not all(shard_spec_of(parameter).is_whole for parameter in module.parameters())
+    if tp == 1 or any(all_gather_objects(has_parts, mesh.world_cpu)):
+        return
+    plan = suggest_tensor_plan(module, tp)
+    remedy = "Its linear layers can be cut: use the tensor_parallel_plan {}, or tp=1 with more data"
+    raise UnsupportedError(
+        f"tp ({tp}) above 1 needs a module that can be cut over tp, a lightning_megatron.GPT or "
+        "Encoder, a Hugging Face model of a supported family, or layers that a "
+        f"tensor_parallel_plan names: {type(module).__name__} has none. All {tp} ranks would train "
+        f"equal copies. {remedy.format(plan) if plan else 'Use tp=1 with more data'} ranks instead."
+    )
 
 
 def check_module(module: LightningModule, mesh: ParallelMesh) -> None:

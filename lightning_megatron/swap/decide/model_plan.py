@@ -237,6 +237,49 @@ def describe_unsharded(model: nn.Module) -> str:
 
 def _unsharded_modules(model: nn.Module) -> Iterator[tuple[str, int]]:
     for name, module in model.named_modules():
-        parameters = [p for p in module.parameters(recurse=False) if shard_spec_of(p).is_whole]
-        if parameters:
+        parameters = list(module.parameters(recurse=False))
+        # The bias of a row layer is whole, although its weight is sharded.
+        if parameters and all(shard_spec_of(parameter).is_whole for parameter in parameters):
             yield re.sub(r"\d+", "*", name), sum(p.numel() for p in parameters)
+
+
+def suggest_tensor_plan(root: nn.Module, tp: int) -> dict[str, str]:
+    """Suggest a plan that shards the linear layers of a module; empty if there are none.
+
+    Layers that are defined together, such as the projections of an attention or an MLP, become
+    ``column`` and ``row``. The plan assumes that they run in the order of their definition; if they
+    do not, the first step raises an error. Without such layers, single layers gather their outputs.
+
+    Args:
+        root: Root module.
+        tp: Tensor-parallel size, which must divide the sharded features (ranks).
+    """
+    pairs: dict[str, str] = {}
+    single: dict[str, str] = {}
+    for name, module in root.named_modules():
+        prefix = re.sub(r"\d+", "*", f"{name}.") if name else ""
+        linear: dict[str, nn.Linear] = {}
+        for key, child in module.named_children():
+            if type(child) is nn.Linear:
+                linear[f"{prefix}{key}"] = child
+            elif next(child.parameters(), None) is not None:
+                pairs |= _pair_of(linear, tp, is_chain=isinstance(module, nn.Sequential))
+                linear = {}
+            if type(child) is nn.Linear and child.out_features % tp == 0:
+                single[f"{prefix}{key}"] = "column_gather"
+        pairs |= _pair_of(linear, tp, is_chain=isinstance(module, nn.Sequential))
+    return pairs or single
+
+
+def _pair_of(layers: Mapping[str, nn.Linear], tp: int, *, is_chain: bool) -> dict[str, str]:
+    """Return the kinds of the last of neighbouring layers and of those whose outputs it takes."""
+    if len(layers) < 2:
+        return {}
+    *earlier, last = layers
+    width = layers[earlier[-1]].in_features
+    producers = [
+        name for name in earlier[-1 if is_chain else 0 :] if layers[name].in_features == width
+    ]
+    sizes = {layers[name].out_features for name in producers}
+    fits = layers[last].in_features in sizes and not any(size % tp for size in sizes)
+    return {**dict.fromkeys(producers, "column"), last: "row"} if fits else {}
