@@ -12,24 +12,24 @@ from lightning_megatron.training.main_parameters import MainParameters
 def assign_gradients(
     main: MainParameters,
     names: Collection[str],
-    dormant: Collection[str],
+    unused: Collection[str],
     gradient_of: Callable[[str], Tensor],
 ) -> None:
     """Set the gradient of every main parameter to this rank's part of the reduced gradient.
 
-    The gradients of main parameters of dormant or frozen parameters become None.
+    The gradients of main parameters of unused or frozen parameters become None.
 
     Args:
         main: Main parameters of this rank.
         names: Names of the parameters whose gradients are reduced.
-        dormant: Names of the parameters that have never had a gradient on any rank.
+        unused: Names of the parameters for which no rank has a gradient.
         gradient_of: Function that returns the reduced gradient of a local parameter by its name.
     """
     slices = main.slices
     has_frozen = not main.are_trainable(names)
     for name in names:
         main_slice = slices.get(name)
-        has_none = name in dormant or (has_frozen and not main.is_trainable(name))
+        has_none = name in unused or (has_frozen and not main.is_trainable(name))
         if main.exposed_gradients.is_on and not has_none:
             main.exposed_gradients.expose(name, main.parameter(name), gradient_of(name))
         if main_slice is None:

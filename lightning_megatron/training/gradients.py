@@ -140,8 +140,7 @@ class GradientReducer:
             names: Names of all parameters of one optimizer, or of several.
 
         Communication: over tp, the data axis and the embedding axis, equal in number and size on
-        all ranks of each; one all-reduce of flags over the data axis on the CPU at the first call,
-        and while there are unused parameters.
+        all ranks of each; that of :meth:`UnusedParameters.find`.
         """
         self._starts.end()
         buckets = (
@@ -152,19 +151,26 @@ class GradientReducer:
         self._sum_up([bucket for bucket in buckets if not bucket.is_summed])
         finished = [name for bucket in buckets for name in bucket.names]
         self._add_parts(finished)
-        dormant = self._unused.find_dormant(finished)
-        assign_gradients(self._main, finished, dormant, self._gradient_of)
+        unused = self._unused.find(buckets)
+        assign_gradients(self._main, finished, unused, self._gradient_of)
         self._reset(buckets)
-        self._finished.update(finished)
+        self._finished.difference_update(unused)
+        self._finished.update(name for name in finished if name not in unused)
 
     def clear(self, names: Set[str]) -> None:
-        """Discard the gradients of these parameters, as ``zero_grad`` does."""
+        """Discard the gradients of these parameters."""
         for bucket in self._starts.buckets:
             if not names.isdisjoint(bucket.names):
                 if bucket.pending is not None:
                     bucket.pending.wait()
                 self._reset([bucket])
         self._finished.difference_update(names)
+
+    def zero_grad(self, names: Set[str], set_to_none: bool) -> None:
+        """Discard the gradients of these parameters; zeros take their place unless set to None."""
+        with_gradient = self._finished | self.unreduced_gradients(names).keys()
+        self._unused.note_zero_grad(names, set() if set_to_none else with_gradient & names)
+        self.clear(names)
 
     def unreduced_gradients(self, names: Collection[str]) -> dict[str, Shaped[Tensor, "..."]]:
         """Return this rank's accumulated gradients that are not reduced yet, by name."""
@@ -213,7 +219,9 @@ class GradientReducer:
         """Add gradients of earlier backward passes to the reduced gradients."""
         for name, gradient in sums.items():
             self._gradient_of(name).add_(gradient)
-        self._cast_into_main()
+        # The last backward pass may have used none of these parameters.
+        assign_gradients(self._main, sums, (), self._gradient_of)
+        self._finished.update(sums)
 
     def release(self) -> None:
         """Remove slots and hooks, so that autograd writes to ``parameter.grad`` again."""

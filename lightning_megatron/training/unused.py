@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from lightning_megatron.groups.collectives import all_reduce_
+from lightning_megatron.groups.axis import MeshAxis
+from lightning_megatron.groups.pending import Pending, start_all_reduce
+from lightning_megatron.training.gradient_bucket import GradientBucket
 from lightning_megatron.training.main_parameters import MainParameters
 
 logger = logging.getLogger(__name__)
@@ -16,11 +18,10 @@ _NUM_SHOWN = 5
 
 
 class UnusedParameters:
-    """Tracking of parameters that no rank uses, so that optimizers skip them.
+    """Tracking of the parameters that no rank uses in a step, so that optimizers skip them.
 
-    Optimizers in a single process skip them, too. A parameter is dormant while no data-parallel
-    rank has ever had a gradient for it. Other parameters without a gradient on this rank contribute
-    zeros in that step, and are logged once.
+    Optimizers in a single process skip them, too. A parameter that another data-parallel rank uses
+    contributes zeros on this rank. Each such parameter is logged once.
 
     Args:
         main: Parameters of this rank.
@@ -29,8 +30,8 @@ class UnusedParameters:
     def __init__(self, main: MainParameters) -> None:
         self._main = main
         self._without_gradient: set[str] = set()
-        self._compared: set[str] = set()
-        self._dormant: set[str] = set()
+        self._with_zeros: set[str] = set()
+        self._in_flight: list[Pending] = []
         self._logged: set[str] = set()
         self._has_warned_of_zero_grad = False
 
@@ -38,40 +39,56 @@ class UnusedParameters:
         """Record that this rank has no gradient for a parameter in this step."""
         self._without_gradient.add(name)
 
-    def find_dormant(self, names: Sequence[str]) -> set[str]:
-        """Return the dormant parameters among these, the same on all data-parallel ranks.
+    def note_zero_grad(self, names: Collection[str], with_zeros: Collection[str]) -> None:
+        """Record a call of ``zero_grad``.
 
-        Communication: one all-reduce of flags over the data axis on the CPU, if any of them is new
-        or dormant; one more over the ranks with the same experts, if there are any.
+        Args:
+            names: Names of the parameters whose gradients it has cleared.
+            with_zeros: Names of those whose gradients are zeros from now on, instead of None.
+                Optimizers do not skip them.
         """
-        tied = {name for pair in self._main.ties or () for name in pair}
-        undecided = (set(names) - self._compared | self._dormant) - tied
-        if not undecided.isdisjoint(names):
-            compared = [name for name in names if name in undecided]
-            mesh = self._main.mesh
-            unused = set()
-            for is_expert, axis in ((False, mesh.data_cpu), (True, mesh.edp_cpu)):
-                kind_names = [
-                    name for name in compared if self._main.spec(name).is_expert == is_expert
-                ]
-                flags = torch.tensor([int(name in self._without_gradient) for name in kind_names])
-                if kind_names:
-                    all_reduce_(flags, axis, "min")
-                unused |= {
-                    name for name, flag in zip(kind_names, flags.tolist(), strict=True) if flag
-                }
-            self._warn(
-                unused - self._dormant,
-                "have no gradient on any rank, and keep their values until they have one",
-            )
-            self._dormant = (self._dormant - set(compared)) | unused
-            self._compared.update(compared)
-        filled = [
-            name for name in names if name in self._without_gradient and name not in self._dormant
-        ]
-        self._warn(filled, "have no gradient on this rank, which uses zeros instead")
-        self._without_gradient.difference_update(names)
-        return self._dormant
+        self._with_zeros.difference_update(names)
+        self._with_zeros.update(with_zeros)
+
+    def find(self, buckets: Iterable[GradientBucket]) -> set[str]:
+        """Return the parameters that no rank uses in this step, the same on all ranks.
+
+        Communication: one all-reduce of flags over the data axis on the CPU, and one over the ranks
+        with the same experts, if there are any; one over the embedding axis for tied embeddings.
+        Only ranks that do not use all of their parameters wait for the results.
+        """
+        for pending in self._in_flight:
+            pending.wait()
+        self._in_flight.clear()
+        names: dict[bool, list[str]] = {False: [], True: []}
+        for bucket in buckets:
+            names[bucket.buffer.is_expert] += bucket.names
+        missing = self._without_gradient.intersection(names[False] + names[True])
+        self._without_gradient -= missing
+        unused = missing - self._with_zeros
+        mesh = self._main.mesh
+        unused = self._agree(names[False], unused, mesh.data_cpu)
+        unused = self._agree(names[True], unused, mesh.edp_cpu)
+        # Each stage has one parameter of a pair. The order of the pairs is that of both stages.
+        ties = [name for pair in self._main.ties or () for name in pair if name in names[False]]
+        unused = self._agree(ties, unused, mesh.embedding_cpu)
+        self._log(unused, "have no gradient on any rank, so that the optimizer skips them")
+        self._log(missing - unused, "have no gradient on this rank, which uses zeros instead")
+        return unused
+
+    def _agree(self, names: Sequence[str], unused: set[str], axis: MeshAxis) -> set[str]:
+        """Remove from ``unused`` those of the names that another rank of the axis uses."""
+        if not names or axis.size == 1:
+            return unused
+        flags = torch.tensor([name in unused for name in names], dtype=torch.uint8)
+        pending = start_all_reduce(flags, axis, "min")
+        if unused.isdisjoint(names):
+            # The result is known already: a rank without unused parameters only informs others.
+            self._in_flight.append(pending)
+            return unused
+        pending.wait()
+        used = {name for name, flag in zip(names, flags.tolist(), strict=True) if not flag}
+        return unused - used
 
     def discard_without_zero_grad(self, name: str, finished: set[str]) -> None:
         """Warn once that gradients of an earlier step are discarded without ``zero_grad``."""
@@ -85,8 +102,8 @@ class UnusedParameters:
                     name,
                 )
 
-    def _warn(self, names: Iterable[str], what: str) -> None:
-        new = [name for name in names if name not in self._logged]
+    def _log(self, names: set[str], what: str) -> None:
+        new = sorted(names - self._logged)
         if new:
             self._logged.update(new)
             shown = ", ".join(new[:_NUM_SHOWN]) + (", ..." if len(new) > _NUM_SHOWN else "")

@@ -265,6 +265,55 @@ class Turns(ByHand):
         ]
 
 
+class LeavesOut(Line):
+    """Leave a layer out of every second batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.detour = nn.Linear(8, 8)
+        self.is_used = True
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x, y = batch
+        hidden = self.net[:2](x)
+        hidden = hidden + self.detour(hidden) if self.is_used else hidden
+        return nn.functional.mse_loss(self.net[2](hidden), y)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.is_used = batch_idx % 2 == 0
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.5)
+
+
+class LeavesOutOnSomeRanks(LeavesOut):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.is_used = bool(batch[0][0, 0] > 0.5)
+        return Line.training_step(self, batch, batch_idx)
+
+
+class LeavesOutAndKeepsZeros(LeavesOut):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class LeavesOutByHand(LeavesOut):
+    """Use the layer in one of two backward passes of a batch, or in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for self.is_used in (batch_idx % 2 == 0, False):
+            self.manual_backward(self.loss(batch))
+        self.norms.append({"number": float(len(gradients_of(self)))})
+        optimizer.step()
+
+
 USES: dict[str, tuple[type[Line], dict[str, Any]]] = {
     "backward halves the loss": (HalfTheLoss, {}),
     "backward halves the loss of accumulated batches": (
@@ -288,6 +337,11 @@ USES: dict[str, tuple[type[Line], dict[str, Any]]] = {
     "added up by plain backward passes": (AddsUpRawly, {}),
     "never forgotten": (NeverForgets, {}),
     "toggled optimizers": (Turns, {}),
+    "left out": (LeavesOut, {}),
+    "left out of accumulated batches": (LeavesOut, {"accumulate_grad_batches": 3}),
+    "left out on some ranks": (LeavesOutOnSomeRanks, {}),
+    "left out with zeros": (LeavesOutAndKeepsZeros, {}),
+    "left out by hand": (LeavesOutByHand, {}),
 }
 
 

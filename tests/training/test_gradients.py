@@ -119,7 +119,27 @@ def unused_gradients(rank: int, mesh: ParallelMesh) -> dict[str, Any]:
     }
     run.backward({"nowhere": torch.full((200,), 4.0 * rank)})
     run.finish()
-    return {"grads": values, "records": records, "later": _value(run, "nowhere")}
+    later = _value(run, "nowhere")
+    run.zero_grad()
+    run.backward({"everywhere": torch.ones(200)})
+    run.finish()
+    at_last = [name for name, entry in run.main.slices.items() if entry.main.grad is not None]
+    return {"grads": values, "records": records, "later": later, "at last": at_last}
+
+
+def used_ties(mesh: ParallelMesh) -> list[list[str]]:
+    """Return the tied parameters with a gradient if no stage uses them, and if one does."""
+    run = Run(parameters(mesh), mesh)
+    found = []
+    for left_out in ((WORD, HEAD), (WORD,)):
+        run.zero_grad()
+        run.backward(
+            {name: run.main.parameter(name) for name in run.main.names if name not in left_out}
+        )
+        run.finish()
+        held = [entry.name for entry in run.main.slices.values() if entry.main.grad is not None]
+        found.append([name for name in held if name in (WORD, HEAD)])
+    return found
 
 
 def _value(run: Run, name: str) -> float | None:
@@ -219,6 +239,7 @@ def _check_every_layout(rank: int, size: int) -> dict[str, Any]:
             except UnsupportedError as error:
                 outcomes["on several stages"] = str(error)
             outcomes["ties"] = tie_errors(mesh)
+            outcomes["used ties"] = used_ties(mesh)
             outcomes["followed"] = follow_original(mesh)
         mesh.destroy()
     return outcomes
@@ -242,7 +263,7 @@ def test_gradient_sums_norm_clipping_and_update_match_one_process(
         assert errors["clip below the limit"] == 0
 
 
-def test_parameter_that_no_rank_uses_has_no_gradient_until_a_rank_uses_it(
+def test_parameter_has_no_gradient_in_a_step_in_which_no_rank_uses_it(
     results: list[dict[str, Any]],
 ) -> None:
     gradients: dict[str, Any] = {}
@@ -250,6 +271,15 @@ def test_parameter_that_no_rank_uses_has_no_gradient_until_a_rank_uses_it(
         gradients |= result["unused"]["grads"]
     assert gradients == {"everywhere": [1.5], "somewhere": [2.0], "nowhere": None}
     assert {result["unused"]["later"] for result in results} - {None} == {6.0}
+    assert {name for result in results for name in result["unused"]["at last"]} == {"everywhere"}
+
+
+def test_tied_parameters_have_no_gradient_in_a_step_in_which_no_stage_uses_them(
+    results: list[dict[str, Any]],
+) -> None:
+    used = [result["used ties"] for result in results]
+    assert [first for first, _ in used] == [[]] * 4
+    assert {name for _, second in used for name in second} == {WORD, HEAD}
 
 
 def test_unused_parameters_are_named_once_in_the_log(results: list[dict[str, Any]]) -> None:

@@ -279,7 +279,7 @@ class StepGradients:
         def zero_grad(set_to_none: bool = True) -> None:
             original(set_to_none)
             names = names_of()
-            self._reducer.clear(names)
+            self._reducer.zero_grad(names, set_to_none)
             if owner is self._module:
                 # The module's own method does not clear gradients of main parameters.
                 for name in names:
