@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -296,6 +297,46 @@ def test_a_new_job_removes_the_folders_of_killed_jobs(
         "now",
         "lightning_megatron_another_users",
     }
+
+
+def test_a_new_job_ignores_entries_of_its_folders_names_that_are_not_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    prefix = f"lightning_megatron_{os.getuid()}_"
+    others, target = tmp_path / f"{prefix}others", tmp_path / "target"
+    for folder in (others, target):
+        folder.mkdir()
+        os.mkfifo(folder / "process_0")
+    os.mkfifo(tmp_path / f"{prefix}fifo")
+    (tmp_path / f"{prefix}text").write_text("no folder")
+    (tmp_path / f"{prefix}link").symlink_to(target)
+    dead = tmp_path / f"{prefix}zz_dead"
+    dead.mkdir()
+    (dead / "process_0").write_text(f"{os.getpid()} 1 {socket.gethostname()}")
+    for entry in tmp_path.iterdir():
+        os.utime(entry, (time.time() - 90.0,) * 2, follow_symlinks=False)
+    lstat = Path.lstat
+    read_text = Path.read_text
+
+    def lstat_of_others(path: Path) -> os.stat_result:
+        status = lstat(path)
+        fields = [*status[:4], status.st_uid + (path == others), *status[5:]]
+        return os.stat_result(fields)
+
+    def read_file(path: Path, *args: Any, **options: Any) -> str:
+        assert path.is_file(), "reading a pipe would wait forever"
+        return read_text(path, *args, **options)
+
+    monkeypatch.setattr(Path, "lstat", lstat_of_others)
+    monkeypatch.setattr(Path, "read_text", read_file)
+    job = JobFolder("now", 0)
+    assert not dead.exists()
+    assert {entry.name for entry in tmp_path.iterdir()} == {
+        *(f"{prefix}{name}" for name in ("others", "fifo", "text", "link", "now")),
+        "target",
+    }
+    assert job.path.stat().st_mode & 0o077 == 0
 
 
 def test_a_killed_process_counts_as_ended_before_its_parent_waits_for_it() -> None:

@@ -184,7 +184,7 @@ class FailureWatch:
         folder = self._folder
         if folder is None:
             return True
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         (folder / f"failed_{self.rank}").touch()
         if not self._write_first(f"rank {self.rank}"):
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import stat
 import tempfile
 import time
 from contextlib import suppress
@@ -36,7 +37,7 @@ class JobFolder:
         prefix = f"lightning_megatron_{os.getuid()}_"
         self.path = Path(tempfile.gettempdir()) / f"{prefix}{job}"
         _remove_forgotten(self.path.parent, prefix)
-        self.path.mkdir(exist_ok=True)
+        self.path.mkdir(mode=0o700, exist_ok=True)
         self._own_file = self.path / f"process_{rank}"
         self._own_file.write_text(
             f"{os.getpid()} {start_time_of(os.getpid())} {socket.gethostname()}", encoding="utf-8"
@@ -64,9 +65,13 @@ def _may_be_alive(file: Path) -> bool:
 
 def _remove_forgotten(parent: Path, prefix: str) -> None:
     """Remove the folders of jobs whose ranks were all killed."""
-    with suppress(OSError):
-        for folder in parent.glob(f"{prefix}*"):
-            age = time.time() - folder.stat().st_mtime
+    for folder in parent.glob(f"{prefix}*"):
+        with suppress(OSError):
+            status = folder.lstat()
+            # Any user may create an entry of this name, whose files could be links or pipes.
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+                continue
+            age = time.time() - status.st_mtime
             files = list(folder.glob("process_*"))
             is_dead = age > _KEEP_SECONDS and files and not any(map(_may_be_alive, files))
             if is_dead or age > _REMOVE_AFTER_SECONDS:
