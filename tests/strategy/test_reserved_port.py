@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from datetime import timedelta
+from ipaddress import ip_address
 
 import pytest
 import torch.distributed as dist
@@ -46,6 +47,20 @@ def test_rank_that_connects_first_waits_for_the_store_on_the_reserved_port(
     store.set("key", "value")
     assert stores[0].get("key") == b"value"
     assert reserved.detach() is None
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "0.0.0.0"])
+def test_ranks_that_meet_at_a_loopback_address_are_not_reachable_from_outside(
+    address: str, environment: LightningEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", address)
+    reserved = ReservedPort()
+    reserved.hold(environment)
+    descriptor = reserved.detach()
+    assert descriptor is not None
+    with socket.socket(fileno=descriptor) as held:
+        bound = ip_address(held.getsockname()[0])
+    assert bound.is_loopback == (address != "0.0.0.0")
 
 
 def test_port_in_use_is_refused_before_ranks_start(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from ipaddress import ip_address
+from typing import Any
 
 from lightning.fabric.plugins import ClusterEnvironment
 
@@ -34,7 +36,7 @@ class ReservedPort:
         self.release()
         port = environment.main_port
         try:
-            self._socket = _listen(port)
+            self._socket = _listen(environment.main_address, port)
         except OSError as error:
             raise UnsupportedError(
                 f"the ranks must meet at a free port of this machine: port {port} cannot be used "
@@ -57,11 +59,32 @@ class ReservedPort:
             self._socket = None
 
 
-def _listen(port: int) -> socket.socket:
-    """Return a socket that listens on a port of all addresses of this machine."""
-    address = ("", port)
+def _listen(address: str, port: int) -> socket.socket:
+    """Return a socket that listens on a port of this machine.
+
+    Whoever can connect to the job's store can run code in its ranks. A job whose ranks meet at a
+    loopback address can therefore not be reached from other machines. Other addresses may be names
+    of this machine that only other machines know, so that the socket then listens on all addresses.
+
+    Args:
+        address: Address at which the ranks meet.
+        port: Port.
+    """
+    loopback = _loopback(address, port)
+    if loopback is not None:
+        return socket.create_server(loopback[1], family=loopback[0], backlog=socket.SOMAXCONN)
     if not socket.has_dualstack_ipv6():
-        return socket.create_server(address, backlog=socket.SOMAXCONN)
+        return socket.create_server(("", port), backlog=socket.SOMAXCONN)
     return socket.create_server(
-        address, family=socket.AF_INET6, dualstack_ipv6=True, backlog=socket.SOMAXCONN
+        ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=socket.SOMAXCONN
     )
+
+
+def _loopback(address: str, port: int) -> tuple[socket.AddressFamily, Any] | None:
+    """Return family and socket address of a loopback address; None for other addresses."""
+    try:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return None
+    family, _, _, _, name = found[0]
+    return (family, name) if ip_address(name[0]).is_loopback else None
