@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_megatron.errors import UnsupportedError
-from lightning_megatron.models.remote_tensor import line_of_user
+from lightning_megatron.models.cut_blocks import CutBlocks
+from lightning_megatron.models.remote_tensor import RemoteTensor, line_of_user
 from lightning_megatron.models.stored_tensors import StoredTensors
 
 #: Code object that runs the function of a reentrant torch.utils.checkpoint.
@@ -28,11 +29,14 @@ class ModuleProxy:
         path: Name of the module in the block; empty for the block itself.
     """
 
+    _stored: StoredTensors
+    _blocks: CutBlocks
+    _index: int
+    _path: str
+
     def __init__(self, stored: StoredTensors, index: int, path: str = "") -> None:
-        self._stored = stored
-        self._blocks = stored.blocks
-        self._index = index
-        self._path = path
+        # __setattr__ sets attributes of the module.
+        vars(self).update(_stored=stored, _blocks=stored.blocks, _index=index, _path=path)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module.
@@ -64,6 +68,40 @@ class ModuleProxy:
             return self._blocks.parameter_of(self._index, path, value)
         return self._stored.read(self._index, path, value) if isinstance(value, Tensor) else value
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the module, if it is on this stage, and of its copy without values.
+
+        Hooks, and steps up to the call of the block, run on every stage, also on that of the block.
+
+        Raises:
+            UnsupportedError: If the value is a module, a parameter or a tensor of another stage, or
+                if the block has already run in this step.
+        """
+        if isinstance(value, (nn.Module, nn.Parameter)):
+            self._refuse(
+                f"gets a new module or parameter as its attribute {name!r}",
+                "Assign it before the fit, for example in configure_model",
+            )
+        if isinstance(value, RemoteTensor):
+            self._refuse(
+                f"gets a tensor of another stage as its attribute {name!r}",
+                "Pass the tensor as an argument of the block",
+            )
+        self._check_unused(name)
+        for module in self._copies:
+            is_meta = isinstance(value, Tensor) and module is self._twin
+            setattr(module, name, value.to("meta") if is_meta else value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute of the module, as :meth:`__setattr__` sets one.
+
+        Raises:
+            UnsupportedError: If the block has already run in this step.
+        """
+        self._check_unused(name)
+        for module in self._copies:
+            delattr(module, name)
+
     def __iter__(self) -> Iterator[Any]:
         """Iterate over proxies for the items of a list in a block."""
         return (
@@ -89,6 +127,24 @@ class ModuleProxy:
         if not isinstance(module, (nn.ModuleList, nn.Sequential)):
             raise TypeError(f"'{type(module).__name__}' object is not a list of modules")
         return list(module._modules)
+
+    def _check_unused(self, name: str) -> None:
+        cursor = self._blocks.cursor
+        if cursor is not None and self._index < cursor.next_block:
+            self._refuse(
+                f"gets another value of its attribute {name!r} after the block has run",
+                "Set it before the call of the block, or in a hook",
+            )
+
+    @property
+    def _twin(self) -> nn.Module:
+        return self._blocks.meta_blocks[self._index].get_submodule(self._path)
+
+    @property
+    def _copies(self) -> list[nn.Module]:
+        """Return the module on this stage, if any, and its copy on the meta device."""
+        module = self._blocks.block(self._index).get_submodule(self._path)
+        return [module] if module is self._twin else [module, self._twin]
 
     @property
     def _module(self) -> nn.Module:
@@ -116,6 +172,8 @@ class BlockProxy(ModuleProxy):
         call: Function that runs a block, given its index, positional and keyword arguments.
     """
 
+    _call: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
+
     def __init__(
         self,
         stored: StoredTensors,
@@ -123,7 +181,7 @@ class BlockProxy(ModuleProxy):
         call: Callable[[int, tuple[Any, ...], dict[str, Any]], Any],
     ) -> None:
         super().__init__(stored, index)
-        self._call = call
+        vars(self)["_call"] = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block if it is on this stage; otherwise return placeholders."""

@@ -132,6 +132,27 @@ def copy_containers(batch: Any) -> Any:
     return rebuild(batch, copy_containers)
 
 
+def copy_batch(batch: Any) -> Any:
+    """Copy a batch with its tensors and arrays, so that a step may write into the copy.
+
+    A tensor that occurs twice is one tensor in the copy, too.
+    """
+    copies: dict[int, Any] = {}
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, (Tensor, np.ndarray)):
+            return rebuild(value, copy)
+        if id(value) not in copies:
+            copies[id(value)] = value.copy() if isinstance(value, np.ndarray) else _clone(value)
+        return copies[id(value)]
+
+    return copy(batch)
+
+
+def _clone(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
 def _agreed_size(batch: Any) -> int:
     sizes = {path: tensor.shape[0] for path, tensor in _tensors(batch) if tensor.dim()}
     if not sizes:

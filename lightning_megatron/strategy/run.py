@@ -55,7 +55,7 @@ from lightning_megatron.strategy.private.data_loading import (
     filter_sampler_injection,
     restore_sampler_injection,
 )
-from lightning_megatron.strategy.private.loops import call_before_epoch_ends, restore_epoch_ends
+from lightning_megatron.strategy.private.loops import call_around_epochs, restore_epochs
 from lightning_megatron.strategy.process.dataloaders import needs_distributed_sampler
 from lightning_megatron.strategy.process.garbage import LongLivedObjects
 from lightning_megatron.strategy.process.signals import SignalAgreement
@@ -228,8 +228,8 @@ class Run:
             trainer, lambda loader: needs_distributed_sampler(loader, num_shares)
         )
         undo.callback(restore_sampler_injection, trainer)
-        call_before_epoch_ends(trainer, kept.share)
-        undo.callback(restore_epoch_ends, trainer)
+        call_around_epochs(trainer, kept.share)
+        undo.callback(restore_epochs, trainer)
         if self._options.async_save:
             announce_saves(trainer, self._checkpoints.will_exist, self._checkpoints.link)
             undo.callback(announce_no_saves, trainer)

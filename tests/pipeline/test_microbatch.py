@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from lightning_megatron.errors import ParallelPlanError
-from lightning_megatron.pipeline.microbatch import Microbatch, copy_containers, split_batch
+from lightning_megatron.pipeline.microbatch import (
+    Microbatch,
+    copy_batch,
+    copy_containers,
+    split_batch,
+)
 
 
 class Pair(NamedTuple):
@@ -126,3 +131,14 @@ def test_copied_containers_hold_the_same_tensors() -> None:
     copied["more"].clear()
     assert batch.keys() == {"tokens", "more"}
     assert len(batch["more"]) == 2
+
+
+def test_a_copied_batch_keeps_its_values_when_the_copy_is_changed() -> None:
+    tokens, weights = torch.arange(4), np.ones(4)
+    batch = {"tokens": tokens, "more": [(tokens, weights)]}
+    copied = copy_batch(batch)
+    copied["tokens"].add_(1)
+    copied["more"][0][1][:] = 0
+    assert copied["more"][0][0] is copied["tokens"]
+    assert tokens.tolist() == [0, 1, 2, 3]
+    assert weights.tolist() == [1, 1, 1, 1]

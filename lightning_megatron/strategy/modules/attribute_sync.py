@@ -19,15 +19,16 @@ from lightning_megatron.models.stage import PipelinedModule
 from lightning_megatron.strategy.modules.serialization import pack, unpack
 from lightning_megatron.strategy.modules.state_digest import ListDigest, digest, num_kept
 from lightning_megatron.strategy.optimization.parameter_readers import first_overridden
-from lightning_megatron.strategy.private.user_module import is_overridden
 from lightning_megatron.swap.hugging_face.module_stubs import ModuleStub
 
 log = logging.getLogger(__name__)
 
-#: Module hooks between a step and the next one, which may read attributes that the step has set.
+#: Hooks between a step and the next one, which may read attributes that the step has set, or set
+#: attributes that are not the step's.
 _HOOKS_AFTER: Mapping[str, tuple[str, ...]] = {
     "training_step": (
         *(
+            "on_train_batch_start",
             "on_after_backward",
             "on_before_optimizer_step",
             "configure_gradient_clipping",
@@ -35,9 +36,9 @@ _HOOKS_AFTER: Mapping[str, tuple[str, ...]] = {
         ),
         *("on_before_zero_grad", "lr_scheduler_step", "on_train_batch_end"),
     ),
-    "validation_step": ("on_validation_batch_end",),
-    "test_step": ("on_test_batch_end",),
-    "predict_step": ("on_predict_batch_end",),
+    "validation_step": ("on_validation_batch_start", "on_validation_batch_end"),
+    "test_step": ("on_test_batch_start", "on_test_batch_end"),
+    "predict_step": ("on_predict_batch_start", "on_predict_batch_end"),
 }
 #: Location of a value: name of the module, whether the value is a buffer, name of the attribute.
 _Location = tuple[str, bool, str]
@@ -90,8 +91,8 @@ class AttributeSync:
     Step code after the call of a pipelined model runs only on the last stage. Values that it stores
     in the module, such as lists of outputs or metric states, are missing on the other stages.
     Hooks run on all stages, because they may call collectives, save a checkpoint or generate text.
-    Before such a hook runs, the last stage therefore sends all changes to the stages with the same
-    data.
+    Before such a hook runs, the last stage therefore sends all changes of steps to the stages with
+    the same data. Values that a hook sets stay those of its rank, such as a copy of its weights.
 
     This covers attributes and buffers of the LightningModule and of modules without parameters,
     such as metrics.
@@ -133,16 +134,15 @@ class AttributeSync:
             self._apply_changes(unpack(data, self._module, self._mesh.device))
 
     def share_after(self, step: str) -> None:
-        """Send a step's changes at once if the module has a hook that runs before the next step.
+        """Send a step's changes at once if the user has a hook that runs before the next step.
 
         Args:
             step: Name of the step, such as ``training_step``.
 
         Communication: that of :meth:`share`.
         """
-        if self._mesh.pp.size > 1 and any(
-            is_overridden(hook, self._module) for hook in _HOOKS_AFTER.get(step, ())
-        ):
+        hooks = _HOOKS_AFTER.get(step, ())
+        if self._mesh.pp.size > 1 and first_overridden(self._module.trainer, hooks) is not None:
             self.share()
 
     def outputs_after(self, step: str, outputs: Any) -> Any:

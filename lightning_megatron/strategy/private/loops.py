@@ -27,14 +27,14 @@ __all__ = [
     "accumulates",
     "automatic_optimization",
     "call_after_backward_hooks",
-    "call_before_epoch_ends",
+    "call_around_epochs",
     "call_strategy_step",
     "forward_zero_grad",
     "is_logged",
     "may_accumulate",
     "logged_step",
     "replace_automatic_optimization",
-    "restore_epoch_ends",
+    "restore_epochs",
     "run_backward",
     "searches_learning_rate",
     "skips_backward",
@@ -54,6 +54,7 @@ TRAINER_ATTRIBUTES = (
     ("", "log_every_n_steps"),
     ("fit_loop.epoch_loop", "_batches_that_stepped"),
     ("fit_loop", "on_advance_end"),
+    ("fit_loop.epoch_loop.val_loop", "on_run_start"),
     ("fit_loop.epoch_loop.val_loop", "_store_dataloader_outputs"),
     ("fit_loop.epoch_loop.val_loop", "_on_evaluation_epoch_end"),
     ("predict_loop", "_on_predict_epoch_end"),
@@ -155,27 +156,27 @@ def _zero_grad_of(optimizer: Optimizer, set_to_none: bool = True) -> None:
     optimizer.zero_grad(set_to_none)
 
 
-def call_before_epoch_ends(trainer: Trainer, function: Callable[[], None]) -> None:
-    """Call a function before the hooks and metrics at the end of an epoch or dataloader."""
-    for owner, name in _epoch_ends(trainer):
+def call_around_epochs(trainer: Trainer, function: Callable[[], None]) -> None:
+    """Call a function before the hooks and metrics at the start and end of epochs.
+
+    These are the start of an evaluation, and the end of an epoch or dataloader.
+    """
+    for owner, name in _epoch_points(trainer):
         setattr(owner, name, partial(_after, function, getattr(type(owner), name), owner))
 
 
-def restore_epoch_ends(trainer: Trainer) -> None:
-    """Undo :func:`call_before_epoch_ends`."""
-    for owner, name in _epoch_ends(trainer):
+def restore_epochs(trainer: Trainer) -> None:
+    """Undo :func:`call_around_epochs`."""
+    for owner, name in _epoch_points(trainer):
         vars(owner).pop(name, None)
 
 
-def _epoch_ends(trainer: Trainer) -> list[tuple[Any, str]]:
+def _epoch_points(trainer: Trainer) -> list[tuple[Any, str]]:
     evaluations = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
+    points = ("on_run_start", "_store_dataloader_outputs", "_on_evaluation_epoch_end")
     return [
         (trainer.fit_loop, "on_advance_end"),
-        *(
-            (loop, name)
-            for loop in evaluations
-            for name in ("_store_dataloader_outputs", "_on_evaluation_epoch_end")
-        ),
+        *((loop, name) for loop in evaluations for name in points),
         (trainer.predict_loop, "_on_predict_epoch_end"),
     ]
 

@@ -18,7 +18,7 @@ from lightning_megatron.graphs.step_graph import RanStep
 from lightning_megatron.groups.collectives import broadcast_object
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.pipeline.executor import PipelineExecutor
-from lightning_megatron.pipeline.microbatch import Microbatch, copy_containers, is_cut, split_batch
+from lightning_megatron.pipeline.microbatch import Microbatch, copy_batch, is_cut, split_batch
 from lightning_megatron.pipeline.step_plans import Trial
 from lightning_megatron.plan.microbatches import MicrobatchRule
 from lightning_megatron.strategy.logs.log_record import Recorder
@@ -356,8 +356,8 @@ class StepRunner:
                 name_unsharded_modules(module, self._mesh),
                 self._attribute_sync.trial() if self._executor.is_repeated else nullcontext(),
             ):
-                # A step may remove entries from its batch, and another run needs them again.
-                return step_fn(copy_containers(data) if is_repeated else data, *args)
+                # A step may change its batch, and another run needs it as it was.
+                return step_fn(copy_batch(data) if is_repeated else data, *args)
 
         if losses is None or passes is None:
             return self._executor.run(run_on, microbatches, backward=False, step=step, trial=trial)

@@ -16,7 +16,7 @@ from lightning_megatron.groups.collectives import all_gather_objects
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.layers.segments import is_compiled
 from lightning_megatron.models.stage import named_layers
-from lightning_megatron.pipeline.microbatch import Microbatch, copy_containers
+from lightning_megatron.pipeline.microbatch import Microbatch, copy_batch
 from lightning_megatron.strategy.logs.log_record import Recorder
 from lightning_megatron.strategy.logs.merge import Weight, loss_in, token_counts_in
 from lightning_megatron.strategy.modules.module_state import ModuleState
@@ -113,11 +113,8 @@ class TrialStep:
         seeded = SeededGenerators(seed)
         try:
             with gradients, constant_values, seeded.running():
-                # The same batch runs several times, so a step that removes its entries gets copies
-                # of the containers.
-                copies = [
-                    Microbatch(copy_containers(part.data), part.num_samples) for part in parts
-                ]
+                # The same batch runs several times, and a step may change it.
+                copies = [Microbatch(copy_batch(part.data), part.num_samples) for part in parts]
                 return self._run(copies, recorder, seeded.begin)
         finally:
             self._spacing = max(self._spacing, constant_values.spacing)
