@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -62,7 +62,8 @@ class SchedulerSettings:
             raise ParallelPlanError(
                 f"{name} must be a functools.partial of a subclass of torch's LRScheduler, or a "
                 "mapping with its class_path and init_args, because checkpoints store plain "
-                f"values: it is {shown(scheduler)}."
+                f"values: it is {shown(scheduler)}. A class_path never imports a module, because "
+                "checkpoints have such mappings: import the module of the class before."
             )
         if issubclass(kind, ReduceLROnPlateau):
             raise ParallelPlanError(
@@ -102,9 +103,13 @@ class SchedulerSettings:
 
 
 def _class_of(path: Any) -> Any:
-    """Return the class at an import path; None if it does not exist."""
+    """Return the class at a path of this package or of a module that is imported already.
+
+    A checkpoint may give the path, and importing a module runs its code.
+    """
     module, _, name = path.rpartition(".") if isinstance(path, str) else ("", "", "")
-    try:
-        return getattr(import_module(module), name, None) if module else None
-    except ImportError:
-        return None
+    package = __name__.partition(".")[0]
+    if module.partition(".")[0] == package:
+        return getattr(sys.modules[package], name, None)
+    # `getattr` would let a module import others at the first use of a name.
+    return vars(sys.modules[module]).get(name) if module in sys.modules else None

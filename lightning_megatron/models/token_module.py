@@ -6,7 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from lightning.pytorch import LightningModule
@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.types import LRSchedulerConfigType, OptimizerLR
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from typing_extensions import override
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
@@ -116,6 +117,38 @@ class TokenModule(LightningModule):
         self._check_schedulers()
         plain = {name: settings and settings.plain() for name, settings in schedulers.items()}
         self.save_hyperparameters(arguments | plain)
+
+    @classmethod
+    @override
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **options: Any,
+    ) -> Self:
+        """Build the module from the hyperparameters in a file and load its weights.
+
+        It equals Lightning's method, but no file makes it run or import other code: None stands for
+        ``weights_only=True`` also behind a URL, and Lightning's parser, which imports each class
+        that it reads, does not receive the hyperparameters of a module of this package.
+
+        Args:
+            checkpoint_path: Path, URL or stream of the file.
+            map_location: Devices of the tensors, as for ``torch.load``.
+            hparams_file: File of hyperparameters that replace those in the checkpoint.
+            strict: Whether the names of weights must match.
+            weights_only: False unpickles objects of any type, which can run code from the file.
+            options: Hyperparameters that replace single ones in the checkpoint.
+        """
+        if cls.__module__.partition(".")[0] == __name__.partition(".")[0]:
+            options["_instantiator"] = None
+        is_safe = weights_only is not False
+        return super().load_from_checkpoint(
+            checkpoint_path, map_location, hparams_file, strict, is_safe, **options
+        )
 
     @property
     @abstractmethod

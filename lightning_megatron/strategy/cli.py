@@ -7,13 +7,14 @@ from typing import Any
 
 from jsonargparse import Namespace, set_parsing_settings
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 from typing_extensions import override
 
 from lightning_megatron.errors import ParallelPlanError, UnsupportedError
 from lightning_megatron.recipe_files import with_recipe_paths
 from lightning_megatron.strategy.megatron_strategy import MegatronStrategy
 from lightning_megatron.strategy.named_classes import named_class
+from lightning_megatron.strategy.private.checkpoint_search import RecipeCLI
 
 _STRATEGY_PATHS = (
     "lightning_megatron.MegatronStrategy",
@@ -21,10 +22,10 @@ _STRATEGY_PATHS = (
 )
 
 
-class MegatronCLI(LightningCLI):
+class MegatronCLI(RecipeCLI):
     """Run a Trainer from YAML recipes and options; interpolation follows the merge of all of them.
 
-    The class differs from ``LightningCLI`` in five settings:
+    The class differs from ``LightningCLI`` in six settings:
 
     * ``${...}`` is resolved after all files and command-line options are merged, so that an option
       changes every value that refers to it. A path such as ``${trainer.devices}`` has the same
@@ -34,6 +35,7 @@ class MegatronCLI(LightningCLI):
     * ``-c recipe:NAME`` reads a recipe that comes with the package.
     * The module creates its optimizers, because they need the parameters that ``configure_model``
       creates.
+    * The file at ``--ckpt_path`` changes no setting.
     * A second run may overwrite the saved ``config.yaml``.
 
     Args:

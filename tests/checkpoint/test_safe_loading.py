@@ -5,14 +5,18 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 
+from lightning_megatron import CausalLM
 from lightning_megatron.checkpoint import (
     load_metadata,
     load_rank_state,
@@ -24,9 +28,11 @@ from lightning_megatron.checkpoint import (
 )
 from lightning_megatron.checkpoint.storage import FileRecord, LocalFolder
 from lightning_megatron.checkpoint.tensor_index import read_index
-from lightning_megatron.errors import CorruptDataError, UnsupportedError
+from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
+from lightning_megatron.strategy.cli import MegatronCLI
 from tests.checkpoint.pieces import entries
+from tests.recipes.test_wrong_settings import RECIPE, SIZES
 
 MESH = ParallelMesh.single()
 
@@ -185,3 +191,70 @@ def test_classes_that_the_user_allows_are_loaded(tmp_path: Path) -> None:
     with torch.serialization.safe_globals([Setting]):
         assert load_metadata(tmp_path / "c")["setting"].value == 3
     assert load_metadata(tmp_path / "c", weights_only=False)["setting"].value == 3
+
+
+def imported(folder: Path, monkeypatch: pytest.MonkeyPatch, load: Callable[[], object]) -> bool:
+    """Return whether loading imported the module that a file in the folder defines."""
+    (folder / "named_in_a_file.py").touch()
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "named_in_a_file", raising=False)
+    load()
+    return "named_in_a_file" in sys.modules
+
+
+def file_with(folder: Path, settings: dict[str, Any]) -> str:
+    """Write a plain checkpoint of a small model with these hyperparameters."""
+    module = CausalLM(SIZES)
+    module.configure_model()
+    content = {"state_dict": module.state_dict(), "hyper_parameters": {"config": SIZES} | settings}
+    torch.save(content | {"pytorch-lightning_version": "2.6.0"}, folder / "one.ckpt")
+    return str(folder / "one.ckpt")
+
+
+NAMED = {"class_path": "named_in_a_file.Schedule", "init_args": {}}
+PARSED = {"_instantiator": "lightning.pytorch.cli.instantiate_module"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr_schedule": NAMED},
+        {"weight_decay_schedule": NAMED},
+        {"lr_schedule": NAMED, **PARSED},
+        {"lr_schedule": "named_in_a_file.Schedule", **PARSED},
+        {"betas": "{class_path: named_in_a_file.Schedule}", **PARSED},
+    ],
+)
+def test_hyperparameters_in_a_file_import_nothing(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = file_with(tmp_path, settings)
+
+    def load() -> None:
+        with pytest.raises(ParallelPlanError, match=f"^{next(iter(settings))} must be a"):
+            CausalLM.load_from_checkpoint(file)
+
+    assert not imported(tmp_path, monkeypatch, load)
+
+
+class ParsedCLI(MegatronCLI):
+    """End with the settings of the model once all are parsed."""
+
+    def before_instantiate_classes(self) -> None:
+        sys.exit(str(self.config.fit.model.init_args.as_dict()))
+
+
+def test_the_command_line_takes_no_setting_from_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(RECIPE))
+    file = file_with(tmp_path, {"learning_rate": 7.0, "lr_schedule": NAMED})
+
+    def load() -> None:
+        arguments = ["fit", "-c", str(recipe), "--model.learning_rate=3", "--ckpt_path", file]
+        monkeypatch.setattr(sys, "argv", ["lightning-megatron", *arguments])
+        with pytest.raises(SystemExit, match=r"'learning_rate': 3\.0"):
+            ParsedCLI()
+
+    assert not imported(tmp_path, monkeypatch, load)

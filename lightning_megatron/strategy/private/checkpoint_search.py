@@ -1,4 +1,4 @@
-"""Private names of Lightning's search for the checkpoint to resume from."""
+"""Private names of Lightning's search for the checkpoint to resume from, and of its parser."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningCLI
+from typing_extensions import override
 
 #: Value of ``ckpt_path`` that selects the newest checkpoint.
 LAST = "last"
@@ -40,3 +42,15 @@ def replace_last_checkpoint_search(trainer: Trainer, find: Callable[[], str | No
 
     connector._parse_ckpt_path = parse_later  # type: ignore[method-assign,assignment]
     connector.resume_start = start_with_found  # type: ignore[method-assign]
+
+
+class RecipeCLI(LightningCLI):
+    """Lightning's command line, which takes no settings from the file at ``--ckpt_path``.
+
+    Lightning parses the hyperparameters in the file as settings of the model: they would replace
+    those of the recipe, and the parser imports each class that it reads.
+    """
+
+    @override
+    def _parse_ckpt_path(self) -> None:
+        pass
