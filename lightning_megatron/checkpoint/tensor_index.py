@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from typing import IO, Any
+from collections.abc import Callable
+from functools import partial
+from typing import IO, Any, NoReturn
 
 import torch
 import torch.distributed.checkpoint.filesystem as dcp_filesystem
@@ -14,15 +16,8 @@ from typing_extensions import override
 from lightning_megatron.checkpoint.storage import HashingStream
 
 _METADATA_CLASSES = (
-    *(
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-    ),
-    *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+    "TensorStorageMetadata",
 )
 
 
@@ -30,19 +25,24 @@ class _IndexUnpickler(pickle.Unpickler):
     """Unpickler that accepts only the classes of a tensor index.
 
     A pickle runs code by calling objects that it names. Here it can name only plain data classes,
-    sizes and dtypes.
+    sizes and dtypes. A pickle can also set attributes of each object that it names: it receives
+    only sealed classes, because the process shares the real ones.
     """
 
     @override
     def find_class(self, module: str, name: str) -> Any:
         if module == dcp_metadata.__name__ and name in _METADATA_CLASSES:
-            return getattr(dcp_metadata, name)
+            return _sealed(partial(object.__new__, getattr(dcp_metadata, name)))
+        if (module, name) == (dcp_metadata.__name__, "TensorProperties"):
+            return _sealed(partial(object.__new__, _StoredProperties))
+        if (module, name) == (dcp_metadata.__name__, "_MEM_FORMAT_ENCODING"):
+            return _sealed(int)
         if (module, name) == (dcp_filesystem.__name__, "_StorageInfo"):
-            return dcp_filesystem._StorageInfo
+            return _sealed(partial(object.__new__, dcp_filesystem._StorageInfo))
         if (module, name) == ("torch", "Size"):
-            return torch.Size
+            return _sealed(torch.Size)
         if (module, name) == ("torch.serialization", "_get_layout"):
-            return _layout_named
+            return _sealed(_layout_named)
         if (
             module == "torch"
             and "." not in name
@@ -52,6 +52,26 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(
             f"it names {module}.{name}, which does not belong in a list of tensors"
         )
+
+
+class _StoredProperties(dcp_metadata.TensorProperties):
+    """Properties whose memory format is a number: members of an enumeration are shared objects."""
+
+    @override
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.__class__ = dcp_metadata.TensorProperties  # type: ignore[assignment]
+        dtype, layout, requires_grad, encoding, pin_memory = state
+        memory_format = dcp_metadata._MEM_FORMAT_ENCODING(encoding)
+        self.__setstate__((dtype, layout, requires_grad, memory_format, pin_memory))
+
+
+def _sealed(make: Callable[..., Any]) -> type:
+    """Return a class whose calls return what ``make`` returns, and of which no state can be set."""
+    return type("Sealed", (), {"__new__": lambda cls, *args: make(*args), "__setstate__": _refuse})
+
+
+def _refuse(state: Any) -> NoReturn:
+    raise pickle.UnpicklingError("it sets attributes of a class, which all others share")
 
 
 def read_index(file: IO[bytes]) -> Metadata:

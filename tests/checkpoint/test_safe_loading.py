@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint.metadata as dcp_metadata
 import yaml
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from lightning_megatron import CausalLM
 from lightning_megatron.checkpoint import (
@@ -27,7 +29,7 @@ from lightning_megatron.checkpoint import (
     verify_checkpoint,
 )
 from lightning_megatron.checkpoint.storage import FileRecord, LocalFolder
-from lightning_megatron.checkpoint.tensor_index import read_index
+from lightning_megatron.checkpoint.tensor_index import _layout_named, read_index
 from lightning_megatron.errors import CorruptDataError, ParallelPlanError, UnsupportedError
 from lightning_megatron.groups.mesh import ParallelMesh
 from lightning_megatron.strategy.cli import MegatronCLI
@@ -143,6 +145,31 @@ def test_a_list_of_tensors_that_runs_code_is_refused(tmp_path: Path, sprung: Pat
 def test_a_list_of_tensors_may_name_only_its_own_classes(call: bytes) -> None:
     with pytest.raises((pickle.UnpicklingError, EOFError)):
         read_index(io.BytesIO(call))
+
+
+METADATA = "torch.distributed.checkpoint.metadata"
+SHARED = {
+    "size": b"ctorch\nSize\n",
+    "data class": f"c{METADATA}\nChunkStorageMetadata\n".encode(),
+    "properties": f"c{METADATA}\nTensorProperties\n".encode(),
+    "place": b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n",
+    "enumeration": f"c{METADATA}\n_MEM_FORMAT_ENCODING\n".encode(),
+    "member": f"c{METADATA}\n_MEM_FORMAT_ENCODING\n(I0\ntR".encode(),
+    "function": b"ctorch.serialization\n_get_layout\n",
+    "layout": b"ctorch.serialization\n_get_layout\n(S'torch.strided'\ntR",
+    "dtype": b"ctorch\nfloat32\n",
+}
+
+
+@pytest.mark.parametrize("shared", SHARED.values(), ids=SHARED)
+@pytest.mark.parametrize("state", [b"N(S'note'\nI7\nd\x86", b"(S'note'\nI7\nd"])
+def test_a_list_of_tensors_changes_no_object_that_others_share(shared: bytes, state: bytes) -> None:
+    with pytest.raises((pickle.UnpicklingError, AttributeError)):
+        read_index(io.BytesIO(shared + state + b"b."))
+    owners = [getattr(dcp_metadata, name) for name in dcp_metadata.__all__]
+    owners += [dcp_metadata._MEM_FORMAT_ENCODING(0), dcp_metadata._MEM_FORMAT_ENCODING]
+    owners += [_StorageInfo, torch.Size, torch.float32, torch.strided, _layout_named]
+    assert not any(hasattr(owner, "note") for owner in owners)
 
 
 def test_tensors_that_run_code_are_refused(tmp_path: Path, sprung: Path) -> None:
